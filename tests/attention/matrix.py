@@ -2,6 +2,7 @@
 
     python -m tests.attention.matrix --output docs/attention-matrix.md
 
+With `--rows sinks`, only rows that this expression matches are run; the others stay as they are.
 A case is a rig's run of prompts, chunks, a prefix hit, decodes and mixed steps, all of them checked
 against a float64 softmax. An entry is the provider of the kernels and the largest error of any
 sequence in any step: the norm of the difference over the norm of the reference.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import platform
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -61,7 +63,9 @@ def main() -> int:
     """Run every case, write the document, and return 1 if any case failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--rows", type=re.compile, help="expression of the names of rows to run")
     options = parser.parse_args()
+    before = [] if options.rows is None else options.output.read_text().splitlines()
     lines, num_failed = [], 0
     section = ""
     with torch.inference_mode():
@@ -69,11 +73,17 @@ def main() -> int:
             if case.section != section:
                 section = case.section
                 lines += ["", f"## {section}", "", *_table_head()]
+            if options.rows is not None and not options.rows.search(case.name):
+                lines.append(_line_of(before, case))
+                continue
             results = [_result(case, backend) for backend in BACKENDS]
             num_failed += sum(result.startswith("FAILED") for result in results)
             lines.append(f"| {case.name} | {' | '.join(results)} |")
             print(lines[-1], file=sys.stderr, flush=True)
-    options.output.write_text("\n".join([*_preamble(num_failed), *lines]) + "\n")
+    head = _preamble(num_failed)
+    if options.rows is not None:
+        head = _amended(before, options.rows.pattern, num_failed)
+    options.output.write_text("\n".join([*head, *lines]) + "\n")
     return 1 if num_failed else 0
 
 
@@ -175,18 +185,31 @@ def _providers(rig: Rig) -> str:
     return ", ".join(f"{provider} ({'+'.join(names)})" for provider, names in parts.items())
 
 
+def _line_of(document: list[str], case: Case) -> str:
+    """Return the line of a row in a document that was written before."""
+    first = document.index(f"## {case.section}")
+    return next(line for line in document[first:] if line.startswith(f"| {case.name} |"))
+
+
+def _amended(document: list[str], rows: str, num_failed: int) -> list[str]:
+    """Return the head of a document that was written before, with a line about some rows."""
+    head = document[: next(i for i, line in enumerate(document) if line.startswith("## ")) - 1]
+    mark = f"Rows with `{rows}`: "
+    about = f"{mark}{_where()}. {_verdict(num_failed)}"
+    return [*(line for line in head if not line.startswith(mark)), about]
+
+
 def _table_head() -> list[str]:
     return [f"| | {' | '.join(BACKENDS)} |", "| --- |" + " --- |" * len(BACKENDS)]
 
 
 def _preamble(num_failed: int) -> list[str]:
     limits = ", ".join(f"{_name(dtype)} {limit:g}" for dtype, limit in TOLERANCE.items())
-    verdict = "Every case passed." if not num_failed else f"{num_failed} cases FAILED."
     return [
         "# Features and accuracy of the attention backends",
         "",
         "Written by `python -m tests.attention.matrix --output docs/attention-matrix.md` on",
-        f"{datetime.now(UTC).date()}: {torch.cuda.get_device_name()}, {_versions()}. {verdict}",
+        f"{_where()}. {_verdict(num_failed)}",
         "",
         "A case runs whole prompts, chunks, a prefix hit, decodes, mixed steps and padding, and",
         "compares every sequence of every step with a float64 softmax over the cache.",
@@ -194,6 +217,14 @@ def _preamble(num_failed: int) -> list[str]:
         "and the largest error: the norm of the difference over the norm of the reference.",
         f"Limits: {limits}. Scales of fp8 caches are not 1.",
     ]
+
+
+def _where() -> str:
+    return f"{datetime.now(UTC).date()}: {torch.cuda.get_device_name()}, {_versions()}"
+
+
+def _verdict(num_failed: int) -> str:
+    return "Every case passed." if not num_failed else f"{num_failed} cases FAILED."
 
 
 def _versions() -> str:

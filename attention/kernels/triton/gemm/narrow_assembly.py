@@ -30,29 +30,23 @@ def fp8_products() -> str:
 
 
 def int4_products() -> str:
-    """Return the code for words of eight integers of 4 bits, and their zeros.
+    """Return the code for words of eight integers of 4 bits.
 
     Inputs are four words each for the lower numbers of bytes 0 and 2, of bytes 1 and 3, and for the
-    upper ones of both. Behind them is 1024 plus the zero of the lower numbers, and -64 less that of
-    the upper ones. Outputs are the sums of products of the lower and of the upper numbers.
-
-    A number becomes 1024 and more in float16, whose last bits it is, or 16 times as far from it.
+    upper ones of both. Outputs are the sums of products of the lower and of the upper numbers,
+    divided by 2**24 and 2**20: the bits of a number are those of a subnormal float16.
     """
     lines = [
-        ".reg .b32 t, p, sixteenth, a, b, c, d;",
+        ".reg .b32 t, p, a, b, c, d;",
         ".reg .b16 low, high;",
         ".reg .f32 x, y;",
-        "mov.b32 sixteenth, 0x2C002C00;",
     ]
-    lower_zero = "sub.rn.f16x2 p, p, $22;"
-    upper_zero = "fma.rn.f16x2 p, p, sixteenth, $23;"
     for word in range(_NUM_WORDS):
         lines.append(f"shr.u32 t, ${2 + word}, 8;")
         for index, sums in enumerate("abcd"):
             source = "t" if index % 2 else f"${2 + word}"
             mask = "0x000F000F" if index < 2 else "0x00F000F0"
-            lines.append(f"lop3.b32 p, {source}, {mask}, 0x64006400, 0xEA;")
-            lines.append(lower_zero if index < 2 else upper_zero)
+            lines.append(f"and.b32 p, {source}, {mask};")
             lines.append(_add(sums, "p", _nibble_inputs(word, index), is_first=word == 0))
     return _block([*lines, *_sum("$0", "a", "b"), *_sum("$1", "c", "d")])
 
@@ -60,7 +54,7 @@ def int4_products() -> str:
 def mxfp4_products() -> str:
     """Return the code for words of eight numbers in e2m1; otherwise that of `int4_products`.
 
-    There are no zeros. Exponent and digit become the last bits of the exponent and the first digit
+    Exponent and digit become the last bits of the exponent and the first digit
     of float16, which divides by 2**14, the difference of the exponents' biases.
     """
     lines = [

@@ -20,8 +20,11 @@ __all__ = ["e2m1_numbers", "multiply_fp8", "multiply_nibbles", "row_inputs"]
 _FP8_PRODUCTS = tl.constexpr(fp8_products())
 _INT4_PRODUCTS = tl.constexpr(int4_products())
 _MXFP4_PRODUCTS = tl.constexpr(mxfp4_products())
-_MXFP4_EXPONENT = tl.constexpr(14)
-"""What numbers in e2m1 are divided by is two to the power of this."""
+_INPUT_EXPONENT = tl.constexpr(14)
+"""Inputs of numbers of four bits are multiplied by two to the power of this.
+
+Numbers in e2m1 are divided by as much, integers by more.
+"""
 
 
 @triton.jit
@@ -157,107 +160,79 @@ def multiply_nibbles(
     words: tl.tensor,
     x: tl.tensor,
     starts: tl.tensor,
-    low_zero: tl.tensor,
-    high_zero: tl.tensor,
     kind: tl.constexpr,
     size: tl.constexpr,
     half: tl.constexpr,
     unpacks: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Return products of both numbers of the bytes of words `[columns, vectors, 4]`.
 
     The lower ones are multiplied by 16 inputs from each start, the upper ones by those that are
-    `half` behind. The zeros of "int4" are integers `[columns, vectors]`.
+    `half` behind. `kind` is "int4", for integers from 0 to 15, or "mxfp4". Both products are
+    followed by the sums of their inputs, `[vectors]`.
     """
     if unpacks:
         low_a = row_inputs(x, starts, size, 8)
         low_b = row_inputs(x, starts + 8, size, 8)
         high_a = row_inputs(x, starts + half, size, 8)
         high_b = row_inputs(x, starts + half + 8, size, 8)
-        up: tl.constexpr = _MXFP4_EXPONENT if kind == "mxfp4" else 0
+        low_inputs = tl.sum(low_a + low_b, axis=1)
+        high_inputs = tl.sum(high_a + high_b, axis=1)
         most = tl.maximum(
             tl.maximum(_most(low_a), _most(low_b)), tl.maximum(_most(high_a), _most(high_b))
         )
-        factors, inverses = _power_below(most, up)
+        factors, inverses = _power_below(most, _INPUT_EXPONENT)
         a0, a1, b0, b1 = _interleaved(low_a, factors)
         a2, a3, b2, b3 = _interleaved(low_b, factors)
         c0, c1, d0, d1 = _interleaved(high_a, factors)
         c2, c3, d2, d3 = _interleaved(high_b, factors)
         w0, w1, w2, w3 = _fours(words)
+        code: tl.constexpr = _INT4_PRODUCTS if kind == "int4" else _MXFP4_PRODUCTS
+        low_sums, high_sums = tl.inline_asm_elementwise(
+            code,
+            "=&f,=&f,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
+            [
+                w0,
+                w1,
+                w2,
+                w3,
+                a0[None, :],
+                a1[None, :],
+                a2[None, :],
+                a3[None, :],
+                b0[None, :],
+                b1[None, :],
+                b2[None, :],
+                b3[None, :],
+                c0[None, :],
+                c1[None, :],
+                c2[None, :],
+                c3[None, :],
+                d0[None, :],
+                d1[None, :],
+                d2[None, :],
+                d3[None, :],
+            ],
+            dtype=(tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
         if kind == "int4":
-            low_sums, high_sums = tl.inline_asm_elementwise(
-                _INT4_PRODUCTS,
-                "=&f,=&f,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
-                [
-                    w0,
-                    w1,
-                    w2,
-                    w3,
-                    a0[None, :],
-                    a1[None, :],
-                    a2[None, :],
-                    a3[None, :],
-                    b0[None, :],
-                    b1[None, :],
-                    b2[None, :],
-                    b3[None, :],
-                    c0[None, :],
-                    c1[None, :],
-                    c2[None, :],
-                    c3[None, :],
-                    d0[None, :],
-                    d1[None, :],
-                    d2[None, :],
-                    d3[None, :],
-                    (low_zero | 0x6400) * 0x10001,
-                    ((high_zero << 4) | 0x5400) * 0x10001 ^ -0x7FFF8000,
-                ],
-                dtype=(tl.float32, tl.float32),
-                is_pure=True,
-                pack=1,
-            )
-        else:
-            low_sums, high_sums = tl.inline_asm_elementwise(
-                _MXFP4_PRODUCTS,
-                "=&f,=&f,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
-                [
-                    w0,
-                    w1,
-                    w2,
-                    w3,
-                    a0[None, :],
-                    a1[None, :],
-                    a2[None, :],
-                    a3[None, :],
-                    b0[None, :],
-                    b1[None, :],
-                    b2[None, :],
-                    b3[None, :],
-                    c0[None, :],
-                    c1[None, :],
-                    c2[None, :],
-                    c3[None, :],
-                    d0[None, :],
-                    d1[None, :],
-                    d2[None, :],
-                    d3[None, :],
-                ],
-                dtype=(tl.float32, tl.float32),
-                is_pure=True,
-                pack=1,
-            )
+            # What divides the numbers is larger than what multiplies their inputs.
+            low_sums *= 1024.0
+            high_sums *= 64.0
         low_sums *= inverses[None, :]
         high_sums *= inverses[None, :]
     else:
         numbers = _bytes_of(words)
+        low_row, high_row = row_inputs(x, starts, size, 16), row_inputs(x, starts + half, size, 16)
         if kind == "int4":
-            low = ((numbers & 15) - low_zero[:, :, None, None]).to(tl.float32)
-            high = ((numbers >> 4) - high_zero[:, :, None, None]).to(tl.float32)
+            low, high = (numbers & 15).to(tl.float32), (numbers >> 4).to(tl.float32)
         else:
             low, high = e2m1_numbers(numbers & 15), e2m1_numbers(numbers >> 4)
-        low_sums = _sums_of(low, row_inputs(x, starts, size, 16))
-        high_sums = _sums_of(high, row_inputs(x, starts + half, size, 16))
-    return low_sums, high_sums
+        low_sums, high_sums = _sums_of(low, low_row), _sums_of(high, high_row)
+        low_inputs, high_inputs = tl.sum(low_row, axis=1), tl.sum(high_row, axis=1)
+    return low_sums, high_sums, low_inputs, high_inputs
 
 
 @triton.jit
