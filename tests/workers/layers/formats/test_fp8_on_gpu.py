@@ -62,4 +62,5 @@ def test_an_mlp_takes_what_its_norm_has_quantized(num_rows: int) -> None:
     gate, up = (functional.linear(normed, weights[f"{name}.weight"]) for name in ("gate", "up"))
     exact = functional.linear(functional.silu(gate) * up, weights["down.weight"])
     error = (found.double() - exact).norm() / exact.norm()
-    assert error < 0.06
+    # Both products round each number to 4 significant bits.
+    assert error < 0.08
