@@ -26,6 +26,8 @@ __all__ = ["GemvTuning", "default_gemv_tuning", "gemv", "gemv_gated"]
 
 _VECTOR_BYTES = 16
 _LONG_ROW_BYTES = 8192
+_LONG_INT4_ROW_BYTES = 4096
+_MANY_COLUMNS = 4096
 _MAX_OUT_SIZE = 65536
 """Beyond this, as for the vocabulary, cuBLAS reads at the speed of memory too."""
 
@@ -49,8 +51,23 @@ def default_gemv_tuning(weight: torch.Tensor, *, is_gated: bool) -> GemvTuning |
     row_bytes = weight.shape[1] * weight.element_size()
     if row_bytes % _VECTOR_BYTES or len(weight) > _MAX_OUT_SIZE:
         return None
+    if weight.dtype == torch.uint8:
+        return _int4_tuning(weight, row_bytes, is_gated=is_gated)
     is_long = row_bytes >= _LONG_ROW_BYTES and not is_gated and weight.element_size() == 1
     return GemvTuning(tile_columns=8 if is_long else 4)
+
+
+def _int4_tuning(weight: torch.Tensor, row_bytes: int, *, is_gated: bool) -> GemvTuning:
+    """Return the best of 14 tunings for matrices of Llama 3 8B on an H200.
+
+    They take 42 us a layer, and 48 with that of other formats; memory's limit is 28.
+    """
+    if is_gated:
+        return GemvTuning(tile_columns=4, tile_bytes=512, num_warps=1)
+    if row_bytes > _LONG_INT4_ROW_BYTES:
+        return GemvTuning(tile_columns=4, num_warps=2)
+    tile_columns = 8 if len(weight) > _MANY_COLUMNS else 4
+    return GemvTuning(tile_columns=tile_columns, tile_bytes=1024, num_warps=2)
 
 
 @triton.jit
