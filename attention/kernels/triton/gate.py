@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from attention.kernels.triton.dependent_launch import dependent_launch, wait_for_inputs
-from attention.kernels.triton.gemm.fp8_rows import empty_quantized, store_quantized
+from attention.kernels.triton.fp8_rows import empty_quantized, store_quantized
 from attention.kernels.triton.tuning import next_power_of_two
 
 if TYPE_CHECKING:

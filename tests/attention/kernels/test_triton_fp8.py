@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.nn import functional
 
+from attention.kernels.triton.fp8_rows import quantize_blocks, quantize_rows
 from attention.kernels.triton.gate import gated, quantized_gated
 from attention.kernels.triton.gemm.block_fp8 import block_fp8_gemm
-from attention.kernels.triton.gemm.fp8_rows import quantize_blocks, quantize_rows
 from attention.kernels.triton.gemm.skinny import (
     MAX_ROWS,
     SkinnyGemmTuning,

@@ -78,7 +78,7 @@ class Fp8Linear(QuantizedLinear):
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         """Return the product with rows that are quantized here, by the library."""
-        from attention.kernels.triton.gemm.fp8_rows import quantize_rows
+        from attention.kernels.triton.fp8_rows import quantize_rows
 
         return self.of_quantized(quantize_rows(x, self._fp8.input_scale))
 
@@ -114,8 +114,8 @@ class BlockFp8Linear(Fp8Linear):
         return False
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
+        from attention.kernels.triton.fp8_rows import quantize_blocks
         from attention.kernels.triton.gemm.block_fp8 import block_fp8_gemm
-        from attention.kernels.triton.gemm.fp8_rows import quantize_blocks
 
         fp8 = self._fp8
         rows, row_scales = quantize_blocks(x, fp8.depth)

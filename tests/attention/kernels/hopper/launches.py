@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from attention.kernels.triton.experts import choose_experts, expert_sums, mxfp4_row_bytes
+from attention.kernels.triton.fp8_rows import quantize_blocks, quantize_rows
 from attention.kernels.triton.gate import quantized_gated
 from attention.kernels.triton.gemm.block_fp8 import block_fp8_gemm
-from attention.kernels.triton.gemm.fp8_rows import quantize_blocks, quantize_rows
 from attention.kernels.triton.gemm.gemv import default_gemv_tuning, gemv, gemv_gated
 from attention.kernels.triton.gemm.int4 import (
     MAX_GATED_ROWS,
