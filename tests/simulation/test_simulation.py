@@ -10,7 +10,7 @@ from tests.simulation.planted_bugs import PLANTED_BUGS, PlantedBug
 from tests.simulation.run import failure_of, run_scenario
 from tests.simulation.scenario import make_scenario, shrink
 
-NUM_SEEDS = 120
+NUM_SEEDS = 60
 NUM_SLOW_SEEDS = 2500
 FOUND_WITHIN_S = 60.0
 
@@ -41,10 +41,10 @@ def test_every_client_gets_its_tokens_in_many_runs() -> None:
 
 
 def test_a_seed_is_one_run_among_deaths_and_preemptions() -> None:
-    runs = [[run_scenario(make_scenario(seed)) for seed in range(20)] for _ in range(2)]
+    runs = [[run_scenario(make_scenario(seed)) for seed in range(10)] for _ in range(2)]
     assert [one.log for one in runs[0]] == [one.log for one in runs[1]]
-    assert sum(one.num_deaths for one in runs[0]) > 5
-    assert sum(one.num_preemptions for one in runs[0]) > 10
+    assert sum(one.num_deaths for one in runs[0]) > 3
+    assert sum(one.num_preemptions for one in runs[0]) > 3
 
 
 def test_a_failing_run_is_shrunk() -> None:
