@@ -4,9 +4,10 @@ A request that kills its ranks does so whenever it reaches the same token. Hence
 beyond the tokens that it had at a death did not cause it, and deaths with another cause, such as a
 signal, clear every request within a few steps. Requests that saw two deaths without getting beyond
 the first are examined: half of them run, without any other request. The half that dies is halved
-again, and a request that dies alone is accused. One such request among n costs 2 + log2(n) deaths,
-and one that ran alone from the start three. An accused request waits until another one survives,
-which proves that the ranks work; then it is a culprit.
+again, and a request that dies alone runs once more: if it dies alone again it is accused, since the
+first of these deaths may have had another cause. One such request among n costs 3 + log2(n) deaths.
+An accused request waits until another one survives, which proves that the ranks work; then it is a
+culprit.
 
 Requests may die only together. Then each half survives and the search is in vain. After two
 searches in vain among the same requests, half of them wait until the others have ended.
@@ -23,6 +24,8 @@ Lengths = Mapping[str, Mapping[int, int]]
 """The number of known tokens of unfinished sequences, by request and index."""
 
 _DEATHS_TO_EXAMINE = 2
+_SOLITARY_DEATHS = 2
+"""Deaths of a request that ran alone after which it is accused."""
 _MARGIN = 3
 """Tokens beyond those known at a death that clear a sequence: two steps were in flight."""
 _VAIN_SEARCHES = 2
@@ -43,6 +46,8 @@ class Suspects:
     def __init__(self) -> None:
         self._num_deaths: dict[str, int] = {}
         """Deaths that a request has not got beyond."""
+        self._num_solitary: dict[str, int] = {}
+        """Of these, the deaths at which no other request ran."""
         self._marks: dict[str, dict[int, int]] = {}
         """The number of tokens that clears each sequence of a suspect."""
         self._is_searching = False
@@ -57,7 +62,7 @@ class Suspects:
         self._survivors: set[str] = set()
         """Open requests that survived the search."""
         self._accused: list[str] = []
-        """Requests that died alone, until it is proven that the ranks work without them."""
+        """Requests that died alone twice, until it is proven that the ranks work without them."""
         self._is_proven = False
         """Whether a request has survived since the search began."""
         self._has_culprit = False
@@ -83,7 +88,7 @@ class Suspects:
 
     @property
     def accused(self) -> list[str]:
-        """Requests that died alone and are not proven to be the cause."""
+        """Requests that died alone twice and are not proven to be the cause."""
         return list(self._accused)
 
     @property
@@ -112,6 +117,9 @@ class Suspects:
             for index, length in known.items():
                 marks.setdefault(index, length + _MARGIN)
             self._num_deaths[request_id] = self._num_deaths.get(request_id, 0) + 1
+        if len(lengths) == 1:
+            (alone,) = lengths
+            self._num_solitary[alone] = self._num_solitary.get(alone, 0) + 1
         if self._is_searching:
             # Sequences of those examined before may be in flight; then it is not known who died.
             if lengths and self._examined.issuperset(lengths):
@@ -157,7 +165,7 @@ class Suspects:
         self._rest += (one for one in self._examined if one not in ran)
         self._other_half = []
         self._died = ran
-        if len(ran) > 1:
+        if len(ran) > 1 or self._num_solitary[ran[0]] < _SOLITARY_DEATHS:
             self._halve(ran)
             return
         (accused,) = ran
@@ -212,6 +220,7 @@ class Suspects:
     def _clear(self, request_id: str) -> None:
         """Stop suspecting a request."""
         self._num_deaths.pop(request_id, None)
+        self._num_solitary.pop(request_id, None)
         self._marks.pop(request_id, None)
         self._examined.discard(request_id)
 

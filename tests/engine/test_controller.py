@@ -284,7 +284,7 @@ def test_poison_ends_alone_within_the_bound(number: int, poison: int, length: in
     assert rig.sink.lethal == {(f"r{poison}", 0)}
     assert set(ends.values()) <= {FinishReason.LENGTH}
     assert all(rig.sink.tokens[key] == [7] * 30 for key in ends)
-    assert executor.num_deaths <= 2 + max(1, math.ceil(math.log2(number)))
+    assert executor.num_deaths <= 3 + math.ceil(math.log2(number))
     wait_for(lambda: rig.controller.is_healthy)
     assert rig.controller.stats().num_lethal_requests == 1
     rig.submit("later", seed=99, max_tokens=7)

@@ -226,7 +226,7 @@ def test_texts_that_kill_their_ranks_fail_alone(
     assert failed == poisons
     assert all(isinstance(answers[i].exception(), LethalRequestError) for i in failed)
     assert answers[1].result().tolist() == [[1.0, 7.0], [2.0, 8.0]]
-    assert executor.num_deaths <= len(poisons) * (2 + 4)
+    assert executor.num_deaths <= len(poisons) * (3 + 4)
     assert embedder.stats().scheduler.num_queued_requests == 0
 
 

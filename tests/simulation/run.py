@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -64,6 +65,15 @@ class _WatchedController(Controller):
     """A controller that keeps the error that ended it."""
 
     cause: Exception | None = None
+    ranks: SimulatedRanks
+    chance_deaths: Counter[str]
+    """By request, the deaths by chance while it ran alone."""
+
+    def _note_death(self) -> bool:
+        lengths = self._scheduler.lengths_in_flight()
+        if len(lengths) == 1 and not self.ranks.is_killed:
+            self.chance_deaths.update(list(lengths))
+        return super()._note_death()
 
     def _break_down(self, error: Exception) -> None:
         self.cause = error
@@ -81,6 +91,7 @@ class _Run:
         self._controller = _WatchedController(
             _config(scenario), self._ranks, self._client, clock=self._world
         )
+        self._controller.ranks, self._controller.chance_deaths = self._ranks, Counter()
         self._client.attach_generation_engine(self._controller)
         self._num_open = len(scenario.clients)
 
@@ -127,7 +138,8 @@ class _Run:
     async def _serve(self, plan: ClientPlan) -> None:
         """Be a client, then stop the engine if all others have ended."""
         try:
-            await _Client(plan, self._scenario, self._world, self._masks).talk(
+            chance_deaths = self._controller.chance_deaths
+            await _Client(plan, self._scenario, self._world, self._masks, chance_deaths).talk(
                 self._client, self._ranks, self._outcome
             )
         finally:
@@ -141,12 +153,18 @@ class _Client:
     """Sends one request, and checks what comes back."""
 
     def __init__(
-        self, plan: ClientPlan, scenario: Scenario, world: World, masks: RandomMasks
+        self,
+        plan: ClientPlan,
+        scenario: Scenario,
+        world: World,
+        masks: RandomMasks,
+        chance_deaths: Counter[str],
     ) -> None:
         self._plan = plan
         self._scenario = scenario
         self._world = world
         self._masks = masks
+        self._chance_deaths = chance_deaths
         self._tokens: dict[int, list[int]] = {index: [] for index in range(plan.n)}
         self._reasons: dict[int, FinishReason] = {}
         self._finished: set[int] = set()
@@ -195,13 +213,8 @@ class _Client:
 
     @property
     def _may_be_accused(self) -> bool:
-        """Whether the engine may find that the ranks die whenever its request runs.
-
-        An innocent request is accused if ranks die by chance while it is examined alone because
-        of another one that kills them.
-        """
-        has_lethal = any(one.lethal_length is not None for one in self._scenario.clients)
-        return self._plan.lethal_length is not None or (has_lethal and bool(self._scenario.faults))
+        """Whether the ranks have died, twice by chance, whenever it ran alone."""
+        return self._plan.lethal_length is not None or self._chance_deaths[self._id] >= 2
 
     @property
     def _id(self) -> str:

@@ -68,6 +68,11 @@ class SimulatedRanks(Executor):
         return {}
 
     @property
+    def is_killed(self) -> bool:
+        """Whether a request has killed a rank since they started."""
+        return any(rank.is_killed for rank in self._ranks)
+
+    @property
     def acknowledged_step(self) -> int:
         self._receive()
         step = min(rank.acknowledged_step for rank in self._ranks)
@@ -198,6 +203,7 @@ class _Rank:
         self._posted_step = -1
         self.is_hung = False
         self.has_news = False
+        self.is_killed = False
         self._is_dead = False
         self._is_busy = False
         self._plans: deque[StepPlan] = deque()
@@ -285,6 +291,7 @@ class _Rank:
         for one in plan.sequences:
             length = one.first_position + one.num_tokens
             if self._lethal.get(self._seeds[one.row]) == length:
+                self.is_killed = True
                 self.die()
                 return
         if self._number == 0:
