@@ -16,6 +16,7 @@ import torch
 
 from attention import cache
 from attention.batch import AttentionBatch, EncoderBatch
+from attention.kernels.new_tokens import Rotary
 from attention.params import AttentionParams, AttentionSpec, AttentionType, problems_of
 
 __all__ = [
@@ -87,6 +88,29 @@ class AttentionMetadata(ABC):
     def device_slot_mapping(self) -> torch.Tensor:
         """Return `slot_mapping` on the device; valid until the next step is prepared."""
         raise _no_capture(self)
+
+    def rotates_layer(self, layer_index: int) -> bool:
+        """Whether `attend_unrotated` computes this layer of this step."""
+        del layer_index
+        return False
+
+    def attend_unrotated(
+        self,
+        layer_index: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rotary: Rotary,
+        kv_cache: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        sinks: torch.Tensor | None,
+    ) -> None:
+        """Rotate queries and keys, write the latter and the values, and attend, all in one launch.
+
+        Arguments are those of `attend_layer`, and `rotary` of all tokens. Only if `rotates_layer`.
+        """
+        raise NotImplementedError
 
     def attend_layer(
         self,

@@ -10,6 +10,7 @@ from attention.flashinfer.prefill import PagedPrefill, RaggedPrefill
 from attention.gpu.batch import GpuBatch, SubBatch
 from attention.gpu.layer_kernels import LayerCache, LayerKernels
 from attention.gpu.shared_kernels import SharedKernels
+from attention.kernels.new_tokens import NewTokens
 from attention.params import AttentionParams, AttentionSpec, AttentionType
 
 __all__ = ["FlashInferKernels", "HybridKernels"]
@@ -113,7 +114,9 @@ class FlashInferKernels(_FlashInferPrefills):
         out: torch.Tensor,
         *,
         sinks: torch.Tensor | None,
+        new: NewTokens | None = None,
     ) -> None:
+        assert new is None
         # A graph's plan is made before each replay, and never while it is captured.
         if self._decode.planned is not sub_batch and not self.is_graph:
             self._decode.plan_decodes(sub_batch, self._uploader.pages_of(sub_batch))
@@ -130,6 +133,10 @@ class HybridKernels(_FlashInferPrefills):
     def providers(self) -> dict[str, str]:
         return {"prefill": "flashinfer", "prefill_ragged": "flashinfer", "decode": "shared"}
 
+    @property
+    def takes_new_tokens(self) -> bool:
+        return self._shared.takes_new_tokens
+
     def plan_step(self, batch: GpuBatch) -> None:
         super().plan_step(batch)
         self._shared.plan_step(batch)
@@ -142,5 +149,6 @@ class HybridKernels(_FlashInferPrefills):
         out: torch.Tensor,
         *,
         sinks: torch.Tensor | None,
+        new: NewTokens | None = None,
     ) -> None:
-        self._shared.decode(sub_batch, query, cache, out, sinks=sinks)
+        self._shared.decode(sub_batch, query, cache, out, sinks=sinks, new=new)

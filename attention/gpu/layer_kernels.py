@@ -7,6 +7,7 @@ from functools import cached_property
 import torch
 
 from attention.gpu.batch import GpuBatch, SubBatch
+from attention.kernels.new_tokens import NewTokens
 from attention.params import AttentionParams, AttentionSpec
 
 __all__ = ["LayerCache", "LayerKernels"]
@@ -56,6 +57,11 @@ class LayerKernels(ABC):
     def providers(self) -> dict[str, str]:
         """Return who computes each part of a step: the name of a library, or "shared"."""
 
+    @property
+    def takes_new_tokens(self) -> bool:
+        """Whether `decode` rotates and writes new tokens itself."""
+        return False
+
     @abstractmethod
     def plan_step(self, batch: GpuBatch) -> None:
         """Plan a step in place of the last one, without waiting for the GPU."""
@@ -94,5 +100,9 @@ class LayerKernels(ABC):
         out: torch.Tensor,
         *,
         sinks: torch.Tensor | None,
+        new: NewTokens | None = None,
     ) -> None:
-        """Attend for one query token of each sequence over cached keys."""
+        """Attend for one query token of each sequence over cached keys.
+
+        With `new`, only if `takes_new_tokens`, rotate and write these before.
+        """

@@ -18,6 +18,7 @@ from attention.abstract import (
 from attention.gpu.batch import GpuBatch, GpuBatchUploader, SubBatch
 from attention.gpu.layer_kernels import LayerCache, LayerKernels
 from attention.gpu.unified_op import AttentionOp, handle_of
+from attention.kernels.new_tokens import NewTokens, Rotary
 
 __all__ = ["GpuMetadata", "GpuMetadataBuilder"]
 
@@ -119,6 +120,34 @@ class GpuMetadata(AttentionMetadata):
         cache = self._builder.layer_cache(layer_index, kv_cache)
         batch = self.prepare_step()
         self._attend_cached(params, kernels, batch, query, key, value, cache, out, sinks)
+
+    def rotates_layer(self, layer_index: int) -> bool:
+        params, kernels = self._builder.layer(layer_index)
+        is_decoder = params.attention_type is AttentionType.DECODER
+        return is_decoder and not self.num_prefills and kernels.takes_new_tokens
+
+    def attend_unrotated(
+        self,
+        layer_index: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rotary: Rotary,
+        kv_cache: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        sinks: torch.Tensor | None,
+    ) -> None:
+        batch = self.prepare_step()
+        _, kernels = self._builder.layer(layer_index)
+        cache = self._builder.layer_cache(layer_index, kv_cache)
+        if (decodes := batch.decodes) is not None:
+            tokens = decodes.tokens
+            positions = Rotary(rotary.positions[tokens], rotary.table)
+            new = NewTokens(key[tokens], value[tokens], batch.slot_mapping[tokens], positions)
+            kernels.decode(decodes, query[tokens], cache, out[tokens], sinks=sinks, new=new)
+        if batch.num_padding:
+            out[-batch.num_padding :].zero_()
 
     @property
     def device_slot_mapping(self) -> torch.Tensor:

@@ -6,6 +6,7 @@ import torch
 
 from attention.gpu.batch import GpuBatch, SubBatch
 from attention.gpu.layer_kernels import LayerCache, LayerKernels
+from attention.kernels.new_tokens import NewTokens
 from attention.kernels.triton.options import AttentionOptions
 from attention.kernels.triton.paged_attention import paged_attention
 from attention.kernels.triton.paged_decode import PagedDecode, num_scratch_elements
@@ -46,6 +47,11 @@ class SharedKernels(LayerKernels):
     @property
     def providers(self) -> dict[str, str]:
         return {"prefill": "shared", "prefill_ragged": "shared", "decode": "shared"}
+
+    @property
+    def takes_new_tokens(self) -> bool:
+        size = self.params.head_size
+        return size == max(16, next_power_of_two(size)) and self.params.kv_cache_dtype == "auto"
 
     def plan_step(self, batch: GpuBatch) -> None:
         _, decodes = batch.sub_batches_of(self.params.attention_type)
@@ -107,14 +113,16 @@ class SharedKernels(LayerKernels):
         out: torch.Tensor,
         *,
         sinks: torch.Tensor | None,
+        new: NewTokens | None = None,
     ) -> None:
         assert sub_batch.block_tables is not None
         if self._planned is not sub_batch:
             self._plan_decode(sub_batch)
         assert self._tuning is not None
         options = self._options_of(cache)
-        if self._decode is None or not self._decode.fits(query, cache.blocks, out, options):
-            self._decode = PagedDecode(
+        decode = self._decode
+        if decode is None or not decode.fits(query, cache.blocks, out, options, new):
+            self._decode = decode = PagedDecode(
                 query,
                 cache.blocks,
                 out,
@@ -124,8 +132,9 @@ class SharedKernels(LayerKernels):
                 tuning=self._tuning,
                 scratch=self._scratch,
                 has_sinks=self.params.has_sinks,
+                new=new,
             )
-        self._decode.launch(query, cache.keys, cache.values, out, sinks)
+        decode.launch(query, cache.keys, cache.values, out, sinks, new)
 
     def _plan_decode(self, sub_batch: SubBatch) -> None:
         params = self.params

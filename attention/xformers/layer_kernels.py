@@ -7,6 +7,7 @@ import torch
 from attention.gpu.batch import GpuBatch, SubBatch
 from attention.gpu.layer_kernels import LayerCache
 from attention.gpu.shared_kernels import SharedKernels
+from attention.kernels.new_tokens import NewTokens
 from attention.params import AttentionParams, AttentionSpec
 from attention.xformers.decode import PagedDecodes
 from attention.xformers.ragged import RaggedAttention
@@ -51,6 +52,10 @@ class XFormersKernels(SharedKernels):
         elif (tables := _get_seq_len_block_table_args(batch, self.params)) is not None:
             self._decodes.plan_decodes(*tables)
 
+    @property
+    def takes_new_tokens(self) -> bool:
+        return self._decodes is None and super().takes_new_tokens
+
     def prefill(
         self,
         sub_batch: SubBatch,
@@ -88,10 +93,12 @@ class XFormersKernels(SharedKernels):
         out: torch.Tensor,
         *,
         sinks: torch.Tensor | None,
+        new: NewTokens | None = None,
     ) -> None:
         if self._decodes is None:
-            super().decode(sub_batch, query, cache, out, sinks=sinks)
+            super().decode(sub_batch, query, cache, out, sinks=sinks, new=new)
         else:
+            assert new is None
             self._decodes.run_decodes(query, cache, out)
 
 

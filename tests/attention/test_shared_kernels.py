@@ -8,9 +8,13 @@ import torch
 
 from attention.abstract import AttentionMetadata, AttentionParams, AttentionType
 from attention.gpu.metadata import GpuMetadata, GpuMetadataBuilder
+from attention.kernels.new_tokens import Rotary
 from attention.params import KV_CACHE_DTYPES
+from pagedray.model_config import RopeConfig
 from tests.attention.gpu_steps import check_graph_inputs
 from tests.attention.rig import Rig, params_of
+from workers.layers.rope import RotaryEmbedding
+from workers.models.step_attention import CachedAttention
 
 pytest.importorskip("triton")
 
@@ -237,3 +241,43 @@ def test_keys_written_ahead_are_attended_to_as_in_a_whole_step() -> None:
         # Nothing is computed for padding.
         assert (out[6:] == -7.0).all()
     assert torch.equal(rig.cache.nan_to_num(9.0), expected_cache.nan_to_num(9.0))
+
+
+def test_decodes_rotate_their_tokens_themselves() -> None:
+    rig = rig_of(params_of(), params_of(sliding_window=5, has_sinks=True))
+    a, b, c = rig.sequence(), rig.sequence(), rig.sequence()
+    rig.step(prefills=[(a, 5), (b, 16), (c, 3)])
+    batch = rig.batch([], [a, b, c])
+    device = rig.spec.device
+    embedding = RotaryEmbedding(
+        RopeConfig(),
+        head_size=16,
+        num_query_heads=4,
+        max_positions=40,
+        dtype=torch.float32,
+        device=device,
+    )
+    rotation = embedding.rotation_at(torch.tensor([5, 16, 3], device=device))
+    inputs = [one.to(device) for one in rig.tokens(3)]
+    before = rig.cache.clone()
+
+    def attended(rotary: Rotary | None) -> tuple[list[torch.Tensor], torch.Tensor]:
+        rotation.rotary = rotary
+        rig.cache.copy_(before)
+        metadata = rig.builder.build(batch)
+        assert metadata.rotates_layer(0)
+        step = CachedAttention(rig.cache, metadata)
+        outs = []
+        for layer, rows in zip(rig.layers, inputs, strict=True):
+            heads, value = rows.clone().split([96, 32], 1)
+            heads = heads.unflatten(1, (6, 16))
+            outs.append(step.attend_rotated(layer, heads, value, rotation))
+        return outs, rig.cache.nan_to_num(9.0)
+
+    table = embedding._table
+    found, cache = attended(Rotary(torch.tensor([5, 16, 3], device=device), table))
+    expected, expected_cache = attended(None)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(cache, expected_cache, rtol=1e-5, atol=1e-5)
+    with_prefill = rig.builder.build(rig.batch([(rig.sequence(), 4)], [a]))
+    assert not with_prefill.rotates_layer(0)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attention.kernels.new_tokens import Rotary
 from workers.layers.fused_kernels import rotate_kernel
 
 if TYPE_CHECKING:
@@ -66,6 +67,9 @@ def _scaled_as_yarn(rope: RopeConfig, frequencies: torch.Tensor, size: int) -> t
 class Rotation(ABC):
     """The rotation of queries and keys to the positions of one step's tokens."""
 
+    rotary: Rotary | None = None
+    """What a kernel of attention needs to rotate whole heads itself, on a GPU."""
+
     @abstractmethod
     def __call__(self, heads: torch.Tensor) -> torch.Tensor:
         """Return `[num_tokens, num_heads, head_size]`, rotated; may happen in place.
@@ -98,9 +102,11 @@ class _GatheredRotation(Rotation):
 class _KernelRotation(Rotation):
     """By a kernel that looks up the angles itself."""
 
-    def __init__(self, kernel: RotateKernel, positions: torch.Tensor) -> None:
+    def __init__(self, kernel: RotateKernel, positions: torch.Tensor, table: torch.Tensor) -> None:
         self._kernel = kernel
         self._positions = positions
+        if table.is_cuda:
+            self.rotary = Rotary(positions, table)
 
     def __call__(self, heads: torch.Tensor) -> torch.Tensor:
         self._kernel(heads, self._positions)
@@ -174,7 +180,7 @@ class RotaryEmbedding:
 
     def _whole(self, positions: torch.Tensor) -> Rotation:
         if self._kernel is not None:
-            return _KernelRotation(self._kernel, positions)
+            return _KernelRotation(self._kernel, positions, self._table)
         rows = self._table.index_select(0, positions).to(self._dtype).unsqueeze(1)
         cos, sin = rows.chunk(2, dim=2)
         return _GatheredRotation(torch.cat((cos, cos), 2), torch.cat((-sin, sin), 2))

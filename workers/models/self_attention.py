@@ -91,7 +91,6 @@ class DecoderSelfAttention(CompositeLayer):
         size = config.head_size
         self._num_rotated = params.num_heads + params.num_kv_heads
         self._head_size = size
-        self._query_size = params.num_heads * size
         self._rotated_size = self._num_rotated * size
         self._kv_size = params.num_kv_heads * size
         self._qkv = ColumnParallelLinear(
@@ -149,14 +148,8 @@ class DecoderSelfAttention(CompositeLayer):
         )
         if self._head_norm is not None:
             heads = self._head_norm(heads)
-        rotated = rotation(heads).flatten(1)
-        attended = attention.attend(
-            self._attention,
-            rotated.narrow(1, 0, self._query_size),
-            rotated.narrow(1, self._query_size, self._kv_size),
-            qkv.narrow(1, self._rotated_size, self._kv_size),
-        )
-        return self._output(attended)
+        values = qkv.narrow(1, self._rotated_size, self._kv_size)
+        return self._output(attention.attend_rotated(self._attention, heads, values, rotation))
 
     def weight_shards(self) -> Iterator[WeightShard]:
         yield from super().weight_shards()

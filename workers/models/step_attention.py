@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     from attention.abstract import AttentionMetadata
     from attention.layer import Attention
+    from workers.layers.rope import Rotation
 
 __all__ = ["CachedAttention", "StepAttention"]
 
@@ -30,6 +31,19 @@ class StepAttention(ABC):
         Shapes are those of `Attention.forward`.
         """
 
+    def attend_rotated(
+        self, layer: Attention, heads: torch.Tensor, value: torch.Tensor, rotation: Rotation
+    ) -> torch.Tensor:
+        """Rotate queries and keys, and return what `attend` does.
+
+        `heads` is `[num_tokens, num_heads + num_kv_heads, head_size]`, queries before keys; it may
+        change in place.
+        """
+        num_heads, num_kv_heads = layer.params.num_heads, layer.params.num_kv_heads
+        rotated = rotation(heads)
+        query, key = rotated.split((num_heads, num_kv_heads), dim=1)
+        return self.attend(layer, query.flatten(1), key.flatten(1), value)
+
 
 class CachedAttention(StepAttention):
     """Writes keys and values to the cache, and attends over it.
@@ -49,3 +63,24 @@ class CachedAttention(StepAttention):
         value: torch.Tensor,
     ) -> torch.Tensor:
         return layer.forward(query, key, value, self._kv_cache, self._metadata)
+
+    def attend_rotated(
+        self, layer: Attention, heads: torch.Tensor, value: torch.Tensor, rotation: Rotation
+    ) -> torch.Tensor:
+        rotary, index = rotation.rotary, layer.layer_index
+        if rotary is None or not self._kv_cache.numel() or not self._metadata.rotates_layer(index):
+            return super().attend_rotated(layer, heads, value, rotation)
+        num_heads, num_kv_heads = layer.params.num_heads, layer.params.num_kv_heads
+        query, key = heads.split((num_heads, num_kv_heads), dim=1)
+        out: torch.Tensor = query.new_empty(query.shape)
+        self._metadata.attend_unrotated(
+            index,
+            query,
+            key,
+            value.unflatten(1, key.shape[1:]),
+            rotary,
+            self._kv_cache,
+            out,
+            sinks=layer.sinks,
+        )
+        return out.flatten(1)

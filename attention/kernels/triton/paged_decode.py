@@ -18,6 +18,7 @@ from attention.kernels.triton.dependent_launch import (
     wait_for_inputs,
 )
 from attention.kernels.triton.repeated_launch import RepeatedLaunch
+from attention.kernels.triton.rotated_vectors import load_rotated_vectors
 from attention.kernels.triton.tiles import (
     attend,
     count_sinks,
@@ -32,6 +33,7 @@ from attention.kernels.triton.tiles import (
 from attention.kernels.triton.tuning import PagedAttentionTuning, next_power_of_two
 
 if TYPE_CHECKING:
+    from attention.kernels.new_tokens import NewTokens
     from attention.kernels.triton.options import AttentionOptions
 
 __all__ = ["PagedDecode", "num_scratch_elements", "paged_decode"]
@@ -51,8 +53,15 @@ def _attend_split(
     sinks: tl.tensor,
     seq_lens: tl.tensor,
     tables: tl.tensor,
+    new_keys: tl.tensor,
+    new_values: tl.tensor,
+    slots: tl.tensor,
+    positions: tl.tensor,
+    turns: tl.tensor,
     query_token_stride: tl.tensor,
     query_head_stride: tl.tensor,
+    new_key_stride: tl.tensor,
+    new_value_stride: tl.tensor,
     part_stride: tl.tensor,
     out_head_stride: tl.tensor,
     part_lse_stride: tl.tensor,
@@ -69,6 +78,7 @@ def _attend_split(
     has_slopes: tl.constexpr,
     has_sinks: tl.constexpr,
     has_lse: tl.constexpr,
+    has_new: tl.constexpr,
     operand_type: tl.constexpr,
     stride_unit: tl.constexpr,
     num_queries_per_kv: tl.constexpr,
@@ -87,6 +97,9 @@ def _attend_split(
     the model's dtype or fp8; out `[B * num_splits, num_heads, head_size]`, the result or float32
     parts; lse `[B * num_splits, num_heads]` float32; slopes, sinks `[num_heads]` float32; seq_lens
     `[B]` int32; tables `[B, width]` int32. Sinks are counted here only if there are no splits.
+    With `has_new`, the queries are not rotated, and the last keys and values, `[B, num_kv_heads,
+    head_size]`, are written here, at slots `[B]` int64: positions `[B]` int64, turns as `table` of
+    `Rotary`.
     """
     wait_for_inputs(is_dependent)
     block_stride, token_stride, head_stride = wide_strides(
@@ -110,14 +123,25 @@ def _attend_split(
     vectors = tl.arange(0, tile_vectors)
     heads = kv_head * num_queries_per_kv + vectors
     is_vector = vectors < num_queries_per_kv
-    q = load_vectors(
-        query,
-        sequence.to(tl.int64) * query_token_stride + heads * query_head_stride,
-        is_vector,
-        False,
-        head_size,
-        padded_size,
-    ).to(operand_type)
+    queries = sequence.to(tl.int64) * query_token_stride + heads * query_head_stride
+    if has_new:
+        turns += tl.load(positions + sequence) * head_size
+        q = load_rotated_vectors(query, queries, is_vector, turns, head_size)
+        slot = tl.load(slots + sequence)
+        # The program of the last keys alone reads what it writes.
+        if (start < end) & (end == num_keys) & (slot >= 0):
+            place = slot // block_size * block_stride + slot % block_size * token_stride
+            place += kv_head * head_stride + tl.arange(0, head_size)
+            only = tl.arange(0, 1)
+            new_key = sequence.to(tl.int64) * new_key_stride + kv_head * head_size + only
+            rotated = load_rotated_vectors(new_keys, new_key, only == 0, turns, head_size)
+            tl.store(keys + place, tl.reshape(rotated, [head_size]))
+            new_value = sequence.to(tl.int64) * new_value_stride + kv_head * head_size
+            tl.store(values + place, tl.load(new_values + new_value + tl.arange(0, head_size)))
+            tl.debug_barrier()
+    else:
+        q = load_vectors(query, queries, is_vector, False, head_size, padded_size)
+    q = q.to(operand_type)
     vector_slopes = load_slopes(slopes, heads, is_vector, has_slopes)
     weighted, top, total = attend(
         tl.zeros([tile_vectors, padded_size], tl.float32),
@@ -287,7 +311,8 @@ class PagedDecode:
     """The decodes of one step, for layers whose tensors have the same layouts.
 
     Attends for one query per sequence, `[B, num_heads, head_size]`; else as `paged_attention`. A
-    query is at the position of its last key, so `window_right` has no effect.
+    query is at the position of its last key, so `window_right` has no effect. It rotates and writes
+    new tokens itself if they are given.
     """
 
     def __init__(
@@ -303,8 +328,9 @@ class PagedDecode:
         scratch: torch.Tensor,
         lse: torch.Tensor | None = None,
         has_sinks: bool = False,
+        new: NewTokens | None = None,
     ) -> None:
-        """`query`, `layer_cache` and `out` are those of any of the layers.
+        """`query`, `layer_cache`, `out` and `new` are those of any of the layers.
 
         `scratch` is float32 of at least `num_scratch_elements`; launches on one stream may share
         it. `has_sinks` says whether each launch is given sinks.
@@ -312,7 +338,7 @@ class PagedDecode:
         assert seq_lens.dtype == block_tables.dtype == torch.int32
         assert query.stride(2) == out.stride(2) == layer_cache.stride(4) == 1
         assert lse is None or (lse.dtype == torch.float32 and lse.stride(1) == 1)
-        self._layouts = query.stride(), layer_cache.stride(), out.stride()
+        self._layouts = _layouts(query, layer_cache, out, new)
         self._options = options
         self._lse = lse
         self._has_sinks = has_sinks
@@ -342,6 +368,7 @@ class PagedDecode:
             has_lse=lse is not None or tuning.num_splits > 1,
             options=options,
             tuning=tuning,
+            new=new,
         )
 
     def fits(
@@ -350,10 +377,11 @@ class PagedDecode:
         layer_cache: torch.Tensor,
         out: torch.Tensor,
         options: AttentionOptions,
+        new: NewTokens | None,
     ) -> bool:
         """Return whether a layer has the same layouts and options."""
-        layouts = query.stride(), layer_cache.stride(), out.stride()
-        return options is self._options and layouts == self._layouts
+        is_alike = _layouts(query, layer_cache, out, new) == self._layouts
+        return is_alike and options is self._options
 
     def launch(
         self,
@@ -362,8 +390,12 @@ class PagedDecode:
         values: torch.Tensor,
         out: torch.Tensor,
         sinks: torch.Tensor | None = None,
+        new: NewTokens | None = None,
     ) -> None:
-        """Attend; keys and values are `layer_cache[:, 0]` and `layer_cache[:, 1]`."""
+        """Attend; keys and values are `layer_cache[:, 0]` and `layer_cache[:, 1]`.
+
+        `new` is given if it was at first.
+        """
         assert self._has_sinks == (sinks is not None)
         if self._attend is None:
             return
@@ -371,7 +403,11 @@ class PagedDecode:
         lse = out if self._lse is None else self._lse
         slopes, seq_lens, block_tables = self._step
         sinks = seq_lens if sinks is None else sinks
-        step = slopes, sinks, seq_lens, block_tables
+        step: tuple[torch.Tensor, ...] = slopes, sinks, seq_lens, block_tables
+        if new is None:
+            step += (query, query, seq_lens, seq_lens, seq_lens)
+        else:
+            step += (new.key, new.value, new.slots, new.rotary.positions, new.rotary.table)
         parts = self._parts
         if parts is None:
             self._attend.launch(query, keys, values, out, lse, *step)
@@ -392,6 +428,7 @@ def paged_decode(
     out: torch.Tensor,
     lse: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    new: NewTokens | None = None,
 ) -> None:
     """Attend as `PagedDecode` does, for one layer."""
     decode = PagedDecode(
@@ -405,8 +442,9 @@ def paged_decode(
         scratch=scratch,
         lse=lse,
         has_sinks=sinks is not None,
+        new=new,
     )
-    decode.launch(query, layer_cache[:, 0], layer_cache[:, 1], out, sinks)
+    decode.launch(query, layer_cache[:, 0], layer_cache[:, 1], out, sinks, new)
 
 
 def _attend_launch(
@@ -419,6 +457,7 @@ def _attend_launch(
     has_lse: bool,
     options: AttentionOptions,
     tuning: PagedAttentionTuning,
+    new: NewTokens | None,
 ) -> RepeatedLaunch:
     """Return the launch of `_attend_split`, which writes the result or, with splits, parts."""
     num_sequences, num_heads, head_size = query.shape
@@ -432,6 +471,7 @@ def _attend_launch(
         (
             query.stride(0),
             query.stride(1),
+            *_new_strides(new, layer_cache),
             *part_strides,
             layer_cache.stride(0) // unit,
             layer_cache.stride(2) // unit,
@@ -446,6 +486,7 @@ def _attend_launch(
             options.alibi_slopes is not None,
             has_sinks,
             has_lse,
+            new is not None,
             dot_type(query),
             unit,
             num_queries_per_kv,
@@ -466,6 +507,26 @@ def _attend_launch(
 def _token_strides(out: torch.Tensor, lse: torch.Tensor | None) -> tuple[int, int, int]:
     """Return the strides from token to token and from head to head of `out`, and of `lse`."""
     return out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0)
+
+
+def _new_strides(new: NewTokens | None, layer_cache: torch.Tensor) -> tuple[int, int]:
+    """Return the strides from token to token of new keys and values."""
+    if new is None:
+        return 0, 0
+    head_size = layer_cache.shape[4]
+    assert head_size == _padded_size(head_size) == new.rotary.table.shape[1]
+    assert layer_cache.dtype == new.key.dtype == new.value.dtype
+    assert new.key.stride()[1:] == new.value.stride()[1:] == (head_size, 1)
+    assert new.slots.dtype == new.rotary.positions.dtype == torch.int64
+    assert new.rotary.table.is_contiguous()
+    return new.key.stride(0), new.value.stride(0)
+
+
+def _layouts(
+    query: torch.Tensor, layer_cache: torch.Tensor, out: torch.Tensor, new: NewTokens | None
+) -> tuple[tuple[int, ...], ...]:
+    layouts = query.stride(), layer_cache.stride(), out.stride()
+    return layouts if new is None else (*layouts, *new.layouts)
 
 
 def _padded_size(head_size: int) -> int:

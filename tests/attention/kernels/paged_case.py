@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from attention.kernels.new_tokens import NewTokens, Rotary
 from attention.kernels.triton.options import AttentionOptions
 from attention.kernels.triton.paged_attention import paged_attention
 from attention.kernels.triton.paged_decode import num_scratch_elements, paged_decode
@@ -236,11 +237,64 @@ class PagedCase:
         min_split_keys: int = 16,
     ) -> torch.Tensor:
         """Check one query for each sequence, and return its attention."""
+        query, _, out, lse = self._inputs([1] * len(self.seq_lens))
+        sinks = self._decode(feature, query, out, lse, num_splits, min_split_keys, None)
+        self._check_decoded(feature, query, sinks, out, lse)
+        return out
+
+    def check_new_tokens(
+        self,
+        feature: dict[str, Any],  # Any: the options differ in type
+        *,
+        num_splits: int,
+        unwritten: int | None = None,
+    ) -> None:
+        """Check that a decode rotates and writes the last token of each sequence.
+
+        That of one sequence is not to be written; it has been.
+        """
+        shape, size = self.shape, self.shape.head_size
+        query, _, out, lse = self._inputs([1] * len(self.seq_lens))
+        angles = torch.outer(torch.arange(50.0), torch.rand(size // 2))
+        table = torch.cat((angles.cos(), angles.sin()), dim=1).to(self.device)
+        positions = torch.randint(0, 50, (len(self.seq_lens),)).to(self.device)
+        # Rows as after one GEMM for queries, keys and values.
+        rows = torch.randn(len(positions), 2, shape.num_kv_heads, size).to(query)
+        slots = torch.full((len(positions),), -1)
+        for sequence, length in enumerate(self.seq_lens):
+            if length and sequence != unwritten:
+                block = int(self.tables[sequence, (length - 1) // shape.block_size])
+                slot = (length - 1) % shape.block_size
+                slots[sequence] = block * shape.block_size + slot
+                self.cache[block, 1, :, slot] = torch.nan
+        new = NewTokens(rows[:, 0], rows[:, 1], slots.to(self.device), Rotary(positions, table))
+        sinks = self._decode(feature, query, out, lse, num_splits, 16, new)
+        turns = table.double()[positions]
+        for sequence, length in enumerate(self.seq_lens):
+            if slots[sequence] >= 0:
+                written = self.keys_and_values(sequence)[:, length - 1].to(self.device)
+                key, value = rows[sequence].double()
+                limit = TOLERANCE[shape.dtype]
+                exact = _rotated(key[None], turns[sequence : sequence + 1])[0]
+                torch.testing.assert_close(written[0], exact, rtol=limit, atol=4 * limit)
+                assert torch.equal(written[1], value)
+        query[: len(positions)] = _rotated(query[: len(positions)].double(), turns).to(query)
+        self._check_decoded(feature, query, sinks, out, lse)
+
+    def _decode(
+        self,
+        feature: dict[str, Any],  # Any: the options differ in type
+        query: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        num_splits: int,
+        min_split_keys: int,
+        new: NewTokens | None,
+    ) -> torch.Tensor | None:
+        """Run the kernel, and return the sinks that it was given."""
         shape = self.shape
-        options = options_of(shape, feature, self.device)
         sinks = sinks_for(shape, feature, self.device)
         num_rows = len(self.seq_lens)
-        query, _, out, lse = self._inputs([1] * num_rows)
         tuning = default_decode_tuning(
             num_queries_per_kv=shape.num_heads // shape.num_kv_heads,
             head_size=shape.head_size,
@@ -258,16 +312,28 @@ class PagedCase:
             self.cache[:, 1],
             seq_lens=self._on_device(self.seq_lens),
             block_tables=self.tables.to(self.device),
-            options=options,
+            options=options_of(shape, feature, self.device),
             tuning=replace(tuning, min_split_keys=min_split_keys),
             scratch=torch.full((num_elements,), torch.nan, device=self.device),
             out=out[:num_rows],
             lse=lse[:num_rows],
             sinks=sinks,
+            new=new,
         )
+        return sinks
+
+    def _check_decoded(
+        self,
+        feature: dict[str, Any],  # Any: the options differ in type
+        query: torch.Tensor,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        options = options_of(self.shape, feature, self.device)
+        num_rows = len(self.seq_lens)
         contents = [self.keys_and_values(i) for i in range(num_rows)]
         self._check(query, [1] * num_rows, contents, options, sinks, out, lse)
-        return out
 
     def _inputs(
         self, query_lens: list[int]
@@ -310,3 +376,10 @@ class PagedCase:
         torch.testing.assert_close(
             lse[: len(expected_lse)].cpu().double(), expected_lse, rtol=1e-5, atol=1e-4
         )
+
+
+def _rotated(heads: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    """Return `[num_tokens, num_heads, head_size]` rotated by `[num_tokens, head_size]`, float64."""
+    first, second = heads.chunk(2, dim=2)
+    cos, sin = turns.unsqueeze(1).chunk(2, dim=2)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=2)

@@ -211,7 +211,7 @@ def test_decode_of_several_layers_equals_that_of_each(num_splits: int) -> None:
     )
     for layer in range(3):
         blocks = cache[:, layer]
-        assert decode.fits(queries[layer], blocks, outs[layer], options)
+        assert decode.fits(queries[layer], blocks, outs[layer], options, None)
         decode.launch(queries[layer], blocks[:, 0], blocks[:, 1], outs[layer])
         paged_decode(
             queries[layer],
@@ -225,4 +225,4 @@ def test_decode_of_several_layers_equals_that_of_each(num_splits: int) -> None:
         )
     assert torch.equal(outs, expected)
     assert outs.any()
-    assert not decode.fits(queries[0, :, :, ::2], cache[:, 0], outs[0], options)
+    assert not decode.fits(queries[0, :, :, ::2], cache[:, 0], outs[0], options, None)

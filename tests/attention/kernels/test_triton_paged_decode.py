@@ -5,6 +5,7 @@ import torch
 
 from attention.kernels.triton.tuning import default_num_splits
 from tests.attention.kernels.paged_case import (
+    DEVICE,
     FEATURES,
     HEADS,
     SLOW_FEATURES,
@@ -105,3 +106,33 @@ def test_number_of_splits_fills_the_gpu_within_reason() -> None:
     assert splits(1, 2048) == 8
     assert splits(1, 100_000) == 49
     assert splits(1000, 100_000) == 1
+
+
+@pytest.mark.parametrize("feature", ["causal", "left window", "sinks and cap"])
+@pytest.mark.parametrize(("num_splits", "head_size"), [(1, 32), (3, 16), (8, 128)])
+def test_new_tokens_are_rotated_and_written(feature: str, num_splits: int, head_size: int) -> None:
+    # The last key is the first of a block, of a split, and of its sequence.
+    case = PagedCase(Shape(head_size=head_size), [65, 1, 0, 40, 130])
+    case.check_new_tokens(FEATURES[feature], num_splits=num_splits)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float16,
+        pytest.param(
+            torch.bfloat16,
+            marks=pytest.mark.skipif(
+                DEVICE != "cuda", reason="the interpreter cuts bfloat16 off where a GPU rounds it"
+            ),
+        ),
+    ],
+    ids=str,
+)
+def test_new_tokens_in_half_precision(dtype: torch.dtype) -> None:
+    shape = Shape(num_heads=6, num_kv_heads=2, dtype=dtype)
+    PagedCase(shape, [90, 18, 64]).check_new_tokens({}, num_splits=2)
+
+
+def test_a_new_token_without_a_slot_is_not_written() -> None:
+    PagedCase(Shape(), [20, 35]).check_new_tokens({}, num_splits=2, unwritten=1)

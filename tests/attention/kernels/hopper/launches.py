@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attention.kernels.new_tokens import NewTokens, Rotary
 from attention.kernels.triton.experts import choose_experts, expert_sums, mxfp4_row_bytes
 from attention.kernels.triton.fp8_rows import quantize_blocks, quantize_rows
 from attention.kernels.triton.gate import quantized_gated
@@ -178,6 +179,11 @@ def attention(
         scale=head_size**-0.5, window_left=window_left, window_right=0, k_scale=0.5, v_scale=2.0
     )
     query = tensor(batch, num_heads, head_size)
+    new = None
+    if cache_type == BF16 and head_size == 128:
+        key, places = tensor(batch, num_kv_heads, head_size), tensor(batch, dtype=torch.int64)
+        table = tensor(4096, head_size, dtype=torch.float32)
+        new = NewTokens(key, key, places, Rotary(places, table))
     for num_splits in (1, 8):
         tuning = default_decode_tuning(
             num_queries_per_kv=num_heads // num_kv_heads,
@@ -198,6 +204,7 @@ def attention(
             scratch=tensor(max(1, num_elements), dtype=torch.float32),
             out=torch.empty_like(query),
             sinks=sinks,
+            new=new,
         )
     prompt = tensor(2048, num_heads, head_size)
     paged_attention(

@@ -1,0 +1,39 @@
+"""What a decode kernel rotates, writes and attends to in one launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["NewTokens", "Rotary"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """The rotary embeddings of some tokens."""
+
+    positions: torch.Tensor
+    """`[num_tokens]` int64."""
+    table: torch.Tensor
+    """`[num_positions, head_size]` float32: cosines, then sines, of each pair.
+
+    Element i of a head is paired with i + head_size / 2.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """The tokens of one decode, whose queries and keys are not rotated and not in the cache yet."""
+
+    key: torch.Tensor
+    """`[num_tokens, num_kv_heads, head_size]`; tokens may be strided, and so in `value`."""
+    value: torch.Tensor
+    slots: torch.Tensor
+    """Where they are written, `[num_tokens]` int64, -1 for those that are not."""
+    rotary: Rotary
+
+    @property
+    def layouts(self) -> tuple[tuple[int, ...], ...]:
+        """The strides of keys and values."""
+        return self.key.stride(), self.value.stride()

@@ -1,0 +1,35 @@
+"""Loads vectors with their rotary embeddings."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["load_rotated_vectors"]
+
+
+@triton.jit
+def load_rotated_vectors(
+    pointer: tl.tensor,
+    offsets: tl.tensor,
+    is_vector: tl.tensor,
+    turns: tl.tensor,
+    head_size: tl.constexpr,
+) -> tl.tensor:
+    """Return vectors `[vectors, head_size]`, rotated and rounded as `rotate_heads` does.
+
+    `offsets` is `[vectors]` int64, `is_vector` `[vectors]` bool; `turns` points to half a head's
+    cosines, then sines, float32. `head_size` is a power of two.
+    """
+    half: tl.constexpr = head_size // 2
+    dims = tl.arange(0, head_size)
+    is_first = dims < half
+    cos = tl.load(turns + dims % half)
+    sin = tl.load(turns + half + dims % half)
+    partners = tl.where(is_first, dims + half, dims - half)
+    mask = is_vector[:, None]
+    own = tl.load(pointer + offsets[:, None] + dims[None, :], mask=mask, other=0.0)
+    other = tl.load(pointer + offsets[:, None] + partners[None, :], mask=mask, other=0.0)
+    sin = tl.where(is_first, -sin, sin)
+    rotated = own.to(tl.float32) * cos[None, :] + other.to(tl.float32) * sin[None, :]
+    return rotated.to(own.dtype)
