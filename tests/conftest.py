@@ -22,6 +22,9 @@ os.environ["RAY_AUTH_MODE"] = "token"
 os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["RAY_WORKER_NICENESS"] = "0"
+# An HTTP client would take 20 ms to read the public authorities, whom no test needs.
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = os.devnull
 # Triton decides when it is imported, by whomever, whether it runs kernels on the CPU.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"

@@ -153,22 +153,22 @@ def tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer.from_folder(folder)
 
 
-@pytest.fixture(scope="module")
-def module_server(tokenizer: Tokenizer) -> Iterator[Server]:
+@pytest.fixture(scope="session")
+def running_server(tokenizer: Tokenizer) -> Iterator[Server]:
     with Server(tokenizer) as server:
         yield server
 
 
 @pytest.fixture
-def server(module_server: Server) -> Iterator[Server]:
+def server(running_server: Server) -> Iterator[Server]:
     """Running frontends whose engine knows nothing of other tests."""
-    module_server.engine.reset()
-    yield module_server
+    running_server.engine.reset()
+    yield running_server
     # A client may receive its last byte before the server has ended the call.
     deadline_s = time.monotonic() + 1
-    while module_server.frontends.servicer.num_open_calls and time.monotonic() < deadline_s:
+    while running_server.frontends.servicer.num_open_calls and time.monotonic() < deadline_s:
         time.sleep(0.002)
-    assert module_server.frontends.servicer.num_open_calls == 0
+    assert running_server.frontends.servicer.num_open_calls == 0
 
 
 @pytest.fixture

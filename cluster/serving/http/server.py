@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["HttpServer"]
 
 _CLOSE_GRACE_S = 1.0
+_DATE_PERIOD_S = 1.0
 _CLOSE_POLL_S = 0.05
 
 
@@ -83,7 +84,7 @@ class HttpServer:
         """Accept no more connections, and close the idle ones, then the others."""
         if self._server is None or self._task is None:
             return
-        self._server.should_exit = True
+        self._server.request_exit()
         await asyncio.wait((self._task,), timeout=_CLOSE_GRACE_S)
         # uvicorn would cancel running requests and log a traceback for each; aborted connections
         # end them as if the client had disconnected. One that was being opened comes later, and
@@ -105,6 +106,18 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._kind = kind
         self._limits = limits
+        self._exit_requested = asyncio.Event()
+
+    def request_exit(self) -> None:
+        """End the main loop at once."""
+        self.should_exit = True
+        self._exit_requested.set()
+
+    async def main_loop(self) -> None:
+        """Renew the date of responses until the exit; uvicorn's loop looks at it every 0.1 s."""
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._exit_requested.wait(), _DATE_PERIOD_S)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         assert sockets is not None

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="module")
-def module_server(tokenizer: Tokenizer) -> Iterator[Server]:
+def running_server(tokenizer: Tokenizer) -> Iterator[Server]:
     """A server on which every operation is supported."""
     limits = ReaderLimits(resume_grace_s=5.0, resumes_anonymous=True)
     with Server(tokenizer, reader_limits=limits) as server:

@@ -31,7 +31,7 @@ def serving(tokenizer: Tokenizer) -> Serving:
 
 
 @pytest.fixture(scope="module")
-def module_server(serving: Serving) -> Iterator[Server]:
+def running_server(serving: Serving) -> Iterator[Server]:
     limits = ReaderLimits(resume_grace_s=GRACE_S, resumes_anonymous=True)
     with serving(limits) as server:
         yield server
