@@ -5,7 +5,7 @@ than reading them. See `row_product.py` for what is done instead. The first weig
 read before the kernel that writes the row has ended.
 
 Milliseconds per token of Llama 3 8B on an H200, one request, with tensor cores and with these
-kernels: fp8 4.78 and 2.63, int4 5.70 and 2.46 (`python -m bench.engine --workload latency`, with
+kernels: fp8 4.78 and 2.63, int4 5.70 and 2.19 (`python -m bench.engine --workload latency`, with
 `--quantization fp8` or `--shape llama-8b-int4`).
 """
 
