@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pagedray.errors import DeviceError
-from pagedray.weight_format import Int4Format, Int8Format
+from pagedray.weight_format import Fp8Format, Int4Format, Int8Format
 from workers.layers.formats.fp8_linear import BlockFp8Linear, Fp8Linear
 from workers.layers.formats.fp8_weight import Fp8Weight
 from workers.layers.formats.int4_linear import GpuInt4Linear
@@ -45,6 +45,8 @@ def make_format_kernel(
     format = quantization.format_of(names) if quantization is not None else None
     if format is None:
         return make_linear_kernel(out_size, in_size, has_bias=has_bias, dtype=dtype, device=device)
+    if isinstance(format, Fp8Format) and device.type == "cuda":
+        _check_gpu(names[0], dtype, device)
     bias = torch.empty(out_size, dtype=dtype, device=device) if has_bias else None
     if isinstance(format, Int4Format):
         int4 = Int4Weight(format, out_size, in_size, device=device)
@@ -61,18 +63,18 @@ def make_format_kernel(
     fp8 = Fp8Weight(format, out_size, in_size, device=device)
     if device.type != "cuda":
         return DequantizedLinear(fp8, bias, dtype=dtype, device=device)
-    _check_gpu(dtype, device)
     kind = BlockFp8Linear if format.scales == "block" else Fp8Linear
     return kind(fp8, bias, name=names[0], device=device)
 
 
-def _check_gpu(dtype: torch.dtype, device: torch.device) -> None:
+def _check_gpu(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise DeviceError if a GPU cannot multiply by the layer's weight in fp8."""
     if dtype != torch.bfloat16:
-        raise DeviceError("Products in fp8 need --dtype bfloat16 on a GPU.")
+        raise DeviceError(f"{name} is in fp8, whose products need --dtype bfloat16 on a GPU.")
     capability = torch.cuda.get_device_capability(device)
     if capability < _HOPPER:
         raise DeviceError(
-            f"{torch.cuda.get_device_name(device)} has compute capability "
-            f"{'.'.join(map(str, capability))}, but products in fp8 need 9.0 or later; use weights "
-            "in bfloat16."
+            f"{name} is in fp8, whose products need a GPU of compute capability 9.0 or later, but "
+            f"{torch.cuda.get_device_name(device)} has {'.'.join(map(str, capability))}; use "
+            "weights in bfloat16."
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,10 +11,11 @@ from safetensors.torch import save_file
 from torch.nn import functional
 
 from pagedray.errors import CheckpointError, DeviceError
-from pagedray.weight_format import Fp8Format
+from pagedray.weight_format import FormatRule, Fp8Format, Quantization
 from tests.workers.layers.formats.layers import Rank, column_layer, loaded, row_layer
 from workers.layers.formats.fp8_linear import Fp8Linear
 from workers.layers.formats.fp8_weight import Fp8Weight
+from workers.layers.formats.make_kernel import make_format_kernel
 from workers.layers.weight import MatrixPart
 
 if TYPE_CHECKING:
@@ -113,6 +115,42 @@ def test_sizes_that_the_library_cannot_multiply_are_refused() -> None:
     stored = Fp8Weight(AT_LOAD, 24, 48, device=DEVICE)
     with pytest.raises(DeviceError, match=r"a has 48 inputs and 24 outputs .* multiples of 16"):
         Fp8Linear(stored, None, name="a", device=DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "message"),
+    [
+        (
+            torch.bfloat16,
+            (8, 0),
+            "q_proj is in fp8, whose products need a GPU of compute capability 9.0 or later, but "
+            "NVIDIA A100 has 8.0; use weights in bfloat16.",
+        ),
+        (torch.float16, (9, 0), "q_proj is in fp8, whose products need --dtype bfloat16 on a GPU."),
+    ],
+    ids=str,
+)
+def test_a_gpu_that_cannot_multiply_fp8_is_refused_before_memory_is_taken(
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: capability)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "NVIDIA A100")
+    quantization = Quantization(method="fp8", rules=(FormatRule(re.compile(""), AT_LOAD),))
+    with pytest.raises(DeviceError) as caught:
+        # The size would not fit any memory.
+        make_format_kernel(
+            ["q_proj"],
+            quantization,
+            2**40,
+            2**40,
+            has_bias=True,
+            dtype=dtype,
+            device=torch.device("cuda"),
+        )
+    assert str(caught.value) == message
 
 
 def stored_fp8(out_size: int, in_size: int) -> tuple[torch.Tensor, torch.Tensor]:
