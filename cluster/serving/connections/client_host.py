@@ -15,6 +15,9 @@ def client_host(address: str) -> str:
 
     Anything else, such as the path of a UNIX socket, is returned as it is.
     """
+    if ":" not in address:
+        # The system writes an IPv4 address in one way only.
+        return address
     try:
         found = ip_address(address.partition("%")[0])
     except ValueError:

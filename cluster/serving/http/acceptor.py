@@ -5,25 +5,29 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import socket
 from asyncio.sslproto import SSLProtocol
 from collections import Counter
 from typing import TYPE_CHECKING
 
 from cluster.serving.connections.client_host import client_host
+from cluster.serving.http.read_lines import MAX_CHECK_BYTES, read_line
 from cluster.serving.telemetry.line_limit import LineLimit
 
 if TYPE_CHECKING:
-    import socket
     import ssl
     from collections.abc import Callable
 
     from cluster.serving.connections.connection_limits import ConnectionLimits
+    from cluster.serving.intake.read_turns import ReadTurns
 
 __all__ = ["Acceptor"]
 
 logger = logging.getLogger(__name__)
 
-_MAX_AT_ONCE = 4
+_MAX_AT_ONCE = 16
+_ACCEPT_LINE = "connections"
+"""Where they wait for their turn among the reads of hosts."""
 _PAUSE_S = 1.0
 _HANDSHAKE_TIMEOUT_S = 10
 _NO_RESOURCES = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
@@ -45,15 +49,25 @@ class Acceptor:
     def __init__(
         self,
         listener: socket.socket,
-        make_protocol: Callable[[Callable[[], None]], asyncio.Protocol],
+        make_protocol: Callable[[Callable[[], None], bool], asyncio.Protocol],
         *,
         limits: ConnectionLimits,
+        read_turns: ReadTurns,
         context: ssl.SSLContext | None,
     ) -> None:
-        """`make_protocol` is given what its connection must call when it is lost."""
+        """`make_protocol` is given what its connection must call when it is lost, and whether its
+        first read has its turn already.
+
+        Opening a connection takes as long as reading a request, so `read_turns` decides when.
+        Accepting takes less, and happens earlier: a health check would wait in the system's queue
+        behind all other connections.
+        """
         self._listener = listener
+        # asyncio describes a socket whenever its reader is new, which takes calls of the system.
+        self._descriptor = listener.fileno()
         self._make_protocol = make_protocol
         self._limits = limits
+        self._read_turns = read_turns
         self._context = context
         self._num_open = 0
         self._num_open_by_host: Counter[str] = Counter()
@@ -61,8 +75,10 @@ class Acceptor:
         self._loop = asyncio.get_running_loop()
         self._lines = LineLimit()
         self._resuming: asyncio.TimerHandle | None = None
+        self._unopened: dict[socket.socket, str] = {}
+        """Accepted connections that wait for their turn to be opened, and their hosts."""
         self._is_closed = False
-        self._loop.add_reader(listener, self._accept_waiting)
+        self._loop.add_reader(self._descriptor, self._accept_waiting)
 
     def close(self) -> None:
         """Accept no more connections."""
@@ -71,8 +87,12 @@ class Acceptor:
         self._is_closed = True
         if self._resuming is not None:
             self._resuming.cancel()
-        self._loop.remove_reader(self._listener)
+        self._loop.remove_reader(self._descriptor)
         self._listener.close()
+        for connection, host in self._unopened.items():
+            connection.close()
+            self._release(host)
+        self._unopened.clear()
 
     async def wait_closed(self) -> None:
         """Wait for the handshakes that have begun."""
@@ -80,6 +100,18 @@ class Acceptor:
             await asyncio.wait(self._handshakes)
 
     def _accept_waiting(self) -> None:
+        if self._read_turns.take():
+            self._accept_some()
+        else:
+            self._loop.remove_reader(self._descriptor)
+            self._read_turns.wait(_ACCEPT_LINE, self._accept_in_turn, 0)
+
+    def _accept_in_turn(self) -> None:
+        if not self._is_closed:
+            self._loop.add_reader(self._descriptor, self._accept_waiting)
+            self._accept_some()
+
+    def _accept_some(self) -> None:
         # Others have their turn on the event loop after some.
         for _ in range(_MAX_AT_ONCE):
             try:
@@ -104,11 +136,33 @@ class Acceptor:
             connection.setblocking(False)
             self._num_open += 1
             self._num_open_by_host[host] += 1
-            task = self._loop.create_task(self._open(connection, host))
-            self._handshakes.add(task)
-            task.add_done_callback(self._handshakes.discard)
+            if self._read_turns.take():
+                self._begin_open(connection, host, has_turn=False)
+            else:
+                self._wait_turn(connection, host)
 
-    async def _open(self, connection: socket.socket, host: str) -> None:
+    def _wait_turn(self, connection: socket.socket, host: str) -> None:
+        try:
+            begun = connection.recv(MAX_CHECK_BYTES + 1, socket.MSG_PEEK)
+        except OSError:
+            # Nothing has arrived, or the client has reset it.
+            begun, line = b"", f"connections of {host}"
+        else:
+            line = read_line(host, begun, is_first=True)
+
+        def open_in_turn() -> None:
+            if self._unopened.pop(connection, None) is not None:
+                self._begin_open(connection, host, has_turn=bool(begun))
+
+        self._unopened[connection] = host
+        self._read_turns.wait(line, open_in_turn, 0)
+
+    def _begin_open(self, connection: socket.socket, host: str, *, has_turn: bool) -> None:
+        task = self._loop.create_task(self._open(connection, host, has_turn=has_turn))
+        self._handshakes.add(task)
+        task.add_done_callback(self._handshakes.discard)
+
+    async def _open(self, connection: socket.socket, host: str, *, has_turn: bool) -> None:
         is_counted = True
 
         def release() -> None:
@@ -120,10 +174,12 @@ class Acceptor:
         try:
             if self._context is None:
                 await self._loop.connect_accepted_socket(
-                    lambda: self._make_protocol(release), connection
+                    lambda: self._make_protocol(release, has_turn), connection
                 )
             else:
-                await self._open_tls(connection, self._make_protocol(release), self._context)
+                # What has arrived is the handshake.
+                protocol = self._make_protocol(release, False)
+                await self._open_tls(connection, protocol, self._context)
         except OSError:
             # The client went away, or does not speak TLS.
             release()
@@ -159,9 +215,9 @@ class Acceptor:
 
     def _pause(self, error: OSError) -> None:
         self._log(f"the system has no resources for them ({error.strerror})")
-        self._loop.remove_reader(self._listener)
+        self._loop.remove_reader(self._descriptor)
         self._resuming = self._loop.call_later(
-            _PAUSE_S, self._loop.add_reader, self._listener, self._accept_waiting
+            _PAUSE_S, self._loop.add_reader, self._descriptor, self._accept_waiting
         )
 
     def _log(self, reason: str) -> None:

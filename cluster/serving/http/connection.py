@@ -20,6 +20,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from cluster.serving.connections.client_host import client_host
 from cluster.serving.http.errors import error_body
+from cluster.serving.http.read_lines import read_line
 from cluster.serving.telemetry.line_limit import LineLimit
 
 if TYPE_CHECKING:
@@ -54,7 +55,6 @@ IS_FIRST_KEY = "pagedray.is_first"
 _MAX_HELD_BYTES = 2**24
 """Of all connections; while they hold more, only short heads are received."""
 _SHORT_HEAD_BYTES = 2**12
-_SHORT_CHECK_BYTES = 2**10
 _RECEIVED_BYTES = 2**16
 """Bytes of a body that are taken from the system before the application counts them."""
 _NO_LINGER = struct.pack("ii", 1, 0)
@@ -94,6 +94,8 @@ class HttpConnection(HttpToolsProtocol):
     """What all connections hold."""
     note_lost: Callable[[], None]
     """Called when the connection is lost."""
+    has_turn = False
+    """Whether what has arrived before the connection was opened is handled at once."""
     _unhandled = b""
     """What was received and waits for its turn."""
     _head_timer: asyncio.TimerHandle | None = None
@@ -136,17 +138,15 @@ class HttpConnection(HttpToolsProtocol):
         if self._unhandled:
             # Reading was resumed for another reason.
             self._unhandled += data
-        elif self.read_turns.take():
+        elif self.has_turn or self.read_turns.take():
+            self.has_turn = False
             self._handle(data)
         else:
             self._unset_keepalive_if_required()
             self._unhandled = data
             self.transport.pause_reading()
             host = client_host(self.client[0]) if self.client else ""
-            # A health check on a connection of its own does not wait for other requests.
-            may_check = self.cycle is None and data.startswith(b"GET ")
-            is_short = len(data) <= _SHORT_CHECK_BYTES
-            line = f"checks of {host}" if may_check and is_short else host
+            line = read_line(host, data, is_first=self.cycle is None)
             self.read_turns.wait(line, self._handle_waiting, len(data))
 
     def _handle_waiting(self) -> None:

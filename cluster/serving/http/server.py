@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from cluster.serving.connections.tls import CertificateStore
     from cluster.serving.http.app import HttpApp
+    from cluster.serving.intake.read_turns import ReadTurns
 
 __all__ = ["HttpServer"]
 
@@ -75,7 +76,7 @@ class HttpServer:
             if certificates is None
             else lambda _config, _default: certificates.server_context,
         )
-        self._server = _Server(config, kind, self._limits)
+        self._server = _Server(config, kind, self._limits, self._app.read_turns)
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
         while not self._server.started and not self._task.done():
             await asyncio.sleep(0.005)
@@ -101,11 +102,16 @@ class _Server(uvicorn.Server):
     """A uvicorn server that limits connections, and leaves signals to its process."""
 
     def __init__(
-        self, config: uvicorn.Config, kind: type[HttpConnection], limits: ConnectionLimits
+        self,
+        config: uvicorn.Config,
+        kind: type[HttpConnection],
+        limits: ConnectionLimits,
+        read_turns: ReadTurns,
     ) -> None:
         super().__init__(config)
         self._kind = kind
         self._limits = limits
+        self._read_turns = read_turns
         self._exit_requested = asyncio.Event()
 
     def request_exit(self) -> None:
@@ -125,17 +131,22 @@ class _Server(uvicorn.Server):
         # uvicorn only closes them and waits for that.
         self.servers = [
             Acceptor(  # type: ignore[misc]  # not an asyncio.Server
-                listener, self._make_connection, limits=self._limits, context=self.config.ssl
+                listener,
+                self._make_connection,
+                limits=self._limits,
+                read_turns=self._read_turns,
+                context=self.config.ssl,
             )
             for listener in sockets
         ]
         self.started = True
 
-    def _make_connection(self, note_lost: Callable[[], None]) -> HttpConnection:
+    def _make_connection(self, note_lost: Callable[[], None], has_turn: bool) -> HttpConnection:
         connection = self._kind(
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
         connection.note_lost = note_lost
+        connection.has_turn = has_turn
         return connection
 
     @contextlib.contextmanager

@@ -18,9 +18,14 @@ __all__ = ["ReadTurns"]
 
 _PER_PASS = 4
 """Reads of a pass, each of which may begin a request of some 0.3 ms."""
+_NUM_ITERATIONS = 4
+"""Of the event loop in a pass. What a read begins, such as a response and closing the connection,
+runs in later ones."""
+_PASS_S = 0.0005
+"""No read follows in a pass that has taken as long, where a pass is followed by a pause."""
 _MAX_WAITING_BYTES = 2**22
 """Of all connections that wait; beyond it none waits."""
-_MAX_CREDIT_S = 0.001
+_MAX_CREDIT_S = 0.0005
 _MAX_DEBT_S = 0.01
 """What a pass takes beyond it causes no longer pause."""
 
@@ -56,8 +61,8 @@ class ReadTurns:
         if not self._is_counting:
             self._is_counting = True
             self._note_begin()
-            asyncio.get_running_loop().call_soon(self._end_pass)
-        if not self._num_left:
+            self._schedule_end()
+        if not self._has_room:
             return False
         self._num_left -= 1
         return True
@@ -74,6 +79,15 @@ class ReadTurns:
         """Do not count work of this pass that was just done: it has a limit of its own."""
         self._excluded_s += seconds
 
+    @property
+    def _has_room(self) -> bool:
+        return self._num_left > 0 and (self._share == 1.0 or self._used_s < _PASS_S)
+
+    @property
+    def _used_s(self) -> float:
+        """What the pass has taken."""
+        return time.thread_time() - self._began_cpu_s - self._excluded_s
+
     def _note_begin(self) -> None:
         now_s = time.monotonic()
         gained_s = self._share * (now_s - self._began_s)
@@ -82,11 +96,17 @@ class ReadTurns:
         self._began_cpu_s = time.thread_time()
         self._excluded_s = 0.0
 
+    def _schedule_end(self, num_iterations: int = _NUM_ITERATIONS) -> None:
+        """End the pass after some iterations of the event loop."""
+        loop = asyncio.get_running_loop()
+        if num_iterations > 1 and self._share < 1.0:
+            loop.call_soon(self._schedule_end, num_iterations - 1)
+        else:
+            loop.call_soon(self._end_pass)
+
     def _end_pass(self) -> None:
         """Begin the next pass, or pause before it if this one has taken more than the share."""
-        # What the reads have begun has run meanwhile.
-        used_s = time.thread_time() - self._began_cpu_s - self._excluded_s
-        self._credit_s = max(self._credit_s - max(used_s, 0.0), -_MAX_DEBT_S)
+        self._credit_s = max(self._credit_s - max(self._used_s, 0.0), -_MAX_DEBT_S)
         if self._share < 1.0 and self._credit_s < 0.0 and self._has_streams():
             self._num_left = 0
             pause_s = -self._credit_s / self._share
@@ -102,10 +122,10 @@ class ReadTurns:
         finally:
             self._is_counting = bool(self._waiting) or self._num_left < _PER_PASS
             if self._is_counting:
-                asyncio.get_running_loop().call_soon(self._end_pass)
+                self._schedule_end()
 
     def _handle_waiting(self) -> None:
-        while self._waiting and self._num_left:
+        while self._waiting and self._has_room:
             self._num_left -= 1
             line = next(iter(self._waiting))
             reads = self._waiting.pop(line)

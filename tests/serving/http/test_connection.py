@@ -443,7 +443,7 @@ async def test_connections_made_while_the_server_stops_do_not_hold_it_up(
                 ends.append(socket.create_connection(listener.getsockname()))
                 theirs, _ = listener.accept()
                 await asyncio.get_running_loop().connect_accepted_socket(
-                    lambda: make(lambda: None), theirs
+                    lambda: make(lambda: None, False), theirs
                 )
                 await asyncio.sleep(0.005)
 

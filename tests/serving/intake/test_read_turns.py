@@ -6,6 +6,7 @@ import asyncio
 import socket
 import time
 from contextlib import ExitStack
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import httpx
@@ -91,7 +92,22 @@ async def test_passes_pause_until_reads_have_had_no_more_than_their_share() -> N
     async with asyncio.timeout(20.0):
         while len(handled_s) < 5:
             await asyncio.sleep(0)
-    assert handled_s[4] - handled_s[3] > 0.03
+    pauses_s = [after_s - before_s for before_s, after_s in pairwise(handled_s)]
+    # Each read takes a whole pass.
+    assert min(pauses_s[1:]) > 0.005
+    assert handled_s[-1] - handled_s[0] > 0.03
+
+
+async def test_what_reads_begin_is_counted() -> None:
+    turns = ReadTurns(has_streams=lambda: True, share=0.01)
+    loop = asyncio.get_running_loop()
+    assert turns.take()
+    # As a task that answers, which then closes the connection.
+    loop.call_soon(loop.call_soon, _use_cpu, 0.002)
+    turns.wait("a", lambda: None, 10)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not turns.take()
 
 
 async def test_work_with_a_limit_of_its_own_causes_no_pause() -> None:
@@ -107,7 +123,7 @@ async def test_work_with_a_limit_of_its_own_causes_no_pause() -> None:
     turns.exclude(1.0)
     for _ in range(9):
         turns.wait("a", handle, 10)
-    for _ in range(3):
+    for _ in range(12):
         await asyncio.sleep(0)
     assert len(handled) == 9
 
@@ -128,11 +144,12 @@ def test_health_check_on_its_own_connection_does_not_wait_for_other_requests(
             b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n",
             b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 1000 + b"\r\n\r\n",
         )
+        address = ("127.0.0.1", server.frontends.http_port)
+        clients = [stack.enter_context(socket.create_connection(address, 10)) for _ in requests]
+        time.sleep(0.05)
         wait_for(lambda: not turns._is_counting)
         # All reads wait until a pass begins.
         turns._is_counting, turns._num_left = True, 0
-        address = ("127.0.0.1", server.frontends.http_port)
-        clients = [stack.enter_context(socket.create_connection(address, 10)) for _ in requests]
         for client, request in zip(clients, requests, strict=True):
             client.sendall(request)
         wait_for(lambda: sum(map(len, turns._waiting.values())) == 3)

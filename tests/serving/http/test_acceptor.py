@@ -1,0 +1,104 @@
+"""Connections take turns with requests while anyone waits for tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cluster.serving.connections.connection_limits import ConnectionLimits
+from cluster.serving.connections.listener import listen
+from cluster.serving.http.acceptor import Acceptor
+from cluster.serving.intake.read_turns import ReadTurns
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_CHECK = b"GET /health HTTP/1.1\r\n\r\n"
+_OTHER = b"POST /v1/completions HTTP/1.1\r\n\r\n"
+
+
+class _Opened(asyncio.Protocol):
+    """Notes what opened connections receive."""
+
+    def __init__(self, received: list[bytes], note_lost: Callable[[], None]) -> None:
+        self._received = received
+        self._note_lost = note_lost
+
+    def data_received(self, data: bytes) -> None:
+        self._received.append(data)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._note_lost()
+
+
+class _OneTurn(ReadTurns):
+    """Has room for accepting a connection, and none for opening it."""
+
+    def __init__(self) -> None:
+        super().__init__(has_streams=lambda: True)
+        self._num_takes = 0
+        self.waiting: list[Callable[[], None]] = []
+
+    def take(self) -> bool:
+        self._num_takes += 1
+        return self._num_takes == 1
+
+    def wait(self, line: str, handle: Callable[[], None], num_bytes: int) -> None:
+        self.waiting.append(handle)
+
+
+def accept_into(received: list[bytes], turns: ReadTurns) -> tuple[Acceptor, tuple[str, int]]:
+    listener = listen("HTTP", "127.0.0.1", 0)
+    address = listener.getsockname()
+    acceptor = Acceptor(
+        listener,
+        lambda note_lost, _: _Opened(received, note_lost),
+        limits=ConnectionLimits(),
+        read_turns=turns,
+        context=None,
+    )
+    return acceptor, address
+
+
+def connect(stack: ExitStack, address: tuple[str, int], request: bytes) -> socket.socket:
+    client = stack.enter_context(socket.create_connection(address, 10.0))
+    client.sendall(request)
+    return client
+
+
+async def test_a_health_check_is_opened_before_other_connections_of_its_host() -> None:
+    received: list[bytes] = []
+    acceptor, address = accept_into(received, ReadTurns(has_streams=lambda: True))
+    with ExitStack() as stack:
+        for request in (*[_OTHER] * 12, _CHECK):
+            connect(stack, address, request)
+        async with asyncio.timeout(10.0):
+            while len(received) < 13:
+                await asyncio.sleep(0)
+        assert received.index(_CHECK) < 7
+        acceptor.close()
+        await acceptor.wait_closed()
+
+
+async def test_closing_ends_connections_that_wait_to_be_opened() -> None:
+    received: list[bytes] = []
+    turns = _OneTurn()
+    acceptor, address = accept_into(received, turns)
+    with ExitStack() as stack:
+        client = connect(stack, address, _OTHER)
+        client.setblocking(False)
+        async with asyncio.timeout(10.0):
+            while not turns.waiting:
+                await asyncio.sleep(0)
+            acceptor.close()
+            # The client's data was not read, which resets the connection.
+            with pytest.raises(ConnectionResetError):
+                await asyncio.get_running_loop().sock_recv(client, 1)
+        for handle in turns.waiting:
+            handle()
+        await acceptor.wait_closed()
+        assert not received
