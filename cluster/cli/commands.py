@@ -1,4 +1,4 @@
-"""The command `pagedray`: serve, generate, chat, keys, top, bench, simulate, completion."""
+"""The command `pagedray`: serve, generate, chat, keys, top, bench, simulate, deploy, completion."""
 
 from __future__ import annotations
 
@@ -177,6 +177,27 @@ def _simulate(parsed: argparse.Namespace) -> int:
     return simulate(parsed)
 
 
+def _deploy(parsed: argparse.Namespace) -> int:
+    if parsed.verb == "check":
+        from cluster.cli.deploy.check import check
+
+        return check(
+            parsed.values,
+            chart=parsed.chart,
+            release=parsed.release,
+            checkpoint=parsed.checkpoint,
+        )
+    from cluster.cli.deploy.fetch import fetch, wait_for_model
+    from cluster.serving.telemetry.log_lines import logging_to
+    from workers.hub.settings import HubSettings
+
+    with logging_to(form="text", level="info"):
+        settings = HubSettings.from_environment()
+        run = wait_for_model if parsed.wait else fetch
+        print(run(parsed.model, settings))
+    return 0
+
+
 def _completion(parsed: argparse.Namespace) -> int:
     import shtab
 
@@ -192,5 +213,6 @@ _COMMANDS = {
     "top": _top,
     "bench": _bench,
     "simulate": _simulate,
+    "deploy": _deploy,
     "completion": _completion,
 }

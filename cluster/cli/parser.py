@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from cluster.cli.bench.flags import add_bench_flags
 from cluster.cli.client_flags import add_client_flags
+from cluster.cli.deploy.flags import add_check_flags, add_fetch_flags
 from cluster.cli.flag_values import count, names, seconds
 from cluster.cli.flags import add_engine_flags, add_sampling_flags
 from cluster.cli.simulate.flags import add_simulate_flags
@@ -83,6 +84,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_top(commands)
     _add_bench(commands)
     _add_simulate(commands)
+    _add_deploy(commands)
     _add_completion(commands)
     return parser
 
@@ -338,6 +340,18 @@ def _add_bench(commands: _Commands) -> None:
 def _add_simulate(commands: _Commands) -> None:
     what = "Predict throughput, latencies and memory of replicas under a load, without a GPU."
     add_simulate_flags(commands.add_parser("simulate", help=what, description=what))
+
+
+def _add_deploy(commands: _Commands) -> None:
+    what = "Check a deployment on Kubernetes, or download its model."
+    deploy = commands.add_parser("deploy", help=what, description=what)
+    verbs = deploy.add_subparsers(
+        dest="verb", required=True, metavar="VERB", parser_class=_OneLineParser
+    )
+    what = "Say what of Helm values cannot work, without a cluster."
+    add_check_flags(verbs.add_parser("check", help=what, description=what))
+    what = "Download a model of the Hub into its cache, or wait until it is there."
+    add_fetch_flags(verbs.add_parser("fetch", help=what, description=what))
 
 
 def _add_completion(commands: _Commands) -> None:

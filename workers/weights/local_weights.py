@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pagedray.config import EngineConfig
     from pagedray.model_config import HubRevision
 
-__all__ = ["check_weights_listed", "with_local_weights"]
+__all__ = ["check_weights_listed", "listed_weight_files", "with_local_weights"]
 
 
 def with_local_weights(
@@ -30,7 +30,7 @@ def with_local_weights(
     if hub is None or config.load_format == "dummy":
         return config
     folder = fetch_files(hub, side_files(hub), report_progress)
-    fetch_files(hub, _weight_files(hub, folder), report_progress)
+    fetch_files(hub, listed_weight_files(hub, folder), report_progress)
     return replace(config, model=replace(config.model, folder=folder))
 
 
@@ -39,10 +39,14 @@ def check_weights_listed(hub: HubRevision, folder: Path) -> None:
 
     `folder` has the other files.
     """
-    _weight_files(hub, folder)
+    listed_weight_files(hub, folder)
 
 
-def _weight_files(hub: HubRevision, folder: Path) -> list[str]:
+def listed_weight_files(hub: HubRevision, folder: Path) -> list[str]:
+    """Return the names of the files with weights; `folder` has the others.
+
+    Raises CheckpointError if the repository lacks one.
+    """
     names = {file.name for file in hub.files}
     wanted = weight_files(folder, names)
     if not wanted:

@@ -1,0 +1,1 @@
+"""`pagedray deploy`: what concerns a deployment on Kubernetes, without a cluster's API."""

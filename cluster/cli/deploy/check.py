@@ -1,0 +1,47 @@
+"""`pagedray deploy check`: says what of Helm values cannot work, before anything starts."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from cluster.cli.deploy.rules import rule_errors
+from cluster.cli.deploy.values import read_values, schema_errors
+from cluster.cli.deploy.weight_size import folder_weight_bytes, hub_weight_bytes
+from workers.hub.problems import HubUnreachableError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from cluster.cli.deploy.values import Values
+
+__all__ = ["check"]
+
+
+def check(path: Path, *, chart: Path, release: str, checkpoint: Path | None) -> int:
+    """Print a line for each error, and return 1 if there is one. Raises StartupError."""
+    values = read_values(path, chart)
+    # The rules rely on what the schema requires.
+    errors = schema_errors(values, chart)
+    if not errors:
+        weight_bytes = _weight_bytes(values, checkpoint)
+        errors = list(rule_errors(values, release=release, weight_bytes=weight_bytes))
+    for error in errors:
+        print(f"{path}: {error}")
+    if errors:
+        return 1
+    print(f"{path}: no errors found. To deploy:")
+    print(f"\n    helm install {release} {chart} --values {path}")
+    return 0
+
+
+def _weight_bytes(values: Values, checkpoint: Path | None) -> int | None:
+    if checkpoint is not None:
+        return folder_weight_bytes(checkpoint)
+    if values["model"].startswith("/"):
+        return None
+    try:
+        return hub_weight_bytes(values["model"])
+    except HubUnreachableError as error:
+        print(f"The size of the weights is not checked: {error.reason}.", file=sys.stderr)
+        return None

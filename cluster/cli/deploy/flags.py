@@ -1,0 +1,41 @@
+"""The flags of `pagedray deploy`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import argparse
+
+__all__ = ["add_check_flags", "add_fetch_flags"]
+
+_CHART = Path("deploy/helm/pagedray")
+
+
+def add_check_flags(parser: argparse.ArgumentParser) -> None:
+    """Add what `deploy check` reads."""
+    parser.add_argument("values", type=Path, metavar="VALUES", help="A file of Helm values.")
+    parser.add_argument(
+        "--chart", type=Path, default=_CHART, metavar="FOLDER", help="The chart of PagedRay."
+    )
+    parser.add_argument(
+        "--release", default="pagedray", metavar="NAME", help="Name of the Helm release."
+    )
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        metavar="FOLDER",
+        help="A local copy of the model, to compare its size with the claim. (default: ask the Hub "
+        "if the model is on it)",
+    )
+
+
+def add_fetch_flags(parser: argparse.ArgumentParser) -> None:
+    """Add what `deploy fetch` downloads."""
+    parser.add_argument("model", metavar="MODEL", help="Hub id: ORG/NAME or ORG/NAME@REVISION.")
+    parser.add_argument(
+        "--wait",
+        action="store_true",
+        help="Download nothing; wait until another process has downloaded the last file.",
+    )

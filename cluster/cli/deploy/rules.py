@@ -1,0 +1,150 @@
+"""What valid values for the chart may get wrong together: sizes, cores, hosts, upgrades."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from cluster.serving.ray_serve.options import read_arguments
+from pagedray.errors import StartupError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from cluster.cli.deploy.values import Values
+
+__all__ = ["rule_errors"]
+
+_MAX_NAME_LENGTH = 47
+_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_GIB = 2**30
+_OBJECT_STORE_BYTES = 512 * 2**20
+_CLAIM_MARGIN = 1.05
+"""Space for the tokenizer, and for what a file system keeps for itself."""
+_SIZES: dict[str, int] = {
+    **{unit: 1000**power for power, unit in enumerate(["", "k", "M", "G", "T"])},
+    **{unit: 1024**power for power, unit in enumerate(["Ki", "Mi", "Gi", "Ti"], start=1)},
+}
+
+
+def rule_errors(values: Values, *, release: str, weight_bytes: int | None) -> Iterator[str]:
+    """Yield a line for each rule that values break, which match the schema of the chart."""
+    if len(release) > _MAX_NAME_LENGTH or not _NAME.fullmatch(release):
+        yield (
+            f"--release: {release!r:.80} must be at most {_MAX_NAME_LENGTH} lowercase letters, "
+            "digits and dashes, and begin with a letter."
+        )
+    yield from _hosts(values)
+    yield from _worker(values)
+    yield from _storage(values, weight_bytes)
+    yield from _upgrade(values)
+    yield from _arguments(values)
+
+
+def _hosts(values: Values) -> Iterator[str]:
+    ranks, gpus = values["tensorParallelSize"], values["gpusPerHost"]
+    if gpus and max(ranks, gpus) % min(ranks, gpus):
+        yield (
+            f"tensorParallelSize: {ranks} ranks do not fill hosts of {gpus} GPUs (gpusPerHost); "
+            "one must be a multiple of the other."
+        )
+    if 0 < values["maxReplicas"] < values["replicas"]:
+        yield "maxReplicas: it must be 0, for a fixed number, or at least replicas."
+
+
+def _worker(values: Values) -> Iterator[str]:
+    ranks, gpus, worker = values["tensorParallelSize"], values["gpusPerHost"], values["worker"]
+    ranks_per_host = gpus or ranks
+    needed = ranks_per_host + max(ranks_per_host // ranks, 1)
+    if _cores(worker["cpu"]) < needed:
+        yield (
+            f"worker.cpu: {worker['cpu']} is not enough; a host needs a core for each of its ranks "
+            f'({ranks_per_host}) and replicas, "{needed}".'
+        )
+    shared = worker["sharedMemory"]
+    needed_bytes = _OBJECT_STORE_BYTES + (ranks_per_host * _GIB if gpus and ranks > 1 else 0)
+    if shared and _bytes(shared) < needed_bytes:
+        gib = -(-needed_bytes // _GIB)
+        yield (
+            f"worker.sharedMemory: {shared} is not enough; Ray's object store and the ranks "
+            f"of a host ({ranks_per_host}) need {gib}Gi."
+        )
+    if shared and _bytes(shared) >= _bytes(worker["memory"]):
+        yield (
+            f"worker.sharedMemory: {shared} must be less than worker.memory, {worker['memory']}, "
+            "which it counts against."
+        )
+
+
+def _storage(values: Values, weight_bytes: int | None) -> Iterator[str]:
+    storage, model = values["storage"], values["model"]
+    is_on_hub = not model.startswith("/")
+    uses_claim = is_on_hub or model.startswith("/models/")
+    if is_on_hub and storage["accessMode"] == "ReadOnlyMany":
+        yield (
+            "storage.accessMode: a model of the Hub cannot be downloaded into a ReadOnlyMany "
+            "claim; use ReadWriteMany, or a folder under /models that is in the claim."
+        )
+    if uses_claim and storage["accessMode"] == "ReadWriteOnce" and _num_workers(values) > 1:
+        yield (
+            "storage.accessMode: ReadWriteOnce is for pods of one host; use ReadWriteMany for "
+            f"{_num_workers(values)} workers."
+        )
+    needed = None if weight_bytes is None else int(_CLAIM_MARGIN * weight_bytes)
+    if uses_claim and not storage["existingClaim"] and needed and needed > _bytes(storage["size"]):
+        yield (
+            f"storage.size: {storage['size']} is not enough; the weights have "
+            f"{(weight_bytes or 0) / _GIB:.1f} GiB, use {-(-needed // _GIB)}Gi."
+        )
+
+
+def _upgrade(values: Values) -> Iterator[str]:
+    gcs = values["gcs"]
+    if gcs["faultTolerance"] == "rocksdb" and not gcs["rocksdb"]["featureGateEnabled"]:
+        yield (
+            "gcs.faultTolerance: rocksdb needs KubeRay's feature gate "
+            "GCSFaultToleranceEmbeddedStorage; enable it in the operator and set "
+            "gcs.rocksdb.featureGateEnabled: true."
+        )
+    if values["gateway"]["enabled"] and not values["gateway"]["name"]:
+        yield "gateway.name: it is required with gateway.enabled."
+    if values["upgrade"]["strategy"] != "NewClusterWithIncrementalUpgrade":
+        return
+    if not values["maxReplicas"]:
+        yield "upgrade.strategy: an incremental upgrade needs the autoscaler; set maxReplicas."
+    if values["gateway"]["enabled"]:
+        yield (
+            "upgrade.strategy: an incremental upgrade replaces the service that the routes use, "
+            "and has none for gRPC; use NewCluster, or gateway.enabled: false."
+        )
+    if not values["upgrade"]["incremental"]["gatewayClassName"]:
+        yield ("upgrade.incremental.gatewayClassName: an incremental upgrade needs a GatewayClass.")
+
+
+def _arguments(values: Values) -> Iterator[str]:
+    given = {
+        "model": values["model"],
+        "tensor_parallel_size": values["tensorParallelSize"],
+        "num_replicas": values["replicas"],
+        **values["arguments"],
+    }
+    try:
+        read_arguments(given)
+    except StartupError as error:
+        yield f"arguments: {error}"
+
+
+def _num_workers(values: Values) -> int:
+    replicas: int = max(values["replicas"], values["maxReplicas"])
+    num_ranks: int = values["tensorParallelSize"]
+    gpus: int = values["gpusPerHost"]
+    return -(-replicas * num_ranks // gpus) if gpus else replicas
+
+
+def _cores(text: str) -> float:
+    return int(text[:-1]) / 1000 if text.endswith("m") else int(text)
+
+
+def _bytes(text: str) -> int:
+    unit = text.lstrip("0123456789")
+    return int(text.removesuffix(unit)) * _SIZES[unit]

@@ -1,0 +1,114 @@
+"""Reads Helm values for the chart, and checks them against its schema."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import jsonschema
+import yaml
+
+from pagedray.errors import StartupError
+from pagedray.shown_value import shown_value
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+    from pathlib import Path
+
+__all__ = ["Values", "read_values", "schema_errors"]
+
+# Any: YAML.
+Values = dict[str, Any]
+
+_NOT_TEXT = "put it in quotes: without them, YAML reads no, off and yes as booleans"
+
+
+def read_values(path: Path, chart: Path) -> Values:
+    """Return the values of a file, with the defaults of the chart. Raises StartupError."""
+    given = _read(path)
+    defaults = _read(chart / "values.yaml")
+    return _merged(defaults, given)
+
+
+def schema_errors(values: Values, chart: Path) -> list[str]:
+    """Return a line for each value that the chart refuses, with its path and what is allowed."""
+    try:
+        schema = json.loads((chart / "values.schema.json").read_text())
+    except OSError as error:
+        raise StartupError(f"Cannot read the chart {chart}: {error.strerror}.") from error
+    found = jsonschema.Draft7Validator(schema).iter_errors(values)
+    return sorted({_line(error) for error in found})
+
+
+def _line(error: jsonschema.ValidationError) -> str:
+    path = ".".join(str(step) for step in error.absolute_path)
+    # Any: JSON.
+    schema: Any = error.schema
+    instance: Any = error.instance
+    if error.validator == "additionalProperties":
+        unknown = sorted(map(str, set(instance) - set(schema.get("properties", ()))))
+        where = ".".join([*([path] if path else []), unknown[0][:80]])
+        hint = f"; it takes {schema['description']}" if "description" in schema else ""
+        return f"{where}: the chart has no such value{hint}."
+    where = f"{path}: " if path else ""
+    return f"{where}{shown_value(error.instance)} must be {_wanted(error)}."
+
+
+def _wanted(error: jsonschema.ValidationError) -> str:
+    # Any: JSON.
+    schema: Any = error.schema
+    value: Any = error.validator_value
+    if error.validator == "type" and value == "string":
+        return f"text; {_NOT_TEXT}"
+    if "description" in schema:
+        return str(schema["description"])
+    match error.validator:
+        case "enum":
+            return f"one of {', '.join(value)}"
+        case "type":
+            return f"of type {value}"
+        case "minimum":
+            return f"at least {value}"
+        case "maximum":
+            return f"at most {value}"
+        case other:
+            return f"valid ({other}: {value})"
+
+
+def _merged(defaults: Values, given: Values) -> Values:
+    """Return the values as Helm merges them: mappings by key, everything else as a whole."""
+    merged = dict(defaults)
+    for name, value in given.items():
+        default = merged.get(name)
+        if isinstance(value, dict) and isinstance(default, dict):
+            merged[name] = _merged(default, value)
+        elif value is None and name in merged:
+            # Null removes a default.
+            del merged[name]
+        else:
+            merged[name] = value
+    return merged
+
+
+def _read(path: Path) -> Values:
+    try:
+        found = yaml.load(path.read_text(), _StrictLoader)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise StartupError(f"Cannot read {path}: {reason}.") from error
+    except (yaml.YAMLError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise StartupError(f"{path} is not valid YAML: {reason:.200}.") from error
+    if not isinstance(found, dict):
+        raise StartupError(f"{path} must have lines such as `model: Qwen/Qwen3-8B`.")
+    return found
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Refuses a key that is there twice, of which YAML would take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        mapping = super().construct_mapping(node, deep=deep)
+        if len(mapping) < len(node.value):
+            raise yaml.MarkedYAMLError(problem="a key is there twice", problem_mark=node.start_mark)
+        return mapping

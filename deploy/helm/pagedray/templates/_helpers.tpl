@@ -1,0 +1,275 @@
+{{- define "pagedray.name" -}}
+{{- if or (gt (len .Release.Name) 47) (not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" .Release.Name)) -}}
+{{- fail (printf "The release name %q must be at most 47 lowercase letters, digits and dashes, and begin with a letter." .Release.Name) -}}
+{{- end -}}
+{{- .Release.Name -}}
+{{- end -}}
+
+{{- define "pagedray.isHub" -}}
+{{- if not (hasPrefix "/" .Values.model) }}true{{ end -}}
+{{- end -}}
+
+{{- define "pagedray.usesVolume" -}}
+{{- if or (include "pagedray.isHub" .) (hasPrefix "/models/" .Values.model) }}true{{ end -}}
+{{- end -}}
+
+{{- define "pagedray.claim" -}}
+{{- .Values.storage.existingClaim | default (printf "%s-models" (include "pagedray.name" .)) -}}
+{{- end -}}
+
+{{- define "pagedray.keySecret" -}}
+{{- .Values.keys.existingSecret | default (printf "%s-api-keys" (include "pagedray.name" .)) -}}
+{{- end -}}
+
+{{- define "pagedray.workerImage" -}}
+{{- $device := ternary "cuda" "cpu" (gt (int .Values.gpusPerHost) 0) -}}
+{{- printf "%s:%s" .Values.image.repository (.Values.image.tag | default (printf "%s-%s" .Chart.AppVersion $device)) -}}
+{{- end -}}
+
+{{- define "pagedray.headImage" -}}
+{{- printf "%s:%s" .Values.image.repository .Values.image.headTag -}}
+{{- end -}}
+
+{{- /* The number of worker pods for a number of replicas. */ -}}
+{{- define "pagedray.workers" -}}
+{{- $ranks := mul .replicas .values.tensorParallelSize -}}
+{{- $perHost := max (int .values.gpusPerHost) 1 -}}
+{{- if eq (int .values.gpusPerHost) 0 -}}{{ .replicas }}
+{{- else -}}{{ div (add $ranks $perHost -1) $perHost }}
+{{- end -}}
+{{- end -}}
+
+{{- define "pagedray.maxReplicas" -}}
+{{- max (int .Values.maxReplicas) (int .Values.replicas) -}}
+{{- end -}}
+
+{{- define "pagedray.autoscales" -}}
+{{- if gt (int .Values.maxReplicas) 0 }}true{{ end -}}
+{{- end -}}
+
+{{- /* Seconds until Kubernetes kills a pod: preStop, the drain, Ray's drain, and a margin. */ -}}
+{{- define "pagedray.graceSeconds" -}}
+{{- add .Values.drainSeconds 60 -}}
+{{- end -}}
+
+{{- define "pagedray.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 10001
+runAsGroup: 10001
+fsGroup: 10001
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile:
+  type: RuntimeDefault
+{{- end -}}
+
+{{- define "pagedray.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+{{- end -}}
+
+{{- define "pagedray.serveConfig" -}}
+{{- $arguments := dict "model" .Values.model "device" (ternary "cuda" "cpu" (gt (int .Values.gpusPerHost) 0)) -}}
+{{- $_ := set $arguments "num_replicas" (int .Values.replicas) -}}
+{{- $_ := set $arguments "drain_timeout_s" (int .Values.drainSeconds) -}}
+{{- $_ := set $arguments "api_keys" "/etc/pagedray/keys.toml" -}}
+{{- if gt (int .Values.tensorParallelSize) 1 -}}
+{{- $_ := set $arguments "tensor_parallel_size" (int .Values.tensorParallelSize) -}}
+{{- end -}}
+{{- if include "pagedray.autoscales" . -}}
+{{- $_ := set $arguments "max_replicas" (int .Values.maxReplicas) -}}
+{{- end -}}
+{{- if and (gt (int .Values.gpusPerHost) 0) (gt (int .Values.tensorParallelSize) (int .Values.gpusPerHost)) -}}
+{{- $_ := set $arguments "placement_strategy" "PACK" -}}
+{{- end -}}
+{{- range $name, $value := .Values.arguments -}}
+{{- /* Helm reads numbers as floating-point ones, and would write large integers as 1e+06. */ -}}
+{{- if and (kindIs "float64" $value) (eq $value (floor $value)) -}}
+{{- $_ := set $arguments $name (int64 $value) -}}
+{{- else -}}
+{{- $_ := set $arguments $name $value -}}
+{{- end -}}
+{{- end -}}
+proxy_location: EveryNode
+http_options:
+  host: 0.0.0.0
+  port: 8000
+grpc_options:
+  port: 9000
+  grpc_servicer_functions:
+    - cluster.serving.ray_serve.grpc_proxy.add_services
+applications:
+  - name: pagedray
+    route_prefix: /
+    import_path: pagedray:build_app
+    args:
+      {{- toYaml $arguments | nindent 6 }}
+{{- end -}}
+
+{{- define "pagedray.environment" -}}
+# How long Ray drains the node after SIGTERM.
+- name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
+  value: {{ add .Values.drainSeconds 30 | quote }}
+- name: RAY_worker_niceness
+  value: "0"
+- name: RAY_USAGE_STATS_ENABLED
+  value: "0"
+# Replicas log to the container's standard error, which the kubelet rotates.
+- name: RAY_LOG_TO_STDERR
+  value: "1"
+# What Ray and Serve log to files: at most 128 MiB each.
+- name: RAY_ROTATION_MAX_BYTES
+  value: "33554432"
+- name: RAY_ROTATION_BACKUP_COUNT
+  value: "3"
+# Routes by session or prompt, and continues calls of replicas that fail.
+- name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH
+  value: cluster.serving.ray_serve.http_proxy:middlewares
+# A replica that hangs cannot end its calls, so do not wait for them.
+- name: RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS
+  value: "1"
+{{- if include "pagedray.isHub" . }}
+# The Job downloads the model; pods only read it.
+- name: HF_HOME
+  value: /models/huggingface
+- name: HF_HUB_OFFLINE
+  value: "1"
+{{- end }}
+{{- end -}}
+
+{{- define "pagedray.mounts" -}}
+- name: tmp
+  mountPath: /tmp
+- name: ray-logs
+  mountPath: /tmp/ray
+- name: shared-mem
+  mountPath: /dev/shm
+- name: cache
+  mountPath: /home/pagedray/.cache
+- name: api-keys
+  mountPath: /etc/pagedray
+  readOnly: true
+{{- if include "pagedray.usesVolume" . }}
+- name: models
+  mountPath: /models
+  readOnly: true
+{{- end }}
+{{- end -}}
+
+{{- /* Takes the root and the size of /dev/shm. */ -}}
+{{- define "pagedray.volumes" -}}
+- name: tmp
+  emptyDir:
+    sizeLimit: 1Gi
+# With KubeRay's names, so that it adds no second volume for these two.
+- name: ray-logs
+  emptyDir:
+    sizeLimit: 4Gi
+- name: shared-mem
+  emptyDir:
+    medium: Memory
+    sizeLimit: {{ .sharedMemory }}
+# Kernels compiled at first use.
+- name: cache
+  emptyDir:
+    sizeLimit: 4Gi
+- name: api-keys
+  secret:
+    secretName: {{ include "pagedray.keySecret" .root }}
+    defaultMode: 0440
+{{- if include "pagedray.usesVolume" .root }}
+- name: models
+  persistentVolumeClaim:
+    claimName: {{ include "pagedray.claim" .root }}
+    readOnly: true
+{{- end }}
+{{- end -}}
+
+{{- /* Waits for the Job that downloads the model. Takes the root and the image. */ -}}
+{{- define "pagedray.waitForModel" -}}
+initContainers:
+  - name: wait-for-model
+    image: {{ .image }}
+    imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+    command: [pagedray, deploy, fetch, --wait, {{ .root.Values.model | quote }}]
+    env:
+      - name: HF_HOME
+        value: /models/huggingface
+      - name: HF_HUB_OFFLINE
+        value: "1"
+    securityContext:
+      {{- include "pagedray.containerSecurity" .root | nindent 6 }}
+    resources:
+      requests:
+        cpu: 100m
+        memory: 512Mi
+      limits:
+        cpu: "1"
+        memory: 512Mi
+    volumeMounts:
+      - name: tmp
+        mountPath: /tmp
+      - name: models
+        mountPath: /models
+        readOnly: true
+{{- end -}}
+
+{{- define "pagedray.dns" -}}
+- to:
+    - namespaceSelector:
+        matchLabels:
+          kubernetes.io/metadata.name: kube-system
+      podSelector:
+        matchLabels:
+          k8s-app: kube-dns
+    # NodeLocal DNSCache: its address on the network of the host, and its pods under Cilium.
+    - ipBlock:
+        cidr: 169.254.20.10/32
+    - namespaceSelector:
+        matchLabels:
+          kubernetes.io/metadata.name: kube-system
+      podSelector:
+        matchLabels:
+          k8s-app: node-local-dns
+  ports:
+    - protocol: UDP
+      port: 53
+    - protocol: TCP
+      port: 53
+{{- end -}}
+
+{{- /* Fails for values that each are valid, and cannot work together. */ -}}
+{{- define "pagedray.check" -}}
+{{- $ranks := int .Values.tensorParallelSize -}}
+{{- $gpus := int .Values.gpusPerHost -}}
+{{- /* `and` evaluates all of its operands before Go 1.18. */ -}}
+{{- if gt $gpus 0 -}}
+{{- if ne (mod (max $ranks $gpus) (min $ranks $gpus)) 0 -}}
+{{- fail (printf "tensorParallelSize: %d ranks do not fill hosts of %d GPUs (gpusPerHost); one must be a multiple of the other." $ranks $gpus) -}}
+{{- end -}}
+{{- end -}}
+{{- if and (gt (int .Values.maxReplicas) 0) (lt (int .Values.maxReplicas) (int .Values.replicas)) -}}
+{{- fail "maxReplicas: it must be 0, for a fixed number, or at least replicas." -}}
+{{- end -}}
+{{- if and (include "pagedray.isHub" .) (eq .Values.storage.accessMode "ReadOnlyMany") -}}
+{{- fail "storage.accessMode: a model of the Hub cannot be downloaded into a ReadOnlyMany claim; use ReadWriteMany, or a folder under /models that is in the claim." -}}
+{{- end -}}
+{{- if eq .Values.upgrade.strategy "NewClusterWithIncrementalUpgrade" -}}
+{{- if not (include "pagedray.autoscales" .) -}}
+{{- fail "upgrade.strategy: an incremental upgrade needs the autoscaler; set maxReplicas." -}}
+{{- end -}}
+{{- if .Values.gateway.enabled -}}
+{{- fail "upgrade.strategy: an incremental upgrade replaces the service that the routes use, and has none for gRPC; use NewCluster, or gateway.enabled: false." -}}
+{{- end -}}
+{{- if not .Values.upgrade.incremental.gatewayClassName -}}
+{{- fail "upgrade.incremental.gatewayClassName: an incremental upgrade needs a GatewayClass." -}}
+{{- end -}}
+{{- end -}}
+{{- if and (eq .Values.gcs.faultTolerance "rocksdb") (not .Values.gcs.rocksdb.featureGateEnabled) -}}
+{{- fail "gcs.faultTolerance: rocksdb needs KubeRay's feature gate GCSFaultToleranceEmbeddedStorage; enable it in the operator and set gcs.rocksdb.featureGateEnabled: true." -}}
+{{- end -}}
+{{- if and .Values.gateway.enabled (not .Values.gateway.name) -}}
+{{- fail "gateway.name: it is required with gateway.enabled." -}}
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,195 @@
+"""`pagedray deploy check`: one line for each value that cannot work, and none for ours."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import yaml
+
+from cluster.cli.commands import main
+from cluster.cli.deploy.rules import rule_errors
+from cluster.cli.deploy.values import Values, read_values, schema_errors
+from cluster.engine.options import EngineOptions
+from cluster.serving.ray_serve.options import ServeOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_DEPLOY = Path(__file__).parents[3] / "deploy" / "helm"
+_CHART = _DEPLOY / "pagedray"
+_MODEL = "model: /models/Llama-3.1-8B-Instruct\n"
+_SET_BY_THE_CHART = {
+    "api_keys",
+    "device",
+    "drain_timeout_s",
+    "max_replicas",
+    "num_replicas",
+    "placement_strategy",
+    "tensor_parallel_size",
+}
+
+
+def check(folder: Path, text: str, *flags: str) -> int:
+    path = folder / "values.yaml"
+    path.write_text(text)
+    return main(["deploy", "check", str(path), "--chart", str(_CHART), *flags])
+
+
+@pytest.mark.parametrize("path", sorted(_DEPLOY.glob("values/*.yaml")), ids=lambda path: path.stem)
+def test_our_values_have_no_errors(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["deploy", "check", str(path), "--chart", str(_CHART)]) == 0
+    assert "helm install pagedray" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("replicas: 1\n", "model: '' must be a Hub id"),
+        ("model: ../x\n", "model: '../x' must be a Hub id"),
+        ("model: a b\n", "model: 'a b' must be a Hub id"),
+        ("model: /models/a..b\n", "model: '/models/a..b' must be a Hub id"),
+        ("model: \"/models/'x'\"\n", "must be a Hub id"),
+        (f"{_MODEL}replica: 2\n", "replica: the chart has no such value."),
+        (f"{_MODEL}worker: {{cpus: '2'}}\n", "worker.cpus: the chart has no such value."),
+        (f"{_MODEL}gpusPerHost: -1\n", "gpusPerHost: -1 must be at least 0."),
+        (f"{_MODEL}gpusPerHost: 0.5\n", "gpusPerHost: 0.5 must be of type integer."),
+        (f"{_MODEL}worker: {{cpu: 08}}\n", "worker.cpu: '08' must be a quoted number of cores"),
+        (f"{_MODEL}worker: {{cpu: 8}}\n", "worker.cpu: 8 must be text; put it in quotes"),
+        (f"{_MODEL}worker: {{nodeSelector: {{gpu: no}}}}\n", "worker.nodeSelector.gpu: False must"),
+        (f"{_MODEL}storage: {{size: lots}}\n", "storage.size: 'lots' must be a whole size"),
+        (f"{_MODEL}arguments: {{num_block: 1}}\n", "arguments.num_block: the chart has no such"),
+        (f"{_MODEL}arguments: {{num_replicas: 2}}\n", "arguments.num_replicas: the chart has no"),
+        (f"{_MODEL}arguments: {{max_num_seqs: many}}\n", "arguments: Invalid value 'many' of"),
+        (f"{_MODEL}download: {{token: hf_x}}\n", "download.token: the chart has no such value."),
+        (
+            f"{_MODEL}tensorParallelSize: 12\ngpusPerHost: 8\nworker: {{cpu: '16'}}\n",
+            "12 ranks do not fill hosts of 8",
+        ),
+        (f"{_MODEL}maxReplicas: 1\nreplicas: 2\n", "maxReplicas: it must be 0"),
+        (f"{_MODEL}worker: {{cpu: 1500m}}\n", "worker.cpu: 1500m is not enough"),
+        (f"{_MODEL}worker: {{sharedMemory: 64Gi}}\n", "must be less than worker.memory, 64Gi"),
+        (f"{_MODEL}worker: {{sharedMemory: 100Mi}}\n", "worker.sharedMemory: 100Mi is not enough"),
+        (f"{_MODEL}replicas: 2\nstorage: {{accessMode: ReadWriteOnce}}\n", "for 2 workers"),
+        (f"{_MODEL}gcs: {{faultTolerance: rocksdb}}\n", "GCSFaultToleranceEmbeddedStorage"),
+        (f"{_MODEL}gateway: {{enabled: true}}\n", "gateway.name: it is required"),
+    ],
+)
+def test_each_error_is_one_line_with_the_path(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, error: str
+) -> None:
+    assert check(tmp_path, text) == 1
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"{tmp_path / 'values.yaml'}: ")
+    assert error in line
+
+
+def test_a_model_of_the_hub_needs_a_claim_that_can_be_written() -> None:
+    values = {"model": "a/b", "storage": {"accessMode": "ReadOnlyMany"}}
+    [error] = rules(values)
+    assert error.startswith("storage.accessMode: a model of the Hub cannot be downloaded")
+
+
+def test_an_incremental_upgrade_needs_the_autoscaler_a_class_and_no_routes() -> None:
+    upgrade: Values = {"strategy": "NewClusterWithIncrementalUpgrade"}
+    gateway = {"enabled": True, "name": "one"}
+    errors = rules({"model": "/models/x", "upgrade": upgrade, "gateway": gateway})
+    assert [error.split(":")[0] for error in errors] == [
+        "upgrade.strategy",
+        "upgrade.strategy",
+        "upgrade.incremental.gatewayClassName",
+    ]
+    upgrade["incremental"] = {"gatewayClassName": "envoy"}
+    assert rules({"model": "/models/x", "upgrade": upgrade, "maxReplicas": 2}) == []
+
+
+@pytest.mark.parametrize(("size", "num_errors"), [("1Ti", 0), ("800Gi", 0), ("780Gi", 1)])
+def test_the_claim_must_hold_the_weights(size: str, num_errors: int) -> None:
+    values = {"model": "/models/x", "storage": {"size": size}}
+    # Llama 3.1 405B in bfloat16 has 756 GiB.
+    errors = rules(values, weight_bytes=2 * 405_853_388_800)
+    assert len(errors) == num_errors
+    assert all("the weights have 756.0 GiB, use 794Gi" in error for error in errors)
+
+
+def test_the_size_is_that_of_the_files_in_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("model-1.safetensors", "model-2.safetensors", "other.bin"):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(2**30)
+    text = f"{_MODEL}storage: {{size: 2Gi}}\n"
+    assert check(tmp_path, text, "--checkpoint", str(tmp_path)) == 1
+    assert "the weights have 2.0 GiB, use 3Gi" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["P", "p" * 48, "1p", "p-", "p.q"])
+def test_a_release_has_a_name_that_kuberay_accepts(name: str) -> None:
+    [error] = rules({"model": "/models/x"}, release=name)
+    assert error.startswith("--release: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("model: /models/x\nmodel: /models/y\n", "a key is there twice"),
+        ("- model\n", "must have lines such as"),
+        ("model: [\n", "is not valid YAML"),
+    ],
+)
+def test_an_invalid_file_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, error: str
+) -> None:
+    assert check(tmp_path, text) == 2
+    assert error in capsys.readouterr().err
+
+
+def test_the_arguments_of_the_schema_are_those_of_the_application() -> None:
+    schema = json.loads((_CHART / "values.schema.json").read_text())
+    known = {one.name for one in (*fields(EngineOptions), *fields(ServeOptions))}
+    assert known > _SET_BY_THE_CHART
+    assert set(schema["properties"]["arguments"]["properties"]) == known - _SET_BY_THE_CHART
+
+
+def test_every_default_is_in_the_schema() -> None:
+    schema = json.loads((_CHART / "values.schema.json").read_text())
+    defaults = yaml.safe_load((_CHART / "values.yaml").read_text())
+    assert _paths(defaults) == _schema_paths(schema) - {"global"}
+    assert schema_errors(defaults | {"model": "a/b"}, _CHART) == []
+
+
+def rules(
+    values: Values, *, release: str = "pagedray", weight_bytes: int | None = None
+) -> list[str]:
+    """Return the errors of values with the defaults of the chart."""
+    defaults = read_values(_CHART / "values.yaml", _CHART)
+    merged = {
+        name: one | values.get(name, {}) if isinstance(one, dict) else values.get(name, one)
+        for name, one in defaults.items()
+    }
+    assert schema_errors(merged, _CHART) == []
+    return list(rule_errors(merged, release=release, weight_bytes=weight_bytes))
+
+
+def _paths(values: Mapping[str, object], prefix: str = "") -> set[str]:
+    paths = set()
+    for name, value in values.items():
+        # Mappings of the user's own keys are values as a whole.
+        if isinstance(value, dict) and value and name != "podLabels":
+            paths |= _paths(value, f"{prefix}{name}.")
+        else:
+            paths.add(f"{prefix}{name}")
+    return paths
+
+
+def _schema_paths(schema: Values, prefix: str = "") -> set[str]:
+    paths = set()
+    for name, one in schema["properties"].items():
+        if "properties" in one and name != "arguments":
+            paths |= _schema_paths(one, f"{prefix}{name}.")
+        else:
+            paths.add(f"{prefix}{name}")
+    return paths

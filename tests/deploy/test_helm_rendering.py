@@ -1,0 +1,217 @@
+"""The Helm chart renders what the Kustomize folders say, and valid manifests for the rest."""
+
+from __future__ import annotations
+
+import hashlib
+import tomllib
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+
+from tests.deploy.helm import VALUES, needs_helm, render_chart, run_helm
+from tests.deploy.kustomize import DEPLOY, overlay, render, write_overlay
+from tests.deploy.network import Peer, admits
+from tests.deploy.operator_rules import operator_errors
+from tests.deploy.pod_security import restricted_violations
+from tests.deploy.schemas import check
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.deploy.kustomize import Manifest
+
+pytestmark = needs_helm
+
+_HUB = {"model": "Qwen/Qwen3-8B"}
+_COMPONENTS: dict[str, Manifest] = {
+    "gpu-node": {
+        "worker": {
+            "nodeSelector": {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"},
+            "runtimeClassName": "nvidia",
+        }
+    },
+    "redis": {"gcs": {"faultTolerance": "redis"}},
+    "tracing": {"tracing": {"enabled": True}},
+    "upgrade-in-place": {"upgrade": {"strategy": "None"}},
+    "rdma": {"worker": {"rdmaResource": "rdma/rdma_shared_device_a"}},
+    **{name: {"gangScheduler": {"name": name}} for name in ("kueue", "volcano", "kai-scheduler")},
+}
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in VALUES.glob("*.yaml")))
+def test_the_chart_renders_the_same_as_the_folder(name: str) -> None:
+    assert _by_name(render_chart(name)) == _by_name(list(overlay(name).values()))
+
+
+@pytest.mark.parametrize("component", sorted(_COMPONENTS))
+def test_the_chart_renders_the_same_as_a_component(component: str, tmp_path: Path) -> None:
+    kuberay = DEPLOY / "kuberay"
+    folder = write_overlay(tmp_path, kuberay / "overlays/tp-16", kuberay / "components" / component)
+    expected = _by_name(render(folder))
+    assert _by_name(render_chart("tp-16", _COMPONENTS[component])) == expected
+    assert expected != _by_name(list(overlay("tp-16").values()))
+
+
+def test_every_overlay_and_component_is_compared() -> None:
+    kuberay = DEPLOY / "kuberay"
+    overlays = {path.name for path in (kuberay / "overlays").iterdir()}
+    assert overlays == {path.stem for path in VALUES.glob("*.yaml")}
+    # Those three are in overlays, or compared below.
+    others = {"autoscaling", "models", "monitoring"}
+    components = {path.name for path in (kuberay / "components").iterdir()}
+    assert components == set(_COMPONENTS) | others
+
+
+def test_the_chart_monitors_as_the_component(tmp_path: Path) -> None:
+    kuberay = DEPLOY / "kuberay"
+    folder = write_overlay(tmp_path, kuberay / "overlays/tp-8", kuberay / "components/monitoring")
+    expected = _by_name(render(folder))
+    # The rules and the dashboard are the same for all releases.
+    shared = {kind for kind, _ in expected} & {"PrometheusRule", "ConfigMap"}
+    rendered = _by_name(render_chart("tp-8", {"monitoring": {"enabled": True}}))
+    assert len(shared) == 2
+    assert rendered == {key: one for key, one in expected.items() if key[0] not in shared}
+
+
+def test_one_value_is_enough() -> None:
+    manifests = render_chart(None, _HUB)
+    kinds = [one["kind"] for one in manifests]
+    assert {"RayService", "PersistentVolumeClaim", "Job"} < set(kinds)
+    assert kinds.count("Secret") == 2
+    for manifest in manifests:
+        check(manifest)
+    assert operator_errors(_service(manifests)) == []
+
+
+def test_all_pods_of_a_downloaded_model_meet_the_restricted_standard() -> None:
+    manifests = render_chart(None, _HUB)
+    cluster = _service(manifests)["spec"]["rayClusterConfig"]
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    pods = [group["template"]["spec"] for group in groups]
+    for pod in (*pods, _job_pod(manifests)):
+        assert restricted_violations(pod) == []
+    # Replicas wait for the last file, in a volume that they only read.
+    for pod in pods:
+        [init] = pod["initContainers"]
+        assert init["command"][-2:] == ["--wait", "Qwen/Qwen3-8B"]
+        [mount] = [one for one in init["volumeMounts"] if one["name"] == "models"]
+        assert mount["readOnly"]
+        assert _environment(pod["containers"][0])["HF_HUB_OFFLINE"] == "1"
+
+
+def test_the_download_writes_where_replicas_read_and_has_its_token_from_a_secret() -> None:
+    manifests = render_chart(None, _HUB | {"download": {"tokenSecret": "hub"}})
+    [container] = _job_pod(manifests)["containers"]
+    [token] = [one for one in container["env"] if one["name"] == "HF_TOKEN"]
+    assert token["valueFrom"] == {"secretKeyRef": {"name": "hub", "key": "token"}}
+    [worker] = _service(manifests)["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    [replica] = worker["template"]["spec"]["containers"]
+    home = _environment(replica)["HF_HOME"]
+    assert _environment(container)["HF_HOME"] == home
+    assert home.startswith("/models/")
+
+
+def test_the_download_alone_reaches_the_hub() -> None:
+    manifests = render_chart(None, _HUB)
+    job, hub = Peer.pod(app="pagedray-download"), Peer.outside("93.184.216.34")
+    worker = Peer.pod(app="pagedray", component="worker")
+    assert admits(manifests, job, hub, 443)
+    assert not admits(manifests, job, hub, 80)
+    assert not admits(manifests, job, worker, 8000)
+    assert not admits(manifests, worker, hub, 443)
+
+
+def test_another_model_is_another_job() -> None:
+    first = _job(render_chart(None, _HUB))["metadata"]["name"]
+    assert _job(render_chart(None, _HUB))["metadata"]["name"] == first
+    other = render_chart(None, {"model": "Qwen/Qwen3-4B"})
+    assert _job(other)["metadata"]["name"] != first
+
+
+def test_the_key_of_a_new_release_is_the_one_that_its_digest_is_of() -> None:
+    secrets = {
+        one["metadata"]["name"]: one["stringData"]
+        for one in render_chart(None, _HUB)
+        if one["kind"] == "Secret"
+    }
+    [tenant] = tomllib.loads(secrets["pagedray-api-keys"]["keys.toml"])["tenants"].values()
+    key = secrets["pagedray-client-key"]["key"]
+    assert tenant["keys"] == [f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"]
+    assert len(key) > 40
+
+
+def test_routes_and_rocksdb_match_their_schemas() -> None:
+    changes = {
+        "gateway": {"enabled": True, "name": "gateway", "hostnames": ["llm.example.com"]},
+        "gcs": {"faultTolerance": "rocksdb", "rocksdb": {"featureGateEnabled": True}},
+    }
+    manifests = render_chart("gpu-1", changes)
+    for manifest in manifests:
+        check(manifest)
+    ports = {
+        one["kind"]: one["spec"]["rules"][0]["backendRefs"][0]["port"]
+        for one in manifests
+        if one["kind"].endswith("Route")
+    }
+    assert ports == {"HTTPRoute": 8000, "GRPCRoute": 9000}
+    assert operator_errors(_service(manifests)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({}, "model"),
+        ({"model": "/models/../etc"}, "model"),
+        (_HUB | {"replicas": 1.5}, "replicas"),
+        (_HUB | {"gpusPerHost": -1}, "gpusPerHost"),
+        (_HUB | {"hfToken": "hf_secret"}, "hfToken"),
+        (_HUB | {"arguments": {"num_block": 1}}, "num_block"),
+        (_HUB | {"tensorParallelSize": 12, "gpusPerHost": 8}, "12 ranks"),
+        (_HUB | {"storage": {"accessMode": "ReadOnlyMany"}}, "storage.accessMode"),
+        (_HUB | {"upgrade": {"strategy": "NewClusterWithIncrementalUpgrade"}}, "autoscaler"),
+        (_HUB | {"gcs": {"faultTolerance": "rocksdb"}}, "GCSFaultToleranceEmbeddedStorage"),
+        (_HUB | {"gateway": {"enabled": True}}, "gateway.name"),
+    ],
+)
+def test_helm_refuses_values(changes: Manifest, error: str) -> None:
+    run = run_helm(None, changes)
+    assert run.returncode != 0
+    assert error in run.stderr
+    assert run.stdout == ""
+
+
+def test_helm_refuses_a_name_that_kuberay_would_refuse() -> None:
+    assert "47" in run_helm(None, _HUB, release="p" * 48).stderr
+
+
+def _by_name(manifests: list[Manifest]) -> dict[tuple[str, str], Manifest]:
+    return {(one["kind"], one["metadata"]["name"]): _comparable(one) for one in manifests}
+
+
+def _comparable(manifest: Manifest) -> Manifest:
+    """Return a manifest without what is for Helm, and with the Serve configuration parsed."""
+    metadata = {name: one for name, one in manifest["metadata"].items() if name != "annotations"}
+    spec: Any = manifest.get("spec", {})
+    if "serveConfigV2" in spec:
+        spec = spec | {"serveConfigV2": yaml.safe_load(spec["serveConfigV2"])}
+    return manifest | {"metadata": metadata, "spec": spec}
+
+
+def _service(manifests: list[Manifest]) -> Manifest:
+    [service] = [one for one in manifests if one["kind"] == "RayService"]
+    return service
+
+
+def _job(manifests: list[Manifest]) -> Manifest:
+    [job] = [one for one in manifests if one["kind"] == "Job"]
+    return job
+
+
+def _job_pod(manifests: list[Manifest]) -> Manifest:
+    pod: Manifest = _job(manifests)["spec"]["template"]["spec"]
+    return pod
+
+
+def _environment(container: Manifest) -> dict[str, str]:
+    return {one["name"]: one.get("value", "") for one in container["env"]}
