@@ -5,7 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from tests.hostile.engine_work import EngineWork
 
 __all__ = ["Attack", "Findings", "Target"]
 
@@ -53,10 +56,9 @@ class Attack(ABC):
     max_failed_checks: ClassVar[int] = 0
     """Health checks of honest clients that may fail."""
 
-    engine_request: ClassVar[tuple[str, int, bool] | None] = None
-    """For attacks that are valid work of the model alone: the prompt, the number of tokens, and
-    whether it is streamed by as many as the engine has rows for. Times between tokens are then
-    compared with those beside the same work without frontends."""
+    engine_work: ClassVar[EngineWork | None] = None
+    """For attacks that are valid work of the model alone. Times between tokens are then compared
+    with those beside the same work without frontends."""
 
     @abstractmethod
     def run(self, target: Target, seconds: float) -> Findings:

@@ -10,7 +10,8 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pagedray import AsyncLLM, SamplingParams
+from pagedray import AsyncLLM, RequestOutputKind, SamplingParams
+from tests.hostile.engine_work import EngineWork
 from tests.hostile.honest_tenant import NUM_TOKENS, PROMPT
 from tests.load.measured_server import SERVER_CORE
 from tests.system.server_process import TINY_LLAMA
@@ -37,23 +38,21 @@ class EngineGaps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """The requests that an attack makes the engine run."""
+    """What an attack makes the engine compute."""
 
-    prompt: str
-    max_tokens: int
-    rate_per_s: float | None
-    """How many begin in a second; None is the next one as soon as one ends, in all rows."""
+    work: EngineWork
+    rate_per_s: float
+    """How many begin in a second, unless they fill all rows."""
 
     @classmethod
     def of(cls, attack: Attack, findings: Findings, seconds: float) -> EngineLoad | None:
         """Return the load of an attack as the server let it through; None if it names none."""
-        if attack.engine_request is None:
+        work = attack.engine_work
+        if work is None:
             return None
-        prompt, max_tokens, is_stream = attack.engine_request
         answers = findings.figures["answers"]
         assert isinstance(answers, dict)
-        rate_per_s = None if is_stream else answers.get("200", 0) / seconds
-        return cls(prompt=prompt, max_tokens=max_tokens, rate_per_s=rate_per_s)
+        return cls(work=work, rate_per_s=answers.get("200", 0) * work.num_prompts / seconds)
 
     def measure(self, before_s: float, seconds: float) -> EngineGaps:
         """Return the times in a process on the server's core, with the server's engine options."""
@@ -80,6 +79,7 @@ async def _measure(load: EngineLoad, before_s: float, seconds: float) -> EngineG
         dtype="float32",
         num_blocks=128,
         max_num_seqs=_NUM_ROWS + 1,
+        max_num_batched_tokens=load.work.max_num_batched_tokens,
     ) as llm:
         await _gaps(llm, _WARM_UP_S)
         before = await _gaps(llm, before_s)
@@ -105,10 +105,18 @@ async def _gaps(llm: AsyncLLM, seconds: float) -> list[float]:
 
 
 async def _load(llm: AsyncLLM, load: EngineLoad, end_s: float) -> None:
-    sampling = SamplingParams(max_tokens=load.max_tokens, ignore_eos=True)
+    work = load.work
+    prompt = work.prompt if isinstance(work.prompt, str) else list(work.prompt)
+    sampling = SamplingParams(
+        max_tokens=work.max_tokens,
+        ignore_eos=True,
+        logprobs=work.num_logprobs,
+        prompt_logprobs=work.num_prompt_logprobs,
+        output_kind=RequestOutputKind.DELTA,
+    )
 
     async def run() -> None:
-        async for _ in llm.generate(load.prompt, sampling):
+        async for _ in llm.generate(prompt, sampling):
             pass
 
     async def run_on() -> None:
@@ -116,7 +124,7 @@ async def _load(llm: AsyncLLM, load: EngineLoad, end_s: float) -> None:
             await run()
 
     async with asyncio.TaskGroup() as running:
-        if load.rate_per_s is None:
+        if work.fills_rows:
             for _ in range(_NUM_ROWS):
                 running.create_task(run_on())
         elif load.rate_per_s:

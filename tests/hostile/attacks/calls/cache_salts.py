@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import secrets
 
+from tests.hostile.engine_work import EngineWork
 from tests.hostile.post_flood import PostFlood
 
 __all__ = ["CacheSalts"]
 
-_NUM_TOKENS = 64
+_PROMPT = tuple(300 + place % 600 for place in range(64))
+_STEP_TOKENS = 16
+"""Each prompt is computed, as any that is valid; this bounds what a step adds to a token's time."""
 _SALT = "s" * 256
 
 
@@ -17,15 +20,15 @@ class CacheSalts(PostFlood):
     """Their blocks are cached and never found again, so that they push others out."""
 
     name = "a cache salt for each prompt"
-    # Each prompt is computed, as any that is valid; this bounds what a step adds to a token's time.
-    arguments = ("--max-num-batched-tokens=16",)
+    arguments = (f"--max-num-batched-tokens={_STEP_TOKENS}",)
+    engine_work = EngineWork(prompt=_PROMPT, max_tokens=1, max_num_batched_tokens=_STEP_TOKENS)
     allowed = frozenset(("200", "429"))
 
     def body(self) -> bytes:
         """Return a request whose salt is to be replaced."""
         body = {
             "model": "tiny-llama",
-            "prompt": [300 + place % 600 for place in range(_NUM_TOKENS)],
+            "prompt": _PROMPT,
             "max_tokens": 1,
             "cache_salt": _SALT,
         }

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 
+from tests.hostile.engine_work import EngineWork
 from tests.hostile.http_flood import HttpFlood
 
 __all__ = ["EchoedTools"]
 
 _NUM_TOOLS = 60
 _NUM_CHARACTERS = 32_000
+_NUM_TOKENS = 900
 
 
 class EchoedTools(HttpFlood):
@@ -21,6 +23,7 @@ class EchoedTools(HttpFlood):
     max_growth_mib = 272.0
     max_left_mib = 112.0
     allowed = frozenset(("200", "400", "429"))
+    engine_work = EngineWork(prompt="x", max_tokens=_NUM_TOKENS, fills_rows=True)
 
     def request(self, key: str | None) -> bytes:
         """Return a request whose call takes as long as possible."""
@@ -28,7 +31,7 @@ class EchoedTools(HttpFlood):
         body = {
             "model": "tiny-llama",
             "input": "x",
-            "max_output_tokens": 900,
+            "max_output_tokens": _NUM_TOKENS,
             "tools": [
                 {"type": "function", "name": f"f{number}", "description": description}
                 for number in range(_NUM_TOOLS)

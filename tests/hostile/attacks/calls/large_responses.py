@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 
+from tests.hostile.engine_work import EngineWork
 from tests.hostile.http_flood import HttpFlood
 
 __all__ = ["LargeResponses"]
 
+_NUM_TOKENS = 100
+_NUM_LOGPROBS = 20
 _BODY = {
     "model": "tiny-llama",
     "messages": [{"role": "user", "content": "x"}],
     "n": 128,
-    "max_tokens": 100,
+    "max_tokens": _NUM_TOKENS,
     "ignore_eos": True,
     "logprobs": True,
-    "top_logprobs": 20,
+    "top_logprobs": _NUM_LOGPROBS,
 }
 
 
@@ -28,6 +31,9 @@ class LargeResponses(HttpFlood):
     max_growth_mib = 96.0
     allowed = frozenset(("200", "400", "429"))
     full_s = 15.0
+    engine_work = EngineWork(
+        prompt="x", max_tokens=_NUM_TOKENS, num_logprobs=_NUM_LOGPROBS, fills_rows=True
+    )
 
     def request(self, key: str | None) -> bytes:
         """Return a chat request."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from tests.hostile.engine_work import EngineWork
 from tests.hostile.http_flood import HttpFlood
 
 __all__ = ["ValidCalls"]
@@ -19,7 +20,7 @@ class ValidCalls(HttpFlood):
     name = "200 valid calls at once"
     num_connections = 200
     allowed = frozenset(("200", "429"))
-    engine_request = (_PROMPT, _NUM_TOKENS, False)
+    engine_work = EngineWork(prompt=_PROMPT, max_tokens=_NUM_TOKENS)
 
     def request(self, key: str | None) -> bytes:
         """Return a completion request."""
