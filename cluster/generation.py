@@ -248,4 +248,6 @@ class Collector:
 
 
 def _reader_of(reasoning: Reasoning) -> ReasoningReader | ChannelTexts:
-    return ChannelTexts() if reasoning.has_channels else ReasoningReader(reasoning)
+    if reasoning.has_channels:
+        return ChannelTexts(is_open=reasoning.is_open)
+    return ReasoningReader(reasoning)

@@ -1,7 +1,7 @@
 """A reader of turns in channels, as gpt-oss writes them (OpenAI's harmony format).
 
-A turn is messages, each with a header that ends with `<|message|>`: `analysis` is reasoning,
-`commentary` to a function is a call, all else is content.
+A turn is messages, each with a header: `analysis` is reasoning, `commentary` to a function is a
+call, all else is content.
 """
 
 from __future__ import annotations
@@ -10,43 +10,29 @@ import re
 from typing import TYPE_CHECKING, Literal
 
 from cluster.serving.text.marks import overlap
+from cluster.serving.tools.channel_headers import (
+    END_MARKS,
+    MAX_HEADER_LENGTH,
+    MESSAGE_MARK,
+    START_MARK,
+    begins_header,
+    is_cut_header,
+    read_header,
+)
 from cluster.serving.tools.object_end import ObjectEnd
 from cluster.serving.tools.turn_reader import TurnReader
-from pagedray.reasoning import BLANKS, MAX_BLANKS
+from pagedray.reasoning import BLANKS
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from cluster.serving.tools.turn_reader import ToolSchemas, TurnDelta
 
-__all__ = ["CHANNEL_MARK", "ChannelReader", "ChannelTexts"]
+__all__ = ["ChannelReader", "ChannelTexts"]
 
-CHANNEL_MARK = "<|channel|>"
-_MESSAGE = "<|message|>"
-_START = "<|start|>"
-_END = "<|end|>"
-_ENDS = (_END, "<|call|>", "<|return|>", _START)
-_REASONING_END = re.compile(re.escape(_END))
-_ANY_END = re.compile("|".join(map(re.escape, _ENDS)))
-
-_ANALYSIS = "analysis"
-_FUNCTIONS = "functions."
-_HEADER_STARTS = (CHANNEL_MARK, _START, _MESSAGE)
-_FIRST_STARTS = (*_HEADER_STARTS, "to=")
-_MAX_BEGIN_LENGTH = MAX_BLANKS + 16
-"""Of the text that shows whether a header begins."""
-_MAX_HEADER_LENGTH = 512
-_CHANNEL = re.compile(re.escape(CHANNEL_MARK) + r"\s*(\w+)")
-_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
-_NO_HEADER = re.compile(re.escape(_START) + r"[^\w<]")
-"""A mark without the role that follows it in a header."""
-_CUT_HEADER = re.compile(
-    r"\s*+(?:<\|start\|>(?:[\w.:-]++\s*+)?+)?+"
-    r"(?:to=[^\s<]*+\s*+)?+"
-    r"(?:<\|channel\|>\s*+(?:\w++\s*+)?+)?+"
-    r"(?:to=[^\s<]*+\s*+)?+"
-    r"(?:<\|constrain\|>\s*+)?+(?:\w++\s*+)?+"
-    r"(?:<(?:\|\w*+\|?+)?+)?+"
-)
-"""A header of which the end is missing."""
+_REASONING_ENDS = END_MARKS[:1]
+_REASONING_END = re.compile(re.escape(END_MARKS[0]))
+_ANY_END = re.compile("|".join(map(re.escape, END_MARKS)))
 
 
 class ChannelReader(TurnReader):
@@ -59,12 +45,17 @@ class ChannelReader(TurnReader):
         is_parallel: bool = True,
         has_short_ids: bool = False,
         answer: TurnReader | None = None,
+        is_open: bool = False,
     ) -> None:
-        """`answer` reads the content, which is calls if they are forced."""
+        """`answer` reads the content, which is calls if they are forced.
+
+        `is_open` says that the prompt has begun a message of reasoning.
+        """
         super().__init__(tools, is_parallel=is_parallel, has_short_ids=has_short_ids)
         self._answer = answer
-        self._where: Literal["start", "between", "header", "reasoning", "call", "content"] = "start"
-        self._ends: tuple[str, ...] = _ENDS
+        self._where: Literal["start", "between", "header", "reasoning", "call", "content"]
+        self._where = "reasoning" if is_open else "start"
+        self._ends: tuple[str, ...] = _REASONING_ENDS if is_open else END_MARKS
         """The marks that end the message."""
         self._held_mark = ""
         """The mark that ended content, which is text unless a header follows it."""
@@ -74,6 +65,11 @@ class ChannelReader(TurnReader):
         self._has_reasoning = False
         """Whether a message had reasoning, so that another one needs a line of its own."""
         self._is_next_line = False
+
+    @property
+    def tool_names(self) -> Collection[str]:
+        """The functions whose calls are messages."""
+        return self._tools.keys()
 
     def flush(self, *, is_cut_off: bool = False) -> TurnDelta:
         super().flush(is_cut_off=is_cut_off)
@@ -99,7 +95,7 @@ class ChannelReader(TurnReader):
             self._write_body(self._take(len(mark)))
             return True
         self._end_call()
-        if mark != _START:
+        if mark != START_MARK:
             self._take(len(mark))
             self._held_mark = mark if self._where == "content" else ""
         self._where = "between"
@@ -107,58 +103,55 @@ class ChannelReader(TurnReader):
 
     def _begin_message(self, *, is_end: bool) -> bool:
         """Begin a header or content; return whether the text suffices to know which."""
-        starts = _FIRST_STARTS if self._where == "start" else _HEADER_STARTS
-        begun = self._buffer[:_MAX_BEGIN_LENGTH].lstrip(BLANKS)
-        num_blanks = min(len(self._buffer), _MAX_BEGIN_LENGTH) - len(begun)
-        if num_blanks <= MAX_BLANKS and not _NO_HEADER.match(begun):
-            is_behind = self._where == "between"
-            if begun.startswith(starts) and (is_end or begun != _START):
-                self._where = "header"
-                return True
-            if any(one.startswith(begun) for one in starts):
-                if not is_end:
-                    return False
-                if is_behind:
-                    # Cut off behind a message, or at the start of a header.
-                    self._buffer = ""
-                    return False
-        self._where, self._ends = "content", _ENDS
+        is_first = self._where == "start"
+        is_header = begins_header(self._buffer, is_first=is_first)
+        if is_header is None and not is_end:
+            return False
+        if is_header is None and self._buffer.lstrip(BLANKS) == START_MARK:
+            is_header = True
+        if is_header is None and not is_first:
+            # Cut off behind a message, or at the start of a header.
+            self._buffer = ""
+            return False
+        if is_header:
+            self._where = "header"
+            return True
+        self._where, self._ends = "content", END_MARKS
         self._write_content(self._take_held_mark())
-        if begun.startswith(_START):
-            self._write_content(self._take(num_blanks + len(_START)))
+        begun = self._buffer.lstrip(BLANKS)
+        if begun.startswith(START_MARK):
+            num_blanks = len(self._buffer) - len(begun)
+            self._write_content(self._take(num_blanks + len(START_MARK)))
         return True
 
     def _step_header(self, *, is_end: bool) -> bool:
-        header, mark, rest = self._buffer.partition(_MESSAGE)
+        text, mark, rest = self._buffer.partition(MESSAGE_MARK)
         if not mark:
-            if not is_end and len(header) <= _MAX_HEADER_LENGTH:
+            if not is_end and len(text) <= MAX_HEADER_LENGTH:
                 return False
             self._buffer = ""
-            if not _is_cut(header):
-                self._where, self._ends = "content", _ENDS
-                self._write_content(self._take_held_mark() + header)
+            if not is_cut_header(text):
+                self._where, self._ends = "content", END_MARKS
+                self._write_content(self._take_held_mark() + text)
             return False
         self._buffer = rest
-        self._held_mark, self._ends = "", _ENDS
-        channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
-        name = "" if recipient is None else recipient[1].removeprefix(_FUNCTIONS)
-        if name in self._tools:
-            self._where, self._name, self._arguments = "call", name, ObjectEnd()
-        elif channel is not None and channel[1] == _ANALYSIS:
-            self._where = "reasoning"
+        self._held_mark, self._ends = "", END_MARKS
+        header = read_header(text, self._tools)
+        self._where = header.kind
+        if header.kind == "call":
+            self._name, self._arguments = header.function, ObjectEnd()
+        elif header.kind == "reasoning":
             self._is_next_line = self._has_reasoning
-            if recipient is None:
+            if not header.has_recipient:
                 # A grammar applies behind this mark only.
-                self._ends = (_END,)
-        else:
-            self._where = "content"
-            if recipient is not None:
-                self._write_content(header + mark)
+                self._ends = _REASONING_ENDS
+        elif header.has_recipient:
+            self._write_content(text + mark)
         return True
 
     def _first_end(self) -> tuple[int, str | None]:
         """Return the place and the mark of the end of a message in the buffer."""
-        found = (_REASONING_END if self._ends == (_END,) else _ANY_END).search(self._buffer)
+        found = (_REASONING_END if self._ends == _REASONING_ENDS else _ANY_END).search(self._buffer)
         return (-1, None) if found is None else (found.start(), found[0])
 
     def _take_held_mark(self) -> str:
@@ -209,18 +202,12 @@ class ChannelReader(TurnReader):
         self.num_calls = answer.num_calls
 
 
-def _is_cut(text: str) -> bool:
-    """Return whether a text without `<|message|>` is a header of which the end is missing."""
-    if len(text) > _MAX_HEADER_LENGTH or _CUT_HEADER.fullmatch(text) is None:
-        return False
-    return CHANNEL_MARK in text or _START in text
-
-
 class ChannelTexts:
     """Splits the text of a turn in channels into reasoning and content."""
 
-    def __init__(self) -> None:
-        self._reader = ChannelReader({})
+    def __init__(self, *, is_open: bool = False) -> None:
+        """`is_open` says that the prompt has begun a message of reasoning."""
+        self._reader = ChannelReader({}, is_open=is_open)
 
     def read_piece(self, text: str, *, is_last: bool = False) -> tuple[str, str]:
         """Return the reasoning and the content that the text completes."""

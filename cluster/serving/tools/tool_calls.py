@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from cluster.serving.tools.channel_reader import CHANNEL_MARK, ChannelReader
+from cluster.serving.tools.channel_headers import CHANNEL_MARK
+from cluster.serving.tools.channel_reader import ChannelReader
 from cluster.serving.tools.deepseek_calls import DEEPSEEK_BEGIN, DeepSeekReader
 from cluster.serving.tools.json_calls import (
     HERMES_BEGIN,

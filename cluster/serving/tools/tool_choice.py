@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from cluster.serving.tools.channel_reader import ChannelReader
 from cluster.serving.tools.forced_calls import (
     call_structure,
     list_structure,
@@ -134,6 +135,14 @@ class ToolUse:
                 has_short_ids=has_short_ids,
             )
         return turn_reader(self._tool_format, schemas, is_parallel=is_parallel)
+
+    def channel_reader(self, *, is_open: bool) -> ChannelReader:
+        """Return a reader of one turn in channels; `is_open` says that it begins in reasoning."""
+        is_structured = self.is_forced or self._form is not None
+        if self.is_read and self._tool_format == "openai" and not is_structured:
+            schemas = {tool.name: tool.schema() for tool in self._tools}
+            return ChannelReader(schemas, is_parallel=self._choice.is_parallel, is_open=is_open)
+        return ChannelReader({}, answer=self.reader() if self.is_read else None, is_open=is_open)
 
     def _check_named(self) -> None:
         if self._choice.name not in self._names:

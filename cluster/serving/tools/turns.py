@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cluster.serving.reasoning.reasoning_reader import ReasoningReader
-from cluster.serving.tools.channel_reader import ChannelReader
+from cluster.serving.tools.channel_tokens import ChannelTokens
 from cluster.serving.tools.turn_reader import TurnDelta
 from pagedray.reasoning import ReasoningPlace, ReasoningTracker
 from pagedray.request import FinishReason
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from cluster.serving.text.text_stream import SequenceOutput
     from cluster.serving.text.token_bytes import TokenBytes
     from cluster.serving.tools.tool_choice import ToolUse
+    from cluster.serving.tools.turn_reader import TurnReader
     from pagedray.reasoning import Reasoning
 
 __all__ = ["Turn", "Turns"]
@@ -71,14 +72,18 @@ class Turn:
     ) -> None:
         self.num_reasoning_tokens = 0
         """Tokens of the reasoning so far, with its marks."""
-        self._calls = tools.reader() if tools.is_read else None
+        self._calls: TurnReader | None = None
         self._reasoning = None
+        self._channels: ChannelTokens | None = None
+        self._tracker: ReasoningTracker | None = None
         if reasoning is not None and reasoning.has_channels:
-            if not isinstance(self._calls, ChannelReader):
-                self._calls = ChannelReader({}, answer=self._calls)
-        elif reasoning is not None:
-            self._reasoning = ReasoningReader(reasoning)
-        self._tracker = None if reasoning is None else ReasoningTracker(reasoning)
+            reader = self._calls = tools.channel_reader(is_open=reasoning.is_open)
+            self._channels = ChannelTokens(reader.tool_names, is_open=reasoning.is_open)
+        else:
+            self._calls = tools.reader() if tools.is_read else None
+            if reasoning is not None:
+                self._reasoning = ReasoningReader(reasoning)
+                self._tracker = ReasoningTracker(reasoning)
         self._token_bytes = token_bytes
         self._shows_reasoning = shows_reasoning
 
@@ -95,7 +100,9 @@ class Turn:
     def read(self, output: SequenceOutput) -> TurnDelta:
         """Return what the turn gains by an output, all that was held back included at the end."""
         is_last = output.finish_reason is not None
-        if self._tracker is not None:
+        if self._channels is not None:
+            self._count_in_channels(output.token_ids, self._channels)
+        elif self._tracker is not None:
             self._count(output.token_ids, self._tracker, is_last=is_last)
         reasoning, text = "", output.text
         if self._reasoning is not None:
@@ -113,6 +120,12 @@ class Turn:
         if not self._shows_reasoning:
             read.reasoning = ""
         return read
+
+    def _count_in_channels(self, token_ids: tuple[int, ...], channels: ChannelTokens) -> None:
+        assert self._token_bytes is not None
+        for token_id in token_ids:
+            channels.add_token(self._token_bytes.bytes_of(token_id))
+        self.num_reasoning_tokens = channels.num_reasoning
 
     def _count(
         self, token_ids: tuple[int, ...], tracker: ReasoningTracker, *, is_last: bool

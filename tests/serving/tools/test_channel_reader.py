@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 from cluster.serving.text.text_stream import SequenceOutput
 from cluster.serving.tools.channel_reader import ChannelReader, ChannelTexts
+from cluster.serving.tools.channel_tokens import ChannelTokens
 from cluster.serving.tools.tool import Tool
 from cluster.serving.tools.tool_choice import ToolChoice, ToolUse
 from cluster.serving.tools.turns import Turns
@@ -173,6 +176,64 @@ def turn_of(
     return delta.reasoning, delta.content, calls, turns.num_reasoning_tokens
 
 
+def reasoning_tokens(text: str, size: int, *, is_open: bool = False) -> int:
+    """Return the count of a turn whose tokens are its marks, and `size` characters elsewhere."""
+    counter = ChannelTokens(SCHEMAS, is_open=is_open)
+    for part in re.split(r"(<\|\w+\|>)", text):
+        is_mark = part.startswith("<|")
+        for place in range(0, len(part), len(part) if is_mark else size):
+            counter.add_token(part[place : place + (len(part) if is_mark else size)].encode())
+    return counter.num_reasoning
+
+
+THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|>"
+PREAMBLE = "<|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+COUNTED = [
+    # Three marks, eight characters of the channel's name, and the text.
+    (f"{THOUGHT}<|start|>assistant<|channel|>final<|message|>Hm. analysis", 14),
+    (f"{THOUGHT}{PREAMBLE}<|start|>assistant{THOUGHT}<|start|>assistant<|channel|>final", 28),
+    (f"{THOUGHT}<|start|>assistant{THOUGHT}", 28),
+    (f"to=python{THOUGHT.replace('<|end|>', '<|call|>')}", 14),
+    ("<|channel|>analysis to=python code<|message|>1<|return|>Yes.", 27),
+    # A call while it reasons is none of it.
+    ("<|channel|>analysis to=functions.add<|message|>{}<|call|>", 0),
+    ("<|channel|>analysis<|message|>a<|start|>b<|call|>c<|end|>d", 16),
+    (f"Text <|start|> {THOUGHT}", 0),
+    ("<|channel|>analysis", 0),
+    ("<|channel|>final<|message|>Yes.<|end|>", 0),
+    ("Yes.", 0),
+]
+
+
+@pytest.mark.parametrize(("text", "number"), COUNTED)
+def test_tokens_of_every_message_of_reasoning_count(text: str, number: int) -> None:
+    assert reasoning_tokens(text, 1) == number
+
+
+def test_count_does_not_depend_on_where_tokens_end() -> None:
+    text = f"{THOUGHT}{PREAMBLE}<|start|>assistant{THOUGHT}<|start|>assistant<|channel|>final"
+    # Three marks, the channel's name in one or two tokens, and the text in one.
+    assert reasoning_tokens(text, 100) == 10
+    assert reasoning_tokens(text, 4) == 12
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_read_as_reasoning_is_counted(seed: int) -> None:
+    for transcript in TRANSCRIPTS:
+        text = transcript["text"]
+        messages = [one["content"] for one in transcript["messages"]
+                    if one["channel"] == "analysis" and one["recipient"] is None]  # fmt: skip
+        counted = reasoning_tokens(text, 1 + seed)
+        least = sum(math.ceil(len(one) / (1 + seed)) for one in messages)
+        assert least <= counted <= least + (3 + 8) * len(messages)
+
+
+def test_prompt_may_begin_a_message_of_reasoning() -> None:
+    text = "Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hi."
+    assert read(ChannelReader(SCHEMAS, is_open=True), list(text)) == ("Hm.", "Hi.", [])
+    assert reasoning_tokens(text, 1, is_open=True) == 4
+
+
 def test_forced_calls_are_read_from_the_answer() -> None:
     length = len("<|channel|>analysis<|message|>Hm.<|end|>")
     named = ToolChoice(kind="named", name="add")
@@ -181,6 +242,12 @@ def test_forced_calls_are_read_from_the_answer() -> None:
     found = turn_of(ToolChoice(kind="required"), ANSWER + calls)
     assert found == ("Hm.", "", [["add", "{}"], ["look", "{}"]], length)
     assert turn_of(ToolChoice(kind="none"), f"{ANSWER}Hi.") == ("Hm.", "Hi.", [], length)
+
+
+def test_usage_counts_every_message_of_reasoning() -> None:
+    text = f"{THOUGHT}{PREAMBLE}<|start|>assistant{THOUGHT}<|start|>assistant<|channel|>final"
+    found = turn_of(ToolChoice(), f"{text}<|message|>Hi.")
+    assert found == ("Hm.\nHm.", "I look.Hi.", [], 2 * len(THOUGHT))
 
 
 def test_texts_of_channels_join() -> None:
