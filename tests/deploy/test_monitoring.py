@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from itertools import combinations
 from pathlib import Path
@@ -13,13 +12,14 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.deploy.tools import needs_tool, tool
+
 DASHBOARD = Path("deploy/grafana/pagedray.json")
 RULES = Path("deploy/prometheus")
 DOCUMENT = Path("docs/observability.md")
-PROMTOOL = shutil.which("promtool")
 SUFFIXES = ("_bucket", "_sum", "_count")
 
-with_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed")
+with_promtool = needs_tool("promtool")
 
 
 def panels() -> list[dict[str, Any]]:
@@ -104,9 +104,8 @@ def test_every_alert_has_a_description() -> None:
 
 
 def promtool(*arguments: str | Path) -> None:
-    assert PROMTOOL is not None
     done = subprocess.run(
-        [PROMTOOL, *arguments], capture_output=True, text=True, check=False, cwd=RULES
+        [tool("promtool"), *arguments], capture_output=True, text=True, check=False, cwd=RULES
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from typing import TYPE_CHECKING
 
@@ -10,13 +9,14 @@ import pytest
 import yaml
 
 from tests.deploy.kustomize import DEPLOY, RenderError, render
+from tests.deploy.tools import needs_tool, tool
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.deploy.kustomize import Manifest
 
-needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
+needs_kubectl = needs_tool("kubectl")
 
 
 def test_every_deployment_is_rendered(manifests: list[Manifest]) -> None:
@@ -67,7 +67,7 @@ def test_unsupported_features_are_rejected(tmp_path: Path, said: Manifest, error
 
 
 def _rendered_by_kubectl(folder: Path) -> list[Manifest]:
-    command = ["kubectl", "kustomize", str(folder)]
+    command = [tool("kubectl"), "kustomize", str(folder)]
     text = subprocess.run(command, check=True, capture_output=True, timeout=60).stdout
     return list(yaml.safe_load_all(text))
 
