@@ -187,15 +187,9 @@ def _deploy(parsed: argparse.Namespace) -> int:
             release=parsed.release,
             checkpoint=parsed.checkpoint,
         )
-    from cluster.cli.deploy.fetch import fetch, wait_for_model
-    from cluster.serving.telemetry.log_lines import logging_to
-    from workers.hub.settings import HubSettings
+    from cluster.cli.deploy.fetch import fetch_command
 
-    with logging_to(form="text", level="info"):
-        settings = HubSettings.from_environment()
-        run = wait_for_model if parsed.wait else fetch
-        print(run(parsed.model, settings))
-    return 0
+    return fetch_command(parsed.model, folder=parsed.folder, is_waiting=parsed.wait)
 
 
 def _completion(parsed: argparse.Namespace) -> int:

@@ -350,7 +350,7 @@ def _add_deploy(commands: _Commands) -> None:
     )
     what = "Say what of Helm values cannot work, without a cluster."
     add_check_flags(verbs.add_parser("check", help=what, description=what))
-    what = "Download a model of the Hub into its cache, or wait until it is there."
+    what = "Download a model from the Hub or S3, or wait until it is there."
     add_fetch_flags(verbs.add_parser("fetch", help=what, description=what))
 
 

@@ -122,6 +122,47 @@ def test_the_download_alone_reaches_the_hub() -> None:
     assert not admits(manifests, worker, hub, 443)
 
 
+def test_a_model_of_s3_is_downloaded_into_the_folder_that_replicas_load() -> None:
+    s3 = {"secret": "aws", "region": "eu-central-1", "endpoint": "https://minio.example.com:9000"}
+    manifests = render_chart(None, {"model": "s3://models/team/tiny", "download": {"s3": s3}})
+    for manifest in manifests:
+        check(manifest)
+    folder = "/models/s3/models/team/tiny"
+    arguments = ["--folder", folder, "s3://models/team/tiny"]
+    pod = _job_pod(manifests)
+    assert restricted_violations(pod) == []
+    [container] = pod["containers"]
+    assert container["command"] == ["pagedray", "deploy", "fetch", *arguments]
+    assert _environment(container)["AWS_ENDPOINT_URL"] == s3["endpoint"]
+    secrets = {one["name"] for one in container["env"] if "valueFrom" in one}
+    assert secrets == {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"}
+    spec = _service(manifests)["spec"]
+    serve = yaml.safe_load(spec["serveConfigV2"])
+    assert serve["applications"][0]["args"]["model"] == folder
+    cluster = spec["rayClusterConfig"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        [init] = group["template"]["spec"]["initContainers"]
+        assert init["command"] == ["pagedray", "deploy", "fetch", "--wait", *arguments]
+    store = Peer.outside("93.184.216.34")
+    assert admits(manifests, Peer.pod(app="pagedray-download"), store, 9000)
+    assert not admits(manifests, Peer.pod(app="pagedray", component="worker"), store, 9000)
+
+
+def test_an_image_of_the_model_replaces_the_claim() -> None:
+    changes = {"model": "/models", "storage": {"image": "ghcr.io/team/qwen3-8b:1"}}
+    manifests = render_chart(None, changes)
+    for manifest in manifests:
+        check(manifest)
+    assert not {"Job", "PersistentVolumeClaim"} & {one["kind"] for one in manifests}
+    cluster = _service(manifests)["spec"]["rayClusterConfig"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        [volume] = [one for one in pod["volumes"] if one["name"] == "models"]
+        assert volume["image"]["reference"] == "ghcr.io/team/qwen3-8b:1"
+        # The standard lists the types of volumes that it allows, and this is not one.
+        assert restricted_violations(pod) == ["volume models"]
+
+
 def test_another_model_is_another_job() -> None:
     first = _job(render_chart(None, _HUB))["metadata"]["name"]
     assert _job(render_chart(None, _HUB))["metadata"]["name"] == first
@@ -172,6 +213,18 @@ def test_routes_and_rocksdb_match_their_schemas() -> None:
         (_HUB | {"upgrade": {"strategy": "NewClusterWithIncrementalUpgrade"}}, "autoscaler"),
         (_HUB | {"gcs": {"faultTolerance": "rocksdb"}}, "GCSFaultToleranceEmbeddedStorage"),
         (_HUB | {"gateway": {"enabled": True}}, "gateway.name"),
+        (_HUB | {"graceSeconds": 100}, "graceSeconds: 100"),
+        ({"model": "a b"}, "model"),
+        ({"model": "/models/'x'"}, "model"),
+        (_HUB | {"worker": {"cpu": 8}}, "worker.cpu"),
+        (_HUB | {"worker": {"nodeSelector": {"gpu": False}}}, "worker.nodeSelector.gpu"),
+        (_HUB | {"download": {"token": "hf_secret"}}, "token"),
+        (_HUB | {"storage": {"image": "a:1"}}, "would be downloaded, but storage.image"),
+        (
+            {"model": "/models/a", "storage": {"image": "a:1", "existingClaim": "b"}},
+            "two sources",
+        ),
+        ({"model": "/opt/a", "storage": {"image": "a:1"}}, "is not in storage.image"),
     ],
 )
 def test_helm_refuses_values(changes: Manifest, error: str) -> None:

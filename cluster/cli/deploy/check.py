@@ -6,9 +6,10 @@ import sys
 from typing import TYPE_CHECKING
 
 from cluster.cli.deploy.rules import rule_errors
-from cluster.cli.deploy.values import read_values, schema_errors
+from cluster.cli.deploy.values import read_values, schema_errors, spelling_errors
 from cluster.cli.deploy.weight_size import folder_weight_bytes, hub_weight_bytes
 from workers.hub.problems import HubUnreachableError
+from workers.s3.location import S3_SCHEME
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,7 +23,7 @@ def check(path: Path, *, chart: Path, release: str, checkpoint: Path | None) -> 
     """Print a line for each error, and return 1 if there is one. Raises StartupError."""
     values = read_values(path, chart)
     # The rules rely on what the schema requires.
-    errors = schema_errors(values, chart)
+    errors = spelling_errors(path) or schema_errors(values, chart)
     if not errors:
         weight_bytes = _weight_bytes(values, checkpoint)
         errors = list(rule_errors(values, release=release, weight_bytes=weight_bytes))
@@ -38,7 +39,7 @@ def check(path: Path, *, chart: Path, release: str, checkpoint: Path | None) -> 
 def _weight_bytes(values: Values, checkpoint: Path | None) -> int | None:
     if checkpoint is not None:
         return folder_weight_bytes(checkpoint)
-    if values["model"].startswith("/"):
+    if values["model"].startswith(("/", S3_SCHEME)):
         return None
     try:
         return hub_weight_bytes(values["model"])

@@ -1,4 +1,4 @@
-"""`pagedray deploy fetch`: downloads a model into the cache of the Hub, or waits for that.
+"""`pagedray deploy fetch`: downloads a model from the Hub or S3, or waits until it is there.
 
 A Job of the Helm chart downloads into a volume, and each pod waits until it can be read. What a
 process left half-way is continued, and files count as missing until they are verified.
@@ -11,9 +11,11 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pagedray.errors import CheckpointError
+from pagedray.errors import CheckpointError, StartupError
 from workers.hub.fetch import fetch_files, find_revision, side_files
 from workers.hub.model_name import HubName, parse_model
+from workers.s3.location import S3_SCHEME, parse_location
+from workers.s3.mirror import Mirror
 from workers.weights.local_weights import listed_weight_files
 
 if TYPE_CHECKING:
@@ -22,11 +24,34 @@ if TYPE_CHECKING:
 
     from workers.hub.settings import HubSettings
 
-__all__ = ["fetch", "wait_for_model"]
+__all__ = ["fetch", "fetch_command", "fetch_from_s3", "wait_for_mirror", "wait_for_model"]
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 5.0
+
+
+def fetch_command(model: str, *, folder: Path | None, is_waiting: bool) -> int:
+    """Print the folder of a model after its download, or when another process is done with it.
+
+    Raises PagedRayError.
+    """
+    from cluster.serving.telemetry.log_lines import logging_to
+    from workers.hub.settings import HubSettings
+
+    is_in_s3 = model.startswith(S3_SCHEME)
+    if is_in_s3 and folder is None:
+        raise StartupError("--folder is required for a model of S3: the folder to download into.")
+    if not is_in_s3 and folder is not None:
+        raise StartupError("--folder is for models of S3; HF_HOME is where those of the Hub are.")
+    with logging_to(form="text", level="info"):
+        if folder is not None:
+            found = wait_for_mirror(folder) if is_waiting else fetch_from_s3(model, folder)
+        else:
+            run = wait_for_model if is_waiting else fetch
+            found = run(model, HubSettings.from_environment())
+        print(found)
+    return 0
 
 
 def fetch(
@@ -44,16 +69,52 @@ def fetch(
     return folder
 
 
+def fetch_from_s3(model: str, folder: Path) -> Path:
+    """Return the folder after downloading a model of S3 into it. Raises CheckpointError."""
+    location = parse_location(model)
+    try:
+        # An optional dependency.
+        from workers.s3.bucket import Bucket
+        from workers.s3.fetch import fetch_folder
+    except ImportError as error:
+        raise CheckpointError(
+            "Downloads from S3 need the package obstore; pip install 'pagedray[s3]'."
+        ) from error
+    return fetch_folder(location, folder, Bucket(location))
+
+
 def wait_for_model(model: str, settings: HubSettings, poll_s: float = _POLL_S) -> Path:
     """Return the folder of a model as soon as another process has downloaded all of it."""
     offline = replace(settings, is_offline=True)
-    last = ""
-    while True:
+
+    def look() -> Path | str:
         try:
             return fetch(model, offline)
         except CheckpointError as error:
-            # Once for each reason, not for each look.
-            if str(error) != last:
-                logger.info("Waiting: %s", error)
-            last = str(error)
+            return str(error)
+
+    return _wait(look, poll_s)
+
+
+def wait_for_mirror(folder: Path, poll_s: float = _POLL_S) -> Path:
+    """Return the folder as soon as another process has downloaded a model of S3 into it."""
+
+    def look() -> Path | str:
+        problem = Mirror(folder).problem()
+        return folder if problem is None else problem
+
+    return _wait(look, poll_s)
+
+
+def _wait(look: Callable[[], Path | str], poll_s: float) -> Path:
+    """Return the folder that `look` finds; otherwise it says what is missing."""
+    last = ""
+    while True:
+        found = look()
+        if not isinstance(found, str):
+            return found
+        # Once for each reason, not for each look.
+        if found != last:
+            logger.info("Waiting: %s", found)
+        last = found
         time.sleep(poll_s)

@@ -33,7 +33,17 @@ def add_check_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_fetch_flags(parser: argparse.ArgumentParser) -> None:
     """Add what `deploy fetch` downloads."""
-    parser.add_argument("model", metavar="MODEL", help="Hub id: ORG/NAME or ORG/NAME@REVISION.")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="Hub id, ORG/NAME or ORG/NAME@REVISION, or s3://BUCKET/PREFIX.",
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        metavar="FOLDER",
+        help="Where to download a model of S3.",
+    )
     parser.add_argument(
         "--wait",
         action="store_true",

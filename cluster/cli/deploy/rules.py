@@ -19,6 +19,7 @@ _MAX_NAME_LENGTH = 47
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _GIB = 2**30
 _OBJECT_STORE_BYTES = 512 * 2**20
+_GRACE_MARGIN_S = 60
 _CLAIM_MARGIN = 1.05
 """Space for the tokenizer, and for what a file system keeps for itself."""
 _SIZES: dict[str, int] = {
@@ -47,6 +48,12 @@ def _hosts(values: Values) -> Iterator[str]:
         yield (
             f"tensorParallelSize: {ranks} ranks do not fill hosts of {gpus} GPUs (gpusPerHost); "
             "one must be a multiple of the other."
+        )
+    grace, drain = values["graceSeconds"], values["drainSeconds"]
+    if 0 < grace < drain + _GRACE_MARGIN_S:
+        yield (
+            f"graceSeconds: {grace} would end a pod within drainSeconds, {drain}, and a minute for "
+            f"Ray; use at least {drain + _GRACE_MARGIN_S}, or a shorter drainSeconds."
         )
     if 0 < values["maxReplicas"] < values["replicas"]:
         yield "maxReplicas: it must be 0, for a fixed number, or at least replicas."
@@ -78,13 +85,18 @@ def _worker(values: Values) -> Iterator[str]:
 
 def _storage(values: Values, weight_bytes: int | None) -> Iterator[str]:
     storage, model = values["storage"], values["model"]
-    is_on_hub = not model.startswith("/")
-    uses_claim = is_on_hub or model.startswith("/models/")
-    if is_on_hub and storage["accessMode"] == "ReadOnlyMany":
+    is_downloaded = not model.startswith("/")
+    if storage["image"]:
+        yield from _image_volume(storage, model)
+        return
+    if model == "/models":
+        yield "model: write a folder below /models, such as /models/Llama-3.1-8B-Instruct."
+    if is_downloaded and storage["accessMode"] == "ReadOnlyMany":
         yield (
-            "storage.accessMode: a model of the Hub cannot be downloaded into a ReadOnlyMany "
-            "claim; use ReadWriteMany, or a folder under /models that is in the claim."
+            "storage.accessMode: a model cannot be downloaded into a ReadOnlyMany claim; use "
+            "ReadWriteMany, or a folder under /models that is in the claim."
         )
+    uses_claim = is_downloaded or model.startswith("/models/")
     if uses_claim and storage["accessMode"] == "ReadWriteOnce" and _num_workers(values) > 1:
         yield (
             "storage.accessMode: ReadWriteOnce is for pods of one host; use ReadWriteMany for "
@@ -95,6 +107,24 @@ def _storage(values: Values, weight_bytes: int | None) -> Iterator[str]:
         yield (
             f"storage.size: {storage['size']} is not enough; the weights have "
             f"{(weight_bytes or 0) / _GIB:.1f} GiB, use {-(-needed // _GIB)}Gi."
+        )
+
+
+def _image_volume(storage: Values, model: str) -> Iterator[str]:
+    if storage["existingClaim"]:
+        yield (
+            "storage.image: the model has two sources, an image and storage.existingClaim; remove "
+            "one."
+        )
+    if not model.startswith("/"):
+        yield (
+            f"model: {model} would be downloaded, but storage.image has the model; write the "
+            "folder of the image, such as /models, or remove storage.image."
+        )
+    elif model != "/models" and not model.startswith("/models/"):
+        yield (
+            f"model: {model} is not in storage.image, which is at /models; write /models or a "
+            "folder below."
         )
 
 
@@ -123,7 +153,8 @@ def _upgrade(values: Values) -> Iterator[str]:
 
 def _arguments(values: Values) -> Iterator[str]:
     given = {
-        "model": values["model"],
+        # A folder is not looked for, as a Hub id would be checked.
+        "model": values["model"].replace("s3://", "/models/s3/", 1),
         "tensor_parallel_size": values["tensorParallelSize"],
         "num_replicas": values["replicas"],
         **values["arguments"],

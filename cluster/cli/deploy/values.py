@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import jsonschema
@@ -12,14 +13,16 @@ from pagedray.errors import StartupError
 from pagedray.shown_value import shown_value
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Hashable, Iterator
     from pathlib import Path
 
-__all__ = ["Values", "read_values", "schema_errors"]
+__all__ = ["Values", "read_values", "schema_errors", "spelling_errors"]
 
 # Any: YAML.
 Values = dict[str, Any]
 
+# YAML 1.1, YAML 1.2 and Go's YAML read these differently: octal, sexagesimal and grouped numbers.
+_AMBIGUOUS = re.compile(r"[-+]?0[0-9_]+|[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+|[-+]?[0-9]+_[0-9_]*")
 _NOT_TEXT = "put it in quotes: without them, YAML reads no, off and yes as booleans"
 
 
@@ -28,6 +31,30 @@ def read_values(path: Path, chart: Path) -> Values:
     given = _read(path)
     defaults = _read(chart / "values.yaml")
     return _merged(defaults, given)
+
+
+def spelling_errors(path: Path) -> list[str]:
+    """Return a line for each value that YAML readers, such as Helm's, understand differently."""
+    try:
+        root = yaml.compose(path.read_text(), _StrictLoader)
+    except OSError as error:
+        raise StartupError(f"Cannot read {path}: {error.strerror}.") from error
+    return list(_ambiguous(root, ""))
+
+
+# Any: PyYAML's nodes.
+def _ambiguous(node: Any, path: str) -> Iterator[str]:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            yield from _ambiguous(value, f"{path}.{key.value}".lstrip("."))
+    elif isinstance(node, yaml.SequenceNode):
+        for number, value in enumerate(node.value):
+            yield from _ambiguous(value, f"{path}.{number}")
+    elif node is not None and node.style is None and _AMBIGUOUS.fullmatch(node.value):
+        yield (
+            f"{path}: YAML readers disagree about {node.value:.40}; write a plain number, or "
+            f'text in quotes: "{node.value:.40}".'
+        )
 
 
 def schema_errors(values: Values, chart: Path) -> list[str]:

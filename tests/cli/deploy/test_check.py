@@ -57,7 +57,7 @@ def test_our_values_have_no_errors(path: Path, capsys: pytest.CaptureFixture[str
         (f"{_MODEL}worker: {{cpus: '2'}}\n", "worker.cpus: the chart has no such value."),
         (f"{_MODEL}gpusPerHost: -1\n", "gpusPerHost: -1 must be at least 0."),
         (f"{_MODEL}gpusPerHost: 0.5\n", "gpusPerHost: 0.5 must be of type integer."),
-        (f"{_MODEL}worker: {{cpu: 08}}\n", "worker.cpu: '08' must be a quoted number of cores"),
+        (f"{_MODEL}worker: {{cpu: 08}}\n", "worker.cpu: YAML readers disagree about 08; write"),
         (f"{_MODEL}worker: {{cpu: 8}}\n", "worker.cpu: 8 must be text; put it in quotes"),
         (f"{_MODEL}worker: {{nodeSelector: {{gpu: no}}}}\n", "worker.nodeSelector.gpu: False must"),
         (f"{_MODEL}storage: {{size: lots}}\n", "storage.size: 'lots' must be a whole size"),
@@ -76,6 +76,23 @@ def test_our_values_have_no_errors(path: Path, capsys: pytest.CaptureFixture[str
         (f"{_MODEL}replicas: 2\nstorage: {{accessMode: ReadWriteOnce}}\n", "for 2 workers"),
         (f"{_MODEL}gcs: {{faultTolerance: rocksdb}}\n", "GCSFaultToleranceEmbeddedStorage"),
         (f"{_MODEL}gateway: {{enabled: true}}\n", "gateway.name: it is required"),
+        (f"{_MODEL}graceSeconds: 100\n", "graceSeconds: 100 would end a pod within drainSeconds"),
+        (f"{_MODEL}replicas: 1_0\n", "replicas: YAML readers disagree about 1_0"),
+        (f"{_MODEL}image: {{tag: 1:30}}\n", 'text in quotes: "1:30"'),
+        (f"{_MODEL}storage: {{storageClassName: no}}\n", "storage.storageClassName: False must be"),
+        ("model: s3://Bucket/x\n", "model: 's3://Bucket/x' must be a Hub id"),
+        ("model: s3://bucket/a/../b\n", "must be a Hub id"),
+        ("model: /models/s3/x\n", "must be a Hub id"),
+        ("model: /models\n", "model: write a folder below /models"),
+        (
+            f"{_MODEL}storage: {{image: 'ghcr.io/a/b:1', existingClaim: c}}\n",
+            "storage.image: the model has two sources",
+        ),
+        ("model: s3://bucket/x\nstorage: {image: 'ghcr.io/a/b:1'}\n", "would be downloaded, but"),
+        (
+            "model: /opt/x\nstorage: {image: 'ghcr.io/a/b:1'}\n",
+            "model: /opt/x is not in storage.image",
+        ),
     ],
 )
 def test_each_error_is_one_line_with_the_path(
@@ -90,7 +107,7 @@ def test_each_error_is_one_line_with_the_path(
 def test_a_model_of_the_hub_needs_a_claim_that_can_be_written() -> None:
     values = {"model": "a/b", "storage": {"accessMode": "ReadOnlyMany"}}
     [error] = rules(values)
-    assert error.startswith("storage.accessMode: a model of the Hub cannot be downloaded")
+    assert error.startswith("storage.accessMode: a model cannot be downloaded")
 
 
 def test_an_incremental_upgrade_needs_the_autoscaler_a_class_and_no_routes() -> None:

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.cli.deploy.fetch import fetch, wait_for_model
+from cluster.cli.commands import main
+from cluster.cli.deploy.fetch import fetch, wait_for_mirror, wait_for_model
 from pagedray.errors import CheckpointError
 from tests.small_hub import Fault, SmallHub, folder_files
 from tests.system.server_process import TINY_LLAMA
 from workers.hub.settings import HubSettings
+from workers.s3.mirror import Mirror
+from workers.s3.remote_file import RemoteFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -74,3 +77,37 @@ def test_who_waits_sends_nothing(hub: SmallHub, settings: HubSettings) -> None:
 def test_a_folder_is_not_downloaded(settings: HubSettings) -> None:
     with pytest.raises(CheckpointError, match="only models on the Hub"):
         fetch(str(TINY_LLAMA), settings)
+
+
+def test_pods_wait_for_the_last_file_of_s3(tmp_path: Path) -> None:
+    mirror = Mirror(tmp_path)
+    files = [RemoteFile(name=name, size=2, etag="e") for name in ("config.json", _WEIGHTS)]
+    waiting = threading.Thread(target=wait_for_mirror, args=(tmp_path, 0.01), daemon=True)
+    waiting.start()
+    with mirror.locked():
+        mirror.begin()
+        for file in files:
+            mirror.append(file, b"{}")
+            mirror.accept(file)
+        waiting.join(0.1)
+        # All files are there, and the download has not said that these are all.
+        assert waiting.is_alive()
+        mirror.finish(files)
+    waiting.join(10.0)
+    assert not waiting.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["s3://models/tiny"], "--folder is required"),
+        (["org/tiny", "--folder", "/tmp/x"], "--folder is for models of S3"),
+        (["s3://Models/tiny", "--folder", "/tmp/x"], "is not a folder in S3"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], error: str
+) -> None:
+    assert main(["deploy", "fetch", *arguments]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert error in line

@@ -5,12 +5,54 @@
 {{- .Release.Name -}}
 {{- end -}}
 
-{{- define "pagedray.isHub" -}}
+{{- define "pagedray.isInS3" -}}
+{{- if hasPrefix "s3://" .Values.model }}true{{ end -}}
+{{- end -}}
+
+{{- /* Whether a Job downloads the model. */ -}}
+{{- define "pagedray.isDownloaded" -}}
 {{- if not (hasPrefix "/" .Values.model) }}true{{ end -}}
 {{- end -}}
 
+{{- define "pagedray.isHub" -}}
+{{- if and (include "pagedray.isDownloaded" .) (not (include "pagedray.isInS3" .)) }}true{{ end -}}
+{{- end -}}
+
 {{- define "pagedray.usesVolume" -}}
-{{- if or (include "pagedray.isHub" .) (hasPrefix "/models/" .Values.model) }}true{{ end -}}
+{{- if or (include "pagedray.isDownloaded" .) (eq .Values.model "/models") (hasPrefix "/models/" .Values.model) }}true{{ end -}}
+{{- end -}}
+
+{{- /* What replicas load: a Hub id, or a folder. */ -}}
+{{- define "pagedray.model" -}}
+{{- if include "pagedray.isInS3" . -}}
+/models/s3/{{ trimPrefix "s3://" .Values.model }}
+{{- else -}}
+{{- .Values.model -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* `pagedray deploy fetch` for the model, with a flag. */ -}}
+{{- define "pagedray.fetch" -}}
+{{- $command := list "pagedray" "deploy" "fetch" -}}
+{{- if .wait -}}{{- $command = append $command "--wait" -}}{{- end -}}
+{{- if include "pagedray.isInS3" .root -}}
+{{- $command = concat $command (list "--folder" (include "pagedray.model" .root)) -}}
+{{- end -}}
+{{- toJson (append $command .root.Values.model) -}}
+{{- end -}}
+
+{{- /* The volume at /models, read-only. */ -}}
+{{- define "pagedray.modelVolume" -}}
+- name: models
+  {{- if .Values.storage.image }}
+  image:
+    reference: {{ .Values.storage.image }}
+    pullPolicy: IfNotPresent
+  {{- else }}
+  persistentVolumeClaim:
+    claimName: {{ include "pagedray.claim" . }}
+    readOnly: true
+  {{- end }}
 {{- end -}}
 
 {{- define "pagedray.claim" -}}
@@ -49,7 +91,7 @@
 
 {{- /* Seconds until Kubernetes kills a pod: preStop, the drain, Ray's drain, and a margin. */ -}}
 {{- define "pagedray.graceSeconds" -}}
-{{- add .Values.drainSeconds 60 -}}
+{{- .Values.graceSeconds | default (add .Values.drainSeconds 60) -}}
 {{- end -}}
 
 {{- define "pagedray.podSecurity" -}}
@@ -70,7 +112,7 @@ capabilities:
 {{- end -}}
 
 {{- define "pagedray.serveConfig" -}}
-{{- $arguments := dict "model" .Values.model "device" (ternary "cuda" "cpu" (gt (int .Values.gpusPerHost) 0)) -}}
+{{- $arguments := dict "model" (include "pagedray.model" .) "device" (ternary "cuda" "cpu" (gt (int .Values.gpusPerHost) 0)) -}}
 {{- $_ := set $arguments "num_replicas" (int .Values.replicas) -}}
 {{- $_ := set $arguments "drain_timeout_s" (int .Values.drainSeconds) -}}
 {{- $_ := set $arguments "api_keys" "/etc/pagedray/keys.toml" -}}
@@ -179,10 +221,7 @@ applications:
     secretName: {{ include "pagedray.keySecret" .root }}
     defaultMode: 0440
 {{- if include "pagedray.usesVolume" .root }}
-- name: models
-  persistentVolumeClaim:
-    claimName: {{ include "pagedray.claim" .root }}
-    readOnly: true
+{{ include "pagedray.modelVolume" .root }}
 {{- end }}
 {{- end -}}
 
@@ -192,12 +231,14 @@ initContainers:
   - name: wait-for-model
     image: {{ .image }}
     imagePullPolicy: {{ .root.Values.image.pullPolicy }}
-    command: [pagedray, deploy, fetch, --wait, {{ .root.Values.model | quote }}]
+    command: {{ include "pagedray.fetch" (dict "root" .root "wait" true) }}
+    {{- if include "pagedray.isHub" .root }}
     env:
       - name: HF_HOME
         value: /models/huggingface
       - name: HF_HUB_OFFLINE
         value: "1"
+    {{- end }}
     securityContext:
       {{- include "pagedray.containerSecurity" .root | nindent 6 }}
     resources:
@@ -249,11 +290,28 @@ initContainers:
 {{- fail (printf "tensorParallelSize: %d ranks do not fill hosts of %d GPUs (gpusPerHost); one must be a multiple of the other." $ranks $gpus) -}}
 {{- end -}}
 {{- end -}}
+{{- $grace := add .Values.drainSeconds 60 -}}
+{{- if and (gt (int .Values.graceSeconds) 0) (lt (int .Values.graceSeconds) (int $grace)) -}}
+{{- fail (printf "graceSeconds: %d would end a pod within drainSeconds, %d, and a minute for Ray; use at least %d, or a shorter drainSeconds." (int .Values.graceSeconds) (int .Values.drainSeconds) $grace) -}}
+{{- end -}}
 {{- if and (gt (int .Values.maxReplicas) 0) (lt (int .Values.maxReplicas) (int .Values.replicas)) -}}
 {{- fail "maxReplicas: it must be 0, for a fixed number, or at least replicas." -}}
 {{- end -}}
-{{- if and (include "pagedray.isHub" .) (eq .Values.storage.accessMode "ReadOnlyMany") -}}
-{{- fail "storage.accessMode: a model of the Hub cannot be downloaded into a ReadOnlyMany claim; use ReadWriteMany, or a folder under /models that is in the claim." -}}
+{{- if and (include "pagedray.isDownloaded" .) (eq .Values.storage.accessMode "ReadOnlyMany") -}}
+{{- fail "storage.accessMode: a model cannot be downloaded into a ReadOnlyMany claim; use ReadWriteMany, or a folder under /models that is in the claim." -}}
+{{- end -}}
+{{- if .Values.storage.image -}}
+{{- if .Values.storage.existingClaim -}}
+{{- fail "storage.image: the model has two sources, an image and storage.existingClaim; remove one." -}}
+{{- end -}}
+{{- if include "pagedray.isDownloaded" . -}}
+{{- fail (printf "model: %q would be downloaded, but storage.image has the model; write the folder of the image, such as /models, or remove storage.image." .Values.model) -}}
+{{- end -}}
+{{- if not (include "pagedray.usesVolume" .) -}}
+{{- fail (printf "model: %q is not in storage.image, which is at /models; write /models or a folder below." .Values.model) -}}
+{{- end -}}
+{{- else if eq .Values.model "/models" -}}
+{{- fail "model: write a folder below /models, such as /models/Llama-3.1-8B-Instruct." -}}
 {{- end -}}
 {{- if eq .Values.upgrade.strategy "NewClusterWithIncrementalUpgrade" -}}
 {{- if not (include "pagedray.autoscales" .) -}}

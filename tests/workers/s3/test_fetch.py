@@ -1,0 +1,169 @@
+"""A model is downloaded from S3 once and whole, whatever the server does."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import certifi
+import pytest
+
+from pagedray.errors import CheckpointError
+from tests.small_hub import Fault, folder_files
+from tests.small_s3 import SmallS3
+from tests.system.server_process import TINY_LLAMA
+from workers.s3.bucket import Bucket
+from workers.s3.fetch import fetch_folder
+from workers.s3.location import S3Location, parse_location
+from workers.s3.mirror import Mirror
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+_WEIGHTS = "model.safetensors"
+_WHERE = S3Location("models", "team/tiny")
+_CHUNK = 2**20
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallS3]:
+    with SmallS3() as s3:
+        s3.push("team/tiny", folder_files(TINY_LLAMA))
+        # A folder beside it, whose name begins the same.
+        s3.push("team/tiny-2", {"config.json": b"{}"})
+        monkeypatch.setenv("AWS_ENDPOINT_URL", s3.url)
+        # The library refuses to start on a machine without certificates.
+        monkeypatch.setenv("SSL_CERT_FILE", certifi.where())
+        monkeypatch.setenv("AWS_REGION", "us-east-1")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        yield s3
+
+
+def fetch(folder: Path, report_progress: Callable[[int, int], None] | None = None) -> Path:
+    bucket = Bucket(_WHERE, retry_s=0.001)
+    return fetch_folder(_WHERE, folder, bucket, chunk_bytes=_CHUNK, report_progress=report_progress)
+
+
+def test_the_folder_is_that_of_the_bucket(s3: SmallS3, tmp_path: Path) -> None:
+    folder = fetch(tmp_path / "tiny")
+    for name in ("config.json", "tokenizer.json", _WEIGHTS):
+        assert (folder / name).read_bytes() == (TINY_LLAMA / name).read_bytes()
+    assert Mirror(folder).problem() is None
+    assert not list(folder.rglob("*.part"))
+    assert all(each.token is not None for each in s3.requested)
+
+
+def test_a_job_that_runs_again_downloads_nothing(s3: SmallS3, tmp_path: Path) -> None:
+    folder = fetch(tmp_path / "tiny")
+    s3.requested.clear()
+    assert fetch(folder) == folder
+    assert [each.path for each in s3.requested] == ["/models"]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(_WEIGHTS, times=3, cut_after=100),
+        Fault(_WEIGHTS, times=3, status=500),
+        Fault(_WEIGHTS, times=3, status=503),
+        Fault(_WEIGHTS, times=3, status=429),
+        Fault("/models", times=3, status=429),
+    ],
+    ids=["cut", "500", "503", "429", "429-of-the-list"],
+)
+def test_a_fault_that_passes_is_survived(s3: SmallS3, tmp_path: Path, fault: Fault) -> None:
+    s3.faults.append(fault)
+    folder = fetch(tmp_path / "tiny")
+    assert fault.times == 0
+    assert (folder / _WEIGHTS).read_bytes() == (TINY_LLAMA / _WEIGHTS).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        (Fault(_WEIGHTS, times=99, cut_after=100), "cannot be downloaded: "),
+        (Fault(_WEIGHTS, times=99, status=500), "S3 answers with status 500"),
+        (Fault(_WEIGHTS, times=99, status=429), "S3 limits requests"),
+        (Fault(_WEIGHTS, status=403), "S3 denies access to s3://models/team/tiny (403); use"),
+        (Fault("/models", times=99, status=403), "S3 denies access"),
+        (Fault("/models", times=99, status=404), "does not exist; check the bucket"),
+    ],
+    ids=["cut", "500", "429", "403", "403-of-the-list", "no-bucket"],
+)
+def test_a_fault_that_stays_ends_in_one_line(
+    s3: SmallS3, tmp_path: Path, fault: Fault, error: str
+) -> None:
+    s3.faults.append(fault)
+    with pytest.raises(CheckpointError) as caught:
+        fetch(tmp_path / "tiny")
+    assert error in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert Mirror(tmp_path / "tiny").problem() is not None
+
+
+def test_a_short_file_is_never_served(s3: SmallS3, tmp_path: Path) -> None:
+    size = (TINY_LLAMA / _WEIGHTS).stat().st_size
+    s3.listed_sizes[f"team/tiny/{_WEIGHTS}"] = size + 1000
+    with pytest.raises(CheckpointError, match="is shorter than the size"):
+        fetch(tmp_path / "tiny")
+    assert not (tmp_path / "tiny" / _WEIGHTS).exists()
+    assert Mirror(tmp_path / "tiny").problem() is not None
+
+
+def test_the_next_run_continues_where_a_killed_one_stopped(s3: SmallS3, tmp_path: Path) -> None:
+    weights = len(s3.objects[f"team/tiny/{_WEIGHTS}"])
+
+    def die_after_two_chunks(done: int, total: int) -> None:
+        if total > weights and done - (total - weights) == 2 * _CHUNK:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fetch(tmp_path / "tiny", die_after_two_chunks)
+    assert Mirror(tmp_path / "tiny").problem() is not None
+    s3.requested.clear()
+    fetch(tmp_path / "tiny")
+    assert s3.ranges_of(_WEIGHTS)[0].startswith(f"bytes={2 * _CHUNK}-")
+    # What was complete is not read again.
+    assert s3.ranges_of("config.json") == []
+
+
+def test_another_version_is_downloaded_from_its_beginning(s3: SmallS3, tmp_path: Path) -> None:
+    folder = fetch(tmp_path / "tiny")
+    changed = bytes(len(s3.objects[f"team/tiny/{_WEIGHTS}"]))
+    s3.push("team/tiny", {_WEIGHTS: changed})
+    s3.requested.clear()
+    fetch(folder)
+    assert (folder / _WEIGHTS).read_bytes() == changed
+    assert s3.ranges_of("config.json") == []
+
+
+def test_an_index_may_list_files_of_the_folder_only(s3: SmallS3, tmp_path: Path) -> None:
+    index = {"weight_map": {"a": "../../secret"}}
+    s3.objects.pop(f"team/tiny/{_WEIGHTS}")
+    s3.push("team/tiny", {"model.safetensors.index.json": json.dumps(index).encode()})
+    with pytest.raises(CheckpointError, match="secret"):
+        fetch(tmp_path / "tiny")
+
+
+def test_without_credentials_requests_are_not_signed(
+    s3: SmallS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    fetch(tmp_path / "tiny")
+    assert all(each.token is None for each in s3.requested)
+
+
+@pytest.mark.parametrize(
+    "text", ["s3://", "s3://b", "s3://models/", "s3://models/a/../b", "s3://models/a b", "models/a"]
+)
+def test_other_names_are_refused(text: str) -> None:
+    with pytest.raises(CheckpointError, match="is not a folder in S3"):
+        parse_location(text)
+
+
+def test_a_name_is_a_bucket_and_a_prefix() -> None:
+    assert parse_location("s3://models/team/tiny/") == _WHERE
+    assert str(_WHERE) == "s3://models/team/tiny"

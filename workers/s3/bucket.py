@@ -1,0 +1,159 @@
+"""Lists and reads the files of a model in S3, through obstore, with errors of one line."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeVar
+
+import obstore
+from obstore.exceptions import (
+    BaseError,
+    NotFoundError,
+    PermissionDeniedError,
+    PreconditionError,
+    UnauthenticatedError,
+)
+from obstore.store import S3Store
+
+from pagedray.errors import CheckpointError
+from workers.s3.remote_file import RemoteFile
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from workers.s3.location import S3Location
+
+__all__ = ["Bucket"]
+
+_NUM_TRIES = 8
+_MAX_PAUSE_S = 30.0
+_REQUEST_TIMEOUT = "5 minutes"
+_MAX_REASON = 200
+_PASSING = (408, 429)
+"""Statuses that are no fault of the request, besides those from 500."""
+_KINDS = {
+    UnauthenticatedError: 401,
+    PermissionDeniedError: 403,
+    NotFoundError: 404,
+    PreconditionError: 412,
+}
+_CREDENTIALS = (
+    "AWS_ACCESS_KEY_ID",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+)
+
+
+_Answer = TypeVar("_Answer")
+
+
+class Bucket:
+    """The folder of a model in S3. AWS's environment variables have its credentials and region."""
+
+    def __init__(self, location: S3Location, *, retry_s: float = 1.0) -> None:
+        self._location = location
+        self._retry_s = retry_s
+        self._store = _opened(location)
+
+    def list_files(self) -> list[RemoteFile]:
+        """Return all files below the prefix. Raises CheckpointError."""
+        return self._retried(self._listed)
+
+    def read(self, file: RemoteFile, first: int, end: int) -> bytes:
+        """Return bytes `first` to `end` of a file, without `end`. Raises CheckpointError.
+
+        They are fewer if the server has fewer.
+        """
+
+        def read_once() -> bytes:
+            found = obstore.get(
+                self._store, file.name, options={"range": (first, end), "if_match": file.etag}
+            )
+            return bytes(found.bytes())
+
+        return self._retried(read_once)
+
+    def _listed(self) -> list[RemoteFile]:
+        return [
+            RemoteFile(name=one["path"], size=one["size"], etag=one["e_tag"] or "")
+            for batch in obstore.list(self._store)
+            for one in batch
+        ]
+
+    def _retried(self, call: Callable[[], _Answer]) -> _Answer:
+        for num_tries in range(1, _NUM_TRIES + 1):
+            try:
+                return call()
+            except BaseError as error:
+                status = _status(error)
+                is_final = status is not None and status < 500 and status not in _PASSING
+                if is_final or num_tries == _NUM_TRIES:
+                    raise _problem(error, status, self._location) from error
+            time.sleep(min(self._retry_s * 2**num_tries, _MAX_PAUSE_S))
+        raise AssertionError
+
+
+def _opened(location: S3Location) -> S3Store:
+    endpoint = os.environ.get("AWS_ENDPOINT_URL", "")
+    try:
+        return S3Store(
+            location.bucket,
+            prefix=location.prefix,
+            # Without credentials the library would ask the metadata service of EC2.
+            skip_signature=not any(name in os.environ for name in _CREDENTIALS),
+            client_options={
+                "allow_http": endpoint.startswith("http://"),
+                "timeout": _REQUEST_TIMEOUT,
+            },
+            # `Bucket` retries, and knows how much has arrived.
+            retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=0)},
+        )
+    except BaseError as error:
+        raise CheckpointError(
+            f"{location} cannot be opened: {_shown(error)}; check the environment variables of "
+            "AWS and the certificates of this machine."
+        ) from error
+
+
+def _status(error: BaseError) -> int | None:
+    """Return the status of the answer that an exception is of."""
+    for kind, status in _KINDS.items():
+        if isinstance(error, kind):
+            return status
+    found = re.search(r"status code: (\d{3})\b", str(error))
+    return None if found is None else int(found[1])
+
+
+def _problem(error: BaseError, status: int | None, location: S3Location) -> CheckpointError:
+    match status:
+        case 401 | 403:
+            said = f"S3 denies access to {location} ({status})"
+            advice = "use credentials that may list and read it"
+        case 404:
+            said = f"{location} does not exist"
+            advice = "check the bucket, the prefix, the region and the endpoint"
+        case 412:
+            said, advice = f"{location} was changed during its download", "start again"
+        case 416:
+            said = f"{location} has a file that is shorter than the size that its bucket lists"
+            advice = "upload it again"
+        case 429:
+            said, advice = f"S3 limits requests for {location} (429)", "try again later"
+        case None:
+            said = f"{location} cannot be downloaded: {_shown(error)}"
+            advice = "check the network and the endpoint"
+        case _:
+            said = f"S3 answers with status {status} for {location}"
+            advice = "try again later" if status >= 500 else "check the region and the endpoint"
+    return CheckpointError(f"{said}; {advice}.")
+
+
+def _shown(error: BaseException) -> str:
+    # The library's details follow its first paragraph.
+    summary, _, details = str(error).partition("\n\n")
+    cause = re.findall(r'"([^"]{10,})"', details)[-1:]
+    return ": ".join([" ".join(summary.split()), *cause])[:_MAX_REASON].rstrip(". ")

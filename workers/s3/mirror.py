@@ -1,0 +1,156 @@
+"""A folder that a model is downloaded into, which says whether all of it is there.
+
+`.pagedray` in it has a record of each file that is complete, and whether all are. Files are
+received in it too, and moved to their place when they have their size, so that no file in the
+folder itself is a part of one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import threading
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock
+
+from pagedray.errors import CheckpointError
+from workers.s3.remote_file import RemoteFile
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
+
+__all__ = ["Mirror"]
+
+
+class Mirror:
+    """The local copy of a model."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._notes = folder / ".pagedray"
+        self._record = self._notes / "files.json"
+        self._lock = threading.Lock()
+        self._files: dict[str, RemoteFile] = {}
+        self._is_complete = False
+        self._read()
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Let one process at a time download into the folder."""
+        self._notes.mkdir(parents=True, exist_ok=True)
+        with FileLock(self._notes / "lock"):
+            self._read()
+            yield
+
+    def problem(self) -> str | None:
+        """Return why the model cannot be used, or None if all of its files are there."""
+        self._read()
+        if not self._is_complete:
+            return f"{self.folder} is not complete"
+        for file in self._files.values():
+            if self._size(file) != file.size:
+                return f"{self.folder / file.name} does not have {file.size} bytes"
+        return None
+
+    def mirrors(self, listing: Iterable[RemoteFile]) -> bool:
+        """Whether all files are there, and are those that the bucket lists."""
+        listed = {file.name: file for file in listing}
+        are_same = all(listed.get(name) == file for name, file in self._files.items())
+        return are_same and self.problem() is None
+
+    def begin(self) -> None:
+        """Note that the model is not complete from here on."""
+        self._is_complete = False
+        self._write()
+
+    def finish(self, files: Iterable[RemoteFile]) -> None:
+        """Note that these files are the whole model, and remove what is left of others."""
+        self._files = {file.name: file for file in files}
+        self._is_complete = True
+        self._write()
+        for part in self._notes.rglob("*.part"):
+            part.unlink(missing_ok=True)
+
+    def has_file(self, file: RemoteFile) -> bool:
+        """Whether a file is there as the bucket lists it."""
+        return self._files.get(file.name) == file and self._size(file) == file.size
+
+    def check_space(self, files: Iterable[RemoteFile]) -> None:
+        """Raise CheckpointError if files do not fit on the disk."""
+        missing = [file for file in files if not self.has_file(file)]
+        needed = sum(max(file.size - self.received(file), 0) for file in missing)
+        free = shutil.disk_usage(self._notes).free
+        if needed > free:
+            raise CheckpointError(
+                f"{self.folder} needs {needed / 1e9:.2f} GB more, and has only {free / 1e9:.2f} GB "
+                "free; use a larger volume."
+            )
+
+    def received(self, file: RemoteFile) -> int:
+        """Return how many bytes of a file an earlier download has left."""
+        try:
+            return self._part(file).stat().st_size
+        except OSError:
+            return 0
+
+    def append(self, file: RemoteFile, content: bytes) -> None:
+        """Add the next bytes of a file."""
+        part = self._part(file)
+        part.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("ab") as stream:
+            stream.write(content)
+
+    def drop(self, file: RemoteFile) -> None:
+        """Forget the bytes of a file that were received."""
+        self._part(file).unlink(missing_ok=True)
+
+    def accept(self, file: RemoteFile) -> None:
+        """Move a file that was received to its place."""
+        place = self.folder / file.name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        part = self._part(file)
+        if not file.size:
+            self.append(file, b"")
+        with part.open("rb") as stream:
+            os.fsync(stream.fileno())
+        part.replace(place)
+        with self._lock:
+            self._files[file.name] = file
+            self._write()
+
+    def _part(self, file: RemoteFile) -> Path:
+        # Bytes of another version of the file are not continued.
+        version = hashlib.sha256(f"{file.etag} {file.size}".encode()).hexdigest()[:16]
+        return self._notes / f"{file.name}.{version}.part"
+
+    def _size(self, file: RemoteFile) -> int | None:
+        try:
+            return (self.folder / file.name).stat().st_size
+        except OSError:
+            return None
+
+    def _read(self) -> None:
+        try:
+            # Any: parsed JSON.
+            record: Any = json.loads(self._record.read_bytes())
+            files = [RemoteFile(**file) for file in record["files"]]
+            self._is_complete = record["is_complete"] is True
+        except (OSError, ValueError, TypeError, KeyError):
+            files, self._is_complete = [], False
+        self._files = {file.name: file for file in files}
+
+    def _write(self) -> None:
+        files = [asdict(file) for file in self._files.values()]
+        temporary = self._record.with_suffix(".new")
+        with temporary.open("w") as stream:
+            json.dump({"files": files, "is_complete": self._is_complete}, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        # Readers see all of it or the one before.
+        temporary.replace(self._record)
