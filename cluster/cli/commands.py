@@ -187,6 +187,10 @@ def _deploy(parsed: argparse.Namespace) -> int:
             release=parsed.release,
             checkpoint=parsed.checkpoint,
         )
+    if parsed.verb == "status":
+        from cluster.cli.deploy.status import status
+
+        return status(parsed.release, namespace=parsed.namespace, file=parsed.file)
     from cluster.cli.deploy.fetch import fetch_command
 
     return fetch_command(parsed.model, folder=parsed.folder, is_waiting=parsed.wait)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from cluster.cli.bench.flags import add_bench_flags
 from cluster.cli.client_flags import add_client_flags
-from cluster.cli.deploy.flags import add_check_flags, add_fetch_flags
+from cluster.cli.deploy.flags import add_check_flags, add_fetch_flags, add_status_flags
 from cluster.cli.flag_values import count, names, seconds
 from cluster.cli.flags import add_engine_flags, add_sampling_flags
 from cluster.cli.simulate.flags import add_simulate_flags
@@ -343,13 +343,15 @@ def _add_simulate(commands: _Commands) -> None:
 
 
 def _add_deploy(commands: _Commands) -> None:
-    what = "Check a deployment on Kubernetes, or download its model."
+    what = "Check a deployment on Kubernetes, say what it waits for, or download its model."
     deploy = commands.add_parser("deploy", help=what, description=what)
     verbs = deploy.add_subparsers(
         dest="verb", required=True, metavar="VERB", parser_class=_OneLineParser
     )
     what = "Say what of Helm values cannot work, without a cluster."
     add_check_flags(verbs.add_parser("check", help=what, description=what))
+    what = "Say what a deployment waits for, in words; return 0 if it serves."
+    add_status_flags(verbs.add_parser("status", help=what, description=what))
     what = "Download a model from the Hub or S3, or wait until it is there."
     add_fetch_flags(verbs.add_parser("fetch", help=what, description=what))
 

@@ -136,6 +136,8 @@ def _operate(manifest: Manifest, operation: Manifest) -> None:
             # Read first, since only existing values can be replaced.
             _ = place[key]
             place[key] = operation["value"]
+        case "remove":
+            del place[key]
         case "test":
             if place[key] != operation["value"]:
                 raise RenderError(f"{operation['path']} is {place[key]!r}")

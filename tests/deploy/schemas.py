@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from tests.deploy.kustomize import Manifest
 
-__all__ = ["KUBERNETES", "check"]
+__all__ = ["KUBERNETES", "check", "custom_resource_schema"]
 
 KUBERNETES = ("1.33.0", "1.37.0")
 """The oldest and the newest Kubernetes version to validate for."""
@@ -30,8 +30,10 @@ _SCHEMA = Path(__file__).with_name("custom_resources.schema.yaml")
 
 def check(manifest: Manifest) -> None:
     """Raise ValidationError unless a manifest is valid, without unknown fields."""
-    if manifest["kind"] in _schema()["$defs"]:
-        _Validator({"$ref": f"#/$defs/{manifest['kind']}", **_schema()}).validate(manifest)
+    if manifest["kind"] in custom_resource_schema()["$defs"]:
+        _Validator({"$ref": f"#/$defs/{manifest['kind']}", **custom_resource_schema()}).validate(
+            manifest
+        )
     else:
         _check_built_in(manifest)
 
@@ -62,7 +64,8 @@ def _read(version: str, name: str) -> Any:
 
 
 @cache
-def _schema() -> Manifest:
+def custom_resource_schema() -> Manifest:
+    """Return our schema of the custom resources."""
     schema: Manifest = yaml.safe_load(_SCHEMA.read_text())
     return schema
 
@@ -77,6 +80,15 @@ def _pod(template: Manifest) -> Manifest:
 
 # A built-in type has a schema only as part of a kind, so a whole object is validated.
 _WHOLES: dict[str, Callable[[Any], Manifest]] = {
+    "HorizontalPodAutoscalerBehavior": lambda part: {
+        "apiVersion": "autoscaling/v2",
+        "kind": "HorizontalPodAutoscaler",
+        "spec": {
+            "behavior": part,
+            "maxReplicas": 1,
+            "scaleTargetRef": {"kind": "Deployment", "name": "one"},
+        },
+    },
     "EnvVarSource": lambda part: _container(env=[{"name": "ONE", "valueFrom": part}]),
     "EnvVars": lambda part: _container(env=part),
     "PodTemplateSpec": _pod,

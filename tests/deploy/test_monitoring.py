@@ -17,6 +17,7 @@ from tests.deploy.tools import needs_tool, tool
 DASHBOARD = Path("deploy/grafana/pagedray.json")
 RULES = Path("deploy/prometheus")
 DOCUMENT = Path("docs/observability.md")
+SCALERS = Path("deploy/single-pod/components")
 SUFFIXES = ("_bucket", "_sum", "_count")
 
 with_promtool = needs_tool("promtool")
@@ -36,13 +37,31 @@ def rule_queries() -> list[str]:
     return [rule["expr"] for group in groups for rule in group["rules"]]
 
 
+def scaler_queries() -> list[str]:
+    """Return what KEDA asks Prometheus, and the metrics of the HorizontalPodAutoscaler."""
+    objects = yaml.safe_load_all((SCALERS / "keda" / "scaledobject.yaml").read_text())
+    [scaled] = [one for one in objects if one["kind"] == "ScaledObject"]
+    triggers = [one for one in scaled["spec"]["triggers"] if one["type"] == "prometheus"]
+    scaler = yaml.safe_load((SCALERS / "hpa" / "autoscaler.yaml").read_text())
+    metrics = [one["pods"]["metric"] for one in scaler["spec"]["metrics"]]
+    return [
+        *(one["metadata"]["query"] for one in triggers),
+        *(_series(one["name"], one.get("selector", {}).get("matchLabels", {})) for one in metrics),
+    ]
+
+
+def _series(name: str, labels: dict[str, str]) -> str:
+    pairs = ",".join(f'{label}="{value}"' for label, value in labels.items())
+    return f"{name}{{{pairs}}}"
+
+
 def documented() -> dict[str, tuple[str, set[str]]]:
     """Return kind and labels of each metric; another test compares them with a server's."""
     rows = re.findall(r"^\| `([\w:]+)` \| (\w+) \|([^|]*)\|", DOCUMENT.read_text(), re.MULTILINE)
     return {name: (kind, set(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows}
 
 
-@pytest.mark.parametrize("query", [*dashboard_queries(), *rule_queries()])
+@pytest.mark.parametrize("query", [*dashboard_queries(), *rule_queries(), *scaler_queries()])
 def test_queries_use_exported_metrics(query: str) -> None:
     metrics = documented()
     named = re.findall(r"\b((?:pagedray_|vllm:)\w+)(?:\{([^}]*)\})?", query)
@@ -121,7 +140,7 @@ def test_alert_rules_fire_as_expected() -> None:
 def test_queries_of_the_dashboard_are_promql(tmp_path: Path) -> None:
     queries = [
         query.replace("$__rate_interval", "5m").replace("$instance", ".*")
-        for query in dashboard_queries()
+        for query in (*dashboard_queries(), *scaler_queries())
     ]
     rules = [{"record": f"panel:{number}", "expr": q} for number, q in enumerate(queries)]
     file = tmp_path / "queries.yaml"

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import jsonschema
 import pytest
+import yaml
 
-from tests.deploy.kustomize import overlay
+from tests.deploy.kustomize import DEPLOY, overlay
 from tests.deploy.schemas import check
 
 if TYPE_CHECKING:
@@ -58,3 +59,14 @@ def test_a_built_in_kind_is_checked_strictly() -> None:
     wrong["spec"]["policyType"] = []
     with pytest.raises(jsonschema.ValidationError):
         check(wrong)
+
+
+@pytest.mark.parametrize("name", ["ScaledObject", "HTTPScaledObject"])
+def test_unknown_fields_of_scalers_are_refused(name: str) -> None:
+    folder = DEPLOY / "single-pod/components/keda"
+    text = (folder / "scaledobject.yaml").read_text()
+    [manifest] = [one for one in yaml.safe_load_all(text) if one["kind"] == name]
+    check(manifest)
+    manifest["spec"]["scaleTargetRef"]["deployment"] = "pagedray"
+    with pytest.raises(jsonschema.ValidationError, match="deployment"):
+        check(manifest)

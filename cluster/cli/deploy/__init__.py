@@ -1,1 +1,1 @@
-"""`pagedray deploy`: what concerns a deployment on Kubernetes, without a cluster's API."""
+"""`pagedray deploy`: a deployment on Kubernetes, before it starts and while it runs."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import argparse
 
-__all__ = ["add_check_flags", "add_fetch_flags"]
+__all__ = ["add_check_flags", "add_fetch_flags", "add_status_flags"]
 
 _CHART = Path("deploy/helm/pagedray")
 
@@ -48,4 +48,27 @@ def add_fetch_flags(parser: argparse.ArgumentParser) -> None:
         "--wait",
         action="store_true",
         help="Download nothing; wait until another process has downloaded the last file.",
+    )
+
+
+def add_status_flags(parser: argparse.ArgumentParser) -> None:
+    """Add what `deploy status` reads."""
+    parser.add_argument(
+        "release",
+        nargs="?",
+        default="pagedray",
+        metavar="NAME",
+        help="Name of the Helm release, which the RayService has.",
+    )
+    parser.add_argument(
+        "-n",
+        "--namespace",
+        metavar="NAMESPACE",
+        help="Namespace of the release. (default: kubectl's)",
+    )
+    parser.add_argument(
+        "--file",
+        type=Path,
+        metavar="FILE",
+        help="JSON of kubectl get to read instead, - is standard input. (default: run kubectl)",
     )

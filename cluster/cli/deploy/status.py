@@ -1,0 +1,120 @@
+"""`pagedray deploy status`: says in words what a deployment on Kubernetes waits for."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+from cluster.cli.deploy.pod_state import claim_lines, job_lines, pod_lines
+from cluster.cli.deploy.service_state import is_ready, service_lines
+from pagedray.errors import StartupError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["status", "status_lines"]
+
+_KINDS = "rayservices.ray.io,pods,jobs.batch,persistentvolumeclaims"
+_KUBECTL_TIMEOUT_S = 60.0
+_MAX_REASON = 300
+
+# Any: JSON of Kubernetes.
+Object = dict[str, Any]
+
+
+_PARTS = {"PersistentVolumeClaim": claim_lines, "Job": job_lines, "Pod": pod_lines}
+
+
+def status(name: str, *, namespace: str | None, file: Path | None) -> int:
+    """Print the state of a service; return 0 if it serves, else 1. Raises StartupError."""
+    objects = _read(file) if file is not None else _ask(namespace)
+    try:
+        service, others = _of_release(objects, name)
+        lines = status_lines(service, others)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise StartupError(
+            "The objects do not have the form that Kubernetes and KubeRay 1.7 give them."
+        ) from error
+    print("\n".join(lines))
+    return 0 if is_ready(service) else 1
+
+
+def status_lines(service: Object, others: list[Object]) -> list[str]:
+    """Return the state of a RayService, and what its pods, Jobs and claims wait for."""
+    by_kind = {kind: [one for one in others if one.get("kind") == kind] for kind in _PARTS}
+    parts = [line for kind, lines in _PARTS.items() for one in by_kind[kind] for line in lines(one)]
+    # The same reason for several pods is one line.
+    return [*service_lines(service), *dict.fromkeys(parts)]
+
+
+def _of_release(objects: list[Object], name: str) -> tuple[Object, list[Object]]:
+    """Return the RayService, and the objects that belong to it."""
+    services = [one for one in objects if one.get("kind") == "RayService"]
+    found = [one for one in services if one["metadata"]["name"] == name]
+    if not found:
+        names = ", ".join(sorted(one["metadata"]["name"] for one in services)) or "none"
+        raise StartupError(f"There is no RayService {name!r:.80}; those found: {names:.200}.")
+    ours = {name, f"{name}-download"}
+    pods_and_jobs = [
+        one
+        for one in objects
+        if one["metadata"].get("labels", {}).get("app.kubernetes.io/name") in ours
+        and one.get("kind") in ("Pod", "Job")
+    ]
+    claims = {
+        volume["persistentVolumeClaim"]["claimName"]
+        for one in pods_and_jobs
+        if one["kind"] == "Pod"
+        for volume in one["spec"].get("volumes", [])
+        if "persistentVolumeClaim" in volume
+    }
+    used = [
+        one
+        for one in objects
+        if one.get("kind") == "PersistentVolumeClaim" and one["metadata"]["name"] in claims
+    ]
+    return found[0], [*pods_and_jobs, *used]
+
+
+def _ask(namespace: str | None) -> list[Object]:
+    command = ["kubectl", "get", _KINDS, "--output", "json"]
+    if namespace is not None:
+        command += ["--namespace", namespace]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=_KUBECTL_TIMEOUT_S
+        )
+    except FileNotFoundError as error:
+        raise StartupError(
+            "kubectl is not installed; install it, or write what it prints elsewhere "
+            f"(kubectl get {_KINDS} -o json) to a file for --file."
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise StartupError(f"kubectl gave no answer within {_KUBECTL_TIMEOUT_S:.0f} s.") from error
+    if done.returncode != 0:
+        reason = " ".join(done.stderr.split())
+        raise StartupError(f"kubectl failed: {reason:.{_MAX_REASON}}.")
+    return _objects(done.stdout, "kubectl")
+
+
+def _read(file: Path) -> list[Object]:
+    try:
+        text = sys.stdin.read() if str(file) == "-" else file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise StartupError(f"Cannot read {file}: {reason}.") from error
+    return _objects(text, str(file))
+
+
+def _objects(text: str, source: str) -> list[Object]:
+    try:
+        # Any: JSON.
+        found: Any = json.loads(text)
+        items = found["items"] if found.get("kind", "").endswith("List") else [found]
+        return [one for one in items if isinstance(one["metadata"]["name"], str)]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise StartupError(
+            f"{source} is not JSON of Kubernetes; use the output of kubectl get {_KINDS} -o json."
+        ) from error

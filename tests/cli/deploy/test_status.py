@@ -1,0 +1,272 @@
+"""`pagedray deploy status`: says in words what a RayService waits for."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cluster.cli.commands import main
+from cluster.cli.deploy.status import status_lines
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# Any: JSON of Kubernetes.
+Object = dict[str, Any]
+
+_READY = {"type": "Ready", "status": "True", "reason": "NonZeroServeEndpoints"}
+_NOT_READY = {"type": "Ready", "status": "False", "reason": "ZeroServeEndpoints"}
+_LABELS = {"app.kubernetes.io/name": "pagedray"}
+
+
+def service(**status: Any) -> Object:  # Any: as above.
+    return {
+        "kind": "RayService",
+        "metadata": {"name": "pagedray", "generation": 2},
+        "spec": {},
+        "status": {"observedGeneration": 2, **status} if status else {},
+    }
+
+
+def cluster(name: str = "pagedray-abc", **changes: Any) -> Object:  # Any: as above.
+    state = {"desiredWorkerReplicas": 1, "readyWorkerReplicas": 1, **changes.pop("state", {})}
+    return {"rayClusterName": name, "rayClusterStatus": state, **changes}
+
+
+def application(_status: str, **deployment: str) -> Object:
+    return {
+        "pagedray": {
+            "status": _status,
+            "serveDeploymentStatuses": {"Replica": deployment} if deployment else {},
+        }
+    }
+
+
+def pod(name: str = "pagedray-ranks-1", **status: Any) -> Object:  # Any: as above.
+    metadata = {"name": name, "labels": _LABELS}
+    claim = {"persistentVolumeClaim": {"claimName": "pagedray-models"}}
+    spec = {"volumes": [{"name": "models", **claim}]}
+    return {"kind": "Pod", "metadata": metadata, "spec": spec, "status": status}
+
+
+def test_a_service_that_serves_is_one_line() -> None:
+    running = cluster(applicationStatuses=application("RUNNING", status="HEALTHY"))
+    ready = service(conditions=[_READY], numServeEndpoints=2, activeServiceStatus=running)
+    assert status_lines(ready, []) == ["pagedray serves, with 2 pods."]
+
+
+@pytest.mark.parametrize(
+    ("status", "line"),
+    [
+        ({}, "KubeRay has not seen it"),
+        ({"observedGeneration": 1, "conditions": [_NOT_READY]}, "not seen the last change"),
+        (
+            {
+                "conditions": [
+                    {
+                        "type": "Ready",
+                        "status": "False",
+                        "reason": "ValidationFailed",
+                        "message": "The RayService spec is invalid",
+                    }
+                ]
+            },
+            "KubeRay refuses it: The RayService spec is invalid.",
+        ),
+        ({"conditions": [_NOT_READY]}, "has not created a Ray cluster yet"),
+        (
+            {
+                "pendingServiceStatus": cluster(
+                    state={
+                        "readyWorkerReplicas": 0,
+                        "conditions": [
+                            {
+                                "type": "HeadPodReady",
+                                "status": "False",
+                                "reason": "ContainersNotReady",
+                                "message": "containers with unready status: [ray-head]",
+                            }
+                        ],
+                    }
+                )
+            },
+            "the head pod is not ready: containers with unready status: [ray-head].",
+        ),
+        (
+            {"pendingServiceStatus": cluster(state={"readyWorkerReplicas": 0})},
+            "Cluster pagedray-abc: 0 of 1 worker pods are ready.",
+        ),
+        (
+            {"pendingServiceStatus": cluster(applicationStatuses=application("DEPLOYING"))},
+            "Application pagedray starts: its replicas load the model.",
+        ),
+        (
+            {
+                "activeServiceStatus": cluster(
+                    applicationStatuses=application(
+                        "DEPLOY_FAILED",
+                        status="DEPLOY_FAILED",
+                        message="Traceback\n  File\nCheckpointError: /models/x is missing.",
+                    )
+                )
+            },
+            "Deployment Replica failed to start: Traceback File CheckpointError: /models/x is",
+        ),
+        (
+            {
+                "activeServiceStatus": cluster(applicationStatuses=application("RUNNING")),
+                "conditions": [_NOT_READY],
+            },
+            "No pod has a Serve proxy that is ready",
+        ),
+    ],
+)
+def test_what_it_waits_for_is_said(status: Object, line: str) -> None:
+    first, *lines = status_lines(service(**status), [])
+    assert first == "pagedray does not serve yet."
+    assert any(line in one for one in lines), lines
+
+
+def test_an_upgrade_names_both_clusters() -> None:
+    during = service(
+        conditions=[_READY],
+        numServeEndpoints=1,
+        activeServiceStatus=cluster("old"),
+        pendingServiceStatus=cluster("new", state={"readyWorkerReplicas": 0}),
+    )
+    assert status_lines(during, []) == [
+        "pagedray serves, with 1 pod.",
+        "An upgrade is in progress: the cluster old serves until new is ready.",
+        "Cluster new: 0 of 1 worker pods are ready.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("other", "line"),
+    [
+        (
+            pod(
+                conditions=[
+                    {
+                        "type": "PodScheduled",
+                        "status": "False",
+                        "message": "0/3 nodes are available: 3 Insufficient nvidia.com/gpu.",
+                    }
+                ]
+            ),
+            "Pod pagedray-ranks-1 has no node: 0/3 nodes are available: 3 Insufficient",
+        ),
+        (
+            pod(initContainerStatuses=[{"name": "wait-for-model", "state": {"running": {}}}]),
+            "Pod pagedray-ranks-1 waits for the download of the model.",
+        ),
+        (
+            pod(
+                containerStatuses=[
+                    {
+                        "name": "ray-worker",
+                        "state": {
+                            "waiting": {
+                                "reason": "CreateContainerConfigError",
+                                "message": 'secret "pagedray-api-keys" not found',
+                            }
+                        },
+                    }
+                ]
+            ),
+            'secret "pagedray-api-keys" not found; create the Secret',
+        ),
+        (
+            pod(
+                containerStatuses=[
+                    {
+                        "name": "ray-worker",
+                        "state": {"running": {}},
+                        "lastState": {"terminated": {"reason": "OOMKilled"}},
+                    }
+                ]
+            ),
+            "used more memory than its limit: raise worker.memory.",
+        ),
+        (
+            {
+                "kind": "Job",
+                "metadata": {"name": "pagedray-download-1"},
+                "status": {"failed": 2, "active": 1},
+            },
+            "Job pagedray-download-1 downloads the model, after 2 failed tries",
+        ),
+        (
+            {
+                "kind": "Job",
+                "metadata": {"name": "pagedray-download-1"},
+                "status": {"conditions": [{"type": "Failed", "status": "True"}]},
+            },
+            "Job pagedray-download-1 gave up: read its log",
+        ),
+        (
+            {
+                "kind": "PersistentVolumeClaim",
+                "metadata": {"name": "pagedray-models"},
+                "spec": {"accessModes": ["ReadWriteMany"]},
+                "status": {"phase": "Pending"},
+            },
+            "Claim pagedray-models has no volume yet: check that a storage class",
+        ),
+    ],
+)
+def test_pods_jobs_and_claims_say_why(other: Object, line: str) -> None:
+    [_, _, *lines] = status_lines(service(conditions=[_NOT_READY]), [other])
+    assert len(lines) == 1
+    assert line in lines[0]
+
+
+def test_the_objects_of_other_releases_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = pod("other-1", conditions=[{"type": "PodScheduled", "status": "False"}])
+    other["metadata"]["labels"] = {"app.kubernetes.io/name": "other"}
+    ready = service(conditions=[_READY], numServeEndpoints=1, activeServiceStatus=cluster())
+    file = tmp_path / "list.json"
+    file.write_text(json.dumps({"kind": "List", "items": [ready, other, pod()]}))
+    assert main(["deploy", "status", "--file", str(file)]) == 0
+    assert capsys.readouterr().out == "pagedray serves, with 1 pod.\n"
+
+
+def test_kubectl_is_asked_for_the_namespace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "kubectl"
+    answer = json.dumps({"kind": "List", "items": [service(conditions=[_NOT_READY])]})
+    program.write_text(f"#!/bin/sh\necho \"$@\" > {tmp_path}/asked\ncat <<'END'\n{answer}\nEND\n")
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert main(["deploy", "status", "--namespace", "llm"]) == 1
+    assert "does not serve yet" in capsys.readouterr().out
+    assert "--namespace llm" in (tmp_path / "asked").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("{", "is not JSON of Kubernetes"),
+        ("[]", "is not JSON of Kubernetes"),
+        ('{"kind": "RayService", "metadata": {}}', "is not JSON of Kubernetes"),
+        (
+            '{"kind": "RayService", "metadata": {"name": "other"}}',
+            "There is no RayService 'pagedray'; those found: other.",
+        ),
+    ],
+)
+def test_other_input_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, error: str
+) -> None:
+    file = tmp_path / "one.json"
+    file.write_text(text)
+    assert main(["deploy", "status", "--file", str(file)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert error in line
