@@ -71,15 +71,16 @@ class Fleet:
         """Run requests, which are sorted by time, until all have ended."""
         pending = iter(arrivals)
         arrival = next(pending, None)
-        tick = 0
+        tick = next_report = 0
         while True:
             if not any(one.has_work for one in self.replicas):
                 if arrival is None:
                     return
                 # Nothing happens until then.
                 tick = max(tick, int(arrival.arrival_s / _TICK_S))
-            if tick % _TICKS_PER_REPORT == 0:
+            if tick >= next_report:
                 self._loads = {name: _load_of(one) for name, one in self._replicas.items()}
+                next_report = (tick // _TICKS_PER_REPORT + 1) * _TICKS_PER_REPORT
             tick += 1
             until_s = tick * _TICK_S
             while arrival is not None and arrival.arrival_s < until_s:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,7 +15,12 @@ if TYPE_CHECKING:
 
     from pagedray.batch import StepPlan
 
-__all__ = ["LLAMA_8B_H200", "StepCost", "read_step_cost"]
+__all__ = ["LLAMA_8B_H200", "MOST_TOKENS", "StepCost", "read_step_cost"]
+
+MOST_TOKENS = 10_000_000
+"""Of a prompt, an output, and a step."""
+_LONGEST_S = 1e4
+"""A longer time was given in another unit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +41,14 @@ class StepCost:
 
     def __post_init__(self) -> None:
         numbers = [number for number, _ in self.points]
-        if len(numbers) < 2 or numbers != sorted(set(numbers)) or numbers[0] < 0:
+        if len(numbers) < 2 or numbers != sorted(set(numbers)):
             raise ValueError("points must have at least two different numbers of tokens, sorted")
+        if not 0 <= numbers[0] <= numbers[-1] <= MOST_TOKENS:
+            raise ValueError(f"numbers of tokens must be from 0 to {MOST_TOKENS}")
         values = [*(value for _, value in self.points), self.context_s, self.pair_s, self.block_s]
-        if not all(math.isfinite(value) and value >= 0.0 for value in values):
-            raise ValueError("times must be finite and not negative")
-        if self.tokens_s(10**6) <= 0.0 or self.tokens_s(1) <= 0.0:
+        if not all(0.0 <= value <= _LONGEST_S for value in values):
+            raise ValueError(f"times must be from 0 to {_LONGEST_S:g} seconds")
+        if self.tokens_s(1) <= 0.0 or self.tokens_s(MOST_TOKENS) <= 0.0:
             raise ValueError("a step must take time")
 
     @classmethod

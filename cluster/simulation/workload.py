@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from cluster.simulation.step_cost import MOST_TOKENS
 from pagedray.errors import InvalidRequestError, StartupError
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 __all__ = ["Arrival", "Workload", "read_trace"]
 
 _LATEST_S = 1e8
-_MOST_TOKENS = 10_000_000
 _MOST_SHOWN = 80
 """Characters of a line that an error shows."""
 
@@ -42,8 +42,8 @@ class Arrival:
         if not 0.0 <= self.arrival_s <= _LATEST_S:
             raise ValueError(f"arrival_s must be from 0 to {_LATEST_S:g}")
         for name in ("num_prompt_tokens", "num_output_tokens"):
-            if not 1 <= getattr(self, name) <= _MOST_TOKENS:
-                raise ValueError(f"{name} must be from 1 to {_MOST_TOKENS}")
+            if not 1 <= getattr(self, name) <= MOST_TOKENS:
+                raise ValueError(f"{name} must be from 1 to {MOST_TOKENS}")
         if not 0 <= self.num_prefix_tokens <= self.num_prompt_tokens:
             raise ValueError("num_prefix_tokens must be from 0 to num_prompt_tokens")
 
@@ -66,7 +66,7 @@ class Workload:
     seed: int = 0
 
     def arrivals(self) -> list[Arrival]:
-        """Return the requests, by time."""
+        """Return the requests, by time. Raises ValueError if one is too long or too late."""
         draws = random.Random(self.seed)
         arrivals, now_s = [], 0.0
         for _ in range(self.num_requests):

@@ -64,12 +64,12 @@ def simulate(parsed: argparse.Namespace) -> int:
     )
     fleet.run(arrivals)
     report = make_report(fleet)
-    if parsed.plot is not None:
-        _write_plot(parsed.plot, fleet)
     if parsed.json:
         print(msgspec.json.encode(report.as_json(fleet)).decode())
     else:
         _print_tables(report)
+    if parsed.plot is not None:
+        _write_plot(parsed.plot, fleet)
     if not report.refusals:
         return 0
     print(
@@ -83,7 +83,7 @@ def simulate(parsed: argparse.Namespace) -> int:
 def _arrivals(parsed: argparse.Namespace) -> Sequence[Arrival]:
     if parsed.trace is not None:
         return read_trace(parsed.trace)
-    return Workload(
+    workload = Workload(
         num_requests=parsed.num_prompts,
         request_rate=parsed.request_rate,
         input_len=parsed.random_input_len,
@@ -93,7 +93,11 @@ def _arrivals(parsed: argparse.Namespace) -> Sequence[Arrival]:
         num_prefixes=parsed.num_prefixes,
         num_tenants=parsed.num_tenants,
         seed=parsed.seed,
-    ).arrivals()
+    )
+    try:
+        return workload.arrivals()
+    except ValueError as error:
+        raise StartupError(f"The flags give requests that are not valid: {error}.") from error
 
 
 def _print_tables(report: Report) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from cluster.cli.flag_values import count, number
+from cluster.simulation.step_cost import MOST_TOKENS
 from pagedray.config import Preemption, SchedulerConfig
 
 if TYPE_CHECKING:
@@ -16,7 +17,6 @@ __all__ = ["COSTS", "add_simulate_flags"]
 
 COSTS = ("llama-8b-h200",)
 """Names of built-in costs of steps."""
-_MOST_TOKENS = 10_000_000
 _CONFIG = SchedulerConfig()
 
 
@@ -51,9 +51,9 @@ def _add_requests(group: argparse._ArgumentGroup) -> None:
     )
     for flag, low, high, default, what in (
         ("--num-prompts", 1, 10**7, 1000, "Number of requests."),
-        ("--random-input-len", 1, _MOST_TOKENS, 1024, "Tokens of a prompt."),
-        ("--random-output-len", 1, _MOST_TOKENS, 128, "Tokens to generate."),
-        ("--random-prefix-len", 0, _MOST_TOKENS, 0, "Further tokens that prompts begin with."),
+        ("--random-input-len", 1, MOST_TOKENS, 1024, "Tokens of a prompt."),
+        ("--random-output-len", 1, MOST_TOKENS, 128, "Tokens to generate."),
+        ("--random-prefix-len", 0, MOST_TOKENS, 0, "Further tokens that prompts begin with."),
         ("--num-prefixes", 1, 10**6, 1, "Different ones of these, drawn at random."),
         ("--num-tenants", 1, 10**6, 1, "Tenants, which share no prefixes, drawn at random."),
         ("--seed", 0, 2**63 - 1, 0, "Of lengths, intervals, prefixes and tenants."),
@@ -92,11 +92,11 @@ def _add_replicas(group: argparse._ArgumentGroup) -> None:
         (
             "--max-num-batched-tokens",
             1,
-            _MOST_TOKENS,
+            MOST_TOKENS,
             _CONFIG.max_num_batched_tokens,
             "Most tokens in a step.",
         ),
-        ("--max-model-len", 2, _MOST_TOKENS, 131_072, "Most tokens of prompt and output."),
+        ("--max-model-len", 2, MOST_TOKENS, 131_072, "Most tokens of prompt and output."),
         (
             "--max-queued-requests",
             1,

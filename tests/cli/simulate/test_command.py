@@ -77,7 +77,16 @@ def test_a_line_that_is_no_request_is_named(
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", '{"points": []}', '{"points": [[0, 0], [1, 0]]}', '{"points": [[2, 1], [1, 2]]}'],
+    [
+        "",
+        "[]",
+        '{"points": []}',
+        '{"points": [[0, 0], [1, 0]]}',
+        '{"points": [[2, 1], [1, 2]]}',
+        '{"points": [[1, 1], [2, 0.9999998]]}',
+        '{"points": [[1, 4760000], [2, 4760000]]}',
+        f'{{"points": [[0, 1], [{10**400}, 1]]}}',
+    ],
 )
 def test_bad_costs_are_refused(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -87,6 +96,37 @@ def test_bad_costs_are_refused(
     assert main(["simulate", "--cost", str(cost)]) == 2
     (message,) = capsys.readouterr().err.splitlines()
     assert "is not a JSON file of the costs of steps" in message
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--request-rate=1e-6", "--num-prompts=2000"], "arrival_s must be"),
+        (["--random-input-len=10000000", "--random-range-ratio=1"], "num_prompt_tokens must be"),
+        (["--random-input-len=6000000", "--random-prefix-len=6000000"], "num_prompt_tokens must"),
+    ],
+)
+def test_flags_that_are_valid_alone_are_refused_together(
+    flags: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", *flags]) == 2
+    (message,) = capsys.readouterr().err.splitlines()
+    assert reason in message
+
+
+def test_loads_from_before_an_idle_time_do_not_route(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cost, trace = tmp_path / "cost.json", tmp_path / "trace.jsonl"
+    cost.write_text(COST)
+    line = REQUEST.replace("4", "5000").replace("3", "20").replace("}", ', "num_prefix_tokens": ')
+    line = line.strip() + '4000, "prefix": "rules"}\n'
+    # The first one runs when the loads are reported after 1 s, and its replica is idle at 100 s.
+    trace.write_text(line.replace("0,", "0.95,", 1) + line.replace("0,", "100.15,", 1))
+    flags = ["--cost", str(cost), "--trace", str(trace), "--num-replicas=2", "--num-blocks=400"]
+    assert main(["simulate", *flags, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["prefix_cache_hit_rate"] == pytest.approx(0.4)
 
 
 def test_what_the_queue_refuses_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
