@@ -60,13 +60,7 @@ def fetch(
     report_progress: Callable[[int, int], None] | None = None,
 ) -> Path:
     """Return the folder of a model whose files are all there. Raises CheckpointError."""
-    name = parse_model(model)
-    if not isinstance(name, HubName):
-        raise CheckpointError(f"{model!r:.200} is a folder; only models on the Hub are downloaded.")
-    hub = find_revision(name, settings)
-    folder = fetch_files(hub, side_files(hub), None, settings)
-    fetch_files(hub, listed_weight_files(hub, folder), report_progress, settings)
-    return folder
+    return _fetch(_hub_name(model), settings, report_progress)
 
 
 def fetch_from_s3(model: str, folder: Path) -> Path:
@@ -84,12 +78,16 @@ def fetch_from_s3(model: str, folder: Path) -> Path:
 
 
 def wait_for_model(model: str, settings: HubSettings, poll_s: float = _POLL_S) -> Path:
-    """Return the folder of a model as soon as another process has downloaded all of it."""
+    """Return the folder of a model as soon as another process has downloaded all of it.
+
+    Raises CheckpointError if it is not the name of a model on the Hub.
+    """
+    name = _hub_name(model)
     offline = replace(settings, is_offline=True)
 
     def look() -> Path | str:
         try:
-            return fetch(model, offline)
+            return _fetch(name, offline)
         except CheckpointError as error:
             return str(error)
 
@@ -118,3 +116,21 @@ def _wait(look: Callable[[], Path | str], poll_s: float) -> Path:
             logger.info("Waiting: %s", found)
         last = found
         time.sleep(poll_s)
+
+
+def _hub_name(model: str) -> HubName:
+    name = parse_model(model)
+    if not isinstance(name, HubName):
+        raise CheckpointError(f"{model!r:.200} is a folder; only models on the Hub are downloaded.")
+    return name
+
+
+def _fetch(
+    name: HubName,
+    settings: HubSettings,
+    report_progress: Callable[[int, int], None] | None = None,
+) -> Path:
+    hub = find_revision(name, settings)
+    folder = fetch_files(hub, side_files(hub), None, settings)
+    fetch_files(hub, listed_weight_files(hub, folder), report_progress, settings)
+    return folder

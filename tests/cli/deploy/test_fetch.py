@@ -17,7 +17,7 @@ from workers.s3.mirror import Mirror
 from workers.s3.remote_file import RemoteFile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 _WEIGHTS = "model.safetensors"
@@ -74,11 +74,6 @@ def test_who_waits_sends_nothing(hub: SmallHub, settings: HubSettings) -> None:
     assert not hub.requested
 
 
-def test_a_folder_is_not_downloaded(settings: HubSettings) -> None:
-    with pytest.raises(CheckpointError, match="only models on the Hub"):
-        fetch(str(TINY_LLAMA), settings)
-
-
 def test_pods_wait_for_the_last_file_of_s3(tmp_path: Path) -> None:
     mirror = Mirror(tmp_path)
     files = [RemoteFile(name=name, size=2, etag="e") for name in ("config.json", _WEIGHTS)]
@@ -111,3 +106,15 @@ def test_a_mistake_is_one_line(
     assert main(["deploy", "fetch", *arguments]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert error in line
+
+
+@pytest.mark.parametrize("run", [fetch, wait_for_model])
+@pytest.mark.parametrize(
+    ("model", "error"),
+    [(str(TINY_LLAMA), "only models on the Hub"), ("org/tiny@", "names an invalid revision")],
+)
+def test_what_is_not_on_the_hub_is_refused(
+    settings: HubSettings, run: Callable[[str, HubSettings], Path], model: str, error: str
+) -> None:
+    with pytest.raises(CheckpointError, match=error):
+        run(model, settings)
