@@ -105,7 +105,9 @@ class SchedulerConfig:
             _check_at_least(name, getattr(self, name), 1)
         _check_at_least("max_model_len", self.max_model_len, 2)
         if self.itl_target_ms is not None and not 0.0 < self.itl_target_ms < math.inf:
-            raise StartupError(f"itl_target_ms must be above 0, not {self.itl_target_ms}.")
+            raise StartupError(
+                f"itl_target_ms must be above 0 and finite, not {self.itl_target_ms}."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,13 @@ from workers.weights.local_weights import check_weights_listed
 if TYPE_CHECKING:
     from collections.abc import Callable, Container
 
-__all__ = ["REMOTE_CODE_REFUSAL", "EngineOptions", "engine_config", "refuse_remote_code"]
+__all__ = [
+    "REMOTE_CODE_REFUSAL",
+    "EngineOptions",
+    "check_options",
+    "engine_config",
+    "refuse_remote_code",
+]
 
 REMOTE_CODE_REFUSAL = (
     "trust_remote_code is not supported: code from a checkpoint is never run, because it could do "
@@ -138,6 +144,14 @@ def engine_config(
         message_special_tokens=options.message_special_tokens,
         sampling_defaults=sampling_defaults(options.generation_config, located.folder),
     )
+
+
+def check_options(options: EngineOptions) -> None:
+    """Raise StartupError if options are invalid for any model."""
+    options = replace(options, device=options.device or _default_device())
+    _config_from(ParallelConfig, options)
+    _config_from(CacheConfig, options)
+    _config_from(SchedulerConfig, options)
 
 
 def refuse_remote_code(options: Container[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from cluster.engine.options import check_options
 from cluster.serving.ray_serve.options import read_arguments
 from pagedray.errors import StartupError
 
@@ -155,12 +156,13 @@ def _arguments(values: Values) -> Iterator[str]:
     given = {
         # A folder is not looked for, as a Hub id would be checked.
         "model": values["model"].replace("s3://", "/models/s3/", 1),
+        "device": "cuda" if values["gpusPerHost"] else "cpu",
         "tensor_parallel_size": values["tensorParallelSize"],
         "num_replicas": values["replicas"],
         **values["arguments"],
     }
     try:
-        read_arguments(given)
+        check_options(read_arguments(given).engine)
     except StartupError as error:
         yield f"arguments: {error}"
 

@@ -63,7 +63,7 @@ def schema_errors(values: Values, chart: Path) -> list[str]:
         schema = json.loads((chart / "values.schema.json").read_text())
     except OSError as error:
         raise StartupError(f"Cannot read the chart {chart}: {error.strerror}.") from error
-    found = jsonschema.Draft7Validator(schema).iter_errors(values)
+    found = _Validator(schema).iter_errors(values)
     return sorted({_line(error) for error in found})
 
 
@@ -77,6 +77,10 @@ def _line(error: jsonschema.ValidationError) -> str:
         where = ".".join([*([path] if path else []), unknown[0][:80]])
         hint = f"; it takes {schema['description']}" if "description" in schema else ""
         return f"{where}: the chart has no such value{hint}."
+    if error.validator == "required":
+        missing = next(name for name in schema["required"] if name not in instance)
+        where = ".".join([*([path] if path else []), missing])
+        return f"{where}: null removes the chart's value, which is required."
     where = f"{path}: " if path else ""
     return f"{where}{shown_value(error.instance)} must be {_wanted(error)}."
 
@@ -123,7 +127,8 @@ def _read(path: Path) -> Values:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise StartupError(f"Cannot read {path}: {reason}.") from error
-    except (yaml.YAMLError, RecursionError) as error:
+    # A date may be out of range, and an integer too long.
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise StartupError(f"{path} is not valid YAML: {reason:.200}.") from error
     if not isinstance(found, dict):
@@ -135,7 +140,22 @@ class _StrictLoader(yaml.SafeLoader):
     """Refuses a key that is there twice, of which YAML would take the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        mapping = super().construct_mapping(node, deep=deep)
-        if len(mapping) < len(node.value):
+        # What a mapping merges with `<<` may have its keys, too.
+        keys = [(key.tag, key.value) for key, _ in node.value if isinstance(key.value, str)]
+        if len(set(keys)) < len(keys):
             raise yaml.MarkedYAMLError(problem="a key is there twice", problem_mark=node.start_mark)
-        return mapping
+        return super().construct_mapping(node, deep=deep)
+
+
+def _pattern_errors(
+    validator: jsonschema.protocols.Validator, pattern: str, instance: object, schema: object
+) -> Iterator[jsonschema.ValidationError]:
+    """Yield an error unless a string matches as in Helm, where `$` is the end of the string."""
+    del validator, schema
+    if isinstance(instance, str) and not re.search(pattern.replace("$", r"\Z"), instance):
+        yield jsonschema.ValidationError(f"{instance!r} does not match {pattern!r}")
+
+
+_Validator = jsonschema.validators.extend(  # type: ignore[no-untyped-call]  # stubs without types
+    jsonschema.Draft7Validator, {"pattern": _pattern_errors}
+)

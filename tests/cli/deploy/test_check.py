@@ -64,6 +64,15 @@ def test_our_values_have_no_errors(path: Path, capsys: pytest.CaptureFixture[str
         (f"{_MODEL}arguments: {{num_block: 1}}\n", "arguments.num_block: the chart has no such"),
         (f"{_MODEL}arguments: {{num_replicas: 2}}\n", "arguments.num_replicas: the chart has no"),
         (f"{_MODEL}arguments: {{max_num_seqs: many}}\n", "arguments: Invalid value 'many' of"),
+        (f"{_MODEL}arguments: {{itl_target_ms: -1}}\n", "itl_target_ms must be above 0"),
+        (f"{_MODEL}arguments: {{block_size: 0}}\n", "arguments: block_size must be"),
+        (f"{_MODEL}worker: null\n", "worker: null removes the chart's value, which is required."),
+        (
+            f"{_MODEL}gateway: {{enabled: null}}\n",
+            "gateway.enabled: null removes the chart's value",
+        ),
+        (f"{_MODEL}storage: {{size: '{'9' * 5000}Gi'}}\n", "must be a whole size such as 200Gi"),
+        ("model: |\n  /models/x\n", r"model: '/models/x\n' must be a Hub id"),
         (f"{_MODEL}download: {{token: hf_x}}\n", "download.token: the chart has no such value."),
         (
             f"{_MODEL}tensorParallelSize: 12\ngpusPerHost: 8\nworker: {{cpu: '16'}}\n",
@@ -119,7 +128,8 @@ def test_an_incremental_upgrade_needs_the_autoscaler_a_class_and_no_routes() -> 
         "upgrade.strategy",
         "upgrade.incremental.gatewayClassName",
     ]
-    upgrade["incremental"] = {"gatewayClassName": "envoy"}
+    incremental = read_values(_CHART / "values.yaml", _CHART)["upgrade"]["incremental"]
+    upgrade["incremental"] = incremental | {"gatewayClassName": "envoy"}
     assert rules({"model": "/models/x", "upgrade": upgrade, "maxReplicas": 2}) == []
 
 
@@ -155,6 +165,8 @@ def test_a_release_has_a_name_that_kuberay_accepts(name: str) -> None:
         ("model: /models/x\nmodel: /models/y\n", "a key is there twice"),
         ("- model\n", "must have lines such as"),
         ("model: [\n", "is not valid YAML"),
+        ("model: 2026-13-45\n", "month must be in 1..12"),
+        (f"replicas: {'9' * 5000}\n", "is not valid YAML"),
     ],
 )
 def test_an_invalid_file_is_refused(
@@ -162,6 +174,13 @@ def test_an_invalid_file_is_refused(
 ) -> None:
     assert check(tmp_path, text) == 2
     assert error in capsys.readouterr().err
+
+
+def test_a_mapping_may_change_what_it_merges(tmp_path: Path) -> None:
+    path = tmp_path / "values.yaml"
+    path.write_text(f"{_MODEL}worker: {{<<: &a {{cpu: '4', memory: 9Gi}}, cpu: '16'}}\n")
+    worker = read_values(path, _CHART)["worker"]
+    assert (worker["cpu"], worker["memory"]) == ("16", "9Gi")
 
 
 def test_the_arguments_of_the_schema_are_those_of_the_application() -> None:
@@ -176,6 +195,8 @@ def test_every_default_is_in_the_schema() -> None:
     defaults = yaml.safe_load((_CHART / "values.yaml").read_text())
     assert _paths(defaults) == _schema_paths(schema) - {"global"}
     assert schema_errors(defaults | {"model": "a/b"}, _CHART) == []
+    # Helm removes a default that is null, and then a template fails without its name.
+    assert _required_paths(schema) == _paths(defaults)
 
 
 def rules(
@@ -209,4 +230,13 @@ def _schema_paths(schema: Values, prefix: str = "") -> set[str]:
             paths |= _schema_paths(one, f"{prefix}{name}.")
         else:
             paths.add(f"{prefix}{name}")
+    return paths
+
+
+def _required_paths(schema: Values, prefix: str = "") -> set[str]:
+    paths = set()
+    for name in schema["required"]:
+        one = schema["properties"][name]
+        is_inner = "properties" in one and name != "arguments"
+        paths |= _required_paths(one, f"{prefix}{name}.") if is_inner else {f"{prefix}{name}"}
     return paths
