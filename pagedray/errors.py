@@ -66,6 +66,9 @@ __all__ = [
 ]
 
 
+_LOST = "the replica that kept it has ended or does not respond"
+
+
 class PagedRayError(Exception):
     """Base class of all errors that this project raises deliberately."""
 
@@ -140,9 +143,11 @@ class UnknownPreviousError(InvalidRequestError):
 
     openai_code = "previous_response_not_found"
 
-    def __init__(self, response_id: str) -> None:
+    def __init__(self, response_id: str, *, is_lost: bool = False) -> None:
+        """`is_lost` says that the replica which kept it has ended."""
+        why = f": {_LOST}; send the earlier items as input" if is_lost else ""
         super().__init__(
-            f"Previous response with id {response_id[:80]!r} not found.",
+            f"Previous response with id {response_id[:80]!r} not found{why}.",
             param="previous_response_id",
         )
 
@@ -209,8 +214,10 @@ class UnknownResponseError(RequestError):
     openai_type = "invalid_request_error"
     outcome = "unknown_response"
 
-    def __init__(self, response_id: str) -> None:
-        super().__init__(f"Response with id {response_id[:80]!r} not found.")
+    def __init__(self, response_id: str, *, is_lost: bool = False) -> None:
+        """`is_lost` says that the replica which kept it has ended."""
+        why = f": {_LOST}" if is_lost else ""
+        super().__init__(f"Response with id {response_id[:80]!r} not found{why}.")
 
 
 class DuplicateIdError(RequestError):

@@ -6,6 +6,7 @@ client. Plain data without a protocol.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -74,10 +75,17 @@ class Continuation:
     """The time since then when this was made, by the monotonic clock of the caller."""
     cause: Cause | None = None
     """Why it does not run where it began; None at first."""
+    replica: str = ""
+    """The name of the replica whose response the client has the beginning of; empty at first."""
     num_cached_tokens: int = 0
     """The prompt tokens found in the prefix cache when it began."""
     sequences: tuple[SequenceProgress, ...] = ()
     """All sequences of the call in order, with all their tokens; empty if there are no tokens."""
+
+    def secret(self, purpose: str) -> str:
+        """Return 32 hexadecimal digits that are the same in any replica and unknown to clients."""
+        given = f"{purpose}\0{self.call_id}\0{self.seed}"
+        return hashlib.blake2b(given.encode(), digest_size=16).hexdigest()
 
     def seed_of(self, prompt_index: int) -> int:
         """Return the seed of a prompt; equal prompts of a call have different ones."""

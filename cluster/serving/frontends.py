@@ -10,6 +10,8 @@ from cluster.serving.connections.connection_limits import connection_limits
 from cluster.serving.http.allowed_hosts import AllowedHosts
 from cluster.serving.http.server import HttpServer
 from cluster.serving.http_app import build_http_app
+from cluster.serving.responses.response_store import ResponseStore
+from cluster.serving.responses.stored_responses import StoredResponses
 from cluster.serving.rpc.server import GrpcServer
 from cluster.serving.servicer import Servicer
 
@@ -103,7 +105,11 @@ class Frontends:
                         allowed_hosts, own_name=host, origins=allowed_origins
                     ),
                     allowed_origins=allowed_origins,
-                    store_limits=store_limits,
+                    store=(
+                        None
+                        if store_limits is None
+                        else ResponseStore(StoredResponses(store_limits))
+                    ),
                 ),
                 host=host,
                 port=http_port,

@@ -10,6 +10,7 @@ from cluster.serving.http.app import HttpApp
 from cluster.serving.openai.endpoints import openai_endpoints
 from cluster.serving.openai.score_endpoints import score_endpoints
 from cluster.serving.responses.endpoints import responses_endpoints
+from cluster.serving.responses.response_store import ResponseStore
 from cluster.serving.responses.stored_responses import StoredResponses, StoreLimits
 
 if TYPE_CHECKING:
@@ -26,22 +27,22 @@ def build_http_app(
     read_timeout_s: float | None = None,
     allowed_hosts: AllowedHosts | None = None,
     allowed_origins: AllowedOrigins | None = None,
-    store_limits: StoreLimits | None = None,
+    store: ResponseStore | None = None,
 ) -> HttpApp:
     """Return the ASGI application.
 
     A body must arrive within `read_timeout_s`; None takes the time of the servicer's intake.
     `allowed_hosts` are checked if no keys are required; None allows all. Web pages of
-    `allowed_origins` may use the server; None allows no others than its own. Responses are not
-    stored if `store_limits` is None.
+    `allowed_origins` may use the server; None allows no others than its own. Responses are kept in
+    `store`; None keeps none.
     """
+    if store is None:
+        store = ResponseStore(StoredResponses(StoreLimits(num_responses=0)))
     endpoints = (
         *openai_endpoints(servicer),
         *score_endpoints(servicer),
         *anthropic_endpoints(servicer),
-        *responses_endpoints(
-            servicer, StoredResponses(store_limits or StoreLimits(num_responses=0))
-        ),
+        *responses_endpoints(servicer, store),
         *server_endpoints(servicer),
     )
     if read_timeout_s is None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, TypeVar
@@ -33,6 +34,7 @@ __all__ = ["Access", "Endpoint", "EndpointTable", "HttpCall", "json_response"]
 _MOST_DIGITS = 18
 
 AnyBody = TypeVar("AnyBody", bound=Body)
+Found = TypeVar("Found")
 Used = TypeVar("Used")
 
 
@@ -104,18 +106,40 @@ class HttpCall:
         HTTPException.
         """
         size = self.intake.size
+        async with self._received() as raw:
+            steps = _read(kind, raw, size, use, self.ignored.note)
+            return await self.intake.parsing.run(self.tenant.name, len(raw), steps)
+
+    async def body_with(
+        self,
+        kind: type[AnyBody],
+        find: Callable[[AnyBody], Awaitable[Found]],
+        use: Callable[[AnyBody, Found], Steps[Used]],
+    ) -> Used:
+        """Return what `use` makes of the body and of what `find` finds for it.
+
+        It is otherwise as `body`.
+        """
+        size, parsing, tenant = self.intake.size, self.intake.parsing, self.tenant.name
+        async with self._received() as raw:
+            read = read_body(kind, raw, size, note_ignored=self.ignored.note)
+            body = await parsing.run(tenant, len(raw), read)
+            found = await find(body)
+            return await parsing.run(tenant, len(raw), use(body, found))
+
+    @asynccontextmanager
+    async def _received(self) -> AsyncIterator[bytes]:
+        """Yield the bytes of the body, which count as received inside of the block."""
         tenant = self.tenant.name
         with self.metrics.counting_refusals("http"):
             try:
                 with self.intake.reception.open_message(tenant) as incoming:
-                    raw = await read_raw(
+                    yield await read_raw(
                         self.request,
                         incoming,
-                        max_bytes=size.num_bytes,
+                        max_bytes=self.intake.size.num_bytes,
                         timeout_s=self.read_timeout_s,
                     )
-                    steps = _read(kind, raw, size, use, self.ignored.note)
-                    return await self.intake.parsing.run(tenant, len(raw), steps)
             except HTTPException:
                 self.metrics.count_outcome("invalid", "http")
                 raise

@@ -14,13 +14,17 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from cluster.serving.http_app import build_http_app
+from cluster.serving.memory.tenant_bytes import BufferLimits
 from cluster.serving.ray_serve.carried_body import receive_carried
 from cluster.serving.ray_serve.grpc_frontend import Incoming, ServeGrpc
 from cluster.serving.ray_serve.handle import ServeHandle
 from cluster.serving.ray_serve.options import ServeArguments, ServeOptions, read_arguments
+from cluster.serving.ray_serve.other_replicas import OtherServeReplicas
 from cluster.serving.ray_serve.pace import MESSAGES_PER_S, Pace
 from cluster.serving.ray_serve.routing.replica_calls import call_others, current_call_id
 from cluster.serving.ray_serve.served_replica import ServedReplica
+from cluster.serving.responses.response_store import ResponseStore
+from cluster.serving.responses.stored_responses import StoredResponses, StoreLimits
 from workers.hub.locate import pin_model
 
 if TYPE_CHECKING:
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
     from cluster.engine.options import EngineOptions
     from cluster.serving.continuation import Continuation
     from cluster.serving.inputs import Prompt
+    from cluster.serving.responses.response_store import Action, Kept
     from cluster.serving.server_info import ServerLoads
     from cluster.serving.servicer import EmbeddingOutput, GenerationOutput
     from pagedray.config import Device
@@ -59,11 +64,17 @@ class PagedRay(ServedReplica):
         pace = Pace(MESSAGES_PER_S)
         self._grpc = ServeGrpc(self._replica.servicer, pace)
         self._handle = ServeHandle(self._replica.servicer, pace)
+        options = arguments.serve
+        limits = StoreLimits(
+            options.stored_responses, BufferLimits(options.stored_responses_mib * 2**20)
+        )
+        replica_id = serve.get_replica_context().replica_id
+        self._store = ResponseStore(StoredResponses(limits), OtherServeReplicas(replica_id))
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the HTTP application; Serve calls this once the replica is ready."""
         servicer = self._replica.servicer
-        app = build_http_app(servicer)
+        app = build_http_app(servicer, store=self._store)
         pace = Pace(_HTTP_PARTS_PER_S)
 
         async def serve_leased(scope: Scope, receive: Receive, send: Send) -> None:
@@ -221,6 +232,12 @@ class PagedRay(ServedReplica):
             return
         for request_id in request_ids:
             replica.servicer.abort_call(tenant_name, request_id)
+
+    async def kept_response(self, action: Action, tenant: str, response_id: str) -> Kept | None:
+        """Return what another replica asks for of a response that this one keeps."""
+        # Serve also calls a replica that is still loading, which has no responses.
+        store = getattr(self, "_store", None)
+        return None if store is None else store.answer(action, tenant, response_id)
 
     async def _broadcast_abort(self, tenant_name: str, request_ids: Sequence[str]) -> None:
         # Serve's own broadcast skips replicas that are draining.

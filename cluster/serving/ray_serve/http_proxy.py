@@ -16,12 +16,13 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
 
 from cluster.serving.continuation import CONTINUATION_KEY, PROGRESS_KEY, Progress
-from cluster.serving.http.errors import refusal_body
 from cluster.serving.intake.limits import MAX_REQUEST_BYTES
 from cluster.serving.ray_serve.carried_body import BODY_KEY
-from cluster.serving.ray_serve.routing.affinity import prefix_key
+from cluster.serving.ray_serve.proxied_errors import DONE, error_response, last_events
+from cluster.serving.ray_serve.routing.affinity import prefix_key, replica_key
 from cluster.serving.ray_serve.routing.errors import ReplicaDiedError
 from cluster.serving.ray_serve.routing.proxied_call import HeldBytes, ProxiedCall
+from cluster.serving.responses.response_ids import replica_of
 from pagedray.errors import DeadlineError
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 __all__ = ["ReplicaGuard", "middlewares"]
 
 SESSION_HEADER = "x-session-id"
-_DONE = b"data: [DONE]\n\n"
 _MOST_READ_BYTES = 256 * 2**10
 """Requests with longer bodies are routed by load alone, since reading them delays others."""
 _BODY_TIMEOUT = 408
@@ -68,7 +68,8 @@ class ReplicaGuard:
             if body is not None:
                 _set_key(scope, body)
                 scope = {**scope, BODY_KEY: body}
-            await self._send_to_replicas(scope, request, _Response(send, call, request), call)
+            response = _Response(scope["path"], send, call, request)
+            await self._send_to_replicas(scope, request, response, call)
         finally:
             call.close()
 
@@ -142,7 +143,8 @@ class _Request:
 class _Response:
     """The response of one replica after another, as one response to the client."""
 
-    def __init__(self, send: Send, call: ProxiedCall, request: _Request) -> None:
+    def __init__(self, path: str, send: Send, call: ProxiedCall, request: _Request) -> None:
+        self._path = path
         self._send = send
         self._call = call
         self._request = request
@@ -156,6 +158,9 @@ class _Response:
         self._is_event_stream = False
         """Whether the current replica sends events."""
         self._has_ended = False
+        self._num_events = 0
+        self._has_names = False
+        """Whether the events of the stream have names, so that none of them is `[DONE]`."""
         self._is_done = False
         """Whether the stream has its last event."""
 
@@ -194,16 +199,16 @@ class _Response:
             return
         if not self._has_started:
             is_whole = bool(self._kept) and self._has_ended
-            for message in self._kept if is_whole else _refusal(self._error):
+            for message in self._kept if is_whole else error_response(self._path, self._error):
                 await self._send(message)
         elif self._is_stream and self._call.is_complete:
-            rest = b"" if self._is_done else _DONE
+            rest = b"" if self._is_done else DONE
             await self._send({"type": "http.response.body", "body": rest, "more_body": False})
         elif self._is_stream and self._has_failed and self._has_ended and self._is_event_stream:
             for message in self._kept:
                 await self._send(message)
         elif self._is_stream:
-            last = b"data: " + _body_of(self._error) + b"\n\n" + _DONE
+            last = last_events(self._path, self._error, num_events=self._num_events)
             await self._send({"type": "http.response.body", "body": last, "more_body": False})
         # An incomplete JSON response ends with its connection.
 
@@ -248,7 +253,9 @@ class _Response:
             self._call.add_progress(progress)
         body = message.get("body", b"")
         if body:
-            self._is_done = body.endswith(_DONE)
+            self._has_names = self._has_names or body.startswith(b"event: ")
+            self._num_events += body.count(b"\n\n")
+            self._is_done = self._call.is_complete if self._has_names else body.endswith(DONE)
             if progress is None:
                 # How far the client has come is unknown.
                 self._call.forgo_continuation()
@@ -260,6 +267,19 @@ class _Prompt(msgspec.Struct):
 
     prompt: str | list[int] | None = None
     messages: list[dict[str, object]] | None = None
+    input: str | list[dict[str, object]] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+
+    def key(self) -> str | None:
+        """Return the routing key."""
+        replica = replica_of(self.previous_response_id or "")
+        if replica is not None:
+            return replica_key(replica)
+        if self.input is None:
+            return prefix_key(self.messages or self.prompt or "")
+        given = [{"content": self.input}] if isinstance(self.input, str) else self.input
+        return prefix_key([{"content": self.instructions}, *given])
 
 
 async def _short_body(scope: Scope, request: _Request) -> bytes | None:
@@ -296,17 +316,4 @@ def _key_of(body: bytes) -> str | None:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         # The replica rejects it with the same error as every frontend.
         return None
-    return prefix_key(prompt.messages or prompt.prompt or "")
-
-
-def _refusal(error: PagedRayError) -> list[Message]:
-    """Return the response of a request that no replica served."""
-    headers = [(b"content-type", b"application/json"), (b"retry-after", b"1")]
-    return [
-        {"type": "http.response.start", "status": error.http_status, "headers": headers},
-        {"type": "http.response.body", "body": _body_of(error)},
-    ]
-
-
-def _body_of(error: PagedRayError) -> bytes:
-    return msgspec.json.encode(refusal_body(error))
+    return prompt.key()

@@ -49,6 +49,10 @@ class ServeOptions:
     """The format of tool calls; None detects it from the chat template."""
     reasoning_format: ReasoningFormat | None = None
     """How reasoning is marked; None detects it from the chat template."""
+    stored_responses: int = 1000
+    """Responses of /v1/responses that each replica keeps of a tenant; 0 keeps none."""
+    stored_responses_mib: int = 256
+    """Memory for them in each replica, of which a tenant has a quarter; at least 32."""
     log_format: LogFormat = "text"
     """The format of a replica's log on standard error, which Ray stores."""
     log_level: Literal["debug", "info", "warning"] = "info"
@@ -70,6 +74,8 @@ class ServeOptions:
         if self.load_timeout_s is not None:
             _check_at_least("load_timeout_s", self.load_timeout_s, 1)
         _check_at_least("lease_s", self.lease_s, 5)
+        _check_at_least("stored_responses", self.stored_responses, 0)
+        _check_at_least("stored_responses_mib", self.stored_responses_mib, 32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,12 +15,11 @@ from cluster.serving.http.schema import renamed
 from cluster.serving.inputs import ChatPrompt, GenerationInput
 from cluster.serving.intake.steps import finish
 from cluster.serving.openai.answer import answer_call
-from cluster.serving.openai.chat_body import MAX_MESSAGES
 from cluster.serving.responses.function_tools import FunctionName, FunctionTools
 from cluster.serving.responses.items import read_items
 from cluster.serving.responses.response import ResponsesResponse
 from cluster.serving.responses.responses_body import Echo, ResponsesBody
-from cluster.serving.responses.stored_responses import StoredResponses, StoredTurn
+from cluster.serving.responses.stored_responses import StoredTurn
 from cluster.serving.text.chat_template import ChatMessage
 from cluster.serving.tools.tool_choice import ToolUse
 from cluster.serving.tools.turns import Turns
@@ -32,6 +30,7 @@ if TYPE_CHECKING:
 
     from cluster.serving.http.errors import Json
     from cluster.serving.intake.steps import Steps
+    from cluster.serving.responses.response_store import ResponseStore
     from cluster.serving.servicer import Servicer
 
 __all__ = ["responses_endpoints"]
@@ -55,9 +54,9 @@ class _Asked:
     """The input without instructions and earlier messages."""
 
 
-def responses_endpoints(servicer: Servicer, stored: StoredResponses) -> tuple[Endpoint, ...]:
-    """Return the endpoints, whose responses are kept in `stored`."""
-    handlers = _Handlers(servicer, stored)
+def responses_endpoints(servicer: Servicer, store: ResponseStore) -> tuple[Endpoint, ...]:
+    """Return the endpoints, whose responses are kept in `store`."""
+    handlers = _Handlers(servicer, store)
     path = "/v1/responses/{response_id}"
     return (
         Endpoint(method="POST", path="/v1/responses", handler=handlers.create, operation="chat"),
@@ -67,12 +66,16 @@ def responses_endpoints(servicer: Servicer, stored: StoredResponses) -> tuple[En
 
 
 class _Handlers:
-    def __init__(self, servicer: Servicer, stored: StoredResponses) -> None:
+    def __init__(self, servicer: Servicer, store: ResponseStore) -> None:
         self._servicer = servicer
-        self._stored = stored
+        self._store = store
 
     async def create(self, call: HttpCall) -> Response:
-        asked = await call.body(ResponsesBody, lambda body, _: self._asked(call, body))
+        asked = await call.body_with(
+            ResponsesBody,
+            lambda body: self._previous(call.tenant.name, body),
+            lambda body, previous: self._asked(call, body, previous),
+        )
         continuation = call.continuation
         given = replace(
             asked.given, tenant=call.tenant.name, origin=call.origin, continuation=continuation
@@ -89,9 +92,9 @@ class _Handlers:
             raise
         generation.keep_until_closed(kept)
         # Clients may choose the ids of calls, but not those of stored responses.
-        number = secrets.token_hex(16) if asked.is_stored else generation.id
-
-        response_id = f"resp_{number}"
+        response_id = (
+            self._store.new_id(continuation) if asked.is_stored else f"resp_{generation.id}"
+        )
 
         def keep(items: Sequence[Json], body: bytes) -> None:
             self._keep(call.tenant.name, response_id, asked, items, body)
@@ -104,7 +107,7 @@ class _Handlers:
             echo=asked.echo,
             response_id=response_id,
             names=asked.names,
-            keep=keep if asked.is_stored else None,
+            keep=keep if asked.is_stored and self._store.keeps(continuation) else None,
         )
         return await answer_call(
             self._servicer, call, generation, response, is_stream=asked.is_stream
@@ -113,17 +116,18 @@ class _Handlers:
     async def retrieve(self, call: HttpCall) -> Response:
         if call.request.url.query:
             raise InvalidRequestError("Parameters in the query are not supported.", param="query")
-        turn = self._stored.find(call.tenant.name, call.rest)
-        return Response(turn.body, media_type=JSON_TYPE)
+        body = await self._store.read(call.tenant.name, call.rest)
+        return Response(body, media_type=JSON_TYPE)
 
     async def delete(self, call: HttpCall) -> Response:
-        self._stored.delete(call.tenant.name, call.rest)
+        await self._store.delete(call.tenant.name, call.rest)
         return json_response({"id": call.rest, "object": "response", "deleted": True})
 
-    def _asked(self, call: HttpCall, body: ResponsesBody) -> Steps[_Asked]:
-        previous = self._previous(call.tenant.name, body)
+    def _asked(
+        self, call: HttpCall, body: ResponsesBody, previous: StoredTurn | None
+    ) -> Steps[_Asked]:
         earlier = () if previous is None else previous.conversation()
-        is_stored = self._stored.is_enabled and body.store is not False
+        is_stored = self._store.is_enabled and body.store is not False
         if body.store and not is_stored:
             call.ignored.note("store")
         functions = FunctionTools()
@@ -150,17 +154,17 @@ class _Handlers:
             messages=prompt.messages[len(earlier) + bool(body.instructions) :],
         )
 
-    def _previous(self, tenant: str, body: ResponsesBody) -> StoredTurn | None:
+    async def _previous(self, tenant: str, body: ResponsesBody) -> StoredTurn | None:
         given = body.previous_response_id
         if given is None:
             return None
-        if not self._stored.is_enabled:
+        if not self._store.is_enabled:
             raise InvalidRequestError(
                 "previous_response_id is not supported: responses are not stored here; send the "
                 "earlier items as input.",
                 param="previous_response_id",
             )
-        return self._stored.find_previous(tenant, given, MAX_MESSAGES)
+        return await self._store.find_previous(tenant, given)
 
     def _keep(
         self, tenant: str, response_id: str, asked: _Asked, items: Sequence[Json], body: bytes
@@ -173,4 +177,4 @@ class _Handlers:
         except InvalidRequestError:
             problem = "a tool call in it is cut off or invalid."
         turn = StoredTurn(body, messages, asked.previous, problem=problem)
-        self._stored.keep(tenant, response_id, turn)
+        self._store.keep(tenant, response_id, turn)

@@ -21,6 +21,8 @@ from cluster.serving.ray_serve.grpc_proxy import add_services
 from cluster.serving.ray_serve.http_proxy import ReplicaGuard
 from cluster.serving.ray_serve.pace import Pace
 from cluster.serving.ray_serve.routing.proxied_call import ProxiedCall, current_call
+from cluster.serving.responses.response_store import LostReplicaError, ResponseStore
+from cluster.serving.responses.stored_responses import StoredResponses, StoreLimits
 from cluster.serving.servicer import Servicer
 from pagedray.errors import EngineError
 from tests.serving.conftest import engine_config
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
     from starlette.types import Message, Receive, Scope, Send
 
+    from cluster.serving.responses.response_store import Action, Kept
     from cluster.serving.text.tokenizer import Tokenizer
     from pagedray.request import Request
 
@@ -44,10 +47,38 @@ Cut = tuple[int, Failure | Literal["time limit"]]
 """
 
 
+class Neighbours:
+    """The other replicas, as one of them sees them. An OtherReplicas."""
+
+    def __init__(self, own_name: str, stores: dict[str, ResponseStore]) -> None:
+        self.own_name = own_name
+        self._stores = stores
+
+    async def ask(self, replica: str, action: Action, tenant: str, response_id: str) -> Kept | None:
+        """Answer as the replica does; one that is not in `stores` has ended."""
+        if replica not in self._stores:
+            raise LostReplicaError
+        answer = self._stores[replica].answer(action, tenant, response_id)
+        found: Kept | None = pickle.loads(pickle.dumps(answer))
+        return found
+
+
 class Replica:
     """One replica."""
 
-    def __init__(self, tokenizer: Tokenizer, script: Callable[[Request, int], list[int]]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        script: Callable[[Request, int], list[int]],
+        *,
+        name: str = "one",
+        stores: dict[str, ResponseStore] | None = None,
+    ) -> None:
+        """`stores` are those of all replicas by their names, to which its own is added."""
+        self.name = name
+        stores = {} if stores is None else stores
+        store = ResponseStore(StoredResponses(StoreLimits()), Neighbours(name, stores))
+        stores[name] = store
         client = EngineClient(asyncio.get_running_loop())
         self.engine = FakeEngine(client, script)
         self.engine.num_cached_tokens = 3
@@ -55,7 +86,7 @@ class Replica:
         self.servicer = Servicer(client, tokenizer, engine_config(context=2048))
         self.servicer.set_ready()
         self.grpc = ServeGrpc(self.servicer, Pace(1e6))
-        self.http = build_http_app(self.servicer)
+        self.http = build_http_app(self.servicer, store=store)
 
     async def close(self) -> None:
         """Stop the engine and the servicer."""
@@ -100,7 +131,7 @@ class FailingReplicas:
         assert call is not None
         replica = self._replicas[self.num_sent % len(self._replicas)]
         self.num_sent += 1
-        call.note_sent(may_continue=self._may_continue)
+        call.note_sent(replica.name, may_continue=self._may_continue)
         call.note_accepted()
         return replica, call, self.cuts.pop(0) if self.cuts else None
 

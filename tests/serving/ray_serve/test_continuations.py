@@ -137,7 +137,12 @@ async def over_grpc(
 
 
 async def over_http(
-    serve: FailingReplicas, path: str, body: Mapping[str, object], *, is_whole: bool = True
+    serve: FailingReplicas,
+    path: str,
+    body: Mapping[str, object],
+    *,
+    method: str = "POST",
+    is_whole: bool = True,
 ) -> list[Any]:
     """Return the ASGI messages that a client receives.
 
@@ -157,7 +162,7 @@ async def over_http(
 
     scope = {
         "type": "http",
-        "method": "POST",
+        "method": method,
         "path": path,
         "query_string": b"",
         "headers": [

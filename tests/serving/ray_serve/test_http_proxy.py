@@ -53,6 +53,34 @@ async def test_only_short_bodies_are_read_for_their_key(length: str, is_read: bo
     assert len(keys) == is_read
 
 
+async def key_of(body: bytes) -> str | None:
+    """Return the routing key that a body gets."""
+    keys: list[bytes] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:  # Any: ASGI
+        keys.extend(text for name, text in scope["headers"] if name == SESSION_HEADER.encode())
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    await messages_of(app, "POST", "/v1/responses", {"content-length": str(len(body))}, body)
+    return keys[0].decode() if keys else None
+
+
+async def test_turns_of_responses_have_the_key_of_their_beginning_or_of_what_they_continue() -> (
+    None
+):
+    begun = await key_of(b'{"input": [{"role": "user", "content": "a"}], "instructions": "b"}')
+    later = b'{"role": "assistant", "content": "c"}, {"type": "function_call", "name": "d"}'
+    body = b'{"input": [{"role": "user", "content": "a"}, %b], "instructions": "b"}' % later
+    assert begun == await key_of(body)
+    assert begun != await key_of(body.replace(b'"b"', b'"x"'))
+    assert await key_of(b'{"input": "a"}') != await key_of(b'{"input": "b"}')
+    kept = "resp_abcd1234_" + "0" * 32
+    given = b'{"input": "a", "previous_response_id": "%b"}'
+    assert await key_of(given % kept.encode()) == "replica-abcd1234"
+    assert await key_of(given % b"resp_1") == await key_of(b'{"input": "a"}')
+
+
 async def test_a_body_that_is_longer_than_its_header_says_is_not_kept() -> None:
     part = b"x" * 2**17
     num_received = 0
@@ -96,7 +124,7 @@ async def test_only_a_call_whose_body_was_lost_is_sent_again(
     async def app(scope: Any, receive: Any, send: Any) -> None:  # Any: ASGI
         call = current_call()
         assert call is not None
-        call.note_sent(may_continue=True)
+        call.note_sent("one", may_continue=True)
         calls.append(call)
         await receive()
         await send({"type": "http.response.start", "status": 408, "headers": headers})

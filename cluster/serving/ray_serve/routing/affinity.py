@@ -18,6 +18,7 @@ __all__ = [
     "MAX_KEY_TOKENS",
     "prefix_key",
     "rendezvous_order",
+    "replica_key",
     "routing_order",
 ]
 
@@ -26,14 +27,24 @@ MAX_KEY_MESSAGES = 16
 MAX_KEY_TOKENS = 256
 """Token ids of a prompt that a key depends on."""
 _KEY_CHARACTERS = 1024
+_REPLICA = "replica-"
+
+
+def replica_key(name: str) -> str:
+    """Return the key of requests that one replica serves best, such as one with their state."""
+    return f"{_REPLICA}{name}"
 
 
 def rendezvous_order(key: str, ids: Sequence[str]) -> list[str]:
-    """Return `ids` in the order of `key` by rendezvous hashing.
+    """Return `ids` in the order of `key` by rendezvous hashing, one that `key` names first.
 
     Adding or removing an id does not change the order of the others.
     """
-    return sorted(ids, key=lambda one: _digest(f"{one}\0{key}"), reverse=True)
+
+    def rank(one: str) -> tuple[bool, bytes]:
+        return replica_key(one) == key, _digest(f"{one}\0{key}")
+
+    return sorted(ids, key=rank, reverse=True)
 
 
 def routing_order(

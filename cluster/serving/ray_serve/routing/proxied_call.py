@@ -93,6 +93,7 @@ class ProxiedCall:
         self._is_hung = False
         self._is_accepted = False
         self._may_continue = False
+        self._replica = self._first_replica = ""
         self._timeout: asyncio.Timeout | None = None
         self._loop = asyncio.get_running_loop()
         self.is_ours = False
@@ -123,6 +124,7 @@ class ProxiedCall:
     def add_progress(self, progress: Progress) -> None:
         """Record what a message to the client adds."""
         self.num_sequences = progress.num_sequences
+        self._first_replica = self._first_replica or self._replica
         self.add_tokens(progress.sequences)
         self._num_cached_tokens = progress.num_cached_tokens
         self.is_complete = self.is_complete or progress.is_last
@@ -155,6 +157,7 @@ class ProxiedCall:
             created_s=self._created_s,
             age_s=time.monotonic() - self._begun_s,
             cause=self._cause,
+            replica=self._first_replica,
             num_cached_tokens=self._num_cached_tokens,
             sequences=sequences if has_tokens else (),
         )
@@ -194,9 +197,10 @@ class ProxiedCall:
 
     # The router's side.
 
-    def note_sent(self, *, may_continue: bool) -> None:
-        """Record that a replica gets the call, and whether the deployment continues calls."""
+    def note_sent(self, replica: str, *, may_continue: bool) -> None:
+        """Record which replica gets the call, and whether the deployment continues calls."""
         self.is_ours = True
+        self._replica = replica
         self._may_continue = may_continue
 
     def note_accepted(self) -> None:

@@ -10,20 +10,21 @@ import asyncio
 import logging
 import pickle
 import uuid
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.serve._private.common import DeploymentID, ReplicaID, RequestMetadata
-from ray.serve._private.constants import RAY_SERVE_ENABLE_DIRECT_INGRESS
+from ray.serve._private.constants import RAY_SERVE_ENABLE_DIRECT_INGRESS, SERVE_NAMESPACE
 from ray.serve.context import _get_serve_request_context
 from ray.serve.request_router import PendingRequest
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from ray.actor import ActorHandle
     from ray.serve.request_router import RunningReplica
 
-__all__ = ["call_others", "call_replica", "current_call_id"]
+__all__ = ["call_named", "call_others", "call_replica", "current_call_id", "find_replica"]
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,18 @@ async def call_replica(replica: RunningReplica, method: str, *arguments: object)
     return await replica.try_send_request(request, with_rejection=False).get_async()
 
 
+# Any: Serve's class of replicas, here and below.
+def find_replica(deployment: DeploymentID, name: str) -> ActorHandle[Any]:
+    """Return the actor of a deployment's replica. Raises ValueError if there is none."""
+    full_name = ReplicaID(unique_id=name, deployment_id=deployment).to_full_id_str()
+    return ray.get_actor(full_name, namespace=SERVE_NAMESPACE)
+
+
+async def call_named(actor: ActorHandle[Any], method: str, *arguments: object) -> object:
+    """Call a method of a replica, given its actor, and return its result. Raises RayError."""
+    return await actor.handle_request.remote(pickle.dumps(_metadata(method)), *arguments)
+
+
 async def call_others(
     deployment: DeploymentID,
     excluded: Collection[str],
@@ -54,7 +67,7 @@ async def call_others(
     Calls that time out are still executed, for instance in replicas that are starting.
     """
     names = await asyncio.to_thread(_names, deployment, excluded)
-    calls = [asyncio.create_task(_call_named(one, method, arguments)) for one in names]
+    calls = [asyncio.create_task(_call_found(one, method, arguments)) for one in names]
     if calls:
         await asyncio.wait(calls, timeout=timeout_s)
 
@@ -71,10 +84,10 @@ def _names(deployment: DeploymentID, excluded: Collection[str]) -> list[tuple[st
     return found
 
 
-async def _call_named(name: tuple[str, str], method: str, arguments: tuple[object, ...]) -> None:
+async def _call_found(name: tuple[str, str], method: str, arguments: tuple[object, ...]) -> None:
     try:
         actor = await asyncio.to_thread(ray.get_actor, name[0], namespace=name[1])
-        await actor.handle_request.remote(pickle.dumps(_metadata(method)), *arguments)
+        await call_named(actor, method, *arguments)
     except Exception as error:
         logger.debug("Could not call %s: %s", name[0], error)
 

@@ -172,7 +172,8 @@ class _LeasingReplica(RunningReplica):
         result = super().try_send_request(pr, with_rejection)
         note_accepted = None
         if call is not None:
-            call.note_sent(may_continue=self._send_elsewhere is not None)
+            name = self.replica_id.unique_id
+            call.note_sent(name, may_continue=self._send_elsewhere is not None)
             if with_rejection:
                 note_accepted = call.note_accepted
             else:

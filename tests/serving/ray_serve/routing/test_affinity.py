@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import TYPE_CHECKING
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.serving.inputs import ChatPrompt
-from cluster.serving.ray_serve.routing.affinity import prefix_key, rendezvous_order, routing_order
+from cluster.serving.ray_serve.routing.affinity import (
+    prefix_key,
+    rendezvous_order,
+    replica_key,
+    routing_order,
+)
 from cluster.serving.text.chat_template import ChatMessage
+
+if TYPE_CHECKING:
+    from random import Random
 
 NAMES = st.lists(st.text("abcdef0123456789", min_size=4, max_size=8), min_size=1, unique=True)
 LOADS = st.dictionaries(
@@ -31,6 +40,14 @@ def test_no_replica_is_sent_more_than_its_share(loads: dict[str, float], key: st
     mean = sum(loads.values()) / len(loads)
     # Sums are rounded: a load can exceed the mean of equal loads by this much.
     assert loads[first] <= max(1.25 * mean, 0.25) + 1e-9
+
+
+@given(NAMES, st.randoms())
+def test_a_key_that_names_a_replica_puts_it_first(names: list[str], chance: Random) -> None:
+    name = chance.choice(names)
+    assert rendezvous_order(replica_key(name), names)[0] == name
+    loads = dict.fromkeys(names, 0.2)
+    assert routing_order(replica_key(name), loads, slack=1.25, calm=0.25)[0] == name
 
 
 @given(LOADS)

@@ -102,7 +102,7 @@ class Serve:
     def _result(self, request: HandleRequest, pending: PendingRequest) -> Result:
         replica = self._replicas[len(self.sent) % len(self._replicas)]
         self.sent.append(pending)
-        request.call.note_sent(may_continue=True)
+        request.call.note_sent("one", may_continue=True)
         request.call.note_accepted()
         handle = ServeHandle(replica.servicer, Pace(1e6))
         outputs = handle.generate(*pending.args, **{**GIVEN, **pending.kwargs})

@@ -26,7 +26,7 @@ async def is_accepted(cause: Cause, after_s: float) -> bool:
     """Return whether a call that lost its replica goes on with one that accepts it then."""
     call = ProxiedCall(HeldBytes())
     async with call.sending():
-        call.note_sent(may_continue=True)
+        call.note_sent("one", may_continue=True)
     assert call.continues_after(cause)
     try:
         async with call.sending():

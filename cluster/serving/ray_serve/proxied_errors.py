@@ -1,0 +1,53 @@
+"""The errors of calls that no replica completes, in the shape of the API that was called."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from cluster.serving.anthropic.errors import anthropic_error
+from cluster.serving.http.errors import refusal_body
+
+if TYPE_CHECKING:
+    from starlette.types import Message
+
+    from pagedray.errors import PagedRayError
+
+__all__ = ["DONE", "error_response", "last_events"]
+
+DONE = b"data: [DONE]\n\n"
+"""The last event of OpenAI's streams whose events have no names."""
+_encode = msgspec.json.encode
+
+
+def error_response(path: str, error: PagedRayError) -> list[Message]:
+    """Return the messages of a whole response."""
+    headers = [(b"content-type", b"application/json"), (b"retry-after", b"1")]
+    return [
+        {"type": "http.response.start", "status": error.http_status, "headers": headers},
+        {"type": "http.response.body", "body": _body_of(path, error)},
+    ]
+
+
+def last_events(path: str, error: PagedRayError, *, num_events: int) -> bytes:
+    """Return the end of a stream that has this number of events."""
+    if path.endswith("/messages"):
+        return b"event: error\ndata: %b\n\n" % _body_of(path, error)
+    if path.endswith("/responses"):
+        fields = {
+            "type": "error",
+            "sequence_number": num_events,
+            "code": error.openai_code or error.openai_type,
+            "message": str(error),
+            "param": None,
+        }
+        return b"event: error\ndata: %b\n\n" % _encode(fields)
+    return b"data: %b\n\n" % _body_of(path, error) + DONE
+
+
+def _body_of(path: str, error: PagedRayError) -> bytes:
+    body = refusal_body(error)
+    if path.endswith(("/messages", "/messages/count_tokens")):
+        body = anthropic_error(body, error.http_status)
+    return _encode(body)
