@@ -1,6 +1,6 @@
 """Speed of every attention backend on one GPU, in one run.
 
-    python bench/attention_backends.py --output bench/results/attention.json
+    python -m bench.attention_backends --output bench/results/attention.json
 
 32 query heads, 8 KV heads, head size 128, bfloat16. `decode` is one token for each of 64 sequences
 of 2048, in TB/s of keys and values read. `paged prefill` is 8 chunks of 2048 tokens after one

@@ -1,6 +1,6 @@
 """Microseconds of choosing tokens on a GPU: our kernels beside torch, over rows and filters.
 
-    python bench/choice.py --output choice.json
+    python -m bench.choice --output choice.json
 
 Scores are bfloat16, `[rows, vocabulary]`: flat ones as of a model with random weights, and peaked
 ones as of a trained model. A call is timed by CUDA events behind a long kernel, so that launches

@@ -1,6 +1,6 @@
 """Milliseconds per step of the controller and the scheduler, with ranks that take no time.
 
-    python bench/controller.py --sequences 64 --sequences 256
+    python -m bench.controller --sequences 64 --sequences 256
 
 The controller and the scheduler serve requests over an executor that answers immediately. The
 result is the wall time of a steady decode step: schedule, encode and decode the plan as the step

@@ -1,6 +1,6 @@
 """Tokens per second on the CPU compared with Hugging Face transformers, in one run.
 
-    python bench/cpu.py --output bench/results/cpu.json
+    python -m bench.cpu --output bench/results/cpu.json
 
 Both engines load the same random checkpoint, a Llama of hidden size 512 with 8 layers, 8 heads and
 4 KV heads, each in a process of its own, and take turns: A B A B. A waiting process sleeps.

@@ -1,6 +1,6 @@
 """Bandwidth of paged decode attention on a CPU, compared with a plain memory copy.
 
-    python bench/cpu_decode.py --output bench/results/cpu_decode.json
+    python -m bench.cpu_decode --output bench/results/cpu_decode.json
 
 Both run in turns in one process. The copy reads as many bytes as the decode and writes them; its
 rate counts the bytes read. The KV cache is larger than the CPU caches, and its blocks are in random

@@ -1,6 +1,6 @@
 r"""Tokens per second of int4 weights on a CPU, beside bfloat16 and llama.cpp's Q4_0, in one run.
 
-    python bench/cpu_int4.py --folder /tmp/llama-1b --llama-python /tmp/llama/bin/python \
+    python -m bench.cpu_int4 --folder /tmp/llama-1b --llama-python /tmp/llama/bin/python \
         --output bench/results/cpu_int4.json
 
 A random checkpoint of the shape of Llama-3.2-1B is written to the folder in bfloat16, and in int4

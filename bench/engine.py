@@ -1,6 +1,6 @@
 """The whole engine at the shapes of large models: scheduler, controller, ranks, sampling.
 
-    python bench/engine.py --backend torch_sdpa --backend flashinfer --output engine.json
+    python -m bench.engine --backend torch_sdpa --backend flashinfer --output engine.json
 
 Weights are random, which does not change the speed; requests are token ids, submitted at once, and
 outputs have a fixed length. Each combination of backend and executor runs in a process of its own

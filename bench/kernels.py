@@ -1,6 +1,6 @@
 """Bandwidth of the Triton paged decode kernel on a GPU.
 
-    python bench/kernels.py --output bench/results/kernels.json
+    python -m bench.kernels --output bench/results/kernels.json
 
 Each case is a CUDA graph of several launches; times are medians over replays, between CUDA events.
 A launch reads many times the size of the L2 cache, with blocks in random order. Only bytes of keys

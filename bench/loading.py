@@ -1,6 +1,6 @@
 """How fast ranks load a checkpoint on a CPU, beside a plain copy of its files.
 
-    python bench/loading.py --folder /tmp/checkpoint --output bench/results/loading.json
+    python -m bench.loading --folder /tmp/checkpoint --output bench/results/loading.json
 
 A sharded checkpoint of random values is written to the folder, unless one is there. A copy is `cp`
 of its files to /dev/shm, which is memory as weights are; `discard_s` is `cat` of them to /dev/null,

@@ -1,6 +1,6 @@
 """The scheduler where much waits: its time per step, and what its policy gives in virtual time.
 
-    python bench/scheduler.py
+    python -m bench.scheduler
 
 For its own time, ranks are not simulated: each plan gets its output at once. For the policy, steps
 take the time that `bench/virtual_time.py` gives them.

@@ -1,6 +1,6 @@
 """How long one rank loads weights on a CPU, and how much of that is the check of their values.
 
-    python bench/weights.py --folder /tmp/checkpoint --output bench/results/weights.json
+    python -m bench.weights --folder /tmp/checkpoint --output bench/results/weights.json
 
 A checkpoint of random values is written to the folder, unless one is there; it is in the page
 cache then. A load copies all tensors to a new model; `checked` also finds values that are not

@@ -16,9 +16,9 @@ from tests.chaos.schedule import applicable
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "reliability.md").read_text()
-# A command stands alone between backticks, or in an indented line.
+# A command stands alone between backticks, or in a line of its own.
 COMMANDS = re.findall(r"`((?:python -m|make|scripts/test) [^`]+)`", TEXT) + re.findall(
-    r"^    ((?:python -m|make|scripts/test) .+)$", TEXT, re.MULTILINE
+    r"^((?:python -m|make|scripts/test) .+)$", TEXT, re.MULTILINE
 )
 
 

@@ -1,7 +1,8 @@
 """Renders the subset of Kustomize that deploy/ uses, and rejects everything else.
 
-That part is: resources, components, images, ConfigMaps of files, and JSON patches (RFC 6902) by
-kind and name. Where there is a kubectl, a test compares this with what it makes of a folder.
+That part is: resources, components, images, a namespace, ConfigMaps of files, and JSON patches
+(RFC 6902) by kind and name. Where there is a kubectl, a test compares this with what it makes of a
+folder.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ _KNOWN = {
     "configMapGenerator",
     "images",
     "kind",
+    "namespace",
     "patches",
     "resources",
 }
@@ -77,7 +79,9 @@ def _rendered(folder: Path, kind: str, manifests: list[Manifest]) -> list[Manife
     for patch in said.get("patches", []):
         _patch(folder, patch, manifests)
     for image in said.get("images", []):
-        _set_image(manifests, image["name"], f"{image['newName']}:{image['newTag']}")
+        _set_image(manifests, image["name"], image["newName"], image.get("newTag"))
+    if "namespace" in said:
+        _set_namespace(manifests, said["namespace"])
     names = [(one["kind"], one["metadata"]["name"]) for one in manifests]
     if len(set(names)) < len(names):
         raise RenderError(f"{folder}: two manifests have one kind and name: {sorted(names)}")
@@ -146,18 +150,27 @@ def _operate(manifest: Manifest, operation: Manifest) -> None:
 
 
 # Any: as in a manifest.
-def _set_image(node: Any, name: str, image: str) -> None:
+def _set_image(node: Any, name: str, new_name: str, new_tag: str | None) -> None:
     if isinstance(node, list):
         for one in node:
-            _set_image(one, name, image)
+            _set_image(one, name, new_name, new_tag)
     elif isinstance(node, dict):
         for key, value in node.items():
             if key in ("containers", "initContainers"):
                 for container in value:
-                    if container.get("image") == name:
-                        container["image"] = image
+                    found, _, tag = container.get("image", "").partition(":")
+                    if found == name:
+                        container["image"] = f"{new_name}:{new_tag or tag}"
             else:
-                _set_image(value, name, image)
+                _set_image(value, name, new_name, new_tag)
+
+
+def _set_namespace(manifests: list[Manifest], namespace: str) -> None:
+    for manifest in manifests:
+        manifest["metadata"]["namespace"] = namespace
+        for subject in manifest.get("subjects", []):
+            if subject["kind"] == "ServiceAccount":
+                subject["namespace"] = namespace
 
 
 def _read(path: Path) -> Any:
