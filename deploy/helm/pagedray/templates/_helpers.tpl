@@ -330,4 +330,7 @@ initContainers:
 {{- if and .Values.gateway.enabled (not .Values.gateway.name) -}}
 {{- fail "gateway.name: it is required with gateway.enabled." -}}
 {{- end -}}
+{{- if and .Values.gateway.inferencePool.enabled (not .Values.gateway.enabled) -}}
+{{- fail "gateway.inferencePool.enabled: it needs gateway.enabled: true, whose route leads to the pool." -}}
+{{- end -}}
 {{- end -}}
