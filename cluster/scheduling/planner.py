@@ -210,6 +210,7 @@ class Planner:
             draft.num_other_tokens += num_tokens
         if num_computed == sequence.length:
             sequence.is_prefill = False
+            sequence.num_prefilled = sequence.length
             sequence.length += 1
             draft.first_share = draft.first_share or share
         if sequence.prompt_step is None and num_computed >= sequence.num_prompt_tokens:

@@ -194,7 +194,9 @@ class Scheduler:
         """End a sequence without an event; return whether it was unfinished."""
         for sequence in self._table.unfinished(request_id):
             if sequence.index == index:
-                self._kv.prove(sequence)
+                # Its stop string may be found while it is computed again.
+                if sequence.has_sampled:
+                    self._kv.prove(sequence)
                 self._table.remove_sequence(sequence)
                 self._prompt_logprobs.forget_request(request_id)
                 return True

@@ -1,5 +1,6 @@
 """The scheduler's state of a sequence and of its request."""
 
+import sys
 from enum import Enum, auto
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -125,6 +126,7 @@ class Sequence:
         "num_initial_tokens",
         "num_left_behind",
         "num_preemptions",
+        "num_prefilled",
         "num_prompt_tokens",
         "num_proven",
         "num_registered",
@@ -180,6 +182,8 @@ class Sequence:
         """Tokens that are in the cache once the plans in flight are done."""
         self.is_prefill = True
         """Whether known tokens remain to be computed before the next sample."""
+        self.num_prefilled = sys.maxsize
+        """Tokens that were known when the prefill of its blocks ended; the maximum before."""
         self.prompt_step: int | None = None
         """The step that completed the prompt in the current blocks."""
         self.ready_step = -1
@@ -253,6 +257,11 @@ class Sequence:
         return self.length - len(self.token_ids)
 
     @property
+    def has_sampled(self) -> bool:
+        """Whether it has got a token that was computed from its blocks."""
+        return len(self.token_ids) > self.num_prefilled
+
+    @property
     def is_deferred(self) -> bool:
         """Whether its tokens are planned only once their masks are made."""
         return self.num_deferred > 0 and self.state is not SequenceState.FINISHED
@@ -266,4 +275,5 @@ class Sequence:
         """Mark all known tokens as not computed."""
         self.num_computed = 0
         self.is_prefill = True
+        self.num_prefilled = sys.maxsize
         self.prompt_step = None

@@ -156,3 +156,27 @@ def test_many_renewals_use_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> No
     cache = harness.scheduler._kv.prefix_cache
     assert cache is not None
     assert len(cache._renewed) <= 3
+
+
+def test_a_sequence_that_is_finished_in_prefill_proves_nothing() -> None:
+    harness = Harness(block_size=2, max_num_batched_tokens=3)
+    request_id = harness.add([0] * 6, bad_position=1)
+    harness.schedule()
+    harness.finish(request_id, 0)
+    harness.settle()
+    cache = harness.scheduler._kv.prefix_cache
+    assert cache is not None
+    assert len(cache) == 1
+    assert not any(cache.is_proven(block) for block in range(64))
+    harness.drain()
+
+
+def test_a_sequence_that_is_finished_after_a_token_proves_what_gave_it() -> None:
+    harness = Harness(block_size=2)
+    request_id = harness.add([0] * 6)
+    harness.step()
+    harness.finish(request_id, 0)
+    cache = harness.scheduler._kv.prefix_cache
+    assert cache is not None
+    assert sum(cache.is_proven(block) for block in range(64)) == 3
+    harness.drain()
