@@ -31,6 +31,7 @@ from bench.virtual_cases import (
     throughput_of_preemption,
     wait_behind_large,
 )
+from bench.virtual_conversations import ConversationShape, run_conversations
 from cluster.scheduling.queues.fair_queue import FairQueue, Share
 from cluster.scheduling.scheduler import Scheduler
 from pagedray.batch import StepOutput
@@ -60,6 +61,7 @@ class Steps:
             num_cpu_blocks=0,
             max_model_len=2 * NUM_PROMPT_TOKENS,
             enable_prefix_cache=True,
+            enable_cpu_prefix_cache=False,
         )
         self._numbers = itertools.count()
 
@@ -153,6 +155,14 @@ def _policy_results() -> dict[str, float]:
         results[f"{workload}: recompute, tokens per second"] = recomputed
         results[f"{workload}: swap relative to recompute"] = swapped / recomputed
         results[f"{workload}: auto relative to the better one"] = chosen / max(swapped, recomputed)
+    without, with_tier = (
+        run_conversations(ConversationShape(), enable_cpu_prefix_cache=has_tier)
+        for has_tier in (False, True)
+    )
+    name = "64 conversations of twice the device pool: mean time to first token"
+    results[f"{name} without the CPU prefix cache, s"] = without.mean_ttft_s
+    results[f"{name} with it, s"] = with_tier.mean_ttft_s
+    results[f"{name} with it, relative"] = with_tier.mean_ttft_s / without.mean_ttft_s
     none_s = _p99(first_token_times("none", duration_s=100.0))
     results["a light tenant's p99 of time to first token, alone, s"] = none_s
     results["its bound beside a flood, s"] = 1.5 * none_s + 2 * FULL_STEP_S
@@ -260,6 +270,7 @@ def _fork_figures() -> dict[str, float]:
         num_cpu_blocks=0,
         max_model_len=num_tokens + 100,
         enable_prefix_cache=True,
+        enable_cpu_prefix_cache=False,
     )
     request = Request(
         id="a",

@@ -49,10 +49,12 @@ class LLMOptions(TypedDict, total=False):
     num_blocks: int | None
     """Blocks on the device; None is as many as fit in memory."""
     num_cpu_blocks: int | None
-    """CPU blocks for swapping."""
+    """CPU blocks for swapping and for prefixes."""
     memory_fraction: float
     """Fraction of device memory for weights, activations and KV cache."""
     enable_prefix_cache: bool
+    enable_cpu_prefix_cache: bool
+    """Keep prefixes that have no room on the device in the CPU blocks."""
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"]
     max_num_seqs: int
     """Maximum number of sequences per step."""

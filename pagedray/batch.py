@@ -6,8 +6,8 @@ samples, so that the controller can send plan k + 1 before it has seen the token
 step k. The end of a sequence is not sent: its row is absent from later plans until
 another sequence starts in it.
 
-A rank executes a plan in this order: starts, block copies (swap-outs, swap-ins, then
-copies on the device), forward pass, sampling. Plans are executed in the order in which
+A rank executes a plan in this order: starts, block copies (evictions, swap-outs, swap-ins,
+then copies on the device), forward pass, sampling. Plans are executed in the order in which
 they are sent, so a block may go to another sequence in the plan after its last use.
 """
 
@@ -102,6 +102,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     """CPU block to device block."""
     copies: list[BlockCopy] = []
     """Device block to device block: copy-on-write."""
+    evictions: list[BlockCopy] = []
+    """Device block to CPU block: cached blocks that anything else in the plan may overwrite."""
 
     @property
     def num_tokens(self) -> int:

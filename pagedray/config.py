@@ -57,11 +57,13 @@ class CacheConfig:
     num_blocks: int | None = None
     """Blocks in the device pool; None is as many as fit in memory."""
     num_cpu_blocks: int | None = None
-    """Blocks in the CPU pool for swapped-out sequences; None is up to 1 GiB."""
+    """Blocks in the CPU pool, for swapped-out sequences and prefixes; None is up to 1 GiB."""
     memory_fraction: float = 0.9
     """Fraction of device memory for weights, activations and cache together."""
     enable_prefix_cache: bool = True
     """Whether sequences with a common prefix share its full blocks."""
+    enable_cpu_prefix_cache: bool = True
+    """Whether prefixes that have no room on the device are kept in the CPU pool."""
     kv_cache_dtype: KVCacheDtype = "auto"
     """The dtype of keys and values; `auto` is the model's."""
 

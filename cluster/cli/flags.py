@@ -153,7 +153,12 @@ _GROUPS = {
     "KV cache": (
         _Flag("block_size", "Tokens per block, 1 to 256.", int),
         _Flag("num_blocks", "Blocks on the device. (default: as many as fit in memory)", int),
-        _Flag("num_cpu_blocks", "CPU blocks for swapping. (default: up to 1 GiB)", int),
+        _Flag(
+            "num_cpu_blocks",
+            "CPU blocks for swapping and for prefixes that have no room on the device. (default: "
+            "up to 1 GiB)",
+            int,
+        ),
         _Flag(
             "memory_fraction",
             "Fraction of device memory for weights, activations and KV cache.",
@@ -162,6 +167,11 @@ _GROUPS = {
             ("--gpu-memory-utilization",),
         ),
         _Flag("enable_prefix_cache", "Disable prefix caching.", bool),
+        _Flag(
+            "enable_cpu_prefix_cache",
+            "Do not keep prefixes in the CPU blocks when they have no room on the device.",
+            bool,
+        ),
         _Flag(
             "kv_cache_dtype",
             "Data type of keys and values; auto is the model's.",

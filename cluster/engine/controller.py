@@ -74,6 +74,7 @@ class Controller(StepLoop):
             num_cpu_blocks=executor.cache_size.num_cpu_blocks,
             max_model_len=config.max_model_len,
             enable_prefix_cache=config.cache.enable_prefix_cache,
+            enable_cpu_prefix_cache=config.cache.enable_cpu_prefix_cache,
         )
         self._inquiry = DeathInquiry(self._scheduler, self._clock)
         self._output_watch = OutputWatch()

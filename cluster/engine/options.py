@@ -78,6 +78,7 @@ class EngineOptions:
     num_cpu_blocks: int | None = _DEFAULTS["num_cpu_blocks"]
     memory_fraction: float = _DEFAULTS["memory_fraction"]
     enable_prefix_cache: bool = _DEFAULTS["enable_prefix_cache"]
+    enable_cpu_prefix_cache: bool = _DEFAULTS["enable_cpu_prefix_cache"]
     kv_cache_dtype: KVCacheDtype = _DEFAULTS["kv_cache_dtype"]
     max_num_seqs: int = _DEFAULTS["max_num_seqs"]
     max_num_batched_tokens: int = _DEFAULTS["max_num_batched_tokens"]

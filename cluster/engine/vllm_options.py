@@ -28,8 +28,10 @@ IGNORED: Mapping[str, str] = {
     "disable_log_requests": "texts of requests are never logged",
     "disable_log_stats": "statistics are metrics",
     "enable_log_requests": "texts of requests are never logged",
+    "kv_offloading_backend": "prefixes are kept in the CPU blocks",
+    "kv_offloading_size": "num_cpu_blocks sets the blocks for prefixes",
     "max_seq_len_to_capture": "max_graph_tokens limits the graphs of prompts",
-    "swap_space": "num_cpu_blocks sets the blocks for swapping",
+    "swap_space": "num_cpu_blocks sets the blocks for swapping and for prefixes",
 }
 """Options that cannot change a token, and what there is instead."""
 

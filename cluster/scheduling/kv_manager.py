@@ -10,8 +10,11 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from cluster.scheduling.blocks.block_pool import BlockPool
+from cluster.scheduling.blocks.cpu_prefix_cache import CpuPrefixCache
 from cluster.scheduling.blocks.prefix_cache import PrefixCache, PromptKeys
-from cluster.scheduling.sequence import Refusal, Sequence
+from cluster.scheduling.prefix_finder import PrefixFinder
+from cluster.scheduling.refusals import Refusals
+from cluster.scheduling.sequence import Sequence
 from pagedray.batch import BlockCopy
 from pagedray.request import Request
 
@@ -22,11 +25,6 @@ __all__ = ["KvManager"]
 
 _MAX_UNPROVEN = 8
 """Registered blocks of a running sequence that need not be proven yet, which costs time."""
-
-
-_MIN_HASHED_AHEAD = 4096
-"""Prompt tokens from which on keys are computed before a request is queued; kept, they take up
-more memory than the tokens."""
 
 
 class _Swap(NamedTuple):
@@ -41,9 +39,13 @@ class KvManager:
     """Owns both pools and the prefix cache."""
 
     __slots__ = (
-        "_on_evict",
+        "_arriving",
+        "_finder",
+        "_refusals",
+        "_restores",
         "_swaps",
         "block_size",
+        "cpu_cache",
         "cpu_pool",
         "num_hit_tokens",
         "num_queried_tokens",
@@ -58,24 +60,46 @@ class KvManager:
         num_blocks: int,
         num_cpu_blocks: int,
         prefix_cache: PrefixCache | None,
+        cpu_cache: CpuPrefixCache | None,
     ) -> None:
+        """With a `cpu_cache`, its pool is the CPU pool; it takes a prefix cache to have one."""
+        assert cpu_cache is None or prefix_cache is not None
         self.block_size = block_size
         """Tokens per block."""
         self._swaps: deque[_Swap] = deque()
         self.prefix_cache = prefix_cache
-        self._on_evict = None if prefix_cache is None else prefix_cache.forget_block
-        self.pool = BlockPool(num_blocks, on_evict=self._on_evict)
-        self.cpu_pool = BlockPool(num_cpu_blocks, on_evict=None)
+        self.cpu_cache = cpu_cache
+        """None if evicted blocks are not kept."""
+        self._finder: PrefixFinder | None = None
+        self._refusals: Refusals | None = None
+        if prefix_cache is not None:
+            self._finder = PrefixFinder(prefix_cache, cpu_cache, block_size=block_size)
+            self._refusals = Refusals(prefix_cache, self._finder)
+        self.pool = BlockPool(num_blocks, on_evict=self._forget_block)
+        self.cpu_pool = self._make_cpu_pool(num_cpu_blocks)
+        self._restores: list[BlockCopy] = []
+        """Cached blocks that the plan being made copies back."""
+        self._arriving: set[int] = set()
+        """Cached blocks that are being copied back."""
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
 
     def clear(self) -> None:
         """Make every block free and empty; the caller clears each sequence with `disown`."""
         self._swaps.clear()
+        self._restores.clear()
+        self._arriving.clear()
         if self.prefix_cache is not None:
             self.prefix_cache.clear()
-        self.pool = BlockPool(self.pool.num_blocks, on_evict=self._on_evict)
-        self.cpu_pool = BlockPool(self.cpu_pool.num_blocks, on_evict=None)
+        if self.cpu_cache is not None:
+            self.cpu_cache.clear()
+        self.pool = BlockPool(self.pool.num_blocks, on_evict=self._forget_block)
+        self.cpu_pool = self._make_cpu_pool(self.cpu_pool.num_blocks)
+
+    @property
+    def num_restoring(self) -> int:
+        """Cached blocks that the plan being made copies back."""
+        return len(self._restores)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return the number of blocks that hold `num_tokens`."""
@@ -86,38 +110,37 @@ class KvManager:
 
         May be called from any thread.
         """
-        if self.prefix_cache is None or len(prompt) < _MIN_HASHED_AHEAD:
-            return None
-        return self.prefix_cache.hash_prompt(
-            prompt, block_size=self.block_size, tenant=request.tenant, salt=request.cache_salt
-        )
+        return None if self._finder is None else self._finder.hash_prompt(request, prompt)
 
     def admit(self, sequence: Sequence, *, num_tokens: int, num_spare: int) -> bool:
         """Give a sequence blocks for `num_tokens`, cached ones first; return False without room.
 
         At least `num_spare` blocks stay free. `num_computed` becomes the number of cached tokens;
-        at least one known token is always left to compute.
+        at least one known token is always left to compute. If `awaits_copies`, the sequence must
+        not run before the step is acknowledged whose plan has the copies of `take_copies`.
         """
         num_needed = self.blocks_for(num_tokens) + num_spare
         if self._is_still_refused(sequence, num_needed):
             return False
         hits = self._find_cached(sequence)
-        num_missing = self.blocks_for(num_tokens) - len(hits)
         num_shared = sum(not self.pool.is_idle(block) for block in hits)
         if num_needed - num_shared > self.pool.num_free:
             self._refuse(sequence, num_hits=len(hits), num_shared=num_shared)
             return False
         for block in hits:
             self.pool.share(block)
-        sequence.block_ids = hits
-        sequence.num_slots = len(hits) * self.block_size
+        sequence.awaits_copies = not self._arriving.isdisjoint(hits)
+        restored = self._restore(sequence, len(hits))
+        num_missing = self.blocks_for(num_tokens) - len(hits) - len(restored)
+        sequence.block_ids = hits + restored
+        sequence.num_slots = len(sequence.block_ids) * self.block_size
         sequence.num_computed = sequence.num_slots
         sequence.reserved_block_ids = [self.pool.allocate() for _ in range(num_missing)]
-        if self.prefix_cache is not None:
-            sequence.num_proven = self._num_proven(hits, self.prefix_cache)
+        if self._finder is not None:
+            sequence.num_proven = self._finder.num_proven(sequence.block_ids)
             self.num_queried_tokens += len(sequence.token_ids)
             self.num_hit_tokens += sequence.num_slots
-        self._set_registered(sequence, len(hits))
+        self._set_registered(sequence, len(sequence.block_ids))
         return True
 
     def fork(
@@ -171,12 +194,12 @@ class KvManager:
 
     def register(self, sequence: Sequence) -> None:
         """Add blocks that are full of known, computed tokens to the prefix cache."""
-        if self.prefix_cache is None:
+        if self.prefix_cache is None or self._finder is None:
             return
         num_tokens = min(len(sequence.token_ids), sequence.num_computed)
         num_full = num_tokens // self.block_size
         for index in range(sequence.num_registered, num_full):
-            self._hash_up_to(sequence, index, self.prefix_cache)
+            self._finder.hash_up_to(sequence, index)
             block = sequence.block_ids[index]
             if self.prefix_cache.add_block(sequence.keys[index], block):
                 self.pool.keep(block)
@@ -215,16 +238,18 @@ class KvManager:
         It may have lost them already, so they are found by their keys. Nor is anything found that
         another sequence computed on top of those that are not proven.
         """
-        if self.prefix_cache is None:
+        if self.prefix_cache is None or self._finder is None:
             return
         keys, first = sequence.keys, sequence.num_proven
         for key in keys:
+            if self.cpu_cache is not None:
+                self.cpu_cache.forget_key(key)
             block = self.prefix_cache.find_block(key)
             if block is not None:
                 self.prefix_cache.forget_block(block)
                 self.pool.discard(block)
         if first < len(keys):
-            parent = self._parent(sequence, first, self.prefix_cache)
+            parent = self._finder.parent(sequence, first)
             self.prefix_cache.renew_key(parent, keys[first])
 
     def release(self, sequence: Sequence) -> None:
@@ -245,6 +270,7 @@ class KvManager:
         sequence.reserved_block_ids = []
         sequence.cpu_block_ids = []
         sequence.num_left_behind = 0
+        sequence.awaits_copies = False
         sequence.refusal = None
 
     def num_shared(self, sequence: Sequence) -> int:
@@ -256,6 +282,16 @@ class KvManager:
             if not self.pool.is_shared(block) or cache.find_block(key) != block:
                 return index
         return min(len(sequence.keys), len(sequence.block_ids))
+
+    def keeps_released(self, sequence: Sequence) -> bool:
+        """Return whether the CPU pool will keep the cached blocks of a sequence once evicted.
+
+        Then there is no need to copy them before others need their place.
+        """
+        cpu_cache = self.cpu_cache
+        if cpu_cache is None or not cpu_cache.worth.is_open:
+            return False
+        return self.cpu_pool.num_free - self.cpu_pool.num_idle >= len(sequence.block_ids)
 
     def can_swap_out(self, sequence: Sequence) -> bool:
         """Return whether there is something to swap out, and the CPU pool has room for it."""
@@ -316,8 +352,8 @@ class KvManager:
         sequence.reserved_block_ids = [
             self.pool.allocate() for _ in range(num_blocks - len(sequence.block_ids))
         ]
-        if self.prefix_cache is not None:
-            num_proven = self._num_proven(hits, self.prefix_cache)
+        if self._finder is not None:
+            num_proven = self._finder.num_proven(hits)
             if num_proven < len(hits):
                 sequence.num_proven = min(sequence.num_proven, num_proven)
         self._set_registered(sequence, len(hits))
@@ -347,82 +383,74 @@ class KvManager:
                 self.pool.unpin(block)
             for block in swap.cpu_block_ids:
                 self.cpu_pool.unpin(block)
+            self._arriving.difference_update(swap.block_ids)
+        if self.cpu_cache is not None:
+            self.cpu_cache.acknowledge(step)
+
+    def take_copies(self, step: int) -> tuple[list[BlockCopy], list[BlockCopy]]:
+        """Return the copies of cached blocks to and from the CPU pool, for the plan of `step`."""
+        evictions = [] if self.cpu_cache is None else self.cpu_cache.take_copies(step)
+        restores, self._restores = self._restores, []
+        if restores:
+            targets = [copy.target for copy in restores]
+            self._swaps.append(_Swap(step, targets, [copy.source for copy in restores]))
+        return evictions, restores
+
+    def _restore(self, sequence: Sequence, first: int) -> list[int]:
+        """Have cached blocks copied back from index `first` on, and return their new places."""
+        cpu_cache, cache = self.cpu_cache, self.prefix_cache
+        if cpu_cache is None or cache is None or self._finder is None:
+            return []
+        sources = self._finder.find_cpu_blocks(sequence, first)
+        # Places for them may be those of blocks that are copied to the CPU pool.
+        for source in sources:
+            self.cpu_pool.share(source)
+            self.cpu_pool.pin(source)
+            self.cpu_pool.release(source)
+        targets = [self.pool.allocate() for _ in sources]
+        for key, source, target in zip(sequence.keys[first:], sources, targets, strict=False):
+            cache.add_block(key, target)
+            cache.prove_block(target)
+            self.pool.keep(target)
+            self.pool.pin(target)
+            self._restores.append(BlockCopy(source, target))
+        if targets:
+            sequence.awaits_copies = True
+            self._arriving.update(targets)
+            cpu_cache.num_restored_blocks += len(targets)
+        return targets
+
+    def _forget_block(self, block: int) -> None:
+        """Remove an evicted block from the prefix cache, which may live on in the CPU pool."""
+        cache = self.prefix_cache
+        assert cache is not None
+        if self.cpu_cache is not None and cache.is_proven(block):
+            key = cache.key_of(block)
+            assert key is not None
+            self.cpu_cache.save_block(key, block)
+        cache.forget_block(block)
+
+    def _make_cpu_pool(self, num_blocks: int) -> BlockPool:
+        if self.cpu_cache is not None:
+            return self.cpu_cache.pool
+        return BlockPool(num_blocks, on_evict=None)
 
     def _refuse(self, sequence: Sequence, *, num_hits: int, num_shared: int) -> None:
         """Note why a sequence has no room, so that later steps need not look for its prefix."""
-        cache = self.prefix_cache
-        if cache is None:
-            return
-        is_all = num_hits == self._num_shareable(sequence)
-        sequence.refusal = Refusal(
-            None if is_all else sequence.keys[num_hits],
-            num_shared,
-            self.pool.num_revived + cache.num_forgotten,
-            cache.revision,
-        )
+        if self._refusals is not None:
+            self._refusals.note_refusal(
+                sequence, self.pool, num_hits=num_hits, num_shared=num_shared
+            )
 
     def _is_still_refused(self, sequence: Sequence, num_needed: int) -> bool:
-        """Return whether there is certainly no room yet, in O(1).
-
-        Among the cached blocks of a sequence, one more is in use only after an idle one was
-        shared, one was forgotten and computed again, or the first missing one was computed.
-        """
-        refusal, cache = sequence.refusal, self.prefix_cache
-        if refusal is None or cache is None or refusal.revision != cache.revision:
-            return False
-        if refusal.next_key is not None and cache.find_block(refusal.next_key) is not None:
-            return False
-        num_changes = self.pool.num_revived + cache.num_forgotten - refusal.num_changes
-        return num_needed - refusal.num_shared - num_changes > self.pool.num_free
+        """Return whether there is certainly no room yet, in O(1)."""
+        return self._refusals is not None and self._refusals.is_still_refused(
+            sequence, self.pool, num_needed=num_needed
+        )
 
     def _find_cached(self, sequence: Sequence) -> list[int]:
-        """Return the longest cached prefix of a sequence, in blocks."""
-        hits: list[int] = []
-        if self.prefix_cache is None:
-            return hits
-        if sequence.keys_revision != self.prefix_cache.revision:
-            sequence.keys = []
-            sequence.keys_revision = self.prefix_cache.revision
-        for index in range(self._num_shareable(sequence)):
-            self._hash_up_to(sequence, index, self.prefix_cache)
-            block = self.prefix_cache.find_block(sequence.keys[index])
-            if block is None:
-                break
-            hits.append(block)
-        return hits
-
-    def _num_shareable(self, sequence: Sequence) -> int:
-        """Return the blocks of known tokens that may be shared: one token is left to compute.
-
-        None may be shared by a sequence whose prompt's log-probabilities are to be computed.
-        """
-        if sequence.index == 0 and sequence.active.prompt_logprobs is not None:
-            return 0
-        return (len(sequence.token_ids) - 1) // self.block_size
-
-    def _hash_up_to(self, sequence: Sequence, index: int, cache: PrefixCache) -> None:
-        """Compute the key of block `index`, whose predecessors have theirs."""
-        keys = sequence.keys
-        if index < len(keys):
-            return
-        assert index == len(keys)
-        parent = self._parent(sequence, index, cache)
-        first = index * self.block_size
-        keys.append(cache.key_after(parent, sequence.token_ids[first : first + self.block_size]))
-
-    def _parent(self, sequence: Sequence, index: int, cache: PrefixCache) -> bytes:
-        """Return the digest before that of block `index`."""
-        if index:
-            return sequence.keys[index - 1].digest
-        request = sequence.active.request
-        return cache.root(request.tenant, request.cache_salt)
-
-    def _num_proven(self, blocks: list[int], cache: PrefixCache) -> int:
-        """Return how many leading ones of cached blocks are proven."""
-        for number, block in enumerate(blocks):
-            if not cache.is_proven(block):
-                return number
-        return len(blocks)
+        """Return the longest prefix of a sequence that is cached on the device, in blocks."""
+        return [] if self._finder is None else self._finder.find_blocks(sequence)
 
     def _set_registered(self, sequence: Sequence, num_blocks: int) -> None:
         sequence.num_registered = num_blocks

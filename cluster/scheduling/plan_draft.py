@@ -21,11 +21,13 @@ class PlanDraft:
         "chunk_samples",
         "chunks",
         "copies",
+        "evictions",
         "first_share",
         "is_held",
         "num_other_tokens",
         "num_stalled",
         "prefilled",
+        "restores",
         "single_samples",
         "singles",
         "starts",
@@ -42,6 +44,10 @@ class PlanDraft:
         self.swap_outs: list[BlockCopy] = []
         self.swap_ins: list[BlockCopy] = []
         self.copies: list[BlockCopy] = []
+        self.evictions: list[BlockCopy] = []
+        """Cached blocks that are copied to the CPU pool."""
+        self.restores: list[BlockCopy] = []
+        """Cached blocks that are copied back."""
         self.chunks: list[SequencePlan] = []
         self.singles: list[SequencePlan] = []
         self.chunk_samples: list[Sequence] = []
@@ -108,6 +114,7 @@ class PlanDraft:
             self.chunks + self.singles,
             self.starts,
             self.swap_outs,
-            self.swap_ins,
+            self.swap_ins + self.restores,
             self.copies,
+            self.evictions,
         )

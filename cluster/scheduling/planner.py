@@ -81,6 +81,7 @@ class Planner:
         if prefills or table.waiting:
             self._plan_prompts(prefills, draft)
         self._register(draft)
+        draft.evictions, draft.restores = self._kv.take_copies(step)
         return draft
 
     def _plan_decodes(self, draft: PlanDraft) -> list[Sequence]:
@@ -145,6 +146,9 @@ class Planner:
         table = self._table
         if not table.waiting.has_first or draft.is_held or passed.is_full:
             return None
+        # Copies prolong a step, as tokens do.
+        if self._kv.num_restoring * self._kv.block_size >= self._config.max_num_batched_tokens:
+            return None
         # Each needs a row, and one block at least.
         if not (table.has_free_row and self._kv.pool.num_free):
             return None
@@ -185,6 +189,11 @@ class Planner:
         sequence.num_charged = max(sequence.num_charged, sequence.num_computed)
         if sequence is self._preemptor.entitled:
             self._preemptor.entitled = None
+        if sequence.awaits_copies:
+            sequence.ready_step = draft.step
+            self._table.start_sequence(sequence, SequenceState.ARRIVING)
+            draft.add_start(sequence)
+            return
         self._table.start_sequence(sequence, SequenceState.RUNNING)
         draft.add_start(sequence)
         self._plan_chunk(sequence, draft, budget=budget)

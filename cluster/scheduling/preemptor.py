@@ -134,6 +134,9 @@ class Preemptor:
             self._table.preempt_sequence(sequence, SequenceState.SWAPPED)
             self.num_swap_preemptions += 1
         else:
+            if sequence.has_sampled:
+                # What is proven may stay cached in the CPU pool.
+                self._kv.prove(sequence)
             self._kv.release(sequence)
             sequence.forget_computed()
             self._table.preempt_sequence(sequence, SequenceState.WAITING)
@@ -143,6 +146,8 @@ class Preemptor:
         """Return whether to swap a sequence out, given room in the CPU pool."""
         if self._preemption != "auto":
             return self._preemption == "swap"
+        if self._swap_costs.is_measured and self._kv.keeps_released(sequence):
+            return False
         num_shared = self._kv.num_shared(sequence)
         first_position = num_shared * self._kv.block_size
         return self._swap_costs.choose_swap(

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from cluster.scheduling.admission import Admission
+from cluster.scheduling.blocks.cpu_prefix_cache import CpuPrefixCache
 from cluster.scheduling.blocks.prefix_cache import PrefixCache, PromptKeys
+from cluster.scheduling.costs.copy_worth import CopyWorth
 from cluster.scheduling.costs.pace import Pace
 from cluster.scheduling.costs.step_times import StepTimes
 from cluster.scheduling.costs.swap_costs import SwapCosts
@@ -42,6 +44,8 @@ __all__ = ["MAX_PLANS_IN_FLIGHT", "PreparedPrompt", "Scheduler", "SchedulerStats
 
 MAX_PLANS_IN_FLIGHT = 2
 _STEPS_PER_MEASUREMENT = 32
+_SAVED_TOKENS = 4
+"""Evicted tokens that a step copies to the CPU pool at most, for each that it may compute."""
 
 
 class _Flight(msgspec.Struct, frozen=True):
@@ -78,6 +82,7 @@ class Scheduler:
         num_cpu_blocks: int,
         max_model_len: int,
         enable_prefix_cache: bool,
+        enable_cpu_prefix_cache: bool,
         hash_key: bytes | None = None,
     ) -> None:
         self._config = config
@@ -85,11 +90,23 @@ class Scheduler:
         prefix_cache = None
         if enable_prefix_cache:
             prefix_cache = PrefixCache(secrets.token_bytes(32) if hash_key is None else hash_key)
+        step_times = StepTimes()
+        self._swap_costs = SwapCosts(step_times)
+        cpu_cache = None
+        if enable_prefix_cache and enable_cpu_prefix_cache and num_cpu_blocks:
+            costs = None if config.preemption == "swap" else self._swap_costs
+            num_tokens = _SAVED_TOKENS * config.max_num_batched_tokens
+            cpu_cache = CpuPrefixCache(
+                num_cpu_blocks,
+                worth=CopyWorth(costs, num_blocks=num_cpu_blocks, block_size=block_size),
+                max_saved=-(-num_tokens // block_size),
+            )
         self._kv = KvManager(
             block_size=block_size,
             num_blocks=num_blocks,
             num_cpu_blocks=num_cpu_blocks,
             prefix_cache=prefix_cache,
+            cpu_cache=cpu_cache,
         )
         self._backlog = Backlog(
             max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens
@@ -98,12 +115,11 @@ class Scheduler:
         self._admission = Admission(self._kv, self._backlog, max_model_len=max_model_len)
         self.recovery = FaultRecovery(self._table)
         """What may run after a fault."""
-        step_times = StepTimes()
-        self._swap_costs = SwapCosts(step_times)
         self._pace = None
         if config.itl_target_ms is not None:
             self._pace = Pace(config.itl_target_ms / 1e3, step_times)
-        has_choice = num_cpu_blocks > 0 and config.preemption == "auto"
+        may_copy = config.preemption == "auto" or self._kv.cpu_cache is not None
+        has_choice = num_cpu_blocks > 0 and config.preemption != "swap" and may_copy
         self._measures_costs = has_choice or self._pace is not None
         self._planner = Planner(
             self._kv, self._table, config=config, swap_costs=self._swap_costs, pace=self._pace
@@ -257,8 +273,8 @@ class Scheduler:
         self._step += 1
         self._num_steps += 1
         self._num_scheduled_tokens += self._config.max_num_batched_tokens - draft.budget
-        self._num_swapped_out_blocks += len(plan.swap_outs)
-        self._num_swapped_in_blocks += len(plan.swap_ins)
+        self._num_swapped_out_blocks += len(draft.swap_outs)
+        self._num_swapped_in_blocks += len(draft.swap_ins)
         for active in self._table.take_started():
             active.started_s = now_s
         return plan
@@ -348,7 +364,8 @@ class Scheduler:
         self._table.reset_sequences()
 
     def stats(self) -> SchedulerStats:
-        pool, cpu_pool = self._kv.pool, self._kv.cpu_pool
+        pool, cpu_pool, cpu_cache = self._kv.pool, self._kv.cpu_pool, self._kv.cpu_cache
+        num_restored_blocks = 0 if cpu_cache is None else cpu_cache.num_restored_blocks
         return SchedulerStats(
             num_running=self.num_running,
             num_waiting=self.num_waiting,
@@ -361,9 +378,13 @@ class Scheduler:
             num_transit_blocks=pool.num_in_transit,
             num_cpu_blocks=cpu_pool.num_blocks,
             num_free_cpu_blocks=cpu_pool.num_free,
+            num_cached_cpu_blocks=cpu_pool.num_idle,
             num_transit_cpu_blocks=cpu_pool.num_in_transit,
             num_queried_tokens=self._kv.num_queried_tokens,
             num_hit_tokens=self._kv.num_hit_tokens,
+            num_saved_blocks=0 if cpu_cache is None else cpu_cache.num_saved_blocks,
+            num_restored_blocks=num_restored_blocks,
+            num_cpu_hit_tokens=num_restored_blocks * self._kv.block_size,
             num_swap_preemptions=self._planner.num_swap_preemptions,
             num_recompute_preemptions=self._planner.num_recompute_preemptions,
             num_swapped_out_blocks=self._num_swapped_out_blocks,
@@ -387,8 +408,7 @@ class Scheduler:
 
     def _measure(self, plan: StepPlan, output: StepOutput) -> None:
         """Record how long copies and tokens took."""
-        if plan.swap_outs or plan.swap_ins:
-            num_blocks = len(plan.swap_outs) + len(plan.swap_ins)
+        if num_blocks := len(plan.evictions) + len(plan.swap_outs) + len(plan.swap_ins):
             self._swap_costs.note_swaps(num_blocks, output.swap_s)
         # Sequences of several tokens come first. Steps without one are alike: a few are enough.
         has_prompt = plan.sequences and plan.sequences[0].num_tokens > 1

@@ -107,6 +107,7 @@ class Sequence:
 
     __slots__ = (
         "active",
+        "awaits_copies",
         "block_ids",
         "cpu_block_ids",
         "donor_row",
@@ -211,6 +212,8 @@ class Sequence:
         self.reserved_block_ids: list[int] = []
         """Blocks allocated in advance; the last is used first."""
         self.cpu_block_ids: list[int] = []
+        self.awaits_copies = False
+        """Whether some of its blocks are copied to the device when it starts."""
         self.num_left_behind = 0
         """Blocks before these that were not swapped out, since others shared them."""
         self.keys = list[BlockKey]()

@@ -28,12 +28,21 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks without an owner that a copy still reads or writes."""
     num_cpu_blocks: int = 0
     num_free_cpu_blocks: int = 0
+    """Blocks that can be allocated, cached ones included."""
+    num_cached_cpu_blocks: int = 0
+    """Free blocks that hold what was evicted from the device pool."""
     num_transit_cpu_blocks: int = 0
 
     num_queried_tokens: int = 0
     """Tokens that were looked up in the prefix cache."""
     num_hit_tokens: int = 0
-    """Tokens of these that were found."""
+    """Tokens of these that were found, in either pool."""
+    num_cpu_hit_tokens: int = 0
+    """Tokens of these that were found in the CPU pool and copied back."""
+    num_saved_blocks: int = 0
+    """Evicted blocks that were copied to the CPU pool."""
+    num_restored_blocks: int = 0
+    """Of these blocks, those copied back, each time."""
     num_swap_preemptions: int = 0
     num_recompute_preemptions: int = 0
     num_scheduled_tokens: int
@@ -41,5 +50,6 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_nonfinite_sequences: int = 0
     """Sequences that ended because their logits were not finite."""
     num_swapped_out_blocks: int = 0
-    """Blocks copied to the CPU pool; the next field counts those copied back."""
+    """Blocks of preempted sequences copied to the CPU pool; the next field counts those copied
+    back."""
     num_swapped_in_blocks: int = 0

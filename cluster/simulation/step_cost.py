@@ -88,7 +88,7 @@ class StepCost:
 
     def swap_s(self, plan: StepPlan) -> float:
         """Return how long the copies of a plan take."""
-        return (len(plan.swap_outs) + len(plan.swap_ins)) * self.block_s
+        return (len(plan.evictions) + len(plan.swap_outs) + len(plan.swap_ins)) * self.block_s
 
 
 LLAMA_8B_H200 = StepCost(

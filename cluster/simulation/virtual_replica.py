@@ -83,6 +83,7 @@ class VirtualReplica:
         max_model_len: int,
         block_size: int = 16,
         enable_prefix_cache: bool = True,
+        enable_cpu_prefix_cache: bool = True,
     ) -> None:
         self.scheduler = Scheduler(
             config=config,
@@ -91,6 +92,7 @@ class VirtualReplica:
             num_cpu_blocks=cache_size.num_cpu_blocks,
             max_model_len=max_model_len,
             enable_prefix_cache=enable_prefix_cache,
+            enable_cpu_prefix_cache=enable_cpu_prefix_cache,
             hash_key=b"the key of simulations",
         )
         self.block_size = block_size

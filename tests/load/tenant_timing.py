@@ -1,9 +1,10 @@
 """Timing side channels between tenants: `python -m tests.load.tenant_timing`.
 
 Ann sends prompts. Ben measures the time to first token of the same prompts and of unused ones,
-which must not differ. Ann's own repetition must differ, or the measurement is too coarse. The same
-holds for texts to tokenize, structures to compile, Abort of Ann's running request and of an unknown
-one, and resuming Ann's stream, an unknown one, and Ben's own from beyond its end.
+which must not differ. Ann's own repetition must differ, or the measurement is too coarse. This is
+done again on a server whose device pool is so small that all earlier prompts are in the CPU pool.
+The same holds for texts to tokenize, structures to compile, Abort of Ann's running request and of
+an unknown one, and resuming Ann's stream, an unknown one, and Ben's own from beyond its end.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ _NUM_PROMPT_TOKENS = 400
 _NUM_WORDS = 150
 _WORD_LENGTH = 8
 _LEAST_P = 0.01
+_SMALL_POOL = ("--num-blocks=64", "--max-model-len=1000", "--num-cpu-blocks=4096",
+               "--preemption=swap")  # fmt: skip
+"""Room for two prompts on the device; every prompt that was evicted is copied back."""
 
 
 class TenantClocks:
@@ -52,14 +56,19 @@ class TenantClocks:
             for name, key in keys.items()
         }
 
-    async def first_tokens(self, number: int) -> dict[str, object]:
-        """Compare `number` prompts that Ann has sent with as many unused ones."""
+    async def first_tokens(self, number: int, *, num_others: int = 0) -> dict[str, object]:
+        """Compare `number` prompts that Ann has sent with as many unused ones.
+
+        After each, Ann sends `num_others` that take its room on the device.
+        """
         times: dict[str, list[float]] = {
             "ben_of_anns": [], "ben_of_unused": [], "ann_of_her_own": [], "ann_of_unused": [],
         }  # fmt: skip
         for _ in range(number):
             anns = self._prompt()
             await self._first_token("ann", anns)
+            for _ in range(num_others):
+                await self._first_token("ann", self._prompt())
             # Random order, since the first request finds the machine in a different state.
             looks = [
                 ("ben_of_anns", "ben", anns),
@@ -212,6 +221,7 @@ def main() -> None:
     """Measure, and report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--samples", type=int, default=300, help="of each kind (%(default)s)")
+    parser.add_argument("--evicted", type=int, default=200, help="of each kind (%(default)s)")
     parser.add_argument("--texts", type=int, default=3000, help="of each kind (%(default)s)")
     parser.add_argument("--structures", type=int, default=100, help="of each kind (%(default)s)")
     parser.add_argument("--aborts", type=int, default=1000, help="of each kind (%(default)s)")
@@ -238,6 +248,12 @@ def main() -> None:
             ))  # fmt: skip
             report.add("stream", asyncio.run(clocks.streams(options.streams)))
             report.add("abort", asyncio.run(clocks.aborts(options.aborts)))
+        with MeasuredServer(*arguments, *_SMALL_POOL) as server:
+            report.add("small_server", server.command)
+            asyncio.run(TenantClocks(server, keys, seed=-1).first_tokens(20, num_others=4))
+            clocks = TenantClocks(server, keys, seed=options.seed)
+            times = asyncio.run(clocks.first_tokens(options.evicted, num_others=4))
+            report.add("first_token_from_cpu_pool", times)
     report.write(options.output)
 
 

@@ -3,7 +3,8 @@
 The fingerprint at a position stands for its tenant and every token up to it, as real
 keys and values do. Plans are carried out in the order that `pagedray.batch` documents. Swaps
 are as late as they may be: a block gets its content when the step is acknowledged, and
-what it had is destroyed when the step runs. The worker checks everything it can observe.
+what it had is destroyed when the step runs. So is the source of an eviction, which the plan may
+overwrite. The worker checks everything it can observe.
 
 From a position on, the values of a sequence may be bad, as NaN is: whatever is computed on top of
 them is bad too, and so are the logits.
@@ -144,6 +145,7 @@ class FakeWorker:
         self._held_rows: deque[set[int]] = deque()
         self.outputs: deque[StepOutput] = deque()
         self.executed_step = -1
+        self._pending_evictions: deque[tuple[int, int, Block]] = deque()
         self._pending_swaps: list[tuple[int, list[Block], int, list[Block], int, Block]] = []
 
     @property
@@ -188,7 +190,7 @@ class FakeWorker:
         rows = [self.rows[one.row] for one in sampled if one.row not in late_rows]
         self.bad_outputs.append({row.bad for row in rows if row.bad is not None})
         token_ids = [-1 if one.row in late_rows else self._sample(one) for one in sampled]
-        num_copies = len(plan.swap_outs) + len(plan.swap_ins)
+        num_copies = len(plan.evictions) + len(plan.swap_outs) + len(plan.swap_ins)
         self.outputs.append(
             StepOutput(
                 plan.step,
@@ -201,6 +203,10 @@ class FakeWorker:
 
     def finish_swaps(self, step: int) -> None:
         """Make the copies of all steps up to `step`."""
+        while self._pending_evictions and self._pending_evictions[0][0] <= step:
+            _, block, evicted = self._pending_evictions.popleft()
+            assert self.cpu[block] == [None] * self.block_size, "the target was written"
+            self.cpu[block] = evicted
         while self._pending_swaps and self._pending_swaps[0][0] <= step:
             _, sources, source, targets, target, content = self._pending_swaps.pop(0)
             assert sources[source] == content, "the source of a swap was overwritten"
@@ -219,6 +225,8 @@ class FakeWorker:
         self.rows[start.row] = _Row(start, self.tenants[start.seed])
 
     def _copy_blocks(self, plan: StepPlan) -> None:
+        for copy in plan.evictions:
+            self._evict(plan.step, copy)
         for copy in plan.swap_outs:
             self._swap(plan.step, self.device, self.cpu, copy)
         for copy in plan.swap_ins:
@@ -228,6 +236,14 @@ class FakeWorker:
         for copy in plan.copies:
             assert copy.source not in targets
             self.device[copy.target] = list(self.device[copy.source])
+
+    def _evict(self, step: int, copy: BlockCopy) -> None:
+        """Copy a block whose source may be overwritten at once."""
+        content = list(self.device[copy.source])
+        assert not any(isinstance(value, BadValue) for value in content), "bad values are kept"
+        self.device[copy.source] = [None] * self.block_size
+        self.cpu[copy.target] = [None] * self.block_size
+        self._pending_evictions.append((step, copy.target, content))
 
     def _swap(self, step: int, sources: list[Block], targets: list[Block], copy: BlockCopy) -> None:
         content = list(sources[copy.source])

@@ -35,6 +35,7 @@ class Harness:
         block_copy_s: float = 0.0,
         token_s: float = 0.0,
         enable_prefix_cache: bool = True,
+        enable_cpu_prefix_cache: bool = True,
     ) -> None:
         self.max_model_len = max_model_len
         self.block_size = block_size
@@ -51,6 +52,7 @@ class Harness:
             num_cpu_blocks=num_cpu_blocks,
             max_model_len=max_model_len,
             enable_prefix_cache=enable_prefix_cache,
+            enable_cpu_prefix_cache=enable_cpu_prefix_cache,
             hash_key=HASH_KEY,
         )
         self.tenants: dict[int, str] = {}
@@ -331,7 +333,10 @@ class Harness:
         _check_pool(
             kv.cpu_pool,
             references=[block for s in self.sequences for block in s.cpu_block_ids],
-            pins=[block for swap in swaps for block in swap.cpu_block_ids],
+            pins=[
+                *(block for swap in swaps for block in swap.cpu_block_ids),
+                *self._blocks_being_saved(),
+            ],
         )
         self._check_places(holders)
         self._check_cache()
@@ -348,6 +353,12 @@ class Harness:
             for block in sequence.block_ids:
                 owners.setdefault(block, set()).add(sequence.active.request.tenant)
         assert all(len(tenants) == 1 for tenants in owners.values())
+
+    def _blocks_being_saved(self) -> list[int]:
+        cpu_cache = self.scheduler._kv.cpu_cache
+        if cpu_cache is None:
+            return []
+        return [block for _, blocks in cpu_cache._in_flight for block in blocks]
 
     def _make_masks(self) -> None:
         """Make masks for the plan in flight and for deferred sequences, as the controller does."""
@@ -422,16 +433,38 @@ class Harness:
         assert set(kv.pool._idle) <= set(key_of)
         for sequence in self.sequences:
             self._note_keys(sequence)
+        self._check_cpu_cache()
         if self.worker.plans:
             return
         # Keys match the content of their sequence.
         for block, key in key_of.items():
+            if block in kv._arriving:
+                continue
             content = self.worker.device[block]
             if not any(isinstance(value, BadValue) for value in content):
                 assert content == self._expected_content[key.digest]
             else:
                 # It may still be bad in the cache, but is not proven.
                 assert not kv.prefix_cache.is_proven(block)
+
+    def _check_cpu_cache(self) -> None:
+        kv = self.scheduler._kv
+        cpu_cache = kv.cpu_cache
+        if cpu_cache is None:
+            assert not any(kv.cpu_pool._is_kept)
+            return
+        assert kv.cpu_pool is cpu_cache.pool
+        key_of, saving = cpu_cache._key_of, set(self._blocks_being_saved())
+        assert {key.digest: block for block, key in key_of.items()} == cpu_cache._block_of
+        assert set(key_of) == {b for b in range(kv.cpu_pool.num_blocks) if kv.cpu_pool._is_kept[b]}
+        assert set(kv.cpu_pool._idle) <= set(key_of)
+        assert cpu_cache._unsaved == saving & set(key_of)
+        assert not cpu_cache._copies, "a plan lacks copies"
+        assert not kv._restores, "a plan lacks copies"
+        for block, key in key_of.items():
+            if block not in saving:
+                assert cpu_cache.find_block(key) == block
+                assert self.worker.cpu[block] == self._expected_content[key.digest]
 
     def _note_keys(self, sequence: ScheduledSequence) -> None:
         size = self.block_size
@@ -452,6 +485,12 @@ class Harness:
         assert stats.num_swapped == states[SequenceState.SWAPPED] + states[SequenceState.ARRIVING]
         assert stats.num_free_blocks == len(pool._free) + len(pool._idle)
         assert stats.num_cached_blocks == len(pool._idle)
+        assert stats.num_cached_cpu_blocks == len(self.scheduler._kv.cpu_pool._idle)
+        assert stats.num_saved_blocks == sum(len(plan.evictions) for plan in self.plans)
+        assert stats.num_restored_blocks + stats.num_swapped_in_blocks == sum(
+            len(plan.swap_ins) for plan in self.plans
+        )
+        assert stats.num_cpu_hit_tokens == stats.num_restored_blocks * self.block_size
         assert stats.num_steps == len(self.plans)
         assert stats.num_scheduled_tokens == self._num_planned_tokens
 

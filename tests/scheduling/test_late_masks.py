@@ -63,6 +63,7 @@ class Steps:
             num_cpu_blocks=0,
             max_model_len=128,
             enable_prefix_cache=True,
+            enable_cpu_prefix_cache=False,
         )
         self.add("slow", self.grammar)
         if has_other:

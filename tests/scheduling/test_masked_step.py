@@ -68,6 +68,7 @@ def scheduler() -> Scheduler:
         num_cpu_blocks=0,
         max_model_len=32,
         enable_prefix_cache=False,
+        enable_cpu_prefix_cache=False,
     )
 
 

@@ -31,7 +31,11 @@ class WatchedCache(PrefixCache):
 def make_manager() -> tuple[KvManager, WatchedCache]:
     cache = WatchedCache()
     kv = KvManager(
-        block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, num_cpu_blocks=8, prefix_cache=cache
+        block_size=BLOCK_SIZE,
+        num_blocks=NUM_BLOCKS,
+        num_cpu_blocks=8,
+        prefix_cache=cache,
+        cpu_cache=None,
     )
     return kv, cache
 

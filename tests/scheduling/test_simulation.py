@@ -30,6 +30,7 @@ def make_harness(rng: random.Random) -> Harness:
         block_copy_s=rng.choice((0.0, 0.1)),
         token_s=0.04,
         enable_prefix_cache=rng.random() < 0.75,
+        enable_cpu_prefix_cache=rng.random() < 0.75,
     )
 
 
@@ -120,6 +121,8 @@ def test_every_sequence_ends_as_if_it_had_been_alone() -> None:
     assert sum(one.num_swap_preemptions for one in stats) > 10
     assert sum(one.num_recompute_preemptions for one in stats) > 10
     assert sum(one.num_hit_tokens for one in stats) > 50
+    assert sum(one.num_saved_blocks for one in stats) > 50
+    assert sum(one.num_restored_blocks for one in stats) > 3
     plans = [plan for harness in harnesses for plan in harness.plans]
     assert sum(len(plan.copies) for plan in plans) > 5
     assert sum(len(plan.swap_ins) for plan in plans) > 10

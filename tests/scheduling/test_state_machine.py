@@ -25,6 +25,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         preemption=st.sampled_from(["swap", "recompute", "auto"]),
         block_copy_s=st.sampled_from([0.0, 0.1]),
         enable_prefix_cache=st.booleans(),
+        enable_cpu_prefix_cache=st.booleans(),
     )
     def begin(
         self,
@@ -37,6 +38,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         preemption: Preemption,
         block_copy_s: float,
         enable_prefix_cache: bool,
+        enable_cpu_prefix_cache: bool,
     ) -> None:
         self.harness = Harness(
             block_size=block_size,
@@ -50,6 +52,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             block_copy_s=block_copy_s,
             token_s=0.04,
             enable_prefix_cache=enable_prefix_cache,
+            enable_cpu_prefix_cache=enable_cpu_prefix_cache,
         )
 
     @rule(

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cluster.engine.controller import Controller
+from cluster.scheduling.blocks.cpu_prefix_cache import CpuPrefixCache
 from cluster.scheduling.blocks.prefix_cache import PrefixCache
 from cluster.scheduling.kv_manager import KvManager
 from cluster.scheduling.preemptor import Preemptor
+from cluster.scheduling.prefix_finder import PrefixFinder
 from cluster.scheduling.scheduler import Scheduler
 from cluster.scheduling.sequence_table import SequenceTable
 from cluster.scheduling.suspects import Suspects
@@ -66,8 +68,8 @@ PLANTED_BUGS = (
     ),
     _bug(
         "a prompt that is wholly cached computes nothing",
-        KvManager,
-        "_num_shareable",
+        PrefixFinder,
+        "num_shareable",
         "(len(sequence.token_ids) - 1)",
         "len(sequence.token_ids)",
     ),
@@ -112,6 +114,41 @@ PLANTED_BUGS = (
         "swap_in",
         "if len(hits) < sequence.num_left_behind:",
         "if False:",
+    ),
+    _bug(
+        "a cached block is read before it has been copied to the CPU pool",
+        CpuPrefixCache,
+        "find_block",
+        "or block in self._unsaved",
+        "",
+    ),
+    _bug(
+        "a block of the CPU pool is found after another took its place",
+        CpuPrefixCache,
+        "_forget_block",
+        "self._remove(block)",
+        "del self._key_of[block]",
+    ),
+    _bug(
+        "a sequence runs before its cached blocks are copied back",
+        KvManager,
+        "_restore",
+        "sequence.awaits_copies = True",
+        "pass",
+    ),
+    _bug(
+        "a sequence that shares blocks being copied back runs at once",
+        KvManager,
+        "admit",
+        "sequence.awaits_copies = not self._arriving.isdisjoint(hits)",
+        "pass",
+    ),
+    _bug(
+        "cached blocks in the memory of dead ranks are found",
+        KvManager,
+        "clear",
+        "self.cpu_cache.clear()",
+        "pass",
     ),
     _bug(
         "a sequence runs before its blocks have arrived",

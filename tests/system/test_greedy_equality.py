@@ -96,6 +96,30 @@ def test_prefix_hit_changes_nothing(truth: Truth, block_size: int) -> None:
     )
 
 
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_prefix_that_comes_back_from_the_cpu_pool_changes_nothing(
+    truth: Truth, block_size: int
+) -> None:
+    with local_llm(
+        truth.folder,
+        block_size=block_size,
+        # Room for one sequence: the next one evicts its blocks.
+        num_blocks=-(-LONGEST // block_size) + 1,
+        num_cpu_blocks=256,
+        max_num_seqs=1,
+        max_model_len=LONGEST,
+        preemption="swap",
+    ) as llm:
+        assert generated(llm, truth.prompts) == truth.continuations
+        before = llm.stats().scheduler
+        assert generated(llm, truth.prompts) == truth.continuations
+        after = llm.stats().scheduler
+    assert before.num_saved_blocks > 0
+    num_restored = after.num_restored_blocks - before.num_restored_blocks
+    num_full = sum((len(prompt) - 1) // block_size for prompt in truth.prompts)
+    assert num_restored > num_full // 2
+
+
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 def test_tiny_pool_changes_nothing(truth: Truth, block_size: int, preemption: str) -> None:
@@ -145,7 +169,7 @@ def test_whole_experts_on_two_ranks_change_nothing(truth: Truth, ray_cluster: No
 
 
 def check_two_ranks(truth: Truth, **options: Any) -> None:  # Any: engine options of any type
-    """Check continuations of two ranks, with prefix hits and swaps."""
+    """Check continuations of two ranks, with prefix hits in both pools and swaps."""
     with LLM(
         truth.folder,
         tensor_parallel_size=2,
@@ -164,5 +188,5 @@ def check_two_ranks(truth: Truth, **options: Any) -> None:  # Any: engine option
         # Prefix hits, also on blocks that were swapped.
         stats = checked_until_preempted(llm, truth, "num_swap_preemptions")
         check_logprobs(llm, truth)
-    assert stats.num_hit_tokens > 0
+    assert stats.num_hit_tokens > stats.num_cpu_hit_tokens > 0
     assert stats.num_free_blocks == stats.num_blocks

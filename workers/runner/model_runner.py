@@ -157,9 +157,10 @@ class ModelRunner:
         self._batch.apply_plan(plan)
         device = self._cache.device_pool.device
         started = record_event(device)
-        self._cache.swap_out(plan.swap_outs)
-        self._cache.swap_in(plan.swap_ins)
-        swapped = record_event(device) if plan.swap_outs or plan.swap_ins else started
+        outs, ins = [*plan.evictions, *plan.swap_outs], plan.swap_ins
+        self._cache.swap_out(outs)
+        self._cache.swap_in(ins)
+        swapped = record_event(device) if outs or ins else started
         self._cache.copy_blocks(plan.copies)
         sample, needs_masks = None, False
         prompt_reports: list[PromptReport] = []

@@ -59,6 +59,7 @@ def simulate(parsed: argparse.Namespace) -> int:
             max_model_len=parsed.max_model_len,
             block_size=parsed.block_size,
             enable_prefix_cache=not parsed.no_prefix_cache,
+            enable_cpu_prefix_cache=not parsed.no_cpu_prefix_cache,
         ),
         num_replicas=parsed.num_replicas,
     )
@@ -106,6 +107,7 @@ def _print_tables(report: Report) -> None:
     totals.add_row("Preemptions by swapping", str(report.num_swap_preemptions))
     totals.add_row("Preemptions by recomputing", str(report.num_recompute_preemptions))
     totals.add_row("Prefix cache hits", f"{report.hit_rate:.1%}")
+    totals.add_row("of which in the CPU pool", f"{report.cpu_hit_rate:.1%}")
     totals.add_row("Blocks in use at most", f"{report.peak_kv_use:.1%}")
     console.print(totals)
     console.print(latency_table(report.summary, tuple(METRICS), PERCENTILES))

@@ -83,10 +83,15 @@ def _add_replicas(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--no-prefix-cache", action="store_true", help="Compute equal prefixes again."
     )
+    group.add_argument(
+        "--no-cpu-prefix-cache",
+        action="store_true",
+        help="Do not keep prefixes in the CPU blocks when they have no room on the device.",
+    )
     for flag, low, high, default, what in (
         ("--num-replicas", 1, 1000, 1, "Replicas behind the router of Ray Serve."),
         ("--num-blocks", 2, 10**8, 50_000, "Blocks of the KV cache of a replica."),
-        ("--num-cpu-blocks", 0, 10**8, 512, "Blocks in CPU memory for preempted sequences."),
+        ("--num-cpu-blocks", 0, 10**8, 512, "Blocks in CPU memory, for swapping and prefixes."),
         ("--block-size", 1, 256, 16, "Tokens per block."),
         ("--max-num-seqs", 1, 10**5, _CONFIG.max_num_seqs, "Most sequences in a step."),
         (

@@ -31,6 +31,8 @@ class Report:
     num_recompute_preemptions: int
     hit_rate: float
     """The part of the prompt tokens that the prefix cache had."""
+    cpu_hit_rate: float
+    """The part of them that it had in the CPU pool."""
     peak_kv_use: float
 
     def as_json(self, fleet: Fleet) -> dict[str, object]:
@@ -42,6 +44,7 @@ class Report:
             "swap_preemptions": self.num_swap_preemptions,
             "recompute_preemptions": self.num_recompute_preemptions,
             "prefix_cache_hit_rate": self.hit_rate,
+            "cpu_prefix_cache_hit_rate": self.cpu_hit_rate,
             "peak_kv_use": self.peak_kv_use,
             "samples": [asdict(sample) for sample in fleet.samples],
         }
@@ -57,6 +60,7 @@ def make_report(fleet: Fleet) -> Report:
         num_swap_preemptions=sum(one.num_swap_preemptions for one in stats),
         num_recompute_preemptions=sum(one.num_recompute_preemptions for one in stats),
         hit_rate=sum(one.num_hit_tokens for one in stats) / max(num_queried, 1),
+        cpu_hit_rate=sum(one.num_cpu_hit_tokens for one in stats) / max(num_queried, 1),
         peak_kv_use=max((sample.kv_use for sample in fleet.samples), default=0.0),
     )
 

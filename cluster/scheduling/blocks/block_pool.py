@@ -136,6 +136,11 @@ class BlockPool:
             del self._idle[block]
             self._free.append(block)
 
+    def touch(self, block: int) -> None:
+        """Make an idle block the most recently used one."""
+        if block in self._idle:
+            self._idle.move_to_end(block)
+
     def _set_free(self, block: int) -> None:
         if self._is_kept[block]:
             self._idle[block] = None

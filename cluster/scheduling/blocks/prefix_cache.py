@@ -131,6 +131,10 @@ class PrefixCache:
     def is_proven(self, block: int) -> bool:
         return block in self._proven
 
+    def key_of(self, block: int) -> BlockKey | None:
+        """Return the key of a block, or None if it is not in the cache."""
+        return self._key_of.get(block)
+
     def forget_block(self, block: int) -> None:
         key = self._key_of.pop(block, None)
         if key is not None:

@@ -1,4 +1,4 @@
-"""The costs of swapping and of recomputing a sequence, by the durations that rank 0 reports.
+"""The costs of copying blocks and of recomputing them, by the durations that rank 0 reports.
 
 Blocks stand for bytes, since all have the same size.
 """
@@ -14,7 +14,7 @@ _MAX_UNMEASURED = 16
 
 
 class SwapCosts:
-    """Chooses the cheaper way to preempt a sequence."""
+    """Chooses between copying blocks and computing their tokens."""
 
     __slots__ = ("_num_unmeasured", "_step_times", "_swap")
 
@@ -23,6 +23,11 @@ class SwapCosts:
         self._swap = _MovingRate()
         self._step_times = step_times or StepTimes()
         self._num_unmeasured = 0
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether copies and steps were measured."""
+        return self._swap.per_s > 0.0 and self._step_times.is_measured
 
     def note_swaps(self, num_blocks: int, seconds: float) -> None:
         """Record the duration of copying blocks between the pools, in either direction."""
@@ -39,16 +44,41 @@ class SwapCosts:
         Tokens before `first_position` are in blocks that are shared, and found again either way.
         """
         # Swapping is tried if there is no recent measurement: one slow copy must not rule it out.
-        if not (self._swap.per_s and self._step_times.is_measured):
+        if not self.is_measured:
             return True
         if self._num_unmeasured >= _MAX_UNMEASURED:
             self._num_unmeasured = 0
             return True
-        num_pairs = num_tokens * first_position + num_tokens * (num_tokens + 1) // 2
-        recompute_s = self._step_times.marginal_s(num_tokens=num_tokens, num_pairs=num_pairs)
-        is_swap = 2 * num_blocks / self._swap.per_s < recompute_s
+        is_swap = 2 * num_blocks / self._swap.per_s < self._recompute_s(first_position, num_tokens)
         self._num_unmeasured += not is_swap
         return is_swap
+
+    def choose_restore(self, *, num_blocks: int, first_position: int, num_tokens: int) -> bool:
+        """Return whether to copy cached blocks to the device, rather than compute their tokens.
+
+        A sequence waits a step for the copies.
+        """
+        if not self.is_measured:
+            return True
+        restore_s = num_blocks / self._swap.per_s + self._step_times.step_s(
+            num_tokens=0, num_pairs=0
+        )
+        return restore_s < self._recompute_s(first_position, num_tokens)
+
+    def pays(self, *, num_copied: float, num_found: float, num_tokens: int) -> bool:
+        """Return whether copying blocks out saves time if so many of them are found again.
+
+        A block has `num_tokens`. What its tokens attend to is not counted in its favour.
+        """
+        if not self.is_measured:
+            return True
+        copy_s = 1.0 / self._swap.per_s
+        saved_s = self._step_times.marginal_s(num_tokens=num_tokens, num_pairs=0) - copy_s
+        return num_found * saved_s > num_copied * copy_s
+
+    def _recompute_s(self, first_position: int, num_tokens: int) -> float:
+        num_pairs = num_tokens * first_position + num_tokens * (num_tokens + 1) // 2
+        return self._step_times.marginal_s(num_tokens=num_tokens, num_pairs=num_pairs)
 
 
 class _MovingRate:

@@ -77,6 +77,11 @@ class EngineCollector(Collector):
             },
         )
         yield _gauge("cached_blocks", "Free cached blocks", scheduler.num_cached_blocks)
+        yield _gauge(
+            "prefix_cpu_blocks",
+            "Blocks of the CPU pool in the prefix cache",
+            scheduler.num_cached_cpu_blocks,
+        )
         yield _counter(
             "prefix_queried_tokens",
             "Tokens looked up in the prefix cache",
@@ -84,6 +89,20 @@ class EngineCollector(Collector):
         )
         yield _counter(
             "prefix_hit_tokens", "Tokens found in the prefix cache", scheduler.num_hit_tokens
+        )
+        yield _counter(
+            "prefix_cpu_hit_tokens",
+            "Tokens of these that were copied back from the CPU pool",
+            scheduler.num_cpu_hit_tokens,
+        )
+        yield _labelled_counter(
+            "prefix_copied_bytes",
+            "Bytes of cached KV blocks copied out of and into device memory, on all ranks",
+            "direction",
+            {
+                "out": scheduler.num_saved_blocks * stats.block_bytes,
+                "in": scheduler.num_restored_blocks * stats.block_bytes,
+            },
         )
         yield _counter(
             "nonfinite_sequences",

@@ -20,6 +20,7 @@ def make_scheduler() -> Scheduler:
         num_cpu_blocks=0,
         max_model_len=8192,
         enable_prefix_cache=True,
+        enable_cpu_prefix_cache=False,
         hash_key=b"key",
     )
 

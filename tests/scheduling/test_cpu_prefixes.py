@@ -1,0 +1,151 @@
+"""Prefixes that come back from the CPU pool, seen from plans and in virtual time."""
+
+from bench.virtual_conversations import ConversationShape, run_conversations
+from cluster.scheduling.sequence import SequenceState
+from cluster.simulation.step_cost import StepCost
+from cluster.simulation.virtual_replica import VirtualReplica, distinct_prompt
+from pagedray.config import CacheSize, SchedulerConfig
+from tests.scheduling.harness import Harness
+
+
+def evicted(*, num_cpu_blocks: int = 16) -> Harness:
+    """Return a harness whose CPU pool has the first prompt, of two full blocks."""
+    harness = Harness(block_size=4, num_blocks=4, num_cpu_blocks=num_cpu_blocks, preemption="swap")
+    harness.add([1] * 9, max_tokens=1)
+    harness.drain()
+    harness.add([2] * 13, max_tokens=1)
+    harness.drain()
+    return harness
+
+
+def test_a_block_is_copied_in_the_plan_that_overwrites_it() -> None:
+    harness = evicted()
+    (plan,) = [plan for plan in harness.plans if plan.evictions]
+    (start,) = plan.starts
+    # The table of the one that starts has them.
+    taken = {*start.block_ids, *(b for one in plan.sequences for b in one.new_block_ids)}
+    assert {copy.source for copy in plan.evictions} <= taken
+
+
+def test_a_sequence_computes_only_what_was_not_copied_back_once_that_has_arrived() -> None:
+    harness = evicted()
+    harness.add([1] * 8 + [5], max_tokens=1)
+    plan = harness.schedule()
+    assert plan is not None
+    assert len(plan.swap_ins) == 2
+    assert plan.starts[0].block_ids == [copy.target for copy in plan.swap_ins]
+    assert plan.sequences == []
+    sequence = harness.sequences[-1]
+    assert sequence.state is SequenceState.ARRIVING
+    harness.execute()
+    harness.collect()
+    assert harness.schedule() is None
+    harness.acknowledge()
+    plan = harness.schedule()
+    assert plan is not None
+    assert [(one.first_position, one.num_tokens) for one in plan.sequences] == [(8, 1)]
+    harness.drain()
+    (event,) = [event for event in harness.events if event.request_id == "request-2"]
+    assert event.num_cached_tokens == 8
+
+
+def test_new_ranks_have_no_prefixes_in_their_cpu_pools() -> None:
+    harness = evicted()
+    harness.replace_worker()
+    harness.add([1] * 9, max_tokens=1)
+    plan = harness.schedule()
+    assert plan is not None
+    assert plan.swap_ins == []
+    harness.drain()
+
+
+def test_an_aborted_sequence_leaves_what_is_being_copied_back() -> None:
+    harness = evicted()
+    request_id = harness.add([1] * 9, max_tokens=1)
+    harness.schedule()
+    harness.abort(request_id)
+    harness.drain()
+    harness.add([1] * 9, max_tokens=1)
+    plan = harness.schedule()
+    assert plan is not None
+    # They are on the device.
+    assert plan.swap_ins == []
+    assert [one.first_position for one in plan.sequences] == [8]
+    harness.drain()
+
+
+def test_a_step_copies_no_more_tokens_back_than_it_may_compute() -> None:
+    harness = Harness(
+        block_size=4,
+        num_blocks=8,
+        num_cpu_blocks=64,
+        max_num_seqs=4,
+        max_num_batched_tokens=8,
+        preemption="swap",
+    )
+    for token_id in (1, 2, 4, 5, 6, 7):
+        harness.add([token_id] * 9, max_tokens=1)
+        harness.drain()
+    for token_id in (1, 2):
+        harness.add([token_id] * 9, max_tokens=1)
+    plans = [harness.schedule(), harness.schedule()]
+    assert [len(plan.swap_ins) for plan in plans if plan is not None] == [2, 2]
+    harness.drain()
+
+
+def test_conversations_that_outgrow_the_device_start_in_a_third_of_the_time() -> None:
+    shape = ConversationShape(num_conversations=32, num_turns=8, num_answer_tokens=400, think_s=3.0)
+    without, with_tier = (
+        run_conversations(shape, enable_cpu_prefix_cache=has_tier) for has_tier in (False, True)
+    )
+    assert with_tier.mean_ttft_s < without.mean_ttft_s / 3
+    assert with_tier.stats.num_cpu_hit_tokens > 0
+    assert with_tier.duration_s < 1.05 * without.duration_s
+
+
+def test_prompts_that_never_come_back_are_hardly_copied() -> None:
+    durations = []
+    for has_tier in (False, True):
+        replica = make_replica(num_blocks=1000, enable_cpu_prefix_cache=has_tier)
+        for number in range(400):
+            replica.submit(distinct_prompt(number, 1000), num_output_tokens=4)
+        replica.run()
+        durations.append(replica.now_s)
+    assert durations[1] < 1.03 * durations[0]
+
+
+def test_no_time_depends_on_which_prompts_of_other_tenants_are_in_the_cpu_pool() -> None:
+    def ben_after(prompts_of_ann: list[list[int]], tenant: str = "ben") -> list[float]:
+        """Return the times to the first tokens of prompts, which Ann may have sent before."""
+        replica = make_replica(num_blocks=200, enable_cpu_prefix_cache=True)
+        for prompt in prompts_of_ann:
+            replica.submit(prompt, num_output_tokens=1, tenant="ann")
+            replica.run()
+        for number in range(100, 105):
+            replica.submit(distinct_prompt(number, 1000), num_output_tokens=1, tenant="ann")
+            replica.run()
+        times = []
+        for number in range(5):
+            prompt = distinct_prompt(number, 1000)
+            call = replica.submit(
+                prompt, num_output_tokens=1, tenant=tenant, arrival_s=replica.now_s
+            )
+            replica.run()
+            times.append(call.ttft_s)
+        return times
+
+    same = [distinct_prompt(number, 1000) for number in range(5)]
+    others = [distinct_prompt(number, 1000) for number in range(50, 55)]
+    assert ben_after(same) == ben_after(others)
+    # Her own come back sooner.
+    assert sum(ben_after(same, "ann")) < 0.7 * sum(ben_after(others, "ann"))
+
+
+def make_replica(*, num_blocks: int, enable_cpu_prefix_cache: bool) -> VirtualReplica:
+    return VirtualReplica(
+        SchedulerConfig(max_num_seqs=16, max_queued_tokens=10**7),
+        CacheSize(num_blocks=num_blocks, num_cpu_blocks=4 * num_blocks, block_bytes=0),
+        StepCost.linear(step_s=1e-3, token_s=30e-6, block_s=45e-6),
+        max_model_len=2000,
+        enable_cpu_prefix_cache=enable_cpu_prefix_cache,
+    )
