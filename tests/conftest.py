@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Any
 # other process that runs tests.
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
+import certifi
 import pytest
 import torch
+
+from tests.small_s3 import SmallS3
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -63,3 +66,16 @@ def ray_cluster() -> Iterator[None]:
     )
     yield
     ray.shutdown()
+
+
+@pytest.fixture
+def small_s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallS3]:
+    """A local S3, which the environment leads to, with credentials."""
+    with SmallS3() as s3:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", s3.url)
+        # The library refuses to start without authorities, which are removed above.
+        monkeypatch.setenv("SSL_CERT_FILE", certifi.where())
+        monkeypatch.setenv("AWS_REGION", "us-east-1")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        yield s3

@@ -23,15 +23,15 @@ needs_helm = needs_tool("helm")
 
 
 def run_helm(
-    name: str | None, changes: Manifest | None = None, *, release: str = "pagedray"
+    name: str | None, changes: Manifest | str | None = None, *, release: str = "pagedray"
 ) -> subprocess.CompletedProcess[str]:
-    """Render the chart with one of our files of values, and with changes to it."""
+    """Render the chart with one of our files of values, and with changes to it, or with YAML."""
     files = [] if name is None else ["--values", str(VALUES / f"{name}.yaml")]
     command = [tool("helm"), "template", release, str(CHART), "--kube-version", "1.33.0", *files]
     return subprocess.run(
         # JSON is YAML.
         [*command, "--values", "-"],
-        input=json.dumps(changes or {}),
+        input=changes if isinstance(changes, str) else json.dumps(changes or {}),
         capture_output=True,
         text=True,
         timeout=60,

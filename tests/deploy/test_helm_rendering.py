@@ -253,6 +253,24 @@ def test_helm_refuses_values(changes: Manifest, error: str) -> None:
     assert run.stdout == ""
 
 
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("image: {tag: 08}", "image.tag"),
+        ("image: {tag: 0.10}", "image.tag"),
+        ("image: {tag: 1:30}", "image.tag"),
+        ("worker: {cpu: 08}", "worker.cpu"),
+        ("worker: {nodeSelector: {gpu: yes}}", "worker.nodeSelector.gpu"),
+        ("storage: {storageClassName: no}", "storage.storageClassName"),
+        ("gangScheduler: {queue: off}", "gangScheduler.queue"),
+    ],
+)
+def test_helm_refuses_text_that_yaml_reads_as_something_else(text: str, path: str) -> None:
+    run = run_helm(None, f"model: a/b\n{text}\n")
+    assert run.returncode != 0
+    assert f"- {path}: " in run.stderr
+
+
 def test_helm_refuses_a_name_that_kuberay_would_refuse() -> None:
     assert "47" in run_helm(None, _HUB, release="p" * 48).stderr
 

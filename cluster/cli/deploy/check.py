@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from cluster.cli.deploy.rules import rule_errors
 from cluster.cli.deploy.values import read_values, schema_errors, spelling_errors
-from cluster.cli.deploy.weight_size import folder_weight_bytes, hub_weight_bytes
+from cluster.cli.deploy.weight_size import folder_weight_bytes, hub_weight_bytes, s3_weight_bytes
+from pagedray.errors import CheckpointError
 from workers.hub.problems import HubUnreachableError
 from workers.s3.location import S3_SCHEME
 
@@ -39,10 +40,18 @@ def check(path: Path, *, chart: Path, release: str, checkpoint: Path | None) -> 
 def _weight_bytes(values: Values, checkpoint: Path | None) -> int | None:
     if checkpoint is not None:
         return folder_weight_bytes(checkpoint)
-    if values["model"].startswith(("/", S3_SCHEME)):
+    if values["model"].startswith("/"):
         return None
     try:
+        if values["model"].startswith(S3_SCHEME):
+            return s3_weight_bytes(values["model"])
         return hub_weight_bytes(values["model"])
     except HubUnreachableError as error:
-        print(f"The size of the weights is not checked: {error.reason}.", file=sys.stderr)
-        return None
+        reason = error.reason
+    except CheckpointError as error:
+        if not values["model"].startswith(S3_SCHEME):
+            raise
+        # The credentials of the Job may be others.
+        reason = str(error).rstrip(".")
+    print(f"The size of the weights is not checked: {reason}.", file=sys.stderr)
+    return None

@@ -15,9 +15,12 @@ from cluster.cli.deploy.rules import rule_errors
 from cluster.cli.deploy.values import Values, read_values, schema_errors
 from cluster.engine.options import EngineOptions
 from cluster.serving.ray_serve.options import ServeOptions
+from tests.small_hub import Fault
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from tests.small_s3 import SmallS3
 
 _DEPLOY = Path(__file__).parents[3] / "deploy" / "helm"
 _CHART = _DEPLOY / "pagedray"
@@ -155,6 +158,28 @@ def test_the_size_is_that_of_the_files_in_a_folder(
     text = f"{_MODEL}storage: {{size: 2Gi}}\n"
     assert check(tmp_path, text, "--checkpoint", str(tmp_path)) == 1
     assert "the weights have 2.0 GiB, use 3Gi" in capsys.readouterr().out
+
+
+def test_an_index_alone_states_the_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    index = {"metadata": {"total_size": 3 * 2**30}, "weight_map": {"a": "model-1.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    text = f"{_MODEL}storage: {{size: 2Gi}}\n"
+    assert check(tmp_path, text, "--checkpoint", str(tmp_path)) == 1
+    assert "the weights have 3.0 GiB, use 4Gi" in capsys.readouterr().out
+
+
+def test_the_size_in_s3_is_that_of_the_listed_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], small_s3: SmallS3
+) -> None:
+    small_s3.push("team/tiny", {"model-1.safetensors": b"", "original/x.safetensors": b""})
+    small_s3.listed_sizes["team/tiny/model-1.safetensors"] = 3 * 2**30
+    small_s3.listed_sizes["team/tiny/original/x.safetensors"] = 3 * 2**30
+    text = "model: s3://models/team/tiny\nstorage: {size: 2Gi}\n"
+    assert check(tmp_path, text) == 1
+    assert "the weights have 3.0 GiB, use 4Gi" in capsys.readouterr().out
+    small_s3.faults.append(Fault("/models", times=99, status=403))
+    assert check(tmp_path, text) == 0
+    assert "The size of the weights is not checked: S3 denies" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["P", "p" * 48, "1p", "p-", "p.q"])

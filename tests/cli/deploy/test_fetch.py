@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from tests.small_s3 import SmallS3
+
 _WEIGHTS = "model.safetensors"
 
 
@@ -90,6 +92,21 @@ def test_pods_wait_for_the_last_file_of_s3(tmp_path: Path) -> None:
         mirror.finish(files)
     waiting.join(10.0)
     assert not waiting.is_alive()
+
+
+def test_a_job_that_fails_ends_in_one_line_and_the_next_one_continues(
+    small_s3: SmallS3, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small_s3.push("tiny", folder_files(TINY_LLAMA))
+    small_s3.faults.append(Fault(_WEIGHTS, status=403))
+    command = ["deploy", "fetch", "s3://models/tiny", "--folder", str(tmp_path / "tiny")]
+    assert main(command) != 0
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.startswith("pagedray: error: S3 denies access to s3://models/tiny (403)")
+    assert Mirror(tmp_path / "tiny").problem() is not None
+    assert main(command) == 0
+    assert main([*command, "--wait"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'tiny'}\n" * 2
 
 
 @pytest.mark.parametrize(

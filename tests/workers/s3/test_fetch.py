@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-import certifi
 import pytest
 
 from pagedray.errors import CheckpointError
 from tests.small_hub import Fault, folder_files
-from tests.small_s3 import SmallS3
 from tests.system.server_process import TINY_LLAMA
 from workers.s3.bucket import Bucket
 from workers.s3.fetch import fetch_folder
@@ -18,8 +16,10 @@ from workers.s3.location import S3Location, parse_location
 from workers.s3.mirror import Mirror
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
+
+    from tests.small_s3 import SmallS3
 
 _WEIGHTS = "model.safetensors"
 _WHERE = S3Location("models", "team/tiny")
@@ -27,18 +27,11 @@ _CHUNK = 2**20
 
 
 @pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallS3]:
-    with SmallS3() as s3:
-        s3.push("team/tiny", folder_files(TINY_LLAMA))
-        # A folder beside it, whose name begins the same.
-        s3.push("team/tiny-2", {"config.json": b"{}"})
-        monkeypatch.setenv("AWS_ENDPOINT_URL", s3.url)
-        # The library refuses to start on a machine without certificates.
-        monkeypatch.setenv("SSL_CERT_FILE", certifi.where())
-        monkeypatch.setenv("AWS_REGION", "us-east-1")
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-        yield s3
+def s3(small_s3: SmallS3) -> SmallS3:
+    small_s3.push("team/tiny", folder_files(TINY_LLAMA))
+    # A folder beside it, whose name begins the same.
+    small_s3.push("team/tiny-2", {"config.json": b"{}"})
+    return small_s3
 
 
 def fetch(folder: Path, report_progress: Callable[[int, int], None] | None = None) -> Path:
