@@ -1,8 +1,8 @@
 """Runs a Serve replica that logs much, and prints what is in Ray's folder of logs.
 
 The arguments are Ray's temporary folder and a number of lines. Each line is written to standard
-error and once to Serve's log. It prints a line of JSON: the last lines of Serve's log, and the size
-of each file in bytes.
+error and once to Serve's log. It prints a line of JSON: the last lines of Serve's log, the size of
+each file in bytes, and what all files in Ray's folder occupy on disk.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ def main(folder: str, num_lines: str) -> None:
     report = {
         "last_lines": replica.read_text().splitlines()[-2:],
         "sizes": {name: one.stat().st_size for name, one in files.items()},
+        "used_bytes": sum(one.lstat().st_blocks * 512 for one in Path(folder).rglob("*")),
     }
     serve.shutdown()
     ray.shutdown()
