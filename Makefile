@@ -15,7 +15,7 @@ ENVOY := $(TOOLS)/bin/envoy
 
 SEEDS ?= 10000
 
-.PHONY: setup helm deploy-tools gateway-test demo simulate test test-slow test-clients test-hostile chaos docs release check protos freeze-protos clean
+.PHONY: setup helm deploy-tools gateway-test demo simulate test test-slow test-clients image-test test-hostile chaos docs release check protos freeze-protos clean
 
 setup: $(STAMP)
 
@@ -89,6 +89,11 @@ test-hostile: setup
 # Programs of other projects against a server, each in an environment of its own.
 test-clients: setup
 	@$(BIN)/python -m tests.clients
+
+# The CPU image, built from a base of this machine's Debian and run as the manifests say. Needs root,
+# and installs buildah, crun and debootstrap if they are missing.
+image-test: setup
+	@$(BIN)/python -m tests.image
 
 # The documentation as a site in build/site.
 docs: setup

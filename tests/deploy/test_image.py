@@ -1,7 +1,7 @@
 """The files that the Dockerfile copies exist and are complete, and versions match.
 
-There is no container runtime here: hadolint reads the file, and the wheel is built from the files
-that the builder would get, by the commands that the builder would run.
+Without a container runtime: hadolint reads the file, and the wheel is built from the files that the
+builder would get, by the commands that it would run. `make image-test` builds the image itself.
 """
 
 from __future__ import annotations

@@ -1,0 +1,127 @@
+"""The Ray cluster of `cpu-demo` from the image: a head and a worker, without Kubernetes.
+
+It starts the pods and sends the Serve configuration as KubeRay's controller does.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import httpx
+import yaml
+
+from cluster.serving.auth.key_file import digest_of, new_key
+from tests.deploy.kustomize import overlay
+from tests.image.built_image import BuiltImage
+from tests.image.kuberay import CLUSTER, HEAD_SERVICE, head_pod, worker_pod
+from tests.image.pod import Pod
+from tests.image.pod_network import make_network
+from tests.image.probe import wait_until
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.deploy.kustomize import Manifest
+
+__all__ = ["IMAGE", "RayCluster"]
+
+_DEPLOY_TIMEOUT_S = 180.0
+
+
+def _ray_service() -> Manifest:
+    return overlay("cpu-demo")["RayService", "pagedray"]
+
+
+def _image_name() -> str:
+    cluster = _ray_service()["spec"]["rayClusterConfig"]
+    groups = (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])
+    [name] = {one["template"]["spec"]["containers"][0]["image"] for one in groups}
+    return str(name)
+
+
+IMAGE = _image_name()
+"""The name of the image in the manifests."""
+
+
+@dataclass(frozen=True, slots=True)
+class RayCluster:
+    """The pods and what clients need to know."""
+
+    head: Pod
+    worker: Pod
+    token: str
+    key: str
+    image: BuiltImage
+
+    @classmethod
+    def make(cls, folder: Path) -> RayCluster:
+        """Prepare the pods, which `start` starts."""
+        make_network()
+        image = BuiltImage.mount(IMAGE)
+        token, key = secrets.token_hex(32), new_key()
+        keys = f'[tenants.demo]\nkeys = ["sha256:{digest_of(key).hex()}"]\n'
+        values = {CLUSTER: {"auth_token": token}, "pagedray-api-keys": {"keys.toml": keys}}
+        service, images = _ray_service(), {IMAGE: image}
+        head = Pod(head_pod(service), images, values, folder / "head", number=2)
+        names = {HEAD_SERVICE: head.address}
+        worker = Pod(worker_pod(service), images, values, folder / "worker", number=3, names=names)
+        return cls(head, worker, token, key, image)
+
+    def start(self) -> None:
+        """Start both pods and wait until the head is ready, as KubeRay does."""
+        self.head.start()
+        wait_until(self.head, "startupProbe")
+        wait_until(self.head, "readinessProbe")
+        self.worker.start()
+        wait_until(self.worker, "startupProbe")
+
+    def put_serve_config(self, token: str | None) -> httpx.Response:
+        """Send the Serve configuration of the manifest with a token."""
+        config = yaml.safe_load(_ray_service()["spec"]["serveConfigV2"])
+        return httpx.put(
+            f"{self._dashboard}/api/serve/applications/",
+            content=json.dumps(config),
+            headers={"Content-Type": "application/json", **_authorization(token)},
+            timeout=30.0,
+        )
+
+    def list_nodes(self, token: str | None) -> httpx.Response:
+        """Ask the dashboard for the nodes of the cluster with a token."""
+        return httpx.get(
+            f"{self._dashboard}/api/v0/nodes?detail=1", headers=_authorization(token), timeout=30.0
+        )
+
+    def wait_for_application(self) -> float:
+        """Wait until Serve reports the application as running, and return the seconds."""
+        started_s = time.monotonic()
+        while True:
+            answer = httpx.get(
+                f"{self._dashboard}/api/serve/applications/?api_type=declarative",
+                headers=_authorization(self.token),
+                timeout=30.0,
+            )
+            [application] = answer.raise_for_status().json()["applications"].values()
+            seconds = time.monotonic() - started_s
+            if application["status"] == "RUNNING":
+                return seconds
+            for pod in (self.head, self.worker):
+                pod.assert_running()
+            assert seconds < _DEPLOY_TIMEOUT_S, application
+            time.sleep(1.0)
+
+    def kill(self) -> None:
+        """End all pods at once."""
+        for pod in (self.worker, self.head):
+            pod.kill()
+
+    @property
+    def _dashboard(self) -> str:
+        return f"http://{self.head.address}:8265"
+
+
+def _authorization(token: str | None) -> dict[str, str]:
+    return {} if token is None else {"x-ray-authorization": f"Bearer {token}"}
