@@ -28,7 +28,7 @@ __all__ = ["on_files", "site_pages"]
 _PROTOS = Path(__file__).parents[1] / "protos"
 _LIBRARY_PROTOS = Path(grpc_tools.__file__).parent / "_proto"
 _PROTO = "pagedray/v1/pagedray.proto"
-_COMMANDS = ("serve", "generate", "chat", "bench", "simulate", "top", "keys")
+_COMMANDS = ("serve", "generate", "chat", "bench", "simulate", "deploy", "top", "keys")
 # Fields of descriptors, by which places in a file are named.
 _MESSAGES, _ENUMS, _SERVICES, _MEMBERS, _FIELDS, _VALUES = 4, 5, 6, 2, 2, 2
 _TYPES = ("", "double", "float", "int64", "uint64", "int32", "", "", "bool", "string", "", "")
@@ -73,10 +73,11 @@ def _vllm() -> Iterator[str]:
     yield (
         "`pagedray serve` and `LLM` take most of vLLM's names: [Compatibility](../compatibility.md)"
         " lists the parameters of requests, and how results differ. This page lists flags; options "
-        "of `LLM` have the same names with underscores.\n"
+        "of `LLM` have the same names with underscores. Flags such as `--max-model-len` that are "
+        "the same here are not listed; the [command line](command-line.md) has them.\n"
     )
     yield "| flag of vLLM | here |\n| --- | --- |"
-    for flag, note in flag_notes():
+    for flag, note in flag_notes(command_parser(make_parser(), "serve")):
         yield f"| `{flag}` | {note} |"
 
 

@@ -41,6 +41,15 @@ class _Flag:
     """Names of the same flag in vLLM."""
 
 
+class _OptionalChoices(tuple[str, ...]):
+    """Allowed values of a flag whose default is None, which some of vLLM's values are."""
+
+    __slots__ = ()
+
+    def __contains__(self, value: object) -> bool:
+        return value is None or super().__contains__(value)
+
+
 def _length(text: str) -> int | None:
     try:
         return context_length(text)
@@ -124,6 +133,7 @@ _GROUPS = {
             "ray runs each rank as a Ray actor, local a single rank in this process; for a single "
             "rank, generate and chat default to local.",
             ("ray", "local"),
+            aliases=("--distributed-executor-backend",),
         ),
         _Flag("num_threads", "CPU threads per rank. (default: an equal share of the cores)", int),
         _Flag(
@@ -258,8 +268,7 @@ def _add(group: argparse._ArgumentGroup, flag: _Flag, default: object) -> None:
     elif flag.kind is bool:
         more["action"] = "store_true"
     elif isinstance(flag.kind, tuple):
-        # Some of vLLM's values are None, the default.
-        choices = flag.kind if default is not None else (*flag.kind, None)
+        choices = flag.kind if default is not None else _OptionalChoices(flag.kind)
         more |= {"choices": choices, "default": default, "type": _translation(flag.field)}
         more["metavar"] = f"{{{','.join(flag.kind)}}}"
     else:

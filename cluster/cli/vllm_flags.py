@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from cluster.engine.vllm_options import ALIASES, IGNORED, REFUSED, WITHOUT_EFFECT
+from cluster.engine.vllm_options import IGNORED, REFUSED, WITHOUT_EFFECT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,9 +21,14 @@ _SWITCHES_IGNORED = (
     "--enable-prefix-caching",
 )
 _REFUSED: Mapping[str, str] = {
+    "lora_modules": "merge the adapter into the weights",
+    "model": "the model is the first argument: pagedray serve MODEL",
     "override_generation_config": "edit generation_config.json in the folder of the model",
+    "root_path": "let a proxy remove the prefix of the path",
     "seed": "requests set their own seed",
+    "uvicorn_log_level": "use --log-level",
 }
+_SHORT = {"data_parallel_size": "-dp", "pipeline_parallel_size": "-pp"}
 _NOT_FLAGS = frozenset(("enable_chunked_prefill",))
 
 
@@ -41,16 +46,22 @@ def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
     for name, reason in sorted({**REFUSED, **_REFUSED}.items()):
         if name not in _NOT_FLAGS:
             allowed = tuple(str(value) for value in WITHOUT_EFFECT.get(name, ()))
-            parser.add_argument(
-                _flag(name), action=_Refuse, reason=reason, allowed=allowed, help=hidden
-            )
+            flags = [_flag(name), *([_SHORT[name]] if name in _SHORT else [])]
+            parser.add_argument(*flags, action=_Refuse, reason=reason, allowed=allowed, help=hidden)
 
 
-def flag_notes() -> list[tuple[str, str]]:
-    """Return flags of vLLM that are other ones here, or none, with a note on each."""
-    notes = {_flag(name): f"`{_flag(own)}`" for name, own in ALIASES.items()}
-    for flag in _SWITCHES_IGNORED:
-        notes.setdefault(flag, "has no effect")
+def flag_notes(parser: argparse.ArgumentParser) -> list[tuple[str, str]]:
+    """Return flags of vLLM that are other ones here, or none, with a note on each.
+
+    `parser` is that of `pagedray serve`.
+    """
+    notes = dict.fromkeys(_SWITCHES_IGNORED, "has no effect")
+    for action in parser._actions:
+        if action.help != argparse.SUPPRESS and action.dest != "help":
+            own, *others = action.option_strings or ("",)
+            notes |= dict.fromkeys(others, f"the same as `{own}`")
+    notes["--no-enable-prefix-caching"] = "the same as `--no-prefix-cache`"
+    notes["--trust-remote-code"] = "is refused: code from a checkpoint is never run"
     for name, reason in IGNORED.items():
         notes[_flag(name)] = f"has no effect: {reason}"
     for name, reason in {**REFUSED, **_REFUSED}.items():

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from cluster.cli.flags import engine_options
-from cluster.cli.parser import make_parser
+from cluster.cli.parser import command_parser, make_parser
+from cluster.cli.vllm_flags import flag_notes
 from cluster.serving.auth.authenticator import Authenticator
 from pagedray.errors import AuthenticationError, StartupError
 
@@ -13,7 +16,8 @@ GIVEN = (
     "serve folder --port 8001 --gpu-memory-utilization 0.8 --enable-prefix-caching -tp 2 "
     "--dtype half --kv-cache-dtype fp8 --max-model-len 32K --load-format safetensors "
     "--tool-call-parser hermes --enable-auto-tool-choice --ssl-certfile c --ssl-keyfile k "
-    "--disable-log-requests --swap-space 4 --data-parallel-size 1 --generation-config vllm "
+    "--disable-log-requests --swap-space 4 --data-parallel-size 1 -pp 1 "
+    "--distributed-executor-backend mp --generation-config vllm "
     "--api-key sk-12345678 sk-87654321 --quantization gptq_marlin"
 )
 AUTOMATIC = "serve folder --dtype auto --max-model-len auto --no-enable-prefix-caching"
@@ -26,6 +30,7 @@ def test_names_and_values_are_taken() -> None:
     assert (options.dtype, options.kv_cache_dtype) == ("float16", "fp8_e4m3")
     assert (options.max_model_len, options.load_format) == (32768, "auto")
     assert (options.enable_prefix_cache, options.quantization) == (True, "gptq")
+    assert options.executor == "local"
     assert (parsed.http_port, parsed.tool_call_format) == (8001, "hermes")
     assert [str(parsed.tls_cert), str(parsed.tls_key)] == ["c", "k"]
     assert parsed.api_key == ["sk-12345678", "sk-87654321"]
@@ -45,9 +50,11 @@ def test_automatic_values_are_the_defaults() -> None:
         ("--chat-template x.jinja", "write chat_template.jinja in the folder of the model"),
         ("--enable-lora", "merge the adapter into the weights"),
         ("--revision main", "name it in the model: ORG/NAME@REVISION"),
+        ("--model m", "the model is the first argument"),
+        ("-dp 2", "use num_replicas of Ray Serve"),
         ("--seed 1", "requests set their own seed"),
         ("--max-model-len many", "such as 32768, 32K or auto, not 'many'"),
-        ("--dtype int4", "invalid choice: 'int4'"),
+        ("--dtype int4", "(choose from 'float32', 'bfloat16', 'float16')"),
     ],
 )
 def test_others_are_refused_in_one_line(
@@ -58,6 +65,16 @@ def test_others_are_refused_in_one_line(
     error = capsys.readouterr().err
     assert text in error
     assert error.count("\n") == 1
+
+
+def test_every_noted_flag_exists() -> None:
+    parser = command_parser(make_parser(), "serve")
+    notes = dict(flag_notes(parser))
+    for flag, note in notes.items():
+        for name in (flag, *re.findall(r"same as `(.+)`", note)):
+            assert name in parser._option_string_actions, name
+    assert notes["--gpu-memory-utilization"] == "the same as `--memory-fraction`"
+    assert notes["--enable-prefix-caching"] == "has no effect"
 
 
 def test_keys_are_those_of_one_tenant() -> None:
