@@ -138,14 +138,16 @@ class HttpApp:
             await shares.wait_turn(client)
         timer = LoopTimer()
         response = await timer.run(self._respond(request))
+        if not may_wait:
+            # Else the checks of a host, which are not delayed, would delay its other requests.
+            return response
         is_first = request.scope.get(IS_FIRST_KEY, False)
         used_s = timer.used_s + (_CONNECTION_S if is_first else 0.0)
         charged_s = _charged_s(endpoint, response, used_s)
         shares.charge(client, charged_s)
         shares.charge_call(client, tenant, _OTHER_S + used_s - charged_s)
-        if may_wait:
-            # What it used earlier was in other passes.
-            self.read_turns.exclude(min(charged_s, timer.last_s))
+        # What it used earlier was in other passes.
+        self.read_turns.exclude(min(charged_s, timer.last_s))
         return response
 
     def _client_of(self, request: Request) -> tuple[str, str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from cluster.serving.auth.tenant import Tenant
@@ -102,13 +102,13 @@ class HttpCall:
     async def body(self, kind: type[AnyBody], use: Callable[[AnyBody, bytes], Steps[Used]]) -> Used:
         """Return what `use` makes of the body and its bytes.
 
-        A long body is read when it is its tenant's turn. Raises InvalidRequestError or
-        HTTPException.
+        A long body is read when it is its tenant's turn. Raises InvalidRequestError,
+        HTTPException, or ClientDisconnect if the client has disconnected by then.
         """
         size = self.intake.size
         async with self._received() as raw:
             steps = _read(kind, raw, size, use, self.ignored.note)
-            return await self.intake.parsing.run(self.tenant.name, len(raw), steps)
+            return await self._parse(raw, steps)
 
     async def body_with(
         self,
@@ -120,12 +120,12 @@ class HttpCall:
 
         It is otherwise as `body`.
         """
-        size, parsing, tenant = self.intake.size, self.intake.parsing, self.tenant.name
+        size = self.intake.size
         async with self._received() as raw:
             read = read_body(kind, raw, size, note_ignored=self.ignored.note)
-            body = await parsing.run(tenant, len(raw), read)
+            body = await self._parse(raw, read)
             found = await find(body)
-            return await parsing.run(tenant, len(raw), use(body, found))
+            return await self._parse(raw, use(body, found))
 
     @asynccontextmanager
     async def _received(self) -> AsyncIterator[bytes]:
@@ -143,6 +143,15 @@ class HttpCall:
             except HTTPException:
                 self.metrics.count_outcome("invalid", "http")
                 raise
+
+    async def _parse(self, raw: bytes, steps: Steps[Used]) -> Used:
+        return await self.intake.parsing.run(
+            self.tenant.name, len(raw), steps, check_client=self._check_client
+        )
+
+    async def _check_client(self) -> None:
+        if await self.request.is_disconnected():
+            raise ClientDisconnect
 
 
 def _read(

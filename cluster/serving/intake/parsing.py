@@ -10,7 +10,7 @@ from cluster.serving.intake.steps import Steps, finish
 from cluster.serving.intake.turns import Turns
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
 __all__ = ["Parsing"]
 
@@ -40,14 +40,27 @@ class Parsing:
         self._unpaused_s = 0.0
         """The work since the last pause."""
 
-    async def run(self, tenant: str, num_bytes: int, steps: Steps[Result]) -> Result:
-        """Return the result of the steps that read a tenant's request of so many bytes."""
+    async def run(
+        self,
+        tenant: str,
+        num_bytes: int,
+        steps: Steps[Result],
+        *,
+        check_client: Callable[[], Awaitable[None]] | None = None,
+    ) -> Result:
+        """Return the result of the steps that read a tenant's request of so many bytes.
+
+        `check_client` is called when the turn of a long request has come, and raises if the client
+        has disconnected meanwhile.
+        """
         if num_bytes <= _SHORT_BYTES:
             return finish(steps)
         await self._turns.wait_turn(tenant)
         used_s = num_bytes * _RECEIVE_S_PER_BYTE
         self._unpaused_s += used_s
         try:
+            if check_client is not None:
+                await check_client()
             while True:
                 started_s = time.perf_counter()
                 try:

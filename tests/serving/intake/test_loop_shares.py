@@ -250,6 +250,23 @@ def test_client_that_took_more_waits_but_not_for_its_health_checks(tokenizer: To
             assert shares.num_waiting("127.0.0.1") == 2
 
 
+def test_health_checks_that_never_wait_do_not_delay_other_requests(tokenizer: Tokenizer) -> None:
+    with Server(tokenizer) as server, connect(server) as other:
+        shares = server.frontends.servicer.intake.loop_shares
+        with open_stream(server):
+            assert ask(other, b"/unknown", timeout_s=5.0) is not None
+            wait_for(lambda: "127.0.0.1" in shares._accounts)
+            account = shares._accounts["127.0.0.1"]
+            charged_at_s = account._changed_s
+            for _ in range(3):
+                with connect(server) as connection:
+                    answer = ask(connection, b"/ready", timeout_s=5.0)
+                assert (answer or b"").startswith(b"HTTP/1.1 200 ")
+            assert account._changed_s == charged_at_s
+            assert ask(other, b"/unknown", timeout_s=5.0) is not None
+            wait_for(lambda: account._changed_s > charged_at_s)
+
+
 def test_calls_over_grpc_wait_too(tokenizer: Tokenizer) -> None:
     with Server(tokenizer) as server, grpc.insecure_channel(server.grpc_target) as channel:
         stub = pagedray_pb2_grpc.GenerationServiceStub(channel)

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
+import socket
 import time
 from typing import TYPE_CHECKING
 
 import pytest
+from starlette.requests import ClientDisconnect
 
+from cluster.serving.auth.tenant import ANONYMOUS
 from cluster.serving.intake.parsing import Parsing
 from pagedray.errors import InvalidRequestError
+from tests.fakes import wait_for
+from tests.serving.conftest import Server
 
 if TYPE_CHECKING:
     from cluster.serving.intake.steps import Steps
+    from cluster.serving.text.tokenizer import Tokenizer
 
 LONG = 2**20
 STEP_S = 0.004
@@ -86,3 +93,35 @@ async def test_an_error_ends_the_turn() -> None:
     with pytest.raises(InvalidRequestError):
         await parsing.run("ann", LONG, refuse())
     assert await parsing.run("ann", LONG, work(log, "next")) == "next"
+
+
+async def test_a_request_whose_client_has_left_is_not_read() -> None:
+    parsing, log = Parsing(has_streams=lambda: False), list[str]()
+
+    async def leave() -> None:
+        raise ClientDisconnect
+
+    with pytest.raises(ClientDisconnect):
+        await parsing.run("ann", LONG, work(log, "left"), check_client=leave)
+    assert await parsing.run("ann", LONG, work(log, "next")) == "next"
+    assert log == ["next"]
+
+
+def test_bodies_of_clients_that_left_before_their_turn_are_not_read(tokenizer: Tokenizer) -> None:
+    body = json.dumps({"model": "tiny", "prompt": "x" * 12_000, "n": -1}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with Server(tokenizer) as server:
+        turns = server.frontends.servicer.intake.parsing._turns
+        asyncio.run_coroutine_threadsafe(turns.wait_turn("someone"), server.loop).result(5.0)
+        assert server.frontends._http is not None
+        assert server.frontends._http._server is not None
+        connections = server.frontends._http._server.server_state.connections
+        with socket.create_connection(("127.0.0.1", server.frontends.http_port), 5.0) as connection:
+            connection.sendall(b"%bContent-Length: %d\r\n\r\n%b" % (head, len(body), body))
+            wait_for(lambda: turns.num_waiting(ANONYMOUS.name))
+        wait_for(lambda: not connections)
+        server.loop.call_soon_threadsafe(turns.end_turn, "someone", 0.0)
+        wait_for(lambda: not turns.num_tenants)
+        invalid = 'outcome="invalid"'
+        metrics = server.frontends.servicer.metrics.render().decode()
+        assert not [line for line in metrics.splitlines() if invalid in line and "http" in line]
