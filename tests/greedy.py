@@ -23,6 +23,7 @@ __all__ = [
     "PROMPT_LENGTHS",
     "Truth",
     "check_all_at_once",
+    "check_cpu_prefixes",
     "check_logprobs",
     "check_tiny_pool",
     "checked_until_preempted",
@@ -131,3 +132,25 @@ def check_all_at_once(open_llm: Callable[..., LLM], truth: Truth) -> None:
         )
     assert stats.num_free_blocks == stats.num_blocks
     assert stats.num_free_cpu_blocks == stats.num_cpu_blocks
+
+
+def check_cpu_prefixes(open_llm: Callable[..., LLM], truth: Truth, *, block_size: int) -> None:
+    """Check continuations of prompts that were evicted to the CPU pool and come back."""
+    with open_llm(
+        truth.folder,
+        block_size=block_size,
+        # Room for one sequence: the next one evicts its blocks.
+        num_blocks=-(-LONGEST // block_size) + 1,
+        num_cpu_blocks=256,
+        max_num_seqs=1,
+        max_model_len=LONGEST,
+        preemption="swap",
+    ) as llm:
+        assert generated(llm, truth.prompts) == truth.continuations
+        before = llm.stats().scheduler
+        assert generated(llm, truth.prompts) == truth.continuations
+        after = llm.stats().scheduler
+    assert before.num_saved_blocks > 0
+    num_restored = after.num_restored_blocks - before.num_restored_blocks
+    num_full = sum((len(prompt) - 1) // block_size for prompt in truth.prompts)
+    assert num_restored > num_full // 2

@@ -22,6 +22,7 @@ from tests.greedy import (
     LONGEST,
     Truth,
     check_all_at_once,
+    check_cpu_prefixes,
     check_tiny_pool,
     checked_until_preempted,
     generated,
@@ -117,6 +118,13 @@ def test_prefix_hit_changes_nothing(truth: Truth) -> None:
         assert llm.stats().scheduler.num_hit_tokens >= sum(
             (len(prompt) - 1) // 4 * 4 for prompt in truth.prompts
         )
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_prefix_that_comes_back_from_the_cpu_pool_changes_nothing(
+    truth: Truth, block_size: int
+) -> None:
+    check_cpu_prefixes(gpu_llm, truth, block_size=block_size)
 
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])

@@ -13,6 +13,7 @@ from tests.greedy import (
     LONGEST,
     Truth,
     check_all_at_once,
+    check_cpu_prefixes,
     check_logprobs,
     check_tiny_pool,
     checked_until_preempted,
@@ -100,24 +101,7 @@ def test_prefix_hit_changes_nothing(truth: Truth, block_size: int) -> None:
 def test_prefix_that_comes_back_from_the_cpu_pool_changes_nothing(
     truth: Truth, block_size: int
 ) -> None:
-    with local_llm(
-        truth.folder,
-        block_size=block_size,
-        # Room for one sequence: the next one evicts its blocks.
-        num_blocks=-(-LONGEST // block_size) + 1,
-        num_cpu_blocks=256,
-        max_num_seqs=1,
-        max_model_len=LONGEST,
-        preemption="swap",
-    ) as llm:
-        assert generated(llm, truth.prompts) == truth.continuations
-        before = llm.stats().scheduler
-        assert generated(llm, truth.prompts) == truth.continuations
-        after = llm.stats().scheduler
-    assert before.num_saved_blocks > 0
-    num_restored = after.num_restored_blocks - before.num_restored_blocks
-    num_full = sum((len(prompt) - 1) // block_size for prompt in truth.prompts)
-    assert num_restored > num_full // 2
+    check_cpu_prefixes(local_llm, truth, block_size=block_size)
 
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
