@@ -14,6 +14,7 @@ from tests.deploy.kustomize import DEPLOY, overlay, render, write_overlay
 from tests.deploy.network import Peer, admits
 from tests.deploy.operator_rules import operator_errors
 from tests.deploy.pod_security import restricted_violations
+from tests.deploy.quantity import seconds_of
 from tests.deploy.schemas import check
 
 if TYPE_CHECKING:
@@ -196,6 +197,9 @@ def test_routes_and_rocksdb_match_their_schemas() -> None:
         if one["kind"].endswith("Route")
     }
     assert ports == {"HTTPRoute": 8000, "GRPCRoute": 9000}
+    [http] = [one for one in manifests if one["kind"] == "HTTPRoute"]
+    # The timeout is for the whole response, and streams may take more than ten minutes.
+    assert seconds_of(http["spec"]["rules"][0]["timeouts"]["request"]) >= 3600
     assert operator_errors(_service(manifests)) == []
 
 

@@ -79,6 +79,19 @@ def test_queries_use_exported_metrics(query: str) -> None:
             assert re.search(rf"(rate|increase)\({sample}\b", query)
 
 
+def test_the_endpoint_picker_is_given_exported_metrics() -> None:
+    flags = re.findall(
+        r"^ +--[\w-]+-metric=ray_(\w+)(?:\{(\w+)=\w+\})?$",
+        Path("docs/kubernetes.md").read_text(),
+        re.MULTILINE,
+    )
+    assert len(flags) == 3
+    for name, label in flags:
+        kind, labels = documented()[name]
+        assert kind == "gauge"
+        assert not label or label in labels
+
+
 def test_panels_are_complete_and_do_not_overlap() -> None:
     assert len({panel["id"] for panel in panels()}) == len(panels())
     places = [panel["gridPos"] for panel in panels()]

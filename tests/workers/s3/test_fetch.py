@@ -106,20 +106,66 @@ def test_a_short_file_is_never_served(s3: SmallS3, tmp_path: Path) -> None:
 
 
 def test_the_next_run_continues_where_a_killed_one_stopped(s3: SmallS3, tmp_path: Path) -> None:
-    weights = len(s3.objects[f"team/tiny/{_WEIGHTS}"])
-
-    def die_after_two_chunks(done: int, total: int) -> None:
-        if total > weights and done - (total - weights) == 2 * _CHUNK:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        fetch(tmp_path / "tiny", die_after_two_chunks)
+    kill_after_two_chunks(s3, tmp_path / "tiny")
     assert Mirror(tmp_path / "tiny").problem() is not None
     s3.requested.clear()
     fetch(tmp_path / "tiny")
     assert s3.ranges_of(_WEIGHTS)[0].startswith(f"bytes={2 * _CHUNK}-")
     # What was complete is not read again.
     assert s3.ranges_of("config.json") == []
+
+
+def test_a_part_of_another_version_is_not_continued(s3: SmallS3, tmp_path: Path) -> None:
+    kill_after_two_chunks(s3, tmp_path / "tiny")
+    changed = bytes(len(s3.objects[f"team/tiny/{_WEIGHTS}"]))
+    s3.push("team/tiny", {_WEIGHTS: changed})
+    folder = fetch(tmp_path / "tiny")
+    assert (folder / _WEIGHTS).read_bytes() == changed
+    assert not list(folder.rglob("*.part"))
+
+
+def test_a_file_that_changes_during_its_download_is_refused(s3: SmallS3, tmp_path: Path) -> None:
+    weights = s3.objects[f"team/tiny/{_WEIGHTS}"]
+
+    def change_after_one_chunk(done: int, total: int) -> None:
+        if total > len(weights) and done - (total - len(weights)) == _CHUNK:
+            s3.push("team/tiny", {_WEIGHTS: bytes(len(weights))})
+
+    with pytest.raises(CheckpointError, match="was changed during its download; start again"):
+        fetch(tmp_path / "tiny", change_after_one_chunk)
+    assert Mirror(tmp_path / "tiny").problem() is not None
+
+
+def test_a_model_whose_update_fails_is_not_served(s3: SmallS3, tmp_path: Path) -> None:
+    folder = fetch(tmp_path / "tiny")
+    s3.push("team/tiny", {_WEIGHTS: b"other"})
+    s3.faults.append(Fault(_WEIGHTS, status=403))
+    with pytest.raises(CheckpointError):
+        fetch(folder)
+    assert Mirror(folder).problem() is not None
+
+
+def test_a_file_that_was_shortened_later_is_noticed_and_mended(s3: SmallS3, tmp_path: Path) -> None:
+    folder = fetch(tmp_path / "tiny")
+    with (folder / _WEIGHTS).open("r+b") as file:
+        file.truncate(1000)
+    problem = Mirror(folder).problem()
+    assert problem is not None
+    assert f"does not have {len(s3.objects[f'team/tiny/{_WEIGHTS}'])} bytes" in problem
+    fetch(folder)
+    assert Mirror(folder).problem() is None
+
+
+def kill_after_two_chunks(s3: SmallS3, folder: Path) -> None:
+    """Begin a download, and end it after two chunks of the weights."""
+    weights = len(s3.objects[f"team/tiny/{_WEIGHTS}"])
+
+    def die(done: int, total: int) -> None:
+        if total > weights and done - (total - weights) == 2 * _CHUNK:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fetch(folder, die)
 
 
 def test_another_version_is_downloaded_from_its_beginning(s3: SmallS3, tmp_path: Path) -> None:
