@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cluster.cli.flags import engine_options, sampling_params
-from cluster.cli.parser import CONFIG_FLAG, USAGE_EXIT, command_parser, make_parser
+from cluster.cli.one_line_parser import USAGE_EXIT, command_parser
+from cluster.cli.parser import CONFIG_FLAG, make_parser
 from cluster.engine.options import engine_config
 from cluster.engine.progress import ProgressLine
 from pagedray.descriptor_limit import raise_descriptor_limit

@@ -11,6 +11,7 @@ from cluster.cli.client_flags import add_client_flags
 from cluster.cli.deploy.flags import add_check_flags, add_fetch_flags, add_status_flags
 from cluster.cli.flag_values import count, names, seconds
 from cluster.cli.flags import add_engine_flags, add_sampling_flags
+from cluster.cli.one_line_parser import OneLineParser
 from cluster.cli.simulate.flags import add_simulate_flags
 from cluster.cli.vllm_flags import add_vllm_flags
 from cluster.engine.options import REMOTE_CODE_REFUSAL
@@ -20,11 +21,10 @@ from cluster.serving.reasoning.formats import REASONING_FORMATS
 from cluster.serving.tools.tool_calls import TOOL_CALL_FORMATS
 from pagedray.version import __version__
 
-__all__ = ["CONFIG_FLAG", "USAGE_EXIT", "command_parser", "make_parser"]
+__all__ = ["CONFIG_FLAG", "make_parser"]
 
 CONFIG_FLAG = "--config"
 
-USAGE_EXIT = 2
 _FILES = {
     "--api-keys": "API keys; calls without one of them are rejected. `pagedray keys new` creates "
     "a key. (default: no key is required)",
@@ -37,34 +37,14 @@ _FILES = {
 _FILE_ALIASES = {"--tls-cert": ("--ssl-certfile",), "--tls-key": ("--ssl-keyfile",)}
 
 
-class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Adds the default of a flag to its help, unless it is None or a switch."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default is None or isinstance(action.default, bool):
-            return action.help
-        return super()._get_help_string(action)
-
-
-class _OneLineParser(argparse.ArgumentParser):
-    """A parser whose error message is one line."""
-
-    # Any: argparse's own arguments.
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(formatter_class=_HelpFormatter, **arguments)
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(USAGE_EXIT, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
-
-
 if TYPE_CHECKING:
-    _Commands = argparse._SubParsersAction[_OneLineParser]
+    _Commands = argparse._SubParsersAction[OneLineParser]
     _Group = argparse._ArgumentGroup
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return a parser that names the command in `command`."""
-    parser = _OneLineParser(
+    parser = OneLineParser(
         prog="pagedray",
         description="Serve large language models on Ray with a paged KV cache.",
         epilog="Run `pagedray COMMAND --help` for the flags of a command.",
@@ -75,7 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
         dest="command",
         required=True,
         metavar="COMMAND",
-        parser_class=_OneLineParser,
+        parser_class=OneLineParser,
     )
     _add_serve(commands)
     _add_generate(commands)
@@ -86,15 +66,6 @@ def make_parser() -> argparse.ArgumentParser:
     _add_simulate(commands)
     _add_deploy(commands)
     _add_completion(commands)
-    return parser
-
-
-def command_parser(parser: argparse.ArgumentParser, command: str) -> argparse.ArgumentParser:
-    """Return the parser of a command, or `parser` if there is no such command."""
-    for action in parser._actions:
-        if isinstance(action.choices, dict) and command in action.choices:
-            found: argparse.ArgumentParser = action.choices[command]
-            return found
     return parser
 
 
@@ -303,7 +274,7 @@ def _add_chat(commands: _Commands) -> None:
 def _add_keys(commands: _Commands) -> None:
     what = "Create API keys for `pagedray serve --api-keys`."
     keys = commands.add_parser("keys", help=what, description=what)
-    verbs = keys.add_subparsers(required=True, metavar="new", parser_class=_OneLineParser)
+    verbs = keys.add_subparsers(required=True, metavar="new", parser_class=OneLineParser)
     what = "Print a new API key and its entry for the key file."
     new = verbs.add_parser("new", help=what, description=what)
     new.add_argument(
@@ -329,7 +300,7 @@ def _add_top(commands: _Commands) -> None:
 def _add_bench(commands: _Commands) -> None:
     what = "Measure a running server."
     bench = commands.add_parser("bench", help=what, description=what)
-    verbs = bench.add_subparsers(required=True, metavar="serve", parser_class=_OneLineParser)
+    verbs = bench.add_subparsers(required=True, metavar="serve", parser_class=OneLineParser)
     what = "Send requests to an OpenAI-compatible server, or to PagedRay by gRPC, and time them."
     serve = verbs.add_parser(
         "serve", help=what, description=what, usage="pagedray bench serve [flags]"
@@ -346,7 +317,7 @@ def _add_deploy(commands: _Commands) -> None:
     what = "Check a deployment on Kubernetes, say what it waits for, or download its model."
     deploy = commands.add_parser("deploy", help=what, description=what)
     verbs = deploy.add_subparsers(
-        dest="verb", required=True, metavar="VERB", parser_class=_OneLineParser
+        dest="verb", required=True, metavar="VERB", parser_class=OneLineParser
     )
     what = "Say what of Helm values cannot work, without a cluster."
     add_check_flags(verbs.add_parser("check", help=what, description=what))
@@ -364,7 +335,7 @@ def _add_completion(commands: _Commands) -> None:
 
 def _model_command(
     commands: _Commands, name: str, what: str, operands: str = "MODEL"
-) -> _OneLineParser:
+) -> OneLineParser:
     parser = commands.add_parser(
         name, help=what, description=what, usage=f"pagedray {name} {operands} [flags]"
     )

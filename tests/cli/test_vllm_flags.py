@@ -7,7 +7,8 @@ import re
 import pytest
 
 from cluster.cli.flags import engine_options
-from cluster.cli.parser import command_parser, make_parser
+from cluster.cli.one_line_parser import command_parser
+from cluster.cli.parser import make_parser
 from cluster.cli.vllm_flags import flag_notes
 from cluster.serving.auth.authenticator import Authenticator
 from pagedray.errors import AuthenticationError, StartupError
@@ -50,6 +51,11 @@ def test_automatic_values_are_the_defaults() -> None:
         ("--chat-template x.jinja", "write chat_template.jinja in the folder of the model"),
         ("--enable-lora", "merge the adapter into the weights"),
         ("--revision main", "name it in the model: ORG/NAME@REVISION"),
+        (
+            "--max-modl-len 32K",
+            "unrecognized arguments: --max-modl-len 32K; did you mean --max-model-len?",
+        ),
+        ("--frobnicate", "unrecognized arguments: --frobnicate (see pagedray serve --help)"),
         ("--model m", "the model is the first argument"),
         ("-dp 2", "use num_replicas of Ray Serve"),
         ("--seed 1", "requests set their own seed"),
