@@ -67,14 +67,14 @@ INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 INLINE int64_t num_parts_of(int64_t size, int64_t part) { return (size + part - 1) / part; }
 
-/* sums + x * y as one instruction, which the compiler cannot reassociate. */
+/* sums + x * y, as one instruction if there is one, which the compiler does not reassociate. */
 INLINE Part add_scaled(Part sums, Part x, Part y) {
 #if defined(__AVX512F__)
     return (Part)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)sums);
 #elif defined(__AVX2__) && defined(__FMA__)
     return (Part)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)sums);
 #else
-    return sums + x * y;
+    return ORDERED(sums + x * y);
 #endif
 }
 

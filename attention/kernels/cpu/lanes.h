@@ -12,6 +12,18 @@
 #define LINE 64
 #define INLINE static inline __attribute__((always_inline))
 
+/* ORDERED(sum) is a sum that the compiler does not reassociate with what is added to it later. */
+#ifndef __has_builtin
+#define __has_builtin(name) 0
+#endif
+#if __has_builtin(__builtin_assoc_barrier)
+#define ORDERED(sum) __builtin_assoc_barrier(sum)
+#elif __has_builtin(__arithmetic_fence)
+#define ORDERED(sum) __arithmetic_fence(sum)
+#else
+#define ORDERED(sum) (sum)
+#endif
+
 typedef float Floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES), aligned(4), may_alias));

@@ -105,14 +105,14 @@ INLINE Share share_of(
     };
 }
 
-/* sums + x * y as one instruction, which the compiler cannot reassociate. */
+/* sums + x * y, as one instruction if there is one, which the compiler does not reassociate. */
 INLINE Part add_scaled(Part sums, Part x, float y) {
 #if defined(__AVX512F__)
     return (Part)_mm512_fmadd_ps((__m512)x, _mm512_set1_ps(y), (__m512)sums);
 #elif defined(__AVX2__) && defined(__FMA__)
     return (Part)_mm256_fmadd_ps((__m256)x, _mm256_set1_ps(y), (__m256)sums);
 #else
-    return sums + x * y;
+    return ORDERED(sums + x * y);
 #endif
 }
 
