@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 from attention.kernels.cpu.native import load_kernels
+from attention.kernels.cpu.tiled_product import TiledProduct
 
 if TYPE_CHECKING:
     from typing import Literal
@@ -42,12 +43,10 @@ def has_integer_gemm() -> bool:
     return _library() is not None
 
 
-class IntegerGemm:
-    """A weight, `[out_size, in_size]`, of integers with a scale for each group of inputs.
+class IntegerGemm(TiledProduct):
+    """A weight, `[out_size, in_size]`, of integers with a scale for each group of inputs."""
 
-    Every sum is taken in the same order: a row of the result depends neither on the other rows of
-    the batch nor on the number of threads.
-    """
+    _tile = _TILE
 
     def __init__(
         self,
@@ -69,8 +68,9 @@ class IntegerGemm:
         self._kernel = library[f"integer_gemm_int{num_bits}"]
         self._kernel.argtypes = [ctypes.c_void_p] * 4
         self._kernel.restype = None
-        self._out_size, self._in_size = numbers.shape
-        self._group_size = self._in_size // scales.shape[1]
+        out_size, in_size = numbers.shape
+        super().__init__(out_size, in_size, torch.bfloat16)
+        self._group_size = in_size // scales.shape[1]
         assert self._group_size % _PER_WORD[num_bits] == 0
         assert bias is None or (bias.dtype == torch.bfloat16 and bias.is_contiguous())
         offsets = None
@@ -82,27 +82,10 @@ class IntegerGemm:
         self._weight = _Weight(*(None if one is None else one.data_ptr() for one in tensors))
         self._weight_address = ctypes.addressof(self._weight)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `[num_rows, out_size]` for `[num_rows, in_size]`, whose rows may be strided."""
-        return self._product(x, self._out_size, is_gated=0)
-
-    def gated(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `silu(first half of the product) * second half`, `[num_rows, out_size / 2]`."""
-        half = self._out_size // 2
-        if half % _TILE == 0:
-            return self._product(x, half, is_gated=1)
-        gate, other = self(x).chunk(2, dim=1)
-        return functional.silu(gate).mul_(other)
-
-    def _product(self, x: torch.Tensor, out_size: int, *, is_gated: int) -> torch.Tensor:
+    def _run(self, x: torch.Tensor, out: torch.Tensor, *, is_gated: bool) -> None:
         num_rows, in_size = x.shape
-        assert x.dtype == torch.bfloat16
-        assert in_size == self._in_size
-        assert x.stride(1) == 1
-        out = x.new_empty((num_rows, out_size))
-        shape = _Shape(num_rows, in_size, out_size, x.stride(0), self._group_size, is_gated)
+        shape = _Shape(num_rows, in_size, out.shape[1], x.stride(0), self._group_size, is_gated)
         self._kernel(ctypes.addressof(shape), x.data_ptr(), self._weight_address, out.data_ptr())
-        return out
 
 
 def _words(numbers: torch.Tensor, num_bits: int) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 from attention.kernels.cpu.native import load_kernels
+from attention.kernels.cpu.tiled_product import TiledProduct
 
 __all__ = ["PackedGemm"]
 
@@ -31,12 +32,10 @@ class _GemmShape(ctypes.Structure):
     )
 
 
-class PackedGemm:
-    """A weight, `[out_size, in_size]`, packed into tiles of columns, and its bias if any.
+class PackedGemm(TiledProduct):
+    """A weight, `[out_size, in_size]`, packed into tiles of columns, and its bias if any."""
 
-    Every sum is taken in the same order: a row of the result depends neither on the other rows of
-    the batch nor on the number of threads.
-    """
+    _tile = _TILE
 
     def __init__(
         self,
@@ -47,8 +46,8 @@ class PackedGemm:
         out_size: int,
         in_size: int,
     ) -> None:
+        super().__init__(out_size, in_size, packed.dtype)
         self._kernel = kernel
-        self._out_size, self._in_size = out_size, in_size
         self._packed = packed
         self._bias = bias
         self._packed_address = self._packed.data_ptr()
@@ -82,25 +81,9 @@ class PackedGemm:
         packed = weight if is_packed else _packed(weight)
         return cls(kernel, packed, bias, out_size=out_size, in_size=in_size)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `[num_rows, out_size]` for `[num_rows, in_size]`, whose rows may be strided."""
-        return self._product(x, self._out_size, is_gated=0)
-
-    def gated(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `silu(first half of the product) * second half`, `[num_rows, out_size / 2]`."""
-        half = self._out_size // 2
-        if half % _TILE == 0:
-            return self._product(x, half, is_gated=1)
-        gate, other = self(x).chunk(2, dim=1)
-        return functional.silu(gate).mul_(other)
-
-    def _product(self, x: torch.Tensor, out_size: int, *, is_gated: int) -> torch.Tensor:
+    def _run(self, x: torch.Tensor, out: torch.Tensor, *, is_gated: bool) -> None:
         num_rows, in_size = x.shape
-        assert x.dtype == self._packed.dtype
-        assert in_size == self._in_size
-        assert x.stride(1) == 1
-        out = x.new_empty((num_rows, out_size))
-        shape = _GemmShape(num_rows, in_size, out_size, x.stride(0), is_gated)
+        shape = _GemmShape(num_rows, in_size, out.shape[1], x.stride(0), is_gated)
         self._kernel(
             ctypes.addressof(shape),
             x.data_ptr(),
@@ -108,7 +91,6 @@ class PackedGemm:
             self._bias_address,
             out.data_ptr(),
         )
-        return out
 
 
 def _pack_in_place(library: ctypes.CDLL, weight: torch.Tensor) -> bool:
