@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-from cluster.serving.beam_input import check_length_penalty
+from cluster.serving.beam_input import check_beam_sampling, check_length_penalty
 from pagedray.errors import InvalidRequestError
+from pagedray.request import SamplingParams
 
 __all__ = ["check_beams"]
 
+_SAMPLING = SamplingParams.__struct_fields__
 _UNSUPPORTED = (
-    "allowed_token_ids",
-    "bad_words",
     "best_of",
     "echo",
-    "frequency_penalty",
     "guided_choice",
     "guided_grammar",
     "guided_json",
     "guided_regex",
-    "logit_bias",
-    "min_tokens",
-    "presence_penalty",
-    "prompt_logprobs",
-    "repetition_penalty",
     "response_format",
-    "stop",
-    "stop_token_ids",
     "structured_outputs",
     "tools",
 )
-"""Parameters that would change which beams are found, and what is not computed with them."""
-_WITHOUT_EFFECT = {"repetition_penalty": 1, "response_format": {"type": "text"}}
+"""Other fields that would change which beams are found, or are not computed with them."""
+_WITHOUT_EFFECT = {"response_format": {"type": "text"}}
 
 
 def check_beams(body: object, use_beam_search: bool, length_penalty: float | None) -> None:
@@ -42,6 +34,8 @@ def check_beams(body: object, use_beam_search: bool, length_penalty: float | Non
         return
     if length_penalty is not None:
         check_length_penalty(length_penalty, "length_penalty")
+    sampling = {name: getattr(body, name, None) for name in _SAMPLING}
+    check_beam_sampling(sampling, "use_beam_search")
     for name in _UNSUPPORTED:
         value = getattr(body, name, None)
         if value and value != _WITHOUT_EFFECT.get(name):
