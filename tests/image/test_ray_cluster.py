@@ -38,6 +38,12 @@ def test_the_image_has_no_packages_for_gpus(started: RayCluster) -> None:
     assert started.image.num_bytes() < _MAX_IMAGE_BYTES
 
 
+def test_the_command_of_the_image_prints_its_flags(started: RayCluster) -> None:
+    done = started.worker.execute(*started.image.command)
+    assert done.returncode == 0, done.stderr
+    assert "--tensor-parallel-size" in done.stdout
+
+
 def test_processes_have_no_privileges(started: RayCluster) -> None:
     for pod in (started.head, started.worker):
         processes = pod.read_processes()
