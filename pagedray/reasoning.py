@@ -6,12 +6,27 @@ from enum import Enum, auto
 
 import msgspec
 
-__all__ = ["BLANKS", "MAX_BLANKS", "Reasoning", "ReasoningPlace", "ReasoningTracker"]
+__all__ = [
+    "BLANKS",
+    "MAX_BLANKS",
+    "AnswerHeader",
+    "Reasoning",
+    "ReasoningPlace",
+    "ReasoningTracker",
+]
 
 BLANKS = " \t\r\n"
 MAX_BLANKS = 16
 """Blanks that may precede the mark at which reasoning begins."""
 _BLANK_BYTES = BLANKS.encode()
+
+
+class AnswerHeader(msgspec.Struct, frozen=True, array_like=True):
+    """What precedes an answer in models whose turns are messages in channels."""
+
+    token_ids: tuple[int, ...]
+    text: str = ""
+    """The beginning of the structure's text for which it stands, if it chooses among several."""
 
 
 class Reasoning(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,15 +40,17 @@ class Reasoning(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that are a mark as a whole, or special in it, with their texts."""
     has_special_tokens: bool = False
     """Whether one of these is a special token, which texts usually leave out."""
-    answer_token_ids: tuple[int, ...] = ()
-    """What follows `end` before an answer, in models whose turns are messages in channels."""
+    answer_headers: tuple[AnswerHeader, ...] = ()
+    """One of these follows `end`, in models whose turns are messages in channels."""
+    num_prompt_tokens: int = 0
+    """The first tokens of each header, with which the prompt of such a model ends."""
     is_open: bool = False
     """Whether it begins in the prompt, so that the generated text needs no `begin`."""
 
     @property
     def has_channels(self) -> bool:
         """Whether turns are messages in channels."""
-        return bool(self.answer_token_ids)
+        return bool(self.answer_headers)
 
 
 class ReasoningPlace(Enum):

@@ -51,7 +51,9 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
-StructureKind = Literal["json_object", "json_schema", "regex", "grammar", "choice", "turn"]
+StructureKind = Literal[
+    "json_object", "json_schema", "regex", "grammar", "choice", "turn", "messages"
+]
 
 
 class Structure(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,9 +65,13 @@ class Structure(msgspec.Struct, frozen=True, kw_only=True):
     kind: StructureKind
     text: str = ""
     """A JSON schema, a regular expression, an EBNF grammar, or choices as a JSON list of strings;
-    empty for `json_object`. For `turn`, tool calls or an answer, what `TurnStructure` describes."""
+    empty for `json_object`. For `turn`, tool calls or an answer, what `TurnStructure` describes;
+    for `messages`, what `MessagesStructure` describes."""
     mark: str = ""
     """What a `turn` with tool calls begins with, which may be a special token."""
+    headers: tuple[tuple[str, str], ...] = ()
+    """For a message that must be a tool call, in models whose turns are messages in channels: the
+    headers it may have, each with the beginning of the text for which it stands."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -30,7 +30,12 @@ from cluster.serving.prompt_reader import (
     check_unicode,
     warn_of_unknown_tokens,
 )
-from cluster.serving.reasoning.formats import detect_reasoning, reasoning_after, reasoning_of
+from cluster.serving.reasoning.formats import (
+    detect_reasoning,
+    reasoning_after,
+    reasoning_of,
+    with_headers,
+)
 from cluster.structured.processes.compiler import StructureCompiler
 from cluster.structured.processes.messages import limits_for
 from cluster.structured.processes.vocabulary import vocabulary_of
@@ -217,7 +222,9 @@ class Validator:
             cache_salt=given.cache_salt,
             priority=given.priority,
             deadline_s=given.deadline_s,
-            reasoning=self._reasoning_after(prompt, token_ids),
+            reasoning=with_headers(
+                self._reasoning_after(prompt, token_ids), sampling.structure, self._tokenizer
+            ),
         )
 
     def _reasoning_after(self, prompt: Prompt, token_ids: tuple[int, ...]) -> Reasoning | None:

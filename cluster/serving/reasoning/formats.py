@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from pagedray.reasoning import BLANKS, Reasoning
+from pagedray.errors import InvalidRequestError
+from pagedray.reasoning import BLANKS, AnswerHeader, Reasoning
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from cluster.serving.text.tokenizer import Tokenizer
+    from pagedray.request import Structure
 
 __all__ = [
     "REASONING_FORMATS",
@@ -20,6 +22,7 @@ __all__ = [
     "detect_reasoning",
     "reasoning_after",
     "reasoning_of",
+    "with_headers",
 ]
 
 ReasoningFormat = Literal[
@@ -48,8 +51,11 @@ class _Marks:
     """Special tokens that are parts of the marks."""
     answer_header: str = ""
     """What precedes the answer behind `end`, if turns are messages in channels."""
+    prompt_end: str = ""
+    """The beginning of a header, with which prompts end."""
 
 
+_HEADER_END = "<|message|>"
 _THINK = _Marks("<think>", "</think>")
 _FORMATS: Mapping[ReasoningFormat, _Marks | None] = {
     "deepseek_r1": _Marks("<think>", "</think>", is_always_open=True),
@@ -64,6 +70,7 @@ _FORMATS: Mapping[ReasoningFormat, _Marks | None] = {
         "<|end|>",
         special_texts=("<|channel|>", "<|message|>", "<|end|>"),
         answer_header="<|start|>assistant<|channel|>final<|message|>",
+        prompt_end="<|start|>assistant",
     ),
     "qwen3": _THINK,
     "seed_oss": _Marks("<seed:think>", "</seed:think>"),
@@ -108,14 +115,48 @@ def reasoning_of(name: ReasoningFormat, tokenizer: Tokenizer) -> Reasoning | Non
             tokenizer.token_bytes.is_special(token_id) for token_id, _ in tokens
         ),
         is_open=marks.is_always_open,
-        answer_token_ids=tuple(tokenizer.encode(marks.answer_header, add_special_tokens=False)),
+        answer_headers=_headers_of(((marks.answer_header, ""),), tokenizer),
+        num_prompt_tokens=len(tokenizer.encode(marks.prompt_end, add_special_tokens=False)),
     )
+
+
+def _headers_of(
+    headers: Iterable[tuple[str, str]], tokenizer: Tokenizer
+) -> tuple[AnswerHeader, ...]:
+    """Return headers of messages with the tokens of a model, given their texts; none are empty."""
+    return tuple(
+        AnswerHeader(tuple(tokenizer.encode(header, add_special_tokens=False)), text)
+        for header, text in headers
+        if header
+    )
+
+
+def with_headers(
+    reasoning: Reasoning | None, structure: Structure | None, tokenizer: Tokenizer
+) -> Reasoning | None:
+    """Return a turn's reasoning, followed by the headers of its structure if that has any.
+
+    Raises InvalidRequestError if the prompt has begun the message.
+    """
+    if structure is None or not structure.headers:
+        return reasoning
+    if reasoning is None or not reasoning.has_channels:
+        raise InvalidRequestError(
+            "A tool call cannot be forced, or chosen beside a structure, in a message that the "
+            "prompt begins: let the model begin the message.",
+            param="structure",
+        )
+    headers = _headers_of(structure.headers, tokenizer)
+    return msgspec.structs.replace(reasoning, answer_headers=headers)
 
 
 def reasoning_after(reasoning: Reasoning, prompt_end: str) -> Reasoning | None:
     """Return the reasoning of a turn, given the end of its prompt; None if that has ended it."""
     end = prompt_end.rstrip(BLANKS)
     if end.endswith(reasoning.end):
+        return None
+    if reasoning.has_channels and end.endswith(_HEADER_END) and not end.endswith(reasoning.begin):
+        # The prompt has begun an answer.
         return None
     is_open = reasoning.is_open or end.endswith(reasoning.begin)
     return msgspec.structs.replace(reasoning, is_open=is_open)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
 __all__ = [
+    "ANSWER_HEADER",
     "CHANNEL_MARK",
     "END_MARKS",
     "MAX_HEADER_LENGTH",
@@ -23,6 +24,7 @@ __all__ = [
     "START_MARK",
     "Header",
     "begins_header",
+    "call_header",
     "is_cut_header",
     "read_header",
 ]
@@ -34,6 +36,8 @@ END_MARKS = ("<|end|>", "<|call|>", "<|return|>", START_MARK)
 """The marks that end a message; the last one begins the next one, too."""
 MAX_HEADER_LENGTH = 512
 
+ANSWER_HEADER = f"{START_MARK}assistant{CHANNEL_MARK}final{MESSAGE_MARK}"
+"""The header of an answer, as the model writes it behind its reasoning."""
 _FUNCTIONS = "functions."
 _HEADER_STARTS = (CHANNEL_MARK, START_MARK, MESSAGE_MARK)
 _FIRST_STARTS = (*_HEADER_STARTS, "to=")
@@ -62,6 +66,12 @@ class Header:
     function: str = ""
     """The function of a call."""
     has_recipient: bool
+
+
+def call_header(function: str) -> str:
+    """Return the header of a call, as the model writes it."""
+    channel = f"{CHANNEL_MARK}commentary to={_FUNCTIONS}{function} <|constrain|>json"
+    return f"{START_MARK}assistant{channel}{MESSAGE_MARK}"
 
 
 def read_header(text: str, tool_names: Collection[str]) -> Header:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from cluster.serving.json_text import json_text
+from cluster.serving.tools.channel_headers import ANSWER_HEADER, call_header
 from cluster.structured.grammar.grammar_text import MAX_TEXT_BYTES, MAX_TEXT_LENGTH
-from cluster.structured.grammar.turn import TurnStructure
+from cluster.structured.grammar.turn import MessageForm, MessagesStructure, TurnStructure
 from pagedray.errors import InvalidRequestError
 from pagedray.request import Structure
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from cluster.serving.tools.tool import Tool
     from cluster.structured.grammar.turn import CallForm
 
-__all__ = ["call_structure", "list_structure", "turn_structure"]
+__all__ = ["call_structure", "list_structure", "message_structure", "turn_structure"]
 
 _MAX_DEPTH = 100
 _DEFINITIONS = ("$defs", "definitions")
@@ -41,6 +42,36 @@ def list_structure(tools: Sequence[Tool], param: str, *, is_parallel: bool) -> S
     if not is_parallel:
         schema["maxItems"] = 1
     return _structure(schema | definitions, param)
+
+
+def message_structure(
+    tools: Sequence[Tool], param: str, answer: Structure | None
+) -> Steps[Structure]:
+    """Return the structure of a message in channels: a call of a tool, or the answer if any.
+
+    Raises InvalidRequestError that names `param`.
+    """
+    messages: list[MessageForm] = []
+    headers: list[tuple[str, str]] = []
+    num_characters = 0
+    for tool in tools:
+        yield
+        text = json_text(tool.schema(), param, most_bytes=MAX_TEXT_BYTES)
+        num_characters += len(text)
+        _check_length(num_characters, param)
+        # Names have no blanks, so none is the beginning of another one.
+        opening = f"{tool.name} "
+        messages.append(MessageForm(opening, "json_schema", text))
+        headers.append((call_header(tool.name), opening))
+    if answer is not None:
+        messages.append(MessageForm(" ", answer.kind, answer.text))
+        headers.append((ANSWER_HEADER, " "))
+    if len(messages) == 1:
+        (message,) = messages
+        only = ((headers[0][0], ""),)
+        return Structure(kind="json_schema", text=message.text, headers=only)
+    given = msgspec.json.encode(MessagesStructure(tuple(messages))).decode()
+    return Structure(kind="messages", text=given, headers=tuple(headers))
 
 
 def turn_structure(
@@ -75,12 +106,7 @@ def _call_schema(
         yield
         parameters = _hoisted(tool, definitions, f"{param}.{position}.function.parameters")
         num_characters += len(json_text(tool.schema(), param, most_bytes=MAX_TEXT_BYTES))
-        if num_characters > MAX_TEXT_LENGTH:
-            raise InvalidRequestError(
-                f"{param} may have at most {MAX_TEXT_LENGTH} characters of parameters together if "
-                "tool_choice is required or the answer has a structure.",
-                param=param,
-            )
+        _check_length(num_characters, param)
         calls.append(
             {
                 "type": "object",
@@ -90,6 +116,15 @@ def _call_schema(
             }
         )
     return {"anyOf": calls}, {"$defs": definitions} if definitions else {}
+
+
+def _check_length(num_characters: int, param: str) -> None:
+    if num_characters > MAX_TEXT_LENGTH:
+        raise InvalidRequestError(
+            f"{param} may have at most {MAX_TEXT_LENGTH} characters of parameters together if "
+            "tool_choice is required or the answer has a structure.",
+            param=param,
+        )
 
 
 def _structure(schema: Mapping[str, object], param: str) -> Structure:

@@ -9,6 +9,7 @@ from cluster.serving.tools.channel_reader import ChannelReader
 from cluster.serving.tools.forced_calls import (
     call_structure,
     list_structure,
+    message_structure,
     turn_structure,
 )
 from cluster.serving.tools.json_calls import ChoiceReader, ListReader, NamedReader
@@ -96,19 +97,19 @@ class ToolUse:
         A forced call is no answer. Raises InvalidRequestError.
         """
         is_parallel = self._choice.is_parallel
+        if self._writes_messages and (self.is_forced or (answer is not None and self._tools)):
+            if answer is not None and not self.is_forced:
+                _check_joined(answer, param)
+            forced = None if self.is_forced else answer
+            return (yield from message_structure(self._callable(), _PARAM, forced))
         if self._choice.kind == "named":
-            (tool,) = (one for one in self._tools if one.name == self._choice.name)
+            (tool,) = self._callable()
             return call_structure(tool, _PARAM)
         if self._choice.kind == "required":
             return (yield from list_structure(self._tools, _PARAM, is_parallel=is_parallel))
         if answer is None or not self._tools:
             return answer
-        if answer.kind == "grammar":
-            raise InvalidRequestError(
-                f"{param} cannot be combined with tools: use a JSON schema, a regular expression "
-                "or choices.",
-                param=param,
-            )
+        _check_joined(answer, param)
         assert self._tool_format is not None
         form = self._form = call_form(self._tool_format)
         return (
@@ -138,11 +139,21 @@ class ToolUse:
 
     def channel_reader(self, *, is_open: bool) -> ChannelReader:
         """Return a reader of one turn in channels; `is_open` says that it begins in reasoning."""
-        is_structured = self.is_forced or self._form is not None
-        if self.is_read and self._tool_format == "openai" and not is_structured:
-            schemas = {tool.name: tool.schema() for tool in self._tools}
+        if self.is_read and self._writes_messages:
+            schemas = {tool.name: tool.schema() for tool in self._callable()}
             return ChannelReader(schemas, is_parallel=self._choice.is_parallel, is_open=is_open)
         return ChannelReader({}, answer=self.reader() if self.is_read else None, is_open=is_open)
+
+    @property
+    def _writes_messages(self) -> bool:
+        """Whether calls are messages in channels."""
+        return self._tool_format == "openai"
+
+    def _callable(self) -> tuple[Tool, ...]:
+        """Return the tools that may be called."""
+        if self._choice.kind != "named":
+            return self._tools
+        return tuple(one for one in self._tools if one.name == self._choice.name)
 
     def _check_named(self) -> None:
         if self._choice.name not in self._names:
@@ -154,6 +165,15 @@ class ToolUse:
     def _check_any(self) -> None:
         if not self._tools:
             raise InvalidRequestError("tool_choice requires tools.", param=_PARAM)
+
+
+def _check_joined(answer: Structure, param: str | None) -> None:
+    if answer.kind == "grammar":
+        raise InvalidRequestError(
+            f"{param} cannot be combined with tools: use a JSON schema, a regular expression or "
+            "choices.",
+            param=param,
+        )
 
 
 def _check_tools(tools: Sequence[Tool]) -> None:

@@ -13,7 +13,7 @@ from cluster.structured.grammar.json_schema import read_json_schema
 from cluster.structured.grammar.json_text import JSON_RULES, OBJECT
 from cluster.structured.grammar.loops import with_loops_as_rules
 from cluster.structured.grammar.regex import read_regex
-from cluster.structured.grammar.turn import read_turn
+from cluster.structured.grammar.turn import read_messages, read_turn
 from pagedray.request import Structure
 
 __all__ = ["MAX_TEXT_BYTES", "MAX_TEXT_LENGTH", "grammar_text"]
@@ -32,6 +32,8 @@ def grammar_text(structure: Structure) -> str:
             return structure.text
         case "turn":
             return write_ebnf(*read_turn(structure.text, _grammar))
+        case "messages":
+            return write_ebnf(*read_messages(structure.text, _grammar))
     return write_ebnf(*_grammar(structure.kind, structure.text))
 
 

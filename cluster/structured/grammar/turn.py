@@ -22,8 +22,16 @@ from cluster.structured.grammar.json_text import JSON_RULES
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["CallForm", "TurnStructure", "read_turn"]
+__all__ = [
+    "CallForm",
+    "MessageForm",
+    "MessagesStructure",
+    "TurnStructure",
+    "read_messages",
+    "read_turn",
+]
 
+_ANSWER = "answer"
 Grammar = tuple[dict[str, Expression], Expression]
 """The rules of a grammar, and where it starts."""
 
@@ -53,6 +61,44 @@ class TurnStructure(msgspec.Struct, frozen=True, kw_only=True):
     answer_text: str
 
 
+class MessageForm(msgspec.Struct, frozen=True, array_like=True):
+    """One kind of message that a turn may be."""
+
+    opening: str
+    """What stands for its header, different for each."""
+    kind: str
+    text: str
+    """The kind and the text of its structure."""
+
+
+class MessagesStructure(msgspec.Struct, frozen=True, array_like=True):
+    """The text of a structure of this kind, as JSON: a message of one of several kinds."""
+
+    messages: tuple[MessageForm, ...]
+
+
+def read_messages(text: str, read_one: Callable[[str, str], Grammar]) -> Grammar:
+    """Return the grammar; `read_one` returns that of a kind and a text.
+
+    Raises InvalidRequestError.
+    """
+    try:
+        given = msgspec.json.decode(text, type=MessagesStructure)
+    except msgspec.DecodeError as error:
+        raise invalid_structure(f"structure is no list of messages: {error}.") from error
+    rules: dict[str, Expression] = {}
+    messages: list[Expression] = []
+    for number, message in enumerate(given.messages):
+        prefix = f"message{number}"
+        own_rules, start = read_one(message.kind, message.text)
+        rules |= {
+            _prefixed(name, prefix): _renamed(expression, prefix)
+            for name, expression in own_rules.items()
+        }
+        messages.append(Concat((Text(message.opening), _renamed(start, prefix))))
+    return rules, Alternation(tuple(messages))
+
+
 def read_turn(text: str, read_answer: Callable[[str, str], Grammar]) -> Grammar:
     """Return the grammar; `read_answer` returns that of a kind and a text.
 
@@ -64,7 +110,10 @@ def read_turn(text: str, read_answer: Callable[[str, str], Grammar]) -> Grammar:
         raise invalid_structure(f"structure is no turn: {error}.") from error
     rules, call = read_json_schema(turn.call)
     answer_rules, answer = read_answer(turn.answer_kind, turn.answer_text)
-    rules |= {_answer_name(name): _renamed(expression) for name, expression in answer_rules.items()}
+    rules |= {
+        _prefixed(name, _ANSWER): _renamed(expression, _ANSWER)
+        for name, expression in answer_rules.items()
+    }
     form = turn.form
     more = Repeat(Concat((Text(form.separator), call)), 0, None)
     calls = Concat(
@@ -75,24 +124,24 @@ def read_turn(text: str, read_answer: Callable[[str, str], Grammar]) -> Grammar:
             *((Text(form.closing),) if form.closing else ()),
         )
     )
-    return rules, Alternation((calls, _renamed(answer)))
+    return rules, Alternation((calls, _renamed(answer, _ANSWER)))
 
 
-def _answer_name(name: str) -> str:
-    """Return the name of a rule of the answer; those of JSON itself are shared with the calls."""
-    return name if name in JSON_RULES else f"answer{name}"
+def _prefixed(name: str, prefix: str) -> str:
+    """Return the name of a rule of one part; all parts share the rules of JSON itself."""
+    return name if name in JSON_RULES else f"{prefix}{name}"
 
 
-def _renamed(expression: Expression) -> Expression:
+def _renamed(expression: Expression, prefix: str) -> Expression:
     match expression:
         case Rule(name):
-            return Rule(_answer_name(name))
+            return Rule(_prefixed(name, prefix))
         case Concat(parts):
-            return Concat(tuple(map(_renamed, parts)))
+            return Concat(tuple(_renamed(part, prefix) for part in parts))
         case Alternation(parts):
-            return Alternation(tuple(map(_renamed, parts)))
+            return Alternation(tuple(_renamed(part, prefix) for part in parts))
         case Repeat(part, minimum, maximum):
-            return Repeat(_renamed(part), minimum, maximum)
+            return Repeat(_renamed(part, prefix), minimum, maximum)
         case Lookahead(part):
-            return Lookahead(_renamed(part))
+            return Lookahead(_renamed(part, prefix))
     return expression

@@ -14,7 +14,7 @@ __all__ = ["MarkMatcher"]
 
 
 class MarkMatcher:
-    """Allows the token at the start of the grammar only. A TokenMatcher."""
+    """Allows the token at the start of the grammar only. A TextMatcher."""
 
     def __init__(self, matcher: TextMatcher, token_id: int, text: str) -> None:
         """The token stands for `text`, with which a text of the grammar must begin."""
@@ -34,6 +34,11 @@ class MarkMatcher:
         if was_at_start and token_id == self._token_id:
             return self._matcher.accept_text(self._text)
         return self._matcher.accept_token(token_id)
+
+    def accept_text(self, text: str) -> bool:
+        """Advance by a text, or return False if the grammar does not allow it."""
+        self._is_at_start = False
+        return self._matcher.accept_text(text)
 
     def reset(self) -> None:
         """Return to the start of the grammar."""

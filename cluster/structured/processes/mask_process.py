@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import socket
 
     from cluster.structured.processes.messages import MadeMask, MaskQuery, MatcherStart
-    from cluster.structured.processes.token_matcher import TokenMatcher
+    from cluster.structured.processes.token_matcher import TextMatcher, TokenMatcher
     from cluster.structured.processes.xgrammar_library import XGrammarLibrary
 
 __all__ = ["serve_masks"]
@@ -162,7 +162,7 @@ class _MaskServer:
 
     def _grammar_matcher(self, start: MatcherStart) -> TokenMatcher:
         found = self._library.matcher(self._grammars[start.grammar_id])
-        matcher: TokenMatcher = found
+        matcher: TextMatcher = found
         mark_id = self._library.special_token_ids.get(start.mark) if start.mark else None
         if mark_id is not None:
             matcher = MarkMatcher(found, mark_id, start.mark)

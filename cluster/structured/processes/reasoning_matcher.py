@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from cluster.structured.processes.token_index import TokenIndex
-    from cluster.structured.processes.token_matcher import TokenMatcher
+    from cluster.structured.processes.token_matcher import TextMatcher
     from pagedray.reasoning import Reasoning
 
 __all__ = ["ReasoningMatcher"]
@@ -31,7 +31,7 @@ class ReasoningMatcher:
 
     def __init__(
         self,
-        matcher: TokenMatcher,
+        matcher: TextMatcher,
         reasoning: Reasoning,
         index: TokenIndex,
         *,
@@ -54,13 +54,12 @@ class ReasoningMatcher:
         self._num_line_feeds = 0
         self._has_begun = False
         """Whether the structure has begun behind the reasoning."""
-        self._header = self._reasoning.answer_token_ids
-        """What is missing of the tokens between the reasoning and the structure."""
+        self._set_headers(self._reasoning.num_prompt_tokens)
 
     @property
     def is_complete(self) -> bool:
         """Whether the grammar matches what follows the reasoning."""
-        if self._tracker.place is ReasoningPlace.AFTER and self._header:
+        if self._headers:
             return False
         return self._matcher.is_complete and self._tracker.place is not ReasoningPlace.INSIDE
 
@@ -68,13 +67,17 @@ class ReasoningMatcher:
         """Advance by a token, or return False if neither the grammar nor a mark allows it."""
         self._num_tokens += 1
         match self._tracker.place:
+            case ReasoningPlace.ABSENT if self._headers:
+                return self._accept_header(token_id)
             case ReasoningPlace.ABSENT:
                 return self._matcher.accept_token(token_id)
             case ReasoningPlace.AFTER:
                 return self._accept_after(token_id)
         was_undecided = self._tracker.place is ReasoningPlace.START
         self._tracker.add_token(token_id, self._index.bytes_of(token_id))
-        if was_undecided:
+        if was_undecided and self._headers:
+            self._is_matching = self._accept_header(token_id)
+        elif was_undecided:
             is_text = all(token_id != one for one, _ in self._reasoning.mark_tokens)
             self._is_matching = (
                 self._is_matching and is_text and self._matcher.accept_token(token_id)
@@ -86,6 +89,7 @@ class ReasoningMatcher:
                 return self._is_matching
             case ReasoningPlace.AFTER:
                 self._matcher.reset()
+                self._set_headers(0)
                 return self._accept_line_feeds(self._tracker.after)
         return True
 
@@ -100,8 +104,11 @@ class ReasoningMatcher:
         if place is ReasoningPlace.INSIDE:
             masks[row] = self._inside_mask(masks.shape[1])
             return
-        if place is ReasoningPlace.AFTER and self._header:
-            masks[row] = _bits(list(self._header[:1]), masks.shape[1])
+        if self._headers:
+            found = {one.token_ids[self._num_passed] for one in self._headers}
+            if place is ReasoningPlace.START:
+                found |= self._beginning()
+            masks[row] = _bits(list(found), masks.shape[1])
             return
         if place is not ReasoningPlace.START or self._is_matching:
             self._matcher.write_mask(masks, row)
@@ -113,15 +120,29 @@ class ReasoningMatcher:
             masks[row] |= _bits(blanks, masks.shape[1])
 
     def _accept_after(self, token_id: int) -> bool:
-        if self._header:
-            is_next = token_id == self._header[0]
-            self._header = self._header[1:]
-            return is_next
+        if self._headers:
+            return self._accept_header(token_id)
         text = self._index.bytes_of(token_id)
         if text and not self._has_begun and self._accept_line_feeds(text):
             return True
         self._has_begun = True
         return self._matcher.accept_token(token_id)
+
+    def _set_headers(self, num_passed: int) -> None:
+        """Expect a header, of which some tokens have passed, if the model has any."""
+        self._headers = self._reasoning.answer_headers
+        self._num_passed = num_passed
+
+    def _accept_header(self, token_id: int) -> bool:
+        """Advance in the headers that begin like the tokens so far."""
+        place = self._num_passed
+        self._headers = tuple(one for one in self._headers if one.token_ids[place] == token_id)
+        self._num_passed += 1
+        ended = [one for one in self._headers if len(one.token_ids) == self._num_passed]
+        if not ended:
+            return bool(self._headers)
+        self._headers = ()
+        return not ended[0].text or self._matcher.accept_text(ended[0].text)
 
     def _accept_line_feeds(self, text: bytes) -> bool:
         """Count line feeds between the reasoning and the structure."""

@@ -20,7 +20,9 @@ from tests.serving.conftest import Server
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-SPECIAL_TOKENS = ["<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>"]
+SPECIAL_TOKENS = [
+    *("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|constrain|>")
+]
 TEMPLATE = (
     "{% if tools %}tools {% endif %}{% for message in messages %}"
     "{% if message.thinking %}<|start|>assistant<|channel|>analysis<|message|>"
@@ -174,16 +176,72 @@ def test_calls_of_one_id_have_a_result_each(channel_server: Server, client: open
     )
 
 
-def test_structures_follow_the_header_of_an_answer(
-    channel_server: Server, client: openai.OpenAI
+def headers_of(server: Server) -> dict[str, str]:
+    """Return the headers that may follow the reasoning of the call, with what they stand for."""
+    (request,) = server.engine.log.submitted
+    assert request.reasoning is not None
+    decoded = {
+        server.tokenizer.decode(one.token_ids, skip_special_tokens=False): one.text
+        for one in request.reasoning.answer_headers
+    }
+    for one in request.reasoning.answer_headers:
+        begun = one.token_ids[: request.reasoning.num_prompt_tokens]
+        assert server.tokenizer.decode(begun, skip_special_tokens=False) == "<|start|>assistant"
+    return decoded
+
+
+FINAL = "<|start|>assistant<|channel|>final<|message|>"
+TO = "<|start|>assistant<|channel|>commentary to=functions.{} <|constrain|>json<|message|>"
+TWO_TOOLS: list[Any] = [*TOOLS, {"type": "function", "function": {**FUNCTION, "name": "look_up"}}]
+LOOK = {"type": "function", "function": {"name": "look"}}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    ("given", "headers"),
+    [
+        ({"response_format": {"type": "json_object"}}, {FINAL: ""}),
+        ({"tools": TWO_TOOLS, "tool_choice": LOOK}, {TO.format("look"): ""}),
+        ({"tools": TOOLS, "tool_choice": "required"}, {TO.format("look"): ""}),
+        (
+            {"tools": TWO_TOOLS, "tool_choice": "required"},
+            {TO.format("look"): "look ", TO.format("look_up"): "look_up "},
+        ),
+        (
+            {"tools": TOOLS, "response_format": SCHEMA},
+            {TO.format("look"): "look ", FINAL: " "},
+        ),
+    ],
+)
+def test_structures_follow_the_header_of_their_message(
+    channel_server: Server, client: openai.OpenAI, given: dict[str, Any], headers: dict[str, str]
 ) -> None:
     say(channel_server, ANSWER)
-    client.chat.completions.create(
-        model="tiny", messages=ASK, response_format={"type": "json_object"}
+    client.chat.completions.create(model="tiny", messages=ASK, **given)
+    assert headers_of(channel_server) == headers
+
+
+@pytest.mark.parametrize("choice", ["required", LOOK])
+def test_forced_calls_are_read_from_their_channel(
+    channel_server: Server, client: openai.OpenAI, choice: Any
+) -> None:
+    say(channel_server, CALL)
+    answer = client.chat.completions.create(
+        model="tiny", messages=ASK, tools=TWO_TOOLS, tool_choice=choice
     )
-    (request,) = channel_server.engine.log.submitted
-    assert request.reasoning is not None
-    header = channel_server.tokenizer.decode(
-        request.reasoning.answer_token_ids, skip_special_tokens=False
-    )
-    assert header == "<|start|>assistant<|channel|>final<|message|>"
+    message: Any = answer.choices[0].message
+    (call,) = message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("look", '{"a": 1}')
+    assert not message.content
+
+
+def test_a_message_that_the_prompt_begins_is_no_forced_call(
+    channel_server: Server, client: openai.OpenAI
+) -> None:
+    messages = [*ASK, {"role": "assistant", "content": "It is"}]
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    with pytest.raises(openai.BadRequestError, match="in a message that the prompt begins"):
+        client.chat.completions.create(
+            model="tiny", messages=messages, tools=TOOLS, tool_choice="required", extra_body=options
+        )
+    assert not channel_server.engine.log.submitted

@@ -17,7 +17,7 @@ from cluster.serving.tools.channel_tokens import ChannelTokens
 from cluster.serving.tools.tool import Tool
 from cluster.serving.tools.tool_choice import ToolChoice, ToolUse
 from cluster.serving.tools.turns import Turns
-from pagedray.reasoning import Reasoning, ReasoningPlace, ReasoningTracker
+from pagedray.reasoning import AnswerHeader, Reasoning, ReasoningPlace, ReasoningTracker
 from pagedray.request import FinishReason
 
 TRANSCRIPTS: list[dict[str, Any]] = json.loads(  # Any: JSON
@@ -25,7 +25,9 @@ TRANSCRIPTS: list[dict[str, Any]] = json.loads(  # Any: JSON
 )
 SCHEMAS: dict[str, dict[str, object]] = {"look": {}, "add": {}}
 TOOLS = [Tool(name=name, parameters={}) for name in SCHEMAS]
-MARKS = Reasoning(begin="<|channel|>analysis<|message|>", end="<|end|>", answer_token_ids=(1,))
+MARKS = Reasoning(
+    begin="<|channel|>analysis<|message|>", end="<|end|>", answer_headers=(AnswerHeader((1,)),)
+)
 ANSWER = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>"
 
 
@@ -234,14 +236,17 @@ def test_prompt_may_begin_a_message_of_reasoning() -> None:
     assert reasoning_tokens(text, 1, is_open=True) == 4
 
 
-def test_forced_calls_are_read_from_the_answer() -> None:
-    length = len("<|channel|>analysis<|message|>Hm.<|end|>")
+CALL = "<|start|>assistant<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}"
+
+
+def test_forced_calls_are_messages_of_their_own() -> None:
     named = ToolChoice(kind="named", name="add")
-    assert turn_of(named, f'{ANSWER}{{"a": 1}}') == ("Hm.", "", [["add", '{"a": 1}']], length)
-    calls = '[{"name": "add", "parameters": {}}, {"name": "look", "parameters": {}}]'
-    found = turn_of(ToolChoice(kind="required"), ANSWER + calls)
-    assert found == ("Hm.", "", [["add", "{}"], ["look", "{}"]], length)
-    assert turn_of(ToolChoice(kind="none"), f"{ANSWER}Hi.") == ("Hm.", "Hi.", [], length)
+    found = turn_of(named, THOUGHT + CALL.format("add", '{"a": 1}'))
+    assert found == ("Hm.", "", [["add", '{"a": 1}']], len(THOUGHT))
+    found = turn_of(ToolChoice(kind="required"), THOUGHT + CALL.format("look", "{}"))
+    assert found == ("Hm.", "", [["look", "{}"]], len(THOUGHT))
+    answered = turn_of(ToolChoice(kind="none"), f"{ANSWER}Hi.")
+    assert answered == ("Hm.", "Hi.", [], len(THOUGHT))
 
 
 def test_usage_counts_every_message_of_reasoning() -> None:

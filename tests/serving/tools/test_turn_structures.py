@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,13 +16,18 @@ from cluster.serving.tools.tool_calls import TOOL_CALL_FORMATS
 from cluster.serving.tools.tool_choice import ToolChoice, ToolUse
 from cluster.structured.grammar.grammar_text import grammar_text
 from cluster.structured.processes.mark_matcher import MarkMatcher
+from cluster.structured.processes.reasoning_matcher import ReasoningMatcher
 from cluster.structured.processes.vocabulary import Vocabulary
 from cluster.structured.processes.xgrammar_library import XGrammarLibrary
 from pagedray.errors import InvalidRequestError
+from pagedray.reasoning import AnswerHeader, Reasoning
 from pagedray.request import Structure
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from cluster.serving.tools.tool_calls import ToolCallFormat
+    from cluster.serving.tools.turn_reader import TurnDelta
     from cluster.structured.processes.token_matcher import TokenMatcher
 
 EOS = 0
@@ -83,6 +89,13 @@ def written(
     matcher: TokenMatcher = inner
     if mark_id is not None:
         matcher = MarkMatcher(inner, mark_id, mark)
+    return sampled(library, matcher, TEXTS, seed)
+
+
+def sampled(
+    library: XGrammarLibrary, matcher: TokenMatcher, texts: Sequence[str], seed: int
+) -> tuple[str, bool]:
+    """Return a random text that the masks of a matcher allow, and whether it has ended."""
     generator = random.Random(seed)
     output = ""
     for _ in range(400):
@@ -92,9 +105,21 @@ def written(
         chosen = generator.choice(np.flatnonzero(bits).tolist())
         if chosen == EOS:
             return output, True
-        assert matcher.accept_token(chosen), (output, TEXTS[chosen])
-        output += TEXTS[chosen]
+        assert matcher.accept_token(chosen), (output, texts[chosen])
+        output += texts[chosen]
     return output, False
+
+
+def joined(deltas: Iterable[TurnDelta]) -> tuple[str, dict[int, tuple[str | None, str]]]:
+    """Return the content, and the name and the arguments of each call."""
+    content = ""
+    calls: dict[int, tuple[str | None, str]] = {}
+    for delta in deltas:
+        content += delta.content
+        for call in delta.calls:
+            name, arguments = calls.get(call.index, (call.name, ""))
+            calls[call.index] = (name, arguments + call.arguments)
+    return content, calls
 
 
 def check_call(name: str, arguments: str) -> None:
@@ -109,7 +134,7 @@ def check_call(name: str, arguments: str) -> None:
 
 
 @pytest.mark.parametrize("is_parallel", [False, True])
-@pytest.mark.parametrize("tool_format", TOOL_CALL_FORMATS)
+@pytest.mark.parametrize("tool_format", [one for one in TOOL_CALL_FORMATS if one != "openai"])
 def test_model_chooses_calls_or_the_answer(
     library: XGrammarLibrary, tool_format: ToolCallFormat, is_parallel: bool
 ) -> None:
@@ -121,13 +146,7 @@ def test_model_chooses_calls_or_the_answer(
         if not has_ended:
             continue
         reader = use.reader()
-        content = ""
-        calls: dict[int, tuple[str | None, str]] = {}
-        for delta in [*map(reader.read_piece, text), reader.flush()]:
-            content += delta.content
-            for call in delta.calls:
-                name, arguments = calls.get(call.index, (call.name, ""))
-                calls[call.index] = (name, arguments + call.arguments)
+        content, calls = joined([*map(reader.read_piece, text), reader.flush()])
         if calls:
             assert not content
             assert len(calls) == text.count('"name"')
@@ -140,6 +159,65 @@ def test_model_chooses_calls_or_the_answer(
         most_calls = max(most_calls, len(calls))
     assert num_answers > 2
     assert most_calls > 1 if is_parallel else most_calls == 1
+
+
+CHANNELS = (
+    *("", "<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>"),
+    *("assistant", "analysis", "final", "commentary", "functions", "json"),
+    *map(chr, range(32, 127)),
+)
+NUM_SPECIAL = 6
+
+
+def channel_ids(text: str) -> tuple[int, ...]:
+    """Return the tokens of a header."""
+    words = re.findall("|".join([*map(re.escape, CHANNELS[1:12]), "."]), text)
+    return tuple(map(CHANNELS.index, words))
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+@pytest.mark.parametrize("kind", ["named", "required", "auto"])
+def test_calls_in_channels_are_valid(kind: Any, is_open: bool) -> None:
+    texts = [b"" if number < NUM_SPECIAL else one.encode() for number, one in enumerate(CHANNELS)]
+    special = {text: CHANNELS.index(text) for text in CHANNELS[1:NUM_SPECIAL]}
+    channels = XGrammarLibrary(
+        Vocabulary(tokens=tuple(texts), eos_token_ids=(EOS,), special_token_ids=special)
+    )
+    answer = ANSWER if kind == "auto" else None
+    use = ToolUse(TOOLS, ToolChoice(kind=kind, name="add"), tool_format="openai")
+    structure = finish(use.structure(answer, "response_format"))
+    assert structure is not None
+    reasoning = Reasoning(
+        begin="<|channel|>analysis<|message|>",
+        end="<|end|>",
+        mark_tokens=tuple((one, text) for text, one in special.items()),
+        answer_headers=tuple(
+            AnswerHeader(channel_ids(header), text) for header, text in structure.headers
+        ),
+        num_prompt_tokens=2,
+        is_open=is_open,
+    )
+    compiled, _ = channels.load_grammar(channels.compile_grammar(grammar_text(structure)))
+    seen = set()
+    for seed in range(60):
+        matcher = ReasoningMatcher(
+            channels.matcher(compiled), reasoning, channels.index, eos_token_ids=(EOS,)
+        )
+        text, has_ended = sampled(channels, matcher, CHANNELS, seed)
+        if not has_ended:
+            continue
+        reader = use.channel_reader(is_open=is_open)
+        content, calls = joined([*map(reader.read_piece, text), reader.flush()])
+        if calls:
+            ((name, arguments),) = calls.values()
+            check_call(name or "", arguments)
+            seen.add(name)
+            assert not content
+        else:
+            assert json.loads(content)["k"] in (True, 2)
+            seen.add("an answer")
+    expected = {"named": {"add"}, "required": {"look", "add"}, "auto": {"look", "add", "an answer"}}
+    assert seen == expected[kind]
 
 
 def test_forced_call_leaves_the_answer_out() -> None:

@@ -12,7 +12,7 @@ from cluster.structured.grammar.grammar_text import grammar_text
 from cluster.structured.processes.reasoning_matcher import ReasoningMatcher
 from cluster.structured.processes.vocabulary import Vocabulary
 from cluster.structured.processes.xgrammar_library import XGrammarLibrary
-from pagedray.reasoning import Reasoning
+from pagedray.reasoning import AnswerHeader, Reasoning
 from pagedray.request import Structure
 
 EOS, BEGIN, END = 0, 1, 2
@@ -46,7 +46,8 @@ def written(
     is_open: bool,
     pattern: str,
     seed: int,
-    header: tuple[int, ...] = (),
+    headers: tuple[AnswerHeader, ...] = (),
+    num_prompt_tokens: int = 0,
 ) -> str:
     """Return a random text that the masks allow, up to its end."""
     library, marks = found
@@ -57,7 +58,8 @@ def written(
         end=marks.end,
         mark_tokens=marks.mark_tokens,
         is_open=is_open,
-        answer_token_ids=header,
+        answer_headers=headers,
+        num_prompt_tokens=num_prompt_tokens,
     )
     matcher = ReasoningMatcher(
         library.matcher(compiled), reasoning, library.index, eos_token_ids=(EOS,)
@@ -109,14 +111,32 @@ def test_sequence_cannot_end_inside_the_reasoning(
         assert "</think>" in written(library, is_open=True, pattern="a", seed=seed)
 
 
-def test_header_precedes_the_structure_behind_reasoning(
+HEADERS = {("think", ">", "/"): "a", ("think", ">", "a"): "", ("think", "/"): "ba"}
+
+
+def test_a_header_precedes_the_structure_and_chooses_its_text(
     library: tuple[XGrammarLibrary, Reasoning],
 ) -> None:
-    header = tuple(map(TEXTS.index, ("think", ">", "/")))
+    headers = tuple(
+        AnswerHeader(tuple(map(TEXTS.index, words)), text) for words, text in HEADERS.items()
+    )
     seen = set()
-    for seed in range(100):
-        text = written(library, is_open=False, pattern="[ab]{2}", seed=seed, header=header)
-        found = re.fullmatch(r"(?s:\n?<think>.*?</think>\n?\n?think>/\n?\n?)?([ab]{2})", text)
+    for seed in range(200):
+        # Without reasoning, the prompt has the beginning of the header.
+        text = written(
+            library,
+            is_open=False,
+            pattern="[ab]{3}",
+            seed=seed,
+            headers=headers,
+            num_prompt_tokens=1,
+        )
+        found = re.fullmatch(
+            r"(?s:(?P<thought>\n?<think>.*?</think>\n?\n?think)?(?P<header>>/|>a|/)\n?\n?)([ab]*)",
+            text,
+        )
         assert found is not None, text
-        seen.add("think>/" in text)
-    assert seen == {False, True}
+        chosen = {"".join(words[1:]): text for words, text in HEADERS.items()}[found["header"]]
+        assert len(chosen + found[3]) == 3
+        seen.add((found["thought"] is None, found["header"]))
+    assert len(seen) == 6
