@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,6 +21,30 @@ class HistogramSnapshot:
     counts: tuple[int, ...] = (0,)
     """Durations in each bin; not cumulative."""
     total_s: float = 0.0
+
+    @property
+    def num_durations(self) -> int:
+        return sum(self.counts)
+
+    def since(self, earlier: HistogramSnapshot) -> HistogramSnapshot:
+        """Return the durations that were added after an earlier snapshot of the histogram."""
+        gained = tuple(now - then for now, then in zip(self.counts, earlier.counts, strict=True))
+        return replace(self, counts=gained, total_s=self.total_s - earlier.total_s)
+
+    def quantile_s(self, part: float) -> float | None:
+        """Return the duration that this part of all durations does not exceed; None without any.
+
+        It is interpolated within a bin. What exceeds every bound counts as the last bound.
+        """
+        rank = part * self.num_durations
+        num_below = 0
+        low_s = 0.0
+        for bound_s, count in zip(self.bounds_s, self.counts, strict=False):
+            if count and num_below + count >= rank:
+                return low_s + (bound_s - low_s) * (rank - num_below) / count
+            num_below += count
+            low_s = bound_s
+        return low_s if self.num_durations else None
 
 
 class DurationHistogram:

@@ -32,6 +32,10 @@ class ServerInfo:
     context_length: int
     """The most tokens of prompt and output together."""
     dtype: str
+    quantization: str
+    """How weights are quantized, such as fp8; empty if they are not."""
+    device: str
+    """`cuda` or `cpu`."""
     kv_cache_dtype: str
     attention_backend: str
     num_ranks: int
@@ -42,6 +46,8 @@ class ServerInfo:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_queued_requests: int
+    sampling_defaults: dict[str, float]
+    """What requests use that do not set it, from the model's generation_config.json."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +109,8 @@ def server_info(config: EngineConfig, stats: EngineStats) -> ServerInfo:
         hidden_size=model.hidden_size,
         context_length=config.max_model_len,
         dtype=model.dtype,
+        quantization="" if model.quantization is None else model.quantization.method,
+        device=config.parallel.device,
         kv_cache_dtype=model.dtype if kv_cache_dtype == "auto" else kv_cache_dtype,
         attention_backend=config.attention_backend,
         num_ranks=config.parallel.tensor_parallel_size,
@@ -112,6 +120,7 @@ def server_info(config: EngineConfig, stats: EngineStats) -> ServerInfo:
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_queued_requests=config.scheduler.max_queued_requests,
+        sampling_defaults=dict(config.sampling_defaults),
     )
 
 

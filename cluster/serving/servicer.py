@@ -31,6 +31,7 @@ from cluster.serving.server_info import own_loads, server_info, server_loads
 from cluster.serving.telemetry.call_log import log_call
 from cluster.serving.telemetry.call_watch import CallObserver, CallWatch
 from cluster.serving.telemetry.ignored_parameters import IgnoredParameters
+from cluster.serving.telemetry.load_history import LoadRecorder
 from cluster.serving.telemetry.metrics import Metrics
 from cluster.serving.text.text_pool import TextPool
 from cluster.serving.tools.tool_calls import detect_format
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from cluster.serving.inputs import Arrival, EmbeddingInput, Frontend, ScoreInput, TokenizeInput
     from cluster.serving.reasoning.formats import ReasoningFormat
     from cluster.serving.server_info import ServerInfo, ServerLoads
+    from cluster.serving.telemetry.load_history import LoadHistory
     from cluster.serving.telemetry.tracing import Tracer
     from cluster.serving.text.tokenizer import Tokenizer
     from cluster.serving.tools.tool_calls import ToolCallFormat
@@ -130,7 +132,8 @@ class Servicer:
         self.tool_format = tool_format or detect_format(tokenizer.template_source)
         """How the model writes tool calls; None if unknown."""
         listeners = [log_call] if tracer is None else [tracer.trace, log_call]
-        self.observer = CallObserver(self.metrics, config.model.name, listeners)
+        self._recorder = LoadRecorder()
+        self.observer = CallObserver(self.metrics, self._recorder, config.model.name, listeners)
         self.reader_limits = ReaderLimits() if reader_limits is None else reader_limits
         trimmer = MemoryTrimmer()
         self.intake = Intake(
@@ -176,6 +179,7 @@ class Servicer:
     def set_ready(self) -> None:
         if self._phase is _Phase.STARTING:
             self._phase = _Phase.READY
+            self._recorder.start_sampling(lambda: self.client.engine.stats(), self._uptime_s)
 
     def stop_accepting(self) -> None:
         """Accept no more requests, and report not ready."""
@@ -194,6 +198,7 @@ class Servicer:
 
     async def close(self) -> None:
         """End the text threads and the structure compiler; nothing can be validated afterwards."""
+        self._recorder.stop_sampling()
         self.resumables.close()
         await self._text_pool.close()
         await asyncio.to_thread(self.validator.close)
@@ -358,10 +363,17 @@ class Servicer:
         loads = server_loads(
             self.client.engine.stats(),
             is_ready=self.is_ready,
-            uptime_s=time.monotonic() - self._started_s,
+            uptime_s=self._uptime_s(),
             calls=self._calls.infos(tenant),
         )
         return loads if tenant.is_admin else own_loads(loads)
+
+    def load_history(self) -> LoadHistory:
+        """Return what all tenants' calls did in the last ten minutes, for admins."""
+        return self._recorder.history()
+
+    def _uptime_s(self) -> float:
+        return time.monotonic() - self._started_s
 
     @contextmanager
     def _watch(self, arrival: Arrival) -> Iterator[CallWatch]:

@@ -278,7 +278,7 @@ class FakeEncoder:
         return self.answers[-1]
 
     def stats(self) -> EngineStats:
-        raise NotImplementedError
+        raise EngineError("It counts nothing.")
 
 
 def encoder_config() -> EngineConfig:

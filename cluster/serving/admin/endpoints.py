@@ -41,6 +41,8 @@ def server_endpoints(servicer: Servicer) -> tuple[Endpoint, ...]:
         Endpoint(method="GET", path="/load", handler=handlers.load),
         Endpoint(method="GET", path="/metrics", handler=handlers.metrics, access=admins),
         Endpoint(method="GET", path="/loads", handler=handlers.loads),
+        Endpoint(method="GET", path="/loads/history", handler=handlers.load_history, access=admins),
+        Endpoint(method="GET", path="/server_info", handler=handlers.info),
         Endpoint(method="POST", path="/tokenize", handler=handlers.tokenize, is_counted=True),
         Endpoint(method="POST", path="/detokenize", handler=handlers.detokenize, is_counted=True),
         Endpoint(method="GET", path="/openapi.json", handler=handlers.openapi),
@@ -73,6 +75,12 @@ class _ServerHandlers:
 
     async def loads(self, call: HttpCall) -> Response:
         return json_response(self._servicer.loads(call.tenant))
+
+    async def load_history(self, call: HttpCall) -> Response:
+        return json_response(self._servicer.load_history())
+
+    async def info(self, call: HttpCall) -> Response:
+        return json_response(self._servicer.info())
 
     async def version(self, call: HttpCall) -> Response:
         return json_response({"version": __version__})

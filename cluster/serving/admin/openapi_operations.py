@@ -305,6 +305,22 @@ OPERATIONS = (
         errors=(401, 403, 500, 503),
     ),
     ApiOperation(
+        id="getLoadHistory",
+        path="/loads/history",
+        summary="Return what the server did in the last ten minutes, a sample every five seconds, "
+        "and latencies of the last minute. Requires the API key of an admin.",
+        response_text="The last ten minutes.",
+        contents=((_JSON, "LoadHistory"),),
+    ),
+    ApiOperation(
+        id="getServerInfo",
+        path="/server_info",
+        summary="Return the version, the model, and what it runs on.",
+        response_text="The static properties of the server.",
+        contents=((_JSON, "ServerInfo"),),
+        errors=(401, 403, 500, 503),
+    ),
+    ApiOperation(
         id="getOpenapi",
         path="/openapi.json",
         summary="Return this document.",

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cluster.serving.server_info import ServerLoads
+from cluster.serving.server_info import ServerInfo, ServerLoads
+from cluster.serving.telemetry.load_history import LoadHistory
 
 if TYPE_CHECKING:
     from cluster.serving.http.errors import Json
@@ -46,9 +47,9 @@ _FINISH = _nullable({"enum": ["stop", "length", "tool_calls", "abort"]})
 _STOP = _nullable({"type": ["string", "integer"]})
 _ANY_OBJECT: Json = {"type": "object"}
 
-_LOADS = msgspec.json.schema_components((ServerLoads,), ref_template="#/components/schemas/{name}")[
-    1
-]
+_, _RECORDS = msgspec.json.schema_components(
+    (ServerInfo, ServerLoads, LoadHistory), ref_template="#/components/schemas/{name}"
+)
 
 RESPONSE_SCHEMAS: Json = {
     "Anything": _ANY_OBJECT,
@@ -161,5 +162,5 @@ RESPONSE_SCHEMAS: Json = {
         total_tokens=_COUNT,
         prompt_tokens_details=_object(cached_tokens=_COUNT),
     ),
-    **_LOADS,
+    **_RECORDS,
 }

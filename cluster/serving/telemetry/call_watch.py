@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from cluster.serving.inputs import Arrival
+    from cluster.serving.telemetry.load_history import LoadRecorder
     from cluster.serving.telemetry.metrics import Metrics
     from pagedray.errors import PagedRayError
     from pagedray.request import Request
@@ -26,10 +27,15 @@ class CallObserver:
     """Creates the watch of each call and passes on its report."""
 
     def __init__(
-        self, metrics: Metrics, model: str, listeners: Sequence[Callable[[CallReport], None]]
+        self,
+        metrics: Metrics,
+        recorder: LoadRecorder,
+        model: str,
+        listeners: Sequence[Callable[[CallReport], None]],
     ) -> None:
         """Each listener gets the report of every call, in the event loop's thread."""
         self.metrics = metrics
+        self.recorder = recorder
         self.model = model
         self._listeners = tuple(listeners)
 
@@ -92,8 +98,10 @@ class CallWatch:
         if self._last_s is None:
             self._first_s = now_s
             self._observer.metrics.first_token.observe(now_s - self._arrived_s)
+            self._observer.recorder.first_token.record(now_s - self._arrived_s)
         else:
             self._observer.metrics.between_tokens.record(now_s - self._last_s)
+            self._observer.recorder.between_tokens.record(now_s - self._last_s)
         self._last_s = now_s
 
     def note_end(self, outcome: str | PagedRayError) -> None:

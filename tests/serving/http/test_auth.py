@@ -51,7 +51,7 @@ def test_every_endpoint_declares_its_access(locked: Server) -> None:
     for endpoint in app.endpoints:
         found[endpoint.access].add(endpoint.path)
     assert found[Access.PUBLIC] == OPEN
-    assert found[Access.ADMINS] == {"/metrics"}
+    assert found[Access.ADMINS] == {"/loads/history", "/metrics"}
     for endpoint in app.endpoints:
         answer = httpx.request(endpoint.method, locked.url + endpoint.path.replace("{", "x"))
         is_open = endpoint.access is Access.PUBLIC

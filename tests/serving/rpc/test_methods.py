@@ -15,6 +15,7 @@ import pytest
 from cluster.serving.engine_client import EngineClient
 from cluster.serving.rpc.server import GrpcServer
 from cluster.serving.servicer import Servicer
+from pagedray.errors import EngineError
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
 from tests.serving.checkpoint import TEXT
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from cluster.engine.embedding_job import EmbeddingRequest
+    from cluster.engine.stats import EngineStats
     from cluster.serving.text.tokenizer import Tokenizer
     from tests.serving.conftest import Server
 
@@ -124,8 +126,8 @@ class FakeEncoder:
     def check_room(self, tenant: str, num_tokens: int) -> None:
         pass
 
-    def stats(self) -> Any:  # Any: not called
-        raise NotImplementedError
+    def stats(self) -> EngineStats:
+        raise EngineError("It counts nothing.")
 
     @property
     def error(self) -> None:

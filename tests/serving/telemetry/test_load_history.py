@@ -1,0 +1,96 @@
+"""The history of a server's load: rates, latencies, and how much of it is kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cluster.serving.telemetry.load_history import LoadRecorder
+from tests.serving.waiting import wait_until
+
+if TYPE_CHECKING:
+    import httpx
+
+    from cluster.engine.stats import EngineStats
+    from tests.serving.conftest import Server
+    from tests.serving.fake_engine import FakeEngine
+
+
+@pytest.fixture
+def stats(engine: FakeEngine) -> EngineStats:
+    return engine.stats()
+
+
+def test_samples_have_the_rates_of_their_interval(stats: EngineStats) -> None:
+    recorder = LoadRecorder()
+    recorder.add_sample(stats, 10.0)
+    recorder.add_sample(replace(stats, num_generated_tokens=150, num_prompt_tokens=70), 14.0)
+    (sample,) = recorder.history().samples
+    assert (sample.generated_tokens_per_s, sample.prompt_tokens_per_s) == (25.0, 5.0)
+    assert (sample.uptime_s, sample.num_used_blocks) == (14.0, 4)
+    assert sample.first_token_p50_s is None
+
+
+def test_latencies_are_those_of_the_durations(stats: EngineStats) -> None:
+    recorder = LoadRecorder()
+    recorder.add_sample(stats, 0.0)
+    for number in range(1, 101):
+        recorder.first_token.record(number / 100)
+        recorder.between_tokens.record(number / 10_000)
+    recorder.add_sample(stats, 5.0)
+    history = recorder.history()
+    assert history.samples[0].first_token_p50_s == pytest.approx(0.5, rel=0.1)
+    assert history.samples[0].first_token_p95_s == pytest.approx(0.95, rel=0.1)
+    assert history.first_token.num_durations == 100
+    assert history.first_token.p90_s == pytest.approx(0.9, rel=0.1)
+    assert history.between_tokens.p99_s == pytest.approx(0.0099, rel=0.1)
+
+
+def test_durations_of_before_the_last_minute_are_left_out(stats: EngineStats) -> None:
+    recorder = LoadRecorder()
+    recorder.first_token.record(100.0)
+    for number in range(13):
+        recorder.add_sample(stats, 5.0 * number)
+        recorder.first_token.record(1.0)
+    history = recorder.history()
+    # Those of the last interval follow with the next sample.
+    assert history.first_token.num_durations == 12
+    assert history.first_token.p99_s == pytest.approx(1.0, rel=0.1)
+
+
+def test_ten_minutes_are_kept(stats: EngineStats) -> None:
+    recorder = LoadRecorder()
+    for number in range(500):
+        recorder.add_sample(stats, 5.0 * number)
+    history = recorder.history()
+    span_s = history.samples[-1].uptime_s - history.samples[0].uptime_s + history.interval_s
+    assert (len(history.samples), span_s) == (120, 600.0)
+
+
+def test_calls_are_recorded(http: httpx.Client, server: Server, engine: FakeEngine) -> None:
+    recorder = server.frontends.servicer.observer.recorder
+    before = recorder.first_token.snapshot(), recorder.between_tokens.snapshot()
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 5}
+    assert http.post("/v1/completions", json=body).status_code == 200
+    first_token = recorder.first_token.snapshot().since(before[0])
+    between_tokens = recorder.between_tokens.snapshot().since(before[1])
+    assert (first_token.num_durations, between_tokens.num_durations) == (1, 4)
+
+
+async def test_the_server_takes_samples_by_itself(stats: EngineStats) -> None:
+    recorder = LoadRecorder()
+    moments = iter((1.0, 2.0))
+    recorder.start_sampling(lambda: stats, lambda: next(moments))
+    recorder.stop_sampling()
+    recorder.start_sampling(lambda: stats, lambda: next(moments))
+    recorder.stop_sampling()
+    await wait_until(lambda: len(recorder.history().samples) == 1)
+
+
+def test_history_is_served_with_the_properties_of_the_server(http: httpx.Client) -> None:
+    history = http.get("/loads/history").json()
+    assert (history["interval_s"], history["num_blocks"]) == (5.0, 64)
+    info = http.get("/server_info").json()
+    assert (info["model"], info["device"], info["context_length"]) == ("tiny", "cpu", 256)
