@@ -15,7 +15,7 @@ ENVOY := $(TOOLS)/bin/envoy
 
 SEEDS ?= 10000
 
-.PHONY: setup helm deploy-tools gateway-test demo simulate test test-slow test-clients image-test test-hostile chaos docs release check protos freeze-protos clean
+.PHONY: setup helm deploy-tools gateway-test demo simulate test test-slow test-clients image-test test-hostile test-page chaos docs release check protos freeze-protos clean
 
 setup: $(STAMP)
 
@@ -85,6 +85,12 @@ simulate: setup
 test-hostile: setup
 	@$(BIN)/python -m tests.hostile
 	@$(BIN)/python -m tests.hostile.fuzz --seconds 60
+
+# The web page in a headless Chromium, which is Debian's.
+test-page: setup
+	@command -v chromium google-chrome >/dev/null || { apt-get update -qq && \
+		apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; }
+	@scripts/test -m "slow or not slow" tests/serving/admin/page
 
 # Programs of other projects against a server, each in an environment of its own.
 test-clients: setup

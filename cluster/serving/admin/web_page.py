@@ -1,7 +1,7 @@
-"""The web page at `/`: live statistics of the server, and a chat with its model.
+"""The web page at `/`: a chat with the server's model, and live statistics.
 
 Its static files contain no data; they fetch it from `/loads` and `/v1` with the user's API key. A
-content security policy allows the browser to run these files only.
+content security policy allows the browser to run these files only, and to make no HTML of text.
 """
 
 from __future__ import annotations
@@ -14,22 +14,24 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
+
     from starlette.requests import Request
 
 __all__ = ["PAGE_PATHS", "page_routes"]
 
-_FILES = {
-    "/": ("index.html", "text/html; charset=utf-8"),
-    "/app.js": ("app.js", "text/javascript; charset=utf-8"),
-    "/style.css": ("style.css", "text/css; charset=utf-8"),
-    "/icon.svg": ("icon.svg", "image/svg+xml"),
+_FOLDER = resources.files("cluster.serving.admin") / "web"
+_MEDIA_TYPES = {
+    ".css": "text/css; charset=utf-8",
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".txt": "text/plain; charset=utf-8",
 }
-PAGE_PATHS = frozenset(_FILES)
-"""The paths that require no key."""
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
-    "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'; require-trusted-types-for 'script'",
+    "worker-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types pagedray-worker",
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
     "referrer-policy": "no-referrer",
@@ -40,12 +42,31 @@ _HEADERS = {
 }
 
 
+def _files_below(folder: Traversable, path: str) -> dict[str, Traversable]:
+    """Return the files in a folder and its folders, by path."""
+    found = {}
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            found.update(_files_below(entry, f"{path}{entry.name}/"))
+        else:
+            found[path + entry.name] = entry
+    return found
+
+
+_FILES = {
+    "/": _FOLDER / "index.html",
+    "/icon.svg": _FOLDER / "icon.svg",
+    **_files_below(_FOLDER / "page", "/page/"),
+}
+PAGE_PATHS = frozenset(_FILES)
+"""The paths that require no key."""
+
+
 def page_routes() -> list[Route]:
     """Return the routes of the page's files."""
-    folder = resources.files("cluster.serving.admin") / "web"
     return [
-        _route(path, (folder / name).read_bytes(), media_type)
-        for path, (name, media_type) in _FILES.items()
+        _route(path, file.read_bytes(), _MEDIA_TYPES[f".{file.name.rpartition('.')[2]}"])
+        for path, file in _FILES.items()
     ]
 
 

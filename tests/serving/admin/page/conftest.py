@@ -1,0 +1,30 @@
+"""The page at `/` in a headless Chromium, over the frontends of a fake engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.serving.admin.page.chat_page import ChatPage
+from tests.serving.admin.page.chromium import CHROMIUM, Browser
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.serving.conftest import Server
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    if CHROMIUM is None:
+        pytest.skip("Chromium is not installed; make test-page installs it.")
+    with Browser(tmp_path_factory.mktemp("profile")) as browser:
+        yield browser
+
+
+@pytest.fixture
+def page(browser: Browser, server: Server) -> Iterator[ChatPage]:
+    """The page, ready, in a desktop's window, with nothing in the browser's storage."""
+    with ChatPage(browser, server) as page:
+        yield page

@@ -1,0 +1,211 @@
+"""Markdown on the page, of models that mean well and of hostile ones."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.serving.admin.page.chat_page import ChatPage
+    from tests.serving.fake_engine import FakeEngine
+
+ATTACK = "<img src=x onerror=document.title=1>"
+TEXT = """# Title
+
+A **bold** and *slanted* `code` [link](https://example.com "t") &amp; more.
+
+1. one
+   - inner
+2. two
+
+- [x] done
+
+> quote
+
+| a | b |
+|---|--:|
+| 1 | 2 |
+
+```python
+x = 1
+```
+
+---
+"""
+PUT = """
+import('/page/markdown/markdown_view.js').then(async ({ MarkdownView }) => {
+  const view = new MarkdownView();
+  document.getElementById('messages').append(view.node);
+  window.view = view;
+  for (const piece of %s) view.append(piece);
+  await view.end();
+  window.isDrawn = true;
+})
+"""
+
+
+def put(page: ChatPage, text: str) -> None:
+    """Draw a text on the page, without a model."""
+    page.evaluate("window.isDrawn = false")
+    page.evaluate(PUT % f"[{text}]")
+    page.wait_for("window.isDrawn")
+
+
+def test_markdown_is_drawn(page: ChatPage) -> None:
+    page.speak(TEXT)
+    page.ask("hello")
+    for selector, text in {
+        "h3": "Title",
+        "strong": "bold",
+        "em": "slanted",
+        "p code": "code",
+        "ol > li:nth-child(2)": "two",
+        "ol ul li": "inner",
+        ".task": "done",
+        "blockquote p": "quote",
+        "th": "a",
+        "td:nth-child(2)": "2",
+        "figure figcaption span": "python",
+        "pre code": "x = 1",
+    }.items():
+        assert page.text(f".markdown {selector}").strip() == text, selector
+    assert page.text(".markdown p").endswith("& more.")
+    assert page.count(".markdown hr") == 1
+    assert page.evaluate("document.querySelector('.markdown a').href") == "https://example.com/"
+    assert page.console == []
+
+
+def test_code_has_a_button_that_copies_it(page: ChatPage) -> None:
+    page.speak("a\n\n```\nx = 1\n```\n")
+    page.ask("hello")
+    # The page may not write to the clipboard of the machine that tests it.
+    page.evaluate("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
+    page.click(".code .copy")
+    page.wait_for("document.querySelector('.code .copy').textContent === 'Copied'")
+    assert page.evaluate("window.copied") == "x = 1"
+    page.click(".message.assistant > .actions .copy")
+    page.wait_for("window.copied.includes('```')")
+
+
+@pytest.mark.parametrize("size", [1, 3, 50])
+def test_text_that_grows_ends_as_the_whole_text_does(page: ChatPage, size: int) -> None:
+    pieces = f"{TEXT * 3!r}.match(/[^]{{1,{size}}}/g)".replace("\\n", "\\n")
+    put(page, f"...{pieces}")
+    grown = page.evaluate("window.view.node.innerHTML")
+    put(page, f"{TEXT * 3!r}")
+    assert grown == page.evaluate("window.view.node.innerHTML")
+
+
+def test_open_code_block_grows_in_place(page: ChatPage, engine: FakeEngine) -> None:
+    engine.step_s = 0.02
+    page.speak("```python\n" + "x = 1\n" * 40)
+    page.say("hello")
+    page.wait_for("document.querySelector('.code pre')?.textContent.length > 20")
+    page.evaluate("document.querySelector('.code').id = 'first'")
+    page.wait_for("document.querySelector('.code pre').textContent.length > 60")
+    assert page.count("#first") == 1
+    page.browser.press("Escape")
+    page.wait_for("!document.getElementById('send').hidden")
+
+
+def test_html_of_models_and_users_stays_text(page: ChatPage) -> None:
+    script = "<script>document.title = 1</script>"
+    text = (
+        f"{ATTACK}\n\n```\n{ATTACK}\n```\n\n`{ATTACK}` a {ATTACK}\n\n{script}\n\n|{ATTACK}|\n|-|\n"
+    )
+    page.speak(text)
+    page.ask(ATTACK)
+    assert page.evaluate("document.querySelectorAll('.messages :is(img, script)').length") == 0
+    assert page.text("#messages").count("<img src=x") == 6
+    assert "<script>document.title" in page.text("#messages")
+    assert page.text("pre code") == ATTACK
+    assert page.evaluate("document.title") == "tiny - PagedRay"
+    assert page.console == []
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "javascript:alert(1)",
+        "JaVaScRiPt:alert(1)",
+        "&#106;avascript:alert(1)",
+        "java\tscript:alert(1)",
+        "data:text/html,<script>1</script>",
+        "vbscript:x",
+        "file:///etc/passwd",
+        "/v1/models",
+        "//evil.example",
+    ],
+)
+def test_links_of_models_lead_to_other_sites_only(page: ChatPage, url: str) -> None:
+    page.speak(f"[a]({url}) ![b]({url}) <{url}>")
+    page.ask("hello")
+    assert page.count(".markdown a") == 0
+    assert page.count(".markdown img") == 0
+    assert page.console == []
+
+
+def test_images_of_models_are_links_that_the_user_may_follow(page: ChatPage) -> None:
+    page.speak("![secret](https://evil.example/?q=1)")
+    page.ask("hello")
+    assert page.text(".markdown a") == "Image: secret"
+    rel = page.evaluate("document.querySelector('.markdown a').rel")
+    assert {"noopener", "noreferrer"} <= set(rel.split())
+    assert page.console == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "'[' .repeat(50_000)",
+        "'>' .repeat(20_000) + 'a'",
+        "'- '.repeat(5_000) + 'a'",
+        "'*a'.repeat(50_000)",
+        "'_a_ '.repeat(50_000)",
+        "'|a'.repeat(5_000) + '\\n' + '|-'.repeat(5_000) + '\\n' + '|b'.repeat(5_000)",
+        "'|a|\\n|-|\\n' + '|b|\\n'.repeat(20_000)",
+        "'- a\\n'.repeat(20_000)",
+        "'```'.repeat(3_001) + '\\n'.repeat(5_000)",
+        "'> - '.repeat(200) + 'a'",
+    ],
+)
+def test_hostile_text_makes_few_nodes_and_loses_nothing(page: ChatPage, text: str) -> None:
+    put(page, text)
+    assert page.evaluate("window.view.node.querySelectorAll('*').length") < 10_000
+    depth = (
+        "((node) => { let most = 0; for (const one of node.querySelectorAll('*')) {"
+        " let depth = 0; for (let at = one; at !== node; at = at.parentNode) depth += 1;"
+        " most = Math.max(most, depth); } return most; })(window.view.node)"
+    )
+    assert page.evaluate(depth) < 60
+    letters = "/[^ab]/g, ''"
+    assert page.evaluate(f"window.view.node.textContent.replace({letters}).length") == (
+        page.evaluate(f"({text}).replace({letters}).length")
+    )
+    # The page is usable.
+    page.speak("yes")
+    page.ask("hello")
+    assert page.console == []
+
+
+def test_text_that_the_parser_cannot_finish_is_shown_as_it_is(page: ChatPage) -> None:
+    # Without an answer of the worker, the limit ends it.
+    page.evaluate(
+        "import('/page/markdown/lexer.js').then(({ lexer }) => { lexer.lex = async () => null; })"
+    )
+    page.speak("a **b**\n\nc")
+    page.ask("hello")
+    assert page.text(".markdown .plain") == "a **b**\n\nc"
+
+
+def test_worker_that_takes_too_long_is_replaced(page: ChatPage) -> None:
+    slow = (
+        "import('/page/markdown/lexer.js').then(async ({ lexer }) => {"
+        " const found = await lexer.lex('*a'.repeat(1_000_000));"
+        " const next = await lexer.lex('*a*');"
+        " window.outcome = [found, next?.tokens[0].type]; })"
+    )
+    page.evaluate(slow)
+    page.wait_for("window.outcome !== undefined")
+    assert page.evaluate("window.outcome") == [None, "paragraph"]

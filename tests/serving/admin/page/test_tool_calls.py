@@ -1,0 +1,65 @@
+"""Calls of tools on the page."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cluster.serving.text.tokenizer import Tokenizer
+from tests.serving.admin.page.chat_page import ChatPage
+from tests.serving.checkpoint import write_tokenizer
+from tests.serving.conftest import Server
+from tests.serving.openai.test_tools import AUTO, TEMPLATE, TOOLS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.serving.admin.page.chromium import Browser
+
+
+@pytest.fixture(scope="module")
+def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder: Path = tmp_path_factory.mktemp("tools")
+    write_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    with Server(Tokenizer.from_folder(folder), context=2048) as server:
+        yield server
+
+
+def test_calls_are_shown_and_their_results_are_sent(browser: Browser, tool_server: Server) -> None:
+    with ChatPage(browser, tool_server) as page:
+        page.set(tools=json.dumps(TOOLS))
+        page.speak(AUTO)
+        page.ask("How is it?")
+        assert page.text(".markdown") == "I ask."
+        assert page.texts(".tool h3 strong") == ["weather", "time"]
+        assert json.loads(page.text(".tool pre code")) == {"city": "K\u00f6ln \U0001f642"}
+        page.evaluate("document.querySelectorAll('.tool textarea')[0].value = 'sunny <b>'")
+        page.evaluate("document.querySelectorAll('.tool textarea')[1].value = 'noon'")
+        page.speak("It is sunny.")
+        page.click(".send-results")
+        page.wait_for("document.querySelectorAll('.timing').length === 2")
+        prompt = page.prompt()
+        assert prompt.index("weather") < prompt.index("sunny <b>") < prompt.index("noon")
+        assert page.texts(".tool details p") == ["sunny <b>", "noon"]
+        # The history has them too.
+        page.load()
+        page.click("#chats .open")
+        assert page.texts(".tool details p") == ["sunny <b>", "noon"]
+        assert page.count(".tool textarea") == 0
+        assert page.console == []
+
+
+def test_calls_without_results_ask_again_when_they_are_opened(
+    browser: Browser, tool_server: Server
+) -> None:
+    with ChatPage(browser, tool_server) as page:
+        page.set(tools=json.dumps(TOOLS))
+        page.speak(AUTO)
+        page.ask("How is it?")
+        page.load()
+        page.click("#chats .open")
+        assert page.count(".tool textarea") == 2
