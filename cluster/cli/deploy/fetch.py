@@ -46,6 +46,8 @@ def fetch_command(model: str, *, folder: Path | None, is_waiting: bool) -> int:
         raise StartupError("--folder is for models of S3; HF_HOME is where those of the Hub are.")
     with logging_to(form="text", level="info"):
         if folder is not None:
+            # A name that is wrong would be waited for without end.
+            parse_location(model)
             found = wait_for_mirror(folder) if is_waiting else fetch_from_s3(model, folder)
         else:
             run = wait_for_model if is_waiting else fetch

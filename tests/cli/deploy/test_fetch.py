@@ -115,6 +115,7 @@ def test_a_job_that_fails_ends_in_one_line_and_the_next_one_continues(
         (["s3://models/tiny"], "--folder is required"),
         (["org/tiny", "--folder", "/tmp/x"], "--folder is for models of S3"),
         (["s3://Models/tiny", "--folder", "/tmp/x"], "is not a folder in S3"),
+        (["s3://Models/tiny", "--folder", "/tmp/x", "--wait"], "is not a folder in S3"),
     ],
 )
 def test_a_mistake_is_one_line(
