@@ -81,7 +81,7 @@ def test_queries_use_exported_metrics(query: str) -> None:
 
 def test_the_endpoint_picker_is_given_exported_metrics() -> None:
     flags = re.findall(
-        r"^ +--[\w-]+-metric=ray_(\w+)(?:\{(\w+)=\w+\})?$",
+        r"^ *--[\w-]+-metric=ray_(\w+)(?:\{(\w+)=\w+\})?$",
         Path("docs/kubernetes.md").read_text(),
         re.MULTILINE,
     )

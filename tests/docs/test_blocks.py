@@ -174,7 +174,8 @@ def test_program_runs(
 def test_commands_run(server: ServerProcess, block: Block) -> None:
     printed = _run(_addressed(block.text, server))
     assert len(printed.strip()) > 20
-    assert '"error"' not in printed
+    # As the name of a field: a model may write the word.
+    assert '"error":' not in printed
 
 
 @_runs([one for one in _of("sh") if _is_server(one)])

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from tests.serving.conftest import Server
     from tests.serving.fake_engine import FakeEngine
 
+pytestmark = pytest.mark.slow
+
 ATTACK = "<img src=x onerror=document.title=1>"
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
+
 from cluster.serving.openai.chat_body import ChatBody
 
 if TYPE_CHECKING:
     from tests.serving.admin.page.chat_page import ChatPage
     from tests.serving.fake_engine import FakeEngine
+
+pytestmark = pytest.mark.slow
 
 OWN_NAMES = {"system", "schema", "more"}
 """Fields that are no parameters themselves."""

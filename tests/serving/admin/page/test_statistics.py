@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import pytest
+
 if TYPE_CHECKING:
     from tests.serving.admin.page.chat_page import ChatPage
     from tests.serving.conftest import Server
     from tests.serving.fake_engine import FakeEngine
+
+pytestmark = pytest.mark.slow
 
 
 def test_idle_page_shows_the_model_and_what_it_runs_on(page: ChatPage) -> None:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from tests.serving.admin.page.chromium import Browser
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
