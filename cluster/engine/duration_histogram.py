@@ -31,6 +31,15 @@ class HistogramSnapshot:
         gained = tuple(now - then for now, then in zip(self.counts, earlier.counts, strict=True))
         return replace(self, counts=gained, total_s=self.total_s - earlier.total_s)
 
+    def in_bins(self, bounds_s: Sequence[float]) -> HistogramSnapshot:
+        """Return the same durations in larger bins, whose bounds are some of these."""
+        ends = [self.bounds_s.index(bound_s) + 1 for bound_s in bounds_s]
+        firsts, lasts = [0, *ends], [*ends, None]
+        counts = tuple(
+            sum(self.counts[first:last]) for first, last in zip(firsts, lasts, strict=True)
+        )
+        return HistogramSnapshot(bounds_s=tuple(bounds_s), counts=counts, total_s=self.total_s)
+
     def quantile_s(self, part: float) -> float | None:
         """Return the duration that this part of all durations does not exceed; None without any.
 

@@ -132,7 +132,7 @@ class Servicer:
         self.tool_format = tool_format or detect_format(tokenizer.template_source)
         """How the model writes tool calls; None if unknown."""
         listeners = [log_call] if tracer is None else [tracer.trace, log_call]
-        self._recorder = LoadRecorder()
+        self._recorder = LoadRecorder(self.metrics.between_tokens)
         self.observer = CallObserver(self.metrics, self._recorder, config.model.name, listeners)
         self.reader_limits = ReaderLimits() if reader_limits is None else reader_limits
         trimmer = MemoryTrimmer()

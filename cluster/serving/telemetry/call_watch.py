@@ -101,7 +101,6 @@ class CallWatch:
             self._observer.recorder.first_token.record(now_s - self._arrived_s)
         else:
             self._observer.metrics.between_tokens.record(now_s - self._last_s)
-            self._observer.recorder.between_tokens.record(now_s - self._last_s)
         self._last_s = now_s
 
     def note_end(self, outcome: str | PagedRayError) -> None:

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
     from cluster.engine.stats import EngineStats
 
-__all__ = ["Latency", "LoadHistory", "LoadRecorder", "LoadSample"]
+__all__ = ["LATENCY_BOUNDS_S", "Latency", "LoadHistory", "LoadRecorder", "LoadSample"]
 
 _INTERVAL_S = 5.0
 _NUM_SAMPLES = 120
 _NUM_RECENT = 12
-# From 0.1 ms to about half an hour; a bound exceeds the one before it by 9 %.
-_BOUNDS_S = tuple(0.0001 * 2 ** (number / 8) for number in range(8 * 24 + 1))
+LATENCY_BOUNDS_S = tuple(0.0001 * 2 ** (number / 8) for number in range(8 * 24 + 1))
+"""From 0.1 ms to about half an hour; a bound exceeds the one before it by 9 %."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,9 +82,10 @@ class _Counts:
 class LoadRecorder:
     """Records durations of calls, and samples the engine. Used from the event loop only."""
 
-    def __init__(self) -> None:
-        self.first_token = DurationHistogram(_BOUNDS_S)
-        self.between_tokens = DurationHistogram(_BOUNDS_S)
+    def __init__(self, between_tokens: DurationHistogram) -> None:
+        """`between_tokens` has the times between two outputs of all calls."""
+        self.first_token = DurationHistogram(LATENCY_BOUNDS_S)
+        self._between_tokens = between_tokens
         self._counts: deque[_Counts] = deque(maxlen=_NUM_RECENT + 1)
         self._samples: deque[LoadSample] = deque(maxlen=_NUM_SAMPLES)
         self._num_blocks = 0
@@ -112,7 +113,7 @@ class LoadRecorder:
             num_prompt_tokens=stats.num_prompt_tokens,
             num_generated_tokens=stats.num_generated_tokens,
             first_token=self.first_token.snapshot(),
-            between_tokens=self.between_tokens.snapshot(),
+            between_tokens=self._between_tokens.snapshot(),
         )
         scheduler = stats.scheduler
         self._num_blocks = scheduler.num_blocks

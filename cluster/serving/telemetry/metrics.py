@@ -16,6 +16,7 @@ from cluster.engine.duration_histogram import DurationHistogram
 from cluster.serving.continuation import CAUSES, Cause
 from cluster.serving.telemetry.call_report import outcome_of
 from cluster.serving.telemetry.engine_metrics import EngineCollector, duration_family
+from cluster.serving.telemetry.load_history import LATENCY_BOUNDS_S
 from cluster.serving.telemetry.router_metrics import RouterCollector
 from pagedray.errors import PagedRayError
 from pagedray.version import __version__
@@ -94,7 +95,7 @@ class Metrics:
         self.first_token = self._histogram(
             "time_to_first_token_seconds", "From arrival to the first token", _FIRST_TOKEN_BUCKETS
         )
-        self.between_tokens = DurationHistogram(_TOKEN_BUCKETS)
+        self.between_tokens = DurationHistogram(sorted({*LATENCY_BOUNDS_S, *_TOKEN_BUCKETS}))
         """Times between two outputs of a call."""
         self._per_token = self._histogram(
             "time_per_output_token_seconds", "Mean time between tokens of a call", _TOKEN_BUCKETS
@@ -234,7 +235,10 @@ class Metrics:
 
 
 class _GapCollector(Collector):
-    """The times between outputs, which the library's histogram would observe too slowly."""
+    """The times between outputs, which the library's histogram would observe too slowly.
+
+    Their bins are smaller than those of Prometheus, for the quantiles of the load history.
+    """
 
     def __init__(self, counter: DurationHistogram) -> None:
         self._counter = counter
@@ -246,5 +250,5 @@ class _GapCollector(Collector):
         yield duration_family(
             "inter_token_latency_seconds",
             "Time between two outputs of a call that have tokens",
-            self._counter.snapshot(),
+            self._counter.snapshot().in_bins(_TOKEN_BUCKETS),
         )

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.serving.telemetry.load_history import LoadRecorder
+from cluster.engine.duration_histogram import DurationHistogram
+from cluster.serving.telemetry.load_history import LATENCY_BOUNDS_S, LoadRecorder
 from tests.serving.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -18,13 +19,17 @@ if TYPE_CHECKING:
     from tests.serving.fake_engine import FakeEngine
 
 
+def make_recorder() -> LoadRecorder:
+    return LoadRecorder(DurationHistogram(LATENCY_BOUNDS_S))
+
+
 @pytest.fixture
 def stats(engine: FakeEngine) -> EngineStats:
     return engine.stats()
 
 
 def test_samples_have_the_rates_of_their_interval(stats: EngineStats) -> None:
-    recorder = LoadRecorder()
+    recorder = make_recorder()
     recorder.add_sample(stats, 10.0)
     recorder.add_sample(replace(stats, num_generated_tokens=150, num_prompt_tokens=70), 14.0)
     (sample,) = recorder.history().samples
@@ -34,11 +39,12 @@ def test_samples_have_the_rates_of_their_interval(stats: EngineStats) -> None:
 
 
 def test_latencies_are_those_of_the_durations(stats: EngineStats) -> None:
-    recorder = LoadRecorder()
+    between_tokens = DurationHistogram(LATENCY_BOUNDS_S)
+    recorder = LoadRecorder(between_tokens)
     recorder.add_sample(stats, 0.0)
     for number in range(1, 101):
         recorder.first_token.record(number / 100)
-        recorder.between_tokens.record(number / 10_000)
+        between_tokens.record(number / 10_000)
     recorder.add_sample(stats, 5.0)
     history = recorder.history()
     assert history.samples[0].first_token_p50_s == pytest.approx(0.5, rel=0.1)
@@ -49,7 +55,7 @@ def test_latencies_are_those_of_the_durations(stats: EngineStats) -> None:
 
 
 def test_durations_of_before_the_last_minute_are_left_out(stats: EngineStats) -> None:
-    recorder = LoadRecorder()
+    recorder = make_recorder()
     recorder.first_token.record(100.0)
     for number in range(13):
         recorder.add_sample(stats, 5.0 * number)
@@ -61,7 +67,7 @@ def test_durations_of_before_the_last_minute_are_left_out(stats: EngineStats) ->
 
 
 def test_ten_minutes_are_kept(stats: EngineStats) -> None:
-    recorder = LoadRecorder()
+    recorder = make_recorder()
     for number in range(500):
         recorder.add_sample(stats, 5.0 * number)
     history = recorder.history()
@@ -70,17 +76,18 @@ def test_ten_minutes_are_kept(stats: EngineStats) -> None:
 
 
 def test_calls_are_recorded(http: httpx.Client, server: Server, engine: FakeEngine) -> None:
-    recorder = server.frontends.servicer.observer.recorder
-    before = recorder.first_token.snapshot(), recorder.between_tokens.snapshot()
+    observer = server.frontends.servicer.observer
+    recorder, recorded = observer.recorder, observer.metrics.between_tokens
+    before = recorder.first_token.snapshot(), recorded.snapshot()
     body = {"model": "tiny", "prompt": "a", "max_tokens": 5}
     assert http.post("/v1/completions", json=body).status_code == 200
     first_token = recorder.first_token.snapshot().since(before[0])
-    between_tokens = recorder.between_tokens.snapshot().since(before[1])
+    between_tokens = recorded.snapshot().since(before[1])
     assert (first_token.num_durations, between_tokens.num_durations) == (1, 4)
 
 
 async def test_the_server_takes_samples_by_itself(stats: EngineStats) -> None:
-    recorder = LoadRecorder()
+    recorder = make_recorder()
     moments = iter((1.0, 2.0))
     recorder.start_sampling(lambda: stats, lambda: next(moments))
     recorder.stop_sampling()
@@ -94,3 +101,13 @@ def test_history_is_served_with_the_properties_of_the_server(http: httpx.Client)
     assert (history["interval_s"], history["num_blocks"]) == (5.0, 64)
     info = http.get("/server_info").json()
     assert (info["model"], info["device"], info["context_length"]) == ("tiny", "cpu", 256)
+
+
+def test_larger_bins_have_the_same_durations() -> None:
+    bounds_s = (0.001, 0.01, 0.1)
+    fine = DurationHistogram(sorted({*LATENCY_BOUNDS_S, *bounds_s}))
+    coarse = DurationHistogram(bounds_s)
+    for number in range(1, 400):
+        fine.record(number / 1000)
+        coarse.record(number / 1000)
+    assert fine.snapshot().in_bins(bounds_s) == coarse.snapshot()
