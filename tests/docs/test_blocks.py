@@ -73,9 +73,12 @@ by_key = pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.key[:6
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    """A server of the shipped model without API keys."""
-    with ServerProcess(("--executor=local", "--resume-anonymous")) as server:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server of the shipped model without API keys, greedy unless requests say otherwise."""
+    folder = tmp_path_factory.mktemp("greedy")
+    (folder / "generation_config.json").write_text('{"temperature": 0.0}')
+    options = ("--executor=local", "--resume-anonymous", f"--generation-config={folder}")
+    with ServerProcess(options) as server:
         yield server
 
 
@@ -166,14 +169,15 @@ def test_program_runs(
 ) -> None:
     code = compile(_addressed(block.text, server), block.path, "exec")
     exec(code, {"__name__": "__main__"})
-    assert len(capsys.readouterr().out.strip()) > 20
+    # Sampled text may be short.
+    assert capsys.readouterr().out
 
 
 @_runs([one for one in _of("sh") if not _is_server(one)])
 @pytest.mark.usefixtures("checkout")
 def test_commands_run(server: ServerProcess, block: Block) -> None:
     printed = _run(_addressed(block.text, server))
-    assert len(printed.strip()) > 20
+    assert printed
     # As the name of a field: a model may write the word.
     assert '"error":' not in printed
 
