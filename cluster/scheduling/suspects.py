@@ -111,7 +111,6 @@ class Suspects:
 
     def note_death(self, lengths: Lengths) -> bool:
         """Note the sequences that ran at a death; return whether it narrowed a search."""
-        num_examined = len(self._examined)
         for request_id, known in lengths.items():
             marks = self._marks.setdefault(request_id, {})
             for index, length in known.items():
@@ -122,9 +121,8 @@ class Suspects:
             self._num_solitary[alone] = self._num_solitary.get(alone, 0) + 1
         if self._is_searching:
             # Sequences of those examined before may be in flight; then it is not known who died.
-            if lengths and self._examined.issuperset(lengths):
-                self._narrow(list(lengths))
-            return 0 < len(self._examined) < num_examined
+            is_known = bool(lengths) and self._examined.issuperset(lengths)
+            return is_known and self._narrow(list(lengths))
         guilty = [one for one in lengths if self._num_deaths[one] >= _DEATHS_TO_EXAMINE]
         if guilty:
             self._is_searching, self._is_proven = True, False
@@ -159,21 +157,27 @@ class Suspects:
         culprits, self._accused = self._accused, []
         return culprits
 
-    def _narrow(self, ran: list[str]) -> None:
-        """Continue the search after a death of examined requests only."""
+    def _narrow(self, ran: list[str]) -> bool:
+        """Continue the search after a death of examined requests only.
+
+        Returns whether fewer are examined than before, or one of them died alone for the first
+        time.
+        """
+        num_examined = len(self._examined)
         self._rest += self._other_half
         self._rest += (one for one in self._examined if one not in ran)
         self._other_half = []
         self._died = ran
         if len(ran) > 1 or self._num_solitary[ran[0]] < _SOLITARY_DEATHS:
             self._halve(ran)
-            return
+            return len(self._examined) < num_examined or len(ran) == 1
         (accused,) = ran
         self._examined = set()
         self._forget(accused)
         self._accused.append(accused)
         self._has_culprit = True
         self._go_on()
+        return 0 < len(self._examined) < num_examined
 
     def _halve(self, guilty: list[str]) -> None:
         """Examine half of some requests that include a culprit."""

@@ -233,6 +233,17 @@ def test_one_death_by_chance_while_examined_alone_accuses_no_request() -> None:
     assert suspects.accused == ["r1"]
 
 
+@pytest.mark.parametrize("number", [2, 8])
+def test_three_deaths_of_a_search_do_not_narrow_it(number: int) -> None:
+    suspects = Suspects()
+    running, narrowed = names(number), []
+    while not suspects.accused:
+        narrowed.append(suspects.note_death({one: {0: 5} for one in running}))
+        running = [one for one in running if suspects.may_run(one)]
+    # The two that begin it, and the one that accuses; the first death alone tells more.
+    assert narrowed == [False, False, *[True] * round(math.log2(number)), False]
+
+
 def test_the_only_request_is_a_culprit_once_the_ranks_are_proven_to_work() -> None:
     suspects = Suspects()
     for _ in range(3):
