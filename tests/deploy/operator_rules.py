@@ -19,6 +19,7 @@ __all__ = ["operator_errors"]
 _MAX_NAME_LENGTH = 47
 _DNS_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _OLDEST_WITH_TOKENS = (2, 52)
+_STATE_FOLDER = "/data/gcs"
 _RESOURCE_PARAMS = {"memory", "num-cpus", "num-gpus", "resources"}
 
 
@@ -63,6 +64,7 @@ def _cluster(ray_service: Manifest) -> Iterator[str]:
         if not one["minReplicas"] <= one["replicas"] <= one["maxReplicas"]:
             yield f"{one['groupName']} is to have min <= replicas <= max"
     yield from _environment(cluster)
+    yield from _state(cluster)
     yield from _token(cluster)
 
 
@@ -86,6 +88,24 @@ def _environment(cluster: Manifest) -> Iterator[str]:
         yield "Redis has its name and password in gcsFaultToleranceOptions"
     if "RAY_enable_autoscaler_v2" in env:
         yield "the autoscaler's version is in autoscalerOptions"
+
+
+def _state(cluster: Manifest) -> Iterator[str]:
+    options = cluster.get("gcsFaultToleranceOptions", {})
+    storage = options.get("storage", {})
+    if options.get("backend", "redis") != "rocksdb":
+        if storage:
+            yield "Redis has no storage"
+        return
+    if others := set(options) - {"backend", "storage"}:
+        yield f"rocksdb has no {sorted(others)}"
+    if "claimName" in storage and set(storage) & {"size", "storageClassName", "accessModes"}:
+        yield "a claim of one's own has its size and class"
+    [container, *_] = cluster["headGroupSpec"]["template"]["spec"]["containers"]
+    if {"RAY_gcs_storage", "RAY_gcs_storage_path"} & {one["name"] for one in container["env"]}:
+        yield "KubeRay sets where the state is"
+    if any(one["mountPath"] == _STATE_FOLDER for one in container.get("volumeMounts", [])):
+        yield f"{_STATE_FOLDER} is for the state"
 
 
 def _token(cluster: Manifest) -> Iterator[str]:

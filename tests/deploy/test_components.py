@@ -71,6 +71,16 @@ def test_redis_keeps_the_state_of_each_ray_cluster_apart(tmp_path: Path) -> None
     assert not admits(_with(tmp_path, "two-hosts"), HEAD, REDIS, REDIS_PORT)
 
 
+def test_rocksdb_keeps_the_state_of_each_ray_cluster_in_a_claim_of_its_own(tmp_path: Path) -> None:
+    manifests = _with(tmp_path, "two-hosts", "rocksdb")
+    options = _only(manifests, "RayService")["spec"]["rayClusterConfig"]["gcsFaultToleranceOptions"]
+    assert options["backend"] == "rocksdb"
+    # The clusters of an upgrade would share a claim that is named here.
+    assert "claimName" not in options["storage"]
+    # Two heads cannot write one database.
+    assert options["storage"]["accessModes"] == ["ReadWriteOnce"]
+
+
 def test_a_password_in_plain_text_breaks_a_rule_of_the_operator(tmp_path: Path) -> None:
     service = _only(_with(tmp_path, "tp-8", "redis"), "RayService")
     [head] = service["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containers"]

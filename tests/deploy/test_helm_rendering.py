@@ -33,6 +33,7 @@ _COMPONENTS: dict[str, Manifest] = {
         }
     },
     "redis": {"gcs": {"faultTolerance": "redis"}},
+    "rocksdb": {"gcs": {"faultTolerance": "rocksdb", "rocksdb": {"featureGateEnabled": True}}},
     "tracing": {"tracing": {"enabled": True}},
     "upgrade-in-place": {"upgrade": {"strategy": "None"}},
     "rdma": {"worker": {"rdmaResource": "rdma/rdma_shared_device_a"}},

@@ -45,6 +45,25 @@ def _upgrade_by_steps(service: Manifest) -> None:
     service["spec"]["upgradeStrategy"] = {"type": "NewClusterWithIncrementalUpgrade"}
 
 
+def _keep_state(service: Manifest, **options: object) -> None:
+    cluster = service["spec"]["rayClusterConfig"]
+    cluster["gcsFaultToleranceOptions"] = {"backend": "rocksdb", **options}
+
+
+def _keep_state_in_two_places(service: Manifest) -> None:
+    _keep_state(service, redisAddress="redis:6379")
+
+
+def _keep_state_in_two_claims(service: Manifest) -> None:
+    _keep_state(service, storage={"claimName": "state", "size": "2Gi"})
+
+
+def _mount_something_over_the_state(service: Manifest) -> None:
+    _keep_state(service)
+    head = service["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]
+    head["containers"][0]["volumeMounts"].append({"name": "tmp", "mountPath": "/data/gcs"})
+
+
 @pytest.mark.parametrize(
     ("change", "error"),
     [
@@ -54,6 +73,9 @@ def _upgrade_by_steps(service: Manifest) -> None:
         (_want_more_than_the_most, "min <= replicas <= max"),
         (_name_the_head_service, "no name of its own"),
         (_upgrade_by_steps, "clusterUpgradeOptions"),
+        (_keep_state_in_two_places, "rocksdb has no ['redisAddress']"),
+        (_keep_state_in_two_claims, "a claim of one's own"),
+        (_mount_something_over_the_state, "/data/gcs is for the state"),
     ],
 )
 def test_the_operator_reports_errors(change: Callable[[Manifest], None], error: str) -> None:
