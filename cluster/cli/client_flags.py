@@ -1,14 +1,19 @@
-"""The flags of commands that are clients of a server."""
+"""The flags of commands that are clients of a server, and the key that they name."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from pagedray.errors import StartupError
 
 if TYPE_CHECKING:
     import argparse
 
-__all__ = ["add_client_flags"]
+__all__ = ["add_client_flags", "read_key"]
+
+_MAX_KEY_BYTES = 4096
 
 
 def add_client_flags(group: argparse._ActionsContainer, *, variables: str) -> None:
@@ -25,3 +30,17 @@ def add_client_flags(group: argparse._ActionsContainer, *, variables: str) -> No
         metavar="FILE",
         help="CA certificates to trust, in PEM format. (default: the system's)",
     )
+
+
+def read_key(path: Path | None) -> str | None:
+    """Return the key in a file, or else PAGEDRAY_API_KEY. Raises StartupError."""
+    if path is None:
+        return os.environ.get("PAGEDRAY_API_KEY") or None
+    try:
+        with path.open(encoding="utf-8") as file:
+            key = file.read(_MAX_KEY_BYTES).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartupError(f"Cannot read --api-key-file {path}: {error}.") from error
+    if not key:
+        raise StartupError(f"--api-key-file {path} is empty.")
+    return key

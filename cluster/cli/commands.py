@@ -155,7 +155,8 @@ def _new_key(parsed: argparse.Namespace) -> int:
 
 
 def _top(parsed: argparse.Namespace) -> int:
-    from cluster.cli.top import read_key, top
+    from cluster.cli.client_flags import read_key
+    from cluster.cli.top.command import top
 
     return top(
         parsed.url,

@@ -1,4 +1,4 @@
-"""A server that serves only `/loads`."""
+"""A server that serves only `/loads` and its history."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING
 
 from cluster.serving.server_info import CallInfo, ServerLoads
+from cluster.serving.telemetry.load_history import Latency, LoadHistory, LoadSample
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["LOADS", "serving"]
+__all__ = ["HISTORY", "LOADS", "serving"]
 
 LOADS = ServerLoads(
     is_ready=True,
@@ -40,16 +41,45 @@ LOADS = ServerLoads(
     ),
 )
 
+HISTORY = LoadHistory(
+    interval_s=5.0,
+    num_blocks=200,
+    # Five minutes, in which the generated tokens and the first tokens rise evenly.
+    samples=tuple(
+        LoadSample(
+            uptime_s=5.0 * number,
+            prompt_tokens_per_s=700.0,
+            generated_tokens_per_s=100.0 * number,
+            num_running=3,
+            num_waiting=0,
+            num_used_blocks=50,
+            first_token_p50_s=0.1,
+            first_token_p95_s=0.01 * number,
+        )
+        for number in range(1, 61)
+    ),
+    first_token=Latency(num_durations=1200, p50_s=0.25, p90_s=0.5, p99_s=1.75),
+    between_tokens=Latency(num_durations=34_000, p50_s=0.012, p90_s=0.02, p99_s=0.03),
+)
+
 
 @contextmanager
 def serving(
-    body: bytes, status: int = 200, *, until: threading.Event | None = None
-) -> Iterator[tuple[str, list[str | None]]]:
-    """Yield the URL of a server with this response, and the keys that it received.
+    body: bytes,
+    status: int = 200,
+    *,
+    history: bytes | None = None,
+    until: threading.Event | None = None,
+) -> Iterator[tuple[str, list[tuple[str, str | None]]]]:
+    """Yield the URL of a server with this response, and the paths and keys that it received.
 
-    It answers nothing before `until`.
+    It answers nothing before `until`, and its history with status 403 if it is None.
     """
-    keys: list[str | None] = []
+    received: list[tuple[str, str | None]] = []
+    answers = {
+        "/loads": (status, body),
+        "/loads/history": (403, b"") if history is None else (200, history),
+    }
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -57,20 +87,21 @@ def serving(
         def do_GET(self) -> None:
             if until is not None:
                 until.wait()
-            keys.append(self.headers["authorization"])
-            self.send_response(status if self.path == "/loads" else 404)
-            self.send_header("content-length", str(len(body)))
+            received.append((self.path, self.headers["authorization"]))
+            found, content = answers.get(self.path, (404, b""))
+            self.send_response(found)
+            self.send_header("content-length", str(len(content)))
             self.end_headers()
-            self.wfile.write(body)
+            self.wfile.write(content)
 
         def log_message(self, *_: object) -> None:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}", keys
+        yield f"http://127.0.0.1:{server.server_port}", received
     finally:
         server.shutdown()
         thread.join()

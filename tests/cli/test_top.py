@@ -10,15 +10,20 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from cluster.cli.loads_client import LoadsClient
-from cluster.cli.top import read_key
-from cluster.cli.top_view import TopView, rates_of
+from cluster.cli.client_flags import read_key
+from cluster.cli.top.loads_client import LoadsClient
+from cluster.cli.top.loads_poller import LoadsPoller
+from cluster.cli.top.plot import draw_plot
+from cluster.cli.top.view import TopView, rates_of
 from cluster.serving.server_info import CallInfo
 from pagedray.errors import EngineError, StartupError
-from tests.cli.loads_server import LOADS, serving
+from tests.cli.loads_server import HISTORY, LOADS, serving
+from tests.fakes import wait_for
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from cluster.serving.telemetry.load_history import LoadHistory
 
 LATER = replace(LOADS, uptime_s=102.0, num_generated_tokens=9250, num_prompt_tokens=5010)
 
@@ -31,25 +36,66 @@ def drawn(view: TopView, *, width: int = 100, height: int = 24) -> list[str]:
 
 
 def test_view_shows_requests_blocks_and_speed() -> None:
-    text = "\n".join(drawn(TopView("http://x", LATER, LOADS, history=(1.0, 125.0))))
+    text = "\n".join(drawn(TopView("http://x", LATER, before=LOADS)))
     for words in (
         *("running 3", "waiting 2", "swapped 1", "queued 2 (700 tokens)"),
         *("generated tokens/s", "125", "150 of 200, 20 cached 75.0%", "10 of 100 10.0%"),
-        *("25.0%", "last 12.0 ms", "call-0"),
+        *("prefix hits 25.0%", "last step 12.0 ms", "call-0", "require the API key of an admin"),
     ):
         assert words in text
 
 
+def test_view_shows_ten_minutes_and_latencies() -> None:
+    lines = drawn(TopView("http://x", LATER, before=LOADS, history=HISTORY), width=80)
+    (generated,) = (line for line in lines if "generated tokens/s" in line and "call" not in line)
+    name, current, plot, highest = generated.strip("│ ").rsplit(maxsplit=3)
+    assert (name, current, highest) == ("generated tokens/s", "125", "6,000")
+    # Half of the ten minutes, and nothing but rises.
+    assert sorted(plot) == list(plot)
+    assert len(plot) == pytest.approx((80 - 4 - 43) / 2, abs=1)
+    latencies = [line.split()[1:-1] for line in lines if "1,200" in line or "34,000" in line]
+    assert latencies == [
+        ["first", "token", "250.0", "ms", "500.0", "ms", "1.8", "s", "1,200"],
+        ["between", "tokens", "12.0", "ms", "20.0", "ms", "30.0", "ms", "34,000"],
+    ]
+    assert "call-2" in "".join(lines)
+    assert "require the API key" not in "".join(lines)
+
+
+@pytest.mark.parametrize("history", [None, HISTORY, replace(HISTORY, samples=())])
 @pytest.mark.parametrize(("width", "height"), [(100, 24), (60, 16), (40, 8), (200, 60), (20, 4)])
-def test_view_is_as_large_as_the_terminal(width: int, height: int) -> None:
-    lines = drawn(TopView("http://x", LATER, LOADS), width=width, height=height)
+def test_view_is_as_large_as_the_terminal(
+    width: int, height: int, history: LoadHistory | None
+) -> None:
+    view = TopView("http://x", LATER, before=LOADS, history=history)
+    lines = drawn(view, width=width, height=height)
     assert len(lines) == height
     assert {len(line) for line in lines} == {width}
 
 
+def test_view_is_ascii_where_the_terminal_is() -> None:
+    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    call = CallInfo(id=70 * "é", age_s=1.0, num_prompt_tokens=1, num_generated_tokens=1)
+    loads = replace(LATER, calls=(call,))
+    console = Console(file=file, width=60, height=24, color_system=None)
+    console.print(TopView("http://x", loads, history=HISTORY), height=24)
+    file.seek(0)
+    assert "*#" in file.read()
+
+
+def test_plots_have_the_highest_value_of_each_column() -> None:
+    values = [None, 0.0, 1.0, None, 8.0, 2.0]
+    plot = draw_plot(values, num_places=8, width=4, height=1, is_ascii=True)
+    # Two of eight intervals are missing; of a column's two values the higher one is drawn.
+    assert plot == " _.#"
+    assert draw_plot(values, num_places=8, width=4, height=2, top=16.0) == "   ▁\n ▁▂█"
+    assert draw_plot([0.0] * 9, num_places=2, width=5, height=1) == "▁▁"
+    assert draw_plot([], num_places=3, width=3, height=2) == "   \n   "
+
+
 def test_ids_and_errors_cannot_steer_the_terminal() -> None:
     call = CallInfo(id="a\x1b[2J\nb", age_s=1.0, num_prompt_tokens=1, num_generated_tokens=1)
-    view = TopView("http://x", replace(LOADS, calls=(call,)), None, error="bad\x1b]0;x\x07")
+    view = TopView("http://x", replace(LOADS, calls=(call,)), error="bad\x1b]0;x\x07")
     assert "\x1b" not in "".join(drawn(view))
     assert "a?[2J?b" in "".join(drawn(view))
 
@@ -61,11 +107,24 @@ def test_rates_are_none_after_a_restart_of_the_server() -> None:
 
 
 def test_client_reads_what_a_server_writes() -> None:
-    with serving(msgspec.json.encode(LOADS)) as (url, keys):
+    history = msgspec.json.encode(HISTORY)
+    with serving(msgspec.json.encode(LOADS), history=history) as (url, received):
         client = LoadsClient(url + "/", key="secret")
         assert client.read_loads() == LOADS
+        assert client.read_history() == HISTORY
         client.close()
-    assert keys == ["Bearer secret"]
+    assert received == [("/loads", "Bearer secret"), ("/loads/history", "Bearer secret")]
+
+
+def test_a_key_that_may_not_read_the_history_is_not_tried_again() -> None:
+    with serving(msgspec.json.encode(LOADS)) as (url, received):
+        poller = LoadsPoller(LoadsClient(url), 0.01)
+        wait_for(lambda: len(received) >= 5, 30.0)
+        poller.close()
+        reading = poller.take_reading()
+    assert reading is not None
+    assert (reading.loads, reading.history, reading.error) == (LOADS, None, "")
+    assert [path for path, _ in received].count("/loads/history") == 1
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,11 @@ import msgspec
 import pyte
 import pytest
 
-from tests.cli.loads_server import LOADS, serving
+from tests.cli.loads_server import HISTORY, LOADS, serving
 from tests.fakes import wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from types import TracebackType
 
 LEAVE_OWN_SCREEN = b"\x1b[?1049l"
@@ -39,7 +39,14 @@ sys.exit(main())
 class Terminal:
     """A program in a terminal of its own."""
 
-    def __init__(self, arguments: Sequence[str], *, columns: int = 100, lines: int = 30) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        *,
+        columns: int = 100,
+        lines: int = 40,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         self._screen = pyte.Screen(columns, lines)
         self._stream = pyte.ByteStream(self._screen)
         self._lock = threading.Lock()
@@ -54,7 +61,7 @@ class Terminal:
             stdin=slave,
             stdout=slave,
             stderr=slave,
-            env={**environment, "TERM": "xterm-256color"},
+            env={**environment, "TERM": "xterm-256color", **(variables or {})},
             start_new_session=True,
         )
         os.close(slave)
@@ -79,6 +86,11 @@ class Terminal:
     def text(self) -> str:
         with self._lock:
             return "\n".join(self._screen.display)
+
+    @property
+    def cells(self) -> tuple[pyte.screens.Char, ...]:
+        with self._lock:
+            return tuple(cell for line in self._screen.buffer.values() for cell in line.values())
 
     def join(self) -> None:
         """Wait until all output of the program is read."""
@@ -109,22 +121,37 @@ class Terminal:
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    with serving(msgspec.json.encode(LOADS)) as (url, _):
+    history = msgspec.json.encode(HISTORY)
+    with serving(msgspec.json.encode(LOADS), history=history) as (url, _):
         yield url
 
 
 def test_it_fits_the_terminal_and_ends_with_q(url: str) -> None:
     with Terminal(["top", f"--url={url}", "--every-s=0.2"]) as terminal:
-        wait_for(lambda: "150 of 200" in terminal.text and "call-15" in terminal.text, 30.0)
+        wait_for(lambda: "150 of 200" in terminal.text and "call-5" in terminal.text, 30.0)
         assert terminal.text.rstrip().endswith("╯")
         terminal.resize(60, 16)
-        wait_for(lambda: terminal.text.count("│") >= 28 and "call-15" not in terminal.text, 30.0)
+        wait_for(lambda: terminal.text.count("│") >= 28 and "call-5" not in terminal.text, 30.0)
         assert "150 of 200" in terminal.text
         terminal.press(b"x")
         terminal.press(b"q")
         assert terminal.process.wait(30.0) == 0
         terminal.join()
         assert LEAVE_OWN_SCREEN in terminal.written
+
+
+def test_it_is_readable_in_80_columns_without_colours(url: str) -> None:
+    arguments = ["top", f"--url={url}"]
+    with Terminal(arguments, columns=80, lines=24, variables={"NO_COLOR": "1"}) as terminal:
+        wait_for(lambda: "call-2" in terminal.text, 30.0)
+        for words in (
+            *("first token, p95", "10 min ago", "▄▄▅▅", "6,000", "600.0 ms"),
+            *("between tokens   12.0 ms   20.0 ms  30.0 ms  34,000", "prefix hits 25.0%"),
+        ):
+            assert words in terminal.text
+        assert {cell.fg for cell in terminal.cells} == {"default"}
+        terminal.press(b"q")
+        assert terminal.process.wait(30.0) == 0
 
 
 def test_a_hanging_server_does_not_block_the_keyboard() -> None:

@@ -19,7 +19,7 @@ from cluster.cli.bench.summary import summarize
 from cluster.cli.bench.table import latency_table, total_table
 from cluster.cli.bench.target import Target
 from cluster.cli.bench.text_lengths import LocalTokenizer
-from cluster.cli.top import read_key
+from cluster.cli.client_flags import read_key
 from pagedray.errors import StartupError
 from workers.hub.locate import locate_model
 

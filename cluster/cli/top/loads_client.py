@@ -1,15 +1,16 @@
-"""Reads the load of a server over HTTP, with the standard library."""
+"""Reads the load of a server and its history over HTTP, with the standard library."""
 
 from __future__ import annotations
 
 import http.client
 import ssl
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 
 from cluster.serving.server_info import ServerLoads
+from cluster.serving.telemetry.load_history import LoadHistory
 from pagedray.errors import EngineError, StartupError
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ __all__ = ["LoadsClient"]
 _MAX_ANSWER_BYTES = 4 * 2**20
 _TIMEOUT_S = 5.0
 _SHOWN_ERROR_LENGTH = 200
+_Body = TypeVar("_Body")
 
 
 class _ErrorText(msgspec.Struct):
@@ -57,8 +59,24 @@ class LoadsClient:
 
     def read_loads(self) -> ServerLoads:
         """Return the server's current load. Raises EngineError if that fails."""
+        return self._decode(*self._get(self._path), ServerLoads)
+
+    def read_history(self) -> LoadHistory | None:
+        """Return the last ten minutes, or None if the key is not an admin's.
+
+        Raises EngineError if that fails.
+        """
+        status, body = self._get(self._path + "/history")
+        if status == http.client.FORBIDDEN:
+            return None
+        return self._decode(status, body, LoadHistory)
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _get(self, path: str) -> tuple[int, bytes]:
         try:
-            self._connection.request("GET", self._path, headers=self._headers)
+            self._connection.request("GET", path, headers=self._headers)
             answer = self._connection.getresponse()
             body = answer.read(_MAX_ANSWER_BYTES)
         except (OSError, UnicodeError, http.client.HTTPException) as error:
@@ -66,19 +84,19 @@ class LoadsClient:
             raise EngineError(
                 f"Cannot reach the server: {error or type(error).__name__}."
             ) from error
-        if answer.status != http.client.OK:
+        return answer.status, body
+
+    def _decode(self, status: int, body: bytes, kind: type[_Body]) -> _Body:
+        if status != http.client.OK:
             self._connection.close()
-            raise EngineError(_refusal(answer.status, body))
+            raise EngineError(_refusal(status, body))
         try:
-            return msgspec.json.decode(body, type=ServerLoads)
+            return msgspec.json.decode(body, type=kind)
         except msgspec.MsgspecError as error:
             self._connection.close()
             raise EngineError(
                 f"The response is not that of a PagedRay server of this version: {error}."
             ) from error
-
-    def close(self) -> None:
-        self._connection.close()
 
 
 def _tls(ca_file: Path | None) -> ssl.SSLContext:

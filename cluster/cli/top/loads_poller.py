@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cluster.serving.server_info import ServerLoads
+from cluster.serving.telemetry.load_history import LoadHistory
 from pagedray.errors import EngineError
 
 if TYPE_CHECKING:
-    from cluster.cli.loads_client import LoadsClient
+    from cluster.cli.top.loads_client import LoadsClient
 
 __all__ = ["LoadsPoller", "Reading"]
 
+_HISTORY_S = 5.0
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
     """One reading of a server's load, or the error that it failed with."""
 
     loads: ServerLoads | None
+    history: LoadHistory | None
+    """The latest one, or None if the key may not read it or none was read."""
     error: str = ""
 
 
@@ -31,6 +37,9 @@ class LoadsPoller:
         """Takes over `client` and closes it."""
         self._client = client
         self._every_s = every_s
+        self._history: LoadHistory | None = None
+        # A server takes a sample every five seconds.
+        self._next_history_s = 0.0
         self._readings: queue.SimpleQueue[Reading] = queue.SimpleQueue()
         self._is_closed = threading.Event()
         # A daemon: a server that does not respond must not delay the exit.
@@ -48,10 +57,21 @@ class LoadsPoller:
 
     def _poll(self) -> None:
         while True:
-            try:
-                self._readings.put(Reading(self._client.read_loads()))
-            except EngineError as error:
-                self._readings.put(Reading(None, str(error)))
+            self._readings.put(self._read())
             if self._is_closed.wait(self._every_s):
                 self._client.close()
                 return
+
+    def _read(self) -> Reading:
+        loads: ServerLoads | None = None
+        error = ""
+        try:
+            loads = self._client.read_loads()
+            if time.monotonic() >= self._next_history_s:
+                self._history = self._client.read_history()
+                # A key that may not read it is not tried again.
+                wait_s = float("inf") if self._history is None else _HISTORY_S
+                self._next_history_s = time.monotonic() + wait_s
+        except EngineError as caught:
+            error = str(caught)
+        return Reading(loads=loads, history=self._history, error=error)

@@ -1,0 +1,123 @@
+"""The last ten minutes of a server as plots, and the latencies of its last minute."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from cluster.cli.top.cells import number_text, part_text, seconds_text
+from cluster.cli.top.plot import draw_plot
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cluster.serving.server_info import ServerLoads
+    from cluster.serving.telemetry.load_history import LoadHistory, LoadSample
+
+__all__ = ["NUM_PLOTS", "latency_table", "plot_table"]
+
+NUM_PLOTS = 6
+"""Rows of the table of plots."""
+
+_SPAN_S = 600.0
+# Of the names, the figures and the spaces between the columns.
+_NUM_OTHER_COLUMNS = 43
+
+
+def plot_table(
+    loads: ServerLoads,
+    rates: tuple[float, float, float],
+    history: LoadHistory,
+    *,
+    width: int,
+    row_height: int,
+    is_ascii: bool,
+) -> Table:
+    """Return one plot in each row, between its current and its highest value.
+
+    A row of more than one line ends with a blank one.
+    """
+    plot_width = max(10, width - _NUM_OTHER_COLUMNS)
+    num_places = max(1, round(_SPAN_S / max(1.0, history.interval_s)))
+    begin = "10 min ago" if plot_width > 20 else "10 min"
+    title = begin.ljust(min(plot_width, num_places) - 3) + "now"
+    table = _grid("", "now", title, "highest")
+    table.columns[2].style = "cyan"
+    samples = history.samples
+    num_used_blocks = loads.num_blocks - loads.num_free_blocks
+
+    def add_row(
+        name: str,
+        current: str,
+        value_of: Callable[[LoadSample], float | None],
+        write: Callable[[float], str],
+        top: float = 0.0,
+    ) -> None:
+        values = [value_of(sample) for sample in samples]
+        highest = max((value for value in values if value is not None), default=None)
+        plot = draw_plot(
+            values,
+            num_places=num_places,
+            width=plot_width,
+            height=max(1, row_height - 1),
+            top=top,
+            is_ascii=is_ascii,
+        )
+        plot += "\n" if row_height > 1 else ""
+        table.add_row(name, current, plot, "-" if highest is None else write(highest))
+
+    generated, prompt, _ = rates
+    add_row(
+        "generated tokens/s",
+        number_text(generated),
+        lambda sample: sample.generated_tokens_per_s,
+        number_text,
+    )
+    add_row(
+        "prompt tokens/s",
+        number_text(prompt),
+        lambda sample: sample.prompt_tokens_per_s,
+        number_text,
+    )
+    add_row(
+        "first token, p95",
+        seconds_text(samples[-1].first_token_p95_s if samples else None),
+        lambda sample: sample.first_token_p95_s,
+        seconds_text,
+    )
+    add_row("running", str(loads.num_running), lambda sample: sample.num_running, _count_text)
+    add_row("waiting", str(loads.num_waiting), lambda sample: sample.num_waiting, _count_text)
+    add_row(
+        "blocks in use",
+        part_text(num_used_blocks, loads.num_blocks),
+        lambda sample: sample.num_used_blocks,
+        lambda num_blocks: part_text(round(num_blocks), history.num_blocks),
+        float(history.num_blocks),
+    )
+    return table
+
+
+def latency_table(history: LoadHistory) -> Table:
+    """Return percentiles of the latencies of the last minute."""
+    table = _grid("last minute", "p50", "p90", "p99", "count")
+    for name, latency in (
+        ("first token", history.first_token),
+        ("between tokens", history.between_tokens),
+    ):
+        seconds = (latency.p50_s, latency.p90_s, latency.p99_s)
+        table.add_row(name, *map(seconds_text, seconds), f"{latency.num_durations:,}")
+    return table
+
+
+def _grid(name: str, *titles: str) -> Table:
+    """Return a table of named rows with figures at the right."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column(name, style="dim", no_wrap=True)
+    for title in titles:
+        table.add_column(title, justify="right", no_wrap=True, overflow="crop")
+    return table
+
+
+def _count_text(number: float) -> str:
+    return f"{number:,.0f}"
