@@ -106,6 +106,11 @@ _MESSAGES = [
     },
     {"role": "tool", "tool_call_id": "c", "content": "1"},
 ]
+_LEGACY_MESSAGES = [
+    {"role": "user", "content": _TEXT},
+    {"role": "assistant", "function_call": {"name": "look", "arguments": '{"a":1}'}},
+    {"role": "function", "name": "look", "content": "1"},
+]
 _ITEMS = [
     {"role": "developer", "content": "s"},
     {"type": "message", "role": "user", "content": [{"type": "input_text", "text": _TEXT}]},
@@ -150,6 +155,13 @@ _BY_PATH: dict[str, tuple[dict[str, Any], ...]] = {  # Any: JSON
             "tools": [_TOOL_OBJECT],
             "tool_choice": "none",
         },
+        {
+            **_SHORT,
+            **_STREAM,
+            "messages": _LEGACY_MESSAGES,
+            "functions": [_TOOL_OBJECT["function"]],
+            "function_call": "none",
+        },
     ),
     "/v1/chat/completions with a structure": (
         {
@@ -160,6 +172,11 @@ _BY_PATH: dict[str, tuple[dict[str, Any], ...]] = {  # Any: JSON
             },
         },
         {**_CHAT, "tools": [_TOOL_OBJECT], "tool_choice": "required"},
+        {
+            **_CHAT,
+            "functions": [_TOOL_OBJECT["function"]],
+            "function_call": {"name": "look"},
+        },
     ),
     "/v1/responses": (
         {

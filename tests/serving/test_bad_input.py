@@ -368,8 +368,8 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [  # Any: JSON
     ({"messages": ["hi"]}, "messages.0 must be an object, not 'hi'."),
     ({"messages": [{"role": "user"}]}, "messages.0.content is required."),
     ({"messages": [{"role": "god", "content": "x"}]},
-     "messages.0.role must be one of 'system', 'developer', 'user', 'assistant' or 'tool', not "
-     "'god'."),
+     "messages.0.role must be one of 'system', 'developer', 'user', 'assistant', 'tool' or "
+     "'function', not 'god'."),
     ({"messages": [{"role": "user", "content": 5}]},
      "messages.0.content must be a string or a list of text parts."),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},

@@ -19,16 +19,15 @@ from cluster.serving.openai.chat_body import ChatBody
 from cluster.serving.openai.completion_body import CompletionBody
 from cluster.serving.openai.embedding_body import EmbeddingBody
 from cluster.serving.openai.generation_body import StreamOptions
-from cluster.serving.openai.messages import (
+from cluster.serving.openai.messages import CalledFunction, Message, MessageCall, TextPart
+from cluster.serving.openai.score_body import RerankBody, ScoreBody
+from cluster.serving.openai.structure import JsonSchemaFormat, ResponseFormat, StructuredOutputs
+from cluster.serving.openai.tool_fields import (
     Function,
-    Message,
-    MessageCall,
-    TextPart,
+    NamedFunction,
     ToolChoiceObject,
     ToolObject,
 )
-from cluster.serving.openai.score_body import RerankBody, ScoreBody
-from cluster.serving.openai.structure import JsonSchemaFormat, ResponseFormat, StructuredOutputs
 from cluster.serving.responses.function_tools import FunctionTool, NamespaceTool
 from cluster.serving.responses.items import ITEMS, ItemPart
 from cluster.serving.responses.responses_body import ResponsesBody, TextConfig
@@ -62,10 +61,12 @@ _PARTS: tuple[type[BodyPart], ...] = (
     AnthropicTool,
     OutputConfig,
     OutputFormat,
+    CalledFunction,
     Function,
     JsonSchemaFormat,
     Message,
     MessageCall,
+    NamedFunction,
     ResponseFormat,
     StreamOptions,
     StructuredOutputs,

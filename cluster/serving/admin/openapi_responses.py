@@ -43,7 +43,7 @@ def _reference(name: str) -> Json:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-_FINISH = _nullable({"enum": ["stop", "length", "tool_calls", "abort"]})
+_FINISH = _nullable({"enum": ["stop", "length", "tool_calls", "function_call", "abort"]})
 _STOP = _nullable({"type": ["string", "integer"]})
 _ANY_OBJECT: Json = {"type": "object"}
 
@@ -56,11 +56,12 @@ RESPONSE_SCHEMAS: Json = {
     "ChatChoice": _object(
         index=_COUNT,
         message=_open_object(
-            ("tool_calls",),
+            ("tool_calls", "function_call"),
             role=_const("assistant"),
             content=_nullable(_STRING),
             refusal=_nullable(_STRING),
             tool_calls=_list(_reference("ToolCall")),
+            function_call=_reference("CalledFunction"),
         ),
         logprobs=_nullable(_ANY_OBJECT),
         finish_reason=_FINISH,

@@ -20,7 +20,7 @@ from cluster.serving.openai.generation_body import bounds
 from cluster.serving.text.chat_template import ChatMessage
 from cluster.serving.text.template_arguments import Effort, TemplateArguments
 from cluster.serving.tools.tool import MAX_TOOLS, Tool
-from cluster.serving.tools.tool_choice import ToolChoice, ToolUse, read_tools
+from cluster.serving.tools.tool_choice import ToolChoice, ToolUse, read_each_tool
 from cluster.structured.grammar.grammar_text import MAX_TEXT_BYTES
 from pagedray.errors import InvalidRequestError
 from pagedray.request import MAX_STOP, MAX_STOP_LENGTH, Structure
@@ -126,7 +126,7 @@ class ConversationBody(Body):
 
     def tool_use(self, tool_format: ToolCallFormat | None) -> Steps[ToolUse]:
         """Return how the call uses tools. Raises InvalidRequestError."""
-        tools = yield from read_tools(self.tools, _tool_of)
+        tools = yield from read_each_tool(self.tools, "tools", _tool_of)
         return ToolUse(tools, self._choice(has_tools=bool(tools)), tool_format=tool_format)
 
     def prompt(

@@ -12,6 +12,7 @@ _SAMPLING = SamplingParams.__struct_fields__
 _UNSUPPORTED = (
     "best_of",
     "echo",
+    "functions",
     "guided_choice",
     "guided_grammar",
     "guided_json",

@@ -7,21 +7,23 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import FailFast, Field
 
-from cluster.serving.http.schema import Defaults, named_schema
+from cluster.serving.http.schema import Defaults, named_schema, renamed
 from cluster.serving.inputs import ChatPrompt, GenerationInput
 from cluster.serving.openai.generation_body import GenerationBody, bounds
-from cluster.serving.openai.messages import (
-    Message,
-    read_choice,
-    read_messages,
-    read_tools,
-    tools_field,
-)
+from cluster.serving.openai.messages import Message, read_messages
 from cluster.serving.openai.parameters import (
     CHAT_REFUSED,
     CHAT_WITHOUT_EFFECT,
     REFUSED,
     WITHOUT_EFFECT,
+)
+from cluster.serving.openai.tool_fields import (
+    functions_field,
+    read_choice,
+    read_function_choice,
+    read_functions,
+    read_tools,
+    tools_field,
 )
 from cluster.serving.text.template_arguments import (
     MAX_DOCUMENTS,
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
 __all__ = ["MAX_MESSAGES", "ChatBody", "check_open_end"]
 
 MAX_MESSAGES = 4096
+_FUNCTION_NAMES = {"tools": "functions", "tool_choice": "function_call"}
+"""The parameters of a call with functions, by those of tools."""
 
 
 class ChatBody(GenerationBody):
@@ -50,6 +54,7 @@ class ChatBody(GenerationBody):
     refused: ClassVar[Mapping[str, str]] = {**REFUSED, **CHAT_REFUSED}
     max_entries: ClassVar[Mapping[str, int]] = {
         "messages": MAX_MESSAGES,
+        "functions": MAX_TOOLS,
         "tools": MAX_TOOLS,
         "documents": MAX_DOCUMENTS,
     }
@@ -72,6 +77,12 @@ class ChatBody(GenerationBody):
         },
     )
     parallel_tool_calls: bool = True
+    functions: Any = functions_field()
+    function_call: Any = Field(  # Any: a string or an object
+        None,
+        description="The older form of `tool_choice`, for `functions`.",
+        json_schema_extra={"anyOf": [{"enum": ["none", "auto"]}, named_schema("NamedFunction")]},
+    )
     add_generation_prompt: bool = True
     continue_final_message: bool = Field(
         False, description="Continue the last message; requires add_generation_prompt = false."
@@ -109,6 +120,11 @@ class ChatBody(GenerationBody):
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    @property
+    def has_functions(self) -> bool:
+        """Whether the tools are given as functions, so that the response has `function_call`."""
+        return self.functions is not None and self.functions != []
+
     def check_fields(self) -> None:
         super().check_fields()
         if self.top_logprobs and not self.logprobs:
@@ -121,10 +137,31 @@ class ChatBody(GenerationBody):
                 "max_tokens and max_completion_tokens must be equal if both are set.",
                 param="max_tokens",
             )
+        self._check_functions()
         check_open_end(self.add_generation_prompt, self.continue_final_message)
+
+    def _check_functions(self) -> None:
+        if not self.has_functions:
+            if self.function_call not in (None, "none"):
+                raise InvalidRequestError(
+                    "function_call requires functions.", param="function_call"
+                )
+            return
+        for name in ("tools", "tool_choice"):
+            if getattr(self, name) not in (None, []):
+                raise InvalidRequestError(
+                    f"functions cannot be combined with {name}.", param="functions"
+                )
 
     def tool_use(self, tool_format: ToolCallFormat | None) -> Steps[ToolUse]:
         """Return how the call uses tools. Raises InvalidRequestError."""
+        if self.has_functions:
+            functions = yield from read_functions(self.functions)
+            chosen = read_function_choice(self.function_call, functions)
+            try:
+                return ToolUse(functions, chosen, tool_format=tool_format)
+            except InvalidRequestError as error:
+                raise renamed(error, _FUNCTION_NAMES) from error
         tools = yield from read_tools(self.tools)
         choice = read_choice(
             self.tool_choice, is_parallel=self.parallel_tool_calls, has_tools=bool(tools)
@@ -175,9 +212,18 @@ class ChatBody(GenerationBody):
             cache_salt=self.cache_salt or "",
         )
 
+    def structure_param(self, tools: ToolUse) -> str | None:
+        """Return the name of the parameter that the structure of a turn comes from, if any."""
+        if tools.is_forced:
+            return "functions" if self.has_functions else "tools"
+        return self.requested_structure().param
+
     def _structure(self, tools: ToolUse) -> Steps[Structure | None]:
         requested = self.requested_structure()
-        return (yield from tools.structure(requested.structure, requested.param))
+        try:
+            return (yield from tools.structure(requested.structure, requested.param))
+        except InvalidRequestError as error:
+            raise renamed(error, _FUNCTION_NAMES if self.has_functions else {}) from error
 
 
 def check_open_end(adds_generation_prompt: bool, continues_final_message: bool) -> None:

@@ -59,10 +59,13 @@ class ChatCompletionResponse(GenerationResponse):
         options: ResponseOptions,
         turns: Turns,
         *,
+        has_functions: bool,
         parsing: Parsing,
     ) -> None:
+        """With `has_functions`, the call of a choice is written as `function_call`."""
         super().__init__(generation, token_bytes, options, parsing=parsing)
         self._turns = turns
+        self._has_functions = has_functions
         self._reasoning: dict[int, list[str]] = {}
         """That of each complete choice."""
         self._calls: dict[int, dict[int, _WholeCall]] = {}
@@ -82,7 +85,7 @@ class ChatCompletionResponse(GenerationResponse):
         reason = super()._reason(sequence, choice)
         has_calls = choice.turn is not None and choice.turn.has_calls
         if reason == "stop" and has_calls and not self._turns.tools.ends_as_text:
-            return "tool_calls"
+            return "function_call" if self._has_functions else "tool_calls"
         return reason
 
     def _add_content(self, sequence: SequenceOutput, choice: ResponseChoice) -> None:
@@ -99,7 +102,11 @@ class ChatCompletionResponse(GenerationResponse):
         if reasoning:
             message |= _both_names(reasoning)
         if calls:
-            message["tool_calls"] = [call.as_json() for call in calls.values()]
+            written = [call.as_json() for call in calls.values()]
+            if self._has_functions:
+                message["function_call"] = written[0]["function"]
+            else:
+                message["tool_calls"] = written
             message["content"] = message["content"] or None
         return {"message": message}
 
@@ -121,7 +128,9 @@ class ChatCompletionResponse(GenerationResponse):
             delta |= _both_names(read.reasoning)
         if read.content or (choice.is_new and not (read.calls or read.reasoning)):
             delta["content"] = read.content
-        if read.calls:
+        if read.calls and self._has_functions:
+            delta["function_call"] = _function_delta(read.calls)
+        elif read.calls:
             delta["tool_calls"] = [_call_delta(call) for call in read.calls]
         return delta
 
@@ -162,3 +171,10 @@ def _call_delta(call: ToolCallDelta) -> Json:
         "type": "function",
         "function": {"name": call.name, "arguments": call.arguments},
     }
+
+
+def _function_delta(calls: list[ToolCallDelta]) -> Json:
+    """Return what several pieces of the only call add."""
+    name = calls[0].name
+    delta: Json = {} if name is None else {"name": name}
+    return {**delta, "arguments": "".join(call.arguments for call in calls)}

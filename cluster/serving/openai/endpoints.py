@@ -83,6 +83,8 @@ class _Asked:
     echoes: bool = False
     """Whether the text begins with the prompt."""
     shows_reasoning: bool = True
+    has_functions: bool = False
+    """Whether a call is written as `function_call`."""
 
 
 class _OpenAIHandlers:
@@ -140,7 +142,8 @@ class _OpenAIHandlers:
                     note_ignored=call.ignored.note,
                 )
                 asked.shows_reasoning = body.include_reasoning
-                asked.param = "tools" if tools.is_forced else body.requested_structure().param
+                asked.param = body.structure_param(tools)
+                asked.has_functions = body.has_functions
             return asked, tools
 
         asked, tools = await call.body(ChatBody, read)
@@ -156,6 +159,7 @@ class _OpenAIHandlers:
             token_bytes,
             asked.options,
             turns,
+            has_functions=asked.has_functions,
             parsing=self._servicer.intake.parsing,
         )
         return await self._respond(call, asked, generation, response)

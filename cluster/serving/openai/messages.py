@@ -4,38 +4,27 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, JsonValue
+from pydantic import Field
 from pydantic_core import from_json
 
 from cluster.serving.http.schema import BodyPart, named_schema, read_part
 from cluster.serving.json_body import check_counts
 from cluster.serving.text.chat_template import ChatMessage, MessageToolCall
-from cluster.serving.tools.tool import MAX_TOOLS, Tool
-from cluster.serving.tools.tool_choice import ToolChoice
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from cluster.serving.intake.steps import Steps
 
-__all__ = [
-    "Function",
-    "Message",
-    "MessageCall",
-    "TextPart",
-    "ToolChoiceObject",
-    "ToolObject",
-    "read_choice",
-    "read_messages",
-    "read_tools",
-    "tools_field",
-]
+__all__ = ["CalledFunction", "Message", "MessageCall", "TextPart", "read_messages"]
 
 _MAX_CALLS = 128
 _MAX_ID_LENGTH = 128
 _STEP_MESSAGES = 256
 _PLAIN_FIELDS = frozenset(("role", "content"))
+_ROLES = {"developer": "system", "function": "tool"}
+"""Roles that chat templates know by another name."""
 _MEDIA = frozenset(("audio_url", "file", "image_url", "input_audio", "video_url"))
 
 
@@ -70,10 +59,10 @@ class MessageCall(BodyPart):
 class Message(BodyPart):
     """One message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Any = Field(  # Any: an error names the invalid part
         None,
-        description="A string or an array of text parts; optional with `tool_calls`. Special "
+        description="A string or an array of text parts; optional with calls. Special "
         "tokens of the model in it, as in every text of a message or tool, are ordinary text.",
         json_schema_extra={
             "anyOf": [
@@ -91,11 +80,18 @@ class Message(BodyPart):
             "maxItems": _MAX_CALLS,
         },
     )
+    function_call: Any = Field(  # Any: as above
+        None,
+        description="The older form of `tool_calls`: the call of an assistant message.",
+        json_schema_extra=named_schema("CalledFunction"),
+    )
     tool_call_id: str | None = Field(
         None, description="The id of the call that a tool message answers."
     )
     name: str | None = Field(
-        None, description="The name of the author, or the tool of a tool message."
+        None,
+        description="The name of the author, or the tool of a tool message. A message with the "
+        "role `function` requires it: it answers the last `function_call` of that name.",
     )
     reasoning_content: str | None = Field(
         None, description="What the model thought before an assistant message."
@@ -105,51 +101,6 @@ class Message(BodyPart):
     annotations: Any = Field(  # Any: only an empty list
         None, json_schema_extra={"type": "array", "maxItems": 0}
     )
-
-
-class Function(BodyPart):
-    """A function as the model sees it."""
-
-    name: str = Field(json_schema_extra={"pattern": "^[A-Za-z0-9_.-]{1,64}$"})
-    description: str | None = None
-    parameters: Any = Field(  # Any: a JSON schema
-        None,
-        description="The JSON Schema of its arguments.",
-        json_schema_extra={"type": "object"},
-    )
-    strict: bool | None = None
-
-
-class ToolObject(BodyPart):
-    """A function that the model may call."""
-
-    type: Literal["function"]
-    function: Any = Field(  # Any: read separately, which ignores nulls in it
-        json_schema_extra=named_schema("Function")
-    )
-
-
-class NamedFunction(BodyPart):
-    """The name of a function."""
-
-    name: str
-
-
-class ToolChoiceObject(BodyPart):
-    """The function that the model must call."""
-
-    type: Literal["function"]
-    function: NamedFunction
-
-
-def tools_field() -> Any:  # Any: a pydantic field, read by read_tools, which keeps nulls in schemas
-    """Return the field of a call's tools."""
-    schema: dict[str, JsonValue] = {
-        "type": "array",
-        "items": named_schema("ToolObject"),
-        "maxItems": MAX_TOOLS,
-    }
-    return Field(None, json_schema_extra=schema)
 
 
 def read_messages(given: Sequence[Message]) -> Steps[tuple[ChatMessage, ...]]:
@@ -162,65 +113,38 @@ def read_messages(given: Sequence[Message]) -> Steps[tuple[ChatMessage, ...]]:
     arguments = "".join(call.function.arguments for found in calls for call in found)
     yield from check_counts(arguments.encode(), "The arguments of tool_calls")
     messages: list[ChatMessage] = []
+    ids: dict[str | None, str] = {}
     for index, message in enumerate(given):
         if isinstance(message.content, str) and message.model_fields_set <= _PLAIN_FIELDS:
             # The fast path of most messages.
             messages.append(ChatMessage(_role_of(message), message.content))
         else:
-            messages.append(_message_of(message, calls[index], f"messages.{index}"))
+            messages.append(_message_of(message, calls[index], f"messages.{index}", ids))
+        if message.function_call is not None:
+            ids[calls[index][0].function.name] = calls[index][0].id
         if calls[index] or index % _STEP_MESSAGES == 0:
             yield
     return tuple(messages)
 
 
-def read_tools(given: object) -> Steps[tuple[Tool, ...]]:
-    """Return the tools of a call, none for None. Raises InvalidRequestError."""
-    if given is None:
-        return ()
-    if not isinstance(given, list):
-        raise InvalidRequestError("tools must be a list.", param="tools")
-    tools: list[Tool] = []
-    for index, one in enumerate(given):
-        yield
-        tools.append(_tool_of(one, f"tools.{index}"))
-        tools[-1].check_limits(f"tools.{index}.function")
-    return tuple(tools)
-
-
-def read_choice(given: object, *, is_parallel: bool, has_tools: bool) -> ToolChoice:
-    """Return the tool choice that `tool_choice` describes. Raises InvalidRequestError."""
-    if given is None:
-        given = "auto" if has_tools else "none"
-    if isinstance(given, dict):
-        named = read_part(ToolChoiceObject, given, "tool_choice")
-        return ToolChoice(kind="named", name=named.function.name, is_parallel=is_parallel)
-    if given == "none" or given == "auto" or given == "required":
-        return ToolChoice(kind=given, is_parallel=is_parallel)
-    raise InvalidRequestError(
-        "tool_choice must be none, auto, required or a named function.",
-        param="tool_choice",
-    )
-
-
-def _tool_of(given: object, where: str) -> Tool:
-    function = read_part(
-        Function, read_part(ToolObject, given, where).function, f"{where}.function"
-    )
-    if function.parameters is not None and not isinstance(function.parameters, dict):
-        param = f"{where}.function.parameters"
-        raise InvalidRequestError(f"{param} must be a JSON Schema object.", param=param)
-    return Tool(
-        name=function.name, description=function.description, parameters=function.parameters
-    )
-
-
 def _calls_of(message: Message, index: int) -> tuple[MessageCall, ...]:
+    if message.role == "function" and message.name is None:
+        where = f"messages.{index}.name"
+        raise InvalidRequestError(f"{where} is required with role = function.", param=where)
     given = message.tool_calls
-    if given is None or given == []:
+    has_calls = given is not None and given != []
+    if message.function_call is not None:
+        where = f"messages.{index}.function_call"
+        _check_assistant(message, where)
+        if has_calls:
+            raise InvalidRequestError(f"{where} cannot be combined with tool_calls.", param=where)
+        called = read_part(CalledFunction, message.function_call, where)
+        # Some templates require ids of nine letters and digits.
+        return (MessageCall(id=f"call{index:05}", function=called, index=None),)
+    if not has_calls:
         return ()
     where = f"messages.{index}.tool_calls"
-    if message.role != "assistant":
-        raise InvalidRequestError(f"{where} requires role = assistant.", param=where)
+    _check_assistant(message, where)
     if not isinstance(given, list) or len(given) > _MAX_CALLS:
         raise InvalidRequestError(
             f"{where} must be a list of at most {_MAX_CALLS} entries.", param=where
@@ -228,7 +152,15 @@ def _calls_of(message: Message, index: int) -> tuple[MessageCall, ...]:
     return tuple(read_part(MessageCall, one, f"{where}.{i}") for i, one in enumerate(given))
 
 
-def _message_of(message: Message, calls: Sequence[MessageCall], where: str) -> ChatMessage:
+def _check_assistant(message: Message, where: str) -> None:
+    if message.role != "assistant":
+        raise InvalidRequestError(f"{where} requires role = assistant.", param=where)
+
+
+def _message_of(
+    message: Message, calls: Sequence[MessageCall], where: str, ids: Mapping[str | None, str]
+) -> ChatMessage:
+    """Return a message; `ids` are those of the last calls of functions, by their names."""
     for name in ("tool_call_id", "name"):
         value = getattr(message, name)
         if value is None:
@@ -246,11 +178,22 @@ def _message_of(message: Message, calls: Sequence[MessageCall], where: str) -> C
         param = f"{where}.annotations"
         raise InvalidRequestError(f"{param} is not supported.", param=param)
     reasoning = _reasoning_of(message, where)
+    is_result = message.role == "function"
     return ChatMessage(
         role=_role_of(message),
-        content=_content_of(message.content, f"{where}.content", is_needed=not calls),
-        tool_calls=tuple(_call_of(call, f"{where}.tool_calls.{i}") for i, call in enumerate(calls)),
-        tool_call_id=message.tool_call_id,
+        content=_content_of(
+            message.content, f"{where}.content", is_needed=not (calls or is_result)
+        ),
+        tool_calls=tuple(
+            _call_of(
+                call,
+                f"{where}.tool_calls.{i}.function"
+                if message.function_call is None
+                else f"{where}.function_call",
+            )
+            for i, call in enumerate(calls)
+        ),
+        tool_call_id=ids.get(message.name) if is_result else message.tool_call_id,
         name=message.name,
         reasoning=reasoning,
     )
@@ -276,11 +219,11 @@ def _reasoning_of(message: Message, where: str) -> str | None:
 
 
 def _role_of(message: Message) -> str:
-    return "system" if message.role == "developer" else message.role
+    return _ROLES.get(message.role, message.role)
 
 
 def _call_of(call: MessageCall, where: str) -> MessageToolCall:
-    param = f"{where}.function.arguments"
+    param = f"{where}.arguments"
     try:
         arguments = from_json(call.function.arguments or "{}", allow_inf_nan=False)
     except ValueError:

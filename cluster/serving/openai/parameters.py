@@ -36,11 +36,7 @@ WITHOUT_EFFECT: Defaults = {
 }
 """Unsupported parameters and their values without effect, of completions and chat."""
 
-CHAT_WITHOUT_EFFECT: Defaults = {
-    "function_call": ("none",),
-    "functions": ([],),
-    "modalities": (["text"],),
-}
+CHAT_WITHOUT_EFFECT: Defaults = {"modalities": (["text"],)}
 
 REFUSED: Mapping[str, str] = {
     "logits_processors": "code of clients is not run",
@@ -52,8 +48,6 @@ REFUSED: Mapping[str, str] = {
 CHAT_REFUSED: Mapping[str, str] = {
     "audio": "the output is text",
     "chat_template": "templates come from checkpoints, because they are programs",
-    "function_call": "use tool_choice",
-    "functions": "use tools",
     "modalities": "the output is text",
     "web_search_options": "the server has no access to the web",
 }

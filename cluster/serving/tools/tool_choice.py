@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from cluster.structured.grammar.turn import CallForm
     from pagedray.request import Structure
 
-__all__ = ["ToolChoice", "ToolUse", "read_tools"]
+__all__ = ["ToolChoice", "ToolUse", "read_each_tool"]
 
 _PARAM = "tools"
 
@@ -186,8 +186,10 @@ def _check_tools(tools: Sequence[Tool]) -> None:
         raise InvalidRequestError("tools must have unique names.", param=_PARAM)
 
 
-def read_tools(given: object, read_tool: Callable[[object, str], Tool]) -> Steps[list[Tool]]:
-    """Return the tools of a body; `read_tool` reads one, given its place in the body.
+def read_each_tool(
+    given: object, param: str, read_tool: Callable[[object, str], Tool]
+) -> Steps[list[Tool]]:
+    """Return the tools of a parameter; `read_tool` reads one, given its place in the body.
 
     Raises InvalidRequestError.
     """
@@ -195,8 +197,8 @@ def read_tools(given: object, read_tool: Callable[[object, str], Tool]) -> Steps
     if given is None:
         return tools
     if not isinstance(given, list):
-        raise InvalidRequestError("tools must be a list.", param="tools")
+        raise InvalidRequestError(f"{param} must be a list.", param=param)
     for index, one in enumerate(given):
         yield
-        tools.append(read_tool(one, f"tools.{index}"))
+        tools.append(read_tool(one, f"{param}.{index}"))
     return tools

@@ -1,0 +1,151 @@
+"""The tools of a conversation in OpenAI's format, and the functions that came before them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, JsonValue
+
+from cluster.serving.http.schema import BodyPart, named_schema, read_part
+from cluster.serving.tools.tool import MAX_TOOLS, Tool
+from cluster.serving.tools.tool_choice import ToolChoice, read_each_tool
+from pagedray.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cluster.serving.intake.steps import Steps
+
+__all__ = [
+    "Function",
+    "NamedFunction",
+    "ToolChoiceObject",
+    "ToolObject",
+    "functions_field",
+    "read_choice",
+    "read_function_choice",
+    "read_functions",
+    "read_tools",
+    "tools_field",
+]
+
+
+class Function(BodyPart):
+    """A function as the model sees it."""
+
+    name: str = Field(json_schema_extra={"pattern": "^[A-Za-z0-9_.-]{1,64}$"})
+    description: str | None = None
+    parameters: Any = Field(  # Any: a JSON schema
+        None,
+        description="The JSON Schema of its arguments.",
+        json_schema_extra={"type": "object"},
+    )
+    strict: bool | None = None
+
+
+class ToolObject(BodyPart):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    function: Any = Field(  # Any: read separately, which ignores nulls in it
+        json_schema_extra=named_schema("Function")
+    )
+
+
+class NamedFunction(BodyPart):
+    """The name of a function."""
+
+    name: str
+
+
+class ToolChoiceObject(BodyPart):
+    """The function that the model must call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+def functions_field() -> Any:  # Any: as in tools_field
+    """Return the field of a call's functions, which OpenAI replaced by tools."""
+    schema: dict[str, JsonValue] = {
+        "type": "array",
+        "items": named_schema("Function"),
+        "maxItems": MAX_TOOLS,
+    }
+    return Field(
+        None,
+        description="The older form of `tools`: the response has at most one call, as "
+        "`function_call`.",
+        json_schema_extra=schema,
+    )
+
+
+def tools_field() -> Any:  # Any: a pydantic field, read by read_tools, which keeps nulls in schemas
+    """Return the field of a call's tools."""
+    schema: dict[str, JsonValue] = {
+        "type": "array",
+        "items": named_schema("ToolObject"),
+        "maxItems": MAX_TOOLS,
+    }
+    return Field(None, json_schema_extra=schema)
+
+
+def read_tools(given: object) -> Steps[tuple[Tool, ...]]:
+    """Return the tools of a call, none for None. Raises InvalidRequestError."""
+    return tuple((yield from read_each_tool(given, "tools", _tool_of)))
+
+
+def read_functions(given: object) -> Steps[tuple[Tool, ...]]:
+    """Return the functions of a call, none for None. Raises InvalidRequestError."""
+    return tuple((yield from read_each_tool(given, "functions", _function_of)))
+
+
+def read_choice(given: object, *, is_parallel: bool, has_tools: bool) -> ToolChoice:
+    """Return the tool choice that `tool_choice` describes. Raises InvalidRequestError."""
+    if given is None:
+        given = "auto" if has_tools else "none"
+    if isinstance(given, dict):
+        named = read_part(ToolChoiceObject, given, "tool_choice")
+        return ToolChoice(kind="named", name=named.function.name, is_parallel=is_parallel)
+    if given == "none" or given == "auto" or given == "required":
+        return ToolChoice(kind=given, is_parallel=is_parallel)
+    raise InvalidRequestError(
+        "tool_choice must be none, auto, required or a named function.",
+        param="tool_choice",
+    )
+
+
+def read_function_choice(given: object, functions: Sequence[Tool]) -> ToolChoice:
+    """Return the choice of at most one call that `function_call` describes.
+
+    Raises InvalidRequestError.
+    """
+    param = "function_call"
+    if given is None:
+        given = "auto"
+    if isinstance(given, dict):
+        name = read_part(NamedFunction, given, param).name
+        if all(name != function.name for function in functions):
+            raise InvalidRequestError(
+                f"{param} names {name[:64]!r}, which is not in functions.", param=param
+            )
+        return ToolChoice(kind="named", name=name, is_parallel=False)
+    if given == "none" or given == "auto":
+        return ToolChoice(kind=given, is_parallel=False)
+    raise InvalidRequestError(f"{param} must be none, auto or a named function.", param=param)
+
+
+def _tool_of(given: object, where: str) -> Tool:
+    return _function_of(read_part(ToolObject, given, where).function, f"{where}.function")
+
+
+def _function_of(given: object, where: str) -> Tool:
+    function = read_part(Function, given, where)
+    if function.parameters is not None and not isinstance(function.parameters, dict):
+        param = f"{where}.parameters"
+        raise InvalidRequestError(f"{param} must be a JSON Schema object.", param=param)
+    tool = Tool(
+        name=function.name, description=function.description, parameters=function.parameters
+    )
+    tool.check_limits(where)
+    return tool
