@@ -12,7 +12,7 @@ from cluster.serving.admin.openapi import openapi_document
 from cluster.serving.admin.openapi_page import PAGE_HEADERS, openapi_page
 from cluster.serving.admin.tokenize_body import DetokenizeBody, TokenizeBody
 from cluster.serving.admin.web_page import page_routes
-from cluster.serving.http.endpoint import Access, Endpoint, HttpCall, json_response
+from cluster.serving.http.endpoint import HEALTHY, Access, Endpoint, HttpCall, json_response
 from cluster.serving.http.schema import renamed
 from pagedray.errors import EngineError, InvalidRequestError
 from pagedray.version import __version__
@@ -33,9 +33,14 @@ def server_endpoints(servicer: Servicer) -> tuple[Endpoint, ...]:
     handlers = _ServerHandlers(servicer)
     public, admins = Access.PUBLIC, Access.ADMINS
     return (
-        Endpoint(method="GET", path="/health", handler=handlers.health, access=public),
-        Endpoint(method="GET", path="/ready", handler=handlers.ready, access=public),
-        Endpoint(method="GET", path="/ping", handler=handlers.health, access=public),
+        *(
+            Endpoint(method="GET", path=path, handler=handler, access=public, is_healthy=is_healthy)
+            for path, handler, is_healthy in (
+                ("/health", handlers.health, handlers.is_alive),
+                ("/ready", handlers.ready, handlers.is_ready),
+                ("/ping", handlers.health, handlers.is_alive),
+            )
+        ),
         Endpoint(method="POST", path="/ping", handler=handlers.health, access=public),
         Endpoint(method="GET", path="/version", handler=handlers.version),
         Endpoint(method="GET", path="/load", handler=handlers.load),
@@ -60,15 +65,21 @@ class _ServerHandlers:
         self._document = openapi_document()
         self._page = openapi_page(self._document)
 
+    def is_alive(self) -> bool:
+        return not self._servicer.client.has_failed
+
+    def is_ready(self) -> bool:
+        return self._servicer.is_ready
+
     async def health(self, call: HttpCall) -> Response:
-        if self._servicer.client.has_failed:
+        if not self.is_alive():
             raise EngineError("The engine has failed permanently; see the server log.")
-        return json_response({"status": "ok"})
+        return json_response(HEALTHY)
 
     async def ready(self, call: HttpCall) -> Response:
-        if not self._servicer.is_ready:
+        if not self.is_ready():
             raise EngineError("The server is not ready.")
-        return json_response({"status": "ok"})
+        return json_response(HEALTHY)
 
     async def metrics(self, call: HttpCall) -> Response:
         return Response(self._servicer.metrics.render(), media_type=CONTENT_TYPE_LATEST)

@@ -8,6 +8,7 @@ import logging
 import socket
 from asyncio.sslproto import SSLProtocol
 from collections import Counter
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from cluster.serving.connections.client_host import client_host
@@ -53,6 +54,7 @@ class Acceptor:
         *,
         limits: ConnectionLimits,
         read_turns: ReadTurns,
+        answer_check: Callable[[bytes], bytes | None],
         context: ssl.SSLContext | None,
     ) -> None:
         """`make_protocol` is given what its connection must call when it is lost, and whether its
@@ -60,7 +62,8 @@ class Acceptor:
 
         Opening a connection takes as long as reading a request, so `read_turns` decides when.
         Accepting takes less, and happens earlier: a health check would wait in the system's queue
-        behind all other connections.
+        behind all other connections. A connection without TLS is not opened if `answer_check`
+        returns a response to all that it has received.
         """
         self._listener = listener
         # asyncio describes a socket whenever its reader is new, which takes calls of the system.
@@ -68,6 +71,7 @@ class Acceptor:
         self._make_protocol = make_protocol
         self._limits = limits
         self._read_turns = read_turns
+        self._answer_check = answer_check
         self._context = context
         self._num_open = 0
         self._num_open_by_host: Counter[str] = Counter()
@@ -134,28 +138,43 @@ class Acceptor:
             self._log(f"{host} has {self._limits.per_host} connections, the most for one host")
         else:
             connection.setblocking(False)
+            begun = _received(connection)
+            if begun is not None and self._has_answered(connection, begun):
+                return
             self._num_open += 1
             self._num_open_by_host[host] += 1
             if self._read_turns.take():
                 self._begin_open(connection, host, has_turn=False)
             else:
-                self._wait_turn(connection, host)
+                self._wait_turn(connection, host, begun)
 
-    def _wait_turn(self, connection: socket.socket, host: str) -> None:
-        try:
-            begun = connection.recv(MAX_CHECK_BYTES + 1, socket.MSG_PEEK)
-        except OSError:
-            # Nothing has arrived, or the client has reset it.
-            begun, line = b"", f"connections of {host}"
-        else:
-            line = read_line(host, begun, is_first=True)
+    def _wait_turn(self, connection: socket.socket, host: str, begun: bytes | None) -> None:
+        line = f"connections of {host}" if begun is None else read_line(host, begun, is_first=True)
 
         def open_in_turn() -> None:
-            if self._unopened.pop(connection, None) is not None:
+            if self._unopened.pop(connection, None) is None:
+                return
+            received = _received(connection) if begun is None else None
+            if received is not None and self._has_answered(connection, received):
+                self._release(host)
+            else:
                 self._begin_open(connection, host, has_turn=bool(begun))
 
         self._unopened[connection] = host
         self._read_turns.wait(line, open_in_turn, 0)
+
+    def _has_answered(self, connection: socket.socket, received: bytes) -> bool:
+        """Answer and close a connection that has received a health check and nothing else."""
+        if self._context is not None:
+            return False
+        response = self._answer_check(received)
+        if response is None:
+            return False
+        with connection, suppress(OSError):
+            # A socket that is closed with unread bytes is reset, which may discard the response.
+            connection.recv(len(received))
+            connection.send(response)
+        return True
 
     def _begin_open(self, connection: socket.socket, host: str, *, has_turn: bool) -> None:
         task = self._loop.create_task(self._open(connection, host, has_turn=has_turn))
@@ -227,3 +246,14 @@ class Acceptor:
                 "these are clients of yours.",
                 reason,
             )
+
+
+def _received(connection: socket.socket) -> bytes | None:
+    """Return the beginning of what a connection has received, and leave it there.
+
+    None if nothing has arrived, or the client has reset the connection.
+    """
+    try:
+        return connection.recv(MAX_CHECK_BYTES + 1, socket.MSG_PEEK)
+    except OSError:
+        return None

@@ -11,6 +11,7 @@ import math
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -95,6 +96,17 @@ class HttpApp:
     def read_turns(self) -> ReadTurns:
         """Decides when what was received on connections is handled."""
         return self._servicer.intake.read_turns
+
+    def passes_check(self, path: str, host: str) -> bool:
+        """Return whether a health check of a path succeeds for a client that names a host."""
+        endpoint = self._table.find(path)[0].get("GET")
+        if endpoint is None or endpoint.is_healthy is None:
+            return False
+        try:
+            self._check_host(Headers({"host": host}))
+        except HTTPException:
+            return False
+        return endpoint.is_healthy()
 
     def count_stalled(self) -> None:
         """Count a client that did not read."""
@@ -183,7 +195,11 @@ class HttpApp:
         return next((one.shape_error for one in methods.values()), openai_error)
 
     async def _dispatch(self, request: Request) -> Response:
-        self._check_host(request)
+        try:
+            self._check_host(request.headers)
+        except HTTPException:
+            self._servicer.metrics.count_outcome("forbidden", "http")
+            raise
         methods, rest = self._table.find(_path_of(request.scope))
         endpoint = methods.get(request.method)
         if endpoint is None and methods and request.method == "OPTIONS":
@@ -233,16 +249,11 @@ class HttpApp:
             entered=entered,
         )
 
-    def _check_host(self, request: Request) -> None:
+    def _check_host(self, headers: Headers) -> None:
         """Raise HTTPException for a request that another site's page may have caused."""
         # A page does not know the visitor's key.
-        if self._allowed_hosts is None or self._servicer.authenticator.requires_keys:
-            return
-        try:
-            self._allowed_hosts.check(request.headers)
-        except HTTPException:
-            self._servicer.metrics.count_outcome("forbidden", "http")
-            raise
+        if self._allowed_hosts is not None and not self._servicer.authenticator.requires_keys:
+            self._allowed_hosts.check(headers)
 
     def _authorize(self, request: Request, endpoint: Endpoint | None) -> Tenant:
         """Return the tenant of a request. Raises AuthenticationError or ForbiddenError."""

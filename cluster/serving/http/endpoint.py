@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     from cluster.serving.intake.limits import RequestSize
     from cluster.serving.intake.steps import Steps
 
-__all__ = ["Access", "Endpoint", "EndpointTable", "HttpCall", "json_response"]
+__all__ = ["HEALTHY", "Access", "Endpoint", "EndpointTable", "HttpCall", "json_response"]
+
+HEALTHY = {"status": "ok"}
+"""The body of a health check that succeeds."""
 
 _MOST_DIGITS = 18
 
@@ -180,6 +183,8 @@ class Endpoint:
     """Writes its errors in the shape of its API."""
     is_counted: bool = False
     """Whether its calls count toward the limit of open calls; those of an operation always do."""
+    is_healthy: Callable[[], bool] | None = field(default=None, repr=False)
+    """Whether a health check succeeds, with the body `HEALTHY`; None is no health check."""
 
 
 class EndpointTable:

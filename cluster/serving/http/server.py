@@ -12,6 +12,7 @@ from cluster.serving.connections.connection_limits import ConnectionLimits
 from cluster.serving.connections.listener import listen
 from cluster.serving.http.acceptor import Acceptor
 from cluster.serving.http.connection import HttpConnection, connection_kind
+from cluster.serving.http.quick_checks import QuickChecks
 
 if TYPE_CHECKING:
     import socket
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
     from cluster.serving.connections.tls import CertificateStore
     from cluster.serving.http.app import HttpApp
-    from cluster.serving.intake.read_turns import ReadTurns
 
 __all__ = ["HttpServer"]
 
@@ -76,7 +76,7 @@ class HttpServer:
             if certificates is None
             else lambda _config, _default: certificates.server_context,
         )
-        self._server = _Server(config, kind, self._limits, self._app.read_turns)
+        self._server = _Server(config, kind, self._limits, self._app)
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
         while not self._server.started and not self._task.done():
             await asyncio.sleep(0.005)
@@ -106,12 +106,13 @@ class _Server(uvicorn.Server):
         config: uvicorn.Config,
         kind: type[HttpConnection],
         limits: ConnectionLimits,
-        read_turns: ReadTurns,
+        app: HttpApp,
     ) -> None:
         super().__init__(config)
         self._kind = kind
         self._limits = limits
-        self._read_turns = read_turns
+        self._read_turns = app.read_turns
+        self._checks = QuickChecks(app.passes_check, lambda: self.server_state.default_headers)
         self._exit_requested = asyncio.Event()
 
     def request_exit(self) -> None:
@@ -135,6 +136,7 @@ class _Server(uvicorn.Server):
                 self._make_connection,
                 limits=self._limits,
                 read_turns=self._read_turns,
+                answer_check=self._checks.response_to,
                 context=self.config.ssl,
             )
             for listener in sockets

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _CHECK = b"GET /health HTTP/1.1\r\n\r\n"
+_QUICK_CHECK = b"GET /ready HTTP/1.1\r\n\r\n"
 _OTHER = b"POST /v1/completions HTTP/1.1\r\n\r\n"
 
 
@@ -51,14 +52,17 @@ class _OneTurn(ReadTurns):
         self.waiting.append(handle)
 
 
-def accept_into(received: list[bytes], turns: ReadTurns) -> tuple[Acceptor, tuple[str, int]]:
+def accept_into(
+    received: list[bytes], turns: ReadTurns, limits: ConnectionLimits | None = None
+) -> tuple[Acceptor, tuple[str, int]]:
     listener = listen("HTTP", "127.0.0.1", 0)
     address = listener.getsockname()
     acceptor = Acceptor(
         listener,
         lambda note_lost, _: _Opened(received, note_lost),
-        limits=ConnectionLimits(),
+        limits=ConnectionLimits() if limits is None else limits,
         read_turns=turns,
+        answer_check=lambda begun: b"passed" if begun == _QUICK_CHECK else None,
         context=None,
     )
     return acceptor, address
@@ -102,3 +106,50 @@ async def test_closing_ends_connections_that_wait_to_be_opened() -> None:
             handle()
         await acceptor.wait_closed()
         assert not received
+
+
+async def test_quick_checks_are_answered_while_connections_wait_to_be_opened() -> None:
+    received: list[bytes] = []
+    acceptor, address = accept_into(received, _OneTurn())
+    loop = asyncio.get_running_loop()
+    with ExitStack() as stack:
+        connect(stack, address, _OTHER)
+        clients = [connect(stack, address, _QUICK_CHECK) for _ in range(3)]
+        async with asyncio.timeout(10.0):
+            for client in clients:
+                client.setblocking(False)
+                assert await loop.sock_recv(client, 100) == b"passed"
+                assert await loop.sock_recv(client, 100) == b""
+        acceptor.close()
+        await acceptor.wait_closed()
+    assert not received
+
+
+async def test_a_check_that_arrives_late_is_answered_in_its_turn() -> None:
+    received: list[bytes] = []
+    turns = _OneTurn()
+    acceptor, address = accept_into(received, turns, ConnectionLimits(total=1, per_host=1))
+    loop = asyncio.get_running_loop()
+    with ExitStack() as stack:
+        client = connect(stack, address, b"")
+        client.setblocking(False)
+        async with asyncio.timeout(10.0):
+            while not turns.waiting:
+                await asyncio.sleep(0)
+            # The waiting connection counts.
+            another = connect(stack, address, _QUICK_CHECK)
+            another.setblocking(False)
+            acceptor._accept_some()
+            with pytest.raises(ConnectionResetError):
+                await loop.sock_recv(another, 1)
+            client.sendall(_QUICK_CHECK)
+            turns.waiting.pop()()
+            assert await loop.sock_recv(client, 100) == b"passed"
+            # It does not count any longer.
+            another = connect(stack, address, _QUICK_CHECK)
+            another.setblocking(False)
+            acceptor._accept_some()
+            assert await loop.sock_recv(another, 100) == b"passed"
+        acceptor.close()
+        await acceptor.wait_closed()
+    assert not received
