@@ -183,8 +183,9 @@ class UnknownModelError(RequestError):
     openai_code = "model_not_found"
     outcome = "unknown_model"
 
-    def __init__(self, given: str, served: str) -> None:
-        super().__init__(f"The model {given!r} does not exist; this server serves {served!r}.")
+    def __init__(self, given: str, *served: str) -> None:
+        names = " or ".join(map(repr, served))
+        super().__init__(f"The model {given!r} does not exist; this server serves {names}.")
         self.param = "model"
 
 

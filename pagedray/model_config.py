@@ -208,6 +208,8 @@ class ModelConfig:
 
     name: str
     """The model name in the API."""
+    other_names: tuple[str, ...] = ()
+    """Further names that clients may give."""
     folder: Path
     """The checkpoint's folder; that of a model on the Hub is where this process found it."""
     hub: HubRevision | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cluster.cli.flags import engine_options, sampling_params
@@ -85,15 +84,14 @@ def _serve(parsed: argparse.Namespace) -> int:
     from cluster.serving.intake.limits import IntakeLimits
     from cluster.serving.memory.reader_limits import ReaderLimits
     from cluster.serving.memory.tenant_bytes import BufferLimits
+    from cluster.serving.model_name import with_served_names
     from cluster.serving.responses.stored_responses import StoreLimits
     from cluster.serving.telemetry.log_lines import logging_to
     from cluster.serving.telemetry.tracing import otlp_tracer
 
     # Before anything is started that inherits it.
     raise_descriptor_limit()
-    config = _config(parsed)
-    if parsed.served_model_name:
-        config = replace(config, model=replace(config.model, name=parsed.served_model_name))
+    config = with_served_names(_config(parsed), parsed.served_model_name or ())
     with logging_to(form=parsed.log_format, level=parsed.log_level):
         server = Server(
             config,

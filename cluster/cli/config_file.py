@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
+from cluster.cli.one_line_parser import dashed_flag
 from cluster.cli.parser import CONFIG_FLAG
 from pagedray.errors import StartupError
 from pagedray.shown_value import shown_value
@@ -62,7 +63,7 @@ def _has_operand(arguments: Sequence[str], options: Mapping[str, argparse.Action
     num_values = 0.0
     for argument in arguments:
         if argument.startswith("-"):
-            action = options.get(argument)
+            action = options.get(dashed_flag(argument))
             has_one = action is not None and action.nargs in (None, "?")
             num_values = float("inf") if action is not None and action.nargs == "+" else has_one
         elif num_values < 1.0:

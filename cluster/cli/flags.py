@@ -162,7 +162,12 @@ _GROUPS = {
     ),
     "KV cache": (
         _Flag("block_size", "Tokens per block, 1 to 256.", int),
-        _Flag("num_blocks", "Blocks on the device. (default: as many as fit in memory)", int),
+        _Flag(
+            "num_blocks",
+            "Blocks on the device. (default: as many as fit in memory)",
+            int,
+            aliases=("--num-gpu-blocks-override",),
+        ),
         _Flag(
             "num_cpu_blocks",
             "CPU blocks for swapping and for prefixes that have no room on the device. (default: "
@@ -272,7 +277,8 @@ def _add(group: argparse._ArgumentGroup, flag: _Flag, default: object) -> None:
         more |= {"choices": choices, "default": default, "type": _translation(flag.field)}
         more["metavar"] = f"{{{','.join(flag.kind)}}}"
     else:
-        more |= {"type": flag.kind, "default": default, "metavar": flag.metavar}
+        kind = _translation(flag.field) if flag.kind is str else flag.kind
+        more |= {"type": kind, "default": default, "metavar": flag.metavar}
     group.add_argument(name, *flag.aliases, **more)
 
 

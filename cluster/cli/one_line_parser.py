@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from typing import Any, NoReturn
+import sys
+from typing import TYPE_CHECKING, Any, NoReturn
 
-__all__ = ["USAGE_EXIT", "OneLineParser", "command_parser"]
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+__all__ = ["USAGE_EXIT", "OneLineParser", "command_parser", "dashed_flag"]
 
 USAGE_EXIT = 2
+_MAX_LIKELY = 3
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -21,26 +26,59 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser whose error message is one line."""
+    """A parser whose error message is one line.
+
+    Flags may be written with `_` for `-`, as vLLM's. They are not abbreviated: a flag that is added
+    later would make an abbreviation mean something else.
+    """
 
     # Any: argparse's own arguments, in both.
     def __init__(self, **arguments: Any) -> None:
-        super().__init__(formatter_class=_HelpFormatter, **arguments)
+        super().__init__(formatter_class=_HelpFormatter, allow_abbrev=False, **arguments)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Return the arguments; an error names the known flag that an unknown one is like."""
-        parsed, unknown = self.parse_known_args(args, namespace)
+        words = sys.argv[1:] if args is None else args
+        parsed, unknown = self.parse_known_args([*_with_dashes(words)], namespace)
         if unknown:
-            parser = command_parser(self, getattr(parsed, "command", ""))
-            flags = [name for name in parser._option_string_actions if name.startswith("--")]
+            parser: argparse.ArgumentParser = self
+            for word in words:
+                parser = command_parser(parser, word)
             word = next((one for one in unknown if one.startswith("-")), unknown[0])
-            nearest = difflib.get_close_matches(word.partition("=")[0], flags, n=1, cutoff=0.75)
-            hint = f"; did you mean {nearest[0]}?" if nearest else ""
-            parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}{_hint(word, parser)}")
         return parsed
 
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE_EXIT, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def dashed_flag(word: str) -> str:
+    """Return a word, with dashes in the name if it is a flag."""
+    name, *value = word.split("=", 1)
+    return "=".join((name.replace("_", "-"), *value)) if word.startswith("--") else word
+
+
+def _with_dashes(words: Sequence[str]) -> Iterator[str]:
+    is_flag_allowed = True
+    for word in words:
+        # What follows a `--` is not a flag.
+        is_flag_allowed = is_flag_allowed and word != "--"
+        yield dashed_flag(word) if is_flag_allowed else word
+
+
+def _hint(word: str, parser: argparse.ArgumentParser) -> str:
+    """Return which flags a word abbreviates or is like, to be added to an error."""
+    name = word.partition("=")[0]
+    flags = [flag for flag in parser._option_string_actions if flag.startswith("--")]
+    begun = [
+        flag
+        for flag in flags
+        if flag.startswith(name)
+        and len(name) > 2
+        and parser._option_string_actions[flag].help != argparse.SUPPRESS
+    ]
+    likely = begun[:_MAX_LIKELY] or difflib.get_close_matches(name, flags, n=1, cutoff=0.75)
+    return f"; did you mean {' or '.join(likely)}?" if likely else ""
 
 
 def command_parser(parser: argparse.ArgumentParser, command: str) -> argparse.ArgumentParser:

@@ -219,8 +219,10 @@ def _add_model_names(group: _Group) -> None:
     """Add how clients call the model, and how the model writes tool calls and reasoning."""
     group.add_argument(
         "--served-model-name",
+        nargs="+",
         metavar="NAME",
-        help="Model name in the API. (default: the name of the folder, or the Hub id)",
+        help="Model names in the API; responses have the first. (default: the name of the folder, "
+        "or the Hub id)",
     )
     group.add_argument(
         "--tool-call-format",

@@ -3,51 +3,126 @@
 from __future__ import annotations
 
 import argparse
+import json
 from typing import TYPE_CHECKING, Any
 
-from cluster.engine.vllm_options import IGNORED, REFUSED, WITHOUT_EFFECT
+from cluster.engine.vllm_option_notes import (
+    IGNORED,
+    IGNORED_SWITCHES,
+    REFUSED,
+    WITHOUT_EFFECT,
+    has_no_effect,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 __all__ = ["add_vllm_flags", "flag_notes"]
 
-_SWITCHES_IGNORED = (
-    "--disable-log-requests",
-    "--disable-log-stats",
-    "--enable-auto-tool-choice",
-    "--enable-chunked-prefill",
-    "--enable-log-requests",
-    "--enable-prefix-caching",
-)
+# Options of the engine are in `vllm_option_notes`; these are of the server alone.
+_SWITCHES_IGNORED: Mapping[str, str] = {
+    "disable_fastapi_docs": "/docs has only what is in this documentation",
+    "disable_frontend_multiprocessing": "threads of the server run the scheduler and the frontends",
+    "disable_uvicorn_access_log": "log_level warning omits the line of each call",
+    "enable_auto_tool_choice": "models may call tools if the request has some",
+    "enable_offline_docs": "/docs needs no network",
+    "enable_prompt_tokens_details": "usage always has them",
+    "enable_reasoning": "reasoning_format says how the model marks its reasoning",
+    "enable_request_id_headers": "responses have the x-request-id of the client",
+    "enable_server_load_tracking": "/load always answers",
+    "enable_ssl_refresh": "certificates are reloaded when they change",
+    "exclude_tools_when_tool_choice_none": "prompts never have tools that may not be called",
+    "log_error_stack": "defects of the server are logged with their stack",
+}
+_VALUES_IGNORED: Mapping[str, str] = {
+    "api_server_count": "one event loop has all frontends",
+    "disable_access_log_for_endpoints": "only calls of the model are logged",
+    "fingerprint_mode": "responses have no system_fingerprint",
+    "fingerprint_value": "responses have no system_fingerprint",
+    "h11_max_header_count": "heads of requests have fixed limits",
+    "h11_max_incomplete_event_size": "heads of requests have fixed limits",
+    "max_log_len": "texts of requests are never logged",
+}
 _REFUSED: Mapping[str, str] = {
+    "allow_credentials": "clients send their key in a header",
+    "allowed_headers": "pages may send the headers of the API alone",
+    "allowed_methods": "pages may use the methods of the API alone",
+    "chat_template_content_format": "content is given to the chat template as text",
+    "default_chat_template_kwargs": "requests set chat_template_kwargs",
+    "enable_force_include_usage": "requests set stream_options.include_usage",
+    "enable_per_request_metrics": "the log and traces have the times of each call",
+    "enable_tokenizer_info_endpoint": "there is no /tokenizer_info",
+    "headless": "a server has its frontends in its process",
+    "log_config_file": "use --log-format and --log-level",
     "lora_modules": "merge the adapter into the weights",
+    "middleware": "put a proxy before the server",
     "model": "the model is the first argument: pagedray serve MODEL",
-    "override_generation_config": "edit generation_config.json in the folder of the model",
+    "otlp_traces_endpoint": "use --otlp-endpoint with the HTTP port of the collector",
+    "reasoning_parser_plugin": "code of others is not loaded; see --reasoning-format",
+    "response_role": "the role is assistant",
+    "return_tokens_as_token_ids": "requests set return_tokens_as_token_ids",
     "root_path": "let a proxy remove the prefix of the path",
     "seed": "requests set their own seed",
+    "ssl_ca_certs": "use --tls-client-ca, which requires certificates of clients",
+    "ssl_cert_reqs": "--tls-client-ca requires certificates of clients",
+    "ssl_ciphers": "ciphers are those of TLS 1.2 and 1.3 that OpenSSL has by default",
+    "tokens_only": "all endpoints are served",
+    "tool_parser_plugin": "code of others is not loaded; see --tool-call-format",
+    "tool_server": "clients run their tools",
+    "trust_request_chat_template": "requests cannot bring a chat template",
+    "uds": "use --host and --http-port",
     "uvicorn_log_level": "use --log-level",
 }
-_SHORT = {"data_parallel_size": "-dp", "pipeline_parallel_size": "-pp"}
-_NOT_FLAGS = frozenset(("enable_chunked_prefill",))
+_WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
+    "allow_credentials": (False,),
+    "allowed_headers": (["*"],),
+    "allowed_methods": (["*"],),
+    "chat_template_content_format": ("auto", "string"),
+    "default_chat_template_kwargs": ({},),
+    "enable_force_include_usage": (False,),
+    "enable_per_request_metrics": (False,),
+    "enable_tokenizer_info_endpoint": (False,),
+    "headless": (False,),
+    "response_role": ("assistant",),
+    "return_tokens_as_token_ids": (False,),
+    "ssl_cert_reqs": (0,),
+    "tokens_only": (False,),
+    "trust_request_chat_template": (False,),
+}
+_SHORT: Mapping[str, str] = {
+    "attention_config": "-ac",
+    "compilation_config": "-cc",
+    "data_parallel_size": "-dp",
+    "data_parallel_size_local": "-dpl",
+    "decode_context_parallel_size": "-dcp",
+    "optimization_level": "-O",
+    "pipeline_parallel_size": "-pp",
+}
+_WORDS: Mapping[str, object] = {"False": False, "None": None, "True": True}
+# Flags with other forms than their `--no-`.
+_OWN_SWITCHES: Mapping[str, str] = {"enable_prefix_caching": "it is on by default"}
 
 
 def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
     """Add them, hidden from the help."""
     hidden = argparse.SUPPRESS
-    for flag in _SWITCHES_IGNORED:
-        parser.add_argument(flag, action=_Ignore, nargs=0, help=hidden)
+    for name in (*IGNORED_SWITCHES, *_SWITCHES_IGNORED, *_OWN_SWITCHES):
+        flags = [_flag(name)] if name in _OWN_SWITCHES else [_flag(name), _flag(f"no_{name}")]
+        parser.add_argument(*flags, action=_Ignore, nargs=0, help=hidden)
     parser.add_argument(
         "--no-enable-prefix-caching", action="store_false", dest="enable_prefix_cache", help=hidden
     )
-    switches = {flag[2:].replace("-", "_") for flag in _SWITCHES_IGNORED}
-    for name in sorted(IGNORED.keys() - switches):
-        parser.add_argument(_flag(name), action=_Ignore, nargs="?", help=hidden)
-    for name, reason in sorted({**REFUSED, **_REFUSED}.items()):
-        if name not in _NOT_FLAGS:
-            allowed = tuple(str(value) for value in WITHOUT_EFFECT.get(name, ()))
-            flags = [_flag(name), *([_SHORT[name]] if name in _SHORT else [])]
-            parser.add_argument(*flags, action=_Refuse, reason=reason, allowed=allowed, help=hidden)
+    for name in (*(IGNORED.keys() - IGNORED_SWITCHES.keys()), *_VALUES_IGNORED):
+        parser.add_argument(*_flags(name), action=_Ignore, nargs="?", help=hidden)
+    for name, reason in {**REFUSED, **_REFUSED}.items():
+        opposite = _flag(f"no_{name}")
+        if _has_no_effect(name, value=True):
+            parser.add_argument(_flag(name), action=_Ignore, nargs=0, help=hidden)
+            parser.add_argument(opposite, action=_Refuse, reason=reason, name=None, help=hidden)
+            continue
+        parser.add_argument(*_flags(name), action=_Refuse, reason=reason, name=name, help=hidden)
+        if _has_no_effect(name, value=False):
+            parser.add_argument(opposite, action=_Ignore, nargs=0, help=hidden)
 
 
 def flag_notes(parser: argparse.ArgumentParser) -> list[tuple[str, str]]:
@@ -55,19 +130,45 @@ def flag_notes(parser: argparse.ArgumentParser) -> list[tuple[str, str]]:
 
     `parser` is that of `pagedray serve`.
     """
-    notes = dict.fromkeys(_SWITCHES_IGNORED, "has no effect")
+    notes: dict[str, str] = {}
     for action in parser._actions:
         if action.help != argparse.SUPPRESS and action.dest != "help":
             own, *others = action.option_strings or ("",)
             notes |= dict.fromkeys(others, f"the same as `{own}`")
     notes["--no-enable-prefix-caching"] = "the same as `--no-prefix-cache`"
     notes["--trust-remote-code"] = "is refused: code from a checkpoint is never run"
-    for name, reason in IGNORED.items():
+    ignored = {**IGNORED, **_SWITCHES_IGNORED, **_VALUES_IGNORED, **_OWN_SWITCHES}
+    for name, reason in ignored.items():
         notes[_flag(name)] = f"has no effect: {reason}"
     for name, reason in {**REFUSED, **_REFUSED}.items():
-        if name not in _NOT_FLAGS:
-            notes[_flag(name)] = f"is refused: {reason}"
+        if _has_no_effect(name, value=True):
+            notes[_flag(name)] = f"has no effect: {reason}"
+            notes[_flag(f"no_{name}")] = f"is refused: {reason}"
+        else:
+            notes[_flag(name)] = f"is refused{_exceptions(name)}: {reason}"
     return sorted(notes.items())
+
+
+def _exceptions(name: str) -> str:
+    """Return the values that are not refused, if a user could write some."""
+    values = {**WITHOUT_EFFECT, **_WITHOUT_EFFECT}.get(name, ())
+    shown = [f"`{_text(value)}`" for value in values if value is not None and value is not False]
+    return f", but for {' and '.join(shown)}" if shown else ""
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _has_no_effect(name: str, value: object) -> bool:
+    # In Python, 1 equals True.
+    if isinstance(value, bool):
+        return any(one is value for one in {**WITHOUT_EFFECT, **_WITHOUT_EFFECT}.get(name, ()))
+    return has_no_effect(name, value) or value in _WITHOUT_EFFECT.get(name, ())
+
+
+def _flags(name: str) -> list[str]:
+    return [_flag(name), *([_SHORT[name]] if name in _SHORT else [])]
 
 
 def _flag(name: str) -> str:
@@ -84,15 +185,24 @@ class _Ignore(argparse.Action):
 
 
 class _Refuse(argparse.Action):
-    def __init__(
-        self, *arguments: Any, reason: str, allowed: tuple[str, ...], **options: Any
-    ) -> None:
+    def __init__(self, *arguments: Any, reason: str, name: str | None, **options: Any) -> None:
         super().__init__(*arguments, **{**options, "dest": argparse.SUPPRESS, "nargs": "?"})
         self._reason = reason
-        self._allowed = allowed
+        self._name = name
+        """The option whose values may have no effect, or None if each value is refused."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, _: Any, value: Any, option: str | None = None
     ) -> None:
-        if value is None or value not in self._allowed:
+        if self._name is None or value is None or not _has_no_effect(self._name, _value(value)):
             parser.error(f"{option} is not supported: {self._reason}")
+
+
+def _value(text: str) -> object:
+    """Return what a word of the command line is in Python."""
+    if text in _WORDS:
+        return _WORDS[text]
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text

@@ -43,7 +43,7 @@ class EmbeddingValidator:
         if config.model.task == "embed":
             warn_of_unknown_tokens(config, tokenizer)
         self._reader = PromptReader(config, tokenizer, text_pool=text_pool)
-        self._model_name = config.model.name
+        self._model = config.model
         self._context = config.max_model_len
         self._prompts = SentencePrompts({})
         if config.model.task == "embed":
@@ -57,7 +57,7 @@ class EmbeddingValidator:
 
     async def validate(self, given: EmbeddingInput) -> EmbeddingRequest:
         """Return the request. Raises RequestError."""
-        check_model_name(given.model, self._model_name)
+        check_model_name(given.model, self._model)
         if given.pooling is not None and given.pooling not in get_args(Pooling):
             raise InvalidRequestError(
                 f"pooling must be one of {', '.join(get_args(Pooling))}, "

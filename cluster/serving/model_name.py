@@ -1,15 +1,42 @@
-"""The model that a client names."""
+"""The model that a client names, and the names of the one that is served."""
 
 from __future__ import annotations
 
-from pagedray.errors import UnknownModelError
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-__all__ = ["check_model_name"]
+from pagedray.errors import StartupError, UnknownModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pagedray.config import EngineConfig
+    from pagedray.model_config import ModelConfig
+
+__all__ = ["check_model_name", "served_names", "with_served_names"]
 
 _MAX_SHOWN = 128
 
 
-def check_model_name(given: str | None, served: str) -> None:
-    """Raise UnknownModelError for a name other than that of the served model; None is no name."""
-    if given is not None and given != served:
-        raise UnknownModelError(given[:_MAX_SHOWN], served)
+def check_model_name(given: str | None, model: ModelConfig) -> None:
+    """Raise UnknownModelError for a name other than those of the model; None is no name."""
+    if given is not None and given != model.name and given not in model.other_names:
+        raise UnknownModelError(given[:_MAX_SHOWN], *served_names(model))
+
+
+def served_names(model: ModelConfig) -> tuple[str, ...]:
+    """Return the names that clients may give; answers have the first."""
+    return (model.name, *model.other_names)
+
+
+def with_served_names(config: EngineConfig, names: Sequence[str]) -> EngineConfig:
+    """Return a configuration whose model has these names, or its own if there are none.
+
+    Raises StartupError for a name that is empty.
+    """
+    if not all(names):
+        raise StartupError("served_model_name must not be empty.")
+    if not names:
+        return config
+    first, *others = dict.fromkeys(names)
+    return replace(config, model=replace(config.model, name=first, other_names=tuple(others)))

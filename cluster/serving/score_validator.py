@@ -34,7 +34,7 @@ class ScoreValidator:
         if config.model.task == "score":
             warn_of_unknown_tokens(config, tokenizer)
         self._reader = PromptReader(config, tokenizer, text_pool=text_pool)
-        self._model_name = config.model.name
+        self._model = config.model
         self._context = config.max_model_len
         self._is_decoder = not config.model.is_encoder
         self._answers = config.model.score_head == "answer"
@@ -42,7 +42,7 @@ class ScoreValidator:
 
     async def validate(self, given: ScoreInput) -> EmbeddingRequest:
         """Return the request, whose vectors are the scores. Raises RequestError."""
-        check_model_name(given.model, self._model_name)
+        check_model_name(given.model, self._model)
         _, name = given.params
         if not 1 <= len(given.pairs) <= MAX_PAIRS:
             raise InvalidRequestError(
@@ -89,7 +89,7 @@ class ScoreValidator:
         if not self._answers:
             raise InvalidRequestError(
                 "instruction is only for rerankers that are asked a question, as Qwen3-Reranker; "
-                f"{self._model_name} scores texts without one.",
+                f"{self._model.name} scores texts without one.",
                 param="instruction",
             )
         if not 1 <= len(given.instruction) <= _MAX_INSTRUCTION:

@@ -98,7 +98,7 @@ class Validator:
         self._bad_words = BadWordReader(
             tokenizer, vocab_size=config.model.vocab_size, text_pool=text_pool
         )
-        self._model_name = config.model.name
+        self._model = config.model
         self._vocab_size = config.model.vocab_size
         self._context = config.max_model_len
         self._queue_limits = config.scheduler
@@ -170,7 +170,7 @@ class Validator:
 
     def check_model(self, name: str | None) -> None:
         """Raise UnknownModelError if a model is named and not served here."""
-        check_model_name(name, self._model_name)
+        check_model_name(name, self._model)
 
     def _read_sampling(self, given: GenerationInput) -> SamplingParams:
         # SamplingParams checks the type and range of every field itself.

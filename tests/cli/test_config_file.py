@@ -55,7 +55,8 @@ def test_flags_of_the_file_are_as_on_the_command_line(path: Path) -> None:
 
 
 def test_the_command_line_has_priority(path: Path) -> None:
-    found = parsed(path, "--http-port", "9", "other", "--dtype=float32", "--api-key", "sk-abcdefgh")
+    own = ("--http_port", "9", "other", "--dtype=float32", "--api-key", "sk-abcdefgh")
+    found = parsed(path, *own)
     assert (found.model, found.http_port, found.dtype) == ("other", 9, "float32")
     assert found.api_key == ["sk-abcdefgh"]
     assert found.max_model_len == 32768

@@ -43,6 +43,27 @@ def test_automatic_values_are_the_defaults() -> None:
     assert not options.enable_prefix_cache
 
 
+def test_what_cannot_change_a_token_is_taken() -> None:
+    plain = make_parser().parse_args(["serve", "folder"])
+    given = (
+        "serve --async-scheduling folder --no-async-scheduling --max-logprobs 20 -O3 "
+        '--guided-decoding-backend xgrammar --limit-mm-per-prompt {"image":0} '
+        "--no-calculate-kv-scales --no-enable-sleep-mode --hf-overrides {} --task auto "
+        "--compilation-config {} --stream-interval 4 --language-model-only --device auto"
+    )
+    assert vars(make_parser().parse_args(given.split())) == vars(plain)
+
+
+def test_flags_may_have_underscores() -> None:
+    given = (
+        "serve folder --max_model_len=32K --served_model_name a_b c_d --num_gpu_blocks_override 7"
+    )
+    parsed = make_parser().parse_args(given.split())
+    assert (parsed.max_model_len, parsed.num_blocks) == (32768, 7)
+    assert parsed.served_model_name == ["a_b", "c_d"]
+    assert make_parser().parse_args(["generate", "folder", "--", "--a_b"]).text == "--a_b"
+
+
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
@@ -60,6 +81,18 @@ def test_automatic_values_are_the_defaults() -> None:
         ("-dp 2", "use num_replicas of Ray Serve"),
         ("--seed 1", "requests set their own seed"),
         ("--max-model-len many", "such as 32768, 32K or auto, not 'many'"),
+        (
+            "--max-num 3",
+            "--max-num 3; did you mean --max-num-seqs or --max-num-batched-tokens?",
+        ),
+        ("--conf x.yaml", "unrecognized arguments: --conf x.yaml; did you mean --config?"),
+        ("--max-logprobs 21", "at most 20 log-probabilities"),
+        ("--calculate-kv-scales", "scales of keys and values are those of the checkpoint"),
+        ("--guided-decoding-backend outlines", "structures are compiled by xgrammar"),
+        ('--limit-mm-per-prompt {"image":4}', "requests with images, audio or video are refused"),
+        ("--no-enable-chunked-prefill", "long prompts are always computed in chunks"),
+        ("--enable-sleep-mode m", "weights stay in memory"),
+        ("--hf-overrides " + 10_000 * "[", "edit config.json in the folder of the model"),
         ("--dtype int4", "(choose from 'float32', 'bfloat16', 'float16')"),
     ],
 )
@@ -80,7 +113,15 @@ def test_every_noted_flag_exists() -> None:
         for name in (flag, *re.findall(r"same as `(.+)`", note)):
             assert name in parser._option_string_actions, name
     assert notes["--gpu-memory-utilization"] == "the same as `--memory-fraction`"
-    assert notes["--enable-prefix-caching"] == "has no effect"
+    assert notes["--enable-prefix-caching"].startswith("has no effect: ")
+    assert notes["--runner"] == "is refused, but for `auto`: use task"
+
+
+def test_a_typing_error_behind_two_commands_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        make_parser().parse_args(["bench", "serve", "--num-promts", "3"])
+    assert "pagedray bench serve: error: " in (error := capsys.readouterr().err)
+    assert "did you mean --num-prompts?" in error
 
 
 def test_keys_are_those_of_one_tenant() -> None:

@@ -15,6 +15,7 @@ from cluster.serving.http.body import JSON_TYPE
 from cluster.serving.http.endpoint import Endpoint, HttpCall, json_response
 from cluster.serving.http.schema import renamed
 from cluster.serving.inputs import EmbeddingInput, GenerationInput
+from cluster.serving.model_name import served_names
 from cluster.serving.openai.answer import answer_call
 from cluster.serving.openai.chat_body import ChatBody
 from cluster.serving.openai.chat_response import ChatCompletionResponse
@@ -91,15 +92,16 @@ class _OpenAIHandlers:
     def __init__(self, servicer: Servicer) -> None:
         self.streams = StreamHandlers(servicer)
         self._servicer = servicer
-        self._model = servicer.config.model.name
+        self._names = served_names(servicer.config.model)
+        self._model = self._names[0]
         self._created_s = int(time.time())
 
     async def models(self, call: HttpCall) -> Response:
-        return json_response({"object": "list", "data": [self._card()]})
+        return json_response({"object": "list", "data": [self._card(name) for name in self._names]})
 
     async def model(self, call: HttpCall) -> Response:
         self._servicer.validator.check_model(call.rest)
-        return json_response(self._card())
+        return json_response(self._card(call.rest))
 
     async def completion(self, call: HttpCall) -> Response:
         def read(body: CompletionBody, raw: bytes) -> Steps[_Asked]:
@@ -268,9 +270,9 @@ class _OpenAIHandlers:
             self._servicer, call, generation, response, is_stream=asked.is_stream
         )
 
-    def _card(self) -> Json:
+    def _card(self, name: str) -> Json:
         return {
-            "id": self._model,
+            "id": name,
             "object": "model",
             "created": self._created_s,
             "owned_by": "pagedray",

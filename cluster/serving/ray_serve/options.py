@@ -32,8 +32,9 @@ class ServeOptions:
     """The tokens in flight that autoscaling aims for in each replica; None uses KV blocks alone."""
     drain_timeout_s: float = 300.0
     """How long running requests may take to finish when their replica is stopped."""
-    served_model_name: str | None = None
-    """The model's name for clients; None is the name of its folder, or its Hub id."""
+    served_model_name: str | tuple[str, ...] | None = None
+    """The model's name for clients, or several, of which answers have the first; None is the name
+    of its folder, or its Hub id."""
     api_keys: str | None = None
     """Path of the API key file, on every node; None requires no key."""
     stall_timeout_s: float = 120.0
@@ -58,6 +59,12 @@ class ServeOptions:
     log_level: Literal["debug", "info", "warning"] = "info"
     otlp_endpoint: str | None = None
     """The OTLP collector for spans; None uses OpenTelemetry's environment variables."""
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """The names in `served_model_name`."""
+        names = self.served_model_name
+        return (names,) if isinstance(names, str) else names or ()
 
     def __post_init__(self) -> None:
         _check_at_least("num_replicas", self.num_replicas, 1)

@@ -9,7 +9,6 @@ import asyncio
 import logging
 import time
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,7 @@ from cluster.engine.options import engine_config
 from cluster.serving.auth.authenticator import Authenticator
 from cluster.serving.auth.tenant import ANONYMOUS
 from cluster.serving.engine_client import EngineClient
+from cluster.serving.model_name import with_served_names
 from cluster.serving.ray_serve.autoscaling import ReplicaLoad
 from cluster.serving.ray_serve.progress import ProgressWatch
 from cluster.serving.servicer import Servicer
@@ -81,9 +81,7 @@ class ReplicaEngine:
         # Ray knows the placement group of this actor in this thread only.
         placement = get_current_placement_group()
         config = await asyncio.to_thread(engine_config, arguments.model, arguments.engine)
-        name = arguments.serve.served_model_name
-        if name is not None:
-            config = replace(config, model=replace(config.model, name=name))
+        config = with_served_names(config, arguments.serve.served_names)
         replica = cls(arguments, config)
         try:
             await replica._start(make_executor, placement)

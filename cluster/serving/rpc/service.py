@@ -10,6 +10,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING
 
+from cluster.serving.model_name import served_names
 from cluster.serving.resume.registry import StreamFormat
 from cluster.serving.rpc import chat as grpc_chat
 from cluster.serving.rpc import requests as grpc_requests
@@ -180,15 +181,18 @@ class GrpcService:
     async def list_models(
         self, message: pb.ListModelsRequest, call: RpcCall
     ) -> pb.ListModelsResponse:
-        """Return the served model."""
+        """Return the served model, once for each of its names."""
         self._tenant(call)
         config = self._servicer.config
-        model = pb.Model(
-            name=config.model.name,
-            context_length=config.max_model_len,
-            is_encoder=config.model.pools,
-        )
-        return pb.ListModelsResponse(models=[model])
+        models = [
+            pb.Model(
+                name=name,
+                context_length=config.max_model_len,
+                is_encoder=config.model.pools,
+            )
+            for name in served_names(config.model)
+        ]
+        return pb.ListModelsResponse(models=models)
 
     async def get_server_info(
         self, message: pb.GetServerInfoRequest, call: RpcCall

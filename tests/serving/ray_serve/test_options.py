@@ -63,3 +63,11 @@ def test_invalid_options_are_named_in_one_line(
         read_arguments({"model": "m"} | given)
     assert str(caught.value).startswith(text)
     assert "\n" not in str(caught.value)
+
+
+def test_a_model_may_have_several_names() -> None:
+    names = ["tiny", "other"]
+    serve = read_arguments({"model": "m", "served_model_name": names}).serve
+    assert serve.served_names == ("tiny", "other")
+    assert read_arguments({"model": "m", "served_model_name": "a"}).serve.served_names == ("a",)
+    assert read_arguments({"model": "m"}).serve.served_names == ()

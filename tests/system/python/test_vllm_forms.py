@@ -210,6 +210,17 @@ def test_values_are_translated() -> None:
     assert [context_length(text) for text in ("1000", "1k", "auto")] == [1000, 1000, None]
 
 
+def test_options_that_cannot_change_a_token_are_taken() -> None:
+    given = {
+        "async_scheduling": True,
+        "compilation_config": {"level": 3},
+        "guided_decoding_backend": "xgrammar",
+        "limit_mm_per_prompt": {"image": 0},
+        "max_logprobs": 20,
+    }
+    assert own_options(given) == {}
+
+
 def test_editors_know_every_option() -> None:
     assert {field.name for field in fields(EngineOptions)} <= LLMOptions.__annotations__.keys()
 
