@@ -376,7 +376,7 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [  # Any: JSON
      "messages.0.content.0 is not supported: image_url parts need a model that reads more than "
      "text."),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "name": "y"}]}]},
-     "messages.0.content must be a string or a list of text parts."),
+     "messages.0.content.0.name is not supported."),
     # An object with more names than fields is not validated further.
     ({"messages": [MANY]}, "messages.0.x0 is not supported."),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "function": MANY}},

@@ -20,7 +20,7 @@ from cluster.serving.openai.completion_body import CompletionBody
 from cluster.serving.openai.embedding_body import EmbeddingBody
 from cluster.serving.openai.generation_body import StreamOptions
 from cluster.serving.openai.messages import CalledFunction, Message, MessageCall, TextPart
-from cluster.serving.openai.score_body import RerankBody, ScoreBody
+from cluster.serving.openai.score_body import DocumentObject, RerankBody, ScoreBody
 from cluster.serving.openai.structure import JsonSchemaFormat, ResponseFormat, StructuredOutputs
 from cluster.serving.openai.tool_fields import (
     Function,
@@ -62,6 +62,7 @@ _PARTS: tuple[type[BodyPart], ...] = (
     OutputConfig,
     OutputFormat,
     CalledFunction,
+    DocumentObject,
     Function,
     JsonSchemaFormat,
     Message,

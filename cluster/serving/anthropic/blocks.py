@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, JsonValue
 
-from cluster.serving.http.schema import BodyPart, named_schema, read_part
+from cluster.serving.http.schema import BodyPart, missing_field, named_schema, read_part
 from cluster.serving.text.chat_template import ChatMessage, MessageToolCall
 from pagedray.errors import InvalidRequestError
 
@@ -165,6 +165,8 @@ def read_text(given: object, where: str) -> Steps[str]:
 
 def _block_of(given: object, where: str, role: str | None) -> _Block:
     kind = given.get("type") if isinstance(given, dict) else None
+    if isinstance(given, dict) and kind is None:
+        raise missing_field(("type",), given, where, BLOCKS.values())
     part = BLOCKS.get(kind) if isinstance(kind, str) else None
     if not isinstance(given, dict) or part is None:
         shown = kind[:40] if isinstance(kind, str) and kind.isidentifier() else "this kind"

@@ -10,7 +10,8 @@ import copy
 import difflib
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, ClassVar, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
@@ -25,10 +26,22 @@ if TYPE_CHECKING:
 
     from cluster.serving.intake.steps import Steps
 
-__all__ = ["Body", "BodyPart", "Defaults", "named_schema", "read_body", "read_part", "renamed"]
+__all__ = [
+    "Body",
+    "BodyPart",
+    "Defaults",
+    "missing_field",
+    "named_schema",
+    "read_body",
+    "read_part",
+    "renamed",
+]
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.]{1,64}")
-_LEAST_LIKENESS = 0.8
+_LEAST_LIKENESS = 0.75
+"""That of `tyep` and `type`: two letters of four are swapped."""
+_MAX_NAMES = 64
+"""Names of an object that are compared with a missing one."""
 _STEP_ENTRIES = 128
 """Entries of a list that are validated at once."""
 _EXPECTED = {
@@ -111,6 +124,28 @@ def read_part(kind: type[Part], given: object, where: str) -> Part:
     return _validated(kind, _without_nulls(given), where)
 
 
+def missing_field(
+    names: Sequence[str], given: object, where: str, kinds: Iterable[type[BodyPart]]
+) -> InvalidRequestError:
+    """Return the refusal of a part, at the path `where`, that has none of the fields of `names`.
+
+    A name in it that is like one of them, and no field of the part's possible kinds, is named.
+    Otherwise the first field is.
+    """
+    known = {own for kind in kinds for own in _names_of(kind)}
+    own_names = islice(given, _MAX_NAMES) if isinstance(given, dict) else ()
+    unknown = [own for own in own_names if own not in known]
+    for name in names:
+        nearest = difflib.get_close_matches(name, unknown, n=1, cutoff=_LEAST_LIKENESS)
+        if nearest and _PLAIN_NAME.fullmatch(nearest[0]) is not None:
+            wrong = _inside(where, nearest[0])
+            return InvalidRequestError(
+                f"{wrong} is not supported: did you mean {name}?", param=wrong
+            )
+    missing = _inside(where, names[0])
+    return InvalidRequestError(f"{missing} is required.", param=missing)
+
+
 def renamed(error: InvalidRequestError, names: Mapping[str, str]) -> InvalidRequestError:
     """Return an error with a field's name replaced by the client's name for it."""
     name = names.get(error.param or "")
@@ -157,11 +192,11 @@ def _check_num_names(kind: type[BodyPart], given: object, where: str) -> None:
     if not isinstance(given, dict):
         return
     if len(given) > len(kind.model_fields):
-        known = {field.alias or name for name, field in kind.model_fields.items()}
+        known = _names_of(kind)
         unknown = next(name for name in given if name not in known)
-        raise _unsupported(f"{where}.{unknown}" if where else unknown, kind, where)
+        raise _unsupported(unknown, kind, where)
     for name, (part, is_list) in _parts_of(kind).items():
-        inside, value = f"{where}.{name}" if where else name, given.get(name)
+        inside, value = _inside(where, name), given.get(name)
         if is_list and isinstance(value, list):
             for index, one in enumerate(value):
                 if isinstance(one, dict):
@@ -180,6 +215,24 @@ def _parts_of(kind: type[BodyPart]) -> Mapping[str, tuple[type[BodyPart], bool]]
             if isinstance(inner, type) and issubclass(inner, BodyPart):
                 found[name] = (inner, get_origin(field.annotation) is list)
     return found
+
+
+def _part_at(kind: type[BodyPart], path: Iterable[int | str]) -> type[BodyPart]:
+    """Return the kind of the part at a path inside another; one without fields if it has none."""
+    for step in path:
+        if isinstance(step, str):
+            kind, _ = _parts_of(kind).get(step, (BodyPart, False))
+    return kind
+
+
+@functools.cache
+def _names_of(kind: type[BodyPart]) -> frozenset[str]:
+    """Return the names of a part's fields as clients write them."""
+    return frozenset(field.alias or name for name, field in kind.model_fields.items())
+
+
+def _inside(where: str, name: str) -> str:
+    return f"{where}.{name}" if where else name
 
 
 def _supported(
@@ -228,14 +281,14 @@ def _is_one_of(value: object, allowed: tuple[object, ...]) -> bool:
 def _refusal(details: ErrorDetails, prefix: str, part: type[BodyPart]) -> InvalidRequestError:
     path = [str(step) for step in details["loc"]]
     where = ".".join([prefix, *path] if prefix else path)
-    kind = details["type"]
-    if kind == "extra_forbidden":
-        # The names next to one further inside are those of another part.
-        return _unsupported(where, part if len(path) == 1 else BodyPart, prefix)
-    if kind == "missing":
-        return InvalidRequestError(f"{where} is required.", param=where)
+    kind, given = details["type"], details["input"]
+    if kind in ("extra_forbidden", "missing"):
+        holder = ".".join(([prefix] if prefix else []) + path[:-1])
+        inner = _part_at(part, details["loc"][:-1])
+        if kind == "missing":
+            return missing_field((path[-1],), given, holder, (inner,))
+        return _unsupported(path[-1], inner, holder)
     expected = _EXPECTED.get(kind, "a valid value").format(**details.get("ctx", {}))
-    given = details["input"]
     # 5.0 is no integer.
     shown = repr(given) if isinstance(given, float) else shown_value(given)
     return InvalidRequestError(f"{where} must be {expected}, not {shown}.", param=where)
@@ -243,13 +296,15 @@ def _refusal(details: ErrorDetails, prefix: str, part: type[BodyPart]) -> Invali
 
 def _unsupported(name: str, kind: type[BodyPart], where: str = "") -> InvalidRequestError:
     """Return the refusal of a name in the part at the path `where`."""
-    if _PLAIN_NAME.fullmatch(name) is None:
-        return InvalidRequestError(f"{shown_value(name)} is not supported.")
-    reason = kind.refused.get(name) if issubclass(kind, Body) else None
+    whole = _inside(where, name)
+    if _PLAIN_NAME.fullmatch(whole) is None:
+        return InvalidRequestError(f"{shown_value(whole)} is not supported.")
+    reason, known = None, _names_of(kind)
+    if issubclass(kind, Body):
+        reason = kind.refused.get(name)
+        known = known.union(kind.ignored, kind.defaults)
     if reason is None:
-        known = {field.alias or field_name for field_name, field in kind.model_fields.items()}
-        own = name.removeprefix(f"{where}.") if where else name
-        nearest = difflib.get_close_matches(own, known - {own}, n=1, cutoff=_LEAST_LIKENESS)
+        nearest = difflib.get_close_matches(name, known - {name}, n=1, cutoff=_LEAST_LIKENESS)
         reason = f"did you mean {nearest[0]}?" if nearest else ""
-    text = f"{name} is not supported{f': {reason}' if reason else ''}"
-    return InvalidRequestError(text if text.endswith("?") else f"{text}.", param=name)
+    text = f"{whole} is not supported{f': {reason}' if reason else ''}"
+    return InvalidRequestError(text if text.endswith("?") else f"{text}.", param=whole)

@@ -253,17 +253,19 @@ def _content_of(given: object, where: str, *, is_needed: bool) -> str:
     if isinstance(given, list) and all(map(_is_text_part, given)):
         return "".join([part["text"] for part in given])
     if isinstance(given, list):
-        _check_media(given, where)
+        index = next(index for index, part in enumerate(given) if not _is_text_part(part))
+        _check_text_part(given[index], f"{where}.{index}")
     raise InvalidRequestError(f"{where} must be a string or a list of text parts.", param=where)
 
 
-def _check_media(parts: list[object], where: str) -> None:
-    """Raise InvalidRequestError that names a part that is not text, if its kind is known."""
-    for index, part in enumerate(parts):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind in _MEDIA:
-            param = f"{where}.{index}"
-            raise InvalidRequestError(
-                f"{param} is not supported: {kind} parts need a model that reads more than text.",
-                param=param,
-            )
+def _check_text_part(part: object, where: str) -> None:
+    """Raise InvalidRequestError that says what is wrong in a part, if it is an object."""
+    if not isinstance(part, dict):
+        return
+    kind = part.get("type")
+    if kind in _MEDIA:
+        raise InvalidRequestError(
+            f"{where} is not supported: {kind} parts need a model that reads more than text.",
+            param=where,
+        )
+    read_part(TextPart, part, where)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field, JsonValue
 
-from cluster.serving.http.schema import Body, Defaults
+from cluster.serving.http.schema import Body, BodyPart, Defaults, named_schema, read_part
 from cluster.serving.inputs import ScoreInput
 from cluster.serving.openai.generation_body import bounds
 from cluster.serving.score_validator import MAX_PAIRS
@@ -16,7 +16,7 @@ from pagedray.errors import InvalidRequestError
 if TYPE_CHECKING:
     from cluster.serving.intake.steps import Steps
 
-__all__ = ["RerankBody", "ScoreBody"]
+__all__ = ["DocumentObject", "RerankBody", "ScoreBody"]
 
 _TEXT: dict[str, JsonValue] = {"type": "string", "minLength": 1}
 _TEXTS: dict[str, JsonValue] = {
@@ -24,12 +24,6 @@ _TEXTS: dict[str, JsonValue] = {
     "items": _TEXT,
     "minItems": 1,
     "maxItems": MAX_PAIRS,
-}
-_DOCUMENT: dict[str, JsonValue] = {
-    "type": "object",
-    "properties": {"text": _TEXT},
-    "required": ["text"],
-    "additionalProperties": False,
 }
 _DEFAULTS: Defaults = {"priority": (0,), "truncate_prompt_tokens": ()}
 
@@ -39,6 +33,12 @@ def _instruction() -> Any:  # Any: as pydantic declares a field
         None,
         description="What is judged, for rerankers that are asked a question: Qwen3-Reranker.",
     )
+
+
+class DocumentObject(BodyPart):
+    """A document as an object."""
+
+    text: str = Field(json_schema_extra={"minLength": 1})
 
 
 class RerankBody(Body):
@@ -51,7 +51,7 @@ class RerankBody(Body):
     query: str = Field(json_schema_extra={"minLength": 1})
     documents: list[Any] = Field(  # Any: checked below, as a list may be long
         description="Strings, or objects with `text`.",
-        json_schema_extra={**_TEXTS, "items": {"anyOf": [_TEXT, _DOCUMENT]}},
+        json_schema_extra={**_TEXTS, "items": {"anyOf": [_TEXT, named_schema("DocumentObject")]}},
     )
     top_n: int | None = bounds(1)
     instruction: str | None = _instruction()
@@ -68,8 +68,7 @@ class RerankBody(Body):
         """Return the input of the call. Raises InvalidRequestError."""
         texts: list[str] = []
         for index, given in enumerate(self.documents):
-            is_object = isinstance(given, dict) and set(given) == {"text"}
-            texts.append(_checked(given["text"] if is_object else given, f"documents.{index}"))
+            texts.append(_document_text(given, f"documents.{index}"))
             if not index % _ENTRIES_AT_ONCE:
                 yield
         query = _checked(self.query, "query")
@@ -133,6 +132,15 @@ def _texts_of(given: object, name: str) -> Steps[list[str]]:
         if not index % _ENTRIES_AT_ONCE:
             yield
     return texts
+
+
+def _document_text(given: object, where: str) -> str:
+    if not isinstance(given, dict):
+        return _checked(given, where)
+    if len(given) != 1 or "text" not in given:
+        # Reading each of thousands would take long.
+        return _checked(read_part(DocumentObject, given, where).text, f"{where}.text")
+    return _checked(given["text"], f"{where}.text")
 
 
 def _checked(given: object, name: str) -> str:

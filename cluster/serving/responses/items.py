@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 from pydantic_core import from_json
 
-from cluster.serving.http.schema import BodyPart, named_schema, read_part
+from cluster.serving.http.schema import BodyPart, missing_field, named_schema, read_part
 from cluster.serving.json_body import check_counts
 from cluster.serving.responses.function_tools import model_name
 from cluster.serving.text.chat_template import ChatMessage, MessageToolCall
@@ -190,6 +190,9 @@ def _add_item(item: _Item, turns: _Turns, where: str) -> Steps[None]:
 
 
 def _item_of(given: object, where: str) -> _Item:
+    if isinstance(given, dict) and not given.get("type") and given.get("role") is None:
+        # Only messages may do without their type.
+        raise missing_field(("type", "role"), given, where, ITEMS.values())
     kind = given.get("type") or "message" if isinstance(given, dict) else None
     part = ITEMS.get(kind) if isinstance(kind, str) else None
     if part is None:

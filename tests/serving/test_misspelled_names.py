@@ -1,0 +1,67 @@
+"""Every endpoint answers a misspelled name, wherever it stands in a body, with the right one."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from tests.load.request_bodies import json_bodies
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.serving.conftest import Server
+
+FREE = {"arguments", "input_schema", "logit_bias", "metadata", "parameters", "schema"}
+"""Fields whose value has names of the client's own."""
+MIN_LETTERS = 4
+Path = tuple[str | int, ...]
+
+
+def names_in(value: object, path: Path = ()) -> Iterator[tuple[Path, str]]:
+    """Yield the place and the name of each field."""
+    if isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from names_in(inner, (*path, index))
+    if not isinstance(value, dict):
+        return
+    for name, inner in value.items():
+        # A null is no parameter.
+        if inner is not None and len(name) >= MIN_LETTERS:
+            yield path, name
+        # The input of a call, unlike that of a response.
+        if name not in FREE and not (name == "input" and isinstance(inner, dict)):
+            yield from names_in(inner, (*path, name))
+
+
+def misspelled(body: dict[str, Any], path: Path, name: str) -> dict[str, Any]:
+    """Return the body without the second letter of a name."""
+    written = copy.deepcopy(body)
+    holder: Any = written  # Any: lists and objects in turn
+    for step in path:
+        holder = holder[step]
+    holder[name[0] + name[2:]] = holder.pop(name)
+    return written
+
+
+def test_misspelled_names_are_answered_with_the_right_ones(server: Server) -> None:
+    found: set[tuple[str, str]] = set()
+    with httpx.Client(base_url=server.url) as client:
+        for kind, bodies in json_bodies("tiny").items():
+            for body in bodies:
+                if kind == "/v1/messages/count_tokens":
+                    # The model of this server has no format of tool calls.
+                    body.pop("tools")
+                for path, name in names_in(body):
+                    place = ".".join("0" if isinstance(step, int) else step for step in path)
+                    if (kind, f"{place}.{name}") in found:
+                        continue
+                    found.add((kind, f"{place}.{name}"))
+                    answer = client.post(kind.partition(" ")[0], json=misspelled(body, path, name))
+                    wrong = ".".join(map(str, (*path, name[0] + name[2:])))
+                    assert answer.json()["error"]["message"] == (
+                        f"{wrong} is not supported: did you mean {name}?"
+                    ), (kind, path, name)
+    assert len({kind.partition(" ")[0] for kind, _ in found}) >= 9
