@@ -6,9 +6,14 @@ samples, so that the controller can send plan k + 1 before it has seen the token
 step k. The end of a sequence is not sent: its row is absent from later plans until
 another sequence starts in it.
 
-A rank executes a plan in this order: starts, block copies (evictions, swap-outs, swap-ins,
-then copies on the device), forward pass, sampling. Plans are executed in the order in which
-they are sent, so a block may go to another sequence in the plan after its last use.
+A rank executes a plan in this order: starts, copies of blocks on the device, forward pass,
+sampling. Plans are executed in the order in which they are sent, so a block may go to another
+sequence in the plan after its last use.
+
+Copies between the pools (evictions, swap-outs, swap-ins) run beside the steps: they begin after all
+earlier steps, and have ended once every rank has acknowledged the step. Until then, no plan uses a
+block that one of them reads or writes. The sources of evictions are the exception: anything in the
+same plan or later may overwrite them.
 """
 
 from __future__ import annotations
@@ -213,15 +218,23 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="output"):
     logprobs: list[TokenLogprobs | None] = []
     """Empty, or by sampled sequence; None if not requested."""
     forward_s: float = 0.0
-    """Duration of the step without its swaps, in seconds; 0 if not measured."""
+    """Duration of the step without copies between the pools, in seconds; 0 if not measured."""
     swap_s: float = 0.0
-    """Duration of its swap-outs and swap-ins, in seconds."""
+    """Duration of copies between the pools, in seconds: of those that `num_swapped` counts."""
     prompt_logprobs: list[PromptLogprobs] = []
     """Of the prompts that asked for them and of which it computed tokens."""
+    num_swapped: int = 0
+    """Blocks that were copied between the pools by this step or earlier ones, and that no earlier
+    output counts."""
+    is_acknowledged: bool = True
+    """Whether its block copies have ended too; if not, a `StepAck` follows."""
 
 
 class StepAck(msgspec.Struct, frozen=True, array_like=True, tag="ack"):
-    """A rank other than 0 has finished a step, its block copies included."""
+    """A rank has finished a step, its block copies included, and all earlier steps.
+
+    Rank 0 sends it only if the step's output did not say so.
+    """
 
     step: int
 

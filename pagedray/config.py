@@ -57,7 +57,10 @@ class CacheConfig:
     num_blocks: int | None = None
     """Blocks in the device pool; None is as many as fit in memory."""
     num_cpu_blocks: int | None = None
-    """Blocks in the CPU pool, for swapped-out sequences and prefixes; None is up to 1 GiB."""
+    """Blocks in the CPU pool, for swapped-out sequences and prefixes.
+
+    None is 1 GiB on a CPU; beside GPUs it is a quarter of the available host memory for all ranks.
+    """
     memory_fraction: float = 0.9
     """Fraction of device memory for weights, activations and cache together."""
     enable_prefix_cache: bool = True

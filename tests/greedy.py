@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +29,7 @@ __all__ = [
     "check_tiny_pool",
     "checked_until_preempted",
     "generated",
+    "settled_stats",
     "truth_of",
 ]
 
@@ -93,10 +95,19 @@ def checked_until_preempted(llm: LLM, truth: Truth, *counts: str) -> SchedulerSt
     """
     for _ in range(NUM_TRIES):
         assert generated(llm, truth.prompts) == truth.continuations
-        stats = llm.stats().scheduler
+        stats = settled_stats(llm)
         if any(getattr(stats, count) for count in counts):
             return stats
     pytest.fail(f"None of {counts} in {NUM_TRIES} runs.")
+
+
+def settled_stats(llm: LLM) -> SchedulerStats:
+    """Return statistics once no copy between the pools is under way."""
+    while True:
+        stats = llm.stats().scheduler
+        if not (stats.num_transit_blocks or stats.num_transit_cpu_blocks):
+            return stats
+        time.sleep(0.01)
 
 
 def check_tiny_pool(

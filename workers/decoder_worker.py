@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -12,17 +13,17 @@ from pagedray.config import CacheSize
 from pagedray.errors import DeviceError
 from pagedray.rank_progress import Phase
 from workers.memory_profile import (
-    MAX_HOST_POOL_BYTES,
     allow_all_tokens,
     free_host_bytes,
     host_memory_bytes,
+    host_pool_bytes,
     largest_steps,
 )
 from workers.models.decoder import Decoder
 from workers.models.self_attention import attention_spec
 from workers.runner.cuda_graphs import DecodeGraphs, graph_batch_sizes
 from workers.runner.input_batch import InputBatch
-from workers.runner.kv_cache import KVCache, block_bytes
+from workers.runner.kv_cache import KVCache, block_bytes, make_host_pool, num_staging_blocks
 from workers.runner.model_runner import ModelRunner, PendingTokens
 from workers.runner.piece_graphs import PieceGraphs, piece_sizes
 from workers.sampler import Sampler
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
     from pagedray.config import EngineConfig
     from workers.parallel.group import ParallelGroup
+    from workers.runner.host_pool import HostPool
 
 __all__ = ["DecoderWorker"]
 
@@ -53,6 +55,8 @@ class _GraphSizes(NamedTuple):
 
 
 _NO_GRAPHS = _GraphSizes([], [])
+_MOST_CPU_BLOCKS = 4
+"""CPU blocks for each device block at most, if no option gives their number."""
 
 
 class DecoderWorker(Worker):
@@ -76,6 +80,8 @@ class DecoderWorker(Worker):
             config.model, group, backend=self._backend, device=self._device
         )
         self._runner: ModelRunner | None = None
+        self._host_pool: HostPool | None = None
+        """Kept from epoch to epoch, since pinning takes long."""
         self._is_warm = False
 
     def load_weights(self, report_progress: Callable[[int, int], None]) -> None:
@@ -91,6 +97,7 @@ class DecoderWorker(Worker):
         if num_blocks is None:
             memory = self._cache_bytes()
             num_blocks = min(num_useful, memory // num_bytes)
+            num_blocks -= self._num_staging_blocks(num_blocks)
             if num_blocks < 2:
                 raise DeviceError(
                     f"Only {memory} bytes of {self._device.type} memory are left for the KV "
@@ -100,7 +107,8 @@ class DecoderWorker(Worker):
                 )
         num_cpu_blocks = self._config.cache.num_cpu_blocks
         if num_cpu_blocks is None:
-            num_cpu_blocks = min(num_blocks, MAX_HOST_POOL_BYTES // 4 // num_bytes)
+            num_most = num_blocks * (_MOST_CPU_BLOCKS if self._device.type == "cuda" else 1)
+            num_cpu_blocks = min(num_most, host_pool_bytes(self._config) // num_bytes)
         num_host_blocks = num_cpu_blocks + (num_blocks if self._device.type == "cpu" else 0)
         if num_host_blocks * num_bytes > (limit := host_memory_bytes()):
             raise DeviceError(
@@ -147,8 +155,12 @@ class DecoderWorker(Worker):
         return self._runner.launch(plan)
 
     def close(self) -> None:
+        if self._device.type == "cuda":
+            # Copies to the CPU pool may be under way.
+            with suppress(RuntimeError):
+                torch.cuda.synchronize(self._device)
         # A caller may keep a closed engine and open another one, which needs the memory.
-        self._runner = self._model = None
+        self._runner = self._model = self._host_pool = None
         if self._device.type == "cuda":
             release_gpu_memory()
         self._group.close()
@@ -157,10 +169,17 @@ class DecoderWorker(Worker):
         assert self._model is not None
         scheduler = self._config.scheduler
         try:
+            host_pool = make_host_pool(self._spec, num_cpu_blocks, self._host_pool)
+            if num_cpu_blocks:
+                self._host_pool = host_pool
             cache = KVCache(
-                self._backend, self._spec, num_blocks=num_blocks, num_cpu_blocks=num_cpu_blocks
+                self._backend,
+                self._spec,
+                num_blocks=num_blocks,
+                host_pool=host_pool,
+                num_staging=self._num_staging_blocks(num_blocks) if num_cpu_blocks else 0,
             )
-        except (MemoryError, RuntimeError) as error:
+        except (MemoryError, OSError, RuntimeError) as error:
             raise DeviceError(
                 f"Could not allocate a KV cache of {num_blocks} blocks and a CPU cache of "
                 f"{num_cpu_blocks}, of {block_bytes(self._spec)} bytes each; use a lower "
@@ -208,6 +227,13 @@ class DecoderWorker(Worker):
                 device=self._device,
             ),
         )
+
+    def _num_staging_blocks(self, num_blocks: int) -> int:
+        """Return how many blocks a pool of so many has for evicted content."""
+        cache = self._config.cache
+        if not (cache.enable_prefix_cache and cache.enable_cpu_prefix_cache):
+            return 0
+        return 0 if cache.num_cpu_blocks == 0 else num_staging_blocks(self._spec, num_blocks)
 
     @property
     def _graph_sizes(self) -> _GraphSizes:

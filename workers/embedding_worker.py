@@ -61,6 +61,10 @@ class PendingVectors:
         # Nothing follows but the wait for the device.
         return True
 
+    @property
+    def is_copied(self) -> bool:
+        return True
+
     def output(self) -> EmbedOutput:
         return EmbedOutput(self.step, self.vectors.cpu().numpy().tobytes())
 

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pagedray.batch import Shutdown, StepAck, StepMasks, WorkerFailure
+from pagedray.batch import Shutdown, StepAck, StepMasks, StepOutput, WorkerFailure
 from pagedray.channel import ChannelClosedError, WorkerChannel
 from pagedray.descriptor_limit import raise_descriptor_limit
 from pagedray.errors import StartupError
@@ -369,26 +369,39 @@ def serve_steps(
 ) -> None:
     """Run plans in order until a Shutdown arrives.
 
-    A step's output is sent as soon as it is ready; a plan that arrives before is launched behind
-    the running step. A step that needs masks gets them before the next plan, and after the outputs
-    of all earlier steps are sent, since masks depend on these.
+    A step's output is sent as soon as it is ready, and its acknowledgement once its block copies
+    have ended too; a plan that arrives before is launched behind the running step. A step that
+    needs masks gets them before the next plan, and after the outputs of all earlier steps are sent,
+    since masks depend on these.
     """
     pending: deque[PendingStep] = deque()
+    copying: deque[tuple[int, PendingStep]] = deque()
 
     def send(finished: PendingStep) -> None:
         output = finished.output()
         progress.enter(Phase.SENDING)
-        channel.send(output if is_first else StepAck(output.step))
+        if is_first:
+            channel.send(output)
+        if isinstance(output, StepOutput) and not output.is_acknowledged:
+            copying.append((output.step, finished))
+        else:
+            # The copies of earlier steps have ended too.
+            copying.clear()
+            if not is_first:
+                channel.send(StepAck(output.step))
         progress.finish_step(output.step)
         progress.enter(Phase.DEVICE if pending else Phase.IDLE)
 
     progress.enter(Phase.IDLE)
     while True:
+        if copying and copying[0][1].is_copied:
+            channel.send(StepAck(copying.popleft()[0]))
+            continue
         if pending and (pending[0].is_ready or len(pending) > 1):
             send(pending.popleft())
             continue
         # Waiting for the step alone would launch the next one too late and leave the device idle.
-        if pending and not channel.has_message():
+        if (pending or copying) and not channel.has_message():
             time.sleep(_POLL_S)
             continue
         message = channel.receive()

@@ -40,6 +40,10 @@ class PendingStep(Protocol):
     def is_ready(self) -> bool:
         """Whether `output` returns without waiting for the device."""
 
+    @property
+    def is_copied(self) -> bool:
+        """Whether all copies between the pools have ended, those of earlier steps included."""
+
     def output(self) -> StepOutput | EmbedOutput:
         """Return the result of the step; waits for the device."""
 

@@ -171,7 +171,7 @@ _GROUPS = {
         _Flag(
             "num_cpu_blocks",
             "CPU blocks for swapping and for prefixes that have no room on the device. (default: "
-            "up to 1 GiB)",
+            "up to 1 GiB, or beside GPUs a quarter of the available memory for all ranks)",
             int,
         ),
         _Flag(

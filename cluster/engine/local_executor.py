@@ -58,6 +58,8 @@ class LocalExecutor(Executor):
         self._running: deque[Future[PendingStep]] = deque()
         self._masks: SimpleQueue[StepMasks | None] = SimpleQueue()
         self._acknowledged_step = -1
+        self._copying: deque[tuple[int, PendingStep]] = deque()
+        """Steps whose output was collected, but whose block copies had not ended."""
         self._is_given_up = False
         try:
             started = self._result(self._thread.submit(self._started))
@@ -79,6 +81,8 @@ class LocalExecutor(Executor):
 
     @property
     def acknowledged_step(self) -> int:
+        while self._copying and self._are_first_copied():
+            self._acknowledged_step = self._copying.popleft()[0]
         return self._acknowledged_step
 
     def submit_plan(self, plan: StepPlan) -> None:
@@ -93,7 +97,11 @@ class LocalExecutor(Executor):
         running = self._running.popleft()
         output = _survived(lambda: running.result().output())
         assert isinstance(output, StepOutput)
-        self._acknowledged_step = output.step
+        if output.is_acknowledged:
+            self._copying.clear()
+            self._acknowledged_step = output.step
+        else:
+            self._copying.append((output.step, running.result()))
         self._progress.finish_step(output.step)
         return output
 
@@ -113,6 +121,7 @@ class LocalExecutor(Executor):
         for step in self._running:
             step.cancel()
         self._running.clear()
+        self._copying.clear()
         self._acknowledged_step = -1
         self._progress.finish_step(-1)
         self._monitor = self._new_monitor()
@@ -148,6 +157,10 @@ class LocalExecutor(Executor):
         worker.warm_up()
         worker.capture_graphs()
         return worker, cache_size, providers
+
+    def _are_first_copied(self) -> bool:
+        _, first = self._copying[0]
+        return _survived(lambda: first.is_copied)
 
     def _new_monitor(self) -> RankMonitor:
         return RankMonitor(_OwnReports(self._progress), self._config.parallel.device, StartLimit())

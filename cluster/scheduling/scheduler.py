@@ -408,8 +408,8 @@ class Scheduler:
 
     def _measure(self, plan: StepPlan, output: StepOutput) -> None:
         """Record how long copies and tokens took."""
-        if num_blocks := len(plan.evictions) + len(plan.swap_outs) + len(plan.swap_ins):
-            self._swap_costs.note_swaps(num_blocks, output.swap_s)
+        if output.num_swapped:
+            self._swap_costs.note_swaps(output.num_swapped, output.swap_s)
         # Sequences of several tokens come first. Steps without one are alike: a few are enough.
         has_prompt = plan.sequences and plan.sequences[0].num_tokens > 1
         if not output.forward_s or not (has_prompt or plan.step % _STEPS_PER_MEASUREMENT == 0):

@@ -201,8 +201,15 @@ class VirtualReplica:
         forward_s, swap_s = self._cost.forward_s(plan), self._cost.swap_s(plan)
         self.now_s = self._step_ended_s = max(sent_s, self._step_ended_s) + forward_s + swap_s
         self.num_steps += 1
+        num_swapped = len(plan.evictions) + len(plan.swap_outs) + len(plan.swap_ins)
         events = self.scheduler.update(
-            StepOutput(plan.step, token_ids, forward_s=forward_s, swap_s=swap_s)
+            StepOutput(
+                plan.step,
+                token_ids,
+                forward_s=forward_s,
+                swap_s=swap_s,
+                num_swapped=num_swapped,
+            )
         )
         self.scheduler.acknowledge(plan.step)
         for event in events:

@@ -13,6 +13,7 @@ from pagedray.batch import BlockCopy, SequencePlan, SequenceStart, StepPlan
 from pagedray.errors import WorkerError
 from pagedray.request import SamplingParams
 from tests.system.server_process import TINY_LLAMA
+from tests.workers.copying_steps import CopyingWorker
 from workers.decoder_worker import DecoderWorker
 
 if TYPE_CHECKING:
@@ -38,6 +39,24 @@ def test_step_reports_the_times_of_its_swaps_and_its_forward_pass() -> None:
     assert prefill.forward_s > 0.0
     assert prefill.swap_s == 0.0
     assert swap.swap_s > 0.0
+
+
+def test_steps_are_acknowledged_in_order_once_their_copies_have_ended() -> None:
+    executor = LocalExecutor(config(), lambda what, fraction: None)
+    executor._worker.close()
+    worker = CopyingWorker()
+    executor._worker = worker  # type: ignore[assignment]  # it does what is needed here
+    for step in range(3):
+        executor.submit_plan(StepPlan(step, []))
+        assert not executor.collect_output().is_acknowledged
+    assert executor.acknowledged_step == -1
+    worker.steps[0].is_copied = True
+    assert executor.acknowledged_step == 0
+    worker.steps[2].is_copied = True
+    assert executor.acknowledged_step == 0
+    worker.steps[1].is_copied = True
+    assert executor.acknowledged_step == 2
+    executor.close()
 
 
 def test_failed_rank_gets_a_new_cache_and_keeps_its_model() -> None:

@@ -156,6 +156,18 @@ def test_plans_for_a_rank_that_reads_slowly_never_wait_for_it(
         assert not received
 
 
+def test_output_of_a_step_whose_copies_have_not_ended_acknowledges_nothing(group: Group) -> None:
+    output = StepOutput(0, [7], is_acknowledged=False)
+    group.ranks[0].sendall(frame(output))
+    group.channels.exchange(1.0)
+    assert list(group.channels.outputs) == [output]
+    assert group.channels.acknowledged == [-1, -1]
+    group.ranks[0].sendall(frame(StepAck(0)))
+    group.channels.exchange(1.0)
+    assert group.channels.acknowledged == [0, -1]
+    assert list(group.channels.outputs) == [output]
+
+
 def test_plan_larger_than_the_buffer_arrives_once_the_rank_reads(group: Group) -> None:
     plan = large_plan(0, 1_000_000)
     group.channels.send(plan)

@@ -197,6 +197,7 @@ class FakeWorker:
                 token_ids,
                 forward_s=plan.num_tokens * self._token_s,
                 swap_s=num_copies * self._block_copy_s,
+                num_swapped=num_copies,
             )
         )
         self.executed_step = plan.step

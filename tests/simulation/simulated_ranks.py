@@ -1,7 +1,7 @@
 """Ranks in virtual time behind the framing of the step channel.
 
 Rank 0 is the worker of `tests/scheduling/fake_worker.py`, which checks what it reads; the others
-acknowledge steps.
+acknowledge steps. Copies between the pools end up to a few steps after the step that has them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import math
 import random
 from collections import deque
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from cluster.engine.executor import Executor, RankHealth
 from pagedray.batch import StepAck, StepMasks, StepOutput, StepPlan, WorkerFailure
@@ -206,6 +208,8 @@ class _Rank:
         self.is_killed = False
         self._is_dead = False
         self._is_busy = False
+        self._copying: deque[int] = deque()
+        """Steps that have ended, but whose copies or those of earlier ones have not."""
         self._plans: deque[StepPlan] = deque()
         self._masks: dict[int, bytes] = {}
         self._masked_rows: dict[int, bool] = {}
@@ -226,8 +230,9 @@ class _Rank:
             if isinstance(message, WorkerFailure):
                 raise WorkerError("A rank failed.", details=message.text)
             assert isinstance(message, StepOutput | StepAck)
-            assert message.step == self.acknowledged_step + 1
-            self.acknowledged_step = message.step
+            if isinstance(message, StepAck) or message.is_acknowledged:
+                assert message.step == self.acknowledged_step + 1
+                self.acknowledged_step = message.step
             is_idle = message.step == self._posted_step
             self.hang_s = math.inf if is_idle else self._world.now_s() + _HANG_S
             if isinstance(message, StepOutput):
@@ -300,11 +305,26 @@ class _Rank:
             worker.send(plan, self.held_rows.popleft(), set())
             worker.execute()
             worker.bad_outputs.clear()
-            self._send(worker.outputs.popleft())
-        else:
+        has_copies = bool(plan.evictions or plan.swap_outs or plan.swap_ins)
+        is_copying = bool(self._copying) or (has_copies and self._draws.random() < 0.5)
+        if self._number == 0:
+            output = self._worker.outputs.popleft()
+            self._send(msgspec.structs.replace(output, is_acknowledged=not is_copying))
+        elif not is_copying:
             self._send(StepAck(plan.step))
+        if is_copying:
+            self._copying.append(plan.step)
+            delay_s = self._step_s * 4 * self._draws.random()
+            self._world.call_later(delay_s, lambda: self._end_copies(plan.step))
         self._is_busy = False
         self._begin_step()
+
+    def _end_copies(self, step: int) -> None:
+        """Acknowledge steps up to `step`; copies run in order."""
+        if self._is_dead or self.is_hung:
+            return
+        while self._copying and self._copying[0] <= step:
+            self._send(StepAck(self._copying.popleft()))
 
     def _send(self, message: StepOutput | StepAck) -> None:
         self._own_end.post(message)

@@ -10,12 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from attention.abstract import AttentionParams, AttentionSpec
-from attention.cpu.torch_sdpa import TorchSDPABackend
 from cluster.engine.options import EngineOptions, engine_config
 from pagedray import LLM, SamplingParams
-from pagedray.batch import BlockCopy, SequencePlan, SequenceStart, StepPlan
-from pagedray.rank_progress import ProgressWord
+from pagedray.batch import SequencePlan, SequenceStart, StepPlan
 from tests.checkpoints import CASES, Case, save_checkpoint, save_word_tokenizer
 from tests.family_cases import MOE_CASES
 from tests.greedy import (
@@ -31,10 +28,6 @@ from tests.greedy import (
 from tests.system.rank_processes import serving_processes
 from workers.decoder_worker import DecoderWorker
 from workers.parallel.group import SoloGroup
-from workers.runner.input_batch import InputBatch
-from workers.runner.kv_cache import KVCache
-from workers.runner.model_runner import ModelRunner
-from workers.sampler import Sampler
 from workers.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -135,27 +128,6 @@ def test_tiny_pool_changes_nothing(truth: Truth, block_size: int, preemption: st
 
 def test_all_at_once_changes_nothing(truth: Truth) -> None:
     check_all_at_once(gpu_llm, truth)
-
-
-def test_step_without_sequences_is_done_when_its_copies_are() -> None:
-    cache, runner = make_runner()
-    content = torch.randn_like(cache.device_pool)
-    # The GPU is busy for a while, so that all steps below are launched before any of them runs.
-    torch.cuda._sleep(400_000_000)
-    cache.device_pool.copy_(content)
-    steps = [
-        runner.launch(StepPlan(0, [], swap_outs=[BlockCopy(0, 3), BlockCopy(1, 1)])),
-        runner.launch(StepPlan(1, [], swap_ins=[BlockCopy(3, 5)], swap_outs=[BlockCopy(2, 0)])),
-        runner.launch(StepPlan(2, [], swap_outs=[BlockCopy(4, 3)])),
-    ]
-    assert cache.cpu_pool.is_pinned()
-    assert not any(step.is_ready for step in steps)
-    assert not cache.cpu_pool.any()
-    steps[0].output()
-    assert torch.equal(cache.cpu_pool[1], content[1].cpu())
-    steps[2].output()
-    assert torch.equal(cache.device_pool[5], content[0])
-    assert torch.equal(cache.cpu_pool[[0, 1, 3]], content[[2, 1, 4]].cpu())
 
 
 def test_output_does_not_wait_for_the_step_behind_it(tmp_path: Path) -> None:
@@ -283,25 +255,6 @@ def test_large_model_recovers_when_its_rank_dies(large_model: Path, ray_cluster:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_large_model_runs_on_two_ranks(large_model: Path, ray_cluster: None) -> None:
     run_large(large_model, executor="ray", tensor_parallel_size=2)
-
-
-def make_runner() -> tuple[KVCache, ModelRunner]:
-    """Return pools of 8 and 4 blocks and a runner for plans without sequences."""
-    device = torch.device("cuda")
-    params = AttentionParams(num_heads=4, num_kv_heads=4, head_size=16, scale=0.25)
-    spec = AttentionSpec(layers=(params,) * 4, dtype=torch.float32, device=device, block_size=16)
-    cache = KVCache(TorchSDPABackend, spec, num_blocks=8, num_cpu_blocks=4)
-    nothing: Any = None  # Any: these are not called
-    runner = ModelRunner(
-        model=nothing,
-        cache=cache,
-        builder=nothing,
-        state=nothing,
-        batch=InputBatch(max_num_rows=1, max_model_len=64, block_size=16, device=device),
-        sampler=Sampler(max_num_rows=1, vocab_size=8, device=device),
-        progress=ProgressWord(),
-    )
-    return cache, runner
 
 
 def run_large(folder: Path, **options: Any) -> None:  # Any: engine options of any type

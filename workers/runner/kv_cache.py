@@ -14,18 +14,47 @@ import torch
 
 from attention.cache import kv_cache_shape
 from attention.params import storage_dtype
+from workers.runner.batched_copies import find_batched_copies
+from workers.runner.host_pool import HostPool
+from workers.runner.pool_copier import PoolCopier
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from attention.abstract import AttentionBackend, AttentionSpec
     from pagedray.batch import BlockCopy
 
-__all__ = ["KVCache", "block_bytes"]
+__all__ = ["KVCache", "block_bytes", "make_host_pool", "num_staging_blocks"]
+
+_MAX_STAGING_BYTES = 2**30
+_MAX_STAGING_PART = 32
+"""Staging blocks are at most one in so many of the device pool."""
 
 
 def block_bytes(spec: AttentionSpec) -> int:
     """Return the bytes of one block of all layers on one rank."""
     shape = _block_shape(spec)
     return math.prod(shape) * spec.cache_dtype.itemsize
+
+
+def num_staging_blocks(spec: AttentionSpec, num_blocks: int) -> int:
+    """Return how many blocks a device pool of `num_blocks` has for content that was evicted."""
+    if spec.device.type == "cpu":
+        return 0
+    return min(num_blocks // _MAX_STAGING_PART, _MAX_STAGING_BYTES // block_bytes(spec))
+
+
+def make_host_pool(
+    spec: AttentionSpec, num_blocks: int, former: HostPool | None = None
+) -> HostPool:
+    """Return a CPU pool, which is the former one if that has the size.
+
+    Raises OSError if the host does not have the memory.
+    """
+    layout = num_blocks, _block_shape(spec), storage_dtype(spec.cache_dtype)
+    if former is not None and former.has_layout(*layout):
+        return former
+    return HostPool(*layout, device=spec.device)
 
 
 class KVCache:
@@ -37,38 +66,42 @@ class KVCache:
         spec: AttentionSpec,
         *,
         num_blocks: int,
-        num_cpu_blocks: int,
+        host_pool: HostPool,
+        num_staging: int = 0,
     ) -> None:
-        def pool(size: int, *, is_pinned: bool, where: torch.device) -> torch.Tensor:
-            # Zeros, since masked scores still multiply values: NaN in unused slots would spread.
-            shape, dtype = (size, *_block_shape(spec)), storage_dtype(spec.cache_dtype)
-            if where.type == "cpu" and not is_pinned:
-                return _untouched_zeros(shape, dtype)
-            return torch.zeros(shape, dtype=dtype, device=where, pin_memory=is_pinned)
-
-        device = spec.device
+        """`num_staging` blocks follow those of the device pool."""
+        shape = num_blocks + num_staging, *_block_shape(spec)
+        dtype = storage_dtype(spec.cache_dtype)
         self._backend = backend
-        self.device_pool = pool(num_blocks, is_pinned=False, where=device)
-        self.cpu_pool = pool(
-            num_cpu_blocks,
-            is_pinned=device.type == "cuda" and num_cpu_blocks > 0,
-            where=torch.device("cpu"),
-        )
+        # Zeros, since masked scores still multiply values: NaN in unused slots would spread.
+        if spec.device.type == "cpu":
+            self._device_blocks = _untouched_zeros(shape, dtype)
+        else:
+            self._device_blocks = torch.zeros(shape, dtype=dtype, device=spec.device)
+        self.device_pool = self._device_blocks[:num_blocks]
+        self.host_pool = host_pool
+        batched = find_batched_copies() if spec.device.type == "cuda" else None
+        self._copier = PoolCopier(backend, self._device_blocks, host_pool, batched=batched)
 
-    def swap_out(self, copies: list[BlockCopy]) -> None:
-        """Copy device blocks to CPU blocks."""
-        if copies:
-            self._backend.swap_blocks(self.device_pool, self.cpu_pool, _pairs(copies))
+    @property
+    def num_staging(self) -> int:
+        """Device blocks behind the pool."""
+        return len(self._device_blocks) - len(self.device_pool)
 
-    def swap_in(self, copies: list[BlockCopy]) -> None:
-        """Copy CPU blocks to device blocks."""
-        if copies:
-            self._backend.swap_blocks(self.cpu_pool, self.device_pool, _pairs(copies))
+    def swap_out(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy device blocks, staging blocks included, to CPU blocks, on the current stream."""
+        self._copier.copy_out(copies)
 
-    def copy_blocks(self, copies: list[BlockCopy]) -> None:
-        """Copy blocks within the device pool."""
+    def swap_in(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy CPU blocks to device blocks, on the current stream."""
+        self._copier.copy_in(copies)
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy blocks within the device, staging blocks included."""
         if copies:
-            self._backend.copy_blocks(self.device_pool, _pairs(copies))
+            # Sorted, so that adjacent blocks become one copy.
+            pairs = sorted((copy.source, copy.target) for copy in copies)
+            self._backend.copy_blocks(self._device_blocks, pairs)
 
 
 def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -86,8 +119,3 @@ def _block_shape(spec: AttentionSpec) -> tuple[int, ...]:
         num_kv_heads=layer.num_kv_heads,
         head_size=layer.head_size,
     )[1:]
-
-
-def _pairs(copies: list[BlockCopy]) -> list[tuple[int, int]]:
-    # Sorted, so that adjacent blocks become one copy.
-    return sorted((copy.source, copy.target) for copy in copies)

@@ -16,13 +16,17 @@ from pagedray.batch import StepMasks, StepOutput, StepPlan
 from pagedray.rank_progress import Phase, ProgressWord
 from workers.device_event import DeviceEvent, record_event
 from workers.models.step_attention import CachedAttention
+from workers.runner.block_swaps import BlockSwaps, SwapStreams
+from workers.runner.device_stream import CudaStream, HostStream, StepStream
 from workers.runner.prompts import Prompts
+from workers.runner.staging_blocks import StagingBlocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from attention.abstract import AttentionMetadataBuilder, AttentionState
     from workers.models.decoder import Decoder
+    from workers.runner.block_swaps import SwapFence
     from workers.runner.cuda_graphs import DecodeGraphs
     from workers.runner.input_batch import InputBatch, StepInputs
     from workers.runner.kv_cache import KVCache
@@ -46,18 +50,20 @@ class PendingTokens:
         *,
         needs_masks: bool,
         started: DeviceEvent,
-        swapped: DeviceEvent,
+        swaps: BlockSwaps,
+        fence: SwapFence,
         device: torch.device,
         prompt_reports: Sequence[PromptReport] = (),
     ) -> None:
-        """`sample` takes the masks; `swapped` was recorded behind the copies between the pools."""
+        """`sample` takes the masks; the `fence` is of the `swaps` up to this step."""
         self._prompt_reports = prompt_reports
         self.step = step
         self.needs_masks = needs_masks
         self._sample = sample
         self._sampled: Sampled | None = None
         self._started = started
-        self._swapped = swapped
+        self._swaps = swaps
+        self._fence = fence
         self._device = device
         self._done: DeviceEvent | None = None
         if not needs_masks:
@@ -73,18 +79,26 @@ class PendingTokens:
     def is_ready(self) -> bool:
         return self._done is not None and self._done.query()
 
+    @property
+    def is_copied(self) -> bool:
+        """Whether the copies between the pools of this step and earlier ones have ended."""
+        return self._fence.is_reached
+
     def output(self) -> StepOutput:
-        """Return the sampled tokens and timings; waits for the device, not for masks."""
+        """Return the sampled tokens and timings; waits for the device, not for masks or copies."""
         assert self._done is not None
         self._done.synchronize()
         sampled = self._sampled
+        num_swapped, swap_s = self._swaps.take_measurement()
         return StepOutput(
             step=self.step,
             token_ids=[] if sampled is None else sampled.token_ids.tolist(),
             logprobs=[] if sampled is None else sampled.logprobs,
-            forward_s=self._swapped.elapsed_time(self._done) / 1e3,
-            swap_s=self._started.elapsed_time(self._swapped) / 1e3,
+            forward_s=self._started.elapsed_time(self._done) / 1e3,
+            swap_s=swap_s,
             prompt_logprobs=[report.as_message() for report in self._prompt_reports],
+            num_swapped=num_swapped,
+            is_acknowledged=self.is_copied,
         )
 
     @torch.inference_mode()
@@ -116,6 +130,7 @@ class ModelRunner:
         self._progress = progress
         self._model = model
         self._cache = cache
+        self._swaps = _make_swaps(cache)
         self._builder = builder
         self._state = state
         self._decode_graphs = decode_graphs
@@ -156,11 +171,8 @@ class ModelRunner:
             self._sampler.start(start)
         self._batch.apply_plan(plan)
         device = self._cache.device_pool.device
+        fence = self._swaps.launch(plan)
         started = record_event(device)
-        outs, ins = [*plan.evictions, *plan.swap_outs], plan.swap_ins
-        self._cache.swap_out(outs)
-        self._cache.swap_in(ins)
-        swapped = record_event(device) if outs or ins else started
         self._cache.copy_blocks(plan.copies)
         sample, needs_masks = None, False
         prompt_reports: list[PromptReport] = []
@@ -183,7 +195,8 @@ class ModelRunner:
             sample,
             needs_masks=needs_masks,
             started=started,
-            swapped=swapped,
+            swaps=self._swaps,
+            fence=fence,
             device=device,
             prompt_reports=prompt_reports,
         )
@@ -216,3 +229,16 @@ class ModelRunner:
         self._batch.append_sampled(inputs, sampled.token_ids)
         # A copy issued later would run behind the next step. It goes to pinned memory.
         return replace(sampled, token_ids=sampled.token_ids.to("cpu", non_blocking=True))
+
+
+def _make_swaps(cache: KVCache) -> BlockSwaps:
+    """Return the copies between the pools, on streams of their own on a GPU."""
+    device = cache.device_pool.device
+    if device.type == "cuda" and len(cache.host_pool.blocks):
+        streams = SwapStreams(
+            steps=StepStream(device), outward=CudaStream(device), inward=CudaStream(device)
+        )
+    else:
+        streams = SwapStreams(steps=HostStream(), outward=HostStream(), inward=HostStream())
+    staging = StagingBlocks(first_block=len(cache.device_pool), num_blocks=cache.num_staging)
+    return BlockSwaps(cache, streams, staging)

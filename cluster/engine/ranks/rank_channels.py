@@ -91,6 +91,7 @@ class RankChannels:
                 raise ChannelClosedError(f"Rank {rank} lost the connection to another rank.")
             last_line = message.text.strip().rpartition("\n")[2]
             raise WorkerError(f"Rank {rank} failed: {last_line}.", details=message.text.strip())
-        self.acknowledged[rank] = message.step
+        if not isinstance(message, StepOutput) or message.is_acknowledged:
+            self.acknowledged[rank] = message.step
         if isinstance(message, StepOutput | EmbedOutput):
             self.outputs.append(message)

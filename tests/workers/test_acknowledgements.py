@@ -1,0 +1,96 @@
+"""When a rank acknowledges steps whose block copies end later."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pagedray.batch import Shutdown, StepAck, StepOutput, StepPlan
+from pagedray.rank_progress import ProgressWord
+from tests.workers.copying_steps import CopyingWorker
+from workers.gpu_worker import serve_steps
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PLANS = [StepPlan(step, []) for step in range(3)]
+
+
+class ScriptedChannel:
+    """Delivers messages in order; what is no message is called while the rank waits."""
+
+    def __init__(self, script: list[StepPlan | Shutdown | Callable[[], None]]) -> None:
+        self._script = deque(script)
+        self.sent: list[Any] = []  # Any: messages of several types
+
+    def has_message(self) -> bool:
+        first = self._script[0]
+        if isinstance(first, StepPlan | Shutdown):
+            return True
+        self._script.popleft()
+        first()
+        return False
+
+    def receive(self) -> StepPlan | Shutdown:
+        message = self._script.popleft()
+        assert isinstance(message, StepPlan | Shutdown)
+        return message
+
+    def send(self, message: object) -> None:
+        self.sent.append(message)
+
+
+def served(
+    worker: CopyingWorker, *script: StepPlan | Shutdown | Callable[[], None], is_first: bool
+) -> list[object]:
+    """Return what a rank sends."""
+    channel = ScriptedChannel([*script, Shutdown()])
+    serve_steps(worker, channel, ProgressWord(), is_first=is_first)  # type: ignore[arg-type]
+    return channel.sent
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_steps_are_acknowledged_in_order_once_their_copies_have_ended(*, is_first: bool) -> None:
+    worker = CopyingWorker()
+    sent = served(worker, PLANS[0], _wait, PLANS[1], _wait, worker.end_copies, is_first=is_first)
+    outputs = [StepOutput(step, [], is_acknowledged=False) for step in range(2)]
+    assert sent == (outputs if is_first else []) + [StepAck(0), StepAck(1)]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_step_is_not_acknowledged_after_a_later_one(*, is_first: bool) -> None:
+    worker = CopyingWorker()
+    launch = worker.launch
+
+    def launch_and_end(plan: StepPlan) -> object:
+        launched = launch(plan)
+        if plan.step == 1:
+            # The copies of step 0 end while the rank sends the output of step 1.
+            output = launched.output
+            launched.output = lambda: (worker.end_copies(), output())[1]  # type: ignore[func-returns-value, method-assign]
+        return launched
+
+    worker.launch = launch_and_end  # type: ignore[method-assign, assignment]
+    sent = served(worker, PLANS[0], _wait, PLANS[1], is_first=is_first)
+    steps = [one.step for one in sent if isinstance(one, StepAck) or one.is_acknowledged]  # type: ignore[attr-defined]
+    assert steps == sorted(steps)
+    assert steps[-1] == 1
+
+
+def test_an_output_acknowledges_a_step_without_copies() -> None:
+    worker = CopyingWorker()
+    launch = worker.launch
+
+    def launch_copied(plan: StepPlan) -> object:
+        launched = launch(plan)
+        launched.is_copied = True
+        return launched
+
+    worker.launch = launch_copied  # type: ignore[method-assign, assignment]
+    assert served(worker, *PLANS, is_first=True) == [StepOutput(step, []) for step in range(3)]
+
+
+def _wait() -> None:
+    """Let the rank poll once."""

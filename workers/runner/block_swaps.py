@@ -1,0 +1,147 @@
+"""Copies between the pools, on streams of their own beside the steps.
+
+Outward and inward copies run at the same time. They wait for the steps before them, and no step
+waits for them: the scheduler uses a block only once the copies that read or write it have ended.
+The exception is a block that is evicted, which the next step may overwrite: its content is staged
+before, and the step waits only for what finds no staging block.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from pagedray.batch import BlockCopy
+from workers.device_event import DeviceEvent
+from workers.runner.device_stream import DeviceStream
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pagedray.batch import StepPlan
+    from workers.runner.staging_blocks import StagingBlocks
+
+__all__ = ["BlockSwaps", "Pools", "SwapFence", "SwapStreams"]
+
+
+class Pools(Protocol):
+    """Copies blocks on the stream that is active."""
+
+    def swap_out(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy device blocks, staging blocks included, to CPU blocks."""
+
+    def swap_in(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy CPU blocks to device blocks."""
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy blocks within the device, staging blocks included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SwapStreams:
+    """The streams of steps and of copies."""
+
+    steps: DeviceStream
+    outward: DeviceStream
+    inward: DeviceStream
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SwapFence:
+    """The copies that were launched up to a step."""
+
+    last_copies: tuple[DeviceEvent, ...]
+    """Of each stream."""
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether all these copies have ended."""
+        return all(event.query() for event in self.last_copies)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Span:
+    """Copies on one stream."""
+
+    num_blocks: int
+    started: DeviceEvent
+    ended: DeviceEvent
+
+
+class BlockSwaps:
+    """Launches the copies of plans, in the order of the plans."""
+
+    def __init__(self, pools: Pools, streams: SwapStreams, staging: StagingBlocks) -> None:
+        self._pools = pools
+        self._streams = streams
+        self._staging = staging
+        self._last_out: DeviceEvent | None = None
+        self._last_in: DeviceEvent | None = None
+        self._unmeasured: deque[_Span] = deque()
+
+    def launch(self, plan: StepPlan) -> SwapFence:
+        """Launch the copies of a plan between the pools; its step must be launched after them."""
+        if plan.evictions or plan.swap_outs or plan.swap_ins:
+            self._launch(plan)
+        last_copies = self._last_out, self._last_in
+        return SwapFence(tuple(event for event in last_copies if event is not None))
+
+    def take_measurement(self) -> tuple[int, float]:
+        """Return how many blocks were copied since the last call, and the seconds that took.
+
+        Seconds of copies that ran at the same time in both directions are added up.
+        """
+        num_blocks, seconds = 0, 0.0
+        while self._unmeasured and self._unmeasured[0].ended.query():
+            span = self._unmeasured.popleft()
+            num_blocks += span.num_blocks
+            seconds += span.started.elapsed_time(span.ended) / 1e3
+        return num_blocks, seconds
+
+    def _launch(self, plan: StepPlan) -> None:
+        steps, inward = self._streams.steps, self._streams.inward
+        staging_blocks = self._staging.take(len(plan.evictions))
+        unstaged = plan.evictions[len(staging_blocks) :]
+        to_stage, staged = [], []
+        for copy, block in zip(plan.evictions, staging_blocks, strict=False):
+            to_stage.append(BlockCopy(copy.source, block))
+            staged.append(BlockCopy(block, copy.target))
+        self._pools.copy_blocks(to_stage)
+        # Sources were written by earlier steps, and targets may have been read by them.
+        steps_ended = steps.record()
+        if plan.evictions or plan.swap_outs:
+            unstaged_read = self._launch_outward(
+                unstaged, [*staged, *plan.swap_outs], steps_ended=steps_ended
+            )
+            assert self._last_out is not None
+            self._staging.give_back(staging_blocks, self._last_out)
+            if unstaged:
+                # Blocks that come in or that the step writes may take the place of these.
+                steps.wait_for(unstaged_read)
+                inward.wait_for(unstaged_read)
+        if plan.swap_ins:
+            inward.wait_for(steps_ended)
+            with inward.active():
+                started = inward.record()
+                self._pools.swap_in(plan.swap_ins)
+                self._last_in = inward.record()
+            self._unmeasured.append(
+                _Span(num_blocks=len(plan.swap_ins), started=started, ended=self._last_in)
+            )
+
+    def _launch_outward(
+        self, first: list[BlockCopy], others: list[BlockCopy], *, steps_ended: DeviceEvent
+    ) -> DeviceEvent:
+        """Copy blocks to the host; return the event that completes with the first of them."""
+        outward = self._streams.outward
+        outward.wait_for(steps_ended)
+        with outward.active():
+            started = outward.record()
+            self._pools.swap_out(first)
+            first_read = outward.record()
+            self._pools.swap_out(others)
+            self._last_out = outward.record()
+        num_blocks = len(first) + len(others)
+        self._unmeasured.append(_Span(num_blocks=num_blocks, started=started, ended=self._last_out))
+        return first_read
