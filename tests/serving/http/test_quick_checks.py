@@ -13,6 +13,7 @@ import httptools
 import pytest
 
 from cluster.serving.engine_client import EngineClient
+from cluster.serving.http.allowed_hosts import AllowedHosts
 from cluster.serving.http.quick_checks import QuickChecks
 from cluster.serving.http_app import build_http_app
 from cluster.serving.servicer import Servicer
@@ -145,6 +146,8 @@ def test_responses_equal_those_of_the_application(server: Server, path: bytes, h
 
 async def test_checks_that_do_not_succeed_are_for_the_application(tokenizer: Tokenizer) -> None:
     client = EngineClient(asyncio.get_running_loop())
-    app = build_http_app(Servicer(client, tokenizer, engine_config()))
+    servicer = Servicer(client, tokenizer, engine_config())
+    app = build_http_app(servicer, allowed_hosts=AllowedHosts())
     paths = ("/health", "/ping", "/ready", "/v1/models", "/nothing")
-    assert [path for path in paths if app.passes_check(path, "x")] == ["/health", "/ping"]
+    assert [path for path in paths if app.passes_check(path, "10.0.0.7")] == ["/health", "/ping"]
+    assert not any(app.passes_check(path, "evil.example") for path in paths)
