@@ -156,8 +156,8 @@ class HttpApp:
         is_first = request.scope.get(IS_FIRST_KEY, False)
         used_s = timer.used_s + (_CONNECTION_S if is_first else 0.0)
         charged_s = _charged_s(endpoint, response, used_s)
-        shares.charge(client, charged_s)
-        shares.charge_call(client, tenant, _OTHER_S + used_s - charged_s)
+        call_s = _OTHER_S + used_s - charged_s
+        shares.charge_call(client, tenant, call_s, always_s=charged_s)
         # What it used earlier was in other passes.
         self.read_turns.exclude(min(charged_s, timer.last_s))
         return response

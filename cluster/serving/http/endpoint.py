@@ -128,7 +128,7 @@ class HttpCall:
             read = read_body(kind, raw, size, note_ignored=self.ignored.note)
             body = await self._parse(raw, read)
             found = await find(body)
-            return await self._parse(raw, use(body, found))
+            return await self._parse(raw, use(body, found), num_received=0)
 
     @asynccontextmanager
     async def _received(self) -> AsyncIterator[bytes]:
@@ -147,9 +147,15 @@ class HttpCall:
                 self.metrics.count_outcome("invalid", "http")
                 raise
 
-    async def _parse(self, raw: bytes, steps: Steps[Used]) -> Used:
+    async def _parse(
+        self, raw: bytes, steps: Steps[Used], *, num_received: int | None = None
+    ) -> Used:
         return await self.intake.parsing.run(
-            self.tenant.name, len(raw), steps, check_client=self._check_client
+            self.tenant.name,
+            len(raw),
+            steps,
+            check_client=self._check_client,
+            num_received=num_received,
         )
 
     async def _check_client(self) -> None:

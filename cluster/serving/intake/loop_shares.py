@@ -149,13 +149,17 @@ class LoopShares:
             account = self._accounts[client] = _Account(now_s, self._share)
         account.charge(seconds, now_s)
 
-    def charge_call(self, client: str, tenant: str, seconds: float) -> None:
-        """Note what else a call has taken that entered the engine's queue or found no room there.
+    def charge_call(
+        self, client: str, tenant: str, seconds: float, *, always_s: float = 0.0
+    ) -> None:
+        """Note what a call has taken that entered the engine's queue or found no room there.
 
-        While other tenants wait for tokens, the tenant is charged for it.
+        While other tenants wait for tokens, the tenant is charged for it; it is charged `always_s`
+        more in any case.
         """
         if self._do_others_wait is not None and self._do_others_wait(tenant):
-            self.charge(client, min(seconds, _CALL_S))
+            always_s += min(seconds, _CALL_S)
+        self.charge(client, always_s)
 
     @property
     def _delays(self) -> bool:

@@ -47,16 +47,18 @@ class Parsing:
         steps: Steps[Result],
         *,
         check_client: Callable[[], Awaitable[None]] | None = None,
+        num_received: int | None = None,
     ) -> Result:
         """Return the result of the steps that read a tenant's request of so many bytes.
 
+        The tenant is charged for receiving `num_received` of them; None is all.
         `check_client` is called when the turn of a long request has come, and raises if the client
         has disconnected meanwhile.
         """
         if num_bytes <= _SHORT_BYTES:
             return finish(steps)
         await self._turns.wait_turn(tenant)
-        used_s = num_bytes * _RECEIVE_S_PER_BYTE
+        used_s = (num_bytes if num_received is None else num_received) * _RECEIVE_S_PER_BYTE
         self._unpaused_s += used_s
         try:
             if check_client is not None:

@@ -106,6 +106,13 @@ def test_calls_are_charged_while_another_tenant_waits(clock: Clock) -> None:
     assert shares.wait_s("tenant busy") == pytest.approx((0.1 - 0.02) / 0.25)
 
 
+def test_a_call_counts_once_in_what_requests_take_on_average() -> None:
+    shares = LoopShares(has_streams=lambda: True, do_others_wait=lambda _tenant: True)
+    for _ in range(100):
+        shares.charge_call("tenant a", "a", 0.001, always_s=0.009)
+    assert shares._accounts["tenant a"].mean_s == pytest.approx(0.01, rel=0.01)
+
+
 def test_answers_that_took_long_to_generate_are_charged_as_calls(clock: Clock) -> None:
     shares = LoopShares(has_streams=lambda: True, do_others_wait=lambda _tenant: True, clock=clock)
     for _ in range(20):

@@ -7,8 +7,9 @@ import itertools
 import json
 import socket
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+import httpx
 import pytest
 from starlette.requests import ClientDisconnect
 
@@ -19,8 +20,12 @@ from tests.fakes import wait_for
 from tests.serving.conftest import Server
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from cluster.serving.intake.steps import Steps
     from cluster.serving.text.tokenizer import Tokenizer
+
+Result = TypeVar("Result")
 
 LONG = 2**20
 STEP_S = 0.004
@@ -125,3 +130,46 @@ def test_bodies_of_clients_that_left_before_their_turn_are_not_read(tokenizer: T
         invalid = 'outcome="invalid"'
         metrics = server.frontends.servicer.metrics.render().decode()
         assert not [line for line in metrics.splitlines() if invalid in line and "http" in line]
+
+
+class _Recording(Parsing):
+    """Notes the bytes for whose receiving tenants are charged."""
+
+    def __init__(self) -> None:
+        super().__init__(has_streams=lambda: False)
+        self.num_charged: list[int] = []
+
+    async def run(
+        self,
+        tenant: str,
+        num_bytes: int,
+        steps: Steps[Result],
+        *,
+        check_client: Callable[[], Awaitable[None]] | None = None,
+        num_received: int | None = None,
+    ) -> Result:
+        self.num_charged.append(num_bytes if num_received is None else num_received)
+        return await super().run(
+            tenant, num_bytes, steps, check_client=check_client, num_received=num_received
+        )
+
+
+def test_a_body_that_needs_a_stored_response_is_received_once(tokenizer: Tokenizer) -> None:
+    body = json.dumps({"model": "tiny", "input": "x" * 12_000}).encode()
+    headers = {"content-type": "application/json"}
+    with Server(tokenizer) as server:
+        parsing = server.frontends.servicer.intake.parsing = _Recording()
+        httpx.post(f"{server.url}/v1/responses", content=body, headers=headers, timeout=20)
+    assert parsing.num_charged == [len(body), 0]
+
+
+async def test_bytes_that_were_received_before_cause_no_pause() -> None:
+    parsing = Parsing(has_streams=lambda: True)
+
+    def read() -> Steps[None]:
+        yield
+
+    async with asyncio.timeout(10.0):
+        for _ in range(3):
+            # To receive as many would take 30 s.
+            await parsing.run("ann", 10**10, read(), num_received=0)
