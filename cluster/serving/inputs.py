@@ -20,6 +20,7 @@ __all__ = [
     "EmbeddingInput",
     "Frontend",
     "GenerationInput",
+    "InfillPrompt",
     "Operation",
     "Prompt",
     "ScoreInput",
@@ -77,7 +78,15 @@ class ChatPrompt:
     """Further variables of the chat template."""
 
 
-Prompt = str | tuple[int, ...] | ChatPrompt
+@dataclass(frozen=True, slots=True)
+class InfillPrompt:
+    """A text for the model to continue so that the suffix follows."""
+
+    prefix: str
+    suffix: str
+
+
+Prompt = str | tuple[int, ...] | ChatPrompt | InfillPrompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

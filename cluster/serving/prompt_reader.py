@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cluster.serving.inputs import ChatPrompt, Prompt
+from cluster.serving.inputs import ChatPrompt, InfillPrompt, Prompt
 from cluster.serving.intake.limits import IntakeLimits, check_num_messages, request_size
 from cluster.serving.rerank_prompt import rerank_prompt
 from cluster.serving.text.literal_tokens import MarkedText
@@ -74,6 +74,8 @@ class PromptReader:
         """
         if isinstance(prompt, ChatPrompt):
             return await self._read_chat(prompt, tenant)
+        if isinstance(prompt, InfillPrompt):
+            prompt = self._infill_text(prompt)
         if isinstance(prompt, str):
             check_unicode(prompt, param)
             return await self._encode(
@@ -87,6 +89,16 @@ class PromptReader:
         if len(prompt) <= self._context:
             check_token_ids(prompt, self._vocab_size, param)
         return prompt
+
+    def _infill_text(self, prompt: InfillPrompt) -> str:
+        infilling = self._tokenizer.infilling
+        if infilling is None:
+            raise InvalidRequestError(
+                "suffix is not supported: the model's tokenizer has no known fill-in-the-middle "
+                "tokens.",
+                param="suffix",
+            )
+        return infilling.prompt(prompt.prefix, prompt.suffix)
 
     async def read_pair(
         self, pair: tuple[str, str], *, is_long: bool, tenant: str, params: tuple[str, str]
@@ -239,7 +251,13 @@ def _is_long_chat(prompt: ChatPrompt) -> bool:
 
 def are_long(prompts: Iterable[Prompt]) -> bool:
     """Return whether a call's texts together are too long to tokenize on the event loop."""
-    return sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) >= _LONG_TEXT
+    num_characters = 0
+    for prompt in prompts:
+        if isinstance(prompt, InfillPrompt):
+            num_characters += len(prompt.prefix) + len(prompt.suffix)
+        elif isinstance(prompt, str):
+            num_characters += len(prompt)
+    return num_characters >= _LONG_TEXT
 
 
 def warn_of_unknown_tokens(config: EngineConfig, tokenizer: Tokenizer) -> None:

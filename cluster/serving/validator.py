@@ -20,6 +20,7 @@ from cluster.serving.inputs import (
     MAX_SALT_LENGTH,
     ChatPrompt,
     GenerationInput,
+    InfillPrompt,
     Prompt,
     TokenizeInput,
 )
@@ -125,7 +126,7 @@ class Validator:
         is_long = are_long(given.prompts)
         self._check_continuation(given, len(given.prompts) * sampling.n)
         bad_token_ids = await self._bad_words.read(sampling.bad_words, tenant=given.tenant)
-        self._check_choice(sampling, bad_token_ids)
+        self._check_choice(sampling, bad_token_ids, self._end_token_ids(given.prompts[0]))
         requests: list[Request] = []
         for prompt_index, prompt in enumerate(given.prompts):
             request = await self._request(prompt, sampling, given, is_long=is_long)
@@ -187,14 +188,17 @@ class Validator:
         return sampling
 
     def _check_choice(
-        self, sampling: SamplingParams, bad_token_ids: tuple[tuple[int, ...], ...]
+        self,
+        sampling: SamplingParams,
+        bad_token_ids: tuple[tuple[int, ...], ...],
+        end_token_ids: tuple[int, ...],
     ) -> None:
         """Raise InvalidRequestError if there may be a position at which no token is allowed."""
         left = set(sampling.allowed_token_ids)
         if left and sampling.min_tokens:
             left.difference_update(sampling.stop_token_ids)
             if not sampling.ignore_eos:
-                left.difference_update(self._eos_token_ids)
+                left.difference_update(end_token_ids)
             if not left:
                 raise InvalidRequestError(
                     "allowed_token_ids must contain a token that does not end the output if "
@@ -217,7 +221,7 @@ class Validator:
             prompt_token_ids=token_ids,
             sampling=self._with_max_tokens(sampling, len(token_ids), given),
             seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
-            eos_token_ids=self._eos_token_ids,
+            eos_token_ids=self._end_token_ids(prompt),
             tenant=given.tenant,
             cache_salt=given.cache_salt,
             priority=given.priority,
@@ -226,6 +230,13 @@ class Validator:
                 self._reasoning_after(prompt, token_ids), sampling.structure, self._tokenizer
             ),
         )
+
+    def _end_token_ids(self, prompt: Prompt) -> tuple[int, ...]:
+        """Return the tokens that end what follows a prompt."""
+        infilling = self._tokenizer.infilling
+        if infilling is None or not isinstance(prompt, InfillPrompt):
+            return self._eos_token_ids
+        return tuple(dict.fromkeys((*self._eos_token_ids, *infilling.end_token_ids)))
 
     def _reasoning_after(self, prompt: Prompt, token_ids: tuple[int, ...]) -> Reasoning | None:
         """Return how the reasoning is marked that may follow a prompt."""

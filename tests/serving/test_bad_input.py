@@ -315,7 +315,8 @@ HTTP_CASES: list[tuple[dict[str, Any], str, str | None]] = [  # Any: JSON
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs requires stream = false.",
      "prompt_logprobs"),
     ({"prompt_logprobs": 21}, "prompt_logprobs must be from 0 to 20, not 21.", "prompt_logprobs"),
-    ({"suffix": "x"}, "suffix is not supported.", "suffix"),
+    ({"suffix": "x"}, "suffix is not supported: the model's tokenizer has no known "
+     "fill-in-the-middle tokens.", "suffix"),
     ({"best_of": 2, "n": 3}, "best_of must be from n = 3 to 128, not 2.", "best_of"),
     ({"best_of": 129}, "best_of must be from n = 1 to 128, not 129.", "best_of"),
     ({"best_of": 2, "stream": True}, "best_of above n requires stream = false.", "best_of"),

@@ -6,10 +6,8 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from cluster.serving.http.schema import Defaults
-from cluster.serving.inputs import GenerationInput, Prompt
+from cluster.serving.inputs import GenerationInput, InfillPrompt, Prompt
 from cluster.serving.openai.generation_body import GenerationBody, bounds, prompts_field
-from cluster.serving.openai.parameters import WITHOUT_EFFECT
 from pagedray.errors import InvalidRequestError
 from pagedray.request import MAX_LOGPROBS, MAX_N
 
@@ -22,10 +20,6 @@ class CompletionBody(GenerationBody):
     """Texts for the model to continue."""
 
     ids_field: ClassVar[str | None] = "prompt"
-    defaults: ClassVar[Defaults] = {
-        **WITHOUT_EFFECT,
-        "suffix": ("",),
-    }
 
     prompt: Any = prompts_field(MAX_N)  # Any: its length is checked before its entries
     logprobs: int | None = bounds(0, MAX_LOGPROBS)
@@ -38,6 +32,11 @@ class CompletionBody(GenerationBody):
         False,
         description="Whether the text begins with the prompt, and the log-probabilities with "
         "those of its tokens, which require stream = false.",
+    )
+    suffix: str = Field(
+        "",
+        description="What follows the generated text, for models that fill in the middle; "
+        "requires prompts that are texts.",
     )
     add_special_tokens: bool = Field(
         True, description="Whether special tokens such as a leading BOS are added to texts."
@@ -56,6 +55,8 @@ class CompletionBody(GenerationBody):
         super().check_fields()
         if self.echo and self.logprobs is not None and self.stream:
             raise InvalidRequestError("echo with logprobs requires stream = false.", param="echo")
+        if self.suffix:
+            self._check_suffix()
         if self.hides_output and (
             self.stream or not (self.echo or self.prompt_logprobs is not None)
         ):
@@ -63,6 +64,11 @@ class CompletionBody(GenerationBody):
                 "max_tokens = 0 requires echo or prompt_logprobs, and stream = false.",
                 param="max_tokens",
             )
+
+    def _check_suffix(self) -> None:
+        for name in ("echo", "truncate_prompt_tokens"):
+            if getattr(self, name):
+                raise InvalidRequestError(f"suffix cannot be combined with {name}.", param="suffix")
 
     def to_input(self, client_id: str | None) -> GenerationInput:
         """Return the input of the call. Raises InvalidRequestError."""
@@ -76,7 +82,7 @@ class CompletionBody(GenerationBody):
         if structure is not None:
             sampling["structure"] = structure
         return GenerationInput(
-            prompts=_prompts_of(self.prompt),
+            prompts=_prompts_of(self.prompt, self.suffix),
             sampling=sampling,
             default_max_tokens=_DEFAULT_MAX_TOKENS,
             model=self.model,
@@ -92,7 +98,19 @@ class CompletionBody(GenerationBody):
         )
 
 
-def _prompts_of(given: object) -> tuple[Prompt, ...]:
+def _prompts_of(given: object, suffix: str) -> tuple[Prompt, ...]:
+    prompts = _given_prompts(given)
+    if not suffix:
+        return prompts
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if len(texts) < len(prompts):
+        raise InvalidRequestError(
+            "suffix requires prompt to be a string or a list of strings.", param="suffix"
+        )
+    return tuple(InfillPrompt(text, suffix) for text in texts)
+
+
+def _given_prompts(given: object) -> tuple[Prompt, ...]:
     if isinstance(given, str):
         return (given,)
     if isinstance(given, list):

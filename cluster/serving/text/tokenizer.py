@@ -14,6 +14,7 @@ from cluster.serving.text.configured_tokens import (
     special_tokens_of,
 )
 from cluster.serving.text.converted_tokenizer import converted_tokenizer, convertible_file
+from cluster.serving.text.infilling import detect_infilling
 from cluster.serving.text.library_panics import panics_as_errors
 from cluster.serving.text.literal_tokens import LiteralTokens, MarkedText
 from cluster.serving.text.template_files import ChatTemplates
@@ -54,6 +55,8 @@ class Tokenizer:
         eos_id = tokenizer.token_to_id(special_tokens.get("eos_token", ""))
         self.eos_token_ids: tuple[int, ...] = () if eos_id is None else (eos_id,)
         """End-of-sequence tokens according to the tokenizer."""
+        self.infilling = detect_infilling(tokenizer.token_to_id)
+        """How the model is asked to fill in the middle; None if it cannot."""
         vocabulary = tokenizer.get_vocab()
         self.max_token_length = max(map(len, vocabulary), default=1)
         """Characters of the longest token."""

@@ -1,0 +1,126 @@
+"""`suffix` of completions: the prompt that asks a model for the middle."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+import tokenizers
+import transformers
+
+from cluster.serving.text.tokenizer import Tokenizer
+from tests.serving.checkpoint import write_tokenizer
+from tests.serving.conftest import Server
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+BODY: dict[str, Any] = {"model": "tiny", "prompt": "def quick(", "suffix": "  return fox\n"}
+MARKS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
+END = "<|file_sep|>"
+
+
+def write_marks(folder: Path, marks: tuple[str, ...]) -> None:
+    """Write a tokenizer that has the marks as special tokens."""
+    write_tokenizer(folder)
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(list(marks))
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def infill_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("infilling")
+    write_marks(folder, (*MARKS, END))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def infill_server(infill_folder: Path) -> Iterator[Server]:
+    with Server(Tokenizer.from_folder(infill_folder)) as server:
+        yield server
+
+
+def test_prompt_is_that_of_the_model_card(infill_folder: Path, infill_server: Server) -> None:
+    infill_server.engine.reset()
+    body = BODY | {"prompt": ["def quick(", ""]}
+    answer = httpx.post(f"{infill_server.url}/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    tokenizer: Any = transformers.PreTrainedTokenizerFast(  # Any: untyped
+        tokenizer_file=str(infill_folder / "tokenizer.json")
+    )
+    for request, prefix in zip(infill_server.engine.log.submitted, body["prompt"], strict=True):
+        card = f"<|fim_prefix|>{prefix}<|fim_suffix|>  return fox\n<|fim_middle|>"
+        assert request.prompt_token_ids == tuple(tokenizer(card).input_ids)
+
+
+def test_middle_ends_where_another_file_begins(infill_server: Server) -> None:
+    tokenizer = infill_server.tokenizer
+    text = tokenizer.encode(f"x): pass{END}import", add_special_tokens=False)
+    infill_server.engine.script = lambda request, index: text
+    try:
+        answers = [
+            httpx.post(f"{infill_server.url}/v1/completions", json=body).json()["choices"][0]
+            for body in (BODY, BODY | {"ignore_eos": True, "max_tokens": len(text)})
+        ]
+    finally:
+        infill_server.engine.script = infill_server.script
+    ends = [(one["text"], one["finish_reason"], one["stop_reason"]) for one in answers]
+    assert ends == [("x): pass", "stop", None), ("x): passimport", "length", None)]
+
+
+@pytest.mark.parametrize(
+    ("mark", "expected"),
+    [
+        ("<fim_{}>", "<fim_prefix>P<fim_suffix>S<fim_middle>"),
+        ("<[fim-{}]>", "<[fim-suffix]>S<[fim-prefix]>P<[fim-middle]>"),
+        (
+            "<\uff5cfim\u2581{}\uff5c>",
+            "<\uff5cfim\u2581begin\uff5c>P<\uff5cfim\u2581hole\uff5c>S<\uff5cfim\u2581end\uff5c>",
+        ),
+    ],
+)
+def test_families_have_their_own_marks(tmp_path: Path, mark: str, expected: str) -> None:
+    names = ("prefix", "suffix", "middle", "begin", "hole", "end")
+    write_marks(tmp_path, tuple(mark.format(name) for name in names))
+    infilling = Tokenizer.from_folder(tmp_path).infilling
+    assert infilling is not None
+    assert infilling.prompt("P", "S") == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "message", "param"),
+    [
+        ({"echo": True}, "suffix cannot be combined with echo.", "suffix"),
+        (
+            {"truncate_prompt_tokens": 5},
+            "suffix cannot be combined with truncate_prompt_tokens.",
+            "suffix",
+        ),
+        ({"prompt": [5]}, "suffix requires prompt to be a string or a list of strings.", "suffix"),
+        (
+            {"suffix": "~" * 300},
+            "prompt has 309 tokens, but the context length of 256 allows at most 255 and one "
+            "generated token.",
+            "prompt",
+        ),
+    ],
+)
+def test_what_has_no_middle_is_refused(
+    infill_server: Server, fields: dict[str, Any], message: str, param: str
+) -> None:
+    infill_server.engine.reset()
+    answer = httpx.post(f"{infill_server.url}/v1/completions", json=BODY | fields)
+    assert answer.status_code == 400
+    assert (answer.json()["error"]["message"], answer.json()["error"]["param"]) == (message, param)
+    assert infill_server.engine.log.submitted == []
+
+
+def test_tokenizers_without_the_tokens_are_named(server: Server) -> None:
+    answer = httpx.post(f"{server.url}/v1/completions", json=BODY)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == (
+        "suffix is not supported: the model's tokenizer has no known fill-in-the-middle tokens."
+    )
