@@ -7,7 +7,7 @@ CheckpointError of one line. Only safetensors files are opened, never pickles.
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from pagedray.model_config import TextTensors
     from workers.layers.weight import WeightShard
+    from workers.weights.read_ahead import FileRange
+    from workers.weights.tensor_entries import TensorEntry
 
 __all__ = ["HEAD_NAME", "Checkpoint", "device_of"]
 
@@ -159,17 +161,22 @@ class Checkpoint:
 
         return sorted(shards, key=place)
 
+    def read_ahead(self, shards: Iterable[WeightShard]) -> None:
+        """Ask the kernel from now on for what these shards read, in this order."""
+        self._reader.read_ahead([self._file_range(shard) for shard in shards])
+
+    def _file_range(self, shard: WeightShard) -> FileRange:
+        entry = self._entries[self._stored_name(shard.name)]
+        with _named_in_errors(entry, shard.name):
+            return self._reader.file_range(entry, shard.part)
+
     def _chunks(
         self, name: str, part: tuple[slice, ...], target: torch.Tensor | None = None
     ) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield slices of a tensor's first dimension, and their part of it."""
         entry = self._entries[self._stored_name(name)]
-        try:
+        with _named_in_errors(entry, name):
             yield from self._reader.chunks(entry, part, target)
-        except OSError as error:
-            raise CheckpointError(
-                f"{entry.path}: tensor {name} cannot be read: {error.strerror}."
-            ) from None
 
     def _stored_name(self, name: str) -> str:
         """Return a tensor's name in the files; a model saved without its head lacks the prefix."""
@@ -194,6 +201,17 @@ class Checkpoint:
                 f"{entry.path}: tensor {shard.name} has dtype {entry.dtype}; supported are "
                 f"{', '.join(allowed)}."
             )
+
+
+@contextmanager
+def _named_in_errors(entry: TensorEntry, name: str) -> Iterator[None]:
+    """Raise CheckpointError, which names the tensor, for an OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{entry.path}: tensor {name} cannot be read: {error.strerror}."
+        ) from None
 
 
 def device_of(shard: WeightShard) -> AbstractContextManager[object]:

@@ -67,6 +67,7 @@ def _read_weights(
         )
         tensors = FiniteTensors(checkpoint)
         in_order = checkpoint.in_file_order(shards)
+        checkpoint.read_ahead(in_order)
         fill_shards(in_order, tensors, report_progress, num_threads=_num_threads(config))
         tensors.raise_if_not_finite()
     gigabytes = sum(shard.target.nbytes for shard in shards) / 1e9

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from workers.weights.columns import MAX_PARTS, Columns, read_bytes, read_columns
+from workers.weights.read_ahead import FileRange, ReadAhead
 from workers.weights.tensor_entries import ITEM_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from workers.weights.tensor_entries import TensorEntry
@@ -43,8 +44,6 @@ _DIRECT_CHUNK_BYTES = 2**22
 _PINNED_CHUNK_BYTES = 2**24
 # Narrower columns are copied faster than the kernel changes buffers.
 _MIN_COLUMNS_BYTES = 512
-# How much the kernel is asked to read from the disk meanwhile.
-_AHEAD_BYTES = 2**25
 
 
 class TensorReader:
@@ -53,14 +52,33 @@ class TensorReader:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._descriptors: dict[Path, int] = {}
+        self._ahead: ReadAhead | None = None
         self._free_buffers: dict[bool, list[torch.Tensor]] = {False: [], True: []}
         """By whether they are pinned."""
 
     def close(self) -> None:
         """Close the files."""
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
+
+    def file_range(self, entry: TensorEntry, part: tuple[slice, ...]) -> FileRange:
+        """Return what `chunks` of these reads. Raises OSError."""
+        first, end, _ = part[0].indices(entry.shape[0])
+        row_bytes = _row_bytes(entry)
+        return FileRange(
+            descriptor=self._descriptor(entry.path),
+            first_byte=entry.first_byte + first * row_bytes,
+            num_bytes=max(0, end - first) * row_bytes,
+        )
+
+    def read_ahead(self, ranges: Sequence[FileRange]) -> None:
+        """Ask the kernel from now on for what will be read, in this order."""
+        assert self._ahead is None
+        self._ahead = ReadAhead(ranges)
 
     def chunks(
         self, entry: TensorEntry, part: tuple[slice, ...], target: torch.Tensor | None = None
@@ -73,7 +91,7 @@ class TensorReader:
         file has become shorter.
         """
         first, end, _ = part[0].indices(entry.shape[0])
-        row_bytes = math.prod(entry.shape[1:]) * ITEM_BYTES[entry.dtype]
+        row_bytes = _row_bytes(entry)
         is_pinned = target is not None and target.device.type == "cuda"
         columns = _columns(entry, part)
         memory = None if target is None else _bytes_of(target, entry, columns)
@@ -84,18 +102,14 @@ class TensorReader:
         if memory is not None and columns.num_other_bytes:
             height = min(height, MAX_PARTS)
         descriptor = self._descriptor(entry.path)
-        last_byte = advised_byte = entry.first_byte + end * row_bytes
         buffer_bytes = height * row_bytes if memory is None else columns.num_other_bytes
         with self._buffer(buffer_bytes, is_pinned=is_pinned) as buffer:
             for low in range(first, end, height):
                 rows = slice(low, min(low + height, end))
                 position = entry.first_byte + low * row_bytes
-                if low == first or position >= advised_byte:
-                    advised_byte = min(position + _AHEAD_BYTES, last_byte)
-                    os.posix_fadvise(
-                        descriptor, position, advised_byte - position, os.POSIX_FADV_WILLNEED
-                    )
                 num_rows = rows.stop - rows.start
+                if self._ahead is not None:
+                    self._ahead.note_read(num_rows * row_bytes)
                 if memory is not None:
                     place = memory[(low - first) * columns.num_bytes :]
                     place = place[: num_rows * columns.num_bytes]
@@ -139,10 +153,15 @@ class TensorReader:
             return self._descriptors[path]
 
 
+def _row_bytes(entry: TensorEntry) -> int:
+    """Return the bytes of a row of a tensor's first dimension."""
+    return math.prod(entry.shape[1:]) * ITEM_BYTES[entry.dtype]
+
+
 def _columns(entry: TensorEntry, part: tuple[slice, ...]) -> Columns:
     """Return which bytes of a row of the first dimension are of a part; of matrices, or all."""
     item_bytes = ITEM_BYTES[entry.dtype]
-    row_bytes = math.prod(entry.shape[1:]) * item_bytes
+    row_bytes = _row_bytes(entry)
     if len(part) != 2:
         return Columns(first_byte=0, num_bytes=row_bytes, row_bytes=row_bytes)
     first, end, _ = part[1].indices(entry.shape[1])

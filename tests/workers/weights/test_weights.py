@@ -156,7 +156,6 @@ def test_chunks_together_are_the_tensor(
     dtype: torch.dtype, chunk_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("workers.weights.tensor_reader._CHUNK_BYTES", chunk_bytes)
-    monkeypatch.setattr("workers.weights.tensor_reader._AHEAD_BYTES", 3000)
     stored = torch.randn(37, 6, 50).to(dtype)
     save_file({"b": stored, "a": -stored}, tmp_path / "model.safetensors")
     with Checkpoint(tmp_path) as checkpoint:
