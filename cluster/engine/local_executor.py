@@ -135,6 +135,8 @@ class LocalExecutor(Executor):
     def close(self) -> None:
         # Release a step that is waiting for masks.
         self._masks.put(None)
+        # They hold the CPU pool.
+        self._copying.clear()
         if self._thread.close(_CLOSE_TIMEOUT_S):
             self._worker.close()
 

@@ -16,6 +16,7 @@ from attention.cache import kv_cache_shape
 from attention.params import storage_dtype
 from workers.runner.batched_copies import find_batched_copies
 from workers.runner.host_pool import HostPool
+from workers.runner.pinned_chunks import CudaPinner
 from workers.runner.pool_copier import PoolCopier
 
 if TYPE_CHECKING:
@@ -54,7 +55,8 @@ def make_host_pool(
     layout = num_blocks, _block_shape(spec), storage_dtype(spec.cache_dtype)
     if former is not None and former.has_layout(*layout):
         return former
-    return HostPool(*layout, device=spec.device)
+    pinner = CudaPinner(spec.device) if spec.device.type == "cuda" else None
+    return HostPool(*layout, pinner=pinner)
 
 
 class KVCache:

@@ -9,12 +9,34 @@ import torch
 
 from workers.runner.host_pool import HostPool
 
-CPU = torch.device("cpu")
+
+class FakePinner:
+    """Pins so many chunks, then fails."""
+
+    def __init__(self, num_chunks: int) -> None:
+        self._num_left = num_chunks
+        self.pinned: dict[int, int] = {}
+        """Bytes by address."""
+
+    def pin(self, address: int, num_bytes: int) -> int:
+        if not self._num_left:
+            return 2
+        self._num_left -= 1
+        assert all(
+            address + num_bytes <= start or start + size <= address
+            for start, size in self.pinned.items()
+        )
+        self.pinned[address] = num_bytes
+        return 0
+
+    def unpin(self, address: int) -> int:
+        del self.pinned[address]
+        return 0
 
 
 @pytest.mark.parametrize("block_shape", [(3,), (2, 7, 5), (64, 1024), (2**24,), (2**25 + 1,)])
 def test_chunks_end_at_pages_and_between_blocks(block_shape: tuple[int, ...]) -> None:
-    pool = HostPool(2, block_shape, torch.float16, device=CPU)
+    pool = HostPool(2, block_shape, torch.float16, pinner=None)
     chunk_bytes = pool.blocks_per_chunk * pool.blocks[0].nbytes
     assert chunk_bytes % mmap.PAGESIZE == 0
     assert pool.blocks.data_ptr() % mmap.PAGESIZE == 0
@@ -22,7 +44,7 @@ def test_chunks_end_at_pages_and_between_blocks(block_shape: tuple[int, ...]) ->
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8])
 def test_a_pool_has_zeros_and_nothing_pinned_without_a_gpu(dtype: torch.dtype) -> None:
-    pool = HostPool(5, (2, 3), dtype, device=CPU)
+    pool = HostPool(5, (2, 3), dtype, pinner=None)
     assert torch.equal(pool.blocks, torch.zeros(5, 2, 3, dtype=dtype))
     assert pool.num_pinned_blocks == 0
     assert pool.has_layout(5, [2, 3], dtype)
@@ -30,4 +52,26 @@ def test_a_pool_has_zeros_and_nothing_pinned_without_a_gpu(dtype: torch.dtype) -
 
 
 def test_a_pool_may_be_empty() -> None:
-    assert HostPool(0, (2, 3), torch.float32, device=CPU).blocks.shape == (0, 2, 3)
+    assert HostPool(0, (2, 3), torch.float32, pinner=None).blocks.shape == (0, 2, 3)
+
+
+def test_a_pool_is_pinned_whole_and_released_with_its_end() -> None:
+    pinner = FakePinner(9)
+    # A chunk has 64 blocks of a MiB.
+    pool = HostPool(100, (2**20,), torch.uint8, pinner=pinner)
+    pool.wait_until_pinned()
+    assert pool.num_pinned_blocks == 100
+    first = pool.blocks.data_ptr()
+    assert pinner.pinned == {first: 64 * 2**20, first + 64 * 2**20: 36 * 2**20}
+    del pool
+    assert pinner.pinned == {}
+
+
+def test_memory_that_cannot_be_pinned_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    pool = HostPool(300, (2**20,), torch.uint8, pinner=FakePinner(2))
+    pool.wait_until_pinned()
+    assert pool.num_pinned_blocks == 128
+    assert caplog.messages == [
+        "Only 128 of 300 blocks of the CPU pool are pinned, and copies of the others are slower: "
+        "CUDA returned error 2."
+    ]

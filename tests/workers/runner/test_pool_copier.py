@@ -45,7 +45,7 @@ class PinnedPool(HostPool):
     """Eight blocks in chunks of three, of which some seem to be pinned."""
 
     def __init__(self, num_pinned: int) -> None:
-        super().__init__(8, SHAPE, torch.float32, device=torch.device("cpu"))
+        super().__init__(8, SHAPE, torch.float32, pinner=None)
         self.blocks_per_chunk = 3
         self._num_pinned = num_pinned
         self.blocks.copy_(torch.randn(8, *SHAPE))

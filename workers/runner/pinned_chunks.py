@@ -1,0 +1,118 @@
+"""Host memory that a GPU reads and writes while the host computes, pinned part by part.
+
+CUDA pins memory at a few GiB per second, since the kernel must provide every page.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+import time
+from typing import Protocol
+
+import torch
+
+__all__ = ["CudaPinner", "PinnedChunks", "Pinner"]
+
+logger = logging.getLogger(__name__)
+
+_MADV_POPULATE_WRITE = 23
+"""Of Linux 5.14; `mmap` does not define it."""
+
+
+class Pinner(Protocol):
+    """Pins memory, and returns 0 or the code of an error."""
+
+    def pin(self, address: int, num_bytes: int) -> int:
+        """Pin pages that are not pinned."""
+
+    def unpin(self, address: int) -> int:
+        """Unpin what `pin` pinned at an address."""
+
+
+class CudaPinner:
+    """Pins memory for a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def pin(self, address: int, num_bytes: int) -> int:
+        _populate(address, num_bytes)
+        with torch.cuda.device(self._device):
+            return int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0).value)
+
+    def unpin(self, address: int) -> int:
+        return int(torch.cuda.cudart().cudaHostUnregister(address).value)
+
+
+class PinnedChunks:
+    """The chunks of a pool, pinned from the first one on."""
+
+    def __init__(
+        self,
+        pinner: Pinner,
+        *,
+        address: int,
+        num_blocks: int,
+        block_bytes: int,
+        blocks_per_chunk: int,
+    ) -> None:
+        self._pinner = pinner
+        self._num_blocks = num_blocks
+        self._chunks: list[tuple[int, int, int]] = []
+        """Address, bytes, and the blocks before the end of each chunk."""
+        for first in range(0, num_blocks, blocks_per_chunk):
+            end = min(first + blocks_per_chunk, num_blocks)
+            self._chunks.append((address + first * block_bytes, (end - first) * block_bytes, end))
+        # The garbage collector may release the chunks on the thread that pins them.
+        self._lock = threading.RLock()
+        self._num_pinned_chunks = 0
+        self._is_released = False
+        self.num_pinned_blocks = 0
+
+    def pin_all(self) -> None:
+        """Pin chunk after chunk; if that fails, the rest stays as it is."""
+        started_s = time.perf_counter()
+        for address, num_bytes, end in self._chunks:
+            with self._lock:
+                if self._is_released:
+                    return
+                error = self._pinner.pin(address, num_bytes)
+                if self._is_released:
+                    self._pinner.unpin(address)
+                    return
+                if error:
+                    logger.warning(
+                        "Only %s of %s blocks of the CPU pool are pinned, and copies of the "
+                        "others are slower: CUDA returned error %s.",
+                        self.num_pinned_blocks,
+                        self._num_blocks,
+                        error,
+                    )
+                    return
+                self._num_pinned_chunks += 1
+                self.num_pinned_blocks = end
+        num_bytes = sum(size for _, size, _ in self._chunks)
+        logger.info(
+            "Pinned %.1f GiB of host memory for the CPU pool in %.1f s.",
+            num_bytes / 2**30,
+            time.perf_counter() - started_s,
+        )
+
+    def release(self) -> None:
+        """Unpin all chunks, and pin no more; no copy of them may be under way."""
+        with self._lock:
+            self._is_released = True
+            self.num_pinned_blocks = 0
+            for address, _, _ in self._chunks[: self._num_pinned_chunks]:
+                self._pinner.unpin(address)
+            self._num_pinned_chunks = 0
+
+
+def _populate(address: int, num_bytes: int) -> None:
+    """Have the kernel provide pages, which keeps no other call of CUDA waiting, if it can."""
+    # An error means that they are provided while they are pinned.
+    ctypes.CDLL(None).madvise(
+        ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), ctypes.c_int(_MADV_POPULATE_WRITE)
+    )
