@@ -167,3 +167,19 @@ print(*{line.split()[-1] for line in Path("/proc/self/maps").open() if "gomp" in
 """
     found = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
     assert len(found.stdout.split()) == 1
+
+
+@needs_compiler
+def test_the_compiler_keeps_its_own_files_where_no_other_user_writes(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = tmp_path / "told"
+    compiler = tmp_path / "bin" / "cc"
+    compiler.parent.mkdir()
+    compiler.write_text(
+        f'#!/bin/sh\nreadlink -f "$TMPDIR" > {told}\nexec {shutil.which("cc")} "$@"\n'
+    )
+    compiler.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{compiler.parent}:{os.environ['PATH']}")
+    assert answer(source) == 42
+    assert told.read_text().strip() == str(tmp_path / "cache" / "pagedray" / "kernels")

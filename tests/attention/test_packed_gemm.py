@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from attention.kernels.cpu import native, packed_gemm
+from attention.kernels.cpu import compiler, native, packed_gemm
 from attention.kernels.cpu.packed_gemm import PackedGemm
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def _kernels(
         if request.param:
             patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
             off = ("-mno-avx512f",) if request.param == "-mno-fma" else ()
-            patch.setattr(native, "_FLAGS", (*native._FLAGS, *off, request.param))
+            patch.setattr(compiler, "_FLAGS", (*compiler._FLAGS, *off, request.param))
         library = native.load_kernels(SOURCE)
         if library is None:
             pytest.skip(f"{request.param} is not for this machine")

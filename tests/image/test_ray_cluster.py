@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.image
 
 _MODEL = "tiny-llama"
+_KERNELS = "/opt/pagedray/attention/kernels/cpu/prebuilt"
 _NUM_TOKENS = 900
 _MAX_IMAGE_BYTES = 22 * 10**8
 _TIMEOUT_S = 60.0
@@ -128,6 +129,15 @@ def test_a_structure_needs_no_package_for_gpus(served: RayCluster) -> None:
     )
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"][0]["text"] in ("north", "south")
+
+
+def test_the_kernels_are_those_of_the_image(served: RayCluster) -> None:
+    maps = served.worker.execute("sh", "-c", "cat /proc/[0-9]*/maps").stdout
+    kernels = {name for line in maps.splitlines() if "/kernels/" in (name := line.split()[-1])}
+    assert {name.partition("-")[0] for name in kernels} >= {f"{_KERNELS}/paged_decode"}
+    assert all(name.startswith(_KERNELS) for name in kernels)
+    # Nothing was compiled, and there is nothing that another user could replace.
+    assert served.worker.execute("ls", "/home/pagedray/.cache").stdout == ""
 
 
 def test_the_container_logs_calls_and_no_secrets(served: RayCluster) -> None:

@@ -212,7 +212,7 @@ applications:
   emptyDir:
     medium: Memory
     sizeLimit: {{ .sharedMemory }}
-# Kernels compiled at first use.
+# Kernels for GPUs, compiled at first use.
 - name: cache
   emptyDir:
     sizeLimit: 4Gi

@@ -1,0 +1,89 @@
+"""The C compiler of this machine, and how it compiles the kernels."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import secrets
+import shutil
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["compile_library", "compiler_options", "find_compiler", "source_digest"]
+
+_FLAGS = (
+    "-O3",
+    "-fPIC",
+    "-shared",
+    "-fopenmp",
+    # Sums may be reassociated, but infinities and NaN are honored.
+    "-fassociative-math",
+    "-fno-signed-zeros",
+    "-fno-trapping-math",
+    "-fno-math-errno",
+    "-ffp-contract=fast",
+)
+_TIMEOUT_S = 60.0
+
+
+def find_compiler() -> str | None:
+    """Return the path of a C compiler, or None if there is none, or not Linux."""
+    if platform.system() != "Linux":
+        return None
+    return shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+
+
+def compiler_options(architecture: Sequence[str]) -> list[str]:
+    """Return the options that follow a source, given those that name the CPU."""
+    return [*architecture, *_FLAGS, "-Wl,--as-needed", *_openmp_library()]
+
+
+def source_digest(source: Path, options: Sequence[str], cpu: bytes) -> str:
+    """Return a name for what a compiler makes of a source and its headers."""
+    # Not of the path, so that several installations share the library.
+    digest = hashlib.sha256(repr(list(options)).encode())
+    for part in sorted((source, *source.parent.glob("*.h"))):
+        digest.update(part.name.encode() + b"\0" + part.read_bytes())
+    digest.update(cpu)
+    return digest.hexdigest()[:16]
+
+
+def compile_library(command: Sequence[str], name: str, folder: int, *, mode: int) -> None:
+    """Write the library that a command compiles into a folder, given by its descriptor.
+
+    Raises OSError and SubprocessError.
+    """
+    made = f"{secrets.token_hex(8)}.tmp"
+    place = f"/proc/{os.getpid()}/fd/{folder}"
+    try:
+        subprocess.run(
+            [*command, "-o", f"{place}/{made}"],
+            check=True,
+            capture_output=True,
+            timeout=_TIMEOUT_S,
+            # The compiler's own files, which others could replace in a /tmp that is not sticky.
+            env={**os.environ, "TMPDIR": place},
+        )
+        # Whatever the user's mask is.
+        os.chmod(made, mode, dir_fd=folder)
+        # Processes that compile at the same time replace it by the same file.
+        os.rename(made, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(made, dir_fd=folder)
+        raise
+
+
+def _openmp_library() -> list[str]:
+    # Torch's own OpenMP, so that two thread pools do not compete.
+    root = Path(torch.__file__).parent
+    found = [*root.glob("lib/libgomp*.so*"), *root.parent.glob("torch.libs/libgomp*.so*")]
+    return [str(path) for path in found[:1]]
