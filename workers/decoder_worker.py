@@ -110,11 +110,13 @@ class DecoderWorker(Worker):
             num_most = num_blocks * (_MOST_CPU_BLOCKS if self._device.type == "cuda" else 1)
             num_cpu_blocks = min(num_most, host_pool_bytes(self._config) // num_bytes)
         num_host_blocks = num_cpu_blocks + (num_blocks if self._device.type == "cpu" else 0)
-        if num_host_blocks * num_bytes > (limit := host_memory_bytes()):
+        num_ranks = self._group.num_neighbors
+        needed = num_host_blocks * num_bytes * num_ranks
+        if needed > (limit := host_memory_bytes()):
             raise DeviceError(
-                f"The caches of a rank need {num_host_blocks * num_bytes / 2**30:.1f} GiB of host "
-                f"memory, but there are only {limit / 2**30:.1f} GiB; use a lower --num-blocks or "
-                "--num-cpu-blocks."
+                f"The caches of {num_ranks} {'rank' if num_ranks == 1 else 'ranks'} need "
+                f"{needed / 2**30:.1f} GiB of host memory, but there are only "
+                f"{limit / 2**30:.1f} GiB; use a lower --num-blocks or --num-cpu-blocks."
             )
         return CacheSize(
             num_blocks=num_blocks, num_cpu_blocks=num_cpu_blocks, block_bytes=num_bytes

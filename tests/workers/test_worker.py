@@ -5,13 +5,16 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
+from dataclasses import replace
 
 import psutil
 import pytest
 
 from cluster.engine.options import EngineOptions, engine_config
+from pagedray.errors import DeviceError
 from tests.system.server_process import TINY_LLAMA
 from workers.decoder_worker import DecoderWorker
+from workers.memory_profile import host_memory_bytes
 from workers.models.decoder import Decoder
 from workers.parallel.group import SoloGroup
 from workers.runner.kv_cache import block_bytes
@@ -41,6 +44,23 @@ def test_a_cache_takes_no_memory_before_it_is_used(worker: DecoderWorker) -> Non
     assert psutil.Process().memory_info().rss - before < 2**27
     cache = worker._runner._cache  # type: ignore[union-attr]  # never None here
     assert not cache.device_pool[:2].any()
+
+
+@pytest.mark.parametrize(("num_ranks", "named"), [(1, "of 1 rank need"), (8, "of 8 ranks need")])
+def test_pools_larger_than_the_memory_of_the_node_are_refused(num_ranks: int, named: str) -> None:
+    group = SoloGroup()
+    group.num_neighbors = num_ranks
+    options = EngineOptions(device="cpu", num_threads=1, num_blocks=8, load_format="dummy")
+    config = engine_config(TINY_LLAMA, options)
+    size = block_bytes(DecoderWorker(config, SoloGroup())._spec)
+    # Each rank's pool takes a little more than its part.
+    num_blocks = int(host_memory_bytes() / size / num_ranks * 1.01)
+    config = engine_config(TINY_LLAMA, replace(options, num_cpu_blocks=num_blocks))
+    with pytest.raises(DeviceError, match=rf"The caches {named} .* GiB of host memory, but there"):
+        DecoderWorker(config, group).available_cache()
+    group.num_neighbors = max(num_ranks - 1, 1)
+    if num_ranks > 1:
+        assert DecoderWorker(config, group).available_cache().num_cpu_blocks == num_blocks
 
 
 def test_closed_worker_holds_no_weights(worker: DecoderWorker) -> None:

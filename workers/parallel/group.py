@@ -39,6 +39,9 @@ class ParallelGroup(ABC):
         self.size = size
         self.progress = progress if progress is not None else ProgressWord()
         """Where this rank notes what it does."""
+        self.num_neighbors = 1
+        """Ranks that share the memory of a node, this one included; 1 if there are several nodes,
+        as it is unknown then."""
         self.one_shot: OneShotAllReduce | None = None
         """Sums a few rows faster than `all_reduce`, if the ranks can write to each other."""
 

@@ -66,6 +66,7 @@ class ProcessGroup(ParallelGroup):
         self, address: GroupAddress, *, host: str, rendezvous: Rendezvous | None = None
     ) -> None:
         assert self._backend is None
+        self.num_neighbors = self.size if isinstance(address, Path) else 1
         self.progress.enter(Phase.JOINING)
         try:
             # Threads of an earlier backend may still use its store, which has other keys.
