@@ -174,6 +174,8 @@ class EngineConfig:
     """CPU time limit for compiling one JSON schema, regular expression or grammar."""
     message_special_tokens: MessageSpecialTokens = "text"
     """Whether special tokens that clients write in messages are text, or parsed as such."""
+    trust_request_chat_template: bool = False
+    """Whether requests may bring a chat template of their own."""
     sampling_defaults: tuple[tuple[str, float], ...] = ()
     """Names and values of sampling parameters for requests that do not set them."""
 

@@ -84,6 +84,11 @@ _GROUPS = {
             get_args(MessageSpecialTokens),
         ),
         _Flag(
+            "trust_request_chat_template",
+            "Take the chat_template of requests, a program that renders their prompt in a sandbox.",
+            bool,
+        ),
+        _Flag(
             "max_model_len",
             "Context length in tokens, such as 32768 or 32K. (default: the model's)",
             _length,

@@ -69,7 +69,6 @@ _REFUSED: Mapping[str, str] = {
     "tokens_only": "all endpoints are served",
     "tool_parser_plugin": "code of others is not loaded; see --tool-call-format",
     "tool_server": "clients run their tools",
-    "trust_request_chat_template": "requests cannot bring a chat template",
     "uds": "use --host and --http-port",
     "uvicorn_log_level": "use --log-level",
 }
@@ -87,7 +86,6 @@ _WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     "return_tokens_as_token_ids": (False,),
     "ssl_cert_reqs": (0,),
     "tokens_only": (False,),
-    "trust_request_chat_template": (False,),
 }
 _SHORT: Mapping[str, str] = {
     "attention_config": "-ac",

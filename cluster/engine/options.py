@@ -94,6 +94,7 @@ class EngineOptions:
     load_seed: int = _DEFAULTS["load_seed"]
     structure_compile_s: float = _DEFAULTS["structure_compile_s"]
     message_special_tokens: MessageSpecialTokens = _DEFAULTS["message_special_tokens"]
+    trust_request_chat_template: bool = _DEFAULTS["trust_request_chat_template"]
     generation_config: str = "auto"
 
 
@@ -143,6 +144,7 @@ def engine_config(
         load_seed=options.load_seed,
         structure_compile_s=options.structure_compile_s,
         message_special_tokens=options.message_special_tokens,
+        trust_request_chat_template=options.trust_request_chat_template,
         sampling_defaults=sampling_defaults(options.generation_config, located.folder),
     )
 

@@ -76,6 +76,8 @@ class ChatPrompt:
     """Whether the model continues the text of the last message, in that message's role."""
     variables: Mapping[str, object] = field(default_factory=dict)
     """Further variables of the chat template."""
+    template: str | None = None
+    """The source of a chat template in place of the model's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from cluster.serving.inputs import ChatPrompt, InfillPrompt, Prompt
 from cluster.serving.intake.limits import IntakeLimits, check_num_messages, request_size
 from cluster.serving.rerank_prompt import rerank_prompt
 from cluster.serving.text.literal_tokens import MarkedText
+from cluster.serving.text.request_templates import RequestTemplates
 from pagedray.errors import ContextLengthError, InvalidRequestError
 from pagedray.request import check_token_ids
 
@@ -56,6 +57,11 @@ class PromptReader:
         """Whether a text may contain tokens that the model does not know."""
         self._context = config.max_model_len
         self._size = request_size(config, IntakeLimits())
+        self._request_templates = (
+            RequestTemplates(tokenizer.special_tokens)
+            if config.trust_request_chat_template
+            else None
+        )
         self._marks_special_tokens = config.message_special_tokens == "text"
 
     async def read_prompt(
@@ -158,10 +164,17 @@ class PromptReader:
             raise InvalidRequestError("messages must not be empty.", param="messages")
         # One of a body may become several.
         check_num_messages(len(prompt.messages), self._size)
+        if prompt.template is not None and self._request_templates is None:
+            raise InvalidRequestError(
+                "chat_template is not supported: the server must be started with "
+                "--trust-request-chat-template.",
+                param="chat_template",
+            )
+        render = functools.partial(self._render, prompt, tenant)
         marked = (
-            await self._text_pool.render_in_thread(tenant, functools.partial(self._render, prompt))
+            await self._text_pool.render_in_thread(tenant, render)
             if self._text_pool is not None and _is_long_chat(prompt)
-            else self._render(prompt)
+            else render()
         )
         text = marked.restored
         check_unicode(text, "messages")
@@ -175,13 +188,20 @@ class PromptReader:
             marked=marked if marked.originals else None,
         )
 
-    def _render(self, prompt: ChatPrompt, pauses: ThreadPauses | None = None) -> MarkedText:
+    def _render(
+        self, prompt: ChatPrompt, tenant: str, pauses: ThreadPauses | None = None
+    ) -> MarkedText:
+        template = None
+        if prompt.template is not None:
+            assert self._request_templates is not None
+            template = self._request_templates.compiled(prompt.template, tenant)
         return self._tokenizer.render_marked_chat(
             prompt.messages,
             tools=prompt.tools,
             adds_generation_prompt=prompt.adds_generation_prompt,
             continues_final_message=prompt.continues_final_message,
             variables=prompt.variables,
+            template=template,
             marks_special_tokens=self._marks_special_tokens,
             pauses=pauses,
         )
@@ -234,6 +254,9 @@ class PromptReader:
 def _is_long_chat(prompt: ChatPrompt) -> bool:
     """Return whether a conversation takes too long to render on the event loop."""
     messages = prompt.messages
+    if prompt.template is not None:
+        # It may have to be compiled.
+        return True
     if len(messages) + len(prompt.tools) >= _LONG_CHAT:
         return True
     if sum(len(message.tool_calls) for message in messages) >= _LONG_CHAT:

@@ -442,8 +442,8 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [  # Any: JSON
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.name is required."),
     ({"continue_final_message": True},
      "continue_final_message requires add_generation_prompt = false."),
-    ({"chat_template": "{{ x }}"}, "chat_template is not supported: templates come from "
-     "checkpoints, because they are programs."),
+    ({"chat_template": "{{ x }}"}, "chat_template is not supported: the server must be started "
+     "with --trust-request-chat-template."),
     ({"logprobs": 5}, "logprobs must be true or false, not 5."),
     ({"top_logprobs": 5}, "top_logprobs requires logprobs = true."),
     ({"logprobs": True, "top_logprobs": 21}, "logprobs must be from 0 to 20, not 21."),

@@ -39,6 +39,9 @@ class TokenizeBody(Body):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     tools: Any = tools_field()
+    chat_template: str | None = Field(
+        None, description="As in /v1/chat/completions; requires messages."
+    )
 
     def check_fields(self) -> None:
         has_messages = "messages" in self.model_fields_set
@@ -46,8 +49,9 @@ class TokenizeBody(Body):
             raise InvalidRequestError(
                 "Exactly one of prompt and messages is required.", param="prompt"
             )
-        if not has_messages and self.tools is not None:
-            raise InvalidRequestError("tools requires messages.", param="tools")
+        for name in ("tools", "chat_template"):
+            if not has_messages and getattr(self, name) is not None:
+                raise InvalidRequestError(f"{name} requires messages.", param=name)
         if has_messages and self.add_special_tokens:
             raise InvalidRequestError(
                 "add_special_tokens requires prompt; a chat template adds its own special tokens.",
@@ -70,6 +74,7 @@ class TokenizeBody(Body):
             tuple(tool.for_template() for tool in tools),
             self.add_generation_prompt,
             self.continue_final_message,
+            template=self.chat_template,
         )
         return TokenizeInput(prompt=prompt, model=self.model)
 

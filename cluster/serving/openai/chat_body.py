@@ -91,6 +91,11 @@ class ChatBody(GenerationBody):
     add_special_tokens: Literal[False] = Field(
         False, description="A chat template adds its own special tokens."
     )
+    chat_template: str | None = Field(
+        None,
+        description="A chat template in place of the model's, if the server runs with "
+        "--trust-request-chat-template.",
+    )
     chat_template_kwargs: Any = Field(  # Any: JSON
         None,
         description="Variables of the model's chat template, such as `enable_thinking`; those that "
@@ -178,8 +183,8 @@ class ChatBody(GenerationBody):
     ) -> Steps[GenerationInput]:
         """Return the input of the call. Raises InvalidRequestError.
 
-        `known_variables` are those that the chat template reads; `note_ignored` is called with the
-        names of parameters that set others.
+        `known_variables` are those that the model's chat template reads; `note_ignored` is called
+        with the names of parameters that set others.
         """
         sampling = self.sampling()
         if self.max_completion_tokens is not None:
@@ -195,7 +200,8 @@ class ChatBody(GenerationBody):
             self.continue_final_message,
             TemplateArguments(
                 self.chat_template_kwargs, self.reasoning_effort, self.documents
-            ).variables(known_variables, note_ignored),
+            ).variables(None if self.chat_template is not None else known_variables, note_ignored),
+            self.chat_template,
         )
         return GenerationInput(
             prompts=(prompt,),

@@ -47,7 +47,6 @@ REFUSED: Mapping[str, str] = {
 
 CHAT_REFUSED: Mapping[str, str] = {
     "audio": "the output is text",
-    "chat_template": "templates come from checkpoints, because they are programs",
     "modalities": "the output is text",
     "web_search_options": "the server has no access to the web",
 }

@@ -1,6 +1,6 @@
 """The chat template of a checkpoint, which renders messages to the prompt's text.
 
-Templates come from checkpoints, never from requests, and run in a sandbox.
+Templates run in a sandbox. They come from checkpoints, and from requests if the operator allows it.
 """
 
 from __future__ import annotations
@@ -78,9 +78,10 @@ class ChatTemplate:
         special_tokens: Mapping[str, str],
         *,
         origin: str,
+        owner: str = "model",
         cpu_s: float = MAX_CPU_S,
     ) -> None:
-        """A rendering may take `cpu_s`.
+        """A rendering may take `cpu_s`. Errors of messages call it the template of its owner.
 
         Raises CheckpointError that names `origin` if the source is invalid.
         """
@@ -93,6 +94,7 @@ class ChatTemplate:
         environment.add_filter("tojson", _to_json)
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
+        environment.start_compiling()
         try:
             self._template = environment.from_string(source)
             variables = meta.find_undeclared_variables(environment.parse(source))
@@ -108,6 +110,7 @@ class ChatTemplate:
                 f"{origin} has an invalid chat template: {_one_line(error)}."
             ) from error
         self._special_tokens = dict(special_tokens)
+        self._name = f"The {owner}'s chat template"
         self.source = source
         """The template's source."""
         self._has_channels = "<|channel|>" in source
@@ -149,8 +152,7 @@ class ChatTemplate:
         begin = text.rfind(mark)
         if begin < 0 or content.strip() not in text:
             raise InvalidRequestError(
-                "The model's chat template omits the final message or a part of it, so it cannot "
-                "be continued.",
+                f"{self._name} omits the final message or a part of it, so it cannot be continued.",
                 param="messages",
             )
         is_kept = text.startswith(" ", begin + len(mark))
@@ -177,18 +179,16 @@ class ChatTemplate:
             )
         except (TemplateLimitError, RecursionError, MemoryError) as error:
             raise InvalidRequestError(
-                "The model's chat template exceeds a limit with these messages: "
-                f"{_one_line(error)}.",
+                f"{self._name} exceeds a limit with these messages: {_one_line(error)}.",
                 param="messages",
             ) from error
         except jinja2.TemplateError as error:
-            reason = _one_line(error)
             raise InvalidRequestError(
-                f"The model's chat template rejected the messages: {reason}.", param="messages"
+                f"{self._name} rejected the messages: {_one_line(error)}.", param="messages"
             ) from error
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise InvalidRequestError(
-                "The model's chat template cannot render these messages.", param="messages"
+                f"{self._name} cannot render these messages.", param="messages"
             ) from error
 
 

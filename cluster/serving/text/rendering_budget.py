@@ -17,6 +17,8 @@ MAX_CPU_S = 2.0
 """CPU time of one rendering."""
 MAX_TOTAL = 2**27
 """Characters of all texts, and elements of all lists, that one rendering makes."""
+_MAX_CONSTANTS = 2**18
+"""The same of what compiling computes in advance, which stays in memory."""
 _CHECK_INTERVAL = 64
 """Steps between two looks at the clock, which takes as long as a step."""
 
@@ -34,7 +36,15 @@ class RenderingBudget(threading.local):
 
     def start_rendering(self, pauses: ThreadPauses | None = None) -> None:
         """Count from zero on this thread, which takes the pauses, if any."""
+        self._start(MAX_TOTAL, pauses)
+
+    def start_compiling(self) -> None:
+        """Count from zero what is computed on this thread while a template is compiled."""
+        self._start(_MAX_CONSTANTS, None)
+
+    def _start(self, max_size: int, pauses: ThreadPauses | None) -> None:
         self._num_steps = self._size = 0
+        self._max_size = max_size
         self._end_s = time.thread_time() + self._cpu_s
         self._pauses = pauses
 
@@ -53,5 +63,5 @@ class RenderingBudget(threading.local):
     def count_size(self, size: int) -> None:
         """Count characters or elements. Raises TemplateLimitError if there are too many."""
         self._size += size
-        if self._size > MAX_TOTAL:
+        if self._size > self._max_size:
             raise TemplateLimitError("the template makes too much text")

@@ -36,26 +36,26 @@ class TemplateArguments:
     documents: object = None
 
     def variables(
-        self, known: frozenset[str], note_ignored: Callable[[str], None]
+        self, known: frozenset[str] | None, note_ignored: Callable[[str], None]
     ) -> dict[str, object]:
         """Return those of the variables that are `known`, which the template reads.
 
-        `note_ignored` is called with the names of parameters that set others. Raises
-        InvalidRequestError.
+        All are returned if that is None: the template is the request's own. `note_ignored` is
+        called with the names of parameters that set others. Raises InvalidRequestError.
         """
         variables = _checked(self.given)
-        if any(name not in known for name in variables):
+        if known is not None and any(name not in known for name in variables):
             note_ignored("chat_template_kwargs")
         if self.effort is not None:
             effects: dict[str, object] = {"reasoning_effort": self.effort}
             if self.effort == "none":
                 effects["enable_thinking"] = False
-            if known.isdisjoint(effects):
+            if known is not None and known.isdisjoint(effects):
                 note_ignored("reasoning_effort")
             variables = {**effects, **variables}
         if self.documents is not None:
             variables["documents"] = _checked_documents(self.documents, known)
-        return {name: value for name, value in variables.items() if name in known}
+        return {name: value for name, value in variables.items() if known is None or name in known}
 
 
 def _checked(given: object) -> dict[str, object]:
@@ -81,11 +81,11 @@ def _checked(given: object) -> dict[str, object]:
     return given
 
 
-def _checked_documents(given: object, known: frozenset[str]) -> list[object]:
+def _checked_documents(given: object, known: frozenset[str] | None) -> list[object]:
     param = "documents"
     if not isinstance(given, list) or not all(isinstance(one, dict) for one in given):
         raise InvalidRequestError("documents must be a list of objects.", param=param)
-    if "documents" not in known:
+    if known is not None and "documents" not in known:
         raise InvalidRequestError(
             "documents is not supported: the model's chat template does not read it.", param=param
         )

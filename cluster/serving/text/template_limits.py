@@ -70,6 +70,10 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         """Count from zero on this thread, which takes the pauses, if any."""
         self._budget.start_rendering(pauses)
 
+    def start_compiling(self) -> None:
+        """Count from zero what is computed on this thread while a template is compiled."""
+        self._budget.start_compiling()
+
     # Any: values of templates, here and below.
     def limited(self, value: Any) -> Any:
         """Return a value that a template has made. Raises TemplateLimitError if it is too large."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from cluster.serving.text.chat_template import ChatTemplate
     from cluster.serving.text.thread_pauses import ThreadPauses
 
 __all__ = ["Tokenizer", "read_tokenizer"]
@@ -50,6 +51,8 @@ class Tokenizer:
         """
         self._tokenizer = tokenizer
         self._templates = templates
+        self.special_tokens = special_tokens
+        """Special tokens by names such as `eos_token`."""
         self._literals = None if templates is None else LiteralTokens(tokenizer)
         self._token_bytes = None if pools else TokenBytes(tokenizer)
         eos_id = tokenizer.token_to_id(special_tokens.get("eos_token", ""))
@@ -122,13 +125,16 @@ class Tokenizer:
         types = encoding.type_ids
         return encoding.ids, types.index(1) if 1 in types else len(types)
 
+    def _marker(self) -> LiteralTokens:
+        if self._literals is None:
+            self._literals = LiteralTokens(self._tokenizer)
+        return self._literals
+
     @panics_as_errors()
     def mark_texts(self, texts: Sequence[str]) -> tuple[list[str], Mapping[str, str]]:
         """Return texts with marks for their special tokens, and what each mark stands for."""
-        if self._literals is None:
-            self._literals = LiteralTokens(self._tokenizer)
         messages = [ChatMessage(role="user", content=text) for text in texts]
-        marked = self._literals.mark(messages, (), {})
+        marked = self._marker().mark(messages, (), {})
         return [message.content for message in marked.messages], marked.originals
 
     @panics_as_errors()
@@ -154,17 +160,17 @@ class Tokenizer:
         adds_generation_prompt: bool = True,
         continues_final_message: bool = False,
         variables: Mapping[str, object] = MappingProxyType({}),
+        template: ChatTemplate | None = None,
         pauses: ThreadPauses | None = None,
     ) -> str:
         """Return the prompt of a conversation, with special tokens as text.
 
-        The thread takes the pauses, if any. Raises InvalidRequestError.
+        `template` takes the place of the model's. The thread takes the pauses, if any. Raises
+        InvalidRequestError.
         """
-        if self._templates is None:
-            raise InvalidRequestError(
-                "The model has no chat template; use the completions API.", param="messages"
-            )
-        return self._templates.template_for(tools).render(
+        if template is None:
+            template = self._template_for(tools)
+        return template.render(
             messages,
             tools=tools,
             adds_generation_prompt=adds_generation_prompt,
@@ -182,6 +188,7 @@ class Tokenizer:
         adds_generation_prompt: bool = True,
         continues_final_message: bool = False,
         variables: Mapping[str, object] = MappingProxyType({}),
+        template: ChatTemplate | None = None,
         marks_special_tokens: bool,
         pauses: ThreadPauses | None = None,
     ) -> MarkedText:
@@ -190,8 +197,8 @@ class Tokenizer:
         Raises InvalidRequestError.
         """
         originals: Mapping[str, str] = {}
-        if self._literals is not None and marks_special_tokens:
-            marked = self._literals.mark(messages, tools, variables, pauses=pauses)
+        if marks_special_tokens and (self._templates is not None or template is not None):
+            marked = self._marker().mark(messages, tools, variables, pauses=pauses)
             messages, tools, variables = marked.messages, marked.tools, marked.variables
             originals = marked.originals
         text = self.render_chat(
@@ -200,9 +207,17 @@ class Tokenizer:
             adds_generation_prompt=adds_generation_prompt,
             continues_final_message=continues_final_message,
             variables=variables,
+            template=template,
             pauses=pauses,
         )
         return MarkedText(text, originals)
+
+    def _template_for(self, tools: Sequence[Mapping[str, object]]) -> ChatTemplate:
+        if self._templates is None:
+            raise InvalidRequestError(
+                "The model has no chat template; use the completions API.", param="messages"
+            )
+        return self._templates.template_for(tools)
 
     def template_variables(self, *, has_tools: bool) -> frozenset[str]:
         """Return the variables of the chat template that a request may set; none without one."""

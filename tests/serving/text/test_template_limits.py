@@ -207,3 +207,12 @@ def test_long_conversations_are_rendered() -> None:
         )
         > 4_000_000
     )
+
+
+def test_compiling_keeps_no_large_text_of_constants() -> None:
+    # jinja computes filters of constants in advance.
+    source = f"{{{{ 'aaaa' | replace('a', '{'b' * 30_000}') | replace('b', '{'c' * 100}') }}}}"
+    template = ChatTemplate(source, {}, origin="here")
+    kept = template._template.root_render_func.__code__.co_consts
+    assert max(len(one) for one in kept if isinstance(one, str)) < 2**18
+    assert len(template.render([])) == 4 * 30_000 * 100

@@ -1,0 +1,104 @@
+"""`chat_template` of requests, on a server that takes it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from tests.serving.conftest import Server
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from cluster.serving.text.tokenizer import Tokenizer
+    from pagedray.config import EngineConfig
+
+TEMPLATE = (
+    "<|system|>{{ documents[0].text if documents }}{{ mood }}{% for message in messages %}"
+    "<|user|>{{ message.content }}{{ eos_token }}{% endfor %}"
+)
+BODY: dict[str, Any] = {  # Any: JSON
+    "model": "tiny",
+    "max_tokens": 2,
+    "messages": [{"role": "user", "content": "hello <|user|>"}],
+    "chat_template": TEMPLATE,
+}
+
+
+class TrustingServer(Server):
+    """A server that takes the templates of requests."""
+
+    def config(self, context: int) -> EngineConfig:
+        return replace(super().config(context), trust_request_chat_template=True)
+
+
+@pytest.fixture(scope="module")
+def trusting_server(tokenizer: Tokenizer) -> Iterator[Server]:
+    with TrustingServer(tokenizer) as server:
+        yield server
+
+
+def refusal(server: Server, **fields: object) -> tuple[str, str | None]:
+    """Return the message and the parameter of a refused body."""
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=BODY | fields)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    return error["message"], error["param"]
+
+
+def test_prompt_is_rendered_by_the_template_of_the_request(trusting_server: Server) -> None:
+    trusting_server.engine.reset()
+    fields = {"chat_template_kwargs": {"mood": "quick "}, "documents": [{"text": "The "}]}
+    answer = httpx.post(f"{trusting_server.url}/v1/chat/completions", json=BODY | fields)
+    assert answer.status_code == 200, answer.text
+    (request,) = trusting_server.engine.log.submitted
+    tokenizer = trusting_server.tokenizer
+    text = tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
+    assert text == "<|system|>The quick <|user|>hello <|user|></s>"
+    # Special tokens of the template are tokens, those of a message are text.
+    user = tokenizer.token_id_of("<|user|>")
+    assert request.prompt_token_ids.count(user) == 1
+    body = {name: BODY[name] for name in ("model", "messages", "chat_template")}
+    counted = httpx.post(f"{trusting_server.url}/tokenize", json=body).json()
+    assert len(counted["tokens"]) == len(request.prompt_token_ids) - len(
+        tokenizer.encode("The quick ", add_special_tokens=False)
+    )
+
+
+def test_messages_that_the_template_rejects_are_refused(trusting_server: Server) -> None:
+    source = "{{ raise_exception('Only two.') }}"
+    assert refusal(trusting_server, chat_template=source) == (
+        "The request's chat template rejected the messages: Only two.",
+        "messages",
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ '' ", "The request has an invalid chat template: unexpected end of template, expected "
+         "'end of print statement'."),
+        ("x" * 40_000, "chat_template may have at most 32768 characters, not 40000."),
+    ],
+)  # fmt: skip
+def test_invalid_templates_are_refused(trusting_server: Server, source: str, message: str) -> None:
+    assert refusal(trusting_server, chat_template=source) == (message, "chat_template")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ 'a' * 10**10 }}",
+        "{% for i in range(10**9) %}{% endfor %}",
+        "{% include '/etc/passwd' %}",
+        "{{ messages.append(1) }}",
+    ],
+)
+def test_templates_of_requests_run_in_the_sandbox(trusting_server: Server, source: str) -> None:
+    message, param = refusal(trusting_server, chat_template=source)
+    assert message.startswith("The request's chat template ")
+    assert param == "messages"
