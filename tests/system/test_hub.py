@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from tests.small_hub import Fault, SmallHub, folder_files
+from tests.faulty_server import Fault
+from tests.small_hub import SmallHub, folder_files
 from tests.system.server_process import TINY_LLAMA, ServerProcess, run_pagedray
 
 if TYPE_CHECKING:

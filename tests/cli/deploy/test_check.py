@@ -15,7 +15,7 @@ from cluster.cli.deploy.rules import rule_errors
 from cluster.cli.deploy.values import Values, read_values, schema_errors
 from cluster.engine.options import EngineOptions
 from cluster.serving.ray_serve.options import ServeOptions
-from tests.small_hub import Fault
+from tests.faulty_server import Fault
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -10,7 +10,8 @@ import pytest
 from cluster.cli.commands import main
 from cluster.cli.deploy.fetch import fetch, wait_for_mirror, wait_for_model
 from pagedray.errors import CheckpointError
-from tests.small_hub import Fault, SmallHub, folder_files
+from tests.faulty_server import Fault
+from tests.small_hub import SmallHub, folder_files
 from tests.system.server_process import TINY_LLAMA
 from workers.hub.settings import HubSettings
 from workers.s3.mirror import Mirror

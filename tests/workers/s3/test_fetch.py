@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pagedray.errors import CheckpointError
-from tests.small_hub import Fault, folder_files
+from tests.faulty_server import Fault
+from tests.small_hub import folder_files
 from tests.system.server_process import TINY_LLAMA
 from workers.s3.bucket import Bucket
 from workers.s3.fetch import fetch_folder
