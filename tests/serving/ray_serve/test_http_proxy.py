@@ -36,34 +36,32 @@ async def messages_of(
     return received
 
 
+async def keys_of(path: str, body: bytes, length: str) -> list[str]:
+    """Return the routing keys of a request that a replica receives."""
+    keys: list[bytes] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:  # Any: ASGI
+        keys.extend(text for name, text in scope["headers"] if name == SESSION_HEADER.encode())
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    await messages_of(app, "POST", path, {"content-length": length}, body)
+    return [key.decode() for key in keys]
+
+
 @pytest.mark.parametrize(
     ("length", "is_read"),
     [("9", True), ("009", True), ("300000", False), ("00000000300000", False)],
 )
 async def test_only_short_bodies_are_read_for_their_key(length: str, is_read: bool) -> None:
-    keys: list[bytes] = []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:  # Any: ASGI
-        keys.extend(text for name, text in scope["headers"] if name == SESSION_HEADER.encode())
-        await send({"type": "http.response.start", "status": 204, "headers": []})
-        await send({"type": "http.response.body", "body": b""})
-
-    body = b'{"prompt": "hello"}'
-    await messages_of(app, "POST", "/v1/completions", {"content-length": length}, body)
+    keys = await keys_of("/v1/completions", b'{"prompt": "hello"}', length)
     assert len(keys) == is_read
 
 
 async def key_of(body: bytes) -> str | None:
     """Return the routing key that a body gets."""
-    keys: list[bytes] = []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:  # Any: ASGI
-        keys.extend(text for name, text in scope["headers"] if name == SESSION_HEADER.encode())
-        await send({"type": "http.response.start", "status": 204, "headers": []})
-        await send({"type": "http.response.body", "body": b""})
-
-    await messages_of(app, "POST", "/v1/responses", {"content-length": str(len(body))}, body)
-    return keys[0].decode() if keys else None
+    keys = await keys_of("/v1/responses", body, str(len(body)))
+    return keys[0] if keys else None
 
 
 async def test_turns_of_responses_have_the_key_of_their_beginning_or_of_what_they_continue() -> (
