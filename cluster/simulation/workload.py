@@ -21,6 +21,7 @@ __all__ = ["Arrival", "Workload", "read_trace"]
 _LATEST_S = 1e8
 _MOST_SHOWN = 80
 """Characters of a line that an error shows."""
+_MOST_REASON = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +107,10 @@ def read_trace(path: Path) -> Sequence[Arrival]:
                 try:
                     arrivals.append(decoder.decode(line).as_arrival())
                 except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
+                    # It may repeat a name of the line.
+                    reason = " ".join(str(error).split())[:_MOST_REASON]
                     raise InvalidRequestError(
-                        f"Line {number} of {path} is no request: {error}, in "
+                        f"Line {number} of {path} is no request: {reason}, in "
                         f"{line.decode(errors='replace').strip()[:_MOST_SHOWN]!r}."
                     ) from error
     except OSError as error:

@@ -14,8 +14,9 @@ import shutil
 import threading
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import msgspec
 from filelock import FileLock
 
 from pagedray.errors import CheckpointError
@@ -26,6 +27,16 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = ["Mirror"]
+
+
+class _Record(msgspec.Struct):
+    """What is noted of a folder."""
+
+    files: list[RemoteFile]
+    is_complete: bool
+
+
+_decoder = msgspec.json.Decoder(_Record)
 
 
 class Mirror:
@@ -132,18 +143,17 @@ class Mirror:
     def _size(self, file: RemoteFile) -> int | None:
         try:
             return (self.folder / file.name).stat().st_size
-        except OSError:
+        except (OSError, ValueError):
+            # No file has a name with a zero byte.
             return None
 
     def _read(self) -> None:
         try:
-            # Any: parsed JSON.
-            record: Any = json.loads(self._record.read_bytes())
-            files = [RemoteFile(**file) for file in record["files"]]
-            self._is_complete = record["is_complete"] is True
-        except (OSError, ValueError, TypeError, KeyError):
-            files, self._is_complete = [], False
-        self._files = {file.name: file for file in files}
+            record = _decoder.decode(self._record.read_bytes())
+        except (OSError, ValueError):
+            record = _Record(files=[], is_complete=False)
+        self._files = {file.name: file for file in record.files}
+        self._is_complete = record.is_complete
 
     def _write(self) -> None:
         files = [asdict(file) for file in self._files.values()]
