@@ -66,7 +66,7 @@ class Mirror:
             return f"{self.folder} is not complete"
         for file in self._files.values():
             if self._size(file) != file.size:
-                return f"{self.folder / file.name} does not have {file.size} bytes"
+                return f"{file.name!r:.200} in {self.folder} does not have {file.size} bytes"
         return None
 
     def mirrors(self, listing: Iterable[RemoteFile]) -> bool:
