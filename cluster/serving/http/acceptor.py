@@ -154,11 +154,11 @@ class Acceptor:
         def open_in_turn() -> None:
             if self._unopened.pop(connection, None) is None:
                 return
-            received = _received(connection) if begun is None else None
+            received = _received(connection) if begun is None else begun
             if received is not None and self._has_answered(connection, received):
                 self._release(host)
             else:
-                self._begin_open(connection, host, has_turn=bool(begun))
+                self._begin_open(connection, host, has_turn=bool(received))
 
         self._unopened[connection] = host
         self._read_turns.wait(line, open_in_turn, 0)

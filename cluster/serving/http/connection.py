@@ -138,7 +138,7 @@ class HttpConnection(HttpToolsProtocol):
         if self._unhandled:
             # Reading was resumed for another reason.
             self._unhandled += data
-        elif self.has_turn or self.read_turns.take():
+        elif self.has_turn or self.read_turns.take(len(data)):
             self.has_turn = False
             self._handle(data)
         else:

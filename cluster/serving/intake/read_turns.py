@@ -24,7 +24,7 @@ runs in later ones."""
 _PASS_S = 0.0005
 """No read follows in a pass that has taken as long, where a pass is followed by a pause."""
 _MAX_WAITING_BYTES = 2**22
-"""Of all connections that wait; beyond it none waits."""
+"""Of all connections that wait; beyond it no further bytes wait."""
 _MAX_CREDIT_S = 0.0005
 _MAX_DEBT_S = 0.01
 """What a pass takes beyond it causes no longer pause."""
@@ -54,9 +54,12 @@ class ReadTurns:
         """The thread's CPU time when the pass began."""
         self._excluded_s = 0.0
 
-    def take(self) -> bool:
-        """Return whether a read may be handled in this pass."""
-        if not self._has_streams() or self._num_waiting_bytes > _MAX_WAITING_BYTES:
+    def take(self, num_bytes: int = 0) -> bool:
+        """Return whether a read of so many bytes may be handled in this pass."""
+        if not self._has_streams():
+            return True
+        # What brings no bytes, such as a connection to be opened, may always wait.
+        if num_bytes and self._num_waiting_bytes > _MAX_WAITING_BYTES:
             return True
         if not self._is_counting:
             self._is_counting = True

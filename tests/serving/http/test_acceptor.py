@@ -44,7 +44,7 @@ class _OneTurn(ReadTurns):
         self._num_takes = 0
         self.waiting: list[Callable[[], None]] = []
 
-    def take(self) -> bool:
+    def take(self, num_bytes: int = 0) -> bool:
         self._num_takes += 1
         return self._num_takes == 1
 
@@ -53,13 +53,22 @@ class _OneTurn(ReadTurns):
 
 
 def accept_into(
-    received: list[bytes], turns: ReadTurns, limits: ConnectionLimits | None = None
+    received: list[bytes],
+    turns: ReadTurns,
+    limits: ConnectionLimits | None = None,
+    have_turns: list[bool] | None = None,
 ) -> tuple[Acceptor, tuple[str, int]]:
     listener = listen("HTTP", "127.0.0.1", 0)
     address = listener.getsockname()
+
+    def make_protocol(note_lost: Callable[[], None], has_turn: bool) -> _Opened:
+        if have_turns is not None:
+            have_turns.append(has_turn)
+        return _Opened(received, note_lost)
+
     acceptor = Acceptor(
         listener,
-        lambda note_lost, _: _Opened(received, note_lost),
+        make_protocol,
         limits=ConnectionLimits() if limits is None else limits,
         read_turns=turns,
         answer_check=lambda begun: b"passed" if begun == _QUICK_CHECK else None,
@@ -153,3 +162,23 @@ async def test_a_check_that_arrives_late_is_answered_in_its_turn() -> None:
         acceptor.close()
         await acceptor.wait_closed()
     assert not received
+
+
+@pytest.mark.parametrize("late", [b"", _OTHER])
+async def test_bytes_that_arrive_before_the_turn_are_read_in_it(late: bytes) -> None:
+    received: list[bytes] = []
+    have_turns: list[bool] = []
+    turns = _OneTurn()
+    acceptor, address = accept_into(received, turns, have_turns=have_turns)
+    with ExitStack() as stack:
+        client = connect(stack, address, b"")
+        async with asyncio.timeout(10.0):
+            while not turns.waiting:
+                await asyncio.sleep(0)
+            client.sendall(late)
+            turns.waiting.pop()()
+            while not have_turns:
+                await asyncio.sleep(0)
+        assert have_turns == [bool(late)]
+        acceptor.close()
+        await acceptor.wait_closed()
