@@ -191,6 +191,10 @@ def _deploy(parsed: argparse.Namespace) -> int:
         from cluster.cli.deploy.status import status
 
         return status(parsed.release, namespace=parsed.namespace, file=parsed.file)
+    if parsed.verb == "hold":
+        from cluster.cli.deploy.drain_wait import hold
+
+        return hold(parsed.address, limit_s=parsed.limit_s)
     from cluster.cli.deploy.fetch import fetch_command
 
     return fetch_command(parsed.model, folder=parsed.folder, is_waiting=parsed.wait)

@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from cluster.cli.bench.flags import add_bench_flags
 from cluster.cli.client_flags import add_client_flags
-from cluster.cli.deploy.flags import add_check_flags, add_fetch_flags, add_status_flags
+from cluster.cli.deploy.flags import (
+    add_check_flags,
+    add_fetch_flags,
+    add_hold_flags,
+    add_status_flags,
+)
 from cluster.cli.flag_values import count, names, seconds
 from cluster.cli.flags import add_engine_flags, add_sampling_flags
 from cluster.cli.one_line_parser import OneLineParser
@@ -327,6 +332,8 @@ def _add_deploy(commands: _Commands) -> None:
     add_status_flags(verbs.add_parser("status", help=what, description=what))
     what = "Download a model from the Hub or S3, or wait until it is there."
     add_fetch_flags(verbs.add_parser("fetch", help=what, description=what))
+    what = "Wait, before the head of a Ray cluster ends, for the workers that end with it."
+    add_hold_flags(verbs.add_parser("hold", help=what, description=what))
 
 
 def _add_completion(commands: _Commands) -> None:

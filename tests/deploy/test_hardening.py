@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
+from cluster.cli.parser import make_parser
 from tests.deploy.kustomize import DEPLOY, overlay
 from tests.deploy.quantity import parse_quantity
 
@@ -139,16 +140,35 @@ def test_grace_periods_exceed_the_time_to_drain(ray_service: Manifest) -> None:
     [application] = yaml.safe_load(spec["serveConfigV2"])["applications"]
     requests_s = application["args"]["drain_timeout_s"]
     cluster = spec["rayClusterConfig"]
-    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+    for group in cluster["workerGroupSpecs"]:
         pod = group["template"]["spec"]
-        [container] = pod["containers"]
-        env = {one["name"]: one["value"] for one in container["env"]}
-        node_s = float(env["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
-        wait_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
-        assert requests_s < node_s
-        assert wait_s + node_s < pod["terminationGracePeriodSeconds"]
+        wait_s = pod["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
+        assert requests_s < _drain_s(pod)
+        assert wait_s + _drain_s(pod) < pod["terminationGracePeriodSeconds"]
     # The old cluster of an upgrade stays until its requests must have ended.
     assert spec["rayClusterDeletionDelaySeconds"] > requests_s
+
+
+def test_the_head_waits_for_workers_that_drain_and_does_not_drain(ray_service: Manifest) -> None:
+    cluster = ray_service["spec"]["rayClusterConfig"]
+    head = cluster["headGroupSpec"]["template"]["spec"]
+    [container] = head["containers"]
+    program, *arguments = container["lifecycle"]["preStop"]["exec"]["command"]
+    parsed = make_parser().parse_args(arguments)
+    assert (program, parsed.command, parsed.verb) == ("pagedray", "deploy", "hold")
+    [gcs] = [one for one in container["ports"] if one["name"] == "gcs-server"]
+    assert parsed.address == f"127.0.0.1:{gcs['containerPort']}"
+    # Ray would let it drain for all of the time that it has.
+    assert _drain_s(head) == 0
+    for group in cluster["workerGroupSpecs"]:
+        assert parsed.limit_s >= _drain_s(group["template"]["spec"])
+    assert parsed.limit_s < head["terminationGracePeriodSeconds"]
+
+
+def _drain_s(pod: Manifest) -> float:
+    [container] = pod["containers"]
+    env = {one["name"]: one["value"] for one in container["env"]}
+    return float(env["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
 
 
 def test_every_pod_has_its_own_probes(manifests: list[Manifest]) -> None:

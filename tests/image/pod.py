@@ -37,6 +37,7 @@ class Pod:
     _network: Path = field(init=False)
     _volumes: dict[str, Path] = field(init=False)
     _process: subprocess.Popen[bytes] | None = field(init=False, default=None)
+    _pre_stop_s: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True)
@@ -58,11 +59,6 @@ class Pod:
         """Its container in the manifest."""
         [container] = self.manifest["spec"]["containers"]
         return dict(container)
-
-    @property
-    def _pre_stop_s(self) -> float:
-        seconds: float = self.container["lifecycle"]["preStop"]["sleep"]["seconds"]
-        return seconds
 
     @property
     def log(self) -> str:
@@ -107,9 +103,19 @@ class Pod:
         )
         return int(done.stdout.split()[0])
 
-    def run_pre_stop(self) -> None:
-        """Run the hook with which the deletion of the pod begins."""
-        time.sleep(self._pre_stop_s)
+    def run_pre_stop(self) -> float:
+        """Run the hook with which the deletion of the pod begins, and return its seconds."""
+        started_s = time.monotonic()
+        match self.container["lifecycle"]["preStop"]:
+            case {"sleep": {"seconds": seconds}}:
+                time.sleep(seconds)
+            case {"exec": {"command": command}}:
+                done = self.execute(*command)
+                assert done.returncode == 0, done.stdout + done.stderr
+            case other:
+                raise AssertionError(f"unknown kind of hook: {other}")
+        self._pre_stop_s = time.monotonic() - started_s
+        return self._pre_stop_s
 
     def terminate(self) -> float:
         """Send SIGTERM, wait for the end of the container and return the seconds that it took.

@@ -1,6 +1,6 @@
 """The image serves on a Ray cluster as the rendered manifests of `cpu-demo` run it.
 
-The tests run in the order of this file: the last one ends a pod.
+The tests run in the order of this file: the last ones end pods.
 """
 
 from __future__ import annotations
@@ -163,3 +163,9 @@ def test_streams_end_whole_when_their_pod_gets_sigterm(served: RayCluster) -> No
         worker.terminate()
         assert [end.result(_TIMEOUT_S) for end in ends] == [_NUM_TOKENS] * len(streams)
     assert all(stream.ended_s > signalled_s for stream in streams)
+
+
+def test_a_head_that_ends_alone_ends_soon(served: RayCluster) -> None:
+    # KubeRay starts the next one when this one has ended.
+    assert served.head.run_pre_stop() < 30.0
+    assert served.head.terminate() < 30.0

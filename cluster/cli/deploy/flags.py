@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cluster.cli.flag_values import seconds
+
 if TYPE_CHECKING:
     import argparse
 
-__all__ = ["add_check_flags", "add_fetch_flags", "add_status_flags"]
+__all__ = ["add_check_flags", "add_fetch_flags", "add_hold_flags", "add_status_flags"]
 
 _CHART = Path("deploy/helm/pagedray")
 
@@ -48,6 +50,20 @@ def add_fetch_flags(parser: argparse.ArgumentParser) -> None:
         "--wait",
         action="store_true",
         help="Download nothing; wait until another process has downloaded the last file.",
+    )
+
+
+def add_hold_flags(parser: argparse.ArgumentParser) -> None:
+    """Add what `deploy hold` waits for."""
+    parser.add_argument(
+        "--address", default="127.0.0.1:6379", metavar="ADDRESS", help="Address of Ray's GCS."
+    )
+    parser.add_argument(
+        "--limit-s",
+        type=seconds(0, 86400),
+        default=150.0,
+        metavar="SECONDS",
+        help="Wait no longer than this.",
     )
 
 

@@ -150,9 +150,6 @@ applications:
 {{- end -}}
 
 {{- define "pagedray.environment" -}}
-# How long Ray drains the node after SIGTERM.
-- name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
-  value: {{ add .Values.drainSeconds 30 | quote }}
 - name: RAY_worker_niceness
   value: "0"
 - name: RAY_USAGE_STATS_ENABLED
