@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from pagedray.errors import CheckpointError
@@ -51,7 +50,8 @@ def fetch_folder(
         mirror = Mirror(folder)
         with mirror.locked():
             if not mirror.mirrors(listing):
-                _download(location, mirror, bucket, listing, chunk_bytes, report_progress)
+                transfer = _Transfer(mirror, bucket, chunk_bytes, report_progress)
+                _download(location, mirror, transfer, listing)
     except OSError as error:
         raise CheckpointError(
             f"{location} cannot be stored in {folder}: {error.strerror or error}."
@@ -62,13 +62,10 @@ def fetch_folder(
 def _download(
     location: S3Location,
     mirror: Mirror,
-    bucket: Bucket,
+    transfer: _Transfer,
     listing: Sequence[RemoteFile],
-    chunk_bytes: int,
-    report_progress: Callable[[int, int], None] | None,
 ) -> None:
     mirror.begin()
-    transfer = _Transfer(mirror, bucket, chunk_bytes, report_progress)
     sides = [file for file in listing if is_side_file(file.name)]
     transfer.run(sides)
     weights = _weights(location, mirror.folder, listing)
@@ -87,16 +84,11 @@ def _weights(location: S3Location, folder: Path, listing: Sequence[RemoteFile]) 
             "other formats are not supported, and pickled ones (*.bin) are never loaded."
         )
     for name in names:
-        if name not in listed or not _is_inside(name):
+        if name not in listed or not listed[name].is_inside:
             raise CheckpointError(
                 f"{location} has no {name!r:.200}, which its model.safetensors.index.json lists."
             )
     return [listed[name] for name in names]
-
-
-def _is_inside(name: str) -> bool:
-    path = PurePosixPath(name)
-    return not path.is_absolute() and ".." not in path.parts
 
 
 class _Transfer:

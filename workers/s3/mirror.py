@@ -20,6 +20,7 @@ import msgspec
 from filelock import FileLock
 
 from pagedray.errors import CheckpointError
+from workers.hub.needed_files import is_side_file
 from workers.s3.remote_file import RemoteFile
 
 if TYPE_CHECKING:
@@ -73,7 +74,9 @@ class Mirror:
         """Whether all files are there, and are those that the bucket lists."""
         listed = {file.name: file for file in listing}
         are_same = all(listed.get(name) == file for name, file in self._files.items())
-        return are_same and self.problem() is None
+        # A file that was added to the bucket later is not among ours.
+        has_sides = all(name in self._files for name in listed if is_side_file(name))
+        return are_same and has_sides and self.problem() is None
 
     def begin(self) -> None:
         """Note that the model is not complete from here on."""
@@ -82,7 +85,12 @@ class Mirror:
 
     def finish(self, files: Iterable[RemoteFile]) -> None:
         """Note that these files are the whole model, and remove what is left of others."""
+        others = dict(self._files)
         self._files = {file.name: file for file in files}
+        # Another version's chat template, for example, would be used.
+        for name, other in others.items():
+            if name not in self._files and other.is_inside:
+                (self.folder / name).unlink(missing_ok=True)
         self._is_complete = True
         self._write()
         for part in self._notes.rglob("*.part"):

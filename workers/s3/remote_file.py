@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 
 __all__ = ["RemoteFile"]
 
@@ -16,3 +17,9 @@ class RemoteFile:
     size: int
     etag: str
     """Changes with the content."""
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether its path stays below the folder that it is relative to."""
+        path = PurePosixPath(self.name)
+        return not path.is_absolute() and ".." not in path.parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from typing import TYPE_CHECKING
 
@@ -33,7 +34,8 @@ def check(path: Path, *, chart: Path, release: str, checkpoint: Path | None) -> 
     if errors:
         return 1
     print(f"{path}: no errors found. To deploy:")
-    print(f"\n    helm install {release} {chart} --values {path}")
+    command = ["helm", "install", release, str(chart), "--values", str(path)]
+    print(f"\n    {shlex.join(command)}")
     return 0
 
 

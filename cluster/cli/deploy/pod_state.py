@@ -20,6 +20,7 @@ _ADVICE = {
     "InvalidImageName": "check image.repository and image.tag",
 }
 _WAIT = "wait-for-model"
+_WORKER = "ray-worker"
 
 
 def claim_lines(claim: _Object) -> Iterator[str]:
@@ -53,6 +54,11 @@ def pod_lines(pod: _Object) -> Iterator[str]:
     name, status = pod["metadata"]["name"], pod.get("status", {})
     if status.get("phase") == "Succeeded" or "deletionTimestamp" in pod["metadata"]:
         return
+    # Of the node: the pod was evicted, for example. A container's reason is its own.
+    if status.get("phase") == "Failed" and "reason" in status:
+        message = _shown(status.get("message", ""))
+        yield f"Pod {name} failed: {status['reason']}{f': {message}' if message else ''}."
+        return
     for one in status.get("conditions", []):
         if one.get("type") == "PodScheduled" and one.get("status") == "False":
             yield f"Pod {name} has no node: {_shown(one.get('message', ''))}."
@@ -77,7 +83,8 @@ def _container(pod: str, container: _Object) -> Iterator[str]:
     for state in (container.get("state", {}), container.get("lastState", {})):
         ended = state.get("terminated", {})
         if ended.get("reason") == "OOMKilled":
-            yield f"{what} used more memory than its limit: raise worker.memory."
+            advice = ": raise worker.memory" if container["name"] == _WORKER else ""
+            yield f"{what} used more memory than its limit{advice}."
             return
 
 

@@ -193,6 +193,25 @@ def test_an_upgrade_names_both_clusters() -> None:
             "used more memory than its limit: raise worker.memory.",
         ),
         (
+            pod(
+                containerStatuses=[
+                    {
+                        "name": "ray-head",
+                        "state": {"terminated": {"reason": "OOMKilled"}},
+                    }
+                ]
+            ),
+            "Container ray-head of pod pagedray-ranks-1 used more memory than its limit.",
+        ),
+        (
+            pod(
+                phase="Failed",
+                reason="Evicted",
+                message='Usage of EmptyDir volume "ray-logs" exceeds the limit "4Gi".',
+            ),
+            'failed: Evicted: Usage of EmptyDir volume "ray-logs" exceeds the limit "4Gi".',
+        ),
+        (
             {
                 "kind": "Job",
                 "metadata": {"name": "pagedray-download-1"},

@@ -157,6 +157,39 @@ def test_a_file_that_was_shortened_later_is_noticed_and_mended(s3: SmallS3, tmp_
     assert Mirror(folder).problem() is None
 
 
+def test_a_file_that_was_added_later_is_downloaded(s3: SmallS3, tmp_path: Path) -> None:
+    tokenizer = s3.objects.pop("team/tiny/tokenizer.json")
+    folder = fetch(tmp_path / "tiny")
+    assert not (folder / "tokenizer.json").exists()
+    s3.push("team/tiny", {"tokenizer.json": tokenizer})
+    fetch(folder)
+    assert (folder / "tokenizer.json").read_bytes() == tokenizer
+
+
+def test_a_file_that_another_version_lacks_is_removed(s3: SmallS3, tmp_path: Path) -> None:
+    s3.push("team/tiny", {"chat_template.jinja": b"{{ messages }}"})
+    folder = fetch(tmp_path / "tiny")
+    (folder / "notes.txt").write_text("Of the user.")
+    del s3.objects["team/tiny/chat_template.jinja"]
+    fetch(folder)
+    assert not (folder / "chat_template.jinja").exists()
+    assert Mirror(folder).problem() is None
+    assert (folder / "notes.txt").exists()
+
+
+def test_a_record_of_a_file_elsewhere_removes_nothing(s3: SmallS3, tmp_path: Path) -> None:
+    folder = fetch(tmp_path / "tiny")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.touch()
+    record = folder / ".pagedray" / "files.json"
+    parsed = json.loads(record.read_bytes())
+    for name in ("../elsewhere", str(elsewhere)):
+        parsed["files"].append({"name": name, "size": 0, "etag": "a"})
+    record.write_text(json.dumps(parsed))
+    fetch(folder)
+    assert elsewhere.exists()
+
+
 def kill_after_two_chunks(s3: SmallS3, folder: Path) -> None:
     """Begin a download, and end it after two chunks of the weights."""
     weights = len(s3.objects[f"team/tiny/{_WEIGHTS}"])
