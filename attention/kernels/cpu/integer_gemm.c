@@ -121,8 +121,11 @@ INLINE Part load_bytes(const int8_t *from) {
     return __builtin_convertvector(*(const PartBytes *)from, Part);
 }
 
-/* The sum of some inputs, in an order that does not depend on where the caller stands. */
-static float sum_of_inputs(const uint16_t *x, int64_t size) {
+/*
+ * The sum of some inputs. It is not inlined, so that the compiler, which may reassociate it, does so
+ * in one way for all numbers of rows.
+ */
+static __attribute__((noinline)) float sum_of_inputs(const uint16_t *x, int64_t size) {
     Floats sums = {0};
     int64_t k = 0;
     for (; k + LANES <= size; k += LANES) sums += load_bfloat(x + k);

@@ -58,12 +58,12 @@ INLINE void store_bfloat(uint16_t *to, float value) {
     *to = value != value ? 0x7fc0 : (uint16_t)((word + 0x7fff + ((word >> 16) & 1)) >> 16);
 }
 
-/* x * y + sums as one instruction, which the compiler cannot reassociate. */
+/* sums + x * y, as one instruction if there is one, which the compiler does not reassociate. */
 INLINE Floats add_product(Floats sums, Floats x, Floats y) {
 #ifdef __AVX512F__
     return (Floats)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)sums);
 #else
-    return sums + x * y;
+    return ORDERED(sums + x * y);
 #endif
 }
 
