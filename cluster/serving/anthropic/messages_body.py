@@ -46,6 +46,7 @@ class AnthropicTool(BodyPart):
     eager_input_streaming: bool | None = Field(
         None, description="Ignored; arguments are streamed as they are generated."
     )
+    allowed_callers: list[Literal["direct"]] | None = None
     strict: bool | None = Field(None, description="Ignored; forced calls follow the schema.")
 
 

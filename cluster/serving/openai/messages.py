@@ -22,6 +22,7 @@ __all__ = ["CalledFunction", "Message", "MessageCall", "TextPart", "read_message
 _MAX_CALLS = 128
 _MAX_ID_LENGTH = 128
 _STEP_MESSAGES = 256
+_TEXT_NAMES = frozenset(("type", "text", "cache_control", "prompt_cache_breakpoint"))
 _PLAIN_FIELDS = frozenset(("role", "content"))
 _ROLES = {"developer": "system", "function": "tool"}
 """Roles that chat templates know by another name."""
@@ -34,6 +35,9 @@ class TextPart(BodyPart):
     type: Literal["text"]
     text: str
     cache_control: Any = Field(  # Any: a hint of Anthropic's clients
+        None, description="Ignored; prefixes are cached anyway."
+    )
+    prompt_cache_breakpoint: Any = Field(  # Any: a hint, too
         None, description="Ignored; prefixes are cached anyway."
     )
 
@@ -237,7 +241,7 @@ def _is_text_part(part: object) -> bool:
     # As TextPart, whose validation would take ten times as long for each of thousands.
     return (
         type(part) is dict
-        and (len(part) == 2 or (len(part) == 3 and "cache_control" in part))
+        and (len(part) == 2 or part.keys() <= _TEXT_NAMES)
         and part.get("type") == "text"
         and type(part.get("text")) is str
     )

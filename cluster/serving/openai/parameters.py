@@ -12,7 +12,14 @@ if TYPE_CHECKING:
 
     from cluster.serving.http.schema import Defaults
 
-__all__ = ["CHAT_REFUSED", "CHAT_WITHOUT_EFFECT", "IGNORED", "REFUSED", "WITHOUT_EFFECT"]
+__all__ = [
+    "CHAT_REFUSED",
+    "CHAT_WITHOUT_EFFECT",
+    "IGNORED",
+    "MODERATION",
+    "REFUSED",
+    "WITHOUT_EFFECT",
+]
 
 IGNORED: Mapping[str, str] = {
     "guided_decoding_backend": "xgrammar compiles every structure",
@@ -21,6 +28,7 @@ IGNORED: Mapping[str, str] = {
     "nvext": "hints for NVIDIA's router",
     "prediction": "a guess of the output, for speed only",
     "prompt_cache_key": "prefixes are cached for each tenant without it",
+    "prompt_cache_options": "prefixes are cached as long as there is room",
     "prompt_cache_retention": "prefixes stay cached as long as there is room",
     "safety_identifier": "an identifier of the end user",
     "service_tier": "there is one tier",
@@ -45,8 +53,11 @@ REFUSED: Mapping[str, str] = {
 }
 """Parameters that would change the output, and what to use instead or why not."""
 
+MODERATION = "the server has no moderation model; send the texts to one"
+
 CHAT_REFUSED: Mapping[str, str] = {
     "audio": "the output is text",
     "modalities": "the output is text",
+    "moderation": MODERATION,
     "web_search_options": "the server has no access to the web",
 }

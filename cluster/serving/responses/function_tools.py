@@ -27,6 +27,8 @@ class FunctionTool(BodyPart):
     parameters: Any = Field(None, json_schema_extra={"type": "object"})  # Any: a JSON schema
     strict: bool | None = Field(None, description="Ignored; forced calls follow the schema.")
     defer_loading: Literal[False] = False
+    is_async: Literal[False] = Field(False, alias="async")
+    allowed_callers: list[Literal["direct"]] | None = None
 
 
 class NamespaceTool(BodyPart):

@@ -61,6 +61,7 @@ class FunctionCallItem(BodyPart):
     name: str = Field(json_schema_extra={"maxLength": _MAX_ID_LENGTH})
     namespace: str | None = Field(None, json_schema_extra={"maxLength": _MAX_ID_LENGTH})
     arguments: str = Field(description="A JSON object as a string.")
+    is_async: Literal[False] = Field(False, alias="async")
     id: Any = _copied()
     status: Any = _copied()
     caller: Any = _copied()
@@ -76,6 +77,8 @@ class FunctionOutputItem(BodyPart):
             "anyOf": [{"type": "string"}, {"type": "array", "items": named_schema("ItemPart")}]
         }
     )
+    name: str | None = Field(None, json_schema_extra={"maxLength": _MAX_ID_LENGTH})
+    namespace: str | None = Field(None, json_schema_extra={"maxLength": _MAX_ID_LENGTH})
     id: Any = _copied()
     status: Any = _copied()
     caller: Any = _copied()
@@ -184,7 +187,11 @@ def _add_item(item: _Item, turns: _Turns, where: str) -> Steps[None]:
     elif isinstance(item, FunctionOutputItem):
         _check_id(item.call_id, f"{where}.call_id")
         text = yield from _text_of(item.output, f"{where}.output")
-        turns.add(ChatMessage("tool", text, tool_call_id=item.call_id))
+        name = None
+        if item.name is not None:
+            name = model_name(item.name, item.namespace)
+            _check_id(name, f"{where}.name")
+        turns.add(ChatMessage("tool", text, tool_call_id=item.call_id, name=name))
     else:
         turns.think(_thoughts_of(item.content, f"{where}.content"))
 

@@ -14,7 +14,7 @@ from cluster.serving.inputs import ChatPrompt, GenerationInput
 from cluster.serving.json_text import json_text
 from cluster.serving.openai.chat_body import MAX_MESSAGES
 from cluster.serving.openai.generation_body import bounds
-from cluster.serving.openai.parameters import IGNORED
+from cluster.serving.openai.parameters import IGNORED, MODERATION
 from cluster.serving.responses.items import ITEMS, read_items
 from cluster.serving.text.chat_template import ChatMessage
 from cluster.serving.text.template_arguments import Effort, TemplateArguments
@@ -46,7 +46,11 @@ class NamedTool(BodyPart):
 class Reasoning(BodyPart):
     """Sets `reasoning_effort` of the chat template."""
 
+    context: Literal["auto"] | None = Field(
+        None, description="The chat template decides which thoughts it reads."
+    )
     effort: Effort | None = None
+    mode: Literal["standard"] | None = None
     summary: Any = Field(None, description="Ignored; thoughts are not summarized.")
     generate_summary: Any = Field(None, description="Ignored; thoughts are not summarized.")
 
@@ -86,6 +90,7 @@ class ResponsesBody(Body):
 
     defaults: ClassVar[Defaults] = {
         "background": (False,),
+        "context_management": ([],),
         "top_logprobs": (0,),
         "truncation": ("disabled",),
     }
@@ -95,6 +100,7 @@ class ResponsesBody(Body):
             for name in (
                 "metadata",
                 "prompt_cache_key",
+                "prompt_cache_options",
                 "prompt_cache_retention",
                 "safety_identifier",
                 "service_tier",
@@ -103,12 +109,15 @@ class ResponsesBody(Body):
         },
         "client_metadata": "labels for the logs of OpenAI",
         "max_tool_calls": "OpenAI's own tools are not available",
-        "prompt_cache_options": IGNORED["prompt_cache_key"],
         "stream_options": "streams are not obfuscated",
     }
     refused: ClassVar[Mapping[str, str]] = {
+        "access_programs": "there are no programs with access of their own",
         "background": "the response is the answer to the request",
-        "conversation": "responses are not stored; send the earlier items as input",
+        "context_management": "shorten the input instead",
+        "conversation": "use previous_response_id, or send the earlier items as input",
+        "image": "the output is text",
+        "moderation": MODERATION,
         "prompt": "prompts are not stored; send instructions and input",
         "top_logprobs": "use /v1/chat/completions",
         "truncation": "shorten the input instead",

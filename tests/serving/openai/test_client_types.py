@@ -1,0 +1,78 @@
+"""The parameters that OpenAI's client library has types for: each is read, ignored or refused."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from openai.types import (
+    chat,
+    completion_create_params,
+    embedding_create_params,
+    responses,
+    shared_params,
+)
+from openai.types.chat import completion_create_params as chat_params
+from openai.types.responses import response_create_params, response_input_item_param
+
+from cluster.serving.http.schema import Body
+from cluster.serving.openai.chat_body import ChatBody
+from cluster.serving.openai.completion_body import CompletionBody
+from cluster.serving.openai.embedding_body import EmbeddingBody
+from cluster.serving.openai.generation_body import StreamOptions
+from cluster.serving.openai.messages import Message, MessageCall, TextPart
+from cluster.serving.openai.tool_fields import Function, ToolObject
+from cluster.serving.responses.function_tools import FunctionTool, NamespaceTool
+from cluster.serving.responses.items import ITEMS, ItemPart
+from cluster.serving.responses.responses_body import (
+    Reasoning,
+    ResponsesBody,
+    TextConfig,
+    TextFormat,
+)
+
+if TYPE_CHECKING:
+    from cluster.serving.http.schema import BodyPart
+
+# fmt: off
+TYPES: list[tuple[type, type[BodyPart]]] = [
+    (chat_params.CompletionCreateParamsBase, ChatBody),
+    (chat_params.CompletionCreateParamsStreaming, ChatBody),
+    (completion_create_params.CompletionCreateParamsBase, CompletionBody),
+    (embedding_create_params.EmbeddingCreateParams, EmbeddingBody),
+    (response_create_params.ResponseCreateParamsBase, ResponsesBody),
+    *((kind, Message) for kind in (
+        chat.ChatCompletionSystemMessageParam, chat.ChatCompletionDeveloperMessageParam,
+        chat.ChatCompletionUserMessageParam, chat.ChatCompletionAssistantMessageParam,
+        chat.ChatCompletionToolMessageParam, chat.ChatCompletionFunctionMessageParam)),
+    (chat.ChatCompletionContentPartTextParam, TextPart),
+    (chat.ChatCompletionMessageFunctionToolCallParam, MessageCall),
+    (chat.ChatCompletionFunctionToolParam, ToolObject),
+    (chat.ChatCompletionStreamOptionsParam, StreamOptions),
+    (shared_params.FunctionDefinition, Function),
+    (shared_params.Reasoning, Reasoning),
+    (responses.EasyInputMessageParam, ITEMS["message"]),
+    (responses.ResponseOutputMessageParam, ITEMS["message"]),
+    (responses.ResponseFunctionToolCallParam, ITEMS["function_call"]),
+    (response_input_item_param.FunctionCallOutput, ITEMS["function_call_output"]),
+    (responses.ResponseReasoningItemParam, ITEMS["reasoning"]),
+    (responses.ResponseInputTextParam, ItemPart),
+    (responses.ResponseOutputTextParam, ItemPart),
+    (responses.FunctionToolParam, FunctionTool),
+    (responses.NamespaceToolParam, NamespaceTool),
+    (responses.ResponseTextConfigParam, TextConfig),
+    (responses.ResponseFormatTextJSONSchemaConfigParam, TextFormat),
+]
+# fmt: on
+REFUSED = {(Message, "audio"), (FunctionTool, "output_schema")}
+"""What would change the answer, and is refused by its name."""
+
+
+@pytest.mark.parametrize(("kind", "part"), TYPES)
+def test_parameters_of_the_client_are_known(kind: type, part: type[BodyPart]) -> None:
+    # Typed dictionaries know these names at run time only.
+    names = {*kind.__required_keys__, *kind.__optional_keys__}  # type: ignore[attr-defined]
+    known = {field.alias or name for name, field in part.model_fields.items()}
+    if issubclass(part, Body):
+        known = known.union(part.ignored, part.refused, part.defaults)
+    assert {(part, name) for name in names - known} <= REFUSED
