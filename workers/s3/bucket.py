@@ -155,5 +155,7 @@ def _problem(error: BaseError, status: int | None, location: S3Location) -> Chec
 def _shown(error: BaseException) -> str:
     # The library's details follow its first paragraph.
     summary, _, details = str(error).partition("\n\n")
-    cause = re.findall(r'"([^"]{10,})"', details)[-1:]
-    return ": ".join([" ".join(summary.split()), *cause])[:_MAX_REASON].rstrip(". ")
+    texts = [text for text in re.findall(r'"((?:[^"\\]|\\.)*)"', details) if len(text) >= 10]
+    whole = ": ".join([summary, *texts[-1:]])
+    line = " ".join("".join(one if one.isprintable() else " " for one in whole).split())
+    return line[:_MAX_REASON].rstrip(". ")

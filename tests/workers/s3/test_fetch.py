@@ -97,6 +97,13 @@ def test_a_fault_that_stays_ends_in_one_line(
     assert Mirror(tmp_path / "tiny").problem() is not None
 
 
+def test_an_invalid_name_in_the_list_ends_in_one_line(s3: SmallS3, tmp_path: Path) -> None:
+    s3.objects["team/tiny/a\x01b"] = b"x"
+    with pytest.raises(CheckpointError, match="invalid path") as caught:
+        fetch(tmp_path / "tiny")
+    assert str(caught.value).isprintable()
+
+
 def test_a_short_file_is_never_served(s3: SmallS3, tmp_path: Path) -> None:
     size = (TINY_LLAMA / _WEIGHTS).stat().st_size
     s3.listed_sizes[f"team/tiny/{_WEIGHTS}"] = size + 1000
