@@ -75,6 +75,8 @@ class LLMOptions(TypedDict, total=False):
     load_seed: int
     structure_compile_s: float
     message_special_tokens: MessageSpecialTokens
+    trust_request_chat_template: bool
+    """For servers; conversations of `chat` are rendered by the model's template."""
     generation_config: str
     """`auto`, `none`, or a folder whose generation_config.json has the default parameters."""
 
