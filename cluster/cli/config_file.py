@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +10,7 @@ import yaml
 from cluster.cli.one_line_parser import dashed_flag
 from cluster.cli.parser import CONFIG_FLAG
 from pagedray.errors import StartupError
+from pagedray.nearest_name import nearest_name
 from pagedray.shown_value import shown_value
 
 if TYPE_CHECKING:
@@ -107,8 +107,8 @@ def _words(
     action = options.get(flag)
     if action is None or flag in (CONFIG_FLAG, "--help"):
         names = [name[2:] for name in options if name.startswith("--")]
-        nearest = difflib.get_close_matches(key, [*names, _MODEL], n=1, cutoff=0.6)
-        hint = f"; did you mean {nearest[0]}?" if nearest else "."
+        nearest = nearest_name(key, [*names, _MODEL])
+        hint = "." if nearest is None else f"; did you mean {nearest}?"
         raise StartupError(f"{path}: {key:.80} is not a flag of pagedray serve{hint}")
     if value is None:
         return []

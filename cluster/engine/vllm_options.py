@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import fields
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 from cluster.engine.options import EngineOptions, refuse_remote_code
 from cluster.engine.vllm_option_notes import ALIASES, REFUSED, has_no_effect
 from pagedray.errors import StartupError
+from pagedray.nearest_name import nearest_name
 from pagedray.shown_value import shown_value
 
 if TYPE_CHECKING:
@@ -82,5 +82,5 @@ def context_length(text: str) -> int | None:
 def _refusal(name: str, value: object, known: set[str]) -> str:
     if name in REFUSED:
         return f"{name} = {shown_value(value)} is not supported: {REFUSED[name]}."
-    nearest = difflib.get_close_matches(name, known | ALIASES.keys(), n=1, cutoff=0.75)
-    return f"{name} is not an option{f'; did you mean {nearest[0]}?' if nearest else '.'}"
+    nearest = nearest_name(name, known | ALIASES.keys())
+    return f"{name} is not an option{'.' if nearest is None else f'; did you mean {nearest}?'}"

@@ -7,7 +7,6 @@ that cannot change the answer are ignored.
 from __future__ import annotations
 
 import copy
-import difflib
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 from cluster.serving.intake.limits import LARGEST, RequestSize, check_num_messages
 from cluster.serving.json_body import read_json
 from pagedray.errors import ContextLengthError, InvalidRequestError
+from pagedray.nearest_name import nearest_name
 from pagedray.shown_value import shown_value
 
 if TYPE_CHECKING:
@@ -38,8 +38,6 @@ __all__ = [
 ]
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.]{1,64}")
-_LEAST_LIKENESS = 0.75
-"""That of `tyep` and `type`: two letters of four are swapped."""
 _MAX_NAMES = 64
 """Names of an object that are compared with a missing one."""
 _STEP_ENTRIES = 128
@@ -136,9 +134,9 @@ def missing_field(
     own_names = islice(given, _MAX_NAMES) if isinstance(given, dict) else ()
     unknown = [own for own in own_names if own not in known]
     for name in names:
-        nearest = difflib.get_close_matches(name, unknown, n=1, cutoff=_LEAST_LIKENESS)
-        if nearest and _PLAIN_NAME.fullmatch(nearest[0]) is not None:
-            wrong = _inside(where, nearest[0])
+        nearest = nearest_name(name, unknown)
+        if nearest is not None and _PLAIN_NAME.fullmatch(nearest) is not None:
+            wrong = _inside(where, nearest)
             return InvalidRequestError(
                 f"{wrong} is not supported: did you mean {name}?", param=wrong
             )
@@ -304,7 +302,7 @@ def _unsupported(name: str, kind: type[BodyPart], where: str = "") -> InvalidReq
         reason = kind.refused.get(name)
         known = known.union(kind.ignored, kind.defaults)
     if reason is None:
-        nearest = difflib.get_close_matches(name, known - {name}, n=1, cutoff=_LEAST_LIKENESS)
-        reason = f"did you mean {nearest[0]}?" if nearest else ""
+        nearest = nearest_name(name, known - {name})
+        reason = "" if nearest is None else f"did you mean {nearest}?"
     text = f"{whole} is not supported{f': {reason}' if reason else ''}"
     return InvalidRequestError(text if text.endswith("?") else f"{text}.", param=whole)

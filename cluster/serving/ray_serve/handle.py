@@ -22,6 +22,7 @@ from cluster.serving.inputs import (
     ScoreInput,
 )
 from pagedray.errors import InvalidRequestError
+from pagedray.nearest_name import nearest_name
 from pagedray.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -193,7 +194,11 @@ def _read_sampling(given: SamplingParams | Mapping[str, object] | None) -> Mappi
     given = {} if given is None else given
     for name in given:
         if name not in _SAMPLING_NAMES:
-            raise InvalidRequestError(f"Unknown sampling parameter {name!r}.", param="sampling")
+            nearest = nearest_name(str(name), _SAMPLING_NAMES)
+            hint = "." if nearest is None else f"; did you mean {nearest}?"
+            raise InvalidRequestError(
+                f"Unknown sampling parameter {name!r:.80}{hint}", param="sampling"
+            )
     return given
 
 

@@ -159,7 +159,10 @@ def test_the_proxy_passes_the_deadline_on(server: Server) -> None:
     [
         ({"prompt": 5}, "prompt must be a string, token ids or a ChatPrompt, not int."),
         ({"prompt": [True]}, "prompt must be a string, token ids or a ChatPrompt, not list."),
-        ({"sampling": {"max_token": 5}}, "Unknown sampling parameter 'max_token'."),
+        (
+            {"sampling": {"max_token": 5}},
+            "Unknown sampling parameter 'max_token'; did you mean max_tokens?",
+        ),
         ({"priority": "high"}, "priority must be an integer, not 'high'."),
         ({"timeout_s": 0}, "timeout_s must be in (0, 86400], not 0."),
         (
