@@ -136,6 +136,9 @@ class StoredResponses:
         memory = self._limits.memory
         if not self.is_enabled or turn.num_bytes > memory.call_bytes:
             return
+        if self._found(tenant, response_id) is not None:
+            # Serve's proxy has a call run again if it saw no end of the first run.
+            self._forget(tenant, response_id)
         own = self._by_tenant.setdefault(tenant, OrderedDict())
         own[response_id] = turn
         turn.num_holders += 1
