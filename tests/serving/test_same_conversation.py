@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -132,3 +133,74 @@ def test_every_api_refuses_with_the_same_words(server: Server, sampling: Samplin
     assert len(same) == 1, errors
     assert errors["chat"][1] != ""
     assert server.engine.log.submitted == []
+
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+ARGUMENTS = '{"city": "K\u00f6ln"}'
+QUESTION = [{"role": "user", "content": "How is it?"}]
+FUNCTION = {"name": "weather", "description": "d", "parameters": PARAMETERS}
+Call = tuple[str, Any]  # Any: JSON
+
+
+def call_of_tools(server: Server) -> Call:
+    named = {"type": "function", "function": {"name": "weather"}}
+    tools = [{"type": "function", "function": FUNCTION}]
+    body = {"messages": QUESTION, "tools": tools, "tool_choice": named}
+    answer, _ = posted(server, "/v1/chat/completions", body)
+    (call,) = answer["choices"][0]["message"]["tool_calls"]
+    return call["function"]["name"], json.loads(call["function"]["arguments"])
+
+
+def call_of_functions(server: Server) -> Call:
+    body = {"messages": QUESTION, "functions": [FUNCTION], "function_call": {"name": "weather"}}
+    answer, _ = posted(server, "/v1/chat/completions", body)
+    call = answer["choices"][0]["message"]["function_call"]
+    return call["name"], json.loads(call["arguments"])
+
+
+def call_of_responses(server: Server) -> Call:
+    named = {"type": "function", "name": "weather"}
+    body = {"input": QUESTION, "tools": [{"type": "function", **FUNCTION}], "tool_choice": named}
+    answer, _ = posted(server, "/v1/responses", body)
+    (call,) = answer["output"]
+    return call["name"], json.loads(call["arguments"])
+
+
+def call_of_messages(server: Server) -> Call:
+    tool = {"name": "weather", "description": "d", "input_schema": PARAMETERS}
+    named = {"type": "tool", "name": "weather"}
+    body = {"messages": QUESTION, "tools": [tool], "tool_choice": named, "max_tokens": 90}
+    answer, _ = posted(server, "/v1/messages", body)
+    (call,) = answer["content"]
+    return call["name"], call["input"]
+
+
+def call_of_grpc(server: Server) -> Call:
+    tool = pb.Tool(name="weather", description="d", parameters=json.dumps(PARAMETERS))
+    request = pb.ChatRequest(
+        messages=[pb.ChatMessage(role=pb.CHAT_ROLE_USER, content="How is it?")],
+        tools=[tool],
+        tool_choice=pb.ToolChoice(tool="weather"),
+    )
+    with grpc.insecure_channel(server.grpc_target) as channel:
+        answers = list(pagedray_pb2_grpc.GenerationServiceStub(channel).Chat(request))
+    deltas = [call for answer in answers for one in answer.sequences for call in one.tool_calls]
+    return deltas[0].name, json.loads("".join(call.arguments for call in deltas))
+
+
+def test_every_api_forces_and_returns_the_same_call(server: Server) -> None:
+    token_ids = [*server.tokenizer.encode(ARGUMENTS, add_special_tokens=False), 1]
+    server.engine.script = lambda request, index: token_ids
+    asks = (call_of_tools, call_of_functions, call_of_responses, call_of_messages, call_of_grpc)
+    calls = [ask(server) for ask in asks]
+    assert calls == [("weather", json.loads(ARGUMENTS))] * len(asks)
+    submitted = server.engine.log.submitted
+    assert len({request.prompt_token_ids for request in submitted}) == 1
+    structures = [request.sampling.structure for request in submitted]
+    assert all(structures)
+    assert structures == structures[:1] * len(asks)
