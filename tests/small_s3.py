@@ -30,6 +30,8 @@ class SmallS3(FaultyServer):
         self.objects: dict[str, bytes] = {}
         self.listed_sizes: dict[str, int] = {}
         """Sizes that the list states instead of those of the objects."""
+        self.listed_etags: dict[str, str] = {}
+        """The same of ETags."""
 
     def push(self, prefix: str, files: Mapping[str, bytes]) -> None:
         """Store files below a prefix."""
@@ -75,7 +77,7 @@ class SmallS3(FaultyServer):
 def _listing(s3: SmallS3, prefix: str) -> bytes:
     entries = "".join(
         f"<Contents><Key>{escape(key)}</Key><LastModified>{_DATE}</LastModified>"
-        f"<ETag>{escape(_etag(content))}</ETag>"
+        f"<ETag>{escape(s3.listed_etags.get(key, _etag(content)))}</ETag>"
         f"<Size>{s3.listed_sizes.get(key, len(content))}</Size></Contents>"
         for key, content in sorted(s3.objects.items())
         if key.startswith(prefix)

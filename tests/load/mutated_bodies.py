@@ -38,7 +38,8 @@ _GRPC_CODES = {
     grpc.StatusCode.OK,
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.NOT_FOUND,
-    # A body may ask for a deadline, and for a priority that needs a key.
+    # A body may ask for a deadline, for a priority that needs a key, and for the id of another.
+    grpc.StatusCode.ALREADY_EXISTS,
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.PERMISSION_DENIED,
 }

@@ -378,6 +378,8 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [  # Any: JSON
      "text."),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "name": "y"}]}]},
      "messages.0.content.0.name is not supported."),
+    ({"messages": [{"role": "user", "content": [{"type": {}, "text": "x"}]}]},
+     "messages.0.content.0.type must be one of 'text', not an object."),
     # An object with more names than fields is not validated further.
     ({"messages": [MANY]}, "messages.0.x0 is not supported."),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "function": MANY}},

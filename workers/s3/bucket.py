@@ -78,11 +78,19 @@ class Bucket:
         return self._retried(read_once)
 
     def _listed(self) -> list[RemoteFile]:
-        return [
+        files = [
             RemoteFile(name=one["path"], size=one["size"], etag=one["e_tag"] or "")
             for batch in obstore.list(self._store)
             for one in batch
         ]
+        for file in files:
+            # The library would end in a panic, since the tag becomes a header.
+            if not (file.etag.isascii() and file.etag.isprintable()):
+                raise CheckpointError(
+                    f"{self._location} has a file {file.name!r:.200} with an invalid ETag; check "
+                    "the endpoint."
+                )
+        return files
 
     def _retried(self, call: Callable[[], _Answer]) -> _Answer:
         for num_tries in range(1, _NUM_TRIES + 1):

@@ -267,7 +267,7 @@ def _check_text_part(part: object, where: str) -> None:
     if not isinstance(part, dict):
         return
     kind = part.get("type")
-    if kind in _MEDIA:
+    if isinstance(kind, str) and kind in _MEDIA:
         raise InvalidRequestError(
             f"{where} is not supported: {kind} parts need a model that reads more than text.",
             param=where,

@@ -104,6 +104,13 @@ def test_an_invalid_name_in_the_list_ends_in_one_line(s3: SmallS3, tmp_path: Pat
     assert str(caught.value).isprintable()
 
 
+@pytest.mark.parametrize("etag", ["a\x01b", "\u00e9"])
+def test_an_etag_that_is_no_header_ends_in_one_line(s3: SmallS3, tmp_path: Path, etag: str) -> None:
+    s3.listed_etags["team/tiny/config.json"] = etag
+    with pytest.raises(CheckpointError, match=r"a file 'config.json' with an invalid ETag"):
+        fetch(tmp_path / "tiny")
+
+
 def test_a_short_file_is_never_served(s3: SmallS3, tmp_path: Path) -> None:
     size = (TINY_LLAMA / _WEIGHTS).stat().st_size
     s3.listed_sizes[f"team/tiny/{_WEIGHTS}"] = size + 1000
