@@ -1,6 +1,6 @@
 """Launches that overlap the end of the kernel before them: programmatic dependent launch.
 
-The programs of such a kernel start while the last ones of the kernel before it still run. Before
+The programs of such a kernel may start once all those of the kernel before it have started. Before
 they read what another kernel writes, or write anything, they wait until that kernel has ended, with
 all kernels before it. GPUs before Hopper start them only then.
 """
@@ -21,10 +21,16 @@ _HOPPER = (9, 0)
 
 @triton.jit
 def wait_for_inputs(is_dependent: tl.constexpr) -> None:
-    """Wait for the kernels before this one, and let the next one start; for every program."""
+    """Let the next kernel start, and wait for those before this one; for every program.
+
+    A program must call this before it writes anything, reads anything but weights, or returns. Then
+    a kernel ends only after the one before it, so that to wait for one kernel is to wait for all,
+    although the next one starts before this one has waited. It starts when all programs of this one
+    run, and so takes no place that one of them needs.
+    """
     if is_dependent:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
 
 
 def dependent_launch(device: torch.device) -> dict[str, bool]:
