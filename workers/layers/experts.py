@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from attention.kernels.quantized_rows import QuantizedRows
+from attention.kernels.unnormed_row import UnnormedRow
 from workers.layers.expert_tensors import ExpertTensors
 from workers.layers.mxfp4_experts import expert_product_class
 from workers.layers.router import Router
@@ -70,9 +71,21 @@ class ExpertLayer(Layer):
         del num_rows
         return False
 
-    def __call__(self, x: torch.Tensor | QuantizedRows) -> torch.Tensor:
+    def takes_unnormed(self, num_rows: int) -> bool:
+        """Return False: the router reads the row as well."""
+        del num_rows
+        return False
+
+    def add_or_return(
+        self, stream: torch.Tensor, x: torch.Tensor | QuantizedRows | UnnormedRow
+    ) -> torch.Tensor:
+        """Return the output: no kernel adds that of experts to the stream."""
+        del stream
+        return self(x)
+
+    def __call__(self, x: torch.Tensor | QuantizedRows | UnnormedRow) -> torch.Tensor:
         """Return `[num_tokens, hidden_size]` for `[num_tokens, hidden_size]`."""
-        assert not isinstance(x, QuantizedRows)
+        assert not isinstance(x, QuantizedRows | UnnormedRow)
         out = self._product(x, self._router(x))
         if self._shared is not None:
             out.add_(self._shared(x))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attention.kernels.quantized_rows import QuantizedRows
+from attention.kernels.unnormed_row import UnnormedRow
 from workers.layers.formats.make_kernel import make_format_kernel
 from workers.layers.weight import Layer, MatrixPart, WeightShard, part_of
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pagedray.weight_format import Quantization
-    from workers.layers.linear_kernels import LinearKernel
     from workers.parallel.group import ParallelGroup
 
 __all__ = ["ColumnParallelLinear", "Columns", "RowParallelLinear", "columns_of"]
@@ -62,10 +62,6 @@ def columns_of(names: Sequence[str], layers: Sequence[tuple[int, slice]]) -> lis
     return columns
 
 
-def _product(kernel: LinearKernel, x: torch.Tensor | QuantizedRows) -> torch.Tensor:
-    return kernel.of_quantized(x) if isinstance(x, QuantizedRows) else kernel(x)
-
-
 class ColumnParallelLinear(Layer):
     """Each rank computes some output columns of one or several layers, in one GEMM."""
 
@@ -95,15 +91,23 @@ class ColumnParallelLinear(Layer):
         """Whether a call with this number of rows takes them as `QuantizedRows`, too."""
         return self._kernel.takes_quantized(num_rows)
 
-    def __call__(self, x: torch.Tensor | QuantizedRows) -> torch.Tensor:
-        """Return `[num_tokens, columns of this rank]` for `[num_tokens, in_size]`."""
-        return _product(self._kernel, x)
+    def takes_unnormed(self, num_rows: int) -> bool:
+        """Whether a call with this number of rows takes an `UnnormedRow`, too."""
+        return self._kernel.takes_unnormed(num_rows)
 
-    def gated(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor | QuantizedRows | UnnormedRow) -> torch.Tensor:
+        """Return `[num_tokens, columns of this rank]` for `[num_tokens, in_size]`."""
+        if isinstance(x, UnnormedRow):
+            return self._kernel.of_unnormed(x)
+        return self._kernel.of_quantized(x) if isinstance(x, QuantizedRows) else self._kernel(x)
+
+    def gated(self, x: torch.Tensor | UnnormedRow) -> torch.Tensor:
         """Return `silu(first half) * second half` of this rank's columns.
 
         The shape is `[num_tokens, columns of this rank / 2]`.
         """
+        if isinstance(x, UnnormedRow):
+            return self._kernel.gated_of_unnormed(x)
         return self._kernel.gated(x)
 
     def weight_shards(self) -> Iterator[WeightShard]:
@@ -177,8 +181,19 @@ class RowParallelLinear(Layer):
 
         It is equal on all ranks, or this rank's partial output.
         """
-        partial = _product(self._kernel, x)
+        partial = self._kernel.of_quantized(x) if isinstance(x, QuantizedRows) else self._kernel(x)
         return self._group.all_reduce(partial) if self._reduces else partial
+
+    def add_or_return(
+        self, stream: torch.Tensor, x: torch.Tensor | QuantizedRows
+    ) -> torch.Tensor | None:
+        """Add the output to the stream, in place, if one kernel does both; else return it.
+
+        A rank that has a part of the output returns it, as a call does.
+        """
+        if self._group.size > 1 or isinstance(x, QuantizedRows):
+            return self(x)
+        return self._kernel.add_or_return(stream, x)
 
     def weight_shards(self) -> Iterator[WeightShard]:
         source = MatrixPart(name=self._name, shape=self._shape, part=(slice(None), self._part))

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from attention.kernels.quantized_rows import QuantizedRows
+    from attention.kernels.unnormed_row import UnnormedRow
     from workers.layers.weight import MatrixPart
 
 __all__ = [
@@ -85,7 +86,9 @@ class LinearKernel(ABC):
 
     def gated(self, x: torch.Tensor) -> torch.Tensor:
         """Return `silu(first half of the product) * second half`, `[num_rows, out_size / 2]`."""
-        columns = self(x)
+        return self._gated_columns(self(x))
+
+    def _gated_columns(self, columns: torch.Tensor) -> torch.Tensor:
         if self._gate is not None:
             return self._gate(columns)
         gate, other = columns.chunk(2, dim=1)
@@ -99,6 +102,24 @@ class LinearKernel(ABC):
     def of_quantized(self, rows: QuantizedRows) -> torch.Tensor:
         """Return `[num_rows, out_size]`; only if `takes_quantized`."""
         raise NotImplementedError
+
+    def takes_unnormed(self, num_rows: int) -> bool:
+        """Whether `of_unnormed` computes what a norm and a call would, for this number of rows."""
+        del num_rows
+        return False
+
+    def of_unnormed(self, row: UnnormedRow) -> torch.Tensor:
+        """Return `[1, out_size]`; only if `takes_unnormed`."""
+        raise NotImplementedError
+
+    def gated_of_unnormed(self, row: UnnormedRow) -> torch.Tensor:
+        """Return what `gated` does, `[1, out_size / 2]`; only if `takes_unnormed`."""
+        raise NotImplementedError
+
+    def add_or_return(self, stream: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+        """Add the product to the stream, in place, if one kernel does both; else return it."""
+        del stream
+        return self(x)
 
     def finalize(self) -> None:  # noqa: B027  # A dense weight stays as it is.
         """Convert the loaded weight into the layout of the kernel."""
@@ -146,6 +167,30 @@ class SkinnyGemmLinear(DenseLinear):
         if self._gated_tuning is None:
             return super().gated(x)
         return skinny_gated(x, self.weight, "silu", self._gated_tuning)
+
+    def takes_unnormed(self, num_rows: int) -> bool:
+        return num_rows == 1 and self._gemv_tuning is not None
+
+    def of_unnormed(self, row: UnnormedRow) -> torch.Tensor:
+        from attention.kernels.triton.gemm.normed_gemv import normed_gemv
+
+        assert self._gemv_tuning is not None
+        return normed_gemv(row, self.weight, self.bias, self._gemv_tuning)
+
+    def gated_of_unnormed(self, row: UnnormedRow) -> torch.Tensor:
+        from attention.kernels.triton.gemm.normed_gemv import normed_gemv_gated
+
+        if self.bias is not None or self._gated_gemv_tuning is None:
+            return self._gated_columns(self.of_unnormed(row))
+        return normed_gemv_gated(row, self.weight, "silu", self._gated_gemv_tuning)
+
+    def add_or_return(self, stream: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+        from attention.kernels.triton.gemm.gemv import add_gemv
+
+        if len(x) != 1 or self._gemv_tuning is None:
+            return self(x)
+        add_gemv(stream, x, self.weight, self.bias, self._gemv_tuning)
+        return None
 
 
 class OneDnnLinear(LinearKernel):

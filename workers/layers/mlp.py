@@ -17,6 +17,7 @@ from workers.layers.weight import CompositeLayer, part_of
 if TYPE_CHECKING:
     import torch
 
+    from attention.kernels.unnormed_row import UnnormedRow
     from pagedray.model_config import Activation
     from pagedray.weight_format import Quantization
     from workers.layers.weight import Layer
@@ -77,15 +78,27 @@ class MLP(CompositeLayer):
         """Whether a call with this number of rows takes them as `QuantizedRows`, too."""
         return self._inner.takes_quantized(num_rows)
 
-    def __call__(self, x: torch.Tensor | QuantizedRows) -> torch.Tensor:
+    def takes_unnormed(self, num_rows: int) -> bool:
+        """Whether a call with this number of rows takes an `UnnormedRow`, too."""
+        return self._inner.takes_unnormed(num_rows)
+
+    def __call__(self, x: torch.Tensor | QuantizedRows | UnnormedRow) -> torch.Tensor:
         """Return `[num_tokens, hidden_size]` for `[num_tokens, hidden_size]`."""
         return self._down(self._columns(x))
+
+    def add_or_return(
+        self, stream: torch.Tensor, x: torch.Tensor | QuantizedRows | UnnormedRow
+    ) -> torch.Tensor | None:
+        """Add the output to the stream, in place, if one kernel does both; else return it."""
+        return self._down.add_or_return(stream, self._columns(x))
 
     def sublayers(self) -> tuple[Layer, ...]:
         return self._inner, self._down
 
     @abstractmethod
-    def _columns(self, x: torch.Tensor | QuantizedRows) -> torch.Tensor | QuantizedRows:
+    def _columns(
+        self, x: torch.Tensor | QuantizedRows | UnnormedRow
+    ) -> torch.Tensor | QuantizedRows:
         """Return the input of the last layer, `[num_tokens, intermediate_size / ranks]`."""
 
 
@@ -96,7 +109,9 @@ class GatedMLP(MLP):
     # SiLU and a fused multiplication, and make a step in float32 7% faster.
     _num_inner = 2
 
-    def _columns(self, x: torch.Tensor | QuantizedRows) -> torch.Tensor | QuantizedRows:
+    def _columns(
+        self, x: torch.Tensor | QuantizedRows | UnnormedRow
+    ) -> torch.Tensor | QuantizedRows:
         if self._quantized_gate is not None and self._down.takes_quantized(len(x)):
             return self._quantized_gate(self._inner(x))
         # Linear kernels can fuse this activation.
@@ -113,5 +128,5 @@ class PlainMLP(MLP):
 
     _num_inner = 1
 
-    def _columns(self, x: torch.Tensor | QuantizedRows) -> torch.Tensor:
+    def _columns(self, x: torch.Tensor | QuantizedRows | UnnormedRow) -> torch.Tensor:
         return self._function(self._inner(x))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch.nn import functional
 
+from attention.kernels.unnormed_row import UnnormedRow
 from workers.layers.fused_kernels import (
     add_norm_kernel,
     head_norm_kernel,
@@ -57,6 +58,7 @@ class ResidualNorm(Layer):
         self._eps = eps
         self._dtype = dtype
         self._sums_over = sums_over
+        self._overlaps = overlaps
         self._kernel = add_norm_kernel(
             self._weight,
             self._bias,
@@ -76,6 +78,18 @@ class ResidualNorm(Layer):
         if self._quantized_kernel is None or self._one_shot(delta) is not None:
             return self(stream, delta)
         return self._quantized_kernel(stream, self._summed(delta))
+
+    def unnormed(
+        self, stream: torch.Tensor, delta: torch.Tensor | None
+    ) -> torch.Tensor | UnnormedRow:
+        """As the call, for one row, whose norm is left to its reader if nothing else is to do.
+
+        A reader is a kernel that starts while the one before it ends, as this does if it overlaps.
+        """
+        is_rms = not self._is_centred and self._bias is None
+        if delta is None and is_rms and self._overlaps:
+            return UnnormedRow(stream, self._weight, self._eps)
+        return self(stream, delta)
 
     def __call__(self, stream: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
         """Add `delta` to the stream, in place, and return the stream's norm.

@@ -34,5 +34,9 @@ class StreamSum(Layer):
         """As the call: without a norm, nothing is gained by quantizing here."""
         return self(stream, delta)
 
+    def unnormed(self, stream: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+        """As the call: there is no norm to leave to the reader."""
+        return self(stream, delta)
+
     def weight_shards(self) -> Iterator[WeightShard]:
         return iter(())

@@ -133,10 +133,10 @@ class Decoder(CompositeLayer):
 
     def run_layers(
         self, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the residual stream before the last layer's output is added, and that output.
 
-        Both are `[num_tokens, hidden_size]`.
+        Both are `[num_tokens, hidden_size]`. The output is None if the layer has added it.
         """
         residual = self._embedding(token_ids)
         if self._embedding_norm is not None:
@@ -146,18 +146,21 @@ class Decoder(CompositeLayer):
         for index, (layer, rotation) in enumerate(zip(self._layers, rotations, strict=True)):
             self._progress.enter(Phase.LAYER, index)
             delta = layer(residual, delta, rotation, attention)
-        assert delta is not None
         return residual, delta
 
     def normed(
-        self, residual: torch.Tensor, delta: torch.Tensor, logits_indices: torch.Tensor | None
+        self,
+        residual: torch.Tensor,
+        delta: torch.Tensor | None,
+        logits_indices: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return what `forward` does, from what `run_layers` returns; may change it in place."""
         if logits_indices is not None:
             if not len(logits_indices):
-                return delta.narrow(0, 0, 0)
+                return residual.narrow(0, 0, 0)
             residual = residual.index_select(0, logits_indices)
-            delta = delta.index_select(0, logits_indices)
+            if delta is not None:
+                delta = delta.index_select(0, logits_indices)
         return self._norm(residual, delta)
 
     def logits(self, hidden: torch.Tensor) -> ShardedLogits:

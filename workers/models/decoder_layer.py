@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from attention.abstract import AttentionBackend
     from attention.kernels.quantized_rows import QuantizedRows
+    from attention.kernels.unnormed_row import UnnormedRow
     from pagedray.model_config import ModelConfig
     from workers.layers.experts import ExpertLayer
     from workers.layers.mlp import MLP
@@ -45,10 +46,15 @@ def _normed(
     residual: torch.Tensor,
     delta: torch.Tensor | None,
     reader: DecoderSelfAttention | MLP | ExpertLayer | ScaledLayer,
-) -> torch.Tensor | QuantizedRows:
-    """Return the norm of the stream, quantized if its reader would quantize it."""
+) -> torch.Tensor | QuantizedRows | UnnormedRow:
+    """Return the norm of the stream as its reader can best read it.
+
+    It is quantized if the reader would quantize it, and one row may be left to the reader.
+    """
     if reader.takes_quantized(len(residual)):
         return norm.quantized(residual, delta)
+    if reader.takes_unnormed(len(residual)):
+        return norm.unnormed(residual, delta)
     return norm(residual, delta)
 
 
@@ -115,20 +121,22 @@ class DecoderLayer(CompositeLayer):
         delta: torch.Tensor | None,
         rotation: Rotation,
         attention: StepAttention,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | None:
         """Add `delta`, the output of the layer before, to `residual`; return this layer's output.
 
-        An output is this rank's part of a sum if `summed_by_norm` has a group. All are
-        `[num_tokens, hidden_size]`; `residual` changes in place.
+        An output is this rank's part of a sum if `summed_by_norm` has a group, and None if a
+        product has added it to `residual`. All are `[num_tokens, hidden_size]`; `residual` changes
+        in place.
         """
         hidden = _normed(self._attention_norm, residual, delta, self._attention)
-        delta = self._attention(hidden, rotation, attention)
-        if self._attention_post_norm is not None:
-            delta = self._attention_post_norm(delta)
-        delta = self._mlp(_normed(self._mlp_norm, residual, delta, self._mlp))
-        if self._mlp_post_norm is not None:
-            delta = self._mlp_post_norm(delta)
-        return delta
+        if self._attention_post_norm is None:
+            delta = self._attention.add_or_return(residual, hidden, rotation, attention)
+        else:
+            delta = self._attention_post_norm(self._attention(hidden, rotation, attention))
+        hidden = _normed(self._mlp_norm, residual, delta, self._mlp)
+        if self._mlp_post_norm is None:
+            return self._mlp.add_or_return(residual, hidden)
+        return self._mlp_post_norm(self._mlp(hidden))
 
     def sublayers(self) -> Iterator[Layer]:
         yield self._attention_norm

@@ -28,7 +28,16 @@ class ScaledLayer(CompositeLayer):
         """Whether the layer takes this number of rows as `QuantizedRows`, too."""
         return self._layer.takes_quantized(num_rows)
 
-    # Any: the parameters of the layer.
+    def takes_unnormed(self, num_rows: int) -> bool:
+        """Whether the layer takes this number of rows as an `UnnormedRow`, too."""
+        return self._layer.takes_unnormed(num_rows)
+
+    # Any: the parameters of the layer, here and below.
+    def add_or_return(self, stream: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        """Return the scaled output: what the layer adds to the stream would not be scaled."""
+        del stream
+        return self(*arguments)
+
     def __call__(self, *arguments: Any) -> torch.Tensor:
         """Return the scaled output."""
         return self._layer(*arguments).mul_(self._scale)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from attention.abstract import AttentionBackend
     from attention.kernels.quantized_rows import QuantizedRows
+    from attention.kernels.unnormed_row import UnnormedRow
     from pagedray.model_config import ModelConfig
     from workers.layers.rope import Rotation
     from workers.layers.weight import Layer
@@ -132,13 +133,35 @@ class DecoderSelfAttention(CompositeLayer):
         """Whether a call with this number of rows takes them as `QuantizedRows`, too."""
         return self._qkv.takes_quantized(num_rows)
 
+    def takes_unnormed(self, num_rows: int) -> bool:
+        """Whether a call with this number of rows takes an `UnnormedRow`, too."""
+        return self._qkv.takes_unnormed(num_rows)
+
     def __call__(
         self,
-        hidden: torch.Tensor | QuantizedRows,
+        hidden: torch.Tensor | QuantizedRows | UnnormedRow,
         rotation: Rotation,
         attention: StepAttention,
     ) -> torch.Tensor:
         """Return `[num_tokens, hidden_size]`."""
+        return self._output(self._attended(hidden, rotation, attention))
+
+    def add_or_return(
+        self,
+        stream: torch.Tensor,
+        hidden: torch.Tensor | QuantizedRows | UnnormedRow,
+        rotation: Rotation,
+        attention: StepAttention,
+    ) -> torch.Tensor | None:
+        """Add the output to the stream, in place, if one kernel does both; else return it."""
+        return self._output.add_or_return(stream, self._attended(hidden, rotation, attention))
+
+    def _attended(
+        self,
+        hidden: torch.Tensor | QuantizedRows | UnnormedRow,
+        rotation: Rotation,
+        attention: StepAttention,
+    ) -> torch.Tensor:
         qkv = self._qkv(hidden)
         if self._limit is not None:
             qkv = qkv.clamp_(-self._limit, self._limit)
@@ -149,7 +172,7 @@ class DecoderSelfAttention(CompositeLayer):
         if self._head_norm is not None:
             heads = self._head_norm(heads)
         values = qkv.narrow(1, self._rotated_size, self._kv_size)
-        return self._output(attention.attend_rotated(self._attention, heads, values, rotation))
+        return attention.attend_rotated(self._attention, heads, values, rotation)
 
     def weight_shards(self) -> Iterator[WeightShard]:
         yield from super().weight_shards()

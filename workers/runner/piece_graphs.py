@@ -83,9 +83,10 @@ class PieceGraphs(StepGraphs[Recording]):
                 layer_index, query, key, value, self._kv_cache, attended, sinks=sinks
             )
         recording.last.replay()
+        delta = recording.delta
         return self._model.normed(
             recording.residual.narrow(0, 0, num_tokens),
-            recording.delta.narrow(0, 0, num_tokens),
+            None if delta is None else delta.narrow(0, 0, num_tokens),
             inputs.logits_indices,
         )
 
@@ -93,7 +94,9 @@ class PieceGraphs(StepGraphs[Recording]):
         token_ids, positions = self._token_ids[:size], self._positions[:size]
         slots = self._slots[:size]
 
-        def run_layers(attention: StepAttention) -> tuple[torch.Tensor, torch.Tensor]:
+        def run_layers(
+            attention: StepAttention,
+        ) -> tuple[torch.Tensor, torch.Tensor | None]:
             return self._model.run_layers(token_ids, positions, attention)
 
         def write(layer: Attention, key: torch.Tensor, value: torch.Tensor) -> None:

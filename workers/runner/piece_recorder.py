@@ -44,7 +44,7 @@ class Recording(NamedTuple):
     last: torch.cuda.CUDAGraph
     residual: torch.Tensor
     """`[num_padded, hidden_size]`, as `Decoder.run_layers` returns it, and so is `delta`."""
-    delta: torch.Tensor
+    delta: torch.Tensor | None
 
 
 class PieceRecorder(StepAttention):
@@ -65,7 +65,7 @@ class PieceRecorder(StepAttention):
         self._pieces: list[Piece] = []
 
     def record(
-        self, run_layers: Callable[[StepAttention], tuple[torch.Tensor, torch.Tensor]]
+        self, run_layers: Callable[[StepAttention], tuple[torch.Tensor, torch.Tensor | None]]
     ) -> Recording:
         """Record what `run_layers` launches when it is given this recorder."""
         self._begin()
@@ -73,7 +73,9 @@ class PieceRecorder(StepAttention):
             residual, delta = run_layers(self)
         finally:
             self._graph.capture_end()
-        return Recording(tuple(self._pieces), self._graph, _unowned(residual), _unowned(delta))
+        if delta is not None:
+            delta = _unowned(delta)
+        return Recording(tuple(self._pieces), self._graph, _unowned(residual), delta)
 
     def attend(
         self,

@@ -15,7 +15,7 @@ from attention.kernels.triton.tuning import next_power_of_two
 if TYPE_CHECKING:
     from attention.kernels.quantized_rows import QuantizedRows
 
-__all__ = ["Gate", "activation", "gated", "quantized_gated"]
+__all__ = ["Gate", "gated", "quantized_gated", "rounded_gate"]
 
 Gate = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -30,7 +30,7 @@ def _logistic(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def activation(x: tl.tensor, kind: tl.constexpr) -> tl.tensor:
+def _activation(x: tl.tensor, kind: tl.constexpr) -> tl.tensor:
     """Return the activation `kind`, a `Gate`, of each element, float32."""
     if kind == "silu":
         return x * _logistic(x)
@@ -42,6 +42,15 @@ def activation(x: tl.tensor, kind: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def rounded_gate(
+    product: tl.tensor, other: tl.tensor, kind: tl.constexpr, element_type: tl.constexpr
+) -> tl.tensor:
+    """Return `activation(product) * other`, float32, of both as a GEMM would have rounded them."""
+    product = product.to(element_type).to(tl.float32)
+    return _activation(product, kind) * other.to(element_type).to(tl.float32)
+
+
+@triton.jit
 def _gated_product(
     row: tl.tensor, elements: tl.tensor, size: tl.constexpr, kind: tl.constexpr
 ) -> tl.tensor:
@@ -49,7 +58,7 @@ def _gated_product(
     is_element = elements < size
     gate = tl.load(row + elements, mask=is_element, other=0.0)
     other = tl.load(row + size + elements, mask=is_element, other=0.0)
-    product = activation(gate.to(tl.float32), kind) * other.to(tl.float32)
+    product = _activation(gate.to(tl.float32), kind) * other.to(tl.float32)
     return product.to(row.dtype.element_ty)
 
 

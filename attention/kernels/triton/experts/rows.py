@@ -16,14 +16,17 @@ import triton.language as tl
 from attention.kernels.triton.dependent_launch import can_depend, launch_options, wait_for_inputs
 from attention.kernels.triton.experts.gate import gated
 from attention.kernels.triton.experts.mxfp4 import MXFP4_HALF
-from attention.kernels.triton.gemm.row_product import add_row_product, weight_vectors
+from attention.kernels.triton.gemm.row_product import (
+    VECTOR_BYTES,
+    add_row_product,
+    weight_vectors,
+)
 
 __all__ = ["row_expert_sums"]
 
 _TILE_COLUMNS = 4
 _TILE_BYTES = 2048
 _NUM_WARPS = 4
-_VECTOR_BYTES = 16
 
 
 @triton.jit
@@ -267,7 +270,7 @@ def row_expert_sums(
         "is_dependent": can_depend(x.device),
         "tile_columns": _TILE_COLUMNS,
         "tile": _TILE_BYTES // gate_up.element_size(),
-        "vector": _VECTOR_BYTES // gate_up.element_size(),
+        "vector": VECTOR_BYTES // gate_up.element_size(),
         "num_warps": _NUM_WARPS,
         **launch_options(x.device),
     }

@@ -2,7 +2,7 @@
 
 A tensor core multiplies at least eight rows, and unpacking weights into its operands takes longer
 than reading them. See `row_product.py` for what is done instead. The first weights of a program are
-read before the kernel that writes the row has ended.
+read before the kernel that writes the row has ended. `normed_gemv.py` norms the row as well.
 
 Milliseconds per token of Llama 3 8B on an H200, one request, with tensor cores and with these
 kernels: fp8 4.78 and 2.63, int4 5.70 and 2.19 (`python -m bench.engine --workload latency`, with
@@ -18,13 +18,16 @@ import triton
 import triton.language as tl
 
 from attention.kernels.triton.dependent_launch import can_depend, launch_options, wait_for_inputs
-from attention.kernels.triton.gate import activation
+from attention.kernels.triton.gate import rounded_gate
 from attention.kernels.triton.gemm.int4 import half_tile
-from attention.kernels.triton.gemm.row_product import add_row_product, weight_vectors
+from attention.kernels.triton.gemm.row_product import (
+    VECTOR_BYTES,
+    add_row_product,
+    weight_vectors,
+)
 
-__all__ = ["GemvTuning", "default_gemv_tuning", "gemv", "gemv_gated"]
+__all__ = ["GemvTuning", "add_gemv", "default_gemv_tuning", "gemv", "gemv_gated"]
 
-_VECTOR_BYTES = 16
 _LONG_ROW_BYTES = 8192
 _LONG_INT4_ROW_BYTES = 4096
 _MANY_COLUMNS = 4096
@@ -49,7 +52,7 @@ def default_gemv_tuning(weight: torch.Tensor, *, is_gated: bool) -> GemvTuning |
     With a gate, a program reads the weights of two columns for each that it writes.
     """
     row_bytes = weight.shape[1] * weight.element_size()
-    if row_bytes % _VECTOR_BYTES or len(weight) > _MAX_OUT_SIZE:
+    if row_bytes % VECTOR_BYTES or len(weight) > _MAX_OUT_SIZE:
         return None
     if weight.dtype == torch.uint8:
         return _int4_tuning(weight, row_bytes, is_gated=is_gated)
@@ -82,6 +85,7 @@ def _gemv(
     num_scales: tl.constexpr,
     half: tl.constexpr,
     has_bias: tl.constexpr,
+    adds: tl.constexpr,
     is_gated: tl.constexpr,
     gate: tl.constexpr,
     kind: tl.constexpr,
@@ -92,11 +96,12 @@ def _gemv(
     tile: tl.constexpr,
     vector: tl.constexpr,
 ) -> None:
-    """Write `tile_columns` output columns.
+    """Write `tile_columns` output columns, or add to them if it `adds`.
 
-    Launched by `gemv` and `gemv_gated`; grid `(tiles of columns,)`. Pointers: x `[size]`; weight
-    `[out_size, size]`, or twice as many rows if it is gated, in int4 `size / 2` bytes each; scales
-    float32 `[out_size, num_scales]`, in int4 words of `scale_words`; bias and out `[out_size]`.
+    Launched by `gemv`, `add_gemv` and `gemv_gated`; grid `(tiles of columns,)`. Pointers: x
+    `[size]`; weight `[out_size, size]`, or twice as many rows if it is gated, in int4 `size / 2`
+    bytes each; scales float32 `[out_size, num_scales]`, in int4 words of `scale_words`; bias and
+    out `[out_size]`.
     """
     columns = tl.program_id(0) * tile_columns + tl.arange(0, tile_columns)
     # Columns beyond the last are computed again and not written.
@@ -109,6 +114,9 @@ def _gemv(
     if is_gated:
         other_values = weight_vectors(weight, read + out_size, 0, row, tile, vector)
     wait_for_inputs(is_dependent)
+    if adds:
+        # No other program writes these. They are there before the product is.
+        kept = tl.load(out + read).to(tl.float32)
     num_tiles: tl.constexpr = (row + tile - 1) // tile
     for index in range(1, num_tiles):
         next_values = weight_vectors(weight, read, index * tile, row, tile, vector)
@@ -192,9 +200,10 @@ def _gemv(
         product += tl.load(bias + read).to(tl.float32)
     element_type = out.dtype.element_ty
     if is_gated:
-        # Both halves are rounded as the product of a GEMM is.
-        product = product.to(element_type).to(tl.float32)
-        product = activation(product, gate) * other_product.to(element_type).to(tl.float32)
+        product = rounded_gate(product, other_product, gate, element_type)
+    if adds:
+        # As a product that is written before it is added.
+        product = kept + product.to(element_type).to(tl.float32)
     tl.store(out + columns, product.to(element_type), mask=columns < out_size)
 
 
@@ -212,7 +221,20 @@ def gemv(
     1]` float32 or one for each block of inputs; one in int4 is what `packed_int4` returns, and its
     scales are `scale_words`.
     """
-    return _launched(x, weight, scales, bias, len(weight), tuning, gate=None)
+    out = x.new_empty((1, len(weight)))
+    _launch(x, weight, scales, bias, out, tuning, adds=False, gate=None)
+    return out
+
+
+def add_gemv(
+    stream: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tuning: GemvTuning,
+) -> None:
+    """Add what `gemv` returns to `stream`, `[1, out_size]`, in place."""
+    _launch(x, weight, None, bias, stream, tuning, adds=True, gate=None)
 
 
 def gemv_gated(
@@ -227,24 +249,30 @@ def gemv_gated(
 
     Arguments are those of `gemv`; the result is `[1, out_size / 2]`.
     """
-    return _launched(x, weight, scales, None, len(weight) // 2, tuning, gate=gate)
+    out = x.new_empty((1, len(weight) // 2))
+    _launch(x, weight, scales, None, out, tuning, adds=False, gate=gate)
+    return out
 
 
-def _launched(
+def _launch(
     x: torch.Tensor,
     weight: torch.Tensor,
     scales: torch.Tensor | None,
     bias: torch.Tensor | None,
-    out_size: int,
+    out: torch.Tensor,
     tuning: GemvTuning,
     *,
+    adds: bool,
     gate: str | None,
-) -> torch.Tensor:
+) -> None:
     num_rows, size = x.shape
+    out_size = len(weight) if gate is None else len(weight) // 2
     assert num_rows == 1
-    assert x.stride(1) == 1
+    assert out.shape == (1, out_size)
+    assert out.dtype == x.dtype
+    assert x.stride(1) == out.stride(1) == 1
     assert weight.is_contiguous()
-    assert weight.shape[1] * weight.element_size() % _VECTOR_BYTES == 0
+    assert weight.shape[1] * weight.element_size() % VECTOR_BYTES == 0
     kind, num_scales = "plain", 1
     if weight.dtype == torch.float8_e4m3fn:
         assert scales is not None
@@ -253,7 +281,6 @@ def _launched(
         assert scales is not None
         kind, num_scales = "int4", len(scales)
     words = weight if kind == "plain" else weight.view(torch.int32)
-    out = torch.empty((1, out_size), dtype=x.dtype, device=x.device)
     _gemv[(triton.cdiv(out_size, tuning.tile_columns),)](
         x,
         words,
@@ -265,6 +292,7 @@ def _launched(
         num_scales=num_scales,
         half=half_tile(size, size // num_scales) if kind == "int4" else 1,
         has_bias=bias is not None,
+        adds=adds,
         is_gated=gate is not None,
         gate=gate,
         kind=kind,
@@ -274,8 +302,7 @@ def _launched(
         is_dependent=can_depend(x.device),
         tile_columns=tuning.tile_columns,
         tile=tuning.tile_bytes // words.element_size(),
-        vector=_VECTOR_BYTES // words.element_size(),
+        vector=VECTOR_BYTES // words.element_size(),
         num_warps=tuning.num_warps,
         **launch_options(x.device),
     )
-    return out

@@ -17,7 +17,7 @@ from attention.kernels.triton.dependent_launch import (
     launch_options,
     wait_for_inputs,
 )
-from attention.kernels.triton.gate import activation
+from attention.kernels.triton.gate import rounded_gate
 from attention.kernels.triton.gemm.row_product import scale_and_zero
 from attention.kernels.triton.tuning import next_power_of_two
 
@@ -228,9 +228,7 @@ def _multiply_int4(
         sums += tl.load(bias + read).to(tl.float32)[:, None]
     element_type = out.dtype.element_ty
     if is_gated:
-        # Both halves are rounded as the product of a GEMM is.
-        sums = sums.to(element_type).to(tl.float32)
-        sums = activation(sums, kind) * other.to(element_type).to(tl.float32)
+        sums = rounded_gate(sums, other, kind, element_type)
     tl.store(
         out + rows[None, :] * out_size + columns[:, None],
         sums.to(element_type),

@@ -15,7 +15,10 @@ from attention.kernels.triton.gemm.narrow_products import (
     row_inputs,
 )
 
-__all__ = ["add_row_product", "scale_and_zero", "weight_vectors"]
+__all__ = ["VECTOR_BYTES", "add_row_product", "scale_and_zero", "weight_vectors"]
+
+VECTOR_BYTES = 16
+"""Bytes of a column that a thread reads at a time."""
 
 
 @triton.jit

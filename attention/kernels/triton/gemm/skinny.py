@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.kernels.triton.gate import activation
+from attention.kernels.triton.gate import rounded_gate
 
 __all__ = [
     "MAX_ROWS",
@@ -242,9 +242,7 @@ def _multiply(
         product += tl.load(bias + read).to(tl.float32)[:, None]
     element_type = out.dtype.element_ty
     if is_gated:
-        # Both halves are rounded as the product of a GEMM is.
-        product = product.to(element_type).to(tl.float32)
-        product = activation(product, kind) * other.to(element_type).to(tl.float32)
+        product = rounded_gate(product, other, kind, element_type)
     tl.store(
         out + rows[None, :] * out_size + columns[:, None],
         product.to(element_type),

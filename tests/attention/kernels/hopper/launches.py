@@ -12,13 +12,14 @@ from attention.kernels.triton.experts import choose_experts, expert_sums, mxfp4_
 from attention.kernels.triton.fp8_rows import quantize_blocks, quantize_rows
 from attention.kernels.triton.gate import quantized_gated
 from attention.kernels.triton.gemm.block_fp8 import block_fp8_gemm
-from attention.kernels.triton.gemm.gemv import default_gemv_tuning, gemv, gemv_gated
+from attention.kernels.triton.gemm.gemv import add_gemv, default_gemv_tuning, gemv, gemv_gated
 from attention.kernels.triton.gemm.int4 import (
     MAX_GATED_ROWS,
     dequantize_int4,
     int4_gated,
     int4_gemm,
 )
+from attention.kernels.triton.gemm.normed_gemv import normed_gemv, normed_gemv_gated
 from attention.kernels.triton.gemm.skinny import (
     default_skinny_tuning,
     fp8_skinny_tuning,
@@ -35,6 +36,7 @@ from attention.kernels.triton.token_rows import (
     rotate_heads,
 )
 from attention.kernels.triton.tuning import default_decode_tuning
+from attention.kernels.unnormed_row import UnnormedRow
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -127,6 +129,26 @@ def row(format: str) -> None:
                 gemv_gated(tensor(1, size), weight, "silu", tuning, scales=scales)
             else:
                 gemv(tensor(1, size), weight, None, tuning, scales=scales)
+
+
+def layer_of_one_row() -> None:
+    """Multiply the norm of a row, with and without a gate; add a product to a row."""
+    for size in (4096, 8192):
+        weight = tensor(2048, size)
+        for norm_type in (BF16, torch.float32):
+            unnormed = UnnormedRow(tensor(1, size), tensor(size, dtype=norm_type), 1e-5)
+            for is_gated in (False, True):
+                tuning = default_gemv_tuning(weight, is_gated=is_gated)
+                assert tuning is not None
+                if is_gated:
+                    normed_gemv_gated(unnormed, weight, "silu", tuning)
+                else:
+                    normed_gemv(unnormed, weight, None, tuning)
+    for size in (4096, 14336):
+        weight = tensor(4096, size)
+        tuning = default_gemv_tuning(weight, is_gated=False)
+        assert tuning is not None
+        add_gemv(tensor(1, 4096), tensor(1, size), weight, None, tuning)
 
 
 def quantized() -> None:
@@ -239,6 +261,7 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "skinny fp8": partial(skinny, 4096),
     "skinny fp8, blocks": partial(skinny, 128),
     "row": partial(row, "plain"),
+    "row, layer": layer_of_one_row,
     "row, fp8": partial(row, "fp8"),
     "row, fp8 blocks": partial(row, "fp8 blocks"),
     "row, int4": partial(row, "int4"),

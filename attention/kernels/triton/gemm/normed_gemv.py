@@ -1,0 +1,175 @@
+"""Products of the RMSNorm of one row with a weight: `gemv` without a kernel for the norm before it.
+
+Every program computes the sum of squares of the whole row, which it reads from the L2 cache while
+its first weights are on their way from memory. That takes less time than another kernel.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+from attention.kernels.triton.dependent_launch import dependent_launch, wait_for_inputs
+from attention.kernels.triton.gate import rounded_gate
+from attention.kernels.triton.gemm.narrow_products import row_inputs
+from attention.kernels.triton.gemm.row_product import VECTOR_BYTES, weight_vectors
+
+if TYPE_CHECKING:
+    import torch
+
+    from attention.kernels.triton.gemm.gemv import GemvTuning
+    from attention.kernels.unnormed_row import UnnormedRow
+
+__all__ = ["normed_gemv", "normed_gemv_gated"]
+
+
+@triton.jit
+def _inverse_root_mean_square(
+    stream: tl.tensor, eps: tl.tensor, size: tl.constexpr, tile: tl.constexpr
+) -> tl.tensor:
+    """Return one over the root of the mean square of a row plus `eps`, float32."""
+    squares = tl.zeros([tile], tl.float32)
+    for first in tl.static_range(0, size, tile):
+        elements = first + tl.arange(0, tile)
+        x = tl.load(stream + elements, mask=elements < size, other=0.0).to(tl.float32)
+        squares += x * x
+    return 1.0 / tl.sqrt(tl.sum(squares, axis=0) / size + eps)
+
+
+@triton.jit
+def _normed_inputs(
+    stream: tl.tensor,
+    norm_weight: tl.tensor,
+    inverse: tl.tensor,
+    first: tl.tensor,
+    size: tl.constexpr,
+    tile: tl.constexpr,
+    vector: tl.constexpr,
+) -> tl.tensor:
+    """Return `[tile / vector, vector]` elements of the norm from `first` on, float32."""
+    starts = first + tl.arange(0, tile // vector) * vector
+    # GPUs divide in this way, too.
+    normed = row_inputs(stream, starts, size, vector) * inverse
+    normed *= row_inputs(norm_weight, starts, size, vector)
+    # As a norm that is written.
+    return normed.to(stream.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _normed_gemv(
+    stream: tl.tensor,
+    norm_weight: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    out_size: tl.tensor,
+    eps: tl.tensor,
+    size: tl.constexpr,
+    has_bias: tl.constexpr,
+    is_gated: tl.constexpr,
+    gate: tl.constexpr,
+    is_dependent: tl.constexpr,
+    tile_columns: tl.constexpr,
+    tile: tl.constexpr,
+    vector: tl.constexpr,
+) -> None:
+    """Write `tile_columns` output columns.
+
+    Launched by `normed_gemv` and `normed_gemv_gated`; grid `(tiles of columns,)`. Pointers: stream
+    and norm_weight `[size]`; weight `[out_size, size]`, or twice as many rows if it is gated; bias
+    and out `[out_size]`.
+    """
+    columns = tl.program_id(0) * tile_columns + tl.arange(0, tile_columns)
+    # Columns beyond the last are computed again and not written.
+    read = tl.minimum(columns, out_size - 1)
+    sums = tl.zeros([tile_columns, tile // vector], tl.float32)
+    other = tl.zeros([tile_columns, tile // vector], tl.float32)
+    values = weight_vectors(weight, read, 0, size, tile, vector)
+    if is_gated:
+        other_values = weight_vectors(weight, read + out_size, 0, size, tile, vector)
+    wait_for_inputs(is_dependent)
+    inverse = _inverse_root_mean_square(stream, eps, size, tile)
+    num_tiles: tl.constexpr = (size + tile - 1) // tile
+    for index in range(1, num_tiles):
+        next_values = weight_vectors(weight, read, index * tile, size, tile, vector)
+        if is_gated:
+            next_other = weight_vectors(weight, read + out_size, index * tile, size, tile, vector)
+        first = (index - 1) * tile
+        inputs = _normed_inputs(stream, norm_weight, inverse, first, size, tile, vector)
+        sums += tl.sum(values.to(tl.float32) * inputs[None, :, :], axis=2)
+        values = next_values
+        if is_gated:
+            other += tl.sum(other_values.to(tl.float32) * inputs[None, :, :], axis=2)
+            other_values = next_other
+    first = (num_tiles - 1) * tile
+    inputs = _normed_inputs(stream, norm_weight, inverse, first, size, tile, vector)
+    sums += tl.sum(values.to(tl.float32) * inputs[None, :, :], axis=2)
+    product = tl.sum(sums, axis=1)
+    if has_bias:
+        product += tl.load(bias + read).to(tl.float32)
+    element_type = out.dtype.element_ty
+    if is_gated:
+        other += tl.sum(other_values.to(tl.float32) * inputs[None, :, :], axis=2)
+        product = rounded_gate(product, tl.sum(other, axis=1), gate, element_type)
+    tl.store(out + columns, product.to(element_type), mask=columns < out_size)
+
+
+def normed_gemv(
+    row: UnnormedRow, weight: torch.Tensor, bias: torch.Tensor | None, tuning: GemvTuning
+) -> torch.Tensor:
+    """Return `norm(row) @ weight.T + bias`, `[1, out_size]`; the norm is that of `add_norm`.
+
+    `weight` is `[out_size, size]`, contiguous and of the row's dtype.
+    """
+    return _launched(row, weight, bias, len(weight), tuning, gate=None)
+
+
+def normed_gemv_gated(
+    row: UnnormedRow, weight: torch.Tensor, gate: str, tuning: GemvTuning
+) -> torch.Tensor:
+    """Return `activation(first half of the columns) * second half` of `norm(row) @ weight.T`.
+
+    Arguments are those of `normed_gemv`; the result is `[1, out_size / 2]`.
+    """
+    return _launched(row, weight, None, len(weight) // 2, tuning, gate=gate)
+
+
+def _launched(
+    row: UnnormedRow,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_size: int,
+    tuning: GemvTuning,
+    *,
+    gate: str | None,
+) -> torch.Tensor:
+    stream = row.stream
+    num_rows, size = stream.shape
+    assert num_rows == 1
+    assert stream.stride(1) == 1
+    assert row.weight.shape == (size,)
+    assert weight.dtype == stream.dtype
+    assert weight.is_contiguous()
+    assert weight.shape[1] == size
+    out = stream.new_empty((1, out_size))
+    _normed_gemv[(triton.cdiv(out_size, tuning.tile_columns),)](
+        stream,
+        row.weight,
+        weight,
+        weight if bias is None else bias,
+        out,
+        out_size,
+        row.eps,
+        size=size,
+        has_bias=bias is not None,
+        is_gated=gate is not None,
+        gate=gate,
+        tile_columns=tuning.tile_columns,
+        tile=tuning.tile_bytes // weight.element_size(),
+        vector=VECTOR_BYTES // weight.element_size(),
+        num_warps=tuning.num_warps,
+        **dependent_launch(stream.device),
+    )
+    return out

@@ -1,0 +1,153 @@
+"""A step of one row, whose products norm what they read and add to the stream what they write."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import TYPE_CHECKING, ClassVar
+
+import pytest
+import torch
+
+from pagedray import LLM, SamplingParams
+from tests.checkpoints import save_word_tokenizer
+from tests.workers.reference import NUM_TOKENS, loaded_model, reference_logits, run, save_checkpoint
+from workers.layers import linear_kernels
+from workers.layers.linear_kernels import SkinnyGemmLinear
+from workers.parallel.group import SoloGroup
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from attention.kernels.unnormed_row import UnnormedRow
+    from cluster.generation import Completion
+
+pytest.importorskip("triton")
+
+VOCAB_SIZE = 8192
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "torch_dtype": "bfloat16",
+}
+
+
+class CountingLinear(SkinnyGemmLinear):
+    """Counts the products that do the work of another kernel as well."""
+
+    counts: ClassVar[Counter[str]] = Counter()
+
+    def of_unnormed(self, row: UnnormedRow) -> torch.Tensor:
+        self.counts["norm"] += 1
+        return super().of_unnormed(row)
+
+    def gated_of_unnormed(self, row: UnnormedRow) -> torch.Tensor:
+        self.counts["norm and gate"] += 1
+        return super().gated_of_unnormed(row)
+
+    def add_or_return(self, stream: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+        product = super().add_or_return(stream, x)
+        self.counts["sum"] += product is None
+        return product
+
+
+class PlainLinear(SkinnyGemmLinear):
+    """Leaves norms and sums to kernels of their own."""
+
+    def takes_unnormed(self, num_rows: int) -> bool:
+        return False
+
+    def add_or_return(self, stream: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self(x)
+
+
+def use(kind: type[SkinnyGemmLinear], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_kernels, "linear_kernel_class", lambda dtype, device: kind)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton interprets only without a GPU")
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [
+        ("llama-6-heads-3-kv", {"norm": 3, "norm and gate": 3, "sum": 6}),
+        # One layer of three has an MLP, behind which alone the stream is whole.
+        ("qwen3_moe-dense-layers-windows", {"norm": 2, "norm and gate": 1, "sum": 4}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                # With a bias, the gate is a kernel of its own.
+                ("llama-6-heads-2-kv-biases", {"norm": 6, "norm and gate": 3, "sum": 6}),
+                ("gemma-one-kv-head", {"norm": 6, "sum": 6}),
+                ("granite-multipliers", {"norm": 1}),
+                ("gemma2-capped", {"norm": 1}),
+                ("mpt-12-heads", {"sum": 6}),
+                ("cohere2-parallel", {}),
+                ("olmo2-6-heads-2-kv", {}),
+            )
+        ),
+    ],
+)
+def test_a_step_of_one_row_gives_what_transformers_does(
+    name: str, counts: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(name, tmp_path)
+    group = SoloGroup()
+    use(CountingLinear, monkeypatch)
+    CountingLinear.counts.clear()
+    logits = run(loaded_model(tmp_path, group), group, (NUM_TOKENS - 1, 1))
+    expected = reference_logits(tmp_path)[-1:]
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    assert +CountingLinear.counts == counts
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs a Hopper GPU",
+)
+def test_graphs_of_one_row_give_what_single_kernels_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    save_word_tokenizer(tmp_path, VOCAB_SIZE)
+    prompts = [list(range(first, first + 100)) for first in range(2, 802, 100)]
+    sampling = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True, logprobs=5)
+    outputs: list[list[Completion]] = []
+    for kind in (SkinnyGemmLinear, PlainLinear):
+        use(kind, monkeypatch)
+        with LLM(
+            tmp_path,
+            executor="local",
+            device="cuda",
+            load_format="dummy",
+            max_num_seqs=4,
+            show_progress=False,
+        ) as llm:
+            one_by_one = [llm.generate([one], sampling, use_tqdm=False)[0] for one in prompts]
+        outputs.append([one.outputs[0] for one in one_by_one])
+    num_equal = sum(map(checked_prefix, *outputs))
+    assert num_equal >= 64
+
+
+def checked_prefix(fused: Completion, plain: Completion) -> int:
+    """Return how many tokens are equal, whose likeliest ones must be as likely in both."""
+    assert fused.logprobs is not None
+    assert plain.logprobs is not None
+    steps = zip(fused.token_ids, plain.token_ids, fused.logprobs, plain.logprobs, strict=True)
+    for num_equal, (token, other, likely, other_likely) in enumerate(steps):
+        common = likely.keys() & other_likely.keys()
+        assert {token, other} <= common
+        assert all(abs(likely[one].logprob - other_likely[one].logprob) < 0.1 for one in common)
+        if token != other:
+            # Of tokens that nearly tie, any wins, and what follows it is another text.
+            return num_equal
+    return len(fused.token_ids)
