@@ -271,7 +271,7 @@ def test_swapped_sequences_have_the_same_tokens(model: Path, *, enable_prefix_ca
 
 def test_prefixes_that_come_back_have_the_same_tokens(model: Path) -> None:
     stats = check_tokens(model, executor="local", preemption="auto")
-    assert stats.num_saved_blocks > 500
+    assert stats.num_saved_blocks > 100
 
 
 @pytest.mark.parametrize("preemption", ["swap", "auto"])
