@@ -168,6 +168,11 @@ class LLM:
         """Return the parameters of calls without any, which the model's file recommends."""
         return self._requests.default_params
 
+    @property
+    def recommended_sampling(self) -> Mapping[str, float]:
+        """The fields of sampling parameters that the model's generation_config.json sets."""
+        return self._requests.recommended
+
     def get_tokenizer(self) -> Tokenizer:
         """Return the model's tokenizer, which has `encode` and `decode`."""
         return self._tokenizer

@@ -13,7 +13,7 @@ from cluster.serving.validator import Validator
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Sequence
+    from collections.abc import Coroutine, Mapping, Sequence
 
     from cluster.llm_prompts import SaltedPrompt
     from cluster.serving.embedding_validator import EmbeddingValidator
@@ -37,8 +37,9 @@ class RequestMaker:
         seed: int | None,
     ) -> None:
         # Any: values of several fields.
-        defaults: dict[str, Any] = dict(config.sampling_defaults)
-        self.default_params = SamplingParams(**defaults)
+        self.recommended: Mapping[str, Any] = dict(config.sampling_defaults)
+        """The fields of parameters that the model's file sets."""
+        self.default_params = SamplingParams(**self.recommended)
         """The parameters of requests without any: those that the model's file recommends."""
         self._validator = validator
         self._seeds = None if seed is None else random.Random(seed)

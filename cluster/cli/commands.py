@@ -6,7 +6,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from cluster.cli.flags import engine_options, sampling_params
+from cluster.cli.flags import engine_options, sampling_fields
 from cluster.cli.one_line_parser import USAGE_EXIT, command_parser
 from cluster.cli.parser import CONFIG_FLAG, make_parser
 from cluster.engine.options import engine_config
@@ -136,14 +136,14 @@ def _generate(parsed: argparse.Namespace) -> int:
     from cluster.cli.terminal import generate
 
     return generate(
-        parsed.model, engine_options(parsed), parsed.text, sampling_params(parsed), parsed.json
+        parsed.model, engine_options(parsed), parsed.text, sampling_fields(parsed), parsed.json
     )
 
 
 def _chat(parsed: argparse.Namespace) -> int:
     from cluster.cli.terminal import chat
 
-    return chat(parsed.model, engine_options(parsed), sampling_params(parsed))
+    return chat(parsed.model, engine_options(parsed), sampling_fields(parsed))
 
 
 def _new_key(parsed: argparse.Namespace) -> int:
@@ -201,9 +201,9 @@ def _deploy(parsed: argparse.Namespace) -> int:
 
 
 def _completion(parsed: argparse.Namespace) -> int:
-    import shtab
+    from cluster.cli.completion import completion_script
 
-    print(shtab.complete(make_parser(), parsed.shell))
+    print(completion_script(make_parser(), parsed.shell))
     return 0
 
 

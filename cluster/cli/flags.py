@@ -24,7 +24,7 @@ from pagedray.errors import StartupError
 from pagedray.model_config import Dtype, Task
 from pagedray.request import SamplingParams
 
-__all__ = ["add_engine_flags", "add_sampling_flags", "engine_options", "sampling_params"]
+__all__ = ["add_engine_flags", "add_sampling_flags", "engine_options", "sampling_fields"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,9 +232,26 @@ _GROUPS = {
 }
 _SAMPLING = (
     _Flag("max_tokens", "Maximum number of tokens to generate.", int),
-    _Flag("temperature", "Sampling temperature; 0 is greedy.", float, "T"),
-    _Flag("top_p", "Sample from the likeliest tokens of this total probability.", float, "P"),
-    _Flag("top_k", "Sample from this many of the likeliest tokens; 0 or -1 is all.", int, "K"),
+    _Flag(
+        "temperature",
+        "Sampling temperature; 0 is greedy. (default: that of --generation-config, or 0)",
+        float,
+        "T",
+    ),
+    _Flag(
+        "top_p",
+        "Sample from the likeliest tokens of this total probability. (default: that of "
+        "--generation-config, or 1)",
+        float,
+        "P",
+    ),
+    _Flag(
+        "top_k",
+        "Sample from this many of the likeliest tokens; 0 or -1 is all. (default: that of "
+        "--generation-config, or 0)",
+        int,
+        "K",
+    ),
     _Flag("seed", "Random seed of sampling. (default: a random one)", int),
 )
 
@@ -257,15 +274,21 @@ def engine_options(parsed: argparse.Namespace) -> EngineOptions:
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
-    """Add the flags that `sampling_params` reads to a command."""
+    """Add the flags that `sampling_fields` reads to a command."""
     group = parser.add_argument_group("sampling")
-    default = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     for flag in _SAMPLING:
-        _add(group, flag, getattr(default, flag.field))
+        _add(group, flag, max_tokens if flag.field == "max_tokens" else None)
 
 
-def sampling_params(parsed: argparse.Namespace) -> SamplingParams:
-    return SamplingParams(**{flag.field: getattr(parsed, flag.field) for flag in _SAMPLING})
+def sampling_fields(parsed: argparse.Namespace) -> dict[str, Any]:  # Any: fields of all types
+    """Return the sampling parameters that the command line sets.
+
+    Raises InvalidRequestError for a value that is not allowed.
+    """
+    given = {flag.field: getattr(parsed, flag.field) for flag in _SAMPLING}
+    fields = {name: value for name, value in given.items() if value is not None}
+    SamplingParams(**fields)
+    return fields
 
 
 def _add(group: argparse._ArgumentGroup, flag: _Flag, default: object) -> None:

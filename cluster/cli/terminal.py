@@ -6,23 +6,30 @@ import json
 import sys
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cluster.llm import LLM
 from pagedray.errors import InvalidRequestError
+from pagedray.request import SamplingParams
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from cluster.engine.options import EngineOptions
-    from pagedray.request import SamplingParams
 
 __all__ = ["chat", "generate"]
 
 
+# Any: fields of sampling parameters, of all types, here and below.
 def generate(
-    model: str, options: EngineOptions, text: str, sampling: SamplingParams, is_json: bool
+    model: str, options: EngineOptions, text: str, given: Mapping[str, Any], is_json: bool
 ) -> int:
-    """Print the completion of `text`, as it is generated or as one JSON object."""
+    """Print the completion of `text`, as it is generated or as one JSON object.
+
+    `given` are the sampling parameters that the user sets.
+    """
     with _loaded(model, options) as llm:
+        sampling = _sampling(llm, given)
         if is_json:
             started_s = time.perf_counter()
             (generation,) = llm.generate(text, sampling, use_tqdm=False)
@@ -47,9 +54,10 @@ def generate(
     return 0
 
 
-def chat(model: str, options: EngineOptions, sampling: SamplingParams) -> int:
-    """Chat until end-of-file or an empty line."""
+def chat(model: str, options: EngineOptions, given: Mapping[str, Any]) -> int:
+    """Chat until end-of-file or an empty line; `given` is as in `generate`."""
     with _loaded(model, options) as llm:
+        sampling = _sampling(llm, given)
         print("Type a message; an empty line or Ctrl-D exits.", file=sys.stderr)
         messages: list[dict[str, str]] = []
         while line := _read_line():
@@ -71,6 +79,12 @@ def _answer(llm: LLM, messages: list[dict[str, str]], sampling: SamplingParams) 
         answer += piece
     print()
     return answer
+
+
+def _sampling(llm: LLM, given: Mapping[str, Any]) -> SamplingParams:
+    """Return parameters of the user, of the model's file, or greedy ones, in this order."""
+    fields: dict[str, Any] = {"temperature": 0.0, **llm.recommended_sampling, **given}
+    return SamplingParams(**fields)
 
 
 def _loaded(model: str, options: EngineOptions) -> LLM:

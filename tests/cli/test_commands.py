@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.cli.flags import engine_options, sampling_params
+from cluster.cli.flags import engine_options, sampling_fields
 from cluster.cli.parser import make_parser
 from cluster.engine.options import EngineOptions
 from cluster.engine.progress import ProgressLine
@@ -107,12 +107,12 @@ def test_more_than_one_rank_uses_ray_by_default() -> None:
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
-def test_seed_is_passed_to_sampling_params(command: str) -> None:
+def test_seed_is_passed_to_sampling_fields(command: str) -> None:
     text = ["x"] if command == "generate" else []
     given = parsed(command, "folder", *text, "--seed=5")
-    assert sampling_params(given).seed == 5
+    assert sampling_fields(given)["seed"] == 5
     assert engine_options(given).load_seed == 0
-    assert sampling_params(parsed(command, "folder", *text)).seed is None
+    assert sampling_fields(parsed(command, "folder", *text)).keys() == {"max_tokens"}
 
 
 def test_serve_has_no_sampling_seed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -101,15 +101,3 @@ def test_a_missing_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit):
         main(["serve", "folder", "--config", str(tmp_path / "absent.yaml")])
     assert "absent.yaml: No such file" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh"])
-def test_completion_knows_commands_and_flags(
-    shell: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["completion", shell]) == 0
-    script = capsys.readouterr().out
-    for word in ("serve", "bench", "--max-model-len", "--tool-call-format"):
-        assert word in script
-    # Flags of vLLM that are hidden from the help are hidden here too.
-    assert "--pipeline-parallel-size" not in script

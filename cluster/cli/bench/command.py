@@ -88,7 +88,10 @@ async def _measure(parsed: argparse.Namespace, target: Target) -> tuple[str, Loa
     name = parsed.served_model_name or parsed.model
     async with _client(target) as client:
         model = await client.open(name)
-        requests = await _requests(parsed, _tokenizer(parsed, client))
+        try:
+            requests = await _requests(parsed, _tokenizer(parsed, client))
+        except BenchError as error:
+            raise BenchError(f"The server cannot tokenize the prompts. {error}") from error
         measured, others = requests[: parsed.num_prompts], requests[parsed.num_prompts :]
         for request in others:
             try:
@@ -101,8 +104,12 @@ async def _measure(parsed: argparse.Namespace, target: Target) -> tuple[str, Loa
             max_concurrency=parsed.max_concurrency,
             seed=parsed.seed,
         )
-        has_bar = False if parsed.disable_tqdm else None
-        return model, await send_load(client, measured, load, has_bar=has_bar)
+        return model, await send_load(client, measured, load, has_bar=_has_bar(parsed))
+
+
+def _has_bar(parsed: argparse.Namespace) -> bool | None:
+    """Return whether to show progress; None shows it on a terminal."""
+    return False if parsed.disable_tqdm else None
 
 
 def _client(target: Target) -> BenchClient:
@@ -129,7 +136,7 @@ async def _requests(parsed: argparse.Namespace, tokenizer: TextTokenizer) -> lis
         prefix_len=parsed.random_prefix_len,
         range_ratio=parsed.random_range_ratio,
     )
-    return await random_requests(tokenizer, number, lengths, parsed.seed)
+    return await random_requests(tokenizer, number, lengths, parsed.seed, has_bar=_has_bar(parsed))
 
 
 def _tokenizer(parsed: argparse.Namespace, client: BenchClient) -> TextTokenizer:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
+from tqdm import tqdm
 
 from cluster.cli.bench.client import BenchRequest
 from cluster.cli.bench.text_lengths import text_of_length
@@ -41,9 +42,14 @@ class RandomLengths:
 
 
 async def random_requests(
-    tokenizer: TextTokenizer, number: int, lengths: RandomLengths, seed: int
+    tokenizer: TextTokenizer,
+    number: int,
+    lengths: RandomLengths,
+    seed: int,
+    *,
+    has_bar: bool | None,
 ) -> list[BenchRequest]:
-    """Return requests of random words, equal for equal seeds."""
+    """Return requests of random words, equal for equal seeds; `has_bar` is as in `send_load`."""
     draws = random.Random(seed)
     prefix = ""
     num_prefix = 0
@@ -51,7 +57,9 @@ async def random_requests(
         prefix, num_prefix = await text_of_length(tokenizer, lengths.prefix_len, draws)
         prefix += " "
     requests = []
-    for _ in range(number):
+    # The server may be far away, and asked twice for each prompt.
+    disabled = None if has_bar is None else not has_bar
+    for _ in tqdm(range(number), unit="prompt", leave=False, disable=disabled):
         length = lengths.draw(lengths.input_len, draws)
         text, num_tokens = await text_of_length(tokenizer, length, draws)
         requests.append(

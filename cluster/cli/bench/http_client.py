@@ -231,6 +231,9 @@ def _failure(error: Exception) -> PagedRayError:
         return StartupError(f"--base-url is not a URL: {error}.")
     if isinstance(error, TimeoutError):
         return BenchError("The server did not answer in time.")
+    # aiohttp raises it for what is not HTTP, such as the frames of gRPC.
+    if isinstance(error, aiohttp.ClientResponseError):
+        return BenchError("The answer is not HTTP; PagedRay's gRPC port requires --backend grpc.")
     if isinstance(error, aiohttp.ClientConnectorError):
         error = error.os_error
         return BenchError(f"Cannot reach the server: {error.strerror or error}.")

@@ -180,6 +180,19 @@ def test_failures_amid_the_test_are_counted(
     assert (json.loads(out)["completed"], json.loads(out)["failed"]) == (2, 4)
 
 
+def test_the_port_of_grpc_is_recognised(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    error = one_error(run(capsys, f"--base-url=http://{server.grpc_target}", *SHORT))
+    assert "requires --backend grpc" in error
+
+
+def test_prompts_beyond_the_context_are_refused(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    length = "--random-input-len=100000"
+    error = one_error(run(capsys, f"--base-url={server.url}", *SHORT, length))
+    assert "The server cannot tokenize the prompts. Status 400: " in error
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
