@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 
+from tests.hostile.engine_work import EngineWork
 from tests.hostile.post_flood import PostFlood
 
 __all__ = ["LongStops"]
 
 _STOPS = ["a" * 495 + last for last in "bcdefghijklmnopq"]
+_PROMPT = "x"
 _NUM_SEQUENCES = 128
+_NUM_TOKENS = 1
 
 
 class LongStops(PostFlood):
@@ -17,14 +20,15 @@ class LongStops(PostFlood):
 
     name = "16 long stop strings, 128 times"
     allowed = frozenset(("200", "429"))
+    engine_work = EngineWork(prompt=_PROMPT, max_tokens=_NUM_TOKENS, num_prompts=_NUM_SEQUENCES)
 
     def body(self) -> bytes:
         """Return a completion request."""
         body = {
             "model": "tiny-llama",
-            "prompt": "x",
+            "prompt": _PROMPT,
             "n": _NUM_SEQUENCES,
-            "max_tokens": 1,
+            "max_tokens": _NUM_TOKENS,
             "stop": _STOPS,
         }
         return json.dumps(body).encode()
