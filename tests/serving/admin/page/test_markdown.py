@@ -44,11 +44,35 @@ import('/page/markdown/markdown_view.js').then(async ({ MarkdownView }) => {
 })
 """
 
+GROW = """
+import('/page/markdown/markdown_view.js').then(async ({ MarkdownView }) => {
+  const view = new MarkdownView();
+  document.getElementById('messages').append(view.node);
+  window.view = view;
+  const text = %s;
+  const size = Math.ceil(text.length / 5);
+  for (let at = 0; at < text.length; at += size) {
+    view.append(text.slice(at, at + size));
+    await new Promise((wake) => setTimeout(wake, 60));
+    window.first ??= view.node.querySelector('li, tbody tr');
+  }
+  await view.end();
+  window.isDrawn = true;
+})
+"""
+
 
 def put(page: ChatPage, text: str) -> None:
     """Draw a text on the page, without a model."""
     page.evaluate("window.isDrawn = false")
     page.evaluate(PUT % f"[{text}]")
+    page.wait_for("window.isDrawn")
+
+
+def grow(page: ChatPage, text: str) -> None:
+    """Draw a text in some steps."""
+    page.evaluate("window.isDrawn = false; window.first = null")
+    page.evaluate(GROW % text)
     page.wait_for("window.isDrawn")
 
 
@@ -95,6 +119,32 @@ def test_text_that_grows_ends_as_the_whole_text_does(page: ChatPage, size: int) 
     grown = page.evaluate("window.view.node.innerHTML")
     put(page, f"{TEXT * 3!r}")
     assert grown == page.evaluate("window.view.node.innerHTML")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "text",
+    [
+        "'- a **b**\\n'.repeat(1500)",
+        "'3. a\\n\\n4. b\\n   - c\\n'.repeat(3)",
+        "'- a\\n'.repeat(5) + '\\n- b\\n'",
+        "'|a|b|\\n|-|:-:|\\n' + '|c|`d`|\\n'.repeat(50)",
+        "'|a|b|\\n|-|-|\\n' + '|c|d|\\n'.repeat(1500)",
+        "'- [a]\\n- b\\n- c\\n\\n[a]: https://example.com'",
+    ],
+)
+def test_long_blocks_grow_as_the_whole_text(page: ChatPage, text: str) -> None:
+    grow(page, text)
+    grown = page.evaluate("window.view.node.innerHTML")
+    put(page, text)
+    assert grown == page.evaluate("window.view.node.innerHTML")
+
+
+@pytest.mark.parametrize("text", ["'- a\\n'.repeat(40)", "'|a|\\n|-|\\n' + '|b|\\n'.repeat(40)"])
+def test_what_is_drawn_of_a_list_or_table_is_kept(page: ChatPage, text: str) -> None:
+    grow(page, text)
+    assert page.count(".markdown li") + page.count(".markdown tbody tr") == 40
+    assert page.evaluate("window.first.isConnected")
 
 
 def test_open_code_block_grows_in_place(page: ChatPage, engine: FakeEngine) -> None:

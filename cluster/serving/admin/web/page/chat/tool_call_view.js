@@ -5,7 +5,7 @@ import { CodeBlock } from "../markdown/code_block.js";
 
 export class ToolCallView {
   #call;
-  #code = new CodeBlock("", "json");
+  #code = new CodeBlock({ text: "", lang: "json" });
   #name = make("strong");
   #result = null;
 
@@ -33,8 +33,8 @@ export class ToolCallView {
   draw() {
     const { name, arguments: text } = this.#call.function;
     this.#name.textContent = name;
-    if (!this.#code.extend(text, "json")) {
-      const code = new CodeBlock(text, "json");
+    if (!this.#code.extend({ text: text, lang: "json" })) {
+      const code = new CodeBlock({ text, lang: "json" });
       this.#code.node.replaceWith(code.node);
       this.#code = code;
     }
@@ -48,7 +48,7 @@ export class ToolCallView {
     } catch {
       // They are shown as the model wrote them.
     }
-    const code = new CodeBlock(text, "json");
+    const code = new CodeBlock({ text, lang: "json" });
     this.#code.node.replaceWith(code.node);
     this.#code = code;
   }

@@ -1,7 +1,7 @@
 // Makes nodes of the blocks of a Markdown text.
 
 import { make } from "../dom.js";
-import { MAX_CELLS, MAX_DEPTH } from "./budget.js";
+import { MAX_DEPTH, isLargeTable } from "./budget.js";
 import { CodeBlock } from "./code_block.js";
 import { inlineNodes } from "./inline.js";
 
@@ -39,7 +39,7 @@ function blockNode(token, budget, depth) {
     case "paragraph":
       return make("p", {}, ...inlineNodes(token.tokens, budget, depth));
     case "code":
-      return new CodeBlock(token.text, languageOf(token)).node;
+      return new CodeBlock(token).node;
     case "blockquote":
       return make("blockquote", {}, ...blockNodes(token.tokens, budget, depth + 1));
     case "list":
@@ -56,9 +56,17 @@ function blockNode(token, budget, depth) {
   }
 }
 
-/** Return the language of a code block, such as "python". */
-export function languageOf(token) {
-  return (token.lang ?? "").trim().split(/\s/)[0].slice(0, 30);
+/** Return the node of a list, without its items. */
+export function listNode(token) {
+  const node = make(token.ordered ? "ol" : "ul");
+  if (token.ordered && Number.isSafeInteger(token.start)) node.start = token.start;
+  return node;
+}
+
+/** Return the node of an item whose blocks have a depth. */
+export function listItem(item, budget, depth) {
+  const className = item.task ? "task" : "";
+  return make("li", { className }, ...blockNodes(item.tokens, budget, depth));
 }
 
 function list(token, budget, depth) {
@@ -68,34 +76,33 @@ function list(token, budget, depth) {
       items.push(make("li", {}, plainBlock(token.items.slice(index).map((one) => one.raw).join(""))));
       break;
     }
-    const className = item.task ? "task" : "";
-    items.push(make("li", { className }, ...blockNodes(item.tokens, budget, depth + 1)));
+    items.push(listItem(item, budget, depth + 1));
   }
-  const node = make(token.ordered ? "ol" : "ul", {}, ...items);
-  if (token.ordered && Number.isSafeInteger(token.start)) node.start = token.start;
+  const node = listNode(token);
+  node.append(...items);
   return node;
 }
 
+/** Return a row of a table; `tag` is that of its cells. */
+export function tableRow(cells, tag, budget) {
+  const nodes = cells.map((cell) => {
+    const node = make(tag, {}, ...inlineNodes(cell.tokens, budget));
+    if (cell.align) node.style.textAlign = cell.align;
+    return node;
+  });
+  return make("tr", {}, ...nodes);
+}
+
 function table(token, budget) {
-  if ((token.rows.length + 1) * token.header.length > MAX_CELLS) return plainBlock(token.raw);
-  const row = (cells, tag) =>
-    make(
-      "tr",
-      {},
-      ...cells.map((cell) => {
-        const node = make(tag, {}, ...inlineNodes(cell.tokens, budget));
-        if (cell.align) node.style.textAlign = cell.align;
-        return node;
-      }),
-    );
+  if (isLargeTable(token)) return plainBlock(token.raw);
   return make(
     "div",
     { className: "table", tabIndex: 0 },
     make(
       "table",
       {},
-      make("thead", {}, row(token.header, "th")),
-      make("tbody", {}, ...token.rows.map((cells) => row(cells, "td"))),
+      make("thead", {}, tableRow(token.header, "th", budget)),
+      make("tbody", {}, ...token.rows.map((cells) => tableRow(cells, "td", budget))),
     ),
   );
 }

@@ -7,9 +7,10 @@ export class CodeBlock {
   #text;
   #language;
 
-  constructor(text, language = "") {
+  constructor(token) {
+    const language = languageOf(token);
     this.#language = language;
-    this.#text = document.createTextNode(text);
+    this.#text = document.createTextNode(token.text);
     const code = make("code", {}, this.#text);
     this.node = make(
       "figure",
@@ -25,9 +26,15 @@ export class CodeBlock {
   }
 
   /** Extend the block to a longer text, if it begins alike; return whether it does. */
-  extend(text, language) {
-    if (language !== this.#language || !text.startsWith(this.#text.data)) return false;
+  extend(token) {
+    const { text } = token;
+    if (languageOf(token) !== this.#language || !text.startsWith(this.#text.data)) return false;
     this.#text.appendData(text.slice(this.#text.length));
     return true;
   }
+}
+
+/** Return the language of a code block, such as "python". */
+function languageOf(token) {
+  return (token.lang ?? "").trim().split(/\s/)[0].slice(0, 30);
 }

@@ -1,15 +1,19 @@
 // The nodes of a Markdown text that grows. Blocks that no further text can change are kept.
 
 import { make } from "../dom.js";
-import { blockNodes, languageOf } from "./blocks.js";
+import { blockNodes } from "./blocks.js";
 import { Budget } from "./budget.js";
 import { CodeBlock } from "./code_block.js";
 import { lexer } from "./lexer.js";
+import { ListBlock } from "./list_block.js";
+import { TableBlock } from "./table_block.js";
 
 const PAUSE_MS = 40;
 // Drawing takes at most one part in this many of the time.
 const SHARE = 5;
 const NUM_OPEN_BLOCKS = 2;
+// Blocks that are extended where they grow.
+const GROWING = { code: CodeBlock, list: ListBlock, table: TableBlock };
 
 export class MarkdownView {
   #text = "";
@@ -91,13 +95,14 @@ export class MarkdownView {
     const old = this.#blocks[index];
     // Definitions change links in blocks with the same source.
     if (old?.raw === token.raw && old.type === token.type && !isStale) return;
-    if (token.type === "code") {
-      if (old?.code?.extend(token.text, languageOf(token))) {
+    const Block = GROWING[token.type];
+    if (Block !== undefined) {
+      if (!isStale && old?.growing instanceof Block && old.growing.extend(token)) {
         old.raw = token.raw;
         return;
       }
-      const code = new CodeBlock(token.text, languageOf(token));
-      this.#place(index, { raw: token.raw, type: token.type, node: code.node, code });
+      const growing = new Block(token);
+      this.#place(index, { raw: token.raw, type: token.type, node: growing.node, growing });
       return;
     }
     const [node] = blockNodes([token], new Budget());

@@ -1,0 +1,33 @@
+// A table that grows at its end: rows whose source is the same are kept.
+
+import { make } from "../dom.js";
+import { tableRow } from "./blocks.js";
+import { Budget } from "./budget.js";
+import { GrowingParts } from "./growing_parts.js";
+
+export class TableBlock {
+  #head;
+  #parts;
+
+  constructor(token) {
+    this.#head = headOf(token);
+    const body = make("tbody");
+    const head = make("thead", {}, tableRow(token.header, "th", new Budget()));
+    this.node = make("div", { className: "table", tabIndex: 0 }, make("table", {}, head, body));
+    this.#parts = new GrowingParts(body);
+    this.extend(token);
+  }
+
+  /** Show the rows of a table that grew; return whether it is the same table. */
+  extend(token) {
+    if (headOf(token) !== this.#head) return false;
+    const sources = token.rows.map((cells) => cells.map((cell) => cell.text).join("\n"));
+    this.#parts.show(sources, (index, budget) => tableRow(token.rows[index], "td", budget));
+    return true;
+  }
+}
+
+/** Return what all rows depend on. */
+function headOf(token) {
+  return JSON.stringify([token.align, token.header.map((cell) => cell.text)]);
+}
