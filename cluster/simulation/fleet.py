@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cluster.serving.ray_serve.routing.affinity import MAX_KEY_TOKENS, prefix_key, routing_order
+from cluster.serving.ray_serve.routing.affinity import MAX_KEY_TOKENS, RoutingKey, prefix_key
+from cluster.serving.ray_serve.routing.placement import Placement
 from cluster.simulation.virtual_replica import distinct_prompt
 
 if TYPE_CHECKING:
@@ -19,10 +21,8 @@ __all__ = ["Fleet", "Sample"]
 _TICK_S = 0.1
 _TICKS_PER_REPORT = 10
 """Ray Serve collects the loads of replicas once a second."""
-_SLACK = 1.25
-_CALM = 0.25
 _CALL_LOAD = 0.01
-"""The defaults of `AffinityRouter`."""
+"""The default of `AffinityRouter`."""
 _MOST_SAMPLES = 2000
 _FIRST_PREFIX = 10**9
 """Token ids of prefixes start here, above those of prompts."""
@@ -47,10 +47,17 @@ class Sample:
 class Fleet:
     """Some replicas and their router, which sees loads that are up to a second old."""
 
-    def __init__(self, make_replica: Callable[[], VirtualReplica], *, num_replicas: int) -> None:
+    def __init__(
+        self,
+        make_replica: Callable[[], VirtualReplica],
+        *,
+        num_replicas: int,
+        placement: Placement | None = None,
+    ) -> None:
+        """`placement` is the router's, by default one with its defaults."""
         self._replicas = {f"replica {number}": make_replica() for number in range(num_replicas)}
-        self._loads = dict.fromkeys(self._replicas, 0.0)
-        """As reported, and with the requests sent since."""
+        self._placement = placement or Placement(draws=random.Random(0))
+        self._tick = self._next_report = 0
         self._prefixes: dict[str, int] = {}
         self._samples: list[Sample] = []
         self._ticks_per_sample = 1
@@ -71,41 +78,57 @@ class Fleet:
         """Run requests, which are sorted by time, until all have ended."""
         pending = iter(arrivals)
         arrival = next(pending, None)
-        tick = next_report = 0
         while True:
             if not any(one.has_work for one in self.replicas):
                 if arrival is None:
                     return
                 # Nothing happens until then.
-                tick = max(tick, int(arrival.arrival_s / _TICK_S))
-            if tick >= next_report:
-                self._loads = {name: _load_of(one) for name, one in self._replicas.items()}
-                next_report = (tick // _TICKS_PER_REPORT + 1) * _TICKS_PER_REPORT
-            tick += 1
-            until_s = tick * _TICK_S
+                self._tick = max(self._tick, int(arrival.arrival_s / _TICK_S))
+            until_s = self.begin_tick()
             while arrival is not None and arrival.arrival_s < until_s:
-                self._send(arrival)
+                self.calls.append(
+                    self.submit(
+                        self._prompt_of(arrival),
+                        num_output_tokens=arrival.num_output_tokens,
+                        arrival_s=arrival.arrival_s,
+                        tenant=arrival.tenant,
+                    )
+                )
                 arrival = next(pending, None)
-            for replica in self.replicas:
-                replica.run(until_s=until_s)
-            if tick % self._ticks_per_sample == 0:
-                self._take_sample(until_s)
+            self.end_tick()
 
-    def _send(self, arrival: Arrival) -> None:
-        prompt = self._prompt_of(arrival)
-        if len(self._loads) > 1:
-            key = prefix_key(prompt[:MAX_KEY_TOKENS])
-            name = routing_order(key, self._loads, slack=_SLACK, calm=_CALM)[0]
-        else:
-            (name,) = self._loads
-        self._loads[name] += _CALL_LOAD
-        call = self._replicas[name].submit(
-            prompt,
-            num_output_tokens=arrival.num_output_tokens,
-            arrival_s=arrival.arrival_s,
-            tenant=arrival.tenant,
+    def begin_tick(self) -> float:
+        """Let the router take the loads of replicas if it is time; return when the tick ends."""
+        if self._tick >= self._next_report:
+            self._placement.set_replicas(
+                {name: _load_of(one) for name, one in self._replicas.items()}
+            )
+            self._next_report = (self._tick // _TICKS_PER_REPORT + 1) * _TICKS_PER_REPORT
+        self._tick += 1
+        return self._tick * _TICK_S
+
+    def submit(
+        self, prompt: list[int], *, num_output_tokens: int, arrival_s: float, tenant: str
+    ) -> VirtualCall:
+        """Route a request that arrives before the tick ends."""
+        name = next(iter(self._replicas))
+        if len(self._replicas) > 1:
+            text = prefix_key(prompt[:MAX_KEY_TOKENS])
+            # Tenants have one credential each.
+            key = None if text is None else RoutingKey(text, f"tenant {tenant}")
+            name = self._placement.choose_replicas(key)[0]
+            self._placement.add_load(name, _CALL_LOAD)
+        return self._replicas[name].submit(
+            prompt, num_output_tokens=num_output_tokens, arrival_s=arrival_s, tenant=tenant
         )
-        self.calls.append(call)
+
+    def end_tick(self) -> None:
+        """Run all replicas to the end of the tick."""
+        until_s = self._tick * _TICK_S
+        for replica in self.replicas:
+            replica.run(until_s=until_s)
+        if self._tick % self._ticks_per_sample == 0:
+            self._take_sample(until_s)
 
     def _prompt_of(self, arrival: Arrival) -> list[int]:
         num_own = arrival.num_prompt_tokens - arrival.num_prefix_tokens

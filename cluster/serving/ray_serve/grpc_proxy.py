@@ -22,10 +22,13 @@ from cluster.serving.intake.steps import finish
 from cluster.serving.ray_serve.routing.affinity import (
     MAX_KEY_MESSAGES,
     MAX_KEY_TOKENS,
+    Owners,
+    RoutingKey,
     prefix_key,
 )
 from cluster.serving.ray_serve.routing.errors import ReplicaDiedError
 from cluster.serving.ray_serve.routing.proxied_call import HeldBytes, ProxiedCall
+from cluster.serving.rpc.call import AUTHORIZATION
 from cluster.serving.rpc.context import Context, abort_call
 from cluster.serving.rpc.field_count import check_fields
 from cluster.serving.rpc.message_limit import check_message_size
@@ -58,19 +61,22 @@ def add_services(servicer: object, server: grpc.aio.Server) -> None:
 
     `servicer` is Serve's dummy and not used.
     """
-    held = HeldBytes()
+    held, owners = HeldBytes(), Owners()
     for service, methods in (
         (_SERVICE.full_name, {one.name: one.server_streaming for one in _SERVICE.methods}),
         (_HEALTH.full_name, {"Check": False}),
     ):
-        server.add_generic_rpc_handlers((_Handlers(service, methods, held),))
+        server.add_generic_rpc_handlers((_Handlers(service, methods, held, owners),))
 
 
 class _Handlers(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in stubs only
     """The methods of one service, whose handlers Serve replaces by its own; these are wrapped."""
 
-    def __init__(self, service: str, methods: dict[str, bool], held: HeldBytes) -> None:
+    def __init__(
+        self, service: str, methods: dict[str, bool], held: HeldBytes, owners: Owners
+    ) -> None:
         self._held = held
+        self._owners = owners
         # Serve replaces the values of this attribute, which the library's own handlers have too.
         self._method_handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             f"/{service}/{name}": (
@@ -90,10 +96,20 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in
             return None
         if handler.response_streaming:
             return grpc.unary_stream_rpc_method_handler(
-                _streaming(handler.unary_stream, handler_call_details.method, self._held)  # type: ignore[arg-type]  # the stubs are narrower than the library
+                _streaming(  # the stubs are narrower than the library
+                    handler.unary_stream,  # type: ignore[arg-type]  # see above
+                    handler_call_details.method,
+                    self._held,
+                    self._owners,
+                )
             )
         return grpc.unary_unary_rpc_method_handler(
-            _unary(handler.unary_unary, handler_call_details.method, self._held)  # type: ignore[arg-type]  # the stubs are narrower than the library
+            _unary(  # the stubs are narrower than the library
+                handler.unary_unary,  # type: ignore[arg-type]  # see above
+                handler_call_details.method,
+                self._held,
+                self._owners,
+            )
         )
 
 
@@ -184,9 +200,10 @@ def _streaming(
     inner: Callable[[ProxiedRequest, Any], AsyncGenerator[Any]],
     method: str,
     held: HeldBytes,
+    owners: Owners,
 ) -> Callable[[bytes, Context], Awaitable[None]]:
     async def handle(body: bytes, context: Context) -> None:
-        request = await _Request.checked(body, context, method)
+        request = await _Request.checked(body, context, method, owners)
         call = ProxiedCall(held)
         call.hold(len(body))
         call.num_sequences = request.num_sequences
@@ -233,9 +250,10 @@ def _unary(
     inner: Callable[[bytes, Any], Awaitable[Any]],  # Any: see above.
     method: str,
     held: HeldBytes,
+    owners: Owners,
 ) -> Callable[[bytes, Context], Awaitable[Any]]:
     async def handle(body: bytes, context: Context) -> Any:  # Any: see above.
-        request = await _Request.checked(body, context, method)
+        request = await _Request.checked(body, context, method, owners)
         call = ProxiedCall(held, is_probe=method.startswith(f"/{_HEALTH.full_name}/"))
         call.hold(len(body))
         try:
@@ -258,8 +276,11 @@ def _unary(
 class _Request:
     """A client's request, which may be sent to several replicas."""
 
-    def __init__(self, body: bytes, method: str, remaining_s: float | None) -> None:
+    def __init__(
+        self, body: bytes, method: str, owners: Owners, *, remaining_s: float | None
+    ) -> None:
         self.body = body
+        self._owners = owners
         self._message = _parsed(body, method)
         self._key = _routing_key(self._message)
         self._response_kind: type[pb.GenerateResponse | pb.ChatResponse] = (
@@ -274,13 +295,13 @@ class _Request:
         self._deadline_s = time.monotonic() + min(limits_s) if limits_s else None
 
     @classmethod
-    async def checked(cls, body: bytes, context: Context, method: str) -> _Request:
+    async def checked(cls, body: bytes, context: Context, method: str, owners: Owners) -> _Request:
         """Return the request, or end the call if its message is too long."""
         try:
             check_message_size(body, MAX_REQUEST_BYTES)
         except InvalidRequestError as error:
             await abort_call(context, error)
-        return cls(body, method, context.time_remaining())
+        return cls(body, method, owners, remaining_s=context.time_remaining())
 
     @property
     def num_sequences(self) -> int:
@@ -297,8 +318,12 @@ class _Request:
         if self._deadline_s is not None:
             remaining_ms = int((self._deadline_s - time.monotonic()) * 1000)
             metadata.append((TIMEOUT_KEY, str(max(remaining_ms, 0))))
-        if self._key is not None and not any(key == _SESSION_KEY for key, _ in metadata):
-            metadata.append((_SESSION_KEY, self._key))
+        given = {str(key): str(value) for key, value in metadata if not isinstance(value, bytes)}
+        text = given.get(_SESSION_KEY) or self._key
+        if text:
+            key = RoutingKey(text, self._owners.owner_of(given.get(AUTHORIZATION)))
+            # The last one counts.
+            metadata.append((_SESSION_KEY, key.as_session_id()))
         return _ProxiedContext(context, metadata)
 
     def note_response(self, body: bytes, call: ProxiedCall) -> None:

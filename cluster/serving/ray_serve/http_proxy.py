@@ -19,7 +19,12 @@ from cluster.serving.continuation import CONTINUATION_KEY, PROGRESS_KEY, Progres
 from cluster.serving.intake.limits import MAX_REQUEST_BYTES
 from cluster.serving.ray_serve.carried_body import BODY_KEY
 from cluster.serving.ray_serve.proxied_errors import DONE, error_response, last_events
-from cluster.serving.ray_serve.routing.affinity import prefix_key, replica_key
+from cluster.serving.ray_serve.routing.affinity import (
+    Owners,
+    RoutingKey,
+    prefix_key,
+    replica_key,
+)
 from cluster.serving.ray_serve.routing.errors import ReplicaDiedError
 from cluster.serving.ray_serve.routing.proxied_call import HeldBytes, ProxiedCall
 from cluster.serving.responses.response_ids import replica_of
@@ -56,6 +61,7 @@ class ReplicaGuard:
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._held = HeldBytes()
+        self._owners = Owners()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -65,13 +71,22 @@ class ReplicaGuard:
         try:
             request = _Request(receive, call)
             body = await _short_body(scope, request)
+            self._set_key(scope, body)
             if body is not None:
-                _set_key(scope, body)
                 scope = {**scope, BODY_KEY: body}
             response = _Response(scope["path"], send, call, request)
             await self._send_to_replicas(scope, request, response, call)
         finally:
             call.close()
+
+    def _set_key(self, scope: Scope, body: bytes | None) -> None:
+        """Set the routing key in the request's headers; its text may be the client's."""
+        headers = MutableHeaders(scope=scope)
+        text = headers.get(SESSION_HEADER) or (None if body is None else _key_of(body))
+        if text:
+            credential = headers.get("authorization") or headers.get("x-api-key")
+            key = RoutingKey(text, self._owners.owner_of(credential))
+            headers[SESSION_HEADER] = key.as_session_id()
 
     async def _send_to_replicas(
         self, scope: Scope, request: _Request, response: _Response, call: ProxiedCall
@@ -299,15 +314,6 @@ async def _short_body(scope: Scope, request: _Request) -> bytes | None:
             # Some servers ignore Content-Length beside Transfer-Encoding.
             return None
     return b"".join(parts) if request.is_whole else None
-
-
-def _set_key(scope: Scope, body: bytes) -> None:
-    """Set the routing key in the request's headers, if its client has not."""
-    headers = MutableHeaders(scope=scope)
-    if SESSION_HEADER not in headers:
-        key = _key_of(body)
-        if key is not None:
-            headers[SESSION_HEADER] = key
 
 
 def _key_of(body: bytes) -> str | None:

@@ -14,6 +14,7 @@ import grpc
 import pytest
 
 from cluster.serving.ray_serve.grpc_proxy import add_services
+from cluster.serving.ray_serve.routing.affinity import RoutingKey
 from pagedray.v1 import pagedray_pb2 as pb
 
 if TYPE_CHECKING:
@@ -91,15 +92,18 @@ class Serve:
 class Context:
     """A call whose client reads some messages; the next write fails or blocks forever."""
 
-    def __init__(self, num_taken: int, *, fails: bool = False) -> None:
+    def __init__(
+        self, num_taken: int, *, fails: bool = False, metadata: tuple[tuple[str, str], ...] = ()
+    ) -> None:
         self._num_taken = num_taken
+        self._metadata = metadata
         self._fails = fails
         self.is_stuck = asyncio.Event()
         self.written: list[bytes] = []
         self.is_freed = False
 
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
-        return ()
+        return self._metadata
 
     def time_remaining(self) -> None:
         return None
@@ -138,6 +142,23 @@ async def test_prompts_have_a_routing_key(
     serve = Serve(1)
     await serve.call(Context(1), message.SerializeToString(), method=method)
     assert serve.metadata["session_id"].startswith("prefix-")
+
+
+async def test_a_key_has_the_owner_of_the_credential() -> None:
+    serve, body = Serve(1), pb.GenerateRequest(text="x").SerializeToString()
+    keys = []
+    for metadata in (
+        (("authorization", "Bearer a"),),
+        (("session_id", "mine"), ("authorization", "Bearer a")),
+        (("authorization", "Bearer b"),),
+        (),
+    ):
+        await serve.call(Context(1, metadata=metadata), body, method="Generate")
+        keys.append(RoutingKey.of_session_id(serve.metadata["session_id"]))
+    first, session, *others = keys
+    assert session == RoutingKey("mine", first.owner)
+    assert {one.text for one in others} == {first.text}
+    assert len({"", first.owner, *(one.owner for one in others)}) == 4
 
 
 async def test_a_message_of_too_many_fields_is_left_to_the_replica() -> None:

@@ -10,6 +10,7 @@ import pytest
 from cluster.serving.ray_serve.carried_body import BODY_KEY
 from cluster.serving.ray_serve.http_proxy import SESSION_HEADER, ReplicaGuard
 from cluster.serving.ray_serve.routing import proxied_call
+from cluster.serving.ray_serve.routing.affinity import RoutingKey
 from cluster.serving.ray_serve.routing.proxied_call import ProxiedCall, current_call
 
 if TYPE_CHECKING:
@@ -19,7 +20,13 @@ if TYPE_CHECKING:
 
 
 async def messages_of(
-    app: ASGIApp, method: str, path: str, headers: Mapping[str, str], body: bytes = b""
+    app: ASGIApp,
+    method: str,
+    path: str,
+    headers: Mapping[str, str],
+    body: bytes = b"",
+    *,
+    guard: ReplicaGuard | None = None,
 ) -> list[Any]:
     """Return the ASGI messages that a client receives."""
     received: list[Any] = []  # Any: ASGI messages
@@ -32,12 +39,12 @@ async def messages_of(
 
     raw = [(name.encode(), text.encode()) for name, text in headers.items()]
     scope = {"type": "http", "method": method, "path": path, "headers": raw}
-    await ReplicaGuard(app)(scope, receive, send)
+    await (guard or ReplicaGuard(app))(scope, receive, send)
     return received
 
 
-async def keys_of(path: str, body: bytes, length: str) -> list[str]:
-    """Return the routing keys of a request that a replica receives."""
+async def keys_of(path: str, *requests: tuple[bytes, Mapping[str, str]]) -> list[RoutingKey]:
+    """Return the routing keys that replicas receive for bodies and headers, from one proxy."""
     keys: list[bytes] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:  # Any: ASGI
@@ -45,8 +52,11 @@ async def keys_of(path: str, body: bytes, length: str) -> list[str]:
         await send({"type": "http.response.start", "status": 204, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    await messages_of(app, "POST", path, {"content-length": length}, body)
-    return [key.decode() for key in keys]
+    guard = ReplicaGuard(app)
+    for body, headers in requests:
+        given = {"content-length": str(len(body)), **headers}
+        await messages_of(app, "POST", path, given, body, guard=guard)
+    return [RoutingKey.of_session_id(one.decode()) for one in keys]
 
 
 @pytest.mark.parametrize(
@@ -54,14 +64,13 @@ async def keys_of(path: str, body: bytes, length: str) -> list[str]:
     [("9", True), ("009", True), ("300000", False), ("00000000300000", False)],
 )
 async def test_only_short_bodies_are_read_for_their_key(length: str, is_read: bool) -> None:
-    keys = await keys_of("/v1/completions", b'{"prompt": "hello"}', length)
+    keys = await keys_of("/v1/completions", (b'{"prompt": "hello"}', {"content-length": length}))
     assert len(keys) == is_read
 
 
-async def key_of(body: bytes) -> str | None:
-    """Return the routing key that a body gets."""
-    keys = await keys_of("/v1/responses", body, str(len(body)))
-    return keys[0] if keys else None
+async def key_of(body: bytes) -> str:
+    """Return the text of the routing key that a body gets."""
+    return (await keys_of("/v1/responses", (body, {})))[0].text
 
 
 async def test_turns_of_responses_have_the_key_of_their_beginning_or_of_what_they_continue() -> (
@@ -77,6 +86,23 @@ async def test_turns_of_responses_have_the_key_of_their_beginning_or_of_what_the
     given = b'{"input": "a", "previous_response_id": "%b"}'
     assert await key_of(given % kept.encode()) == "replica-abcd1234"
     assert await key_of(given % b"resp_1") == await key_of(b'{"input": "a"}')
+
+
+async def test_a_key_has_the_owner_of_the_credential() -> None:
+    body = b'{"input": "a"}'
+    headers = [
+        {"authorization": "Bearer a"},
+        {"authorization": "Bearer a", SESSION_HEADER: "mine"},
+        {"x-api-key": "a"},
+        {"authorization": "Bearer b"},
+        {},
+    ]
+    first, session, *others = await keys_of("/v1/responses", *((body, one) for one in headers))
+    assert session == RoutingKey("mine", first.owner)
+    assert {one.text for one in others} == {first.text}
+    owners = [first.owner, *(one.owner for one in others)]
+    assert all(owners)
+    assert len(set(owners)) == 4
 
 
 async def test_a_body_that_is_longer_than_its_header_says_is_not_kept() -> None:

@@ -1,12 +1,15 @@
-"""Chooses the replica of a request: sticky by key, bounded by load.
+"""What requests share that one replica serves best: the routing key, and who sent them.
 
-Plain Python without Ray; keys have no meaning here.
+Plain Python without Ray. It does not know how a replica is chosen.
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+import secrets
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -16,10 +19,11 @@ if TYPE_CHECKING:
 __all__ = [
     "MAX_KEY_MESSAGES",
     "MAX_KEY_TOKENS",
+    "Owners",
+    "RoutingKey",
+    "named_replica",
     "prefix_key",
-    "rendezvous_order",
     "replica_key",
-    "routing_order",
 ]
 
 MAX_KEY_MESSAGES = 16
@@ -28,6 +32,42 @@ MAX_KEY_TOKENS = 256
 """Token ids of a prompt that a key depends on."""
 _KEY_CHARACTERS = 1024
 _REPLICA = "replica-"
+_END = "\n"
+"""Ends the text of a key in Serve's session id; clients cannot send it in a header."""
+_OWNER_BYTES = 16
+
+
+class RoutingKey(NamedTuple):
+    """What requests have in common that one replica serves best."""
+
+    text: str
+    owner: str = ""
+    """Whose requests they are, as `Owners` says; empty if it is not known."""
+
+    def as_session_id(self) -> str:
+        """Return the key as the session id of Serve's requests."""
+        return f"{self.text}{_END}{self.owner}" if self.owner else self.text
+
+    @classmethod
+    def of_session_id(cls, session_id: str) -> RoutingKey:
+        """Return the key in a session id: a proxy's extension made it, or the client did."""
+        text, _, owner = session_id.partition(_END)
+        return cls(text, owner)
+
+
+class Owners:
+    """Tells the senders of requests apart by their credentials, which cannot be told from it."""
+
+    def __init__(self) -> None:
+        self._secret = secrets.token_bytes(_OWNER_BYTES)
+
+    def owner_of(self, credential: str | None) -> str:
+        """Return the same for equal credentials of one instance; None is a sender without any."""
+        given = "" if credential is None else f"={credential}"
+        digest = hashlib.blake2b(
+            given.encode(errors="surrogatepass"), digest_size=_OWNER_BYTES, key=self._secret
+        )
+        return digest.hexdigest()
 
 
 def replica_key(name: str) -> str:
@@ -35,34 +75,9 @@ def replica_key(name: str) -> str:
     return f"{_REPLICA}{name}"
 
 
-def rendezvous_order(key: str, ids: Sequence[str]) -> list[str]:
-    """Return `ids` in the order of `key` by rendezvous hashing, one that `key` names first.
-
-    Adding or removing an id does not change the order of the others.
-    """
-
-    def rank(one: str) -> tuple[bool, bytes]:
-        return replica_key(one) == key, _digest(f"{one}\0{key}")
-
-    return sorted(ids, key=rank, reverse=True)
-
-
-def routing_order(
-    key: str | None, loads: Mapping[str, float], *, slack: float, calm: float
-) -> list[str]:
-    """Return all replicas in the order in which to try them.
-
-    The first is the first in the key's order with a load of at most `slack` times the mean, or of
-    at most `calm`; without a key it is the least loaded. The others follow by load.
-    """
-    by_load = sorted(loads, key=lambda one: (loads[one], one))
-    if key is None or not by_load:
-        return by_load
-    bound = max(slack * sum(loads.values()) / len(loads), calm)
-    chosen = next(
-        (one for one in rendezvous_order(key, by_load) if loads[one] <= bound), by_load[0]
-    )
-    return [chosen, *(one for one in by_load if one != chosen)]
+def named_replica(key: str) -> str | None:
+    """Return the replica that a key names; None for other keys."""
+    return key.removeprefix(_REPLICA) if key.startswith(_REPLICA) else None
 
 
 def prefix_key(
@@ -70,7 +85,8 @@ def prefix_key(
 ) -> str | None:
     """Return a key that is equal for prompts with a common prefix; None for an empty prompt.
 
-    The prefix is the beginning of a text or of token ids, or a conversation up to its first user
+    It is also None for token ids that are no integers, which the replica rejects. The
+    prefix is the beginning of a text or of token ids, or a conversation up to its first user
     message, which every later turn repeats.
     """
     if isinstance(prompt, str):
@@ -78,10 +94,17 @@ def prefix_key(
     elif not isinstance(prompt, list | tuple):
         given = _conversation(getattr(prompt, "messages", ()))
     elif prompt and isinstance(prompt[0], int):
-        given = ",".join(map(str, prompt[:MAX_KEY_TOKENS]))
+        return _key_of_tokens(prompt[:MAX_KEY_TOKENS])
     else:
         given = _conversation(prompt)
-    return f"prefix-{_digest(given).hex()}" if given else None
+    return _key_of(given.encode(errors="surrogatepass")) if given else None
+
+
+def _key_of_tokens(token_ids: Sequence[int]) -> str | None:
+    try:
+        return _key_of(msgspec.json.encode(token_ids))
+    except (OverflowError, TypeError, ValueError):
+        return None
 
 
 def _conversation(messages: Sequence[object]) -> str:
@@ -98,5 +121,5 @@ def _read(message: object, name: str) -> object:
     return message.get(name) if isinstance(message, dict) else getattr(message, name, None)
 
 
-def _digest(text: str) -> bytes:
-    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
+def _key_of(prefix: bytes) -> str:
+    return f"prefix-{hashlib.blake2b(prefix, digest_size=8).hexdigest()}"

@@ -20,14 +20,14 @@ class Pulse(Generic[Replica]):
         self._period_s = period_s
         self._limit_s = limit_s
         self._silent_s: dict[Replica, float] = {}
-
-    def is_silent(self, replica: Replica) -> bool:
-        """Return whether a replica has been silent for too long."""
-        return self._silent_s.get(replica, 0.0) > self._limit_s
+        self.silent: frozenset[Replica] = frozenset()
+        """Those that have been silent for too long; another object when they change."""
 
     def note_answer(self, replica: Replica) -> None:
         """Record that a replica has answered."""
         self._silent_s[replica] = 0.0
+        if replica in self.silent:
+            self.silent -= {replica}
 
     def tick(self, replicas: Collection[Replica], elapsed_s: float) -> list[Replica]:
         """Let time pass; return the replicas that have just been silent for too long."""
@@ -35,6 +35,7 @@ class Pulse(Generic[Replica]):
         counted_s = min(elapsed_s, 2 * self._period_s)
         before = self._silent_s
         self._silent_s = {one: before.get(one, 0.0) + counted_s for one in replicas}
-        return [
-            one for one in replicas if self.is_silent(one) and before.get(one, 0.0) <= self._limit_s
-        ]
+        silent = frozenset(one for one in replicas if self._silent_s[one] > self._limit_s)
+        if silent != self.silent:
+            self.silent = silent
+        return [one for one in silent if before.get(one, 0.0) <= self._limit_s]

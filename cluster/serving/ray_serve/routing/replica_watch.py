@@ -60,9 +60,10 @@ class ReplicaWatch:
             # In a context of its own, since this may be called in that of any request.
             self._task = asyncio.create_task(_tick_on(ref(self), self._period_s), context=Context())
 
-    def is_silent(self, replica_id: ReplicaID) -> bool:
-        """Return whether a replica does not respond."""
-        return self._pulse.is_silent(replica_id)
+    @property
+    def silent(self) -> frozenset[ReplicaID]:
+        """The replicas that do not respond; another object when they change."""
+        return self._pulse.silent
 
     def tick(self) -> bool:
         """Report silent replicas and ask all again; return whether there are any replicas."""
@@ -84,7 +85,7 @@ class ReplicaWatch:
         except Exception as error:
             logger.debug("Could not reach %s: %s", replica.replica_id, error)
             return
-        if self._pulse.is_silent(replica.replica_id):
+        if replica.replica_id in self._pulse.silent:
             logger.warning("Replica %s responds again.", replica.replica_id.unique_id)
         self._pulse.note_answer(replica.replica_id)
 

@@ -7,6 +7,7 @@ old, so it adds the requests that it has sent since.
 from __future__ import annotations
 
 import asyncio
+import random
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -14,8 +15,9 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 from ray.serve.request_router import RequestRouter, RunningReplica
 
 from cluster.serving.inputs import ChatPrompt
-from cluster.serving.ray_serve.routing.affinity import prefix_key, routing_order
+from cluster.serving.ray_serve.routing.affinity import Owners, RoutingKey, prefix_key
 from cluster.serving.ray_serve.routing.handle_stream import HandleRequest, HandleStream, generates
+from cluster.serving.ray_serve.routing.placement import DEFAULT_CALM, DEFAULT_SLACK, Placement
 from cluster.serving.ray_serve.routing.proxied_call import current_call
 from cluster.serving.ray_serve.routing.renewals import Renewals
 from cluster.serving.ray_serve.routing.replica_reads import ReplicaReads
@@ -47,22 +49,26 @@ class AffinityRouter(RequestRouter):
     def initialize_state(  # type: ignore[override]  # Serve passes keywords
         self,
         *,
-        slack: float = 1.25,
-        calm: float = 0.25,
+        slack: float = DEFAULT_SLACK,
+        calm: float = DEFAULT_CALM,
         call_load: float = 0.01,
         lease_s: float = 30.0,
         continues_calls: bool = True,
     ) -> None:
         """Take the deployment's settings; loads are fractions of a replica's cache.
 
-        A replica may have a load of `slack` times the mean, or of `calm`. `call_load` is assumed
-        for a request that the replica has not reported yet. A stream that is not read for
+        A key may use replicas with a load of `slack` times the mean, or of `calm`. `call_load` is
+        assumed for a request that the replica has not reported yet. A stream that is not read for
         `lease_s` is cancelled. `continues_calls` lets proxies and handles continue the calls of a
         replica that died or does not respond on another one.
         """
-        self._slack = slack
-        self._calm = calm
         self._call_load = call_load
+        self._placement = Placement(slack=slack, calm=calm, draws=random.Random())
+        self._owners = Owners()
+        self._candidates: list[RunningReplica] = []
+        """The list of Serve from which the placement was made; Serve replaces it by another."""
+        self._silent: frozenset[ReplicaID] = frozenset()
+        self._by_name: dict[str, RunningReplica] = {}
         self._loads: dict[ReplicaID, tuple[float, float]] = {}
         self._num_sent: dict[ReplicaID, int] = {}
         self._continues_calls = continues_calls
@@ -95,22 +101,29 @@ class AffinityRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Return the candidates in the order in which to try them, one in each list.
+        """Return some candidates in the order in which to try them, one in each list.
 
-        Those that do not respond are left out; Serve asks again if none is left.
+        Those that do not respond are left out; Serve asks again if none accepts the request.
         """
         if pending_request is not None:
             # Without this Serve asks again at once, for ever if no replica responds. That blocks
             # the event loop, on which replicas are found to respond again.
             pending_request.routing_context.should_backoff = True
-        by_name = {
+        if candidate_replicas is not self._candidates or self._watch.silent is not self._silent:
+            self._place(candidate_replicas)
+        names = self._placement.choose_replicas(self._key(pending_request))
+        return [[self._by_name[name]] for name in names]
+
+    def _place(self, candidates: list[RunningReplica]) -> None:
+        self._candidates, self._silent = candidates, self._watch.silent
+        self._by_name = {
             one.replica_id.unique_id: one
-            for one in candidate_replicas
-            if not self._watch.is_silent(one.replica_id)
+            for one in candidates
+            if one.replica_id not in self._silent
         }
-        loads = {name: self._load(one.replica_id) for name, one in by_name.items()}
-        names = routing_order(_key(pending_request), loads, slack=self._slack, calm=self._calm)
-        return [[by_name[name]] for name in names]
+        self._placement.set_replicas(
+            {name: self._load(one.replica_id) for name, one in self._by_name.items()}
+        )
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult
@@ -118,6 +131,7 @@ class AffinityRouter(RequestRouter):
         """Count a request that was sent to a replica."""
         if replica_id in self._loads:
             self._num_sent[replica_id] = self._num_sent.get(replica_id, 0) + 1
+            self._placement.add_load(replica_id.unique_id, self._call_load)
 
     async def _send_elsewhere(self, request: HandleRequest) -> ReplicaResult:
         """Send a handle's request to a replica that accepts it, as Serve does at first."""
@@ -144,6 +158,28 @@ class AffinityRouter(RequestRouter):
     def _load(self, replica_id: ReplicaID) -> float:
         load, _ = self._loads.get(replica_id, (0.0, 0.0))
         return load + self._num_sent.get(replica_id, 0) * self._call_load
+
+    def _key(self, request: PendingRequest | None) -> RoutingKey | None:
+        """Return what a request shares with those that one replica serves best."""
+        if request is None:
+            return None
+        metadata = request.metadata
+        if metadata.session_id:
+            return RoutingKey.of_session_id(str(metadata.session_id))
+        is_proxied = metadata.is_http_request or metadata.is_grpc_request
+        if is_proxied or metadata.call_method != "generate":
+            return None
+        prompt = request.kwargs.get("prompt", request.args[0] if request.args else None)
+        if isinstance(prompt, ChatPrompt):
+            prompt = prompt.messages
+        # The replica rejects others.
+        text = prefix_key(prompt) if isinstance(prompt, str | list | tuple) else None
+        if text is None:
+            return None
+        credential = request.kwargs.get("key")
+        return RoutingKey(
+            text, self._owners.owner_of(None if credential is None else str(credential))
+        )
 
 
 class _LeasingReplica(RunningReplica):
@@ -223,19 +259,3 @@ def _reported_load(replica: RunningReplica) -> tuple[float, float]:
     """Return the last load that a replica reported, and when it did."""
     stats = replica.routing_stats
     return float(stats.get("load", 0.0)), float(stats.get("reported_s", 0.0))
-
-
-def _key(request: PendingRequest | None) -> str | None:
-    """Return what a request shares with those that one replica serves best; None for nothing."""
-    if request is None:
-        return None
-    metadata = request.metadata
-    if metadata.session_id:
-        return str(metadata.session_id)
-    if metadata.is_http_request or metadata.is_grpc_request or metadata.call_method != "generate":
-        return None
-    prompt = request.kwargs.get("prompt", request.args[0] if request.args else None)
-    if isinstance(prompt, ChatPrompt):
-        prompt = prompt.messages
-    # The replica rejects others.
-    return prefix_key(prompt) if isinstance(prompt, str | list | tuple) else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from contextlib import suppress
+from random import Random
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,8 +21,9 @@ from ray.serve._private.common import (
 from ray.serve.request_router import PendingRequest, RunningReplica
 
 from cluster.serving.inputs import ChatPrompt
-from cluster.serving.ray_serve.routing.affinity import prefix_key, rendezvous_order
+from cluster.serving.ray_serve.routing.affinity import RoutingKey, prefix_key
 from cluster.serving.ray_serve.routing.handle_stream import HandleRequest
+from cluster.serving.ray_serve.routing.placement import Placement
 from cluster.serving.ray_serve.routing.router import AffinityRouter
 from cluster.serving.text.chat_template import ChatMessage
 
@@ -63,7 +65,8 @@ async def test_event_loop_runs_on_while_no_replica_responds() -> None:
     router.initialize_state()
     router._replicas = {SilentReplica.replica_id: SilentReplica()}
     router._replicas_list = [SilentReplica()]
-    router._watch.is_silent = lambda replica_id: True
+    for _ in range(5):
+        router._watch._pulse.tick([SilentReplica.replica_id], 2.0)
     metadata = RequestMetadata(request_id="r", internal_request_id="r")
     choosing = asyncio.create_task(
         anext(router._choose_replicas_with_backoff(PendingRequest([], {}, metadata=metadata)))
@@ -128,9 +131,13 @@ def handle_request(method: str, *args: object, **kwargs: object) -> PendingReque
     return PendingRequest(list(args), kwargs, metadata)
 
 
-async def first_choice(request: PendingRequest) -> str:
-    """Return the name of the replica that an idle deployment tries first."""
-    router = RouterOf(*map(Replica, NAMES))
+def session(key: RoutingKey) -> PendingRequest:
+    return PendingRequest([], {}, RequestMetadata("r", "r", session_id=key.as_session_id()))
+
+
+async def first_choice(request: PendingRequest, router: RouterOf | None = None) -> str:
+    """Return the name of the replica that a router, mostly of an idle deployment, tries first."""
+    router = router or RouterOf(*map(Replica, NAMES))
     return (await router.choose_replicas(router.replicas, request))[0][0].replica_id.unique_id
 
 
@@ -140,16 +147,57 @@ async def first_choice(request: PendingRequest) -> str:
 async def test_prompts_of_handles_go_to_the_replica_of_their_prefix(prompt: Any) -> None:
     key = prefix_key(prompt)
     assert key is not None
-    expected = rendezvous_order(key, NAMES)[0]
+    placement = Placement(draws=Random(1))
+    placement.set_replicas(dict.fromkeys(NAMES, 0.0))
+    expected = placement.choose_replicas(RoutingKey(key))[0]
     assert await first_choice(handle_request("generate", prompt)) == expected
     assert await first_choice(handle_request("generate", prompt=prompt)) == expected
 
 
-async def test_calls_of_handles_without_a_prefix_go_to_the_least_loaded_replica() -> None:
-    for size in range(1, 9):
-        assert await first_choice(handle_request("embed", ["text"] * size)) == NAMES[0]
-    assert await first_choice(handle_request("generate")) == NAMES[0]
-    assert await first_choice(handle_request("generate", 5)) == NAMES[0]
+@pytest.mark.parametrize(
+    "request_",
+    [
+        handle_request("embed", ["text"]),
+        handle_request("generate"),
+        handle_request("generate", 5),
+    ],
+    ids=["embed", "missing", "number"],
+)
+async def test_calls_of_handles_without_a_prefix_go_to_the_least_loaded_replica(
+    request_: PendingRequest,
+) -> None:
+    router = RouterOf(*map(Replica, NAMES))
+    for name in NAMES[1:]:
+        router.on_request_routed(request_, ReplicaId(name), Answer(None))  # type: ignore[arg-type]  # stand-ins
+    assert await first_choice(request_, router) == NAMES[0]
+
+
+async def test_a_session_that_load_moved_stays_with_its_owner_alone() -> None:
+    router: Any = RouterOf(*map(Replica, NAMES))
+    mine, other = session(RoutingKey("s", "owner")), session(RoutingKey("s", "another"))
+    own = await first_choice(mine, router)
+    for _ in range(40):
+        router.on_request_routed(mine, ReplicaId(own), Answer(None))
+    moved = await first_choice(mine, router)
+    assert moved != own
+    # Another report of loads.
+    router._num_sent = {}
+    router.replicas = list(router.replicas)
+    assert await first_choice(mine, router) == moved
+    assert await first_choice(other, router) == own
+
+
+async def test_a_replica_that_does_not_respond_gets_nothing_until_it_responds_again() -> None:
+    router: Any = RouterOf(*map(Replica, NAMES))
+    mine = session(RoutingKey("s"))
+    own = ReplicaId(await first_choice(mine, router))
+    for _ in range(5):
+        router._watch._pulse.tick([own], 2.0)
+    chosen = await router.choose_replicas(router.replicas, mine)
+    assert own not in [one.replica_id for (one,) in chosen]
+    assert len(chosen) == len(NAMES) - 1
+    router._watch._pulse.note_answer(own)
+    assert await first_choice(mine, router) == own.unique_id
 
 
 async def test_a_stream_that_continues_elsewhere_counts_for_its_replica() -> None:
