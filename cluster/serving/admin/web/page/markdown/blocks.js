@@ -93,16 +93,16 @@ export function tableRow(cells, tag, budget) {
   return make("tr", {}, ...nodes);
 }
 
+/** Return the node of a table with these rows in its body. */
+export function tableNode(token, body, budget) {
+  const head = make("thead", {}, tableRow(token.header, "th", budget));
+  return make("div", { className: "table", tabIndex: 0 }, make("table", {}, head, body));
+}
+
 function table(token, budget) {
   if (isLargeTable(token)) return plainBlock(token.raw);
-  return make(
-    "div",
-    { className: "table", tabIndex: 0 },
-    make(
-      "table",
-      {},
-      make("thead", {}, tableRow(token.header, "th", budget)),
-      make("tbody", {}, ...token.rows.map((cells) => tableRow(cells, "td", budget))),
-    ),
-  );
+  const body = make("tbody");
+  const node = tableNode(token, body, budget);
+  body.append(...token.rows.map((cells) => tableRow(cells, "td", budget)));
+  return node;
 }

@@ -1,7 +1,7 @@
 // A table that grows at its end: rows whose source is the same are kept.
 
 import { make } from "../dom.js";
-import { tableRow } from "./blocks.js";
+import { tableNode, tableRow } from "./blocks.js";
 import { Budget } from "./budget.js";
 import { GrowingParts } from "./growing_parts.js";
 
@@ -12,8 +12,7 @@ export class TableBlock {
   constructor(token) {
     this.#head = headOf(token);
     const body = make("tbody");
-    const head = make("thead", {}, tableRow(token.header, "th", new Budget()));
-    this.node = make("div", { className: "table", tabIndex: 0 }, make("table", {}, head, body));
+    this.node = tableNode(token, body, new Budget());
     this.#parts = new GrowingParts(body);
     this.extend(token);
   }
