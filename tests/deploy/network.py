@@ -1,4 +1,4 @@
-"""Evaluates NetworkPolicies by the rules that Kubernetes documents."""
+"""Evaluates NetworkPolicies by the rules that Kubernetes documents, and refuses other fields."""
 
 from __future__ import annotations
 
@@ -52,6 +52,9 @@ def admits(
 def _side(
     manifests: Sequence[Manifest], kind: str, pod: Peer, other: Peer, port: int, protocol: str
 ) -> bool:
+    for one in manifests:
+        if one["kind"] == "NetworkPolicy":
+            _know(one["spec"], "podSelector", "policyTypes", "ingress", "egress")
     policies = [
         one["spec"]
         for one in manifests
@@ -65,6 +68,9 @@ def _side(
     if not policies:
         return True
     direction = {"Ingress": "from", "Egress": "to"}[kind]
+    for policy in policies:
+        for rule in policy.get(kind.lower(), []):
+            _know(rule, "ports", direction)
     return any(
         _names(rule.get("ports"), port, protocol) and _reaches(rule.get(direction), other)
         for policy in policies
@@ -73,17 +79,25 @@ def _side(
 
 
 def _names(ports: Sequence[Manifest] | None, port: int, protocol: str) -> bool:
-    return ports is None or any(
-        one.get("protocol", "TCP") == protocol and one["port"] == port for one in ports
-    )
+    return not ports or any(_is_port(one, port, protocol) for one in ports)
+
+
+def _is_port(named: Manifest, port: int, protocol: str) -> bool:
+    _know(named, "protocol", "port")
+    assert isinstance(named["port"], int), "a port by its name depends on the pod"
+    return named.get("protocol", "TCP") == protocol and bool(named["port"] == port)
 
 
 def _reaches(peers: Sequence[Manifest] | None, other: Peer) -> bool:
-    return peers is None or any(_is_peer(one, other) for one in peers)
+    # An empty list is as none.
+    return not peers or any(_is_peer(one, other) for one in peers)
 
 
 def _is_peer(peer: Manifest, other: Peer) -> bool:
+    _know(peer, "ipBlock", "namespaceSelector", "podSelector")
     if "ipBlock" in peer:
+        _know(peer, "ipBlock")
+        _know(peer["ipBlock"], "cidr")
         inside = ip_network(peer["ipBlock"]["cidr"])
         return other.address is not None and ip_address(other.address) in inside
     if other.address is not None:
@@ -96,5 +110,10 @@ def _is_peer(peer: Manifest, other: Peer) -> bool:
 
 
 def _matches(selector: Manifest, labels: Mapping[str, str]) -> bool:
-    assert set(selector) <= {"matchLabels"}
+    _know(selector, "matchLabels")
     return bool(selector.get("matchLabels", {}).items() <= labels.items())
+
+
+def _know(part: Manifest, *fields: str) -> None:
+    unknown = set(part) - set(fields)
+    assert not unknown, f"{sorted(unknown)} is not evaluated"

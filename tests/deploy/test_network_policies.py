@@ -38,6 +38,18 @@ def policies(request: pytest.FixtureRequest) -> list[Manifest]:
     return list(overlay(request.param).values())
 
 
+def test_every_declared_port_is_tried(policies: list[Manifest]) -> None:
+    [service] = [one for one in policies if one["kind"] == "RayService"]
+    cluster = service["spec"]["rayClusterConfig"]
+    pods = [
+        group["template"]["spec"]
+        for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])
+    ]
+    containers = [container for pod in pods for container in pod["containers"]]
+    declared = {port["containerPort"] for one in containers for port in one["ports"]}
+    assert declared <= EVERY_PORT
+
+
 @pytest.mark.parametrize("target", [HEAD, WORKER], ids=["head", "worker"])
 def test_ports_are_open_to_their_clients_only(policies: list[Manifest], target: Peer) -> None:
     def open_to(source: Peer) -> set[int]:
@@ -67,6 +79,41 @@ def test_the_head_reaches_the_api_server_if_it_has_an_autoscaler() -> None:
     assert admits(with_autoscaler, HEAD, api_server, 443)
     assert not admits(with_autoscaler, WORKER, api_server, 443)
     assert not admits(without, HEAD, api_server, 443)
+
+
+@pytest.mark.parametrize(
+    ("rule", "is_open"),
+    [
+        ({}, True),
+        ({"from": [], "ports": []}, True),
+        ({"ports": [{"port": HTTP}]}, True),
+        ({"ports": [{"port": GRPC}]}, False),
+        ({"ports": [{"protocol": "UDP", "port": HTTP}]}, False),
+        ({"from": [{"podSelector": {}}]}, True),
+        ({"from": [{"podSelector": {"matchLabels": {"app": "other"}}}]}, False),
+        ({"from": [{"namespaceSelector": {"matchLabels": {"a": "b"}}}]}, False),
+    ],
+)
+def test_a_rule_admits_as_kubernetes_documents(rule: Manifest, is_open: bool) -> None:
+    spec = {"podSelector": {}, "policyTypes": ["Ingress"], "ingress": [rule]}
+    policy = {"kind": "NetworkPolicy", "metadata": {"name": "one"}, "spec": spec}
+    assert admits([policy], STRANGER, WORKER, HTTP) is is_open
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"ports": [{"port": HTTP, "endPort": GRPC}]},
+        {"ports": [{"port": "serve"}]},
+        {"from": [{"ipBlock": {"cidr": "10.0.0.0/8", "except": ["10.1.0.0/16"]}}]},
+        {"from": [{"podSelector": {"matchExpressions": []}}]},
+    ],
+)
+def test_what_is_not_evaluated_is_refused(rule: Manifest) -> None:
+    spec = {"podSelector": {}, "policyTypes": ["Ingress"], "ingress": [rule]}
+    policy = {"kind": "NetworkPolicy", "metadata": {"name": "one"}, "spec": spec}
+    with pytest.raises(AssertionError):
+        admits([policy], STRANGER, WORKER, HTTP)
 
 
 def test_prometheus_reaches_metrics_with_monitoring(monitored: list[Manifest]) -> None:

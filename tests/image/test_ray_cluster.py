@@ -137,7 +137,7 @@ def test_the_kernels_are_those_of_the_image(served: RayCluster) -> None:
     assert {name.partition("-")[0] for name in kernels} >= {f"{_KERNELS}/paged_decode"}
     assert all(name.startswith(_KERNELS) for name in kernels)
     # Nothing was compiled, and there is nothing that another user could replace.
-    assert served.worker.execute("ls", "/home/pagedray/.cache").stdout == ""
+    assert served.worker.execute("ls", "/home/pagedray/.cache/pagedray").stdout == ""
 
 
 def test_the_container_logs_calls_and_no_secrets(served: RayCluster) -> None:
