@@ -40,11 +40,21 @@ def test_every_field_is_a_parameter_of_chats(page: ChatPage) -> None:
     assert {name for name in names if name} - OWN_NAMES <= set(ChatBody.model_fields)
 
 
-def test_invalid_settings_are_named_and_nothing_is_sent(page: ChatPage, engine: FakeEngine) -> None:
-    page.set(tools="[{")
+@pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    [
+        ("tools", "[{", "tools must be JSON"),
+        ("more", '"top_k"', "more must be a JSON object."),
+        ("more", "[1]", "more must be a JSON object."),
+    ],
+)
+def test_invalid_settings_are_named_and_nothing_is_sent(
+    page: ChatPage, engine: FakeEngine, name: str, text: str, problem: str
+) -> None:
+    page.set(**{name: text})
     page.say("hello")
     page.wait_for("document.querySelector('.message .problem') !== null")
-    assert page.text(".message .problem p").startswith("tools must be JSON")
+    assert page.text(".message .problem p").startswith(problem)
     assert engine.log.submitted == []
 
 

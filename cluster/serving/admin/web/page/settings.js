@@ -61,7 +61,7 @@ export class Settings {
       try {
         const value = READERS[dataset.kind](text);
         if (name === "schema") found.response_format = schemaFormat(value);
-        else if (name === "more") Object.assign(found, value);
+        else if (name === "more") Object.assign(found, objectOf(value));
         else found[name] = value;
       } catch (error) {
         if (error instanceof SettingError) throw new SettingError(`${name} ${error.message}.`);
@@ -113,6 +113,13 @@ export class Settings {
     }
     this.#keep();
   }
+}
+
+function objectOf(value) {
+  if (typeof value !== "object" || value === null || Array.isArray(value)) {
+    throw new SettingError("must be a JSON object");
+  }
+  return value;
 }
 
 function schemaFormat(schema) {
