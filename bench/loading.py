@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
 SHAPE: dict[str, Any] = {  # Any: JSON values
     **LLAMA_8B,
-    "num_hidden_layers": 6,
     "vocab_size": 32000,
 }
 _STATUS = Path("/proc/self/status")
@@ -113,12 +112,13 @@ def main() -> int:
     """Copy and load in turns, print a table and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--folder", type=Path, required=True, help="for the checkpoint, is kept")
+    parser.add_argument("--num-layers", type=int, default=6, help="of a new checkpoint (6)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     folder: Path = options.folder
     folder.mkdir(parents=True, exist_ok=True)
-    write_checkpoint(folder, SHAPE)
+    write_checkpoint(folder, SHAPE | {"num_hidden_layers": options.num_layers})
     files = sorted(folder.glob("*.safetensors"))
     gigabytes = sum(path.stat().st_size for path in files) / 1e9
     discards: dict[bool, list[float]] = {True: [], False: []}
