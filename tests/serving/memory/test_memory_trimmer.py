@@ -14,6 +14,8 @@ from cluster.serving.memory.tenant_bytes import BufferLimits
 
 MIB = 2**20
 DELAY_S = 0.05
+NUM_TRIES = 5
+"""A server of other tests in this process may trim memory too, a second after they have ended."""
 
 
 def rss() -> int:
@@ -44,14 +46,18 @@ async def test_memory_is_returned_after_large_requests() -> None:
 
 @pytest.mark.parametrize(("num_requests", "num_bytes"), [(8, MIB), (100_000, 2**10)])
 async def test_memory_of_few_or_small_requests_is_kept(num_requests: int, num_bytes: int) -> None:
-    pins = leave_gaps(64)
-    held = rss()
-    trimmer = MemoryTrimmer(delay_s=0.0)
-    for _ in range(num_requests):
-        trimmer.note_freed(num_bytes)
-    await asyncio.sleep(DELAY_S)
-    assert held - rss() < 8 * MIB
-    assert len(pins) == 80
+    for _ in range(NUM_TRIES):
+        pins = leave_gaps(64)
+        held = rss()
+        trimmer = MemoryTrimmer(delay_s=0.0)
+        for _ in range(num_requests):
+            trimmer.note_freed(num_bytes)
+        await asyncio.sleep(DELAY_S)
+        is_kept = held - rss() < 8 * MIB
+        assert len(pins) == 80
+        if is_kept:
+            return
+    pytest.fail("Memory was returned each time.")
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators do not trim")
