@@ -173,13 +173,13 @@ print(*{line.split()[-1] for line in Path("/proc/self/maps").open() if "gomp" in
 def test_the_compiler_keeps_its_own_files_where_no_other_user_writes(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = tmp_path / "told"
+    folder_used = tmp_path / "folder_used"
     compiler = tmp_path / "bin" / "cc"
     compiler.parent.mkdir()
     compiler.write_text(
-        f'#!/bin/sh\nreadlink -f "$TMPDIR" > {told}\nexec {shutil.which("cc")} "$@"\n'
+        f'#!/bin/sh\nreadlink -f "$TMPDIR" > {folder_used}\nexec {shutil.which("cc")} "$@"\n'
     )
     compiler.chmod(0o700)
     monkeypatch.setenv("PATH", f"{compiler.parent}:{os.environ['PATH']}")
     assert answer(source) == 42
-    assert told.read_text().strip() == str(tmp_path / "cache" / "pagedray" / "kernels")
+    assert folder_used.read_text().strip() == str(tmp_path / "cache" / "pagedray" / "kernels")

@@ -56,7 +56,7 @@ class RoutingKey(NamedTuple):
 
 
 class Owners:
-    """Tells the senders of requests apart by their credentials, which cannot be told from it."""
+    """Distinguishes the senders of requests by digests that do not reveal their credentials."""
 
     def __init__(self) -> None:
         self._secret = secrets.token_bytes(_OWNER_BYTES)
