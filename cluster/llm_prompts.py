@@ -15,7 +15,7 @@ from cluster.serving.openai.tool_fields import read_tools
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from cluster.serving.text.chat_template import ChatMessage
+    from cluster.serving.text.templates.chat_template import ChatMessage
 
 __all__ = [
     "Conversation",

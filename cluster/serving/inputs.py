@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from cluster.serving.continuation import Continuation
-from cluster.serving.text.chat_template import ChatMessage
+from cluster.serving.text.templates.chat_template import ChatMessage
 from pagedray.batch import Pooling
 
 __all__ = [

@@ -16,7 +16,7 @@ from cluster.serving.inputs import ChatPrompt, InfillPrompt, Prompt
 from cluster.serving.intake.limits import IntakeLimits, check_num_messages, request_size
 from cluster.serving.rerank_prompt import rerank_prompt
 from cluster.serving.text.literal_tokens import MarkedText
-from cluster.serving.text.request_templates import RequestTemplates
+from cluster.serving.text.templates.request_templates import RequestTemplates
 from pagedray.errors import ContextLengthError, InvalidRequestError
 from pagedray.request import check_token_ids
 

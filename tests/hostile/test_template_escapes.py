@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.serving.text.chat_template import ChatMessage, ChatTemplate
+from cluster.serving.text.templates.chat_template import ChatMessage, ChatTemplate
 from pagedray.errors import CheckpointError, InvalidRequestError
 
 if TYPE_CHECKING:

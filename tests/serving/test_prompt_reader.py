@@ -8,7 +8,7 @@ import pytest
 
 from cluster.serving.inputs import ChatPrompt
 from cluster.serving.prompt_reader import PromptReader
-from cluster.serving.text.chat_template import ChatMessage, MessageToolCall
+from cluster.serving.text.templates.chat_template import ChatMessage, MessageToolCall
 from cluster.serving.text.text_pool import TextPool
 from tests.serving.conftest import engine_config
 

@@ -9,7 +9,7 @@ import pytest
 
 from cluster.serving.embedding_validator import EmbeddingValidator
 from cluster.serving.inputs import ChatPrompt, EmbeddingInput, GenerationInput
-from cluster.serving.text.chat_template import ChatMessage
+from cluster.serving.text.templates.chat_template import ChatMessage
 from cluster.serving.text.text_pool import TextPool
 from cluster.serving.validator import Validator
 from pagedray.config import SchedulerConfig

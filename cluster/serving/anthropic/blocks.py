@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, JsonValue
 
 from cluster.serving.http.schema import BodyPart, missing_field, named_schema, read_part
-from cluster.serving.text.chat_template import ChatMessage, MessageToolCall
+from cluster.serving.text.templates.chat_template import ChatMessage, MessageToolCall
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:

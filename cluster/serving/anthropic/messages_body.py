@@ -17,8 +17,8 @@ from cluster.serving.inputs import ChatPrompt, GenerationInput, TokenizeInput
 from cluster.serving.json_text import json_text
 from cluster.serving.openai.chat_body import MAX_MESSAGES
 from cluster.serving.openai.generation_body import bounds
-from cluster.serving.text.chat_template import ChatMessage
-from cluster.serving.text.template_arguments import Effort, TemplateArguments
+from cluster.serving.text.templates.chat_template import ChatMessage
+from cluster.serving.text.templates.template_arguments import Effort, TemplateArguments
 from cluster.serving.tools.tool import MAX_TOOLS, Tool
 from cluster.serving.tools.tool_choice import ToolChoice, ToolUse, read_each_tool
 from cluster.structured.grammar.grammar_text import MAX_TEXT_BYTES

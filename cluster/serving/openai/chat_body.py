@@ -25,7 +25,7 @@ from cluster.serving.openai.tool_fields import (
     read_tools,
     tools_field,
 )
-from cluster.serving.text.template_arguments import (
+from cluster.serving.text.templates.template_arguments import (
     MAX_DOCUMENTS,
     Effort,
     TemplateArguments,

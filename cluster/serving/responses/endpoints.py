@@ -20,7 +20,7 @@ from cluster.serving.responses.items import read_items
 from cluster.serving.responses.response import ResponsesResponse
 from cluster.serving.responses.responses_body import Echo, ResponsesBody
 from cluster.serving.responses.stored_responses import StoredTurn
-from cluster.serving.text.chat_template import ChatMessage
+from cluster.serving.text.templates.chat_template import ChatMessage
 from cluster.serving.tools.tool_choice import ToolUse
 from cluster.serving.tools.turns import Turns
 from pagedray.errors import InvalidRequestError

@@ -16,8 +16,8 @@ from cluster.serving.openai.chat_body import MAX_MESSAGES
 from cluster.serving.openai.generation_body import bounds
 from cluster.serving.openai.parameters import IGNORED, MODERATION
 from cluster.serving.responses.items import ITEMS, read_items
-from cluster.serving.text.chat_template import ChatMessage
-from cluster.serving.text.template_arguments import Effort, TemplateArguments
+from cluster.serving.text.templates.chat_template import ChatMessage
+from cluster.serving.text.templates.template_arguments import Effort, TemplateArguments
 from cluster.serving.tools.tool import MAX_TOOLS
 from cluster.serving.tools.tool_choice import ToolChoice, ToolUse
 from cluster.structured.grammar.grammar_text import MAX_TEXT_BYTES

@@ -10,8 +10,8 @@ from cluster.serving.intake.limits import check_num_messages
 from cluster.serving.json_body import read_json
 from cluster.serving.rpc.requests import check_size, generation_input, tokenize_input
 from cluster.serving.rpc.responses import finish_reason, logprobs_of, stop_reason, write_frame
-from cluster.serving.text.chat_template import ChatMessage, MessageToolCall
-from cluster.serving.text.template_arguments import TemplateArguments
+from cluster.serving.text.templates.chat_template import ChatMessage, MessageToolCall
+from cluster.serving.text.templates.template_arguments import TemplateArguments
 from cluster.serving.tools.tool import MAX_TOOLS, Tool
 from cluster.serving.tools.tool_choice import ToolChoice, ToolUse
 from cluster.serving.tools.turn_reader import TurnDelta

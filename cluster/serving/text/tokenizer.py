@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Self
 
 import tokenizers
 
-from cluster.serving.text.chat_template import ChatMessage
 from cluster.serving.text.configured_tokens import (
     add_configured_tokens,
     special_tokens_of,
@@ -17,7 +16,8 @@ from cluster.serving.text.converted_tokenizer import converted_tokenizer, conver
 from cluster.serving.text.infilling import detect_infilling
 from cluster.serving.text.library_panics import panics_as_errors
 from cluster.serving.text.literal_tokens import LiteralTokens, MarkedText
-from cluster.serving.text.template_files import ChatTemplates
+from cluster.serving.text.templates.chat_template import ChatMessage
+from cluster.serving.text.templates.template_files import ChatTemplates
 from cluster.serving.text.token_bytes import TokenBytes
 from pagedray.errors import CheckpointError, InvalidRequestError
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from cluster.serving.text.chat_template import ChatTemplate
+    from cluster.serving.text.templates.chat_template import ChatTemplate
     from cluster.serving.text.thread_pauses import ThreadPauses
 
 __all__ = ["Tokenizer", "read_tokenizer"]

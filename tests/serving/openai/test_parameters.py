@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from cluster.serving.openai.parameters import IGNORED
-from cluster.serving.text.chat_template import ChatMessage, ChatTemplate
+from cluster.serving.text.templates.chat_template import ChatMessage, ChatTemplate
 from cluster.serving.text.tokenizer import Tokenizer
 from tests.serving.checkpoint import write_tokenizer
 from tests.serving.conftest import Server

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from cluster.serving.text.chat_template import ChatMessage, MessageToolCall
+from cluster.serving.text.templates.chat_template import ChatMessage, MessageToolCall
 from cluster.serving.text.tokenizer import Tokenizer
 from pagedray.errors import InvalidRequestError
 from tests.serving.checkpoint import write_tokenizer

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from cluster.serving.text.chat_template import ChatMessage
+from cluster.serving.text.templates.chat_template import ChatMessage
 from cluster.serving.text.tokenizer import Tokenizer
 from pagedray.errors import CheckpointError, InvalidRequestError
 

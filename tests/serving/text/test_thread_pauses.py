@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.serving.text.chat_template import ChatMessage
+from cluster.serving.text.templates.chat_template import ChatMessage
 from cluster.serving.text.thread_pauses import ThreadPauses
 
 if TYPE_CHECKING:

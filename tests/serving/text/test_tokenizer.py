@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from cluster.serving.text.chat_template import ChatMessage, ChatTemplate
+from cluster.serving.text.templates.chat_template import ChatMessage, ChatTemplate
 from cluster.serving.text.tokenizer import Tokenizer
 from pagedray.errors import CheckpointError, InvalidRequestError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from cluster.serving.text.chat_template import ChatMessage, ChatTemplate, MessageToolCall
+from cluster.serving.text.templates.chat_template import ChatMessage, ChatTemplate, MessageToolCall
 from pagedray.errors import CheckpointError, InvalidRequestError
 from tests.hostile.fuzz.target import Target, check_message
 from tests.system.server_process import TINY_LLAMA

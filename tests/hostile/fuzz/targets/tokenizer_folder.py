@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from cluster.serving.text.chat_template import ChatMessage
 from cluster.serving.text.library_panics import LibraryPanicError
+from cluster.serving.text.templates.chat_template import ChatMessage
 from cluster.serving.text.tokenizer import Tokenizer
 from pagedray.errors import CheckpointError, InvalidRequestError
 from tests.hostile.fuzz.scratch import scratch_folder

@@ -25,7 +25,7 @@ from cluster.serving.ray_serve.routing.affinity import RoutingKey, prefix_key
 from cluster.serving.ray_serve.routing.handle_stream import HandleRequest
 from cluster.serving.ray_serve.routing.placement import Placement
 from cluster.serving.ray_serve.routing.router import AffinityRouter
-from cluster.serving.text.chat_template import ChatMessage
+from cluster.serving.text.templates.chat_template import ChatMessage
 
 _NUM_TURNS = 20
 NAMES = tuple("abcdefgh")

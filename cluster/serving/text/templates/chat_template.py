@@ -18,8 +18,8 @@ import jinja2
 from jinja2 import meta, nodes
 from jinja2.ext import Extension
 
-from cluster.serving.text.rendering_budget import MAX_CPU_S, TemplateLimitError
-from cluster.serving.text.template_limits import LimitedEnvironment
+from cluster.serving.text.templates.rendering_budget import MAX_CPU_S, TemplateLimitError
+from cluster.serving.text.templates.template_limits import LimitedEnvironment
 from pagedray.errors import CheckpointError, InvalidRequestError
 
 if TYPE_CHECKING:

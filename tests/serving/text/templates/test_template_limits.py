@@ -8,8 +8,8 @@ import tracemalloc
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from cluster.serving.text.chat_template import ChatMessage, ChatTemplate
-from cluster.serving.text.template_limits import LimitedEnvironment
+from cluster.serving.text.templates.chat_template import ChatMessage, ChatTemplate
+from cluster.serving.text.templates.template_limits import LimitedEnvironment
 from pagedray.errors import CheckpointError, InvalidRequestError
 
 RANGE = "range(99999)"

@@ -8,9 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from cluster.serving.text.format_limits import check_percent_format
-from cluster.serving.text.rendering_budget import MAX_TOTAL, TemplateLimitError
-from cluster.serving.text.value_sizes import MAX_ELEMENTS, check_text, num_characters, num_elements
+from cluster.serving.text.templates.format_limits import check_percent_format
+from cluster.serving.text.templates.rendering_budget import MAX_TOTAL, TemplateLimitError
+from cluster.serving.text.templates.value_sizes import (
+    MAX_ELEMENTS,
+    check_text,
+    num_characters,
+    num_elements,
+)
 
 if TYPE_CHECKING:
     from types import BuiltinMethodType

@@ -17,16 +17,16 @@ from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import _PassArg
 
-from cluster.serving.text.format_limits import check_brace_format, check_percent_format
-from cluster.serving.text.operation_limits import (
+from cluster.serving.text.templates.format_limits import check_brace_format, check_percent_format
+from cluster.serving.text.templates.operation_limits import (
     FILTER_CHECKS,
     check_method,
     check_power,
     check_product,
     listed,
 )
-from cluster.serving.text.rendering_budget import MAX_CPU_S, MAX_TOTAL, RenderingBudget
-from cluster.serving.text.value_sizes import check_text, num_elements
+from cluster.serving.text.templates.rendering_budget import MAX_CPU_S, MAX_TOTAL, RenderingBudget
+from cluster.serving.text.templates.value_sizes import check_text, num_elements
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -7,7 +7,7 @@ from typing import Any
 
 from jinja2.utils import Namespace
 
-from cluster.serving.text.rendering_budget import MAX_TOTAL, TemplateLimitError
+from cluster.serving.text.templates.rendering_budget import MAX_TOTAL, TemplateLimitError
 
 __all__ = ["MAX_ELEMENTS", "check_text", "num_characters", "num_elements"]
 

@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from cluster.serving.text.chat_template import ChatTemplate
+from cluster.serving.text.templates.chat_template import ChatTemplate
 from pagedray.errors import CheckpointError, InvalidRequestError
 
 if TYPE_CHECKING:

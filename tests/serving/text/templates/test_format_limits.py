@@ -7,8 +7,8 @@ from contextlib import suppress
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cluster.serving.text.format_limits import check_brace_format, check_percent_format
-from cluster.serving.text.rendering_budget import TemplateLimitError
+from cluster.serving.text.templates.format_limits import check_brace_format, check_percent_format
+from cluster.serving.text.templates.rendering_budget import TemplateLimitError
 
 LARGEST_FIELD = 999 + 999 + 310
 """A number such as 1e308 with the largest width and precision."""

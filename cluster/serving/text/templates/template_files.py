@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from cluster.serving.text.chat_template import ChatTemplate
+from cluster.serving.text.templates.chat_template import ChatTemplate
 from pagedray.errors import CheckpointError, InvalidRequestError
 
 if TYPE_CHECKING:

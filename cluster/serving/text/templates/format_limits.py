@@ -9,8 +9,8 @@ import re
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
-from cluster.serving.text.rendering_budget import MAX_TOTAL, TemplateLimitError
-from cluster.serving.text.value_sizes import num_characters
+from cluster.serving.text.templates.rendering_budget import MAX_TOTAL, TemplateLimitError
+from cluster.serving.text.templates.value_sizes import num_characters
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
