@@ -21,6 +21,8 @@ _DNS_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _OLDEST_WITH_TOKENS = (2, 52)
 _STATE_FOLDER = "/data/gcs"
 _RESOURCE_PARAMS = {"memory", "num-cpus", "num-gpus", "resources"}
+_GATED = ("historyServerOptions", "networkPolicy", "tlsOptions")
+"""Fields of a cluster that need a feature gate, which is off by default."""
 
 
 def operator_errors(ray_service: Manifest) -> list[str]:
@@ -40,8 +42,13 @@ def _service(ray_service: Manifest) -> Iterator[str]:
     if spec.get("upgradeStrategy", {}).get("type") == "NewClusterWithIncrementalUpgrade":
         if not cluster.get("enableInTreeAutoscaling"):
             yield "an incremental upgrade needs the autoscaler"
-        if "clusterUpgradeOptions" not in spec["upgradeStrategy"]:
+        options = spec["upgradeStrategy"].get("clusterUpgradeOptions")
+        if options is None:
             yield "an incremental upgrade needs clusterUpgradeOptions"
+        elif options["stepSizePercent"] > options.get("maxSurgePercent", 100):
+            yield "a step of an incremental upgrade is to be at most maxSurgePercent"
+    if "upgradeStrategy" in cluster:
+        yield "the cluster of a RayService has no upgradeStrategy of its own"
     if cluster["headGroupSpec"].get("headService", {}).get("metadata", {}).get("name"):
         yield "the head service may have no name of its own"
 
@@ -63,9 +70,20 @@ def _cluster(ray_service: Manifest) -> Iterator[str]:
     for one in workers:
         if not one["minReplicas"] <= one["replicas"] <= one["maxReplicas"]:
             yield f"{one['groupName']} is to have min <= replicas <= max"
+        yield from _scaling(one, cluster)
+    yield from (f"{name} needs a feature gate" for name in _GATED if name in cluster)
     yield from _environment(cluster)
     yield from _state(cluster)
     yield from _token(cluster)
+
+
+def _scaling(group: Manifest, cluster: Manifest) -> Iterator[str]:
+    is_v2 = cluster.get("autoscalerOptions", {}).get("version", "v2") == "v2"
+    if cluster.get("enableInTreeAutoscaling") and is_v2:
+        return
+    for field in ("idleTimeoutSeconds", "priority"):
+        if group.get(field):
+            yield f"{field} of {group['groupName']} needs the second autoscaler"
 
 
 def _restarts(name: str, group: Manifest, cluster: Manifest) -> Iterator[str]:

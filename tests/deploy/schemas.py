@@ -78,6 +78,14 @@ def _pod(template: Manifest) -> Manifest:
     return {"apiVersion": "v1", "kind": "Pod", **template}
 
 
+def _network_policy(**rules: Any) -> Manifest:
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "spec": {"podSelector": {}, **rules},
+    }
+
+
 # A built-in type has a schema only as part of a kind, so a whole object is validated.
 _WHOLES: dict[str, Callable[[Any], Manifest]] = {
     "HorizontalPodAutoscalerBehavior": lambda part: {
@@ -89,8 +97,16 @@ _WHOLES: dict[str, Callable[[Any], Manifest]] = {
             "scaleTargetRef": {"kind": "Deployment", "name": "one"},
         },
     },
+    "EgressRules": lambda part: _network_policy(egress=part),
+    "EnvFrom": lambda part: _container(envFrom=part),
     "EnvVarSource": lambda part: _container(env=[{"name": "ONE", "valueFrom": part}]),
     "EnvVars": lambda part: _container(env=part),
+    "IngressRules": lambda part: _network_policy(ingress=part),
+    "IngressTLS": lambda part: {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "Ingress",
+        "spec": {"tls": part},
+    },
     "PodTemplateSpec": _pod,
     "ResourceRequirements": lambda part: _container(resources=part),
     "SecurityContext": lambda part: _container(securityContext=part),

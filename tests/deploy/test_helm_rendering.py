@@ -235,6 +235,17 @@ def test_the_endpoint_picker_reads_the_metrics_of_workers_alone() -> None:
         (_HUB | {"tensorParallelSize": 12, "gpusPerHost": 8}, "12 ranks"),
         (_HUB | {"storage": {"accessMode": "ReadOnlyMany"}}, "storage.accessMode"),
         (_HUB | {"upgrade": {"strategy": "NewClusterWithIncrementalUpgrade"}}, "autoscaler"),
+        (
+            _HUB
+            | {
+                "maxReplicas": 2,
+                "upgrade": {
+                    "strategy": "NewClusterWithIncrementalUpgrade",
+                    "incremental": {"gatewayClassName": "a", "maxSurgePercent": 20},
+                },
+            },
+            "stepSizePercent: KubeRay refuses 25",
+        ),
         (_HUB | {"gcs": {"faultTolerance": "rocksdb"}}, "GCSFaultToleranceEmbeddedStorage"),
         (_HUB | {"gateway": {"enabled": True}}, "gateway.name"),
         (_HUB | {"graceSeconds": 100}, "graceSeconds: 100"),

@@ -7,6 +7,8 @@ from typing import Any
 from tests.deploy.kuberay_fields import DIGEST, differences, digest, schema_fields
 from tests.deploy.schemas import custom_resource_schema
 
+LISTS = {"EgressRules", "EnvFrom", "EnvVars", "IngressRules", "IngressTLS", "VolumeMounts"}
+
 
 def definition() -> dict[str, Any]:  # Any: a JSON schema.
     """Return a definition with the fields of our schema, as KubeRay would have it."""
@@ -17,7 +19,10 @@ def definition() -> dict[str, Any]:  # Any: a JSON schema.
             return inlined(whole["$defs"][part["$ref"].rpartition("/")[2]])
         if isinstance(part, dict) and "x-kubernetes" in part:
             # KubeRay has the fields of a built-in type in place.
-            return {"type": "object", "properties": {"more": {"type": "string"}}}
+            inner = {"type": "object", "properties": {"more": {"type": "string"}}}
+            return {"type": "array", "items": inner} if part["x-kubernetes"] in LISTS else inner
+        if isinstance(part, dict) and part.get("type") == ["integer", "string"]:
+            return {"x-kubernetes-int-or-string": True}
         if isinstance(part, dict):
             return {name: inlined(one) for name, one in part.items()}
         return part
@@ -45,3 +50,10 @@ def test_fields_of_another_version_are_named() -> None:
         "KubeRay has spec.rayClusterConfig.workerGroupSpecs[].spotOnly, which our schema lacks.",
         "Our schema has spec.suspend, which KubeRay lacks.",
     ]
+
+
+def test_another_type_is_a_difference() -> None:
+    other = definition()
+    spec = other["spec"]["versions"][1]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    spec["properties"]["suspend"] = {"type": "string"}
+    assert differences(other) == ["spec.suspend is string in KubeRay and boolean in our schema."]

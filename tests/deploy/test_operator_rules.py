@@ -45,6 +45,28 @@ def _upgrade_by_steps(service: Manifest) -> None:
     service["spec"]["upgradeStrategy"] = {"type": "NewClusterWithIncrementalUpgrade"}
 
 
+def _upgrade_by_steps_above_the_surge(service: Manifest) -> None:
+    options = {"maxSurgePercent": 20, "stepSizePercent": 25, "intervalSeconds": 1}
+    service["spec"]["upgradeStrategy"] = {
+        "type": "NewClusterWithIncrementalUpgrade",
+        "clusterUpgradeOptions": {**options, "gatewayClassName": "envoy"},
+    }
+
+
+def _recreate_the_cluster(service: Manifest) -> None:
+    service["spec"]["rayClusterConfig"]["upgradeStrategy"] = {"type": "Recreate"}
+
+
+def _isolate_the_cluster(service: Manifest) -> None:
+    service["spec"]["rayClusterConfig"]["networkPolicy"] = {"mode": "DenyAll"}
+
+
+def _prefer_a_group_without_the_autoscaler(service: Manifest) -> None:
+    cluster = service["spec"]["rayClusterConfig"]
+    del cluster["enableInTreeAutoscaling"]
+    cluster["workerGroupSpecs"][0]["priority"] = 1
+
+
 def _keep_state(service: Manifest, **options: object) -> None:
     cluster = service["spec"]["rayClusterConfig"]
     cluster["gcsFaultToleranceOptions"] = {"backend": "rocksdb", **options}
@@ -73,6 +95,10 @@ def _mount_something_over_the_state(service: Manifest) -> None:
         (_want_more_than_the_most, "min <= replicas <= max"),
         (_name_the_head_service, "no name of its own"),
         (_upgrade_by_steps, "clusterUpgradeOptions"),
+        (_upgrade_by_steps_above_the_surge, "at most maxSurgePercent"),
+        (_recreate_the_cluster, "no upgradeStrategy of its own"),
+        (_isolate_the_cluster, "networkPolicy needs a feature gate"),
+        (_prefer_a_group_without_the_autoscaler, "priority of ranks needs"),
         (_keep_state_in_two_places, "rocksdb has no ['redisAddress']"),
         (_keep_state_in_two_claims, "a claim of one's own"),
         (_mount_something_over_the_state, "/data/gcs is for the state"),

@@ -153,8 +153,15 @@ def _upgrade(values: Values) -> Iterator[str]:
             "upgrade.strategy: an incremental upgrade replaces the service that the routes use, "
             "and has none for gRPC; use NewCluster, or gateway.enabled: false."
         )
-    if not values["upgrade"]["incremental"]["gatewayClassName"]:
-        yield ("upgrade.incremental.gatewayClassName: an incremental upgrade needs a GatewayClass.")
+    incremental = values["upgrade"]["incremental"]
+    if not incremental["gatewayClassName"]:
+        yield "upgrade.incremental.gatewayClassName: an incremental upgrade needs a GatewayClass."
+    step, surge = incremental["stepSizePercent"], incremental["maxSurgePercent"]
+    if step > surge:
+        yield (
+            f"upgrade.incremental.stepSizePercent: KubeRay refuses {step}, which is more than "
+            f"maxSurgePercent, {surge}."
+        )
 
 
 def _arguments(values: Values) -> Iterator[str]:

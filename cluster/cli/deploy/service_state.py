@@ -60,12 +60,16 @@ def _waits(service: _Object, status: _Object) -> Iterator[str]:
             "(kubectl get pods --all-namespaces -l app.kubernetes.io/name=kuberay-operator)."
         )
         return
+    ready = _condition(status, "Ready")
+    # KubeRay does not record which generation it refused.
+    if (final := _IS_FINAL.get(ready.get("reason", ""))) is not None:
+        yield f"{final}: {_text(ready)}."
+        return
     generation = service["metadata"].get("generation", 0)
     if status.get("observedGeneration", generation) < generation:
         yield "KubeRay has not seen the last change yet: check the log of the operator."
-    ready = _condition(status, "Ready")
-    if (final := _IS_FINAL.get(ready.get("reason", ""))) is not None:
-        yield f"{final}: {_text(ready)}."
+    if _condition(status, "Suspending").get("status") == "True":
+        yield "KubeRay deletes its Ray cluster and service, since it is to be suspended."
         return
     if service.get("spec", {}).get("suspend"):
         yield "It is suspended: set spec.suspend to false to start it."

@@ -137,7 +137,11 @@ def test_an_incremental_upgrade_needs_the_autoscaler_a_class_and_no_routes() -> 
     ]
     incremental = read_values(_CHART / "values.yaml", _CHART)["upgrade"]["incremental"]
     upgrade["incremental"] = incremental | {"gatewayClassName": "envoy"}
-    assert rules({"model": "/models/x", "upgrade": upgrade, "maxReplicas": 2}) == []
+    values: Values = {"model": "/models/x", "upgrade": upgrade, "maxReplicas": 2}
+    assert rules(values) == []
+    upgrade["incremental"] |= {"stepSizePercent": 50, "maxSurgePercent": 20}
+    [error] = rules(values)
+    assert error.startswith("upgrade.incremental.stepSizePercent: KubeRay refuses 50")
 
 
 @pytest.mark.parametrize(("size", "num_errors"), [("1Ti", 0), ("800Gi", 0), ("780Gi", 1)])

@@ -131,6 +131,19 @@ def test_what_it_waits_for_is_said(status: Object, line: str) -> None:
     assert any(line in one for one in lines), lines
 
 
+def test_a_refused_change_is_not_one_that_kuberay_has_not_seen() -> None:
+    # KubeRay leaves observedGeneration as it is when it refuses a change.
+    refused = {"type": "Ready", "status": "False", "reason": "ValidationFailed", "message": "no"}
+    _, *lines = status_lines(service(observedGeneration=1, conditions=[refused]), [])
+    assert lines == ["KubeRay refuses it: no."]
+
+
+def test_a_service_that_is_being_suspended_says_so() -> None:
+    suspending = {"type": "Suspending", "status": "True", "reason": "SuspendInProgress"}
+    _, *lines = status_lines(service(conditions=[_NOT_READY, suspending]), [])
+    assert lines == ["KubeRay deletes its Ray cluster and service, since it is to be suspended."]
+
+
 def test_an_upgrade_names_both_clusters() -> None:
     during = service(
         conditions=[_READY],

@@ -320,6 +320,11 @@ initContainers:
 {{- if not .Values.upgrade.incremental.gatewayClassName -}}
 {{- fail "upgrade.incremental.gatewayClassName: an incremental upgrade needs a GatewayClass." -}}
 {{- end -}}
+{{- with .Values.upgrade.incremental -}}
+{{- if gt (int .stepSizePercent) (int .maxSurgePercent) -}}
+{{- fail (printf "upgrade.incremental.stepSizePercent: KubeRay refuses %d, which is more than maxSurgePercent, %d." (int .stepSizePercent) (int .maxSurgePercent)) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- if and (eq .Values.gcs.faultTolerance "rocksdb") (not .Values.gcs.rocksdb.featureGateEnabled) -}}
 {{- fail "gcs.faultTolerance: rocksdb needs KubeRay's feature gate GCSFaultToleranceEmbeddedStorage; enable it in the operator and set gcs.rocksdb.featureGateEnabled: true." -}}
