@@ -165,6 +165,44 @@ def test_an_image_of_the_model_replaces_the_claim() -> None:
         assert restricted_violations(pod) == ["volume models"]
 
 
+@pytest.mark.parametrize("model", ["Qwen/Qwen3-8B", "s3://models/tiny", "/models/tiny"])
+def test_all_pods_see_the_same_folder_of_an_existing_claim(model: str) -> None:
+    storage = {"existingClaim": "shared", "subPath": "team/llm"}
+    manifests = render_chart(None, {"model": model, "storage": storage})
+    for manifest in manifests:
+        check(manifest)
+    assert "PersistentVolumeClaim" not in {one["kind"] for one in manifests}
+    cluster = _service(manifests)["spec"]["rayClusterConfig"]
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    pods = [group["template"]["spec"] for group in groups]
+    jobs = [_job_pod(manifests)] if not model.startswith("/") else []
+    for pod in (*pods, *jobs):
+        [volume] = [one for one in pod["volumes"] if one["name"] == "models"]
+        assert volume["persistentVolumeClaim"]["claimName"] == "shared"
+        for container in (*pod.get("initContainers", []), *pod["containers"]):
+            [mount] = [one for one in container["volumeMounts"] if one["name"] == "models"]
+            assert (mount["mountPath"], mount["subPath"]) == ("/models", "team/llm")
+            # The Job alone writes, and makes the folder.
+            assert mount.get("readOnly", False) == (pod not in jobs)
+
+
+def test_a_new_claim_has_its_class_and_access_mode() -> None:
+    storage = {"storageClassName": "fast", "accessMode": "ReadWriteOnce", "size": "3Ti"}
+    manifests = render_chart(None, _HUB | {"storage": storage})
+    [claim] = [one for one in manifests if one["kind"] == "PersistentVolumeClaim"]
+    assert claim["spec"] == {
+        "accessModes": ["ReadWriteOnce"],
+        "storageClassName": "fast",
+        "resources": {"requests": {"storage": "3Ti"}},
+    }
+
+
+def test_another_folder_is_another_job() -> None:
+    changes = _HUB | {"storage": {"subPath": "other"}}
+    first, other = (_job(render_chart(None, one))["metadata"]["name"] for one in (_HUB, changes))
+    assert first != other
+
+
 def test_another_model_is_another_job() -> None:
     first = _job(render_chart(None, _HUB))["metadata"]["name"]
     assert _job(render_chart(None, _HUB))["metadata"]["name"] == first
@@ -260,6 +298,18 @@ def test_the_endpoint_picker_reads_the_metrics_of_workers_alone() -> None:
             "two sources",
         ),
         ({"model": "/opt/a", "storage": {"image": "a:1"}}, "is not in storage.image"),
+        (_HUB | {"storage": {"subPath": "/a"}}, "storage.subPath"),
+        (_HUB | {"storage": {"subPath": "a/../b"}}, "storage.subPath"),
+        ({"model": "/opt/a", "storage": {"subPath": "a"}}, "storage.subPath: nothing would use it"),
+        ({"model": "/opt/a", "storage": {"existingClaim": "a"}}, "storage.existingClaim: nothing"),
+        (
+            {"model": "/models/a", "storage": {"image": "a:1", "subPath": "b"}},
+            "storage.subPath: it is a folder of a claim",
+        ),
+        (
+            _HUB | {"storage": {"existingClaim": "a", "storageClassName": "b"}},
+            "storage.storageClassName: it is for a claim",
+        ),
     ],
 )
 def test_helm_refuses_values(changes: Manifest, error: str) -> None:

@@ -19,6 +19,7 @@ _ADVICE = {
     "ImagePullBackOff": "check image.repository, image.tag and image.pullSecrets",
     "InvalidImageName": "check image.repository and image.tag",
 }
+_SUB_PATH_ADVICE = "check that the claim has the folder storage.subPath"
 _WAIT = "wait-for-model"
 _WORKER = "ray-worker"
 
@@ -79,7 +80,9 @@ def _container(pod: str, container: _Object) -> Iterator[str]:
     if reason in _ADVICE:
         message = _shown(waiting.get("message", ""))
         details = f": {message}" if message else ""
-        yield f"{what} does not start: {reason}{details}; {_ADVICE[reason]}."
+        # A folder that is only read cannot be made by Kubernetes.
+        advice = _SUB_PATH_ADVICE if "subPath" in message else _ADVICE[reason]
+        yield f"{what} does not start: {reason}{details}; {advice}."
     for state in (container.get("state", {}), container.get("lastState", {})):
         ended = state.get("terminated", {})
         if ended.get("reason") == "OOMKilled":

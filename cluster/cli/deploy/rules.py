@@ -97,7 +97,18 @@ def _storage(values: Values, weight_bytes: int | None) -> Iterator[str]:
             "storage.accessMode: a model cannot be downloaded into a ReadOnlyMany claim; use "
             "ReadWriteMany, or a folder under /models that is in the claim."
         )
+    if storage["existingClaim"] and storage["storageClassName"]:
+        yield (
+            "storage.storageClassName: it is for a claim that the chart creates, and "
+            "storage.existingClaim names another; remove one."
+        )
     uses_claim = is_downloaded or model.startswith("/models/")
+    for name in ("existingClaim", "subPath"):
+        if storage[name] and not uses_claim and model != "/models":
+            yield (
+                f"storage.{name}: nothing would use it, as the model {model} is in the image of "
+                "the container; write a folder below /models, or remove it."
+            )
     if uses_claim and storage["accessMode"] == "ReadWriteOnce" and _num_workers(values) > 1:
         yield (
             "storage.accessMode: ReadWriteOnce is for pods of one host; use ReadWriteMany for "
@@ -116,6 +127,11 @@ def _image_volume(storage: Values, model: str) -> Iterator[str]:
         yield (
             "storage.image: the model has two sources, an image and storage.existingClaim; remove "
             "one."
+        )
+    if storage["subPath"]:
+        yield (
+            "storage.subPath: it is a folder of a claim; of storage.image, write the folder as "
+            "model, such as /models/FOLDER."
         )
     if not model.startswith("/"):
         yield (

@@ -105,6 +105,20 @@ def test_our_values_have_no_errors(path: Path, capsys: pytest.CaptureFixture[str
             "storage.image: the model has two sources",
         ),
         ("model: s3://bucket/x\nstorage: {image: 'ghcr.io/a/b:1'}\n", "would be downloaded, but"),
+        (f"{_MODEL}storage: {{subPath: ../other}}\n", "storage.subPath: '../other' must be"),
+        (f"{_MODEL}storage: {{subPath: a..b/c}}\n", "storage.subPath: 'a..b/c' must be"),
+        (f"{_MODEL}storage: {{subPath: /models}}\n", "storage.subPath: '/models' must be"),
+        (f"{_MODEL}storage: {{subPath: 08}}\n", "storage.subPath: YAML readers disagree"),
+        ("model: /opt/x\nstorage: {subPath: team}\n", "storage.subPath: nothing would use it"),
+        ("model: /opt/x\nstorage: {existingClaim: a}\n", "storage.existingClaim: nothing would"),
+        (
+            f"{_MODEL}storage: {{image: 'ghcr.io/a/b:1', subPath: team}}\n",
+            "storage.subPath: it is a folder of a claim",
+        ),
+        (
+            f"{_MODEL}storage: {{existingClaim: a, storageClassName: fast}}\n",
+            "storage.storageClassName: it is for a claim that the chart creates",
+        ),
         (
             "model: /opt/x\nstorage: {image: 'ghcr.io/a/b:1'}\n",
             "model: /opt/x is not in storage.image",

@@ -198,6 +198,22 @@ def test_an_upgrade_names_both_clusters() -> None:
                 containerStatuses=[
                     {
                         "name": "ray-worker",
+                        "state": {
+                            "waiting": {
+                                "reason": "CreateContainerConfigError",
+                                "message": "failed to create subPath directory for volumeMount",
+                            }
+                        },
+                    }
+                ]
+            ),
+            "volumeMount; check that the claim has the folder storage.subPath.",
+        ),
+        (
+            pod(
+                containerStatuses=[
+                    {
+                        "name": "ray-worker",
                         "state": {"running": {}},
                         "lastState": {"terminated": {"reason": "OOMKilled"}},
                     }

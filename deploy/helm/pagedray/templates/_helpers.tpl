@@ -59,6 +59,15 @@
 {{- .Values.storage.existingClaim | default (printf "%s-models" (include "pagedray.name" .)) -}}
 {{- end -}}
 
+{{- /* The mount of the volume at /models, which may be written. */ -}}
+{{- define "pagedray.modelMount" -}}
+- name: models
+  mountPath: /models
+  {{- with .Values.storage.subPath }}
+  subPath: {{ . }}
+  {{- end }}
+{{- end -}}
+
 {{- define "pagedray.keySecret" -}}
 {{- .Values.keys.existingSecret | default (printf "%s-api-keys" (include "pagedray.name" .)) -}}
 {{- end -}}
@@ -190,8 +199,7 @@ applications:
   mountPath: /etc/pagedray
   readOnly: true
 {{- if include "pagedray.usesVolume" . }}
-- name: models
-  mountPath: /models
+{{ include "pagedray.modelMount" . }}
   readOnly: true
 {{- end }}
 {{- end -}}
@@ -248,8 +256,7 @@ initContainers:
     volumeMounts:
       - name: tmp
         mountPath: /tmp
-      - name: models
-        mountPath: /models
+      {{- include "pagedray.modelMount" .root | nindent 6 }}
         readOnly: true
 {{- end -}}
 
@@ -301,6 +308,9 @@ initContainers:
 {{- if .Values.storage.existingClaim -}}
 {{- fail "storage.image: the model has two sources, an image and storage.existingClaim; remove one." -}}
 {{- end -}}
+{{- if .Values.storage.subPath -}}
+{{- fail "storage.subPath: it is a folder of a claim; of storage.image, write the folder as model, such as /models/FOLDER." -}}
+{{- end -}}
 {{- if include "pagedray.isDownloaded" . -}}
 {{- fail (printf "model: %q would be downloaded, but storage.image has the model; write the folder of the image, such as /models, or remove storage.image." .Values.model) -}}
 {{- end -}}
@@ -309,6 +319,16 @@ initContainers:
 {{- end -}}
 {{- else if eq .Values.model "/models" -}}
 {{- fail "model: write a folder below /models, such as /models/Llama-3.1-8B-Instruct." -}}
+{{- end -}}
+{{- if and .Values.storage.existingClaim .Values.storage.storageClassName -}}
+{{- fail "storage.storageClassName: it is for a claim that the chart creates, and storage.existingClaim names another; remove one." -}}
+{{- end -}}
+{{- if not (include "pagedray.usesVolume" .) -}}
+{{- range list "existingClaim" "subPath" -}}
+{{- if get $.Values.storage . -}}
+{{- fail (printf "storage.%s: nothing would use it, as the model %q is in the image of the container; write a folder below /models, or remove it." . $.Values.model) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- if eq .Values.upgrade.strategy "NewClusterWithIncrementalUpgrade" -}}
 {{- if not (include "pagedray.autoscales" .) -}}
