@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -23,9 +22,8 @@ _LONGEST_S = 1e4
 """A longer time was given in another unit."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepCost:
-    """A model of the duration of a step."""
+class StepCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model of the duration of a step, and of copies between the pools."""
 
     points: tuple[tuple[int, float], ...]
     """Numbers of tokens in a step, and the seconds that it takes without what they attend to.
@@ -36,8 +34,10 @@ class StepCost:
     """For each token that a sequence with a single token in the step attends to."""
     pair_s: float = 0.0
     """For each pair of a token and one that it attends to, in a sequence of several tokens."""
-    block_s: float = 0.0
-    """For each block that is copied between the pools."""
+    block_out_s: float = 0.0
+    """For each block that is copied from the device to the CPU pool."""
+    block_in_s: float = 0.0
+    """For each block that is copied back."""
 
     def __post_init__(self) -> None:
         numbers = [number for number, _ in self.points]
@@ -45,7 +45,8 @@ class StepCost:
             raise ValueError("points must have at least two different numbers of tokens, sorted")
         if not 0 <= numbers[0] <= numbers[-1] <= MOST_TOKENS:
             raise ValueError(f"numbers of tokens must be from 0 to {MOST_TOKENS}")
-        values = [*(value for _, value in self.points), self.context_s, self.pair_s, self.block_s]
+        values = [value for _, value in self.points]
+        values += [self.context_s, self.pair_s, self.block_out_s, self.block_in_s]
         if not all(0.0 <= value <= _LONGEST_S for value in values):
             raise ValueError(f"times must be from 0 to {_LONGEST_S:g} seconds")
         if self.tokens_s(1) <= 0.0 or self.tokens_s(MOST_TOKENS) <= 0.0:
@@ -55,12 +56,16 @@ class StepCost:
     def linear(
         cls, *, step_s: float, token_s: float, pair_s: float = 0.0, block_s: float = 0.0
     ) -> StepCost:
-        """Return a fixed time for a step, and one for each token, pair and copied block."""
+        """Return a fixed time for a step, and one for each token, pair and copied block.
+
+        Blocks are copied equally fast in both directions.
+        """
         return cls(
             points=((0, step_s), (1, step_s + token_s)),
             context_s=pair_s,
             pair_s=pair_s,
-            block_s=block_s,
+            block_out_s=block_s,
+            block_in_s=block_s,
         )
 
     def tokens_s(self, num_tokens: int) -> float:
@@ -71,7 +76,12 @@ class StepCost:
         return low_s + (high_s - low_s) * (num_tokens - low) / (high - low)
 
     def forward_s(self, plan: StepPlan) -> float:
-        """Return how long the step of a plan takes, without copies between the pools."""
+        """Return how long the step of a plan takes, without copies between the pools.
+
+        One without tokens, which only starts copies, takes no time.
+        """
+        if not plan.sequences:
+            return 0.0
         seconds = self.tokens_s(plan.num_tokens)
         if self.context_s:
             num_attended = sum(
@@ -86,20 +96,17 @@ class StepCost:
             )
         return seconds
 
-    def swap_s(self, plan: StepPlan) -> float:
-        """Return how long the copies of a plan take."""
-        return (len(plan.evictions) + len(plan.swap_outs) + len(plan.swap_ins)) * self.block_s
-
 
 LLAMA_8B_H200 = StepCost(
     points=((1, 4.76e-3), (8, 4.88e-3), (64, 4.94e-3), (256, 7.05e-3), (8192, 179.5e-3)),
     context_s=36.5e-9,
     pair_s=1.03e-9,
-    block_s=45e-6,
+    block_out_s=40.4e-6,
+    block_in_s=40.6e-6,
 )
-"""A Llama of 8B parameters in bfloat16 on one NVIDIA H200, fitted to single steps.
+"""A Llama of 8B parameters in bfloat16 on one NVIDIA H200, fitted to single steps and copies.
 
-docs/benchmarks.md says to which figures, and how it predicts whole runs.
+docs/simulation.md says to which figures, docs/benchmarks.md how it predicts whole runs.
 """
 
 

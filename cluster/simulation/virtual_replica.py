@@ -1,6 +1,7 @@
-"""A scheduler in virtual time: the ranks are a model of how long steps take.
+"""A scheduler in virtual time: the ranks are a model of how long steps and copies take.
 
-Plans run one step ahead, as the controller's do. Equal calls give equal runs.
+Plans run one step ahead, as the controller's do, and copies between the pools beside them. Equal
+calls give equal runs.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import itertools
 from array import array
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from cluster.scheduling.scheduler import MAX_PLANS_IN_FLIGHT, Scheduler
+from cluster.simulation.virtual_copies import VirtualCopies
 from pagedray.batch import StepOutput
 from pagedray.errors import RequestError
 from pagedray.request import Request, SamplingParams
@@ -71,6 +73,18 @@ class VirtualCall:
         return self.first_token_step - self.arrival_step
 
 
+class _Flight(NamedTuple):
+    """A step that was launched."""
+
+    step: int
+    token_ids: list[int]
+    """What it samples."""
+    forward_s: float
+    ended_s: float
+    copied_s: float
+    """When it and all copies up to it have ended."""
+
+
 class VirtualReplica:
     """Runs requests through a scheduler."""
 
@@ -97,6 +111,7 @@ class VirtualReplica:
         )
         self.block_size = block_size
         self._cost = cost
+        self._copies = VirtualCopies(cost, num_blocks=cache_size.num_blocks)
         self.now_s = 0.0
         self.num_steps = 0
         """Steps that have ended."""
@@ -106,9 +121,11 @@ class VirtualReplica:
         """Those that have not ended."""
         self._rows: dict[int, tuple[VirtualCall, int]] = {}
         """By row, its call and the length at which it ends."""
-        self._in_flight: deque[tuple[StepPlan, float, list[int]]] = deque()
-        """Plans, when they were sent, and the tokens that they sample."""
+        self._in_flight: deque[_Flight] = deque()
         self._step_ended_s = 0.0
+        """When the last step that was launched ends."""
+        self._unacknowledged: deque[_Flight] = deque()
+        """Those whose output was taken, but not their acknowledgement."""
         self._numbers = itertools.count()
 
     def submit(
@@ -176,12 +193,29 @@ class VirtualReplica:
             self._calls[request.id] = call
 
     def _turn(self) -> None:
-        """Make a plan, and end the oldest step if there is no other or no room for more."""
+        """Make a plan, and wait for the oldest step if there is no other or no room for more."""
+        while self._unacknowledged and self._unacknowledged[0].copied_s <= self.now_s:
+            self.scheduler.acknowledge(self._unacknowledged.popleft().step)
         plan = self.scheduler.schedule(self.now_s)
         if plan is not None:
-            self._in_flight.append((plan, self.now_s, self._sample(plan)))
-        if plan is None or len(self._in_flight) == MAX_PLANS_IN_FLIGHT:
+            self._launch(plan)
+        if self._in_flight and (plan is None or len(self._in_flight) == MAX_PLANS_IN_FLIGHT):
             self._end_step()
+        elif plan is None:
+            # Every sequence waits for copies.
+            assert self._unacknowledged, "the scheduler waits for nothing"
+            self.now_s = self._unacknowledged[0].copied_s
+            if self._arrivals:
+                self.now_s = min(self.now_s, self._arrivals[0][0])
+
+    def _launch(self, plan: StepPlan) -> None:
+        token_ids = self._sample(plan)
+        steps_ended_s = max(self.now_s, self._step_ended_s)
+        begins_s = self._copies.launch(plan, now_s=self.now_s, steps_ended_s=steps_ended_s)
+        forward_s = self._cost.forward_s(plan)
+        ended_s = self._step_ended_s = begins_s + forward_s
+        copied_s = max(ended_s, self._copies.ended_s)
+        self._in_flight.append(_Flight(plan.step, token_ids, forward_s, ended_s, copied_s))
 
     def _sample(self, plan: StepPlan) -> list[int]:
         for start in plan.starts:
@@ -196,22 +230,20 @@ class VirtualReplica:
         ]
 
     def _end_step(self) -> None:
-        assert self._in_flight, "the scheduler waits for nothing"
-        plan, sent_s, token_ids = self._in_flight.popleft()
-        forward_s, swap_s = self._cost.forward_s(plan), self._cost.swap_s(plan)
-        self.now_s = self._step_ended_s = max(sent_s, self._step_ended_s) + forward_s + swap_s
+        flight = self._in_flight.popleft()
+        self.now_s = max(self.now_s, flight.ended_s)
         self.num_steps += 1
-        num_swapped = len(plan.evictions) + len(plan.swap_outs) + len(plan.swap_ins)
+        num_swapped, swap_s = self._copies.take_measurement(self.now_s)
         events = self.scheduler.update(
             StepOutput(
-                plan.step,
-                token_ids,
-                forward_s=forward_s,
+                flight.step,
+                flight.token_ids,
+                forward_s=flight.forward_s,
                 swap_s=swap_s,
                 num_swapped=num_swapped,
             )
         )
-        self.scheduler.acknowledge(plan.step)
+        self._unacknowledged.append(flight)
         for event in events:
             call = self._calls[event.request_id]
             self.num_generated_tokens += len(event.token_ids)
