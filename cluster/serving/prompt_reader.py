@@ -16,13 +16,14 @@ from cluster.serving.inputs import ChatPrompt, InfillPrompt, Prompt
 from cluster.serving.intake.limits import IntakeLimits, check_num_messages, request_size
 from cluster.serving.rerank_prompt import rerank_prompt
 from cluster.serving.text.literal_tokens import MarkedText
-from cluster.serving.text.templates.request_templates import RequestTemplates
 from pagedray.errors import ContextLengthError, InvalidRequestError
 from pagedray.request import check_token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from cluster.serving.text.templates.chat_template import ChatTemplate
+    from cluster.serving.text.templates.request_templates import RequestTemplates
     from cluster.serving.text.text_pool import TextPool
     from cluster.serving.text.thread_pauses import ThreadPauses
     from cluster.serving.text.tokenizer import Tokenizer
@@ -47,9 +48,17 @@ class PromptReader:
     """Reads prompts with the tokenizer and within the context of one model."""
 
     def __init__(
-        self, config: EngineConfig, tokenizer: Tokenizer, *, text_pool: TextPool | None = None
+        self,
+        config: EngineConfig,
+        tokenizer: Tokenizer,
+        *,
+        text_pool: TextPool | None = None,
+        request_templates: RequestTemplates | None = None,
     ) -> None:
-        """Without a pool, long texts are tokenized in place, which blocks an event loop."""
+        """Without a pool, long texts are tokenized in place, which blocks an event loop.
+
+        Without `request_templates`, a template of a request is refused.
+        """
         self._tokenizer = tokenizer
         self._text_pool = text_pool
         self._vocab_size = config.model.vocab_size
@@ -57,11 +66,7 @@ class PromptReader:
         """Whether a text may contain tokens that the model does not know."""
         self._context = config.max_model_len
         self._size = request_size(config, IntakeLimits())
-        self._request_templates = (
-            RequestTemplates(tokenizer.special_tokens)
-            if config.trust_request_chat_template
-            else None
-        )
+        self._request_templates = request_templates
         self._marks_special_tokens = config.message_special_tokens == "text"
 
     async def read_prompt(
@@ -164,13 +169,10 @@ class PromptReader:
             raise InvalidRequestError("messages must not be empty.", param="messages")
         # One of a body may become several.
         check_num_messages(len(prompt.messages), self._size)
-        if prompt.template is not None and self._request_templates is None:
-            raise InvalidRequestError(
-                "chat_template is not supported: the server must be started with "
-                "--trust-request-chat-template.",
-                param="chat_template",
-            )
-        render = functools.partial(self._render, prompt, tenant)
+        template = None
+        if prompt.template is not None:
+            template = await self._template_of(prompt.template, tenant)
+        render = functools.partial(self._render, prompt, template)
         marked = (
             await self._text_pool.render_in_thread(tenant, render)
             if self._text_pool is not None and _is_long_chat(prompt)
@@ -188,13 +190,20 @@ class PromptReader:
             marked=marked if marked.originals else None,
         )
 
+    async def _template_of(self, source: str, tenant: str) -> ChatTemplate:
+        """Return the template of a request."""
+        if self._request_templates is None:
+            raise InvalidRequestError(
+                "chat_template is not supported: the server must be started with "
+                "--trust-request-chat-template.",
+                param="chat_template",
+            )
+        check_unicode(source, "chat_template")
+        return await self._request_templates.template_of(source, tenant)
+
     def _render(
-        self, prompt: ChatPrompt, tenant: str, pauses: ThreadPauses | None = None
+        self, prompt: ChatPrompt, template: ChatTemplate | None, pauses: ThreadPauses | None = None
     ) -> MarkedText:
-        template = None
-        if prompt.template is not None:
-            assert self._request_templates is not None
-            template = self._request_templates.compiled(prompt.template, tenant)
         return self._tokenizer.render_marked_chat(
             prompt.messages,
             tools=prompt.tools,
@@ -255,7 +264,7 @@ def _is_long_chat(prompt: ChatPrompt) -> bool:
     """Return whether a conversation takes too long to render on the event loop."""
     messages = prompt.messages
     if prompt.template is not None:
-        # It may have to be compiled.
+        # How long it takes is not known.
         return True
     if len(messages) + len(prompt.tools) >= _LONG_CHAT:
         return True

@@ -37,6 +37,7 @@ from cluster.serving.reasoning.formats import (
     reasoning_of,
     with_headers,
 )
+from cluster.serving.text.templates.request_templates import RequestTemplates
 from cluster.structured.processes.compiler import StructureCompiler
 from cluster.structured.processes.messages import limits_for
 from cluster.structured.processes.vocabulary import vocabulary_of
@@ -95,7 +96,14 @@ class Validator:
             reasoning_format or detect_reasoning(tokenizer.template_source), tokenizer
         )
         """How the model marks its reasoning; None if it has none."""
-        self._reader = PromptReader(config, tokenizer, text_pool=text_pool)
+        self._request_templates = (
+            RequestTemplates(tokenizer.special_tokens)
+            if config.trust_request_chat_template
+            else None
+        )
+        self._reader = PromptReader(
+            config, tokenizer, text_pool=text_pool, request_templates=self._request_templates
+        )
         self._bad_words = BadWordReader(
             tokenizer, vocab_size=config.model.vocab_size, text_pool=text_pool
         )
@@ -151,12 +159,16 @@ class Validator:
                 self._note_compile(structure.kind, time.monotonic() - began_s)
 
     def warm_up(self) -> None:
-        """Start the structure compiler before the first structure needs it."""
+        """Start the processes that compile, before a request needs them."""
         self._structures.warm_up()
+        if self._request_templates is not None:
+            self._request_templates.warm_up()
 
     def close(self) -> None:
-        """End the structure compiler's process, if it runs; blocks until it has ended."""
+        """End the processes that compile, if they run; blocks until they have ended."""
         self._structures.close()
+        if self._request_templates is not None:
+            self._request_templates.close()
 
     async def tokenize(self, given: TokenizeInput) -> tuple[int, ...]:
         """Return the token ids of a text or a conversation. Raises RequestError."""

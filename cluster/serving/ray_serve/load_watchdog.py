@@ -17,6 +17,7 @@ import time
 from typing import BinaryIO, Self
 
 from cluster.serving.ray_serve.routing.pulse import Pulse
+from pagedray.child_environment import child_environment
 
 __all__ = ["LoadWatchdog"]
 
@@ -33,12 +34,10 @@ class LoadWatchdog:
     def __init__(self, *, timeout_s: float | None, silence_s: float = _SILENCE_S) -> None:
         """The process is killed when it does not run for `silence_s`, or after `timeout_s`."""
         self._period_s = silence_s / _BEATS_PER_SILENCE
-        # The packages are found on this process's path, even if they are not installed.
-        path = os.pathsep.join(path for path in sys.path if path)
         limits = [str(silence_s), "inf" if timeout_s is None else str(timeout_s)]
         self._process = subprocess.Popen(
             [sys.executable, "-m", _MODULE, str(os.getpid()), *limits],
-            env=os.environ | {"PYTHONPATH": path},
+            env=child_environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             bufsize=0,

@@ -68,6 +68,7 @@ class StructureCompiler:
             max_running=_MAX_RUNNING,
             max_open=_MAX_OPEN,
             max_open_total=_MAX_OPEN_TOTAL,
+            what="structures",
         )
         self._process = CompilerClient(make_vocabulary, self._limits)
         self._client: MaskClient | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from cluster.structured.processes.messages import (
     Died,
     Refused,
 )
+from pagedray.child_environment import child_environment
 from pagedray.errors import EngineError, ShuttingDownError
 
 if TYPE_CHECKING:
@@ -150,13 +150,7 @@ class CompilerClient:
 
     def _started(self) -> socket.socket:
         ours, theirs = socket.socketpair()
-        # The packages are found on this process's path, even if they are not installed.
-        environment = dict(
-            os.environ,
-            PYTHONPATH=os.pathsep.join(path for path in sys.path if path),
-            CUDA_VISIBLE_DEVICES="",
-            OMP_NUM_THREADS="1",
-        )
+        environment = child_environment() | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", _COMPILER_MODULE, str(theirs.fileno())],

@@ -19,15 +19,19 @@ class FairThreadPool:
     """Runs the compilations of tenants in turn. Any thread may submit one."""
 
     def __init__(
-        self, num_threads: int, *, max_running: int, max_open: int, max_open_total: int
+        self, num_threads: int, *, max_running: int, max_open: int, max_open_total: int, what: str
     ) -> None:
-        """A tenant may use `max_running` threads and have `max_open` tasks that have not ended."""
+        """A tenant may use `max_running` threads and have `max_open` tasks that have not ended.
+
+        Errors call them `what`, a plural.
+        """
         assert max_running < num_threads
         self._num_threads = num_threads
         self._max_running = max_running
         self._max_open = max_open
         self._max_open_total = max_open_total
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="pagedray-grammars")
+        self._what = what
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="pagedray-compilations")
         self._lock = threading.Lock()
         self._running: Counter[str] = Counter()
         # Tasks by tenant, in the order of turns.
@@ -64,12 +68,12 @@ class FairThreadPool:
         num_total = self._running.total() + sum(map(len, self._waiting.values()))
         if num_open >= self._max_open:
             raise OverloadedError(
-                f"{num_open} structures of this tenant are being compiled, the maximum; retry "
+                f"{num_open} {self._what} of this tenant are being compiled, the maximum; retry "
                 "later."
             )
         if num_total >= self._max_open_total:
             raise OverloadedError(
-                f"{num_total} structures are being compiled, the maximum; retry later."
+                f"{num_total} {self._what} are being compiled, the maximum; retry later."
             )
 
     def _start_tasks(self) -> None:

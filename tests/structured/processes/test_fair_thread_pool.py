@@ -22,7 +22,9 @@ class Tasks:
     """Tasks that end on command, and the order in which they began."""
 
     def __init__(self) -> None:
-        self.threads = FairThreadPool(3, max_running=2, max_open=6, max_open_total=9)
+        self.threads = FairThreadPool(
+            3, max_running=2, max_open=6, max_open_total=9, what="structures"
+        )
         self.begun: list[str] = []
         self._gates: dict[str, threading.Event] = {}
 

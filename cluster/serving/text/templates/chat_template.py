@@ -5,33 +5,31 @@ Templates run in a sandbox. They come from checkpoints, and from requests if the
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from datetime import datetime
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import jinja2
-from jinja2 import meta, nodes
-from jinja2.ext import Extension
 
 from cluster.serving.text.templates.rendering_budget import MAX_CPU_S, TemplateLimitError
-from cluster.serving.text.templates.template_limits import LimitedEnvironment
+from cluster.serving.text.templates.template_code import (
+    InvalidTemplateError,
+    TemplateCode,
+    compile_template,
+    reason_of,
+    template_environment,
+)
 from pagedray.errors import CheckpointError, InvalidRequestError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from jinja2.parser import Parser
-
     from cluster.serving.text.thread_pauses import ThreadPauses
 
 __all__ = ["ChatMessage", "ChatTemplate", "MessageToolCall"]
-
-_MAX_REASON_LENGTH = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,16 +57,6 @@ class ChatMessage:
     """What the model thought before an assistant's turn."""
 
 
-class _GenerationBlock(Extension):
-    """The tag around the assistant's output, which is used in training only and has no effect."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2 reads a plain set
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
 class ChatTemplate:
     """A compiled template and its special tokens."""
 
@@ -80,42 +68,29 @@ class ChatTemplate:
         origin: str,
         owner: str = "model",
         cpu_s: float = MAX_CPU_S,
+        code: TemplateCode | None = None,
     ) -> None:
         """A rendering may take `cpu_s`. Errors of messages call it the template of its owner.
 
-        Raises CheckpointError that names `origin` if the source is invalid.
+        The source is compiled unless its `code` is given. Raises CheckpointError that names
+        `origin` if it is invalid.
         """
-        environment = self._environment = LimitedEnvironment(
-            cpu_s=cpu_s,
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=["jinja2.ext.loopcontrols", _GenerationBlock],
+        if code is None:
+            try:
+                code = compile_template(source)
+            except InvalidTemplateError as error:
+                raise CheckpointError(f"{origin} has an invalid chat template: {error}.") from error
+        environment = self._environment = template_environment(cpu_s)
+        self._template = jinja2.Template.from_code(
+            environment, code.code, environment.make_globals(None)
         )
-        environment.add_filter("tojson", _to_json)
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
-        environment.start_compiling()
-        try:
-            self._template = environment.from_string(source)
-            variables = meta.find_undeclared_variables(environment.parse(source))
-        # The library passes on what Python's compiler says of the code that it makes.
-        except (
-            jinja2.TemplateError,
-            SyntaxError,
-            ValueError,
-            RecursionError,
-            MemoryError,
-        ) as error:
-            raise CheckpointError(
-                f"{origin} has an invalid chat template: {_one_line(error)}."
-            ) from error
         self._special_tokens = dict(special_tokens)
         self._name = f"The {owner}'s chat template"
         self.source = source
         """The template's source."""
         self._has_channels = "<|channel|>" in source
-        own = {*environment.globals, *special_tokens, "messages", "add_generation_prompt", "tools"}
-        self.variables = frozenset(variables - own)
+        own = {*special_tokens, "messages", "add_generation_prompt", "tools"}
+        self.variables = code.variables - own
         """The variables that it reads and that a request may set."""
 
     def render(
@@ -179,22 +154,17 @@ class ChatTemplate:
             )
         except (TemplateLimitError, RecursionError, MemoryError) as error:
             raise InvalidRequestError(
-                f"{self._name} exceeds a limit with these messages: {_one_line(error)}.",
+                f"{self._name} exceeds a limit with these messages: {reason_of(error)}.",
                 param="messages",
             ) from error
         except jinja2.TemplateError as error:
             raise InvalidRequestError(
-                f"{self._name} rejected the messages: {_one_line(error)}.", param="messages"
+                f"{self._name} rejected the messages: {reason_of(error)}.", param="messages"
             ) from error
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise InvalidRequestError(
                 f"{self._name} cannot render these messages.", param="messages"
             ) from error
-
-
-def _one_line(error: Exception) -> str:
-    text = str(error)[:_MAX_REASON_LENGTH] or "out of memory"
-    return " ".join(text.split()).rstrip(".")
 
 
 def _in_channels(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
@@ -253,28 +223,3 @@ def _for_template(message: ChatMessage) -> dict[str, object]:
         written["reasoning_content"] = written["reasoning"] = message.reasoning
         written["thinking"] = message.reasoning
     return written
-
-
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # The parameters are those of Transformers, in the same order.
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)

@@ -2,57 +2,122 @@
 
 from __future__ import annotations
 
-import threading
+import asyncio
+import contextlib
+import functools
+import logging
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from cluster.serving.text.templates.chat_template import ChatTemplate
-from pagedray.errors import CheckpointError, InvalidRequestError
+from cluster.serving.text.templates.compiler_client import CompilerClient
+from cluster.serving.text.templates.template_code import InvalidTemplateError
+from cluster.structured.processes.fair_thread_pool import FairThreadPool
+from pagedray.errors import EngineError, InvalidRequestError, ShuttingDownError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 __all__ = ["RequestTemplates"]
 
+logger = logging.getLogger(__name__)
+
 _PARAM = "chat_template"
 _MAX_LENGTH = 2**15
 """Characters of a template: those of models have up to 20 000."""
 _NUM_KEPT = 32
+_RENDER_S = 0.5
+"""CPU time of a rendering, since others with long conversations wait for it."""
+_MAX_OPEN = 16
+"""Compilations of one tenant."""
+_MAX_OPEN_TOTAL = 64
+
+_Key = tuple[str, str]
 
 
 class RequestTemplates:
-    """Compiles templates, and keeps those used last; thread-safe."""
+    """Has templates compiled in another process, and keeps those used last.
 
-    def __init__(self, special_tokens: Mapping[str, str]) -> None:
+    Used from one event loop, which it does not block: tenants take turns in a thread.
+    """
+
+    def __init__(
+        self, special_tokens: Mapping[str, str], *, compiler: CompilerClient | None = None
+    ) -> None:
         self._special_tokens = special_tokens
-        self._kept: OrderedDict[tuple[str, str], ChatTemplate] = OrderedDict()
-        self._lock = threading.Lock()
+        self._compiler = CompilerClient() if compiler is None else compiler
+        # A second thread only lets another tenant be the next one at the process.
+        self._threads = FairThreadPool(
+            2,
+            max_running=1,
+            max_open=_MAX_OPEN,
+            max_open_total=_MAX_OPEN_TOTAL,
+            what="chat templates",
+        )
+        # By tenant: one must not learn from the time whether another has used a template.
+        self._kept: OrderedDict[_Key, ChatTemplate] = OrderedDict()
+        self._running: dict[_Key, asyncio.Future[ChatTemplate]] = {}
 
-    def compiled(self, source: str, tenant: str) -> ChatTemplate:
+    def warm_up(self) -> None:
+        """Start the process in a thread, so that no client waits for it."""
+        with contextlib.suppress(ShuttingDownError):
+            self._threads.submit_task("", self._start)
+
+    async def template_of(self, source: str, tenant: str) -> ChatTemplate:
         """Return the template of a source, which takes long for the first request of a tenant.
 
-        Raises InvalidRequestError.
+        Raises RequestError, or EngineError if the process fails.
         """
         if len(source) > _MAX_LENGTH:
             raise InvalidRequestError(
                 f"{_PARAM} may have at most {_MAX_LENGTH} characters, not {len(source)}.",
                 param=_PARAM,
             )
-        # A tenant must not learn from the time whether another one has used a template.
         key = (tenant, source)
-        with self._lock:
-            found = self._kept.get(key)
-            if found is not None:
-                self._kept.move_to_end(key)
-                return found
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        running = self._running.get(key)
+        if running is None:
+            task = self._threads.submit_task(tenant, functools.partial(self._compiled, source))
+            running = self._running[key] = asyncio.wrap_future(task)
+            running.add_done_callback(functools.partial(self._keep, key))
+        # A call that is cancelled does not cancel the others that wait for the same template.
+        return await asyncio.shield(running)
+
+    def close(self) -> None:
+        """End the process and the calls that wait for it. May be called twice."""
+        self._threads.close()
+        self._compiler.close()
+        self._threads.join()
+
+    def _compiled(self, source: str) -> ChatTemplate:
         try:
-            template = ChatTemplate(
-                source, self._special_tokens, origin="The request", owner="request"
-            )
-        except CheckpointError as error:
-            raise InvalidRequestError(str(error), param=_PARAM) from error
-        with self._lock:
-            self._kept[key] = template
-            if len(self._kept) > _NUM_KEPT:
-                self._kept.popitem(last=False)
-        return template
+            code = self._compiler.compile_template(source)
+        except InvalidTemplateError as error:
+            raise InvalidRequestError(
+                f"The request has an invalid chat template: {error}.", param=_PARAM
+            ) from error
+        return ChatTemplate(
+            source,
+            self._special_tokens,
+            origin="The request",
+            owner="request",
+            cpu_s=_RENDER_S,
+            code=code,
+        )
+
+    def _keep(self, key: _Key, done: asyncio.Future[ChatTemplate]) -> None:
+        del self._running[key]
+        if done.cancelled() or done.exception() is not None:
+            return
+        self._kept[key] = done.result()
+        if len(self._kept) > _NUM_KEPT:
+            self._kept.popitem(last=False)
+
+    def _start(self) -> None:
+        try:
+            self._compiler.start_process()
+        except (EngineError, OSError) as error:
+            # The first template tries again, and reports the error to its client.
+            logger.warning("%s", error)

@@ -1,0 +1,25 @@
+"""The messages from the process that compiles templates of requests."""
+
+import msgspec
+
+__all__ = ["Compiled", "Died", "Refused"]
+
+
+class Compiled(msgspec.Struct, frozen=True, tag="compiled"):
+    """A compiled template."""
+
+    code: bytes
+    """In the format of Python's `marshal`."""
+    variables: tuple[str, ...]
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """The source is no template."""
+
+    reason: str
+
+
+class Died(msgspec.Struct, frozen=True, tag="died"):
+    """The fork that compiled was killed by a signal."""
+
+    signal: int

@@ -1,0 +1,143 @@
+"""Templates of requests are compiled in another process, once for each tenant."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from typing import TYPE_CHECKING, cast
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from cluster.serving.text.templates.chat_template import ChatMessage
+from cluster.serving.text.templates.compiler_client import CompilerClient
+from cluster.serving.text.templates.request_templates import RequestTemplates
+from cluster.serving.text.templates.template_code import TemplateCode, compile_template
+from pagedray.errors import EngineError, InvalidRequestError, OverloadedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SOURCES = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content | trim }}{% endfor %}",
+    "{%- macro turn(m) %}{% generation %}{{ m | tojson }}{% endgeneration %}{% endmacro -%}\n"
+    "{% for m in messages %}{{ turn(m) }}{% if loop.last %}{% break %}{% endif %}{% endfor %}",
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}"
+    "{{ ns.n ~ '|' ~ bos_token }}{{ messages[0]['content'][::-1] }}\u00e9\U0001f600",
+)
+LONGEST = "{{" + "a<" * 16_000 + "a}}"
+MESSAGES = [ChatMessage("user", " hello "), ChatMessage("assistant", "x")]
+
+
+@pytest.fixture
+def templates() -> Iterator[RequestTemplates]:
+    templates = RequestTemplates({"bos_token": "<s>"})
+    yield templates
+    templates.close()
+
+
+class GatedCompiler(CompilerClient):
+    """Compiles in place when its gate is open, and counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self.sources: list[str] = []
+
+    def compile_template(self, source: str) -> TemplateCode:
+        self.gate.wait()
+        self.sources.append(source)
+        return compile_template(source)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+async def test_templates_render_as_those_of_transformers(
+    templates: RequestTemplates, source: str
+) -> None:
+    template = await templates.template_of(source, "ann")
+    conversation = [{"role": one.role, "content": one.content} for one in MESSAGES]
+    expected, _ = cast(
+        "tuple[list[str], object]",
+        render_jinja_template(
+            [conversation], chat_template=source, bos_token="<s>", add_generation_prompt=True
+        ),
+    )
+    assert [template.render(MESSAGES)] == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("{% if %}", "Expected an expression, got 'end of statement block'"),
+        ("{{" + "(" * 900 + "a" + ")" * 900 + "}}", "maximum recursion depth exceeded"),
+    ],
+    ids=["syntax", "nesting"],
+)
+async def test_invalid_templates_are_refused_by_reason(
+    templates: RequestTemplates, source: str, reason: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        await templates.template_of(source, "ann")
+    assert str(caught.value).startswith(f"The request has an invalid chat template: {reason}")
+    assert caught.value.param == "chat_template"
+
+
+async def test_compilation_ends_at_its_limit_of_cpu_time() -> None:
+    templates = RequestTemplates({}, compiler=CompilerClient(compile_s=0.02))
+    with pytest.raises(InvalidRequestError, match=r"takes more than 0\.02 s of CPU time"):
+        await templates.template_of(LONGEST, "ann")
+    # The process remains.
+    template = await templates.template_of("a", "ann")
+    assert template.render([]) == "a"
+    templates.close()
+
+
+async def test_process_is_started_again_after_it_died() -> None:
+    compiler = CompilerClient()
+    templates = RequestTemplates({}, compiler=compiler)
+    await templates.template_of("a", "ann")
+    assert compiler.process_id is not None
+    os.kill(compiler.process_id, signal.SIGKILL)
+    # It may die after the template was sent to it.
+    try:
+        template = await templates.template_of("b", "ann")
+    except EngineError:
+        template = await templates.template_of("b", "ann")
+    assert template.render([]) == "b"
+    templates.close()
+
+
+async def test_event_loop_goes_on_while_a_template_is_compiled_once() -> None:
+    compiler = GatedCompiler()
+    templates = RequestTemplates({}, compiler=compiler)
+    calls = [asyncio.create_task(templates.template_of("a", "ann")) for _ in range(3)]
+    other = asyncio.create_task(templates.template_of("a", "ben"))
+    await asyncio.sleep(0)
+    calls[0].cancel()
+    compiler.gate.set()
+    first, second = await asyncio.gather(*calls[1:])
+    assert first is second
+    # Another tenant's is its own.
+    assert await other is not first
+    assert await templates.template_of("a", "ann") is first
+    assert compiler.sources == ["a", "a"]
+    templates.close()
+
+
+async def test_tenant_with_many_templates_is_refused_and_others_are_not() -> None:
+    compiler = GatedCompiler()
+    templates = RequestTemplates({}, compiler=compiler)
+    calls = [asyncio.create_task(templates.template_of(str(n), "ann")) for n in range(16)]
+    await asyncio.sleep(0)
+    with pytest.raises(OverloadedError, match="16 chat templates of this tenant"):
+        await templates.template_of("x", "ann")
+    other = asyncio.create_task(templates.template_of("y", "ben"))
+    await asyncio.sleep(0)
+    compiler.gate.set()
+    await other
+    # It did not wait for all of the others.
+    assert compiler.sources.index("y") <= 2
+    await asyncio.gather(*calls)
+    templates.close()
