@@ -26,6 +26,7 @@ from workers.runner.input_batch import InputBatch
 from workers.runner.kv_cache import KVCache, block_bytes, make_host_pool, num_staging_blocks
 from workers.runner.model_runner import ModelRunner, PendingTokens
 from workers.runner.piece_graphs import PieceGraphs, piece_sizes
+from workers.runner.token_table import TokenTable
 from workers.sampler import Sampler
 from workers.weights.cache_format import with_cache_format
 from workers.weights.load_weights import load_weights
@@ -187,6 +188,12 @@ class DecoderWorker(Worker):
                 f"{num_cpu_blocks}, of {block_bytes(self._spec)} bytes each; use a lower "
                 "--num-blocks or --num-cpu-blocks."
             ) from error
+        table = TokenTable(
+            max_num_rows=scheduler.max_num_seqs,
+            max_model_len=self._config.max_model_len,
+            max_num_tokens=max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs),
+            device=self._device,
+        )
         builder = self._backend.make_metadata_builder(self._spec)
         decode_graphs = piece_graphs = None
         pool = torch.cuda.graph_pool_handle() if sizes.decodes or sizes.pieces else None
@@ -196,6 +203,7 @@ class DecoderWorker(Worker):
                 self._backend,
                 self._spec,
                 cache.device_pool,
+                table,
                 sizes=sizes.decodes,
                 pool=pool,
                 progress=self._group.progress,
@@ -205,6 +213,7 @@ class DecoderWorker(Worker):
                 self._model,
                 builder,
                 cache.device_pool,
+                table,
                 sizes=sizes.pieces,
                 pool=pool,
                 progress=self._group.progress,
@@ -218,10 +227,11 @@ class DecoderWorker(Worker):
             piece_graphs=piece_graphs,
             progress=self._group.progress,
             batch=InputBatch(
+                table,
                 max_num_rows=scheduler.max_num_seqs,
                 max_model_len=self._config.max_model_len,
                 block_size=self._spec.block_size,
-                device=self._device,
+                replays_decodes=self._device.type == "cpu",
             ),
             sampler=Sampler(
                 max_num_rows=scheduler.max_num_seqs,

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from attention.batch import AttentionBatch
+from attention.gpu.pinned_ring import PinnedRing, copy_from_host
 from attention.params import AttentionType
 
 __all__ = ["GpuBatch", "GpuBatchUploader", "SubBatch"]
@@ -20,6 +21,7 @@ __all__ = ["GpuBatch", "GpuBatchUploader", "SubBatch"]
 _Ints = npt.NDArray[np.int32]
 _Array = npt.NDArray[Any]  # int32 or int64
 _ALIGNMENT = 16
+_WORD_BYTES = 8
 _NUM_SLOT_ARRAYS = 2
 
 
@@ -83,18 +85,14 @@ class GpuBatch:
 
 
 class GpuBatchUploader:
-    """Uploads steps from two alternating pinned buffers to one on the GPU."""
+    """Uploads steps from pinned memory to one buffer on the GPU."""
 
     def __init__(self, device: torch.device, *, max_seq_len: int | None = None) -> None:
         """`max_seq_len` is that of every `SubBatch`, for graphs; None for each step's own."""
         self._device = device
         self._max_seq_len = max_seq_len
-        self._is_cuda = device.type == "cuda"
-        self._capacity = 0
-        self._turn = 0
-        self._pinned: list[torch.Tensor] = []
-        self._copied: list[torch.cuda.Event] = []
-        self._on_device = torch.empty(0, dtype=torch.uint8, device=device)
+        self._pinned = PinnedRing(device)
+        self._on_device = torch.empty(0, dtype=torch.int64, device=device)
         self._latest: GpuBatch | None = None
 
     def upload(self, batch: AttentionBatch) -> GpuBatch:
@@ -161,37 +159,24 @@ class GpuBatchUploader:
     def _copy(self, arrays: Sequence[_Array]) -> list[torch.Tensor]:
         sizes = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]
         offsets = list(accumulate(sizes, initial=0))
-        if offsets[-1] > self._capacity:
-            self._grow(offsets[-1])
-        self._turn = 1 - self._turn
-        pinned = self._pinned[self._turn]
-        if self._is_cuda:
-            # Waits only if the host is two steps ahead of the GPU.
-            self._copied[self._turn].synchronize()
-        host = pinned.numpy()
-        for array, offset in zip(arrays, offsets, strict=False):
-            host[offset : offset + array.nbytes] = (
-                np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            )
-        self._on_device[: offsets[-1]].copy_(pinned[: offsets[-1]], non_blocking=True)
-        if self._is_cuda:
-            self._copied[self._turn].record()
+        num_words = offsets[-1] // _WORD_BYTES
+        if num_words > len(self._on_device):
+            capacity = 1 << (num_words - 1).bit_length()
+            self._on_device = torch.empty(capacity, dtype=torch.int64, device=self._device)
+        with self._pinned.next_buffer(num_words) as words:
+            host = words.view(torch.uint8).numpy()
+            for array, offset in zip(arrays, offsets, strict=False):
+                host[offset : offset + array.nbytes] = (
+                    np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+                )
+            copy_from_host(self._on_device[:num_words], words)
+        on_device = self._on_device.view(torch.uint8)
         return [
-            self._on_device[offset : offset + array.nbytes]
+            on_device[offset : offset + array.nbytes]
             .view(torch.int64 if array.dtype == np.int64 else torch.int32)
             .view(array.shape)
             for array, offset in zip(arrays, offsets, strict=False)
         ]
-
-    def _grow(self, num_bytes: int) -> None:
-        self._capacity = 1 << (num_bytes - 1).bit_length()
-        self._pinned = [
-            torch.empty(self._capacity, dtype=torch.uint8, pin_memory=self._is_cuda)
-            for _ in range(2)
-        ]
-        if self._is_cuda:
-            self._copied = [torch.cuda.Event() for _ in range(2)]
-        self._on_device = torch.empty(self._capacity, dtype=torch.uint8, device=self._device)
 
 
 class _HostSubBatch:

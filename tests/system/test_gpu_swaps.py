@@ -21,6 +21,7 @@ from workers.runner.batched_copies import find_batched_copies
 from workers.runner.input_batch import InputBatch
 from workers.runner.kv_cache import KVCache, make_host_pool
 from workers.runner.model_runner import ModelRunner, PendingTokens
+from workers.runner.token_table import TokenTable
 from workers.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -80,7 +81,13 @@ class Rig:
             cache=self.cache,
             builder=nothing,
             state=nothing,
-            batch=InputBatch(max_num_rows=1, max_model_len=64, block_size=16, device=device),
+            batch=InputBatch(
+                TokenTable(max_num_rows=1, max_model_len=64, max_num_tokens=64, device=device),
+                max_num_rows=1,
+                max_model_len=64,
+                block_size=16,
+                replays_decodes=False,
+            ),
             sampler=Sampler(max_num_rows=1, vocab_size=8, device=device),
             progress=ProgressWord(),
         )
@@ -279,7 +286,7 @@ def test_a_rank_of_its_own_gives_the_same_tokens(
     model: Path, ray_cluster: None, preemption: str
 ) -> None:
     stats = check_tokens(model, executor="ray", preemption=preemption)
-    assert stats.num_saved_blocks + stats.num_swapped_out_blocks > 500
+    assert stats.num_saved_blocks + stats.num_swapped_out_blocks > 100
 
 
 @pytest.mark.multigpu
@@ -287,4 +294,4 @@ def test_a_rank_of_its_own_gives_the_same_tokens(
 @pytest.mark.parametrize("preemption", ["swap", "auto"])
 def test_two_ranks_have_the_same_tokens(model: Path, ray_cluster: None, preemption: str) -> None:
     stats = check_tokens(model, executor="ray", tensor_parallel_size=2, preemption=preemption)
-    assert stats.num_saved_blocks + stats.num_swapped_out_blocks > 500
+    assert stats.num_saved_blocks + stats.num_swapped_out_blocks > 100

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     )
     from workers.models.decoder import Decoder
     from workers.runner.input_batch import StepInputs
+    from workers.runner.token_table import TokenTable
 
 __all__ = ["DecodeGraphs", "graph_batch_sizes"]
 
@@ -50,13 +51,14 @@ class DecodeGraphs(StepGraphs[_Graph]):
         backend: type[AttentionBackend],
         spec: AttentionSpec,
         kv_cache: torch.Tensor,
+        table: TokenTable,
         *,
         sizes: list[int],
         pool: Any,  # Any: torch does not export the type
         progress: ProgressWord,
     ) -> None:
-        """`sizes` are the batch sizes to capture, ascending."""
-        super().__init__(model, kv_cache, sizes=sizes, pool=pool, progress=progress)
+        """`sizes` are the batch sizes to capture, ascending; `table` begins the steps."""
+        super().__init__(model, kv_cache, table, sizes=sizes, pool=pool, progress=progress)
         self._state = backend.get_state_cls()(spec)
 
     def can_replay(self, inputs: StepInputs) -> bool:
@@ -66,7 +68,7 @@ class DecodeGraphs(StepGraphs[_Graph]):
 
     def replay(self, inputs: StepInputs, metadata: AttentionMetadata) -> torch.Tensor:
         num_tokens = len(inputs.token_ids)
-        _, graph = self._set_inputs(inputs)
+        _, graph = self._capture_for(num_tokens)
         graph.state.prepare_graph_input_buffers(graph.input_buffers, metadata)
         self._progress.enter(Phase.GRAPH, num_tokens)
         graph.graph.replay()

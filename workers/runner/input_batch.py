@@ -1,8 +1,7 @@
 """The rows of a rank's batch: tokens, block tables and the flat inputs of a step.
 
 Buffers persist, and a plan changes only the rows that it names. Host arrays are NumPy, since a
-step touches a few numbers per row. The token table is on the device: sampled tokens are written
-there, and the next step reads them without a copy to the host.
+step touches a few numbers per row. The tokens are in a table on the device.
 """
 
 from __future__ import annotations
@@ -22,12 +21,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pagedray.batch import SequencePlan, SequenceStart, StepPlan
+    from workers.runner.token_table import TokenTable
 
 __all__ = ["InputBatch", "StepInputs"]
 
 _NO_LOGPROBS = -1
-_ALIGNMENT = 2
-"""In elements: kernels are compiled for addresses that are multiples of 16 bytes."""
 _Ints: TypeAlias = "NDArray[np.int64]"
 _Parts: TypeAlias = "tuple[_Ints, _Ints, _Ints]"
 """Of each part, the index of its sequence, its first position and its number of tokens."""
@@ -58,24 +56,33 @@ class InputBatch:
     """The state of every row, updated by plans."""
 
     def __init__(
-        self, *, max_num_rows: int, max_model_len: int, block_size: int, device: torch.device
+        self,
+        table: TokenTable,
+        *,
+        max_num_rows: int,
+        max_model_len: int,
+        block_size: int,
+        replays_decodes: bool,
     ) -> None:
+        """`replays_decodes` makes decodes of generated tokens that are computed again.
+
+        Only on a CPU do all other kernels give a token the same numbers in any batch.
+        """
+        self._table = table
         self._block_size = block_size
-        self._device = device
-        # Only on a CPU do all other kernels give a token the same numbers in any batch.
-        self._replays_decodes = device.type == "cpu"
+        self._replays_decodes = replays_decodes
         self._num_prompt_tokens = np.zeros(max_num_rows, dtype=np.int64)
         self._num_prompt_logprobs = np.full(max_num_rows, _NO_LOGPROBS)
         max_blocks = -(-max_model_len // block_size)
         self._block_tables = np.zeros((max_num_rows, max_blocks), dtype=np.int32)
         self._num_blocks = np.zeros(max_num_rows, dtype=np.int64)
-        # The extra column takes the last token of a full sequence, which no step reads.
-        self._tokens = torch.zeros(
-            (max_num_rows, max_model_len + 1), dtype=torch.int64, device=device
-        )
 
     def apply_plan(self, plan: StepPlan) -> None:
         """Start the rows of new sequences and append new blocks to block tables."""
+        if plan.starts:
+            self._table.start_rows(
+                [start.row for start in plan.starts], [start.token_ids for start in plan.starts]
+            )
         for start in plan.starts:
             self._start(start)
         for sequence in plan.sequences:
@@ -121,16 +128,13 @@ class InputBatch:
                 begin = ends[part] - num_tokens[part]
                 more = np.arange(begin, begin + len(chunk.token_ids))
                 logits_indices = np.concatenate((logits_indices, more))
-        device_rows, device_positions, device_indices, *sampled_places = self._to_device(
-            token_rows,
-            positions,
-            logits_indices,
-            sampled_rows,
-            sampled_positions,
+        token_ids, device_positions, others = self._table.begin_step(
+            token_rows, positions, logits_indices, sampled_rows, sampled_positions
         )
+        device_indices, device_rows, device_places = others
         selects_all = is_sampled.all() and ends[-1] == size and not chunks
         return StepInputs(
-            token_ids=self._tokens[device_rows, device_positions],
+            token_ids=token_ids,
             positions=device_positions,
             logits_indices=None if selects_all else device_indices,
             attention=AttentionBatch(
@@ -144,18 +148,18 @@ class InputBatch:
             ),
             sampled_rows=sampled_rows.tolist(),
             sampled_positions=sampled_positions.tolist(),
-            sampled_places=(sampled_places[0], sampled_places[1]),
+            sampled_places=(device_rows, device_places),
             prompt_chunks=tuple(chunks),
         )
 
-    def append_sampled(self, inputs: StepInputs, token_ids: torch.Tensor) -> None:
-        """Append the sampled tokens, `[num_sampled]` int64, to their rows of the token table."""
-        # A row whose logits were not finite has -1; 0 keeps its extra step in range.
-        self._tokens[inputs.sampled_places] = token_ids.clamp(min=0)
+    def append_sampled(self, inputs: StepInputs, token_ids: torch.Tensor) -> torch.Tensor:
+        """Append the sampled tokens, `[num_sampled]` int64, to their rows; return them on the host.
+
+        The device may still write the result, which is that of `TokenTable.append`.
+        """
+        return self._table.append(*inputs.sampled_places, token_ids)
 
     def _start(self, start: SequenceStart) -> None:
-        tokens = np.asarray(start.token_ids, dtype=np.int64)
-        self._tokens[start.row, : len(tokens)] = self._to_device(tokens)[0]
         self._num_prompt_tokens[start.row] = start.num_prompt_tokens
         # Other sequences of a request have the same prompt.
         number = start.sampling.prompt_logprobs if start.index == 0 else None
@@ -174,7 +178,7 @@ class InputBatch:
         return PromptChunk(
             row=row,
             first_position=position + 1,
-            token_ids=self._tokens[row, position + 1 : end],
+            token_ids=self._table.tokens(row, position + 1, end),
             num_likeliest=int(self._num_prompt_logprobs[row]),
         )
 
@@ -207,15 +211,3 @@ class InputBatch:
     ) -> NDArray[np.int64]:
         blocks = self._block_tables[token_rows, positions // self._block_size]
         return blocks.astype(np.int64) * self._block_size + positions % self._block_size
-
-    def _to_device(self, *arrays: _Ints) -> list[torch.Tensor]:
-        """Return arrays of one dimension on the device, by one copy."""
-        if self._device.type == "cpu":
-            return [torch.from_numpy(array) for array in arrays]
-        sizes = [-(-len(array) // _ALIGNMENT) * _ALIGNMENT for array in arrays]
-        host = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=True)
-        for part, array in zip(host.split(sizes), arrays, strict=True):
-            part.numpy()[: len(array)] = array
-        # Torch does not reuse pinned memory before the copy from it is done.
-        device = host.to(self._device, non_blocking=True)
-        return [part[: len(array)] for part, array in zip(device.split(sizes), arrays, strict=True)]

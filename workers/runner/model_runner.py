@@ -104,7 +104,7 @@ class PendingTokens:
     @torch.inference_mode()
     def _finish(self, masks: bytes) -> None:
         if self._sample is not None:
-            # The copy of the tokens to the host ends before the step's event.
+            # The tokens are on the host before the step's event.
             self._sampled = self._sample(masks)
             self._sample = None
         self._done = record_event(self._device)
@@ -226,9 +226,7 @@ class ModelRunner:
     ) -> Sampled:
         self._progress.enter(Phase.SAMPLING)
         sampled = choose(masks)
-        self._batch.append_sampled(inputs, sampled.token_ids)
-        # A copy issued later would run behind the next step. It goes to pinned memory.
-        return replace(sampled, token_ids=sampled.token_ids.to("cpu", non_blocking=True))
+        return replace(sampled, token_ids=self._batch.append_sampled(inputs, sampled.token_ids))
 
 
 def _make_swaps(cache: KVCache) -> BlockSwaps:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from attention.layer import Attention
     from workers.models.decoder import Decoder
     from workers.runner.input_batch import StepInputs
+    from workers.runner.token_table import TokenTable
 
 __all__ = ["PieceGraphs", "piece_sizes"]
 
@@ -56,13 +57,14 @@ class PieceGraphs(StepGraphs[Recording]):
         model: Decoder,
         builder: AttentionMetadataBuilder,
         kv_cache: torch.Tensor,
+        table: TokenTable,
         *,
         sizes: list[int],
         pool: Any,  # Any: torch does not export the type
         progress: ProgressWord,
     ) -> None:
-        """`sizes` are the numbers of tokens to capture, ascending."""
-        super().__init__(model, kv_cache, sizes=sizes, pool=pool, progress=progress)
+        """`sizes` are the numbers of tokens to capture, ascending; `table` begins the steps."""
+        super().__init__(model, kv_cache, table, sizes=sizes, pool=pool, progress=progress)
         self._builder = builder
         self._slots = torch.full_like(self._token_ids, -1)
 
@@ -72,7 +74,7 @@ class PieceGraphs(StepGraphs[Recording]):
 
     def replay(self, inputs: StepInputs, metadata: AttentionMetadata) -> torch.Tensor:
         num_tokens = len(inputs.token_ids)
-        size, recording = self._set_inputs(inputs)
+        size, recording = self._capture_for(num_tokens)
         self._slots[:num_tokens].copy_(metadata.device_slot_mapping)
         self._slots[num_tokens:size].fill_(-1)
         for layer, piece in enumerate(recording.pieces):

@@ -1,6 +1,6 @@
 """What the graphs of decodes and those of steps with prompts have in common.
 
-Owns the sizes, the inputs that graphs read and the captures; does not know what a capture holds.
+Owns the sizes and the captures; does not know what a capture holds.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from attention.abstract import AttentionMetadata
     from workers.models.decoder import Decoder
     from workers.runner.input_batch import StepInputs
+    from workers.runner.token_table import TokenTable
 
 __all__ = ["StepGraphs"]
 
@@ -33,19 +34,22 @@ class StepGraphs(ABC, Generic[Capture]):
         self,
         model: Decoder,
         kv_cache: torch.Tensor,
+        table: TokenTable,
         *,
         sizes: list[int],
         pool: Any,  # Any: torch does not export the type
         progress: ProgressWord,
     ) -> None:
-        """`sizes` are the numbers of tokens to capture, ascending."""
+        """`sizes` are the numbers of tokens to capture, ascending; `table` begins the steps."""
         self._progress = progress
         self._model = model
         self._kv_cache = kv_cache
         self._sizes = sizes
         self._pool = pool
-        self._token_ids = torch.zeros(sizes[-1], dtype=torch.int64, device=model.device)
-        self._positions = torch.zeros_like(self._token_ids)
+        # What is left of earlier steps behind the tokens of a step is padding, whose results are
+        # not used.
+        self._token_ids = table.token_ids[: sizes[-1]]
+        self._positions = table.positions[: sizes[-1]]
         # One for all captures, since cuBLAS keeps memory for each stream.
         self._stream = torch.cuda.Stream(model.device)
         self._captures: dict[int, Capture] = {}
@@ -74,19 +78,12 @@ class StepGraphs(ABC, Generic[Capture]):
     def _capture(self, size: int) -> Capture:
         """Capture the model for so many tokens, on the stream and with the pool of all captures."""
 
-    def _set_inputs(self, inputs: StepInputs) -> tuple[int, Capture]:
-        """Copy tokens and positions to where graphs read them.
-
-        Returns the padded number of tokens, and its capture.
-        """
-        num_tokens = len(inputs.token_ids)
+    def _capture_for(self, num_tokens: int) -> tuple[int, Capture]:
+        """Return the padded number of tokens, and its capture."""
         size = self._sizes[bisect_left(self._sizes, num_tokens)]
         if size not in self._captures:
             # Every rank has the same plans, so that all capture at the same step.
             self._add_capture(size)
-        # What is left of earlier steps behind them is padding, whose results are not used.
-        self._token_ids[:num_tokens].copy_(inputs.token_ids)
-        self._positions[:num_tokens].copy_(inputs.positions)
         return size, self._captures[size]
 
     @torch.inference_mode()

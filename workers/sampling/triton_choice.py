@@ -34,16 +34,19 @@ class TritonChoice(Choice):
         self._capacity = capacity
         self._sample_size = sample_size
         self._sorting = TorchChoice()
+        self._order = torch.empty(0, dtype=torch.int64)
 
     def greedy(self, scores: Tensor, indices: IntArray) -> Tensor:
         """Return the likeliest tokens."""
+        if len(indices) == len(scores) and (indices == np.arange(len(indices))).all():
+            return choose_greedy(scores, self._in_order(scores))
         return choose_greedy(scores, upload(indices, scores.device))
 
     def leaders(self, scores: Tensor, first_id: int) -> Tensor:
         """Return the leader of every row, int64 `[num_scores]`."""
         if not scores.shape[1]:
             return super().leaders(scores, first_id)
-        return find_leaders(scores, first_id)
+        return find_leaders(scores, self._in_order(scores), first_id)
 
     def tokens_of(self, leaders: Tensor) -> Tensor:
         """Return the likeliest tokens from the leaders of all parts, int64 `[num_rows, parts]`."""
@@ -65,6 +68,12 @@ class TritonChoice(Choice):
     def top_tokens(self, scores: Tensor, num_tokens: int) -> Tensor:
         """Return the likeliest tokens of every row, in order, int64 `[num_scores, num_tokens]`."""
         return self._sorting.top_tokens(scores, num_tokens)
+
+    def _in_order(self, scores: Tensor) -> Tensor:
+        """Return the indices of all rows, which are made once."""
+        if len(self._order) < len(scores) or self._order.device != scores.device:
+            self._order = torch.arange(len(scores), device=scores.device)
+        return self._order[: len(scores)]
 
 
 def _parameters(scores: Tensor, indices: IntArray, draws: Draws) -> tuple[Tensor, Tensor]:

@@ -47,9 +47,11 @@ def choose_greedy(scores: torch.Tensor, indices: torch.Tensor, *, tile: int = 10
     return out
 
 
-def find_leaders(scores: torch.Tensor, first_id: int, *, tile: int = 1024) -> torch.Tensor:
-    """Return the largest key of every row and its id, counted from `first_id`, int64."""
-    rows = _Rows.of(scores, torch.arange(len(scores), device=scores.device))
+def find_leaders(
+    scores: torch.Tensor, indices: torch.Tensor, first_id: int, *, tile: int = 1024
+) -> torch.Tensor:
+    """Return the largest key of `scores[indices]` and its id, counted from `first_id`, int64."""
+    rows = _Rows.of(scores, indices)
     maxima, out = rows.find_maxima(tile), rows.empty(torch.int64)
     join_maxima[(rows.num_rows,)](maxima, out, splits=rows.splits, first_id=first_id, num_warps=1)
     return out

@@ -1,0 +1,146 @@
+"""Copies of small arrays between pinned host memory and a GPU, by kernels.
+
+A copy by a copy engine waits until the copies issued to that engine before it are done, such as
+those of swapped blocks, and steps would wait with it. A kernel reads and writes pinned memory
+directly.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+__all__ = ["append_tokens", "copy_words", "place_tokens"]
+
+_TILE = 256
+
+
+@triton.jit(do_not_specialize=["num_words"])
+def _copy_words(
+    target: tl.tensor, source: tl.tensor, num_words: tl.tensor, tile: tl.constexpr
+) -> None:
+    """Copy `tile` words.
+
+    Launched by `copy_words`; grid `(tiles of words,)`. Pointers, both int64: target, source
+    `[num_words]`.
+    """
+    words = tl.program_id(0) * tile + tl.arange(0, tile)
+    is_word = words < num_words
+    tl.store(target + words, tl.load(source + words, mask=is_word), mask=is_word)
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_tokens", "num_others"])
+def _place_tokens(
+    token_ids: tl.tensor,
+    positions: tl.tensor,
+    others: tl.tensor,
+    host: tl.tensor,
+    table: tl.tensor,
+    table_stride: tl.tensor,
+    num_tokens: tl.tensor,
+    num_others: tl.tensor,
+    tile: tl.constexpr,
+) -> None:
+    """Look up the tokens of `tile` places, and copy as many of the other words.
+
+    Launched by `place_tokens`; grid `(tiles of the longer part,)`. Pointers, all int64: token_ids,
+    positions `[num_tokens]`, others `[num_others]`, host `[2 * num_tokens + num_others]`, table
+    `[rows, table_stride]`.
+    """
+    places = tl.program_id(0) * tile + tl.arange(0, tile)
+    is_token = places < num_tokens
+    is_other = places < num_others
+    rows = tl.load(host + places, mask=is_token, other=0)
+    columns = tl.load(host + num_tokens + places, mask=is_token, other=0)
+    others_read = tl.load(host + 2 * num_tokens + places, mask=is_other, other=0)
+    tokens = tl.load(table + rows * table_stride + columns, mask=is_token, other=0)
+    tl.store(token_ids + places, tokens, mask=is_token)
+    tl.store(positions + places, columns, mask=is_token)
+    tl.store(others + places, others_read, mask=is_other)
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_tokens"])
+def _append_tokens(
+    table: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    token_ids: tl.tensor,
+    host: tl.tensor,
+    table_stride: tl.tensor,
+    num_tokens: tl.tensor,
+    tile: tl.constexpr,
+) -> None:
+    """Write `tile` tokens to the table, and to the host.
+
+    Launched by `append_tokens`; grid `(tiles of tokens,)`. Pointers, all int64: rows, columns,
+    token_ids, host `[num_tokens]`, table `[rows, table_stride]`.
+    """
+    tokens = tl.program_id(0) * tile + tl.arange(0, tile)
+    is_token = tokens < num_tokens
+    row = tl.load(rows + tokens, mask=is_token, other=0)
+    column = tl.load(columns + tokens, mask=is_token, other=0)
+    token = tl.load(token_ids + tokens, mask=is_token, other=0)
+    tl.store(table + row * table_stride + column, tl.maximum(token, 0), mask=is_token)
+    tl.store(host + tokens, token, mask=is_token)
+
+
+def copy_words(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy int64 words, `[num_words]` each; one of the two may be pinned host memory."""
+    assert target.dtype == source.dtype == torch.int64
+    assert target.shape == source.shape
+    assert target.is_contiguous()
+    assert source.is_contiguous()
+    if not len(target):
+        return
+    _copy_words[(triton.cdiv(len(target), _TILE),)](
+        target, source, len(target), tile=_TILE, num_warps=4
+    )
+
+
+def place_tokens(
+    token_ids: torch.Tensor,
+    positions: torch.Tensor,
+    others: torch.Tensor,
+    host: torch.Tensor,
+    table: torch.Tensor,
+) -> None:
+    """Take the inputs of a step from pinned host memory, and its tokens from the table.
+
+    `host` has the row of each token, the position of each, and then `others`: int64 as all tensors
+    here. `token_ids` and `positions` are `[num_tokens]`, `table` is `[num_rows, length]`.
+    """
+    num_tokens = len(token_ids)
+    assert len(host) == 2 * num_tokens + len(others)
+    assert len(positions) == num_tokens
+    assert table.is_contiguous()
+    tensors = (token_ids, positions, others, host, table)
+    assert all(tensor.dtype == torch.int64 for tensor in tensors)
+    num_programs = triton.cdiv(max(num_tokens, len(others)), _TILE)
+    _place_tokens[(num_programs,)](
+        *tensors, table.stride(0), num_tokens, len(others), tile=_TILE, num_warps=4
+    )
+
+
+def append_tokens(
+    table: torch.Tensor,
+    rows: torch.Tensor,
+    columns: torch.Tensor,
+    token_ids: torch.Tensor,
+    host: torch.Tensor,
+) -> None:
+    """Write tokens to their places in the table, and to pinned host memory.
+
+    `rows`, `columns`, `token_ids` and `host` are int64 `[num_tokens]`. A token of -1 becomes 0 in
+    the table, and stays -1 on the host.
+    """
+    num_tokens = len(token_ids)
+    tensors = (rows, columns, token_ids, host)
+    assert all(len(tensor) == num_tokens for tensor in tensors)
+    assert all(tensor.dtype == torch.int64 for tensor in (table, *tensors))
+    assert table.is_contiguous()
+    if not num_tokens:
+        return
+    _append_tokens[(triton.cdiv(num_tokens, _TILE),)](
+        table, *tensors, table.stride(0), num_tokens, tile=_TILE, num_warps=4
+    )

@@ -1,0 +1,116 @@
+"""The tokens of every row on the device, and what a step takes from them and adds to them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+import torch
+
+from attention.gpu.pinned_ring import PinnedRing, copy_from_host
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+__all__ = ["TokenTable"]
+
+_ALIGNMENT = 2
+"""In words: kernels are compiled for addresses that are multiples of 16 bytes."""
+_NUM_OUTPUTS = 4
+"""More than the steps whose tokens a rank has not sent yet."""
+_Ints: TypeAlias = "NDArray[np.int64]"
+
+
+class TokenTable:
+    """Sampled tokens are written here, where the next step reads them without the host.
+
+    On a GPU, kernels exchange all numbers with pinned host memory, since copy engines may be busy
+    with blocks.
+    """
+
+    def __init__(
+        self, *, max_num_rows: int, max_model_len: int, max_num_tokens: int, device: torch.device
+    ) -> None:
+        """`max_num_tokens` are those of one step."""
+        self._device = device
+        self._is_cuda = device.type == "cuda"
+        # The extra column takes the last token of a full sequence, which no step reads.
+        self._tokens = torch.zeros(
+            (max_num_rows, max_model_len + 1), dtype=torch.int64, device=device
+        )
+        self.token_ids = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
+        """`[max_num_tokens]`: on a GPU, those of the latest step at its beginning."""
+        self.positions = torch.zeros_like(self.token_ids)
+        """`[max_num_tokens]`, as `token_ids`."""
+        self._prompts = PinnedRing(device)
+        self._steps = PinnedRing(device)
+        self._outputs = [
+            torch.empty(max_num_rows, dtype=torch.int64, pin_memory=self._is_cuda)
+            for _ in range(_NUM_OUTPUTS)
+        ]
+        self._turn = 0
+
+    def tokens(self, row: int, first: int, end: int) -> torch.Tensor:
+        """Return the tokens of a row from position `first` to before `end`, on the device."""
+        return self._tokens[row, first:end]
+
+    def start_rows(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
+        """Write the first tokens of rows."""
+        sizes = [len(prompt) for prompt in prompts]
+        with self._prompts.next_buffer(sum(sizes)) as words:
+            for part, prompt in zip(words.split(sizes), prompts, strict=True):
+                part.numpy()[:] = prompt
+            uploaded = torch.empty(sum(sizes), dtype=torch.int64, device=self._device)
+            copy_from_host(uploaded, words)
+        for row, part in zip(rows, uploaded.split(sizes), strict=True):
+            self._tokens[row, : len(part)] = part
+
+    def begin_step(
+        self, rows: _Ints, positions: _Ints, *others: _Ints
+    ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        """Return the tokens of a step, their positions and other numbers, all on the device.
+
+        `rows` and `positions` are `[num_tokens]` int64, the others of one dimension. On a GPU, the
+        first two results begin where `token_ids` and `positions` do.
+        """
+        if not self._is_cuda:
+            device_rows, device_positions, *parts = map(
+                torch.from_numpy, (rows, positions, *others)
+            )
+            return self._tokens[device_rows, device_positions], device_positions, parts
+        # Imported here so that this module can be imported without Triton.
+        from attention.kernels.triton.host_words import place_tokens
+
+        sizes = [-(-len(other) // _ALIGNMENT) * _ALIGNMENT for other in others]
+        rest = torch.empty(sum(sizes), dtype=torch.int64, device=self._device)
+        num_tokens = len(rows)
+        token_ids, device_positions = self.token_ids[:num_tokens], self.positions[:num_tokens]
+        with self._steps.next_buffer(2 * num_tokens + sum(sizes)) as words:
+            host = words.numpy()
+            ends = np.cumsum([0, num_tokens, num_tokens, *sizes])
+            for first, part in zip(ends, (rows, positions, *others), strict=False):
+                host[first : first + len(part)] = part
+            place_tokens(token_ids, device_positions, rest, words, self._tokens)
+        parts = [part[: len(other)] for part, other in zip(rest.split(sizes), others, strict=True)]
+        return token_ids, device_positions, parts
+
+    def append(
+        self, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """Write sampled tokens to their places; return them on the host.
+
+        All are `[num_tokens]` int64. The result is written when the device has run this, and valid
+        until three more steps have sampled.
+        """
+        if not self._is_cuda:
+            # A row whose logits were not finite has -1; 0 keeps its extra step in range.
+            self._tokens[rows, positions] = token_ids.clamp(min=0)
+            return token_ids
+        from attention.kernels.triton.host_words import append_tokens
+
+        output = self._outputs[self._turn][: len(token_ids)]
+        self._turn = (self._turn + 1) % _NUM_OUTPUTS
+        append_tokens(self._tokens, rows, positions, token_ids, output)
+        return output
