@@ -20,7 +20,7 @@ from pagedray.errors import ContextLengthError, InvalidRequestError
 from pagedray.request import check_token_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from cluster.serving.text.templates.chat_template import ChatTemplate
     from cluster.serving.text.templates.request_templates import RequestTemplates
@@ -86,7 +86,13 @@ class PromptReader:
         if isinstance(prompt, ChatPrompt):
             return await self._read_chat(prompt, tenant)
         if isinstance(prompt, InfillPrompt):
-            prompt = self._infill_text(prompt)
+            return await self._read_infill(
+                prompt,
+                param,
+                add_special_tokens=add_special_tokens,
+                is_long=is_long,
+                tenant=tenant,
+            )
         if isinstance(prompt, str):
             check_unicode(prompt, param)
             return await self._encode(
@@ -101,7 +107,15 @@ class PromptReader:
             check_token_ids(prompt, self._vocab_size, param)
         return prompt
 
-    def _infill_text(self, prompt: InfillPrompt) -> str:
+    async def _read_infill(
+        self,
+        prompt: InfillPrompt,
+        param: str,
+        *,
+        add_special_tokens: bool,
+        is_long: bool,
+        tenant: str,
+    ) -> tuple[int, ...]:
         infilling = self._tokenizer.infilling
         if infilling is None:
             raise InvalidRequestError(
@@ -109,7 +123,17 @@ class PromptReader:
                 "tokens.",
                 param="suffix",
             )
-        return infilling.prompt(prompt.prefix, prompt.suffix)
+        for text, name in ((prompt.prefix, param), (prompt.suffix, "suffix")):
+            check_unicode(text, name)
+            self._check_length(text, name)
+        encode = functools.partial(
+            infilling.encode,
+            prompt.prefix,
+            prompt.suffix,
+            self._tokenizer,
+            add_special_tokens=add_special_tokens,
+        )
+        return await self._run_encode(encode, param, is_long=is_long, tenant=tenant)
 
     async def read_pair(
         self, pair: tuple[str, str], *, is_long: bool, tenant: str, params: tuple[str, str]
@@ -226,14 +250,22 @@ class PromptReader:
         marked: MarkedText | None = None,
     ) -> tuple[int, ...]:
         self._check_length(text, param)
-        pool = self._text_pool if is_long else None
         if marked is not None:
             encode = functools.partial(self._tokenizer.encode_marked, marked)
         else:
             encode_text = (
-                self._tokenizer.encode if pool is None else self._tokenizer.encode_without_gil
+                self._tokenizer.encode_without_gil
+                if is_long and self._text_pool is not None
+                else self._tokenizer.encode
             )
             encode = functools.partial(encode_text, text, add_special_tokens=add_special_tokens)
+        return await self._run_encode(encode, param, is_long=is_long, tenant=tenant)
+
+    async def _run_encode(
+        self, encode: Callable[[], list[int]], param: str, *, is_long: bool, tenant: str
+    ) -> tuple[int, ...]:
+        """Return the tokens of a text or a conversation, encoded in a thread if it is long."""
+        pool = self._text_pool if is_long else None
         token_ids = encode() if pool is None else await pool.encode_in_thread(tenant, encode)
         if self._has_unknown_tokens:
             self._check_known(token_ids, param)

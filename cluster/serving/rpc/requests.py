@@ -16,6 +16,7 @@ from cluster.serving.inputs import (
     MAX_TIMEOUT_S,
     EmbeddingInput,
     GenerationInput,
+    InfillPrompt,
     Prompt,
     ScoreInput,
     TokenizeInput,
@@ -88,7 +89,12 @@ def parse(kind: type[Incoming], body: bytes, size: RequestSize) -> Steps[Incomin
 
 def read_generation(message: pb.GenerateRequest, call: RpcCall, tenant: Tenant) -> GenerationInput:
     """Return the input of a Generate request. Raises InvalidRequestError."""
-    return generation_input(_read_prompt(message), message, call, tenant)
+    prompt: Prompt = _read_prompt(message)
+    if message.suffix:
+        if message.WhichOneof("prompt") != "text":
+            raise InvalidRequestError("suffix requires text.", param="suffix")
+        prompt = InfillPrompt(message.text, message.suffix)
+    return generation_input(prompt, message, call, tenant)
 
 
 def generation_input(

@@ -1,9 +1,12 @@
-"""Prompts of models that are trained to fill in the middle between a prefix and a suffix."""
+"""Prompts of models that are trained to fill in the middle between a prefix and a suffix.
+
+The formats are those that the authors of the models publish.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,8 +20,14 @@ class _Marks:
 
     first: str
     second: str
-    last: str
+    last: str = ""
     is_suffix_first: bool = False
+    is_of_parts: bool = False
+    """Whether texts are encoded apart from the marks, the suffix without a leading space.
+
+    Tokenizers of sentencepiece begin every text with a space, which the model has not seen before a
+    suffix.
+    """
 
 
 _FORMATS = (
@@ -32,6 +41,10 @@ _FORMATS = (
     ),
     # Seed-Coder.
     _Marks("<[fim-suffix]>", "<[fim-prefix]>", "<[fim-middle]>", is_suffix_first=True),
+    # The CodeLlama models that are trained for it; the others lack the tokens.
+    _Marks("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>", is_of_parts=True),
+    # Codestral, and the Mistral models that share its tokens.
+    _Marks("[SUFFIX]", "[PREFIX]", is_suffix_first=True, is_of_parts=True),
 )
 _ENDS = (
     "<|fim_pad|>",
@@ -40,8 +53,23 @@ _ENDS = (
     "<|file_separator|>",
     "<repo_name>",
     "<file_sep>",
+    "\u2581<EOT>",
+    "[MIDDLE]",
 )
-"""Tokens that begin something else after the middle."""
+"""Tokens that end the middle, or begin something else after it."""
+_LEAD = "\u263a"
+"""A character that takes the leading space in place of the suffix, the same as in the formats."""
+
+
+class _Encoder(Protocol):
+    """What a tokenizer does for a prompt."""
+
+    def encode_without_gil(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Return the token ids of a text."""
+
+    @property
+    def bos_token_ids(self) -> tuple[int, ...]:
+        """The token that begins a prompt, if any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +77,43 @@ class Infilling:
     """How one model is asked for the middle."""
 
     _marks: _Marks
+    _mark_ids: tuple[int, ...]
     end_token_ids: tuple[int, ...]
     """The tokens that end the middle, beside those that end every output."""
 
-    def prompt(self, prefix: str, suffix: str) -> str:
-        """Return the text after which the model writes the middle."""
+    def encode(
+        self, prefix: str, suffix: str, encoder: _Encoder, *, add_special_tokens: bool
+    ) -> list[int]:
+        """Return the tokens after which the model writes the middle.
+
+        Without special tokens, the marks are the only ones.
+        """
         marks = self._marks
-        before, after = (suffix, prefix) if marks.is_suffix_first else (prefix, suffix)
-        return f"{marks.first}{before}{marks.second}{after}{marks.last}"
+        if not marks.is_of_parts:
+            before, after = (suffix, prefix) if marks.is_suffix_first else (prefix, suffix)
+            return encoder.encode_without_gil(
+                f"{marks.first}{before}{marks.second}{after}{marks.last}",
+                add_special_tokens=add_special_tokens,
+            )
+        first, second, *last = self._mark_ids
+        prefix_ids, lead_ids, suffix_ids = (
+            encoder.encode_without_gil(text, add_special_tokens=False)
+            for text in (prefix, _LEAD, _LEAD + suffix)
+        )
+        del suffix_ids[: len(lead_ids)]
+        before_ids, after_ids = (
+            (suffix_ids, prefix_ids) if marks.is_suffix_first else (prefix_ids, suffix_ids)
+        )
+        start_ids = encoder.bos_token_ids if add_special_tokens else ()
+        return [*start_ids, first, *before_ids, second, *after_ids, *last]
 
 
 def detect_infilling(token_id_of: Callable[[str], int | None]) -> Infilling | None:
     """Return how a model fills in the middle, or None if its tokenizer lacks the tokens."""
+    ends = [one for one in map(token_id_of, _ENDS) if one is not None]
     for marks in _FORMATS:
-        names = (marks.first, marks.second, marks.last)
-        if all(token_id_of(name) is not None for name in names):
-            ids = (token_id_of(name) for name in (*names, *_ENDS))
-            return Infilling(marks, tuple(one for one in ids if one is not None))
+        names = [name for name in (marks.first, marks.second, marks.last) if name]
+        ids = [one for one in map(token_id_of, names) if one is not None]
+        if len(ids) == len(names):
+            return Infilling(marks, tuple(ids), (*ids, *ends))
     return None

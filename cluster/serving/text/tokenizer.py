@@ -58,6 +58,9 @@ class Tokenizer:
         eos_id = tokenizer.token_to_id(special_tokens.get("eos_token", ""))
         self.eos_token_ids: tuple[int, ...] = () if eos_id is None else (eos_id,)
         """End-of-sequence tokens according to the tokenizer."""
+        bos_id = tokenizer.token_to_id(special_tokens.get("bos_token", ""))
+        self.bos_token_ids: tuple[int, ...] = () if bos_id is None else (bos_id,)
+        """The begin-of-sequence token, if any."""
         self.infilling = detect_infilling(tokenizer.token_to_id)
         """How the model is asked to fill in the middle; None if it cannot."""
         vocabulary = tokenizer.get_vocab()
