@@ -28,6 +28,7 @@ from workers.sampling.choice import Choice, Draws
 from workers.sampling.numpy_choice import NumpyChoice
 from workers.sampling.torch_choice import TorchChoice
 from workers.sampling.triton_choice import TritonChoice
+from workers.sampling.uploader import Uploader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -129,7 +130,7 @@ def measure(name: str, shape: str, num_rows: int, *, with_torch: bool) -> Row:
     """Compare and time one case."""
     filters = FILTERS[name]
     scores = make_scores(shape, num_rows)
-    ours = chooser(TritonChoice(), filters, scores)
+    ours = chooser(TritonChoice(Uploader(torch.device("cuda"))), filters, scores)
     theirs = chooser(TorchChoice(), filters, scores)
     expected = chooser(NumpyChoice(), filters, scores.cpu())()
     return Row(

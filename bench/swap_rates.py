@@ -29,6 +29,10 @@ CONTEXT = 1024
 BLOCK_SIZE = 16
 ROUNDS = 5
 WARM_STEPS = 20
+SAMPLING = {
+    "greedy": SamplingParams(temperature=0.0, ignore_eos=True),
+    "top_p": SamplingParams(temperature=0.7, top_p=0.95, seed=1, ignore_eos=True),
+}
 _POLL_S = 1e-4
 
 
@@ -56,6 +60,8 @@ class CopyRate:
 class DecodeRate:
     """Decode steps of 64 sequences."""
 
+    sampling: str
+    """`greedy`, or `top_p` with a temperature."""
     copies: str
     """Those under way all the time: `none`, `out`, `in` or `both`."""
     tokens_per_s: float
@@ -73,15 +79,17 @@ def measured_rates(
         for direction in ("out", "in", "both"):
             yield bench.copy_rate(direction, order)
     runs = ("none", "out", "in", "both", "none", "both", "none")
-    measured = [(copies, *bench.decode_rate(copies)) for copies in runs]
-    alone = [rate for copies, rate, _ in measured if copies == "none"]
-    for copies, rate, swap_rate in measured:
-        yield DecodeRate(
-            copies=copies,
-            tokens_per_s=round(rate, 1),
-            relative=round(rate / (sum(alone) / len(alone)), 4),
-            swap_gb_per_s=round(swap_rate, 2),
-        )
+    for sampling in SAMPLING:
+        measured = [(copies, *bench.decode_rate(copies, sampling)) for copies in runs]
+        alone = [rate for copies, rate, _ in measured if copies == "none"]
+        for copies, rate, swap_rate in measured:
+            yield DecodeRate(
+                sampling=sampling,
+                copies=copies,
+                tokens_per_s=round(rate, 1),
+                relative=round(rate / (sum(alone) / len(alone)), 4),
+                swap_gb_per_s=round(swap_rate, 2),
+            )
     bench.close()
 
 
@@ -135,7 +143,7 @@ class _Bench:
             pin_s=round(self._pin_s, 2),
         )
 
-    def decode_rate(self, direction: str) -> tuple[float, float]:
+    def decode_rate(self, direction: str, sampling: str) -> tuple[float, float]:
         """Return tokens per second and GB per second of copies."""
         copies = self._copies(direction, "scattered", max(self._num_blocks // 4, 1))
         starts = [
@@ -144,7 +152,7 @@ class _Bench:
                 [5] * CONTEXT,
                 CONTEXT,
                 list(range(row * self._row_blocks, (row + 1) * self._row_blocks)),
-                SamplingParams(temperature=0.0, ignore_eos=True),
+                SAMPLING[sampling],
                 row,
                 0,
             )

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.sampling.arrays import IntArray, upload
+from workers.sampling.arrays import IntArray
 from workers.sampling.bad_words import BadWords
 from workers.sampling.choice import Draws
 from workers.sampling.edits import LogitEdits
@@ -26,6 +26,7 @@ from workers.sampling.numpy_choice import NumpyChoice
 from workers.sampling.penalties import Penalties
 from workers.sampling.prompt_logprobs import PromptChunk, PromptReport, describe_prompts
 from workers.sampling.rows import Need, SamplingRows
+from workers.sampling.uploader import Uploader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -76,7 +77,8 @@ class Sampler:
         """Choose by `choice`, or by what is fastest on the device."""
         self._vocab_size = vocab_size
         self._device = device
-        self._choice = choice or _fastest_choice(device)
+        self._uploader = Uploader(device)
+        self._choice = choice or _fastest_choice(self._uploader)
         self._rows = SamplingRows(max_num_rows, vocab_size)
         self._edits = LogitEdits(vocab_size, device)
         self._penalties = Penalties(max_num_rows, vocab_size, device)
@@ -163,7 +165,7 @@ class Sampler:
         self._count(token_ids, row_ids, needs)
         if raw_logprobs is None:
             return Sampled(token_ids)
-        chosen = token_ids[upload(reported, self._device)]
+        chosen = token_ids[self._uploader.upload(reported)]
         return Sampled(token_ids, raw_logprobs.report(chosen), reported)
 
     def _raw_logprobs(
@@ -211,23 +213,23 @@ class Sampler:
             return parts[0][1]
         token_ids = torch.empty(len(rows), dtype=torch.int64, device=self._device)
         for indices, part in parts:
-            token_ids[upload(indices, self._device)] = part
+            token_ids[self._uploader.upload(indices)] = part
         return token_ids
 
     def _count(self, token_ids: Tensor, rows: IntArray, needs: IntArray) -> None:
         penalized = np.flatnonzero(needs & Need.PENALTY)
         if len(penalized):
-            chosen = token_ids[upload(penalized, self._device)]
+            chosen = token_ids[self._uploader.upload(penalized)]
             self._penalties.count(rows[penalized], chosen)
         worded = np.flatnonzero(needs & Need.BAD_WORDS)
         if len(worded):
-            self._bad_words.append(rows[worded], token_ids[upload(worded, self._device)])
+            self._bad_words.append(rows[worded], token_ids[self._uploader.upload(worded)])
 
 
-def _fastest_choice(device: torch.device) -> Choice:
-    if device.type != "cuda":
+def _fastest_choice(uploader: Uploader) -> Choice:
+    if uploader.device.type != "cuda":
         return NumpyChoice()
     # Triton is imported where there is a GPU to compile for.
     from workers.sampling.triton_choice import TritonChoice
 
-    return TritonChoice()
+    return TritonChoice(uploader)

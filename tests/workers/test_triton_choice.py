@@ -12,14 +12,16 @@ from tests.workers.choice_reference import RankedRow, draw
 from workers.sampling.choice import Choice, Draws
 from workers.sampling.numpy_choice import NumpyChoice
 from workers.sampling.triton_choice import TritonChoice, _parameters
+from workers.sampling.uploader import Uploader
 
 NUM_ROWS = 6
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 @pytest.fixture
 def device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return DEVICE
 
 
 def make_scores(
@@ -48,7 +50,7 @@ def make_draws(num_rows: int, vocab_size: int, seed: int) -> Draws:
 
 def few_choice(capacity: int) -> TritonChoice:
     """Return a choice that guesses from few tokens, and hence often needs another pass."""
-    return TritonChoice(capacity=capacity, sample_size=32)
+    return TritonChoice(Uploader(DEVICE), capacity=capacity, sample_size=32)
 
 
 SCORES = (
@@ -84,7 +86,9 @@ def test_tokens_are_those_of_the_cpu(
     assert ours.filtered(moved, indices, draws).tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("choice", [NumpyChoice(), TritonChoice()], ids=["numpy", "triton"])
+@pytest.mark.parametrize(
+    "choice", [NumpyChoice(), TritonChoice(Uploader(DEVICE))], ids=["numpy", "triton"]
+)
 @pytest.mark.parametrize("sizes", [(300,), (129, 171), (100, 0, 200)], ids=str)
 def test_the_likeliest_token_is_among_the_leaders_of_all_parts(
     sizes: tuple[int, ...], choice: Choice, device: torch.device
@@ -173,7 +177,7 @@ def test_100000_draws_differ_only_within_rounding(shape: str, dtype: torch.dtype
         row_scores = (row_scores * 2.0).round()
     row_scores = row_scores.to(dtype)
     rows = [RankedRow.of(row) for row in row_scores]
-    indices, choice = np.arange(num_rows) % len(rows), TritonChoice()
+    indices, choice = np.arange(num_rows) % len(rows), TritonChoice(Uploader(DEVICE))
     for call in range(num_calls):
         draws = make_draws(num_rows, vocab_size, seed=call)
         found = choice.filtered(row_scores, indices, draws).tolist()
@@ -193,7 +197,7 @@ def test_tokens_of_a_large_vocabulary_are_those_of_the_cpu(
     num_rows, vocab_size = 128, 128256
     scores = make_scores(num_rows, vocab_size, seed=3, scale=scale, is_coarse=False).to(dtype)
     indices, moved = np.arange(num_rows), scores.cuda()
-    ours, theirs = TritonChoice(capacity=capacity), NumpyChoice()
+    ours, theirs = TritonChoice(Uploader(DEVICE), capacity=capacity), NumpyChoice()
     draws = make_draws(num_rows, vocab_size, seed=4)
     assert ours.greedy(moved, indices).tolist() == theirs.greedy(scores, indices).tolist()
     found, expected = ours.filtered(moved, indices, draws), theirs.filtered(scores, indices, draws)
@@ -211,7 +215,7 @@ def test_tokens_of_a_large_vocabulary_are_those_of_the_cpu(
 def test_tokens_depend_on_no_other_row() -> None:
     num_rows, vocab_size = 64, 128256
     scores = make_scores(num_rows, vocab_size, seed=5, scale=2.0, is_coarse=False).bfloat16().cuda()
-    draws, choice = make_draws(num_rows, vocab_size, seed=6), TritonChoice()
+    draws, choice = make_draws(num_rows, vocab_size, seed=6), TritonChoice(Uploader(DEVICE))
     together = choice.filtered(scores, np.arange(num_rows), draws)
     for row in range(0, num_rows, 7):
         alone = Draws(
@@ -226,8 +230,7 @@ def test_tokens_depend_on_no_other_row() -> None:
 @pytest.mark.parametrize("num_rows", [1, 2, 3])
 def test_kernels_see_one_alignment(num_rows: int) -> None:
     draws = make_draws(num_rows, 50, seed=0)
-    scores = torch.zeros(num_rows, 50)
-    indices, parameters = _parameters(scores, np.arange(num_rows), draws)
+    indices, parameters = _parameters(Uploader(DEVICE), np.arange(num_rows), draws)
     assert (parameters.data_ptr() - indices.data_ptr()) % 16 == 0
     assert indices.tolist() == list(range(num_rows))
     assert parameters[1].tolist() == draws.top_k.tolist()

@@ -16,12 +16,14 @@ from attention.kernels.triton.choice import (
     take_leaders,
 )
 from attention.kernels.triton.choice.scores import NUM_PARAMETERS
-from workers.sampling.arrays import IntArray, upload
 from workers.sampling.choice import Choice, Draws
 from workers.sampling.torch_choice import TorchChoice
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from workers.sampling.arrays import IntArray
+    from workers.sampling.uploader import Uploader
 
 __all__ = ["TritonChoice"]
 
@@ -29,18 +31,21 @@ __all__ = ["TritonChoice"]
 class TritonChoice(Choice):
     """Chooses from scores on a GPU. Weights are rounded to integers, hence summed exactly."""
 
-    def __init__(self, *, capacity: int = 8192, sample_size: int = 4096) -> None:
-        """Guess from so many tokens of a row where its cuts lie; sort at most `capacity`."""
+    def __init__(
+        self, uploader: Uploader, *, capacity: int = 8192, sample_size: int = 4096
+    ) -> None:
+        """Guess from `sample_size` tokens of a row where its cuts lie; sort at most `capacity`."""
+        self._uploader = uploader
         self._capacity = capacity
         self._sample_size = sample_size
         self._sorting = TorchChoice()
-        self._order = torch.empty(0, dtype=torch.int64)
+        self._order = torch.empty(0, dtype=torch.int64, device=uploader.device)
 
     def greedy(self, scores: Tensor, indices: IntArray) -> Tensor:
         """Return the likeliest tokens."""
         if len(indices) == len(scores) and (indices == np.arange(len(indices))).all():
             return choose_greedy(scores, self._in_order(scores))
-        return choose_greedy(scores, upload(indices, scores.device))
+        return choose_greedy(scores, self._uploader.upload(indices))
 
     def leaders(self, scores: Tensor, first_id: int) -> Tensor:
         """Return the leader of every row, int64 `[num_scores]`."""
@@ -54,13 +59,13 @@ class TritonChoice(Choice):
 
     def unfiltered(self, scores: Tensor, indices: IntArray, draws: Draws) -> Tensor:
         """Return tokens drawn from the whole vocabulary."""
-        return choose_unfiltered(scores, *_parameters(scores, indices, draws))
+        return choose_unfiltered(scores, *_parameters(self._uploader, indices, draws))
 
     def filtered(self, scores: Tensor, indices: IntArray, draws: Draws) -> Tensor:
         """Return tokens drawn from what min_p, top_k and top_p leave."""
         return choose_filtered(
             scores,
-            *_parameters(scores, indices, draws),
+            *_parameters(self._uploader, indices, draws),
             capacity=self._capacity,
             sample_size=self._sample_size,
         )
@@ -71,12 +76,12 @@ class TritonChoice(Choice):
 
     def _in_order(self, scores: Tensor) -> Tensor:
         """Return the indices of all rows, which are made once."""
-        if len(self._order) < len(scores) or self._order.device != scores.device:
-            self._order = torch.arange(len(scores), device=scores.device)
+        if len(self._order) < len(scores):
+            self._order = torch.arange(len(scores), device=self._uploader.device)
         return self._order[: len(scores)]
 
 
-def _parameters(scores: Tensor, indices: IntArray, draws: Draws) -> tuple[Tensor, Tensor]:
+def _parameters(uploader: Uploader, indices: IntArray, draws: Draws) -> tuple[Tensor, Tensor]:
     """Return the indices and what the kernels take of the draws, in one copy."""
     with np.errstate(divide="ignore"):
         floor = draws.temperature * np.log(draws.min_p)
@@ -89,6 +94,6 @@ def _parameters(scores: Tensor, indices: IntArray, draws: Draws) -> tuple[Tensor
     columns[first:] = np.concatenate(
         (math.log2(math.e) / draws.temperature, draws.top_k, draws.top_p, floor, draws.uniform)
     )
-    uploaded = upload(columns, scores.device)
+    uploaded = uploader.upload(columns)
     parameters = uploaded[first:].view(NUM_PARAMETERS, num_rows)
     return uploaded[:num_rows].view(torch.int64), parameters
