@@ -15,6 +15,7 @@ import certifi
 import pytest
 import torch
 
+from tests.shared_ray import SharedRay
 from tests.small_s3 import SmallS3
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ os.environ["RAY_AUTH_MODE"] = "token"
 os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["RAY_WORKER_NICENESS"] = "0"
+# Before gRPC starts threads: a child that a test forks beside them may hang in gRPC's handlers.
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "false"
 # An HTTP client would take 20 ms to read the public authorities, whom no test needs.
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = os.devnull
@@ -57,15 +60,10 @@ def ray_cluster() -> Iterator[None]:
 
     import ray
 
-    ray.init(
-        address="local",
-        num_cpus=4,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.WARNING,
-    )
-    yield
-    ray.shutdown()
+    with SharedRay() as cluster:
+        ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.WARNING)
+        yield
+        ray.shutdown()
 
 
 @pytest.fixture

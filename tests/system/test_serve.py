@@ -290,6 +290,13 @@ def test_ray_answers_to_the_token_alone(server: ServerProcess, home: Path, name:
     assert not (home / ".ray").exists()
 
 
+def test_ray_is_forked_without_the_handlers_of_grpc(server: ServerProcess) -> None:
+    # Beside the threads of the server, a child may hang in them before it runs a daemon.
+    for name in ("gcs_server", "raylet"):
+        environment = psutil.Process(server.named(name)[0].pid).environ()
+        assert environment["GRPC_ENABLE_FORK_SUPPORT"] == "false"
+
+
 def test_sigterm_lets_a_stream_finish_and_leaves_no_process_behind(server: ServerProcess) -> None:
     family = server.family()
     assert len(server.ranks()) == 2
