@@ -16,7 +16,6 @@ from attention.kernels.cpu.packed_gemm import PackedGemm
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-SOURCE = Path(packed_gemm.__file__).with_suffix(".c")
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
 DTYPES = [torch.float32, torch.bfloat16]
 # Several tiles and chunks of k; neither size a multiple of anything; less than one tile or slice.
@@ -38,10 +37,13 @@ def _kernels(
             patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
             off = ("-mno-avx512f",) if request.param == "-mno-fma" else ()
             patch.setattr(compiler, "_FLAGS", (*compiler._FLAGS, *off, request.param))
-        library = native.load_kernels(SOURCE)
-        if library is None:
+        folder = Path(packed_gemm.__file__).parent
+        libraries = {
+            tile: native.load_kernels(folder / name) for tile, name in packed_gemm._SOURCES.items()
+        }
+        if None in libraries.values():
             pytest.skip(f"{request.param} is not for this machine")
-        patch.setattr(packed_gemm, "_library", lambda: library)
+        patch.setattr(packed_gemm, "_library", libraries.get)
         yield
 
 
@@ -50,10 +52,26 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-def _made(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedGemm:
-    gemm = PackedGemm.make(weight, bias)
+def _made(weight: torch.Tensor, bias: torch.Tensor | None = None, *, tile: int = 32) -> PackedGemm:
+    """Return the GEMM with a weight that it packs, or that is packed in larger tiles."""
+    if tile == 32:
+        gemm = PackedGemm.make(weight, bias)
+    else:
+        gemm = PackedGemm.over(_in_tiles(weight, tile), weight, bias)
     assert gemm is not None
     return gemm
+
+
+def _in_tiles(weight: torch.Tensor, tile: int) -> torch.Tensor:
+    """Return a weight as oneDNN packs it: steps of a tile of columns, one after the other."""
+    step = 1 if weight.dtype == torch.float32 else 2
+    num_columns, num_elements = weight.shape
+    slices = -(-num_elements // (16 * step))
+    padded = torch.zeros(-(-num_columns // tile) * tile, slices * 16 * step, dtype=weight.dtype)
+    padded[:num_columns, :num_elements] = weight
+    blocks = padded.unflatten(1, (-1, step)).unflatten(0, (-1, tile))
+    packed: torch.Tensor = blocks.permute(0, 2, 1, 3).flatten()
+    return packed
 
 
 def _error(result: torch.Tensor, exact: torch.Tensor) -> float:
@@ -61,12 +79,13 @@ def _error(result: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("tile", [32, 64])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gemm_equals_torch_for_any_number_of_rows(
-    dtype: torch.dtype, size: tuple[int, int]
+    dtype: torch.dtype, tile: int, size: tuple[int, int]
 ) -> None:
     weight, bias = torch.randn(size).to(dtype), torch.randn(size[0]).to(dtype)
-    plain, biased = _made(weight), _made(weight, bias)
+    plain, biased = _made(weight, tile=tile), _made(weight, bias, tile=tile)
     for num_rows in MANY_ROWS:
         # Rows that lie apart, with other values between them.
         x = torch.randn(num_rows, size[1] + 7).to(dtype)[:, 3:-4]
@@ -76,12 +95,13 @@ def test_gemm_equals_torch_for_any_number_of_rows(
 
 
 @pytest.mark.parametrize(("size", "tolerance"), [((128, 70), 1), ((74, 70), 3)])
+@pytest.mark.parametrize("tile", [32, 64])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gated_is_silu_of_one_half_times_the_other(
-    dtype: torch.dtype, size: tuple[int, int], tolerance: float
+    dtype: torch.dtype, tile: int, size: tuple[int, int], tolerance: float
 ) -> None:
     weight, bias = torch.randn(size).to(dtype), torch.randn(size[0]).to(dtype)
-    gemm = _made(weight, bias)
+    gemm = _made(weight, bias, tile=tile)
     for num_rows in MANY_ROWS:
         x = torch.randn(num_rows, size[1]).to(dtype)
         gate, other = (x.double() @ weight.double().t() + bias.double()).chunk(2, dim=1)
@@ -98,9 +118,11 @@ def test_gate_holds_at_extremes() -> None:
     torch.testing.assert_close(result, functional.silu(gates), equal_nan=True)
 
 
+@pytest.mark.parametrize("tile", [32, 64])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_row_does_not_depend_on_its_batch(dtype: torch.dtype) -> None:
-    gemm, x = _made(torch.randn(128, 1300).to(dtype)), torch.randn(300, 1300).to(dtype)
+def test_row_does_not_depend_on_its_batch(dtype: torch.dtype, tile: int) -> None:
+    gemm = _made(torch.randn(128, 1300).to(dtype), tile=tile)
+    x = torch.randn(300, 1300).to(dtype)
     alone = torch.cat([gemm(x[i : i + 1]) for i in range(len(x))])
     gated_alone = torch.cat([gemm.gated(x[i : i + 1]) for i in range(len(x))])
     for num_rows in MANY_ROWS:
@@ -160,9 +182,31 @@ def test_weight_packed_in_place_multiplies_as_its_copy(
     assert torch.equal(weight, kept) != is_whole
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_other_layouts_are_not_multiplied_by(dtype: torch.dtype) -> None:
+    weight = torch.randn(640, 130).to(dtype)
+    for tile in (32, 64):
+        packed = _in_tiles(weight, tile)
+        assert PackedGemm.over(packed, weight, None) is not None
+        for place in (0, -1):
+            other = packed.clone()
+            other[place] += 1
+            assert PackedGemm.over(other, weight, None) is None
+        assert PackedGemm.over(packed[:-1], weight, None) is None
+    assert PackedGemm.over(_in_tiles(weight, 16), weight, None) is None
+    assert PackedGemm.over(weight.flatten(), weight, None) is None
+
+
+def test_the_layout_of_a_constant_weight_is_not_guessed() -> None:
+    weight = torch.ones(128, 64)
+    assert PackedGemm.over(_in_tiles(weight, 64), weight, None) is None
+
+
 def test_unsupported_weights_are_rejected() -> None:
     assert PackedGemm.make(torch.randn(4, 4).half(), None) is None
     assert PackedGemm.make(torch.empty(1, 2**18 + 1), None) is None
+    half = torch.randn(64, 64).half()
+    assert PackedGemm.over(half.flatten(), half, None) is None
 
 
 def test_unsupported_biases_are_rejected() -> None:

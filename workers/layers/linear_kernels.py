@@ -6,6 +6,7 @@ rule when a layer is built, so that an engine computes the same numbers after ev
 
 from __future__ import annotations
 
+import ctypes
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Self
 
@@ -25,10 +26,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DenseLinear",
-    "DualLayoutLinear",
     "LinearKernel",
     "OneDnnLinear",
     "PackedGemmLinear",
+    "SharedLayoutLinear",
     "SkinnyGemmLinear",
     "linear_kernel_class",
     "make_linear_kernel",
@@ -231,11 +232,13 @@ class PackedGemmLinear(OneDnnLinear):
             self.weight = self.weight.new_empty(0)
 
 
-class DualLayoutLinear(OneDnnLinear):
-    """Packed tiles for a few rows, where memory is the limit, and oneDNN's layout for more.
+class SharedLayoutLinear(OneDnnLinear):
+    """The weight in oneDNN's layout, by which a kernel of our own multiplies a few rows.
 
-    For CPUs on which oneDNN's GEMM is the faster one: those with AMX, or without AVX-512. Large
-    weights are stored in oneDNN's layout only, since both take twice the memory.
+    For CPUs on which oneDNN's GEMM is the faster one: those with AMX, or without AVX-512. A few
+    rows are limited by memory bandwidth, of which our kernel uses more. If oneDNN has chosen a
+    layout that the kernel does not know, it multiplies a few rows too: a second layout would take
+    twice the memory.
     """
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -249,10 +252,9 @@ class DualLayoutLinear(OneDnnLinear):
         return super().gated(x)
 
     def finalize(self) -> None:
-        self._packed_gemm = None
-        if self.weight.nbytes <= _MAX_DUAL_BYTES:
-            self._packed_gemm = PackedGemm.make(self.weight, self.bias)
+        loaded = self.weight
         super().finalize()
+        self._packed_gemm = PackedGemm.over(_elements(self.weight), loaded, self.bias)
 
 
 # oneDNN chooses the layout by a row count; that for a batch is fast for one row too.
@@ -260,9 +262,15 @@ _PACKED_ROWS = 32
 _FEW_ROWS = 16
 _ROW_STEP = 16
 _MANY_ROWS = 512
-_MAX_DUAL_BYTES = 64 * 2**20
 # Naming the overload saves a microsecond of lookup per call.
 _linear: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.default
+
+
+def _elements(weight: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a weight in oneDNN's layout, as long as the weight is there."""
+    size = torch.ops.mkldnn._nbytes(weight)
+    buffer = (ctypes.c_char * size).from_address(torch.ops.mkldnn.data_ptr(weight))
+    return torch.frombuffer(buffer, dtype=weight.dtype)
 
 
 def num_padded_rows(num_rows: int) -> int:
@@ -294,8 +302,8 @@ def linear_kernel_class(dtype: torch.dtype, device: torch.device) -> type[Linear
         return DenseLinear
     has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
     if dtype == torch.float32:
-        return PackedGemmLinear if has_avx512 else DualLayoutLinear
+        return PackedGemmLinear if has_avx512 else SharedLayoutLinear
     if dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         has_amx = torch.cpu._is_amx_tile_supported()
-        return PackedGemmLinear if has_avx512 and not has_amx else DualLayoutLinear
+        return PackedGemmLinear if has_avx512 and not has_amx else SharedLayoutLinear
     return DenseLinear

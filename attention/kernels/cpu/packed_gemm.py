@@ -16,13 +16,16 @@ from attention.kernels.cpu.tiled_product import TiledProduct
 __all__ = ["PackedGemm"]
 
 _SUFFIXES = {torch.float32: "float", torch.bfloat16: "bfloat"}
-# As in packed_gemm.c: columns of a tile, elements of a row in one step of a sum, and steps of a
-# slice, to a multiple of which tiles are padded with zeros.
+# Columns of a tile as packed here, and as other libraries may pack them, the most likely first.
 _TILE = 32
+_SOURCES = {64: "packed_gemm_64.c", 32: "packed_gemm.c"}
+# As in packed_gemm_tiles.h: elements of a row in one step of a sum, and steps of a slice, to a
+# multiple of which tiles are padded with zeros.
 _STEP = {torch.float32: 1, torch.bfloat16: 2}
 _SLICE = 16
 # The longest row of x that fits in the kernel's buffer.
 _MOST_IN_SIZE = 2**18
+_COMPARED_TILES = 4
 
 
 class _GemmShape(ctypes.Structure):
@@ -35,18 +38,19 @@ class _GemmShape(ctypes.Structure):
 class PackedGemm(TiledProduct):
     """A weight, `[out_size, in_size]`, packed into tiles of columns, and its bias if any."""
 
-    _tile = _TILE
-
     def __init__(
         self,
         kernel: ctypes._NamedFuncPointer,
         packed: torch.Tensor,
         bias: torch.Tensor | None,
         *,
+        tile: int,
         out_size: int,
         in_size: int,
     ) -> None:
+        """`packed` is `[num_tiles, num_steps, tile, step]`, and must not be freed before."""
         super().__init__(out_size, in_size, packed.dtype)
+        self._tile = tile
         self._kernel = kernel
         self._packed = packed
         self._bias = bias
@@ -62,24 +66,34 @@ class PackedGemm(TiledProduct):
         It is a copy, unless `overwrites` allows to pack the weight where it is, if its sizes are
         those of whole tiles.
         """
-        is_supported = (
-            weight.device.type == "cpu"
-            and weight.dtype in _SUFFIXES
-            and weight.numel() > 0
-            and weight.shape[1] <= _MOST_IN_SIZE
-            and (bias is None or bias.is_contiguous())
-            and (bias is None or (bias.dtype == weight.dtype and len(bias) == len(weight)))
-        )
-        library = _library() if is_supported else None
-        if library is None:
+        kernel = _kernel(_TILE, weight, bias)
+        if kernel is None:
             return None
-        kernel = library[f"packed_gemm_{_SUFFIXES[weight.dtype]}"]
-        kernel.argtypes = [ctypes.c_void_p] * 5
-        kernel.restype = None
         out_size, in_size = weight.shape
-        is_packed = overwrites and _pack_in_place(library, weight)
-        packed = weight if is_packed else _packed(weight)
-        return cls(kernel, packed, bias, out_size=out_size, in_size=in_size)
+        is_packed = overwrites and _pack_in_place(weight)
+        packed = weight if is_packed else _packed(weight, _TILE)
+        return cls(kernel, packed, bias, tile=_TILE, out_size=out_size, in_size=in_size)
+
+    @classmethod
+    def over(
+        cls, packed: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> Self | None:
+        """Return the GEMM with a weight that another library has packed, `[num_elements]`.
+
+        None if `make` returned None, or the library has not packed `weight` into tiles of columns
+        as this module does, or that cannot be told as the weight is constant.
+        """
+        out_size, in_size = weight.shape
+        kernels = {
+            tile: kernel
+            for tile in _SOURCES
+            if (kernel := _kernel(tile, weight, bias)) is not None
+            and _is_packed(packed, weight, tile)
+        }
+        if len(kernels) != 1:
+            return None
+        ((tile, kernel),) = kernels.items()
+        return cls(kernel, packed, bias, tile=tile, out_size=out_size, in_size=in_size)
 
     def _run(self, x: torch.Tensor, out: torch.Tensor, *, is_gated: bool) -> None:
         num_rows, in_size = x.shape
@@ -93,28 +107,74 @@ class PackedGemm(TiledProduct):
         )
 
 
-def _pack_in_place(library: ctypes.CDLL, weight: torch.Tensor) -> bool:
+def _kernel(
+    tile: int, weight: torch.Tensor, bias: torch.Tensor | None
+) -> ctypes._NamedFuncPointer | None:
+    """Return what multiplies by a weight in tiles of this size, if it is supported."""
+    is_supported = (
+        weight.device.type == "cpu"
+        and weight.dtype in _SUFFIXES
+        and weight.numel() > 0
+        and weight.shape[1] <= _MOST_IN_SIZE
+        and (bias is None or bias.is_contiguous())
+        and (bias is None or (bias.dtype == weight.dtype and len(bias) == len(weight)))
+    )
+    library = _library(tile) if is_supported else None
+    if library is None:
+        return None
+    kernel = library[f"packed_gemm_{_SUFFIXES[weight.dtype]}"]
+    kernel.argtypes = [ctypes.c_void_p] * 5
+    kernel.restype = None
+    return kernel
+
+
+def _pack_in_place(weight: torch.Tensor) -> bool:
     """Pack the weight where it is and return True, or change nothing."""
+    library = _library(_TILE)
     out_size, in_size = weight.shape
     step = _STEP[weight.dtype]
     if out_size % _TILE or in_size % (_SLICE * step) or not weight.is_contiguous():
         return False
+    assert library is not None
     kernel = library.pack_tiles
     kernel.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
     kernel.restype = ctypes.c_int64
     return bool(kernel(weight.data_ptr(), out_size // _TILE, in_size // step))
 
 
-def _packed(weight: torch.Tensor) -> torch.Tensor:
-    """Return the weight as `[num_tiles, num_steps, _TILE, _STEP]`, padded with zeros."""
+def _packed(weight: torch.Tensor, tile: int) -> torch.Tensor:
+    """Return the weight as `[num_tiles, num_steps, tile, step]`, padded with zeros."""
     step = _STEP[weight.dtype]
     out_size, in_size = weight.shape
-    padded = functional.pad(weight, (0, -in_size % (_SLICE * step), 0, -out_size % _TILE))
-    tiles = padded.reshape(-1, _TILE, padded.shape[1] // step, step).transpose(1, 2)
+    padded = functional.pad(weight, (0, -in_size % (_SLICE * step), 0, -out_size % tile))
+    tiles = padded.reshape(-1, tile, padded.shape[1] // step, step).transpose(1, 2)
     # A weight of one tile and one step is contiguous here, and must still be copied.
     return tiles.clone(memory_format=torch.contiguous_format)
 
 
+def _is_packed(packed: torch.Tensor, weight: torch.Tensor, tile: int) -> bool:
+    """Return whether a weight is packed into tiles of this size, of which some are compared."""
+    out_size, in_size = weight.shape
+    size = _SLICE * _STEP[weight.dtype]
+    num_tiles, tile_elements = -(-out_size // tile), tile * (in_size + -in_size % size)
+    if packed.dtype != weight.dtype or packed.numel() != num_tiles * tile_elements:
+        return False
+    tiles = packed.view(num_tiles, tile_elements)
+    places = {num_tiles * part // _COMPARED_TILES for part in range(_COMPARED_TILES)}
+    return all(
+        torch.equal(
+            _bits(tiles[place]),
+            _bits(_packed(weight[place * tile : (place + 1) * tile], tile).flatten()),
+        )
+        for place in {*places, num_tiles - 1}
+    )
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """Return the values as integers, of which each equals itself alone."""
+    return values.view(torch.int16 if values.element_size() == 2 else torch.int32)
+
+
 @cache
-def _library() -> ctypes.CDLL | None:
-    return load_kernels(Path(__file__).with_suffix(".c"))
+def _library(tile: int) -> ctypes.CDLL | None:
+    return load_kernels(Path(__file__).with_name(_SOURCES[tile]))

@@ -1,4 +1,4 @@
-/* The GEMM of packed_gemm.c for one element type; included once for each. */
+/* The GEMM of packed_gemm_tiles.h for one element type; included once for each. */
 
 #define UNIT NAME(Unit)
 #define STEP NAME(STEP)
@@ -31,7 +31,7 @@ INLINE void NAME(micro_kernel)(
     Part totals[MICRO_ROWS][VECTORS];
 #pragma GCC unroll 12
     for (int m = 0; m < num_rows; m++)
-#pragma GCC unroll 8
+#pragma GCC unroll 16
         for (int v = 0; v < VECTORS; v++) totals[m][v] = (Part){0};
     for (int64_t slice = 0; slice < num_slices; slice++) {
         for (int quarter = 0; quarter < 4; quarter++) {
@@ -41,7 +41,7 @@ INLINE void NAME(micro_kernel)(
             for (int i = 0; i < SLICE / 4; i++) {
 #pragma GCC unroll 12
                 for (int m = 0; m < num_rows; m++)
-#pragma GCC unroll 8
+#pragma GCC unroll 16
                     for (int v = 0; v < VECTORS; v++)
                         totals[m][v] = NAME(add_unit)(
                             totals[m][v], weight + v * WIDTH * STEP, x[m * SLICE + i]);
@@ -53,7 +53,7 @@ INLINE void NAME(micro_kernel)(
     }
 #pragma GCC unroll 12
     for (int m = 0; m < num_rows; m++)
-#pragma GCC unroll 8
+#pragma GCC unroll 16
         for (int v = 0; v < VECTORS; v++)
             *(Part *)(sums + m * TILE + v * WIDTH) += totals[m][v];
 }
@@ -69,12 +69,16 @@ typedef void NAME(MicroKernel)(
         NAME(micro_kernel)(x, weight, num_slices, rows, sums, ahead, num_lines);                \
     }
 MICRO_KERNEL(1)
+#if MICRO_ROWS > 1
 MICRO_KERNEL(2)
 MICRO_KERNEL(3)
+#endif
 #if MICRO_ROWS > 3
 MICRO_KERNEL(4)
 MICRO_KERNEL(5)
 MICRO_KERNEL(6)
+#endif
+#if MICRO_ROWS > 6
 MICRO_KERNEL(7)
 MICRO_KERNEL(8)
 MICRO_KERNEL(9)
@@ -85,11 +89,16 @@ MICRO_KERNEL(12)
 #undef MICRO_KERNEL
 
 static NAME(MicroKernel) *const NAME(micro_kernels)[MICRO_ROWS + 1] = {
-    0, NAME(micro_kernel_1), NAME(micro_kernel_2), NAME(micro_kernel_3),
+    0, NAME(micro_kernel_1),
+#if MICRO_ROWS > 1
+    NAME(micro_kernel_2), NAME(micro_kernel_3),
+#endif
 #if MICRO_ROWS > 3
-    NAME(micro_kernel_4), NAME(micro_kernel_5), NAME(micro_kernel_6), NAME(micro_kernel_7),
-    NAME(micro_kernel_8), NAME(micro_kernel_9), NAME(micro_kernel_10), NAME(micro_kernel_11),
-    NAME(micro_kernel_12),
+    NAME(micro_kernel_4), NAME(micro_kernel_5), NAME(micro_kernel_6),
+#endif
+#if MICRO_ROWS > 6
+    NAME(micro_kernel_7), NAME(micro_kernel_8), NAME(micro_kernel_9), NAME(micro_kernel_10),
+    NAME(micro_kernel_11), NAME(micro_kernel_12),
 #endif
 };
 

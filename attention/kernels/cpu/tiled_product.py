@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from torch.nn import functional
 
@@ -20,7 +20,7 @@ class TiledProduct(ABC):
     the batch nor on the number of threads.
     """
 
-    _tile: ClassVar[int]
+    _tile: int
     """Columns of a tile."""
 
     def __init__(self, out_size: int, in_size: int, dtype: torch.dtype) -> None:

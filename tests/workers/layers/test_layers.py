@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -14,10 +16,10 @@ from attention.kernels.cpu.token_rows import AddNorm, Rotate
 from pagedray.model_config import RopeConfig
 from workers.layers.linear_kernels import (
     DenseLinear,
-    DualLayoutLinear,
     LinearKernel,
     OneDnnLinear,
     PackedGemmLinear,
+    SharedLayoutLinear,
     linear_kernel_class,
     make_linear_kernel,
 )
@@ -25,7 +27,7 @@ from workers.layers.norm import LayerNorm, OffsetRMSNorm, QKNorm, RMSNorm
 from workers.layers.rope import RotaryEmbedding, inverse_frequencies
 
 CPU = torch.device("cpu")
-KINDS = [DenseLinear, OneDnnLinear, PackedGemmLinear, DualLayoutLinear]
+KINDS = [DenseLinear, OneDnnLinear, PackedGemmLinear, SharedLayoutLinear]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 # Engines use these classes for bfloat16 on CPUs that have the instructions, and no others.
 HAS_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -95,12 +97,13 @@ def test_a_linear_kernel_accepts_a_strided_weight(kind: type[LinearKernel]) -> N
     assert _near(kernel(x), x.double() @ table[:, :50].double().t())
 
 
-@pytest.mark.parametrize("kind", [PackedGemmLinear, DualLayoutLinear])
+@pytest.mark.parametrize("kind", [PackedGemmLinear, SharedLayoutLinear])
 @torch.inference_mode()
 def test_without_a_compiler_onednn_is_used(
     kind: type[LinearKernel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PackedGemm, "make", lambda *_, **__: None)
+    monkeypatch.setattr(PackedGemm, "over", lambda *_: None)
     weight, x = torch.randn(64, 50), torch.randn(3, 50)
     kernel = kind(weight.clone(), None)
     kernel.finalize()
@@ -110,7 +113,23 @@ def test_without_a_compiler_onednn_is_used(
     assert _near(kernel.gated(x), functional.silu(gate) * other)
 
 
-@pytest.mark.parametrize("kind", [PackedGemmLinear, DualLayoutLinear])
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX512" or shutil.which("cc") is None,
+    reason="oneDNN may have another layout, and the kernel needs a compiler",
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_few_rows_are_multiplied_in_the_memory_of_onednn(dtype: torch.dtype) -> None:
+    kernel, x, exact = _linear(SharedLayoutLinear, 74, 16, dtype=dtype, has_bias=False)
+    size = torch.ops.mkldnn._nbytes(kernel.weight)
+    assert _near(kernel(x), exact)
+    assert kernel(x).any()
+    ctypes.memset(torch.ops.mkldnn.data_ptr(kernel.weight), 0, size)
+    assert not kernel(x).any()
+    assert not kernel.gated(x).any()
+
+
+@pytest.mark.parametrize("kind", [PackedGemmLinear, SharedLayoutLinear])
 @torch.inference_mode()
 def test_a_tied_weight_stays(kind: type[LinearKernel]) -> None:
     table = torch.randn(37, 50)
@@ -123,8 +142,8 @@ def test_a_tied_weight_stays(kind: type[LinearKernel]) -> None:
     ("capability", "has_amx", "kinds"),
     [
         ("AVX512", False, (PackedGemmLinear, PackedGemmLinear)),
-        ("AVX512", True, (PackedGemmLinear, DualLayoutLinear)),
-        ("AVX2", False, (DualLayoutLinear, DualLayoutLinear)),
+        ("AVX512", True, (PackedGemmLinear, SharedLayoutLinear)),
+        ("AVX2", False, (SharedLayoutLinear, SharedLayoutLinear)),
     ],
 )
 def test_packed_gemm_is_chosen_where_no_library_is_faster(
