@@ -94,6 +94,7 @@ class LLM:
     def _open(
         self, config: EngineConfig, report_progress: ReportProgress, seed: int | None
     ) -> None:
+        self._vocab_size = config.model.vocab_size
         self._tokenizer = Tokenizer.from_folder(config.model.folder, pools=config.model.pools)
         kind = _VALIDATORS[config.model.task]
         self._validator = kind(config, self._tokenizer)
@@ -167,6 +168,11 @@ class LLM:
     def get_default_sampling_params(self) -> TextParams:
         """Return the parameters of calls without any, which the model's file recommends."""
         return self._requests.default_params
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids of prompts are below it."""
+        return self._vocab_size
 
     @property
     def recommended_sampling(self) -> Mapping[str, float]:

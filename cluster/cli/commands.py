@@ -167,9 +167,14 @@ def _top(parsed: argparse.Namespace) -> int:
 
 
 def _bench(parsed: argparse.Namespace) -> int:
-    from cluster.cli.bench.command import bench_serve
+    if parsed.verb == "serve":
+        from cluster.cli.bench.command import bench_serve
 
-    return bench_serve(parsed)
+        return bench_serve(parsed)
+    from cluster.cli.bench.engine_command import bench_latency, bench_throughput
+
+    run = bench_latency if parsed.verb == "latency" else bench_throughput
+    return run(parsed, engine_options(parsed))
 
 
 def _simulate(parsed: argparse.Namespace) -> int:

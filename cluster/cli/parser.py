@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from cluster.cli.bench.engine_flags import add_latency_flags, add_throughput_flags
 from cluster.cli.bench.flags import add_bench_flags
 from cluster.cli.client_flags import add_client_flags
 from cluster.cli.deploy.flags import (
@@ -305,9 +306,19 @@ def _add_top(commands: _Commands) -> None:
 
 
 def _add_bench(commands: _Commands) -> None:
-    what = "Measure a running server."
+    what = "Measure a running server, or an engine without one."
     bench = commands.add_parser("bench", help=what, description=what)
-    verbs = bench.add_subparsers(required=True, metavar="serve", parser_class=OneLineParser)
+    verbs = bench.add_subparsers(
+        dest="verb", required=True, metavar="VERB", parser_class=OneLineParser
+    )
+    what = "Generate one batch again and again, and time it."
+    latency = _model_command(verbs, "latency", what, command="bench latency")
+    add_latency_flags(latency)
+    add_engine_flags(latency, executor=None)
+    what = "Run many requests at once, and count tokens per second."
+    throughput = _model_command(verbs, "throughput", what, command="bench throughput")
+    add_throughput_flags(throughput)
+    add_engine_flags(throughput, executor=None)
     what = "Send requests to an OpenAI-compatible server, or to PagedRay by gRPC, and time them."
     serve = verbs.add_parser(
         "serve", help=what, description=what, usage="pagedray bench serve [flags]"
@@ -343,11 +354,16 @@ def _add_completion(commands: _Commands) -> None:
 
 
 def _model_command(
-    commands: _Commands, name: str, what: str, operands: str = "MODEL"
+    commands: _Commands,
+    name: str,
+    what: str,
+    operands: str = "MODEL",
+    *,
+    command: str | None = None,
 ) -> OneLineParser:
-    parser = commands.add_parser(
-        name, help=what, description=what, usage=f"pagedray {name} {operands} [flags]"
-    )
+    """Add a command that takes a model; `command` is its name with that of a command above it."""
+    usage = f"pagedray {command or name} {operands} [flags]"
+    parser = commands.add_parser(name, help=what, description=what, usage=usage)
     parser.add_argument(
         "model",
         metavar="MODEL",
