@@ -6,11 +6,9 @@ import asyncio
 import atexit
 from typing import TYPE_CHECKING, Any
 
-import uvicorn
-from uvicorn.server import ServerState
-
-from cluster.serving.http.connection import MAX_HEAD_BYTES, connection_kind
+from cluster.serving.http.connection import MAX_HEAD_BYTES
 from cluster.serving.intake.read_turns import ReadTurns
+from tests.hostile.fuzz.memory_server import MemoryServer
 from tests.hostile.fuzz.target import Target
 
 if TYPE_CHECKING:
@@ -18,39 +16,7 @@ if TYPE_CHECKING:
 
     Message = MutableMapping[str, Any]  # Any: ASGI's values
 
-_NUM_TURNS = 6
 _STATUS = b"HTTP/1.1 "
-
-
-class _Transport(asyncio.Transport):
-    """Keeps what is written."""
-
-    def __init__(self) -> None:
-        super().__init__({"peername": ("127.0.0.1", 1), "sockname": ("127.0.0.1", 2)})
-        self.written = b""
-        self.is_closed = False
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        assert not self.is_closed, "written after the connection was closed"
-        self.written += data
-
-    def get_write_buffer_size(self) -> int:
-        return 0
-
-    def close(self) -> None:
-        self.is_closed = True
-
-    def abort(self) -> None:
-        self.is_closed = True
-
-    def is_closing(self) -> bool:
-        return self.is_closed
-
-    def pause_reading(self) -> None:
-        pass
-
-    def resume_reading(self) -> None:
-        pass
 
 
 async def _app(
@@ -73,10 +39,6 @@ async def _app(
     await send({"type": "http.response.body", "body": body})
 
 
-def _ignore() -> None:
-    pass
-
-
 _LOOP = asyncio.new_event_loop()
 atexit.register(_LOOP.close)
 
@@ -87,52 +49,7 @@ def _waits_for_tokens() -> bool:
 
 _WAITING = [False]
 """Whether anyone waits for tokens, so that reads take turns."""
-_CONFIG = uvicorn.Config(
-    _app,
-    http=connection_kind(
-        5.0,
-        5.0,
-        note_refusal=_ignore,
-        note_stall=_ignore,
-        read_turns=ReadTurns(has_streams=_waits_for_tokens),
-    ),
-    lifespan="off",
-    ws="none",
-    log_config=None,
-    access_log=False,
-    server_header=False,
-    proxy_headers=False,
-)
-_CONFIG.load()
-
-
-async def _serve(segments: tuple[bytes, ...]) -> bytes:
-    """Return what the server answers to segments of a connection that then ends."""
-    transport = _Transport()
-    connection = _CONFIG.http_protocol_class(  # type: ignore[call-arg]  # of both parsers' classes
-        config=_CONFIG, server_state=_STATE, app_state={}, _loop=_LOOP
-    )
-    connection.note_lost = lambda: None  # type: ignore[attr-defined]  # ours
-    connection.connection_made(transport)
-    for segment in segments:
-        if not transport.is_closed:
-            connection.data_received(segment)
-            # Reads that take turns come in one pass of the loop.
-            for _ in range(0 if _WAITING[0] else _NUM_TURNS):
-                await asyncio.sleep(0)
-    for _ in range(_NUM_TURNS):
-        await asyncio.sleep(0)
-    connection.connection_lost(None)
-    for _ in range(_NUM_TURNS):
-        await asyncio.sleep(0)
-    assert not _STATE.tasks, "a request of a lost connection goes on"
-    assert not _STATE.connections
-    return transport.written
-
-
-_STATE = ServerState()
-_ERRORS: list[dict[str, Any]] = []  # Any: what asyncio knows of an error
-_LOOP.set_exception_handler(lambda _loop, context: _ERRORS.append(context))
+_SERVER = MemoryServer(_app, _LOOP, ReadTurns(has_streams=_waits_for_tokens))
 
 
 def run(data: bytes) -> None:
@@ -147,8 +64,8 @@ def run(data: bytes) -> None:
     segments: tuple[bytes, ...] = (data[1:place], data[place:])
     if _WAITING[0]:
         segments = tuple(data[at : at + place] for at in range(1, len(data), place))
-    written = _LOOP.run_until_complete(_serve(segments))
-    assert not _ERRORS, _ERRORS
+    # Reads that take turns come in one pass of the loop.
+    written = _LOOP.run_until_complete(_SERVER.respond(segments, is_at_once=_WAITING[0]))
     assert not written or written.startswith(_STATUS), written[:100]
     assert b" 500 " not in written[: len(_STATUS) + 4], written[:200]
 
