@@ -203,6 +203,10 @@ class PromptReader:
             else render()
         )
         text = marked.restored
+        if not text:
+            raise InvalidRequestError(
+                "The chat template renders these messages to an empty prompt.", param="messages"
+            )
         check_unicode(text, "messages")
         # The template adds the special tokens.
         return await self._encode(

@@ -76,6 +76,14 @@ def test_messages_that_the_template_rejects_are_refused(trusting_server: Server)
     )
 
 
+@pytest.mark.parametrize("source", ["", "{{ nothing }}"])
+def test_empty_prompts_are_refused(trusting_server: Server, source: str) -> None:
+    assert refusal(trusting_server, chat_template=source) == (
+        "The chat template renders these messages to an empty prompt.",
+        "messages",
+    )
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [

@@ -78,10 +78,17 @@ def check_method(method: BuiltinMethodType, arguments: tuple[Any, ...]) -> None:
         raise TemplateLimitError(f"the method {name} is not supported")
 
 
-def _check_split(value: Any, *_: Any, **__: Any) -> None:
-    check_text(value)
+def _check_list(value: Any, *_: Any, **__: Any) -> None:
+    """Check a text or a collection that becomes a list."""
+    num_elements(value)
     if isinstance(value, str) and len(value) > _MAX_SPLIT:
         raise TemplateLimitError("the template splits too long a text")
+
+
+def _check_split(value: Any, *_: Any, **__: Any) -> None:
+    """Check a value whose text becomes a list."""
+    check_text(value)
+    _check_list(value)
 
 
 def _check_replacement(text: Any, old: Any, new: Any, count: Any = None) -> None:
@@ -98,12 +105,13 @@ def _check_join(values: Any, d: Any = "", attribute: Any = None) -> None:
     if attribute is not None:
         raise TemplateLimitError("the attribute of the filter join is not supported; use map")
     check_text(d)
-    _check_split(values)
+    _check_list(values)
     if num_characters(values) + len(values) * len(str(d)) > MAX_TOTAL:
         raise TemplateLimitError("the template joins too many texts")
 
 
 def _check_format(form: Any, /, *values: Any, **named: Any) -> None:
+    check_text(form)
     check_percent_format(str(form), named or values)
 
 
@@ -155,7 +163,8 @@ FILTER_CHECKS: dict[str, Callable[..., None]] = {
     "round": _check_rounding,
     "sum": _check_sum,
     "tojson": _check_json,
-    **dict.fromkeys(("groupby", "list", "sort", "title", "wordcount"), _check_split),
+    **dict.fromkeys(("groupby", "list", "sort"), _check_list),
+    **dict.fromkeys(("title", "wordcount"), _check_split),
     **dict.fromkeys(
         ("capitalize", "e", "escape", "lower", "safe", "string", "trim", "truncate", "upper"),
         _check_value,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from datetime import datetime
 from types import CodeType
@@ -14,6 +15,7 @@ from jinja2.ext import Extension
 
 from cluster.serving.text.templates.rendering_budget import MAX_CPU_S
 from cluster.serving.text.templates.template_limits import LimitedEnvironment
+from cluster.serving.text.templates.value_sizes import check_text
 
 if TYPE_CHECKING:
     from jinja2.parser import Parser
@@ -27,6 +29,8 @@ __all__ = [
 ]
 
 _MAX_REASON_LENGTH = 200
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]*")
+"""Of an object in memory; the text may end within one."""
 
 
 class InvalidTemplateError(ValueError):
@@ -74,8 +78,8 @@ def template_environment(cpu_s: float = MAX_CPU_S) -> LimitedEnvironment:
 
 
 def reason_of(error: Exception) -> str:
-    """Return the message of an error in one line, without a full stop."""
-    text = str(error)[:_MAX_REASON_LENGTH] or "out of memory"
+    """Return the message of an error in one line, without addresses and a full stop."""
+    text = _ADDRESS.sub("", str(error)[:_MAX_REASON_LENGTH]) or "out of memory"
     return " ".join(text.split()).rstrip(".")
 
 
@@ -106,8 +110,9 @@ def _to_json(
     )
 
 
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+def _raise_exception(message: object) -> NoReturn:
+    check_text(message)
+    raise jinja2.TemplateError(str(message))
 
 
 def _strftime_now(pattern: str) -> str:

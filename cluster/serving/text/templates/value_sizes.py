@@ -1,10 +1,15 @@
-"""Sizes of a template's values, which are limited before an operation copies or writes them."""
+"""Sizes of a template's values, which are limited before an operation copies or writes them.
+
+What is no text, number or collection of these is not written: Python's text of functions and
+generators has their addresses in memory.
+"""
 
 from __future__ import annotations
 
 from collections.abc import ItemsView, KeysView, Mapping, ValuesView
 from typing import Any
 
+from jinja2 import Undefined
 from jinja2.utils import Namespace
 
 from cluster.serving.text.templates.rendering_budget import MAX_TOTAL, TemplateLimitError
@@ -14,6 +19,8 @@ __all__ = ["MAX_ELEMENTS", "check_text", "num_characters", "num_elements"]
 MAX_ELEMENTS = 2**18
 """Elements of a list or mapping, those of its elements included."""
 _VIEWS = (KeysView, ValuesView, ItemsView)
+_WRITTEN = (complex, float, range, Undefined, type(None))
+"""What is written besides texts, integers and collections."""
 
 
 # Any: values of templates, here and below.
@@ -22,27 +29,27 @@ def num_elements(value: Any) -> int:
 
     Raises TemplateLimitError if it, or its text, is too large.
     """
-    return _size_of(value)[0]
+    return _size_of(value, is_written=False)[0]
 
 
 def num_characters(value: Any) -> int:
     """Return the number of characters of a text, or of all texts in a list or mapping.
 
-    Raises TemplateLimitError if there are too many.
+    Raises TemplateLimitError if there are too many, or if something has no text of its own.
     """
-    return _size_of(value)[1]
+    return _size_of(value, is_written=True)[1]
 
 
 def check_text(value: Any) -> None:
-    """Raise TemplateLimitError if the text of a value is too large."""
+    """Raise TemplateLimitError if a value has no text of its own, or too large a text."""
     if not isinstance(value, str):
-        _size_of(value)
+        _size_of(value, is_written=True)
 
 
-def _size_of(value: Any) -> tuple[int, int]:
+def _size_of(value: Any, *, is_written: bool) -> tuple[int, int]:
     """Return the elements and the characters of a value, with those of its elements.
 
-    Raises TemplateLimitError if there are too many.
+    Raises TemplateLimitError if there are too many, or if one that is written has no text.
     """
     num_found = num_characters = 0
     waiting = [value]
@@ -67,6 +74,8 @@ def _size_of(value: Any) -> tuple[int, int]:
             if num_found > MAX_ELEMENTS or num_characters > MAX_TOTAL:
                 raise TemplateLimitError("the template makes a list that is too large")
             waiting += one
+        elif is_written and not isinstance(one, _WRITTEN):
+            raise TemplateLimitError("the template writes something that is no text")
     if num_characters > MAX_TOTAL:
         raise TemplateLimitError("the template makes a list of too much text")
     return num_found, num_characters
