@@ -184,7 +184,8 @@ class UnknownModelError(RequestError):
     outcome = "unknown_model"
 
     def __init__(self, given: str, *served: str) -> None:
-        names = " or ".join(map(repr, served))
+        *others, last = map(repr, served)
+        names = f"{', '.join(others)} or {last}" if others else last
         super().__init__(f"The model {given!r} does not exist; this server serves {names}.")
         self.param = "model"
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import socket
+import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -106,10 +108,11 @@ def test_rates_are_none_after_a_restart_of_the_server() -> None:
     assert rates_of(LOADS, None) == (0.0, 0.0, 0.0)
 
 
-def test_client_reads_what_a_server_writes() -> None:
+@pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
+def test_client_reads_what_a_server_writes(end: str) -> None:
     history = msgspec.json.encode(HISTORY)
     with serving(msgspec.json.encode(LOADS), history=history) as (url, received):
-        client = LoadsClient(url + "/", key="secret")
+        client = LoadsClient(url + end, key="secret")
         assert client.read_loads() == LOADS
         assert client.read_history() == HISTORY
         client.close()
@@ -131,6 +134,7 @@ def test_a_key_that_may_not_read_the_history_is_not_tried_again() -> None:
     ("body", "status", "text"),
     [
         (b'{"error": {"message": "No such key."}}', 401, "status 401: No such key."),
+        (b'{"error": {"message": "a\\u001b[2Jb"}}', 401, r"status 401: a\?\[2Jb$"),
         (b"<html>", 502, "status 502."),
         (b"{}", 200, "not that of a PagedRay server of this version"),
         (b"\xff", 200, "not that of a PagedRay server of this version"),
@@ -143,6 +147,23 @@ def test_client_reports_why_it_has_no_loads(body: bytes, status: int, text: str)
             client.read_loads()
     with pytest.raises(EngineError, match="Cannot reach the server"):
         client.read_loads()
+
+
+def test_other_protocols_are_not_printed() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = LoadsClient(f"http://127.0.0.1:{listener.getsockname()[1]}")
+
+        def greet() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(b"\x00\x00\x1b[2J\n")
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        with pytest.raises(EngineError, match=r"^The server does not respond in HTTP; --url must"):
+            client.read_loads()
+        thread.join()
+    client.close()
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://", "http://x:99999"])

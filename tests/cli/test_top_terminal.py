@@ -169,6 +169,12 @@ def test_a_hanging_server_does_not_block_the_keyboard() -> None:
             is_released.set()
 
 
+def test_a_terminal_that_cannot_move_the_cursor_is_refused() -> None:
+    with Terminal(["top"], variables={"TERM": "dumb"}) as terminal:
+        assert terminal.process.wait(30.0) == 2
+        wait_for(lambda: "use --once" in terminal.text, 30.0)
+
+
 def test_an_unreachable_server_is_reported_and_ctrl_c_quits() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))

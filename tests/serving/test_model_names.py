@@ -55,7 +55,7 @@ def test_grpc_clients_may_give_each_name(named: NamedServer) -> None:
         for name in NAMES:
             sampling = pb.SamplingParams(max_tokens=1)
             list(stub.Generate(pb.GenerateRequest(model=name, text="a", sampling=sampling)))
-        with pytest.raises(grpc.RpcError, match="serves 'first' or 'second'"):
+        with pytest.raises(grpc.RpcError, match="serves 'first', 'second' or 'org/third'"):
             list(stub.Generate(pb.GenerateRequest(model="tiny", text="a")))
 
 
@@ -64,7 +64,7 @@ def test_other_names_are_refused(named: NamedServer) -> None:
     answer = httpx.post(f"{named.url}/v1/completions", json=body)
     assert answer.status_code == 404
     assert answer.json()["error"]["message"] == (
-        "The model 'tiny' does not exist; this server serves 'first' or 'second' or 'org/third'."
+        "The model 'tiny' does not exist; this server serves 'first', 'second' or 'org/third'."
     )
 
 

@@ -40,7 +40,7 @@ def top(url: str, *, key: str | None, ca_file: Path | None, every_s: float, is_o
             view = TopView(url, client.read_loads(), history=client.read_history())
             console.print(view, height=_PRINTED_LINES)
         return 0
-    if not (sys.stdin.isatty() and console.is_terminal):
+    if not (sys.stdin.isatty() and console.is_terminal) or console.is_dumb_terminal:
         raise StartupError("pagedray top needs a terminal; use --once to print the load once.")
     with _single_keys() as keys, closing(LoadsPoller(client, every_s)) as poller:
         _show(console, poller, url, keys)

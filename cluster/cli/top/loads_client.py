@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from cluster.cli.top.cells import printable
 from cluster.serving.server_info import ServerLoads
 from cluster.serving.telemetry.load_history import LoadHistory
 from pagedray.errors import EngineError, StartupError
@@ -54,7 +55,8 @@ class LoadsClient:
             raise StartupError(f"--tls-ca requires an https:// URL, not {url!r}.")
         else:
             self._connection = http.client.HTTPConnection(parts.hostname, port, timeout=_TIMEOUT_S)
-        self._path = parts.path.rstrip("/") + "/loads"
+        # The URL that OpenAI's clients take ends with the version.
+        self._path = parts.path.rstrip("/").removesuffix("/v1") + "/loads"
         self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
 
     def read_loads(self) -> ServerLoads:
@@ -79,10 +81,17 @@ class LoadsClient:
             self._connection.request("GET", path, headers=self._headers)
             answer = self._connection.getresponse()
             body = answer.read(_MAX_ANSWER_BYTES)
-        except (OSError, UnicodeError, http.client.HTTPException) as error:
+        except (OSError, UnicodeError) as error:
             self._connection.close()
             raise EngineError(
                 f"Cannot reach the server: {error or type(error).__name__}."
+            ) from error
+        except http.client.HTTPException as error:
+            # Its message is what the other end sent.
+            self._connection.close()
+            raise EngineError(
+                "The server does not respond in HTTP; --url must have its HTTP port, not that of "
+                "gRPC."
             ) from error
         return answer.status, body
 
@@ -111,4 +120,4 @@ def _refusal(status: int, body: bytes) -> str:
         text = msgspec.json.decode(body, type=_ErrorBody).error.message
     except msgspec.MsgspecError:
         return f"The server responded with status {status}."
-    return f"The server responded with status {status}: {text[:_SHOWN_ERROR_LENGTH]}"
+    return f"The server responded with status {status}: {printable(text[:_SHOWN_ERROR_LENGTH])}"

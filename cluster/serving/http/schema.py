@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
@@ -287,8 +288,11 @@ def _refusal(details: ErrorDetails, prefix: str, part: type[BodyPart]) -> Invali
             return missing_field((path[-1],), given, holder, (inner,))
         return _unsupported(path[-1], inner, holder)
     expected = _EXPECTED.get(kind, "a valid value").format(**details.get("ctx", {}))
-    # 5.0 is no integer.
-    shown = repr(given) if isinstance(given, float) else shown_value(given)
+    if given is None or isinstance(given, bool | float):
+        # As in JSON; 5.0 is no integer.
+        shown = json.dumps(given)
+    else:
+        shown = shown_value(given)
     return InvalidRequestError(f"{where} must be {expected}, not {shown}.", param=where)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from cluster.serving.http.body import JSON_TYPE
@@ -116,11 +117,11 @@ class _Handlers:
     async def retrieve(self, call: HttpCall) -> Response:
         if call.request.url.query:
             raise InvalidRequestError("Parameters in the query are not supported.", param="query")
-        body = await self._store.read(call.tenant.name, call.rest)
+        body = await self._store.read(call.tenant.name, _response_id(call))
         return Response(body, media_type=JSON_TYPE)
 
     async def delete(self, call: HttpCall) -> Response:
-        await self._store.delete(call.tenant.name, call.rest)
+        await self._store.delete(call.tenant.name, _response_id(call))
         return json_response({"id": call.rest, "object": "response", "deleted": True})
 
     def _asked(
@@ -178,3 +179,10 @@ class _Handlers:
             problem = "a tool call in it is cut off or invalid."
         turn = StoredTurn(body, messages, asked.previous, problem=problem)
         self._store.keep(tenant, response_id, turn)
+
+
+def _response_id(call: HttpCall) -> str:
+    """Return the id in the path of a call, which ends with it."""
+    if "/" in call.rest:
+        raise HTTPException(404, "Not found: no such endpoint.")
+    return call.rest

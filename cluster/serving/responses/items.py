@@ -197,10 +197,12 @@ def _add_item(item: _Item, turns: _Turns, where: str) -> Steps[None]:
 
 
 def _item_of(given: object, where: str) -> _Item:
-    if isinstance(given, dict) and not given.get("type") and given.get("role") is None:
+    if not isinstance(given, dict):
+        raise InvalidRequestError(f"{where} must be an object.", param=where)
+    if not given.get("type") and given.get("role") is None:
         # Only messages may do without their type.
         raise missing_field(("type", "role"), given, where, ITEMS.values())
-    kind = given.get("type") or "message" if isinstance(given, dict) else None
+    kind = given.get("type") or "message"
     part = ITEMS.get(kind) if isinstance(kind, str) else None
     if part is None:
         shown = kind[:40] if isinstance(kind, str) and kind.isidentifier() else "this kind"

@@ -66,8 +66,8 @@ class ToolUse:
             self._check_any()
         elif self._tools and tool_format is None:
             raise InvalidRequestError(
-                "The model's chat template has no known format of tool calls; name the function in "
-                "tool_choice, or start the server with --tool-call-format.",
+                "The model's chat template has no known format of tool calls; name the function to "
+                "call, or start the server with --tool-call-format.",
                 param=_PARAM,
             )
 

@@ -185,6 +185,10 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     ({"input": [{"type": "item_reference", "id": "x"}]},
      "input.0 is not supported: items of item_reference; the model reads function_call, "
      "function_call_output, message, reasoning.", "input.0"),
+    ({"input": [None]}, "input.0 must be an object.", "input.0"),
+    ({"input": [{"type": ["message"]}]},
+     "input.0 is not supported: items of this kind; the model reads function_call, "
+     "function_call_output, message, reasoning.", "input.0"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
      "input.0.content.0 is not supported: input_image parts need a model that reads more than "
      "text.", "input.0.content.0"),

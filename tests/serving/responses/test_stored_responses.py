@@ -107,6 +107,27 @@ def test_only_complete_responses_that_may_be_stored_are(
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "query")
 
 
+@pytest.mark.parametrize("method", ["GET", "DELETE"])
+def test_parts_of_a_response_are_no_endpoints(
+    tool_server: Server, client: openai.OpenAI, method: str
+) -> None:
+    say(tool_server, "Hello.")
+    found = client.responses.create(model="tiny", input="hi")
+    for part in ("input_items", "cancel"):
+        answer = httpx.request(method, f"{tool_server.url}/v1/responses/{found.id}/{part}")
+        assert answer.status_code == 404
+        assert answer.json()["error"]["message"] == "Not found: no such endpoint."
+    assert client.responses.retrieve(found.id).id == found.id
+
+
+def test_an_answer_without_text_is_continued(tool_server: Server, client: openai.OpenAI) -> None:
+    say(tool_server, "")
+    first = client.responses.create(model="tiny", input="hi")
+    say(tool_server, "Hello.")
+    client.responses.create(model="tiny", input="and", previous_response_id=first.id)
+    assert "hi" in last_prompt(tool_server)
+
+
 def test_cut_tool_calls_cannot_be_continued(tool_server: Server, client: openai.OpenAI) -> None:
     begun = CALL[: CALL.index("1}")]
     say(tool_server, begun)
