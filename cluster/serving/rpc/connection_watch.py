@@ -26,6 +26,7 @@ from cluster.serving.rpc.open_sockets import (
 from cluster.serving.rpc.proven_connections import peer_name
 from cluster.serving.rpc.unproven_share import UnprovenShare
 from cluster.serving.telemetry.line_limit import LineLimit
+from cluster.serving.text.thread_pauses import ThreadPauses
 
 if TYPE_CHECKING:
     from cluster.serving.connections.connection_limits import ConnectionLimits
@@ -112,13 +113,18 @@ class ConnectionWatch:
         return time.thread_time() - started_s
 
     def close_excess(self) -> None:
-        """Stall or close what exceeds a limit, of a host's connections the newest."""
-        sockets = open_sockets()
-        self._update_known(sockets)
+        """Stall or close what exceeds a limit, of a host's connections the newest.
+
+        It pauses: a thousand connections take several milliseconds, which streams would wait.
+        """
+        pauses = ThreadPauses(are_long=False)
+        sockets = open_sockets(pauses)
+        self._update_known(sockets, pauses)
         num_open: Counter[str] = Counter()
         share = UnprovenShare()
         suspects: set[int] = set()
         for inode, connection in self._known.items():
+            pauses.pause_if_due(time.thread_time())
             if connection is None:
                 continue
             num_open[connection.host] += 1
@@ -138,11 +144,12 @@ class ConnectionWatch:
         self._suspects = suspects
         self._trim()
 
-    def _update_known(self, sockets: dict[int, int]) -> None:
+    def _update_known(self, sockets: dict[int, int], pauses: ThreadPauses) -> None:
         known = {inode: found for inode, found in self._known.items() if inode in sockets}
         num_ended = len(self._known) - len(known)
         for inode, descriptor in sockets.items():
             if inode not in known:
+                pauses.pause_if_due(time.thread_time())
                 address = peer_address(descriptor, self._port)
                 known[inode] = (
                     None

@@ -7,7 +7,12 @@ import os
 import socket
 import stat
 import struct
+import time
 from contextlib import suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cluster.serving.text.thread_pauses import ThreadPauses
 
 __all__ = [
     "end_connection",
@@ -31,19 +36,19 @@ _DROP_ALL = struct.pack("=HBBI", 0x06, 0, 0, 0)
 """A socket filter of one instruction: return 0, the number of bytes to keep."""
 
 
-def open_sockets() -> dict[int, int]:
+def open_sockets(pauses: ThreadPauses) -> dict[int, int]:
     """Return the descriptors of all sockets by their inodes. Raises OSError without a descriptor.
 
     An inode belongs to one socket for as long as that is open, unlike a descriptor's number.
     """
-    with os.scandir(_DESCRIPTORS) as entries:
-        descriptors = [int(entry.name) for entry in entries]
     found: dict[int, int] = {}
-    for descriptor in descriptors:
-        with suppress(OSError):
-            status = os.fstat(descriptor)
-            if stat.S_ISSOCK(status.st_mode):
-                found[status.st_ino] = descriptor
+    with os.scandir(_DESCRIPTORS) as entries:
+        for entry in entries:
+            pauses.pause_if_due(time.thread_time())
+            with suppress(OSError):
+                status = os.fstat(int(entry.name))
+                if stat.S_ISSOCK(status.st_mode):
+                    found[status.st_ino] = int(entry.name)
     return found
 
 

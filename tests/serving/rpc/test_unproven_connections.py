@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import threading
 import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -233,6 +234,27 @@ def test_newest_connections_end_if_a_host_sends_much_on_many() -> None:
         assert [_is_ended(one) for one in accepted] == [
             place >= num_kept + 8 for place in range(200)
         ]
+
+
+def test_a_look_at_many_connections_takes_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept_s: list[float] = []
+    own = threading.get_ident()
+    # Threads of earlier tests may sleep as well.
+    monkeypatch.setattr(
+        time,
+        "sleep",
+        lambda seconds: slept_s.append(seconds) if threading.get_ident() == own else None,
+    )
+    with socket.create_server(("127.0.0.1", 0), backlog=512) as listener, ExitStack() as stack:
+        port = listener.getsockname()[1]
+        for _ in range(400):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            stack.enter_context(listener.accept()[0])
+        watch = ConnectionWatch(port, ConnectionLimits(), ProvenConnections())
+        watch.close_excess()
+        del slept_s[:]
+        watch.close_excess()
+    assert len(slept_s) >= 2
 
 
 def _is_ended(connection: socket.socket) -> bool:
