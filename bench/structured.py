@@ -44,7 +44,7 @@ from cluster.engine.controller import Controller
 from cluster.engine.options import EngineOptions, engine_config
 from cluster.serving.inputs import GenerationInput
 from cluster.serving.text.tokenizer import Tokenizer
-from cluster.serving.validator import Validator
+from cluster.serving.validation.validator import Validator
 from cluster.structured.processes.compiler import StructureCompiler
 from cluster.structured.processes.messages import CompileLimits
 from cluster.structured.processes.vocabulary import Vocabulary, vocabulary_of

@@ -17,11 +17,11 @@ from cluster.llm_beams import BeamSearches, first_logprobs
 from cluster.llm_prompts import read_conversations, read_prompts
 from cluster.llm_requests import RequestMaker
 from cluster.sampling_params import RequestOutputKind, SamplingParams
-from cluster.serving.beam_step import check_beams_fit
+from cluster.serving.beams.step import check_beams_fit
 from cluster.serving.engine_client import EngineClient
 from cluster.serving.text.text_pool import TextPool
 from cluster.serving.text.tokenizer import Tokenizer
-from cluster.serving.validator import Validator
+from cluster.serving.validation.validator import Validator
 from pagedray.errors import (
     DuplicateIdError,
     EngineError,

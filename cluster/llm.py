@@ -26,11 +26,11 @@ from cluster.llm_prompts import (
     read_stream_prompt,
 )
 from cluster.llm_requests import RequestMaker, run_apart
-from cluster.serving.embedding_validator import MAX_PROMPTS, EmbeddingValidator
 from cluster.serving.inputs import EmbeddingInput, ScoreInput
-from cluster.serving.score_validator import MAX_PAIRS, ScoreValidator
 from cluster.serving.text.tokenizer import Tokenizer
-from cluster.serving.validator import Validator
+from cluster.serving.validation.embedding_validator import MAX_PROMPTS, EmbeddingValidator
+from cluster.serving.validation.score_validator import MAX_PAIRS, ScoreValidator
+from cluster.serving.validation.validator import Validator
 from pagedray.errors import InvalidRequestError, OverloadedError
 from pagedray.request import Request, SamplingParams
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cluster.sampling_params import SamplingParams
-from cluster.serving.beam_search import Beam, BeamSearch, EarlyStopping
-from cluster.serving.beam_step import beam_step
+from cluster.serving.beams.search import Beam, BeamSearch, EarlyStopping
+from cluster.serving.beams.step import beam_step
 from pagedray.batch import TokenLogprobs
 from pagedray.errors import EngineError, InvalidRequestError
 from pagedray.request import MAX_LOGPROBS, FinishReason

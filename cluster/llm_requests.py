@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from cluster.sampling_params import SamplingParams, engine_fields
 from cluster.serving.inputs import GenerationInput
-from cluster.serving.validator import Validator
+from cluster.serving.validation.validator import Validator
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Mapping, Sequence
 
     from cluster.llm_prompts import SaltedPrompt
-    from cluster.serving.embedding_validator import EmbeddingValidator
-    from cluster.serving.score_validator import ScoreValidator
+    from cluster.serving.validation.embedding_validator import EmbeddingValidator
+    from cluster.serving.validation.score_validator import ScoreValidator
     from pagedray import request
     from pagedray.config import EngineConfig
     from pagedray.request import Request

@@ -18,7 +18,6 @@ from cluster.serving.auth.authenticator import Authenticator
 from cluster.serving.calls.embedding_call import EmbeddingCall, EmbeddingOutput
 from cluster.serving.calls.generation_call import GenerationCall, GenerationOutput, Usage
 from cluster.serving.calls.open_calls import OpenCall, OpenCalls
-from cluster.serving.embedding_validator import EmbeddingValidator
 from cluster.serving.inputs import MAX_CLIENT_ID_LENGTH, GenerationInput
 from cluster.serving.intake.intake import Intake
 from cluster.serving.intake.limits import IntakeLimits
@@ -26,7 +25,6 @@ from cluster.serving.memory.memory_trimmer import MemoryTrimmer
 from cluster.serving.memory.output_buffer import OutputBuffers
 from cluster.serving.memory.reader_limits import ReaderLimits
 from cluster.serving.resume.registry import ResumableStreams
-from cluster.serving.score_validator import ScoreValidator
 from cluster.serving.server_info import own_loads, server_info, server_loads
 from cluster.serving.telemetry.call_log import log_call
 from cluster.serving.telemetry.call_watch import CallObserver, CallWatch
@@ -35,7 +33,9 @@ from cluster.serving.telemetry.load_history import LoadRecorder
 from cluster.serving.telemetry.metrics import Metrics
 from cluster.serving.text.text_pool import TextPool
 from cluster.serving.tools.tool_calls import detect_format
-from cluster.serving.validator import Validator
+from cluster.serving.validation.embedding_validator import EmbeddingValidator
+from cluster.serving.validation.score_validator import ScoreValidator
+from cluster.serving.validation.validator import Validator
 from pagedray.errors import (
     DeadlineError,
     EngineError,

@@ -13,7 +13,7 @@ import pytest
 from cluster.serving.engine_client import EngineStream
 from cluster.serving.text.text_stream import TextStream
 from cluster.serving.text.tokenizer import Tokenizer
-from cluster.serving.validator import Validator
+from cluster.serving.validation.validator import Validator
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
 from tests.fakes import wait_for

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Self
 from msgspec.structs import replace
 
 from cluster.scheduling.event import TokenEvent
-from cluster.serving.beam_search import Beam, BeamSearch
-from cluster.serving.beam_step import beam_step
+from cluster.serving.beams.search import Beam, BeamSearch
+from cluster.serving.beams.step import beam_step
 from pagedray.batch import TokenLogprobs
 from pagedray.errors import InvalidRequestError, OverloadedError, PagedRayError
 from pagedray.request import MAX_LOGPROBS, FinishReason, Request

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.serving.beam_input import check_beam_sampling, check_length_penalty
+from cluster.serving.beams.input import check_beam_sampling, check_length_penalty
 from pagedray.errors import InvalidRequestError
 from pagedray.request import SamplingParams
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cluster.serving.beam_input import check_beam_sampling, check_length_penalty
-from cluster.serving.embedding_validator import MAX_PROMPTS
+from cluster.serving.beams.input import check_beam_sampling, check_length_penalty
 from cluster.serving.inputs import (
     MAX_TIMEOUT_S,
     CallOrigin,
@@ -21,6 +20,7 @@ from cluster.serving.inputs import (
     GenerationInput,
     ScoreInput,
 )
+from cluster.serving.validation.embedding_validator import MAX_PROMPTS
 from pagedray.errors import InvalidRequestError
 from pagedray.nearest_name import nearest_name
 from pagedray.request import SamplingParams

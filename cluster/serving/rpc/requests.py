@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from cluster.serving.beam_input import check_beam_sampling, check_length_penalty
-from cluster.serving.embedding_validator import MAX_PROMPTS
+from cluster.serving.beams.input import check_beam_sampling, check_length_penalty
 from cluster.serving.inputs import (
     MAX_TIMEOUT_S,
     EmbeddingInput,
@@ -23,7 +22,8 @@ from cluster.serving.inputs import (
 )
 from cluster.serving.rpc.field_count import check_fields, unknown_field
 from cluster.serving.rpc.message_limit import check_message_size
-from cluster.serving.score_validator import MAX_PAIRS
+from cluster.serving.validation.embedding_validator import MAX_PROMPTS
+from cluster.serving.validation.score_validator import MAX_PAIRS
 from pagedray.errors import InvalidRequestError
 from pagedray.request import MAX_ALLOWED, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP, Structure
 from pagedray.v1 import pagedray_pb2 as pb

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from cluster.engine.generation_config import sampling_defaults
-from cluster.serving.sentence_modules import check_modules, longest_text
-from cluster.serving.sentence_prompts import SentencePrompts
+from cluster.serving.validation.sentence_modules import check_modules, longest_text
+from cluster.serving.validation.sentence_prompts import SentencePrompts
 from pagedray.errors import CheckpointError
 from tests.hostile.fuzz.scratch import scratch_folder
 from tests.hostile.fuzz.target import Target, check_message

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cluster.serving.prompt_reader import are_long, check_unicode
+from cluster.serving.validation.prompt_reader import are_long, check_unicode
 from pagedray.errors import InvalidRequestError
 from pagedray.request import MAX_BAD_WORD_TOKENS
 from pagedray.shown_value import shown_value

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cluster.generation import Completion, Generation, Logprob
 from cluster.llm_beams import first_logprobs
-from cluster.serving.beam_search import Beam, BeamSearch, EarlyStopping
+from cluster.serving.beams.search import Beam, BeamSearch, EarlyStopping
 from pagedray.batch import TokenLogprobs
 from pagedray.errors import EngineError
 from pagedray.request import FinishReason

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, TypeVar
 import pytest
 
 from cluster.serving.inputs import ChatPrompt
-from cluster.serving.prompt_reader import PromptReader
 from cluster.serving.text.templates.chat_template import ChatMessage, MessageToolCall
 from cluster.serving.text.text_pool import TextPool
+from cluster.serving.validation.prompt_reader import PromptReader
 from tests.serving.conftest import engine_config
 
 if TYPE_CHECKING:

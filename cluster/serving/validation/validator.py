@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
-from cluster.serving.bad_words import BadWordReader
-from cluster.serving.beam_step import check_beams_fit
+from cluster.serving.beams.step import check_beams_fit
 from cluster.serving.inputs import (
     MAX_CLIENT_ID_LENGTH,
     MAX_SALT_LENGTH,
@@ -25,12 +24,6 @@ from cluster.serving.inputs import (
     TokenizeInput,
 )
 from cluster.serving.model_name import check_model_name
-from cluster.serving.prompt_reader import (
-    PromptReader,
-    are_long,
-    check_unicode,
-    warn_of_unknown_tokens,
-)
 from cluster.serving.reasoning.formats import (
     detect_reasoning,
     reasoning_after,
@@ -38,6 +31,13 @@ from cluster.serving.reasoning.formats import (
     with_headers,
 )
 from cluster.serving.text.templates.request_templates import RequestTemplates
+from cluster.serving.validation.bad_words import BadWordReader
+from cluster.serving.validation.prompt_reader import (
+    PromptReader,
+    are_long,
+    check_unicode,
+    warn_of_unknown_tokens,
+)
 from cluster.structured.processes.compiler import StructureCompiler
 from cluster.structured.processes.messages import limits_for
 from cluster.structured.processes.vocabulary import vocabulary_of

@@ -13,7 +13,7 @@ from pagedray.request import SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cluster.serving.beam_search import Beam
+    from cluster.serving.beams.search import Beam
     from pagedray.config import SchedulerConfig
     from pagedray.request import Request
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from cluster.engine.embedding_job import EmbeddingRequest
 from cluster.serving.model_name import check_model_name
-from cluster.serving.prompt_reader import PromptReader, are_long, warn_of_unknown_tokens
-from cluster.serving.sentence_modules import check_modules, longest_text
-from cluster.serving.sentence_prompts import SentencePrompts
+from cluster.serving.validation.prompt_reader import PromptReader, are_long, warn_of_unknown_tokens
+from cluster.serving.validation.sentence_modules import check_modules, longest_text
+from cluster.serving.validation.sentence_prompts import SentencePrompts
 from pagedray.batch import Pooling
 from pagedray.errors import CheckpointError, InvalidRequestError
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.serving.embedding_validator import EmbeddingValidator
 from cluster.serving.inputs import ChatPrompt, EmbeddingInput, GenerationInput
 from cluster.serving.text.templates.chat_template import ChatMessage
 from cluster.serving.text.text_pool import TextPool
-from cluster.serving.validator import Validator
+from cluster.serving.validation.embedding_validator import EmbeddingValidator
+from cluster.serving.validation.validator import Validator
 from pagedray.config import SchedulerConfig
 from pagedray.errors import ContextLengthError, InvalidRequestError, RequestError
 from pagedray.request import Structure

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.serving.sentence_modules import check_modules, longest_text
+from cluster.serving.validation.sentence_modules import check_modules, longest_text
 from pagedray.errors import CheckpointError
 
 if TYPE_CHECKING:

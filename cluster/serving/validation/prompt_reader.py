@@ -14,8 +14,8 @@ import msgspec
 
 from cluster.serving.inputs import ChatPrompt, InfillPrompt, Prompt
 from cluster.serving.intake.limits import IntakeLimits, check_num_messages, request_size
-from cluster.serving.rerank_prompt import rerank_prompt
 from cluster.serving.text.literal_tokens import MarkedText
+from cluster.serving.validation.rerank_prompt import rerank_prompt
 from pagedray.errors import ContextLengthError, InvalidRequestError
 from pagedray.request import check_token_ids
 
