@@ -7,8 +7,11 @@ import multiprocessing
 import os
 import time
 from concurrent.futures import ProcessPoolExecutor
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from pagedray import AsyncLLM, RequestOutputKind, SamplingParams
 from tests.hostile.engine_work import EngineWork
@@ -17,6 +20,9 @@ from tests.load.measured_server import SERVER_CORE
 from tests.system.server_process import TINY_LLAMA
 
 if TYPE_CHECKING:
+    from cluster.llm_prompts import SaltedPrompt
+    from pagedray.request import Request
+    from pagedray.request import SamplingParams as RequestParams
     from tests.hostile.attack import Attack, Findings
 
 __all__ = ["EngineGaps", "EngineLoad"]
@@ -24,6 +30,7 @@ __all__ = ["EngineGaps", "EngineLoad"]
 _NUM_ROWS = 15
 """What streams of an attack have of the server's 16 rows beside the honest tenant's."""
 _WARM_UP_S = 1.0
+_tenant = ContextVar("tenant", default="honest")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +76,19 @@ def _run(load: EngineLoad, before_s: float, seconds: float) -> EngineGaps:
     return asyncio.run(_measure(load, before_s, seconds))
 
 
+class _TenantsLLM(AsyncLLM):
+    """Bills each request to the tenant of its task, as a server does to that of its key.
+
+    Among requests of one tenant, those of the load would preempt the honest ones.
+    """
+
+    async def _validated(self, prompt: SaltedPrompt, params: RequestParams) -> Request:
+        request = await super()._validated(prompt, params)
+        return msgspec.structs.replace(request, tenant=_tenant.get())
+
+
 async def _measure(load: EngineLoad, before_s: float, seconds: float) -> EngineGaps:
-    async with AsyncLLM(
+    async with _TenantsLLM(
         TINY_LLAMA,
         show_progress=False,
         executor="local",
@@ -114,6 +132,9 @@ async def _load(llm: AsyncLLM, load: EngineLoad, end_s: float) -> None:
         prompt_logprobs=work.num_prompt_logprobs,
         output_kind=RequestOutputKind.DELTA,
     )
+
+    # Of this task, and of those that it starts.
+    _tenant.set("hostile")
 
     async def run() -> None:
         async for _ in llm.generate(prompt, sampling):
