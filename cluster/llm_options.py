@@ -55,6 +55,10 @@ class LLMOptions(TypedDict, total=False):
     enable_prefix_cache: bool
     enable_cpu_prefix_cache: bool
     """Keep prefixes that have no room on the device in the CPU blocks."""
+    disk_cache_folder: str
+    """Keep prefixes that the CPU blocks have no room for in files in this folder."""
+    disk_cache_bytes: int
+    """Most bytes that all ranks together keep there."""
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"]
     max_num_seqs: int
     """Maximum number of sequences per step."""

@@ -14,6 +14,10 @@ Copies between the pools (evictions, swap-outs, swap-ins) run beside the steps: 
 earlier steps, and have ended once every rank has acknowledged the step. Until then, no plan uses a
 block that one of them reads or writes. The sources of evictions are the exception: anything in the
 same plan or later may overwrite them.
+
+Reads and writes of files depend on no step: they begin when the plan arrives, and a `DiskReport` of
+every rank ends them. Until then, no plan writes a CPU block that they read, or uses one that they
+write.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BlockCopy",
     "ControllerMessage",
+    "DiskReport",
     "EmbedOutput",
     "EmbedPlan",
     "Pooling",
@@ -109,6 +114,10 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     """Device block to device block: copy-on-write."""
     evictions: list[BlockCopy] = []
     """Device block to CPU block: cached blocks that anything else in the plan may overwrite."""
+    disk_reads: list[BlockCopy] = []
+    """Disk block to CPU block."""
+    disk_writes: list[BlockCopy] = []
+    """CPU block to disk block."""
 
     @property
     def num_tokens(self) -> int:
@@ -239,6 +248,20 @@ class StepAck(msgspec.Struct, frozen=True, array_like=True, tag="ack"):
     step: int
 
 
+class DiskReport(msgspec.Struct, frozen=True, array_like=True, tag="disk"):
+    """A rank has ended the reads of a plan from its file, or the writes to it.
+
+    There is one for each plan that has any, in the order of plans for each kind.
+    """
+
+    step: int
+    is_read: bool
+    failed: list[int] = []
+    """The disk blocks that could not be read or written."""
+    seconds: float = 0.0
+    """How long they took."""
+
+
 class WorkerFailure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
     """The traceback of a rank that failed, which is its last message."""
 
@@ -252,4 +275,4 @@ class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
 
 
 ControllerMessage = StepPlan | StepMasks | EmbedPlan | Shutdown
-WorkerMessage = StepOutput | EmbedOutput | StepAck | WorkerFailure
+WorkerMessage = StepOutput | EmbedOutput | StepAck | DiskReport | WorkerFailure

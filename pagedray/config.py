@@ -67,6 +67,10 @@ class CacheConfig:
     """Whether sequences with a common prefix share its full blocks."""
     enable_cpu_prefix_cache: bool = True
     """Whether prefixes that have no room on the device are kept in the CPU pool."""
+    disk_cache_folder: str | None = None
+    """Where each rank keeps prefixes that the CPU pool has no room for; None is nowhere."""
+    disk_cache_bytes: int | None = None
+    """The most bytes that all ranks together keep there."""
     kv_cache_dtype: KVCacheDtype = "auto"
     """The dtype of keys and values; `auto` is the model's."""
 
@@ -79,6 +83,16 @@ class CacheConfig:
             raise StartupError(
                 f"memory_fraction must be above 0 and at most 1, not {self.memory_fraction}."
             )
+        _check_at_least("disk_cache_bytes", self.disk_cache_bytes, 1)
+        if (self.disk_cache_folder is None) != (self.disk_cache_bytes is None):
+            raise StartupError("disk_cache_folder and disk_cache_bytes must be set together.")
+        has_cpu_cache = self.enable_prefix_cache and self.enable_cpu_prefix_cache
+        if self.disk_cache_folder is not None and not (has_cpu_cache and self.num_cpu_blocks != 0):
+            raise StartupError("disk_cache_folder needs the prefix cache, and blocks on the CPU.")
+
+    def num_disk_blocks(self, block_bytes: int) -> int:
+        """Return how many blocks the disk may hold, of so many bytes on all ranks together."""
+        return 0 if self.disk_cache_bytes is None else self.disk_cache_bytes // block_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

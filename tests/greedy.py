@@ -25,6 +25,7 @@ __all__ = [
     "Truth",
     "check_all_at_once",
     "check_cpu_prefixes",
+    "check_disk_prefixes",
     "check_logprobs",
     "check_tiny_pool",
     "checked_until_preempted",
@@ -143,6 +144,32 @@ def check_all_at_once(open_llm: Callable[..., LLM], truth: Truth) -> None:
         )
     assert stats.num_free_blocks == stats.num_blocks
     assert stats.num_free_cpu_blocks == stats.num_cpu_blocks
+
+
+def check_disk_prefixes(open_llm: Callable[..., LLM], truth: Truth, *, folder: Path) -> None:
+    """Check continuations of prompts that were evicted to the disk and come back."""
+    with open_llm(
+        truth.folder,
+        block_size=4,
+        # Room for one sequence, and for another one in the CPU pool.
+        num_blocks=-(-LONGEST // 4) + 1,
+        num_cpu_blocks=-(-LONGEST // 4) + 1,
+        max_num_seqs=1,
+        max_model_len=LONGEST,
+        preemption="swap",
+        disk_cache_folder=str(folder),
+        disk_cache_bytes=2**26,
+    ) as llm:
+        assert generated(llm, truth.prompts) == truth.continuations
+        # What is written was read from the CPU pool by then.
+        for _ in range(NUM_TRIES):
+            assert generated(llm, truth.prompts) == truth.continuations
+            stats = settled_stats(llm)
+            if stats.num_read_blocks > 2:
+                break
+    assert stats.num_written_blocks > 2
+    assert stats.num_read_blocks > 2
+    assert stats.num_failed_writes == stats.num_failed_reads == 0
 
 
 def check_cpu_prefixes(open_llm: Callable[..., LLM], truth: Truth, *, block_size: int) -> None:

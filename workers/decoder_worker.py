@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from pagedray.batch import EmbedPlan, StepPlan
 from pagedray.config import CacheSize
-from pagedray.errors import DeviceError
+from pagedray.errors import DeviceError, StartupError
 from pagedray.rank_progress import Phase
 from workers.memory_profile import (
     allow_all_tokens,
@@ -22,6 +23,7 @@ from workers.memory_profile import (
 from workers.models.decoder import Decoder
 from workers.models.self_attention import attention_spec
 from workers.runner.cuda_graphs import DecodeGraphs, graph_batch_sizes
+from workers.runner.disk_jobs import DiskJobs
 from workers.runner.input_batch import InputBatch
 from workers.runner.kv_cache import KVCache, block_bytes, make_host_pool, num_staging_blocks
 from workers.runner.model_runner import ModelRunner, PendingTokens
@@ -37,6 +39,7 @@ from workers.worker import Worker, release_gpu_memory
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pagedray.batch import DiskReport
     from pagedray.config import EngineConfig
     from workers.parallel.group import ParallelGroup
     from workers.runner.host_pool import HostPool
@@ -83,6 +86,7 @@ class DecoderWorker(Worker):
         self._runner: ModelRunner | None = None
         self._host_pool: HostPool | None = None
         """Kept from epoch to epoch, since pinning takes long."""
+        self._disk_jobs: DiskJobs | None = None
         self._is_warm = False
 
     def load_weights(self, report_progress: Callable[[int, int], None]) -> None:
@@ -90,6 +94,7 @@ class DecoderWorker(Worker):
         load_weights(self._model, self._config, report_progress)
 
     def available_cache(self) -> CacheSize:
+        self._check_disk_folder()
         num_bytes = block_bytes(self._spec)
         blocks_per_sequence = -(-self._config.max_model_len // self._config.cache.block_size)
         # Room for every row at its maximum length, and as much again for cached prefixes.
@@ -125,6 +130,9 @@ class DecoderWorker(Worker):
 
     def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> dict[str, dict[str, int]]:
         self._runner = self._make_runner(num_blocks, num_cpu_blocks, self._graph_sizes)
+        folder = self._config.cache.disk_cache_folder
+        if folder is not None and self._host_pool is not None:
+            self._disk_jobs = DiskJobs(folder, self._host_pool.blocks)
         if self._group.rank == 0 and not self._is_warm:
             # The layers of all ranks are alike.
             for sentence in self._runner.attention_provider_sentences:
@@ -143,6 +151,7 @@ class DecoderWorker(Worker):
         self._runner.capture_graphs(only_largest=only_largest)
 
     def end_epoch(self) -> None:
+        self._close_disk_jobs()
         if self._device.type == "cuda":
             # Raises if the device has failed.
             torch.cuda.synchronize(self._device)
@@ -155,9 +164,19 @@ class DecoderWorker(Worker):
     def launch(self, plan: StepPlan | EmbedPlan) -> PendingTokens:
         assert isinstance(plan, StepPlan)
         assert self._runner is not None
+        if self._disk_jobs is not None:
+            self._disk_jobs.launch(plan)
         return self._runner.launch(plan)
 
+    @property
+    def has_disk_jobs(self) -> bool:
+        return self._disk_jobs is not None and self._disk_jobs.are_pending
+
+    def take_disk_report(self) -> DiskReport | None:
+        return None if self._disk_jobs is None else self._disk_jobs.take_report()
+
     def close(self) -> None:
+        self._close_disk_jobs()
         if self._device.type == "cuda":
             # Copies to the CPU pool may be under way.
             with suppress(RuntimeError):
@@ -239,6 +258,24 @@ class DecoderWorker(Worker):
                 device=self._device,
             ),
         )
+
+    def _check_disk_folder(self) -> None:
+        """Raise StartupError if no file can be made in the folder for blocks."""
+        folder = self._config.cache.disk_cache_folder
+        if folder is None:
+            return
+        try:
+            TemporaryFile(dir=folder).close()
+        except OSError as error:
+            raise StartupError(
+                f"Cannot make files in --disk-cache-folder {folder}: {error.strerror}."
+            ) from error
+
+    def _close_disk_jobs(self) -> None:
+        # Before others get the blocks that it reads into.
+        if self._disk_jobs is not None:
+            self._disk_jobs.close()
+        self._disk_jobs = None
 
     def _num_staging_blocks(self, num_blocks: int) -> int:
         """Return how many blocks a pool of so many has for evicted content."""

@@ -397,11 +397,15 @@ def serve_steps(
         if copying and copying[0][1].is_copied:
             channel.send(StepAck(copying.popleft()[0]))
             continue
+        if (report := worker.take_disk_report()) is not None:
+            channel.send(report)
+            continue
         if pending and (pending[0].is_ready or len(pending) > 1):
             send(pending.popleft())
             continue
         # Waiting for the step alone would launch the next one too late and leave the device idle.
-        if (pending or copying) and not channel.has_message():
+        is_busy = pending or copying or worker.has_disk_jobs
+        if is_busy and not channel.has_message():
             time.sleep(_POLL_S)
             continue
         message = channel.receive()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from attention.abstract import AttentionBackend, AttentionSpec
-    from pagedray.batch import EmbedOutput, EmbedPlan, StepMasks, StepOutput, StepPlan
+    from pagedray.batch import DiskReport, EmbedOutput, EmbedPlan, StepMasks, StepOutput, StepPlan
     from pagedray.config import CacheSize, EngineConfig
     from workers.parallel.group import ParallelGroup
 
@@ -108,6 +108,15 @@ class Worker(ABC):
     @abstractmethod
     def launch(self, plan: StepPlan | EmbedPlan) -> PendingStep:
         """Launch the step of a plan; on a GPU, return before its kernels have run."""
+
+    @property
+    def has_disk_jobs(self) -> bool:
+        """Whether `take_disk_report` will return a report."""
+        return False
+
+    def take_disk_report(self) -> DiskReport | None:
+        """Return what became of reads or writes of a plan; None if none has ended since."""
+        return None
 
     @abstractmethod
     def close(self) -> None:

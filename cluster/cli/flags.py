@@ -193,6 +193,18 @@ _GROUPS = {
             bool,
         ),
         _Flag(
+            "disk_cache_folder",
+            "Keep prefixes that the CPU blocks have no room for in files in this folder, which "
+            "should be on a fast local disk. (default: nowhere)",
+            str,
+            "FOLDER",
+        ),
+        _Flag(
+            "disk_cache_bytes",
+            "Most bytes that all ranks together keep there.",
+            int,
+        ),
+        _Flag(
             "kv_cache_dtype",
             "Data type of keys and values; auto is the model's.",
             get_args(KVCacheDtype),

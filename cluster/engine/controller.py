@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from cluster.engine.executor import Executor
     from cluster.engine.faults.death_budget import DeathBudget
     from cluster.scheduling.event import TokenEvent
-    from pagedray.batch import StepOutput, StepPlan
+    from pagedray.batch import DiskReport, StepOutput, StepPlan
     from pagedray.config import EngineConfig
     from pagedray.errors import EngineError
     from pagedray.request import Request
@@ -75,6 +75,7 @@ class Controller(StepLoop):
             max_model_len=config.max_model_len,
             enable_prefix_cache=config.cache.enable_prefix_cache,
             enable_cpu_prefix_cache=config.cache.enable_cpu_prefix_cache,
+            num_disk_blocks=config.cache.num_disk_blocks(executor.cache_size.block_bytes),
         )
         self._inquiry = DeathInquiry(self._scheduler, self._clock)
         self._output_watch = OutputWatch()
@@ -204,6 +205,7 @@ class Controller(StepLoop):
     def _next_plan(self) -> tuple[StepPlan | None, list[TokenEvent]]:
         # Ranks are read outside the lock, which must not be held for long.
         acknowledged_step = self._executor.acknowledged_step
+        reports = self._executor.take_disk_reports()
         with self._wake:
             now_s = self._clock.now_s()
             ended = self._scheduler.expire_requests(now_s)
@@ -211,15 +213,19 @@ class Controller(StepLoop):
                 ended += self._inquiry.examine()
             if self._scheduler.recovery.needs_repair:
                 ended += self._scheduler.repair()
-            plan = self._schedule(acknowledged_step, now_s)
+            plan = self._schedule(acknowledged_step, reports, now_s)
             if plan is None and not ended and not self._in_flight:
                 # Idle, or every sequence is waiting for a block copy.
                 has_work = self._scheduler.has_work
                 self._wake.wait(_ACK_POLL_S if has_work else _DEADLINE_POLL_S)
             return plan, ended
 
-    def _schedule(self, acknowledged_step: int, now_s: float) -> StepPlan | None:
+    def _schedule(
+        self, acknowledged_step: int, reports: Sequence[DiskReport], now_s: float
+    ) -> StepPlan | None:
         try:
+            for report in reports:
+                self._scheduler.note_disk_report(report)
             self._scheduler.acknowledge(acknowledged_step)
             return self._scheduler.schedule(now_s)
         except Exception as error:

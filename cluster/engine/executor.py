@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pagedray.batch import EmbedOutput, EmbedPlan, StepMasks, StepOutput, StepPlan
+    from pagedray.batch import DiskReport, EmbedOutput, EmbedPlan, StepMasks, StepOutput, StepPlan
     from pagedray.config import CacheSize
 
 __all__ = ["Executor", "Outage", "RankHealth", "ReportProgress"]
@@ -60,6 +60,10 @@ class Executor(ABC):
     @abstractmethod
     def acknowledged_step(self) -> int:
         """The last step that every rank has finished, block copies included."""
+
+    def take_disk_reports(self) -> list[DiskReport]:
+        """Return what every rank has reported of its file since the last call, if it has one."""
+        return []
 
     @property
     def outage(self) -> Outage | None:

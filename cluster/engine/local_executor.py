@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from cluster.engine.executor import ReportProgress
-    from pagedray.batch import StepMasks, StepPlan
+    from pagedray.batch import DiskReport, StepMasks, StepPlan
     from pagedray.config import CacheSize, EngineConfig
     from workers.worker import PendingStep, Worker
 
@@ -84,6 +84,14 @@ class LocalExecutor(Executor):
         while self._copying and self._are_first_copied():
             self._acknowledged_step = self._copying.popleft()[0]
         return self._acknowledged_step
+
+    def take_disk_reports(self) -> list[DiskReport]:
+        reports: list[DiskReport] = []
+        if self._config.cache.disk_cache_folder is None:
+            return reports
+        while (report := self._worker.take_disk_report()) is not None:
+            reports.append(report)
+        return reports
 
     def submit_plan(self, plan: StepPlan) -> None:
         self._monitor.note_message(plan)

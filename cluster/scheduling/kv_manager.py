@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cluster.scheduling.blocks.block_pool import BlockPool
 from cluster.scheduling.blocks.cpu_prefix_cache import CpuPrefixCache
+from cluster.scheduling.blocks.disk_prefix_cache import DiskPrefixCache
 from cluster.scheduling.blocks.prefix_cache import PrefixCache, PromptKeys
 from cluster.scheduling.prefix_finder import PrefixFinder
 from cluster.scheduling.refusals import Refusals
@@ -47,6 +48,7 @@ class KvManager:
         "block_size",
         "cpu_cache",
         "cpu_pool",
+        "disk_cache",
         "num_hit_tokens",
         "num_queried_tokens",
         "pool",
@@ -61,15 +63,21 @@ class KvManager:
         num_cpu_blocks: int,
         prefix_cache: PrefixCache | None,
         cpu_cache: CpuPrefixCache | None,
+        disk_cache: DiskPrefixCache | None = None,
     ) -> None:
-        """With a `cpu_cache`, its pool is the CPU pool; it takes a prefix cache to have one."""
+        """With a `cpu_cache`, its pool is the CPU pool; it takes a prefix cache to have one.
+
+        The `disk_cache` has what the CPU pool evicts.
+        """
         assert cpu_cache is None or prefix_cache is not None
+        assert disk_cache is None or cpu_cache is not None
         self.block_size = block_size
         """Tokens per block."""
         self._swaps: deque[_Swap] = deque()
         self.prefix_cache = prefix_cache
         self.cpu_cache = cpu_cache
         """None if evicted blocks are not kept."""
+        self.disk_cache = disk_cache
         self._finder: PrefixFinder | None = None
         self._refusals: Refusals | None = None
         if prefix_cache is not None:
@@ -93,6 +101,8 @@ class KvManager:
             self.prefix_cache.clear()
         if self.cpu_cache is not None:
             self.cpu_cache.clear()
+        if self.disk_cache is not None:
+            self.disk_cache.clear()
         self.pool = BlockPool(self.pool.num_blocks, on_evict=self._forget_block)
         self.cpu_pool = self._make_cpu_pool(self.cpu_pool.num_blocks)
 
@@ -111,6 +121,21 @@ class KvManager:
         May be called from any thread.
         """
         return None if self._finder is None else self._finder.hash_prompt(request, prompt)
+
+    def awaits_disk(self, sequence: Sequence, step: int) -> bool:
+        """Return whether a sequence that might start is better off to wait for blocks on the disk.
+
+        The plan of `step` reads them. It does so once, whatever becomes of them meanwhile, so that
+        it starts in the end.
+        """
+        if self.disk_cache is None or self._finder is None:
+            return False
+        if sequence.disk_step is None:
+            keys, sequence.disk_step = self._finder.find_disk_keys(sequence, self.disk_cache)
+            if keys:
+                self.disk_cache.read_blocks(keys, step)
+                sequence.disk_step = step
+        return sequence.disk_step > self.disk_cache.read_step
 
     def admit(self, sequence: Sequence, *, num_tokens: int, num_spare: int) -> bool:
         """Give a sequence blocks for `num_tokens`, cached ones first; return False without room.
@@ -244,6 +269,8 @@ class KvManager:
         for key in keys:
             if self.cpu_cache is not None:
                 self.cpu_cache.forget_key(key)
+            if self.disk_cache is not None:
+                self.disk_cache.forget_key(key)
             block = self.prefix_cache.find_block(key)
             if block is not None:
                 self.prefix_cache.forget_block(block)
@@ -271,6 +298,7 @@ class KvManager:
         sequence.cpu_block_ids = []
         sequence.num_left_behind = 0
         sequence.awaits_copies = False
+        sequence.disk_step = None
         sequence.refusal = None
 
     def num_shared(self, sequence: Sequence) -> int:

@@ -21,6 +21,8 @@ class PlanDraft:
         "chunk_samples",
         "chunks",
         "copies",
+        "disk_reads",
+        "disk_writes",
         "evictions",
         "first_share",
         "is_held",
@@ -48,6 +50,8 @@ class PlanDraft:
         """Cached blocks that are copied to the CPU pool."""
         self.restores: list[BlockCopy] = []
         """Cached blocks that are copied back."""
+        self.disk_reads: list[BlockCopy] = []
+        self.disk_writes: list[BlockCopy] = []
         self.chunks: list[SequencePlan] = []
         self.singles: list[SequencePlan] = []
         self.chunk_samples: list[Sequence] = []
@@ -66,7 +70,8 @@ class PlanDraft:
     @property
     def is_empty(self) -> bool:
         """Whether the plan would have no effect."""
-        return not (self.singles or self.chunks or self.starts or self.swap_outs)
+        steps = self.singles or self.chunks or self.starts
+        return not (steps or self.swap_outs or self.disk_reads)
 
     @property
     def sampled(self) -> list[Sequence]:
@@ -117,4 +122,6 @@ class PlanDraft:
             self.swap_ins + self.restores,
             self.copies,
             self.evictions,
+            self.disk_reads,
+            self.disk_writes,
         )

@@ -82,6 +82,10 @@ class Planner:
             self._plan_prompts(prefills, draft)
         self._register(draft)
         draft.evictions, draft.restores = self._kv.take_copies(step)
+        if self._kv.disk_cache is not None:
+            draft.disk_reads = self._kv.disk_cache.take_reads(step)
+            if not draft.is_empty:
+                draft.disk_writes = self._kv.disk_cache.take_writes(step)
         return draft
 
     def _plan_decodes(self, draft: PlanDraft) -> list[Sequence]:
@@ -175,7 +179,7 @@ class Planner:
     def _start_if_room(self, sequence: Sequence, draft: PlanDraft) -> bool:
         """Start a waiting sequence, or return False if it must wait."""
         budget = self._budget_for(sequence, draft)
-        if sequence.num_pending or not budget:
+        if sequence.num_pending or not budget or self._awaits_disk(sequence, draft.step):
             return False
         if not self._admit(sequence, draft):
             self._table.passing.note_refusal(sequence)
@@ -237,6 +241,8 @@ class Planner:
             head = table.waiting.first
             # The block that a fork copies might be lost to a decode of this step.
             if self._donor_for(head, draft.step) is not None:
+                break
+            if self._awaits_disk(head, draft.step):
                 break
             if not self._preemptor.is_entitled(head, entitled):
                 break
@@ -311,6 +317,12 @@ class Planner:
             num_cached = min(sequence.num_computed, sequence.num_prompt_tokens)
             sequence.active.num_cached_tokens = num_cached
         return True
+
+    def _awaits_disk(self, sequence: Sequence, step: int) -> bool:
+        """Return whether a waiting sequence waits for blocks that are read from the disk."""
+        if self._kv.disk_cache is None or self._donor_for(sequence, step) is not None:
+            return False
+        return self._kv.awaits_disk(sequence, step)
 
     def _donor_for(self, sequence: Sequence, step: int) -> Sequence | None:
         """Return a sibling whose prompt is in device blocks since an earlier step, or None."""

@@ -1,4 +1,4 @@
-"""Looks up the leading blocks of sequences, in the device pool and in the CPU pool.
+"""Looks up the leading blocks of sequences, in the device pool, in the CPU pool and on the disk.
 
 It computes the keys of sequences as far as look-ups need them, and changes nothing else.
 """
@@ -6,7 +6,8 @@ It computes the keys of sequences as far as look-ups need them, and changes noth
 from typing import TYPE_CHECKING
 
 from cluster.scheduling.blocks.cpu_prefix_cache import CpuPrefixCache
-from cluster.scheduling.blocks.prefix_cache import PrefixCache, PromptKeys
+from cluster.scheduling.blocks.disk_prefix_cache import DiskPrefixCache
+from cluster.scheduling.blocks.prefix_cache import BlockKey, PrefixCache, PromptKeys
 from cluster.scheduling.sequence import Sequence
 from pagedray.request import Request
 
@@ -69,8 +70,10 @@ class PrefixFinder:
         num_shareable = self.num_shareable(sequence)
         for index in range(first, num_shareable):
             self.hash_up_to(sequence, index)
-            block = cpu_cache.find_block(sequence.keys[index])
-            if block is None:
+            key = sequence.keys[index]
+            block = cpu_cache.find_block(key)
+            # Those behind a missing one may be on the device, where none is twice.
+            if block is None or self._cache.find_block(key) is not None:
                 break
             found.append(block)
         end = first + len(found)
@@ -80,6 +83,40 @@ class PrefixFinder:
                 break
             end += 1
         return found if found and cpu_cache.worth.is_restored(len(found), first=first) else []
+
+    def find_disk_keys(
+        self, sequence: Sequence, disk_cache: DiskPrefixCache
+    ) -> tuple[list[BlockKey], int]:
+        """Return the keys of blocks that are better read from the disk than computed.
+
+        Also returns the last step that reads others that the sequence needs, or -1.
+        """
+        cpu_cache = self._cpu_cache
+        assert cpu_cache is not None
+        keys: list[BlockKey] = []
+        first_read, num_kept, last_step = 0, 0, -1
+        for index in range(len(self.find_blocks(sequence)), self.num_shareable(sequence)):
+            self.hash_up_to(sequence, index)
+            key = sequence.keys[index]
+            if self._cache.find_block(key) is not None:
+                break
+            step = disk_cache.step_of_read(key)
+            if step is not None:
+                last_step = max(last_step, step)
+            elif cpu_cache.find_block(key) is not None:
+                # Those that are read must not take its place.
+                cpu_cache.touch_key(key)
+                num_kept += 1
+            elif disk_cache.find_block(key) is not None and not cpu_cache.has_key(key):
+                first_read = first_read if keys else index
+                keys.append(key)
+            else:
+                break
+        del keys[disk_cache.num_readable(num_kept) :]
+        is_worth = keys and cpu_cache.worth.is_read(
+            len(keys), num_reading=disk_cache.num_reading, first=first_read
+        )
+        return (keys if is_worth else []), last_step
 
     def num_shareable(self, sequence: Sequence) -> int:
         """Return the blocks of known tokens that may be shared: one token is left to compute.

@@ -16,6 +16,7 @@ import msgspec
 
 from cluster.scheduling.admission import Admission
 from cluster.scheduling.blocks.cpu_prefix_cache import CpuPrefixCache
+from cluster.scheduling.blocks.disk_prefix_cache import DiskPrefixCache
 from cluster.scheduling.blocks.prefix_cache import PrefixCache, PromptKeys
 from cluster.scheduling.costs.copy_worth import CopyWorth
 from cluster.scheduling.costs.pace import Pace
@@ -32,7 +33,7 @@ from cluster.scheduling.queues.backlog import Backlog
 from cluster.scheduling.sequence import ActiveRequest, Sequence, SequenceState
 from cluster.scheduling.sequence_table import SequenceTable
 from cluster.scheduling.stats import SchedulerStats
-from pagedray.batch import StepOutput, StepPlan, TokenLogprobs
+from pagedray.batch import DiskReport, StepOutput, StepPlan, TokenLogprobs
 from pagedray.config import SchedulerConfig
 from pagedray.errors import InvalidRequestError, WorkerError
 from pagedray.request import FinishReason, Request
@@ -83,6 +84,7 @@ class Scheduler:
         max_model_len: int,
         enable_prefix_cache: bool,
         enable_cpu_prefix_cache: bool,
+        num_disk_blocks: int = 0,
         hash_key: bytes | None = None,
     ) -> None:
         self._config = config
@@ -92,7 +94,7 @@ class Scheduler:
             prefix_cache = PrefixCache(secrets.token_bytes(32) if hash_key is None else hash_key)
         step_times = StepTimes()
         self._swap_costs = SwapCosts(step_times)
-        cpu_cache = None
+        cpu_cache = disk_cache = None
         if enable_prefix_cache and enable_cpu_prefix_cache and num_cpu_blocks:
             costs = None if config.preemption == "swap" else self._swap_costs
             num_tokens = _SAVED_TOKENS * config.max_num_batched_tokens
@@ -101,12 +103,15 @@ class Scheduler:
                 worth=CopyWorth(costs, num_blocks=num_cpu_blocks, block_size=block_size),
                 max_saved=-(-num_tokens // block_size),
             )
+            if num_disk_blocks:
+                disk_cache = DiskPrefixCache(num_disk_blocks, cpu_cache)
         self._kv = KvManager(
             block_size=block_size,
             num_blocks=num_blocks,
             num_cpu_blocks=num_cpu_blocks,
             prefix_cache=prefix_cache,
             cpu_cache=cpu_cache,
+            disk_cache=disk_cache,
         )
         self._backlog = Backlog(
             max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens
@@ -347,6 +352,14 @@ class Scheduler:
         for sequence in self._table.run_arrived(step):
             self._kv.register(sequence)
 
+    def note_disk_report(self, report: DiskReport) -> None:
+        """Take note of blocks that every rank has read from its file or written to it."""
+        disk_cache = self._kv.disk_cache
+        assert disk_cache is not None
+        num_blocks = disk_cache.note_report(report)
+        if report.is_read and not report.failed:
+            self._swap_costs.note_reads(num_blocks, report.seconds)
+
     def repair(self) -> list[TokenEvent]:
         """End the requests at fault, and recompute all others, once no step is in flight."""
         if self._in_flight or self._acknowledged_step < self._step - 1:
@@ -366,7 +379,7 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         pool, cpu_pool, cpu_cache = self._kv.pool, self._kv.cpu_pool, self._kv.cpu_cache
         num_restored_blocks = 0 if cpu_cache is None else cpu_cache.num_restored_blocks
-        return SchedulerStats(
+        stats = SchedulerStats(
             num_running=self.num_running,
             num_waiting=self.num_waiting,
             num_swapped=self.num_swapped,
@@ -392,6 +405,19 @@ class Scheduler:
             num_scheduled_tokens=self._num_scheduled_tokens,
             num_steps=self._num_steps,
             num_nonfinite_sequences=self.num_nonfinite_sequences,
+        )
+        disk_cache = self._kv.disk_cache
+        if disk_cache is None:
+            return stats
+        return msgspec.structs.replace(
+            stats,
+            num_disk_blocks=disk_cache.pool.num_blocks,
+            num_cached_disk_blocks=disk_cache.pool.num_idle,
+            num_disk_hit_tokens=disk_cache.num_read_blocks * self._kv.block_size,
+            num_written_blocks=disk_cache.num_written_blocks,
+            num_read_blocks=disk_cache.num_read_blocks,
+            num_failed_writes=disk_cache.num_failed_writes,
+            num_failed_reads=disk_cache.num_failed_reads,
         )
 
     def _check_output(self, output: StepOutput) -> None:

@@ -110,6 +110,7 @@ class Sequence:
         "awaits_copies",
         "block_ids",
         "cpu_block_ids",
+        "disk_step",
         "donor_row",
         "has_mask",
         "index",
@@ -214,6 +215,8 @@ class Sequence:
         self.cpu_block_ids: list[int] = []
         self.awaits_copies = False
         """Whether some of its blocks are copied to the device when it starts."""
+        self.disk_step: int | None = None
+        """The step whose reads from the disk it waits for, or -1; None if it needs a look-up."""
         self.num_left_behind = 0
         """Blocks before these that were not swapped out, since others shared them."""
         self.keys = list[BlockKey]()

@@ -39,10 +39,22 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of these that were found, in either pool."""
     num_cpu_hit_tokens: int = 0
     """Tokens of these that were found in the CPU pool and copied back."""
+    num_disk_hit_tokens: int = 0
+    """Tokens that were found on the disk and read into the CPU pool."""
     num_saved_blocks: int = 0
     """Evicted blocks that were copied to the CPU pool."""
     num_restored_blocks: int = 0
     """Of these blocks, those copied back, each time."""
+    num_disk_blocks: int = 0
+    """Blocks that the disk may hold; the next field counts those that it holds."""
+    num_cached_disk_blocks: int = 0
+    num_written_blocks: int = 0
+    """Blocks of the CPU pool that were written to the disk."""
+    num_read_blocks: int = 0
+    """Of these blocks, those read back, each time."""
+    num_failed_writes: int = 0
+    """Blocks that a rank could not write."""
+    num_failed_reads: int = 0
     num_swap_preemptions: int = 0
     num_recompute_preemptions: int = 0
     num_scheduled_tokens: int

@@ -4,7 +4,8 @@ The fingerprint at a position stands for its tenant and every token up to it, as
 keys and values do. Plans are carried out in the order that `pagedray.batch` documents. Swaps
 are as late as they may be: a block gets its content when the step is acknowledged, and
 what it had is destroyed when the step runs. So is the source of an eviction, which the plan may
-overwrite. The worker checks everything it can observe.
+overwrite. What is read from the disk or written to it has its place at the report, and none from
+when the plan arrives. The worker checks everything it can observe.
 
 From a position on, the values of a sequence may be bad, as NaN is: whatever is computed on top of
 them is bad too, and so are the logits.
@@ -16,7 +17,14 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pagedray.batch import BlockCopy, SequencePlan, SequenceStart, StepOutput, StepPlan
+from pagedray.batch import (
+    BlockCopy,
+    DiskReport,
+    SequencePlan,
+    SequenceStart,
+    StepOutput,
+    StepPlan,
+)
 from pagedray.request import FinishReason, Request
 
 VOCAB_SIZE = 11
@@ -113,6 +121,7 @@ class FakeWorker:
         block_size: int,
         num_blocks: int,
         num_cpu_blocks: int,
+        num_disk_blocks: int = 0,
         max_num_seqs: int,
         tenants: Mapping[int, str],
         bad_lengths: Mapping[int, int],
@@ -140,6 +149,12 @@ class FakeWorker:
         self._token_s = token_s
         self.device: list[Block] = [[None] * block_size for _ in range(num_blocks)]
         self.cpu: list[Block] = [[None] * block_size for _ in range(num_cpu_blocks)]
+        self.disk: list[Block] = [[None] * block_size for _ in range(num_disk_blocks)]
+        self.disk_jobs: dict[bool, deque[tuple[int, list[tuple[BlockCopy, Block]]]]] = {
+            False: deque(),
+            True: deque(),
+        }
+        """Writes and reads that have begun: their steps, copies and what these copy."""
         self.rows: dict[int, _Row] = {}
         self.plans: deque[StepPlan] = deque()
         self._held_rows: deque[set[int]] = deque()
@@ -161,6 +176,27 @@ class FakeWorker:
         self.plans.append(plan)
         self._held_rows.append(held_rows)
         self._known_bad.append(known_bad)
+
+    def begin_disk_jobs(self, plan: StepPlan) -> None:
+        """Begin the reads and writes of a plan that arrives."""
+        for is_read, copies in ((False, plan.disk_writes), (True, plan.disk_reads)):
+            sources, targets = (self.disk, self.cpu) if is_read else (self.cpu, self.disk)
+            begun = [(copy, list(sources[copy.source])) for copy in copies]
+            for copy in copies:
+                targets[copy.target] = [None] * self.block_size
+            if begun:
+                self.disk_jobs[is_read].append((plan.step, begun))
+
+    def end_disk_job(self, report: DiskReport) -> None:
+        """Do what every rank has reported of the oldest reads or writes."""
+        step, begun = self.disk_jobs[report.is_read].popleft()
+        assert step == report.step
+        sources, targets = (self.disk, self.cpu) if report.is_read else (self.cpu, self.disk)
+        for copy, content in begun:
+            assert sources[copy.source] == content, "what is copied from or to the disk changed"
+            assert targets[copy.target] == [None] * self.block_size, "its place was written"
+            if (copy.source if report.is_read else copy.target) not in report.failed:
+                targets[copy.target] = content
 
     def execute(self) -> None:
         """Run the oldest plan."""

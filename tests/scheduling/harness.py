@@ -9,7 +9,7 @@ from cluster.scheduling.policy import MAX_PREEMPTIONS
 from cluster.scheduling.scheduler import MAX_PLANS_IN_FLIGHT, Scheduler
 from cluster.scheduling.sequence import Sequence as ScheduledSequence
 from cluster.scheduling.sequence import SequenceState
-from pagedray.batch import StepPlan
+from pagedray.batch import BlockCopy, DiskReport, StepPlan
 from pagedray.config import Preemption, SchedulerConfig
 from pagedray.request import FinishReason, Request, SamplingParams
 from tests.scheduling.fake_worker import EOS, BadValue, FakeWorker, fingerprints, undisturbed
@@ -36,6 +36,7 @@ class Harness:
         token_s: float = 0.0,
         enable_prefix_cache: bool = True,
         enable_cpu_prefix_cache: bool = True,
+        num_disk_blocks: int = 0,
     ) -> None:
         self.max_model_len = max_model_len
         self.block_size = block_size
@@ -53,6 +54,7 @@ class Harness:
             max_model_len=max_model_len,
             enable_prefix_cache=enable_prefix_cache,
             enable_cpu_prefix_cache=enable_cpu_prefix_cache,
+            num_disk_blocks=num_disk_blocks,
             hash_key=HASH_KEY,
         )
         self.tenants: dict[int, str] = {}
@@ -63,6 +65,7 @@ class Harness:
         """What logits came from that the scheduler knows to be bad."""
         self._block_copy_s = block_copy_s
         self._token_s = token_s
+        self._num_disk_blocks = num_disk_blocks
         self.worker = self._make_worker(num_blocks, num_cpu_blocks)
         self.requests: dict[str, Request] = {}
         self.sequences: list[ScheduledSequence] = []
@@ -154,6 +157,7 @@ class Harness:
                 or self.acknowledged_step < self.worker.executed_step
                 or len(self.scheduler._table.barred)
                 or any(sequence.waits_for_mask for sequence in self.sequences)
+                or any(self.worker.disk_jobs.values())
             )
             assert is_waiting or not had_work, "nothing runs and nothing is waited for"
             if not num_in_flight:
@@ -165,6 +169,7 @@ class Harness:
         self._num_planned_tokens += plan.num_tokens
         held_rows = {s.row for s in self.sequences if s.row >= 0}
         self.worker.send(plan, held_rows, set(self.known_bad))
+        self.worker.begin_disk_jobs(plan)
         self.check()
         if not num_in_flight:
             self._make_masks()
@@ -195,6 +200,23 @@ class Harness:
         self.check()
         self._make_masks()
         return events
+
+    def end_disk_jobs(self, *, num_failed: int = 0) -> None:
+        """Report all reads and writes; the first few of each report fail."""
+        for is_read, jobs in self.worker.disk_jobs.items():
+            while jobs:
+                self.end_disk_job(is_read=is_read, num_failed=num_failed)
+
+    def end_disk_job(self, *, is_read: bool, num_failed: int = 0) -> None:
+        """Report the oldest reads or writes, if any, of which the first few fail."""
+        if not self.worker.disk_jobs[is_read]:
+            return
+        step, begun = self.worker.disk_jobs[is_read][0]
+        blocks = [copy.source if is_read else copy.target for copy, _ in begun]
+        report = DiskReport(step, is_read, blocks[:num_failed], 0.1)
+        self.worker.end_disk_job(report)
+        self.scheduler.note_disk_report(report)
+        self.check()
 
     def acknowledge(self, step: int | None = None) -> None:
         """Acknowledge `step`, or all steps that were run, on all ranks."""
@@ -255,6 +277,7 @@ class Harness:
                 events += self.collect()
         if self.acknowledged_step < self.worker.executed_step:
             self.acknowledge()
+        self.end_disk_jobs()
         return events
 
     def turn(self) -> None:
@@ -267,6 +290,7 @@ class Harness:
             self.collect()
         elif plan is None:
             self.acknowledge()
+            self.end_disk_jobs()
 
     def drain(self) -> None:
         """Run until every request has ended, in a bounded number of rounds, and check the end.
@@ -336,8 +360,19 @@ class Harness:
             pins=[
                 *(block for swap in swaps for block in swap.cpu_block_ids),
                 *self._blocks_being_saved(),
+                *(copy.target for copy in self._disk_copies(is_read=True)),
+                *(copy.source for copy in self._disk_copies(is_read=False)),
             ],
         )
+        if kv.disk_cache is not None:
+            _check_pool(
+                kv.disk_cache.pool,
+                references=[],
+                pins=[
+                    *(copy.source for copy in self._disk_copies(is_read=True)),
+                    *(copy.target for copy in self._disk_copies(is_read=False)),
+                ],
+            )
         self._check_places(holders)
         self._check_cache()
         self._check_stats()
@@ -360,6 +395,11 @@ class Harness:
             return []
         return [block for _, blocks in cpu_cache._in_flight for block in blocks]
 
+    def _disk_copies(self, *, is_read: bool) -> list[BlockCopy]:
+        """Return the copies from or to the disk that are under way."""
+        jobs = self.worker.disk_jobs[is_read]
+        return [copy for _, begun in jobs for copy, _ in begun]
+
     def _make_masks(self) -> None:
         """Make masks for the plan in flight and for deferred sequences, as the controller does."""
         masked = self.scheduler.masked_step()
@@ -379,6 +419,7 @@ class Harness:
             block_size=self.block_size,
             num_blocks=num_blocks,
             num_cpu_blocks=num_cpu_blocks,
+            num_disk_blocks=self._num_disk_blocks,
             max_num_seqs=self.config.max_num_seqs,
             tenants=self.tenants,
             bad_lengths=self.bad_lengths,
@@ -434,6 +475,7 @@ class Harness:
         for sequence in self.sequences:
             self._note_keys(sequence)
         self._check_cpu_cache()
+        self._check_disk_cache()
         if self.worker.plans:
             return
         # Keys match the content of their sequence.
@@ -455,16 +497,36 @@ class Harness:
             return
         assert kv.cpu_pool is cpu_cache.pool
         key_of, saving = cpu_cache._key_of, set(self._blocks_being_saved())
+        saving |= {copy.target for copy in self._disk_copies(is_read=True)}
         assert {key.digest: block for block, key in key_of.items()} == cpu_cache._block_of
         assert set(key_of) == {b for b in range(kv.cpu_pool.num_blocks) if kv.cpu_pool._is_kept[b]}
         assert set(kv.cpu_pool._idle) <= set(key_of)
-        assert cpu_cache._unsaved == saving & set(key_of)
+        assert cpu_cache._incomplete == saving & set(key_of)
         assert not cpu_cache._copies, "a plan lacks copies"
         assert not kv._restores, "a plan lacks copies"
         for block, key in key_of.items():
             if block not in saving:
                 assert cpu_cache.find_block(key) == block
                 assert self.worker.cpu[block] == self._expected_content[key.digest]
+
+    def _check_disk_cache(self) -> None:
+        disk_cache = self.scheduler._kv.disk_cache
+        if disk_cache is None:
+            return
+        key_of, pool = disk_cache._key_of, disk_cache.pool
+        writing = {copy.target for copy in self._disk_copies(is_read=False)}
+        assert {key.digest: block for block, key in key_of.items()} == disk_cache._block_of
+        assert set(key_of) == {b for b in range(pool.num_blocks) if pool._is_kept[b]}
+        assert set(pool._idle) <= set(key_of)
+        assert disk_cache._incomplete == writing & set(key_of)
+        assert not disk_cache._reads, "a plan lacks reads"
+        assert disk_cache.num_reading == len(self._disk_copies(is_read=True))
+        assert disk_cache._num_writing == len(self._disk_copies(is_read=False))
+        assert set(disk_cache._step_of) == {c.target for c in self._disk_copies(is_read=True)}
+        for block, key in key_of.items():
+            if block not in writing:
+                assert disk_cache.find_block(key) == block
+                assert self.worker.disk[block] == self._expected_content[key.digest]
 
     def _note_keys(self, sequence: ScheduledSequence) -> None:
         size = self.block_size
@@ -500,7 +562,7 @@ class Harness:
         assert len(sizes) <= self.config.max_num_seqs
         assert len({sequence.row for sequence in plan.sequences}) == len(sizes)
         assert [size > 1 for size in sizes] == sorted((size > 1 for size in sizes), reverse=True)
-        assert sizes or plan.starts or plan.swap_outs
+        assert sizes or plan.starts or plan.swap_outs or plan.disk_reads
         # Requests of equal priority and tenant start in order of arrival, but for those that have
         # found too few blocks.
         by_seed = {request.seed: request for request in self.requests.values()}
@@ -516,7 +578,10 @@ class Harness:
                     request.tenant,
                     request.priority,
                 ):
-                    assert any(sequence.refusal_number >= 0 for sequence in active.sequences)
+                    assert any(
+                        sequence.refusal_number >= 0 or sequence.disk_step is not None
+                        for sequence in active.sequences
+                    )
 
     def _note(self, events: list[TokenEvent]) -> list[TokenEvent]:
         for event in events:

@@ -428,3 +428,26 @@ def test_blocks_that_are_copied_back_do_not_lose_their_place_meanwhile() -> None
     evictions, restores = kv.take_copies(2)
     assert len(evictions) == len(restores) == 2
     assert not {copy.target for copy in evictions} & {copy.source for copy in restores}
+
+
+def test_no_block_is_copied_back_that_the_device_has_behind_a_missing_one() -> None:
+    kv = make_manager(has_cpu_cache=True)
+    assert kv.prefix_cache is not None
+    assert kv.cpu_cache is not None
+    first, second = (make_sequences(13)[0] for _ in range(2))
+    run_prompt(kv, first)
+    keys, blocks = first.keys, first.block_ids
+    kv.release(first)
+    for key, block in zip(keys, blocks, strict=False):
+        kv.cpu_cache.save_block(key, block)
+    kv.take_copies(0)
+    kv.acknowledge(0)
+    # The second of three is left on the device.
+    for block in (blocks[0], blocks[2]):
+        kv.prefix_cache.forget_block(block)
+        kv.pool.discard(block)
+    assert kv.admit(second, num_tokens=13, num_spare=0)
+    _, restores = kv.take_copies(1)
+    assert [copy.target for copy in restores] == second.block_ids
+    assert len(second.block_ids) == 1
+    assert kv.prefix_cache.find_block(keys[1]) == blocks[1]

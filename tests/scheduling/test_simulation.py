@@ -31,6 +31,7 @@ def make_harness(rng: random.Random) -> Harness:
         token_s=0.04,
         enable_prefix_cache=rng.random() < 0.75,
         enable_cpu_prefix_cache=rng.random() < 0.75,
+        num_disk_blocks=rng.choice((0, 3, 60)),
     )
 
 
@@ -67,12 +68,13 @@ def act(
             "execute",
             "collect",
             "acknowledge",
+            "end disk job",
             "abort",
             "finish",
             "replace",
             "restrict",
         ),
-        (16, 50, 20, 20, 20, 15, 1, 1, 0.3, restrictions),
+        (16, 50, 20, 20, 20, 15, 15, 1, 1, 0.3, restrictions),
     )[0]:
         case "add":
             if len(harness.scheduler._table.requests) < 7:
@@ -89,6 +91,8 @@ def act(
                 harness.collect()
         case "acknowledge":
             harness.acknowledge(rng.randint(harness.acknowledged_step, worker.executed_step))
+        case "end disk job":
+            end_disk_job(harness, rng)
         case "abort":
             if harness.requests:
                 harness.abort(rng.choice(list(harness.requests)))
@@ -100,6 +104,46 @@ def act(
         case "finish":
             if harness.tokens:
                 harness.finish(*rng.choice(list(harness.tokens)))
+
+
+def end_disk_job(harness: Harness, rng: random.Random) -> None:
+    """Report reads or writes; after one of these has failed, there are none for a while."""
+    is_read = rng.random() < 0.5
+    num_failed = rng.choices((0, 1, 9), (5 if is_read else 60, 1, 1))[0]
+    harness.end_disk_job(is_read=is_read, num_failed=num_failed)
+
+
+def live_with_disk(seed: int) -> Harness:
+    """Run prompts that come back, with pools that hold a few of them."""
+    rng = random.Random(seed)
+    block_size = rng.choice((1, 2))
+    harness = Harness(
+        block_size=block_size,
+        num_blocks=20 // block_size,
+        num_cpu_blocks=rng.choice((8, 20)),
+        max_num_seqs=rng.randint(1, 3),
+        max_num_batched_tokens=rng.choice((5, 8, 30)),
+        max_model_len=20,
+        preemption=rng.choice(("swap", "auto")),
+        token_s=0.04,
+        num_disk_blocks=rng.choice((10, 60)),
+    )
+    for _ in range(60):
+        if harness.scheduler.num_open < 3:
+            token_id = rng.randint(0, 6)
+            harness.add(
+                [token_id, 1] * 6 + [rng.randint(0, 1)],
+                tenant=rng.choice(("", "", "other")),
+                max_tokens=rng.choice((1, 4)),
+                bad_length=14 if rng.random() < 0.03 else None,
+            )
+        for _ in range(rng.randint(1, 8)):
+            harness.turn()
+            end_disk_job(harness, rng)
+        if rng.random() < 0.02:
+            harness.replace_worker()
+    harness.drain()
+    return harness
 
 
 def live(seed: int, *, restrictions: float = 0.0, structures: float = 0.0) -> Harness:
@@ -131,11 +175,20 @@ def test_every_sequence_ends_as_if_it_had_been_alone() -> None:
     assert len(reasons) == 4
 
 
+def test_blocks_on_the_disk_come_back_as_they_were_and_lost_ones_are_computed() -> None:
+    stats = [live_with_disk(seed).scheduler.stats() for seed in range(NUM_SEEDS)]
+    assert sum(one.num_written_blocks for one in stats) > 500
+    assert sum(one.num_read_blocks for one in stats) > 50
+    assert sum(one.num_failed_writes for one in stats) > 5
+    assert sum(one.num_failed_reads for one in stats) > 10
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first_seed", range(NUM_SEEDS, NUM_SLOW_SEEDS, 20))
 def test_every_sequence_ends_as_if_it_had_been_alone_in_many_runs(first_seed: int) -> None:
     for seed in range(first_seed, first_seed + 20):
         live(seed)
+        live_with_disk(seed)
 
 
 def test_barred_requests_lose_nothing_and_continue() -> None:

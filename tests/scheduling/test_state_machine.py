@@ -26,6 +26,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_copy_s=st.sampled_from([0.0, 0.1]),
         enable_prefix_cache=st.booleans(),
         enable_cpu_prefix_cache=st.booleans(),
+        num_disk_blocks=st.sampled_from([0, 3, 30]),
     )
     def begin(
         self,
@@ -39,6 +40,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_copy_s: float,
         enable_prefix_cache: bool,
         enable_cpu_prefix_cache: bool,
+        num_disk_blocks: int,
     ) -> None:
         self.harness = Harness(
             block_size=block_size,
@@ -53,6 +55,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             token_s=0.04,
             enable_prefix_cache=enable_prefix_cache,
             enable_cpu_prefix_cache=enable_cpu_prefix_cache,
+            num_disk_blocks=num_disk_blocks,
         )
 
     @rule(
@@ -118,6 +121,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def acknowledge(self, data: st.DataObject) -> None:
         low, high = self.harness.acknowledged_step, self.harness.worker.executed_step
         self.harness.acknowledge(data.draw(st.integers(low, high)))
+
+    @rule(is_read=st.booleans(), num_failed=st.sampled_from([0, 0, 1]))
+    def end_disk_job(self, *, is_read: bool, num_failed: int) -> None:
+        self.harness.end_disk_job(is_read=is_read, num_failed=num_failed)
 
     @precondition(lambda self: self.harness.requests)
     @rule(data=st.data())

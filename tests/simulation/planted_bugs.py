@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cluster.engine.controller import Controller
-from cluster.scheduling.blocks.cpu_prefix_cache import CpuPrefixCache
+from cluster.engine.ranks.disk_reports import DiskReports
+from cluster.scheduling.blocks.disk_prefix_cache import DiskPrefixCache
+from cluster.scheduling.blocks.keyed_blocks import KeyedBlocks
 from cluster.scheduling.blocks.prefix_cache import PrefixCache
 from cluster.scheduling.kv_manager import KvManager
 from cluster.scheduling.preemptor import Preemptor
@@ -117,15 +119,15 @@ PLANTED_BUGS = (
     ),
     _bug(
         "a cached block is read before it has been copied to the CPU pool",
-        CpuPrefixCache,
+        KeyedBlocks,
         "find_block",
-        "or block in self._unsaved",
+        "or block in self._incomplete",
         "",
     ),
     _bug(
         "a block of the CPU pool is found after another took its place",
-        CpuPrefixCache,
-        "_forget_block",
+        KeyedBlocks,
+        "_evict",
         "self._remove(block)",
         "del self._key_of[block]",
     ),
@@ -149,6 +151,41 @@ PLANTED_BUGS = (
         "clear",
         "self.cpu_cache.clear()",
         "pass",
+    ),
+    _bug(
+        "a CPU block is taken while it is written to the disk",
+        DiskPrefixCache,
+        "take_writes",
+        "pool.pin(block)",
+        "pass",
+    ),
+    _bug(
+        "a disk block is taken while it is read",
+        DiskPrefixCache,
+        "read_blocks",
+        "self.pool.pin(source)",
+        "pass",
+    ),
+    _bug(
+        "a block that could not be read is found",
+        DiskPrefixCache,
+        "_end_reads",
+        "self._cpu_cache.fail_copy(target)",
+        "self._cpu_cache.end_copy(target)",
+    ),
+    _bug(
+        "blocks in the files of dead ranks are found",
+        KvManager,
+        "clear",
+        "self.disk_cache.clear()",
+        "pass",
+    ),
+    _bug(
+        "a block is whole once one rank has it",
+        DiskReports,
+        "take_joined",
+        "for block in part.failed",
+        "for block in part.failed if part is parts[0]",
     ),
     _bug(
         "a sequence runs before its blocks have arrived",

@@ -41,6 +41,8 @@ class Outcome:
     num_deaths: int = 0
     num_late: int = 0
     num_preemptions: int = 0
+    num_read_blocks: int = 0
+    """Blocks that came back from the disk."""
 
 
 def failure_of(scenario: Scenario) -> str:
@@ -132,6 +134,11 @@ class _Run:
         assert not any(kv.cpu_pool._num_references), "blocks of the CPU pool are lost"
         assert len(scheduler._table._free_rows) == self._scenario.max_num_seqs, "rows are lost"
         assert stats.num_queued_requests == stats.num_queued_tokens == 0, "the queue is not empty"
+        if kv.disk_cache is not None:
+            is_idle = not (kv.disk_cache._reading or kv.disk_cache._writing)
+            assert not (is_idle and kv.cpu_pool.num_in_transit), "blocks of the CPU pool are lost"
+            assert not (is_idle and kv.disk_cache.pool.num_in_transit), "disk blocks are lost"
+        self._outcome.num_read_blocks = stats.num_read_blocks
         self._outcome.num_deaths = self._ranks.num_deaths
         self._outcome.num_preemptions = stats.num_swap_preemptions + stats.num_recompute_preemptions
 
@@ -283,6 +290,7 @@ class _Client:
 
 
 def _config(scenario: Scenario) -> EngineConfig:
+    has_disk = scenario.has_prefix_cache and scenario.num_disk_blocks > 0
     return EngineConfig(
         model=ModelConfig(
             name="none",
@@ -298,7 +306,10 @@ def _config(scenario: Scenario) -> EngineConfig:
             max_positions=scenario.max_model_len,
         ),
         cache=CacheConfig(
-            block_size=scenario.block_size, enable_prefix_cache=scenario.has_prefix_cache
+            block_size=scenario.block_size,
+            enable_prefix_cache=scenario.has_prefix_cache,
+            disk_cache_folder="none" if has_disk else None,
+            disk_cache_bytes=scenario.num_disk_blocks if has_disk else None,
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=scenario.max_num_seqs,

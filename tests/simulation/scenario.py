@@ -64,6 +64,8 @@ class Scenario:
     block_size: int = 4
     num_blocks: int = 24
     num_cpu_blocks: int = 0
+    num_disk_blocks: int = 0
+    """Used if there are blocks on the CPU and a prefix cache."""
     max_num_seqs: int = 4
     max_num_batched_tokens: int = 16
     max_model_len: int = 60
@@ -75,9 +77,15 @@ class Scenario:
     channel_delay_s: float = 0.0
 
 
+_RETURNING = 4
+"""In one scenario of so many, prompts come back."""
+
+
 def make_scenario(seed: int) -> Scenario:
     """Return the scenario of a seed."""
     draws = random.Random(seed)
+    if seed % _RETURNING == 0:
+        return _make_returning(seed, draws)
     block_size = draws.choice((1, 2, 4))
     num_blocks = draws.randint(16, 40) // block_size + 2
     max_model_len = num_blocks * block_size - draws.randint(0, 9)
@@ -112,6 +120,48 @@ def make_scenario(seed: int) -> Scenario:
         step_s=draws.choice((0.001, 0.01)),
         channel_delay_s=draws.choice((0.0, 0.002, 0.02)),
         itl_target_ms=draws.choice((None, None, 0.1, 10.0)),
+        num_disk_blocks=draws.choice((0, 4, 40)),
+    )
+
+
+def _make_returning(seed: int, draws: random.Random) -> Scenario:
+    """Return a scenario of prompts that come back, of which the pools hold a few."""
+    block_size = draws.choice((1, 2))
+    num_ranks = draws.choice((1, 2))
+    step_s = draws.choice((0.001, 0.01))
+    clients = []
+    for number in range(1, 41):
+        token_id = draws.randint(0, 6)
+        clients.append(
+            ClientPlan(
+                number=number,
+                arrival_s=draws.random() * 100 * step_s,
+                prompt=(*(token_id, 1) * 6, draws.randint(0, 1)),
+                tenant=draws.choice(("", "", "other")),
+                max_tokens=draws.choice((1, 4)),
+                cancels_after=0 if draws.random() < 0.1 else None,
+                bad_length=14 if draws.random() < 0.02 else None,
+            )
+        )
+    faults = []
+    if draws.random() < 0.2:
+        kind = draws.choice(get_args(FaultKind))
+        faults = [FaultPlan(time_s=50 * step_s, rank=draws.randrange(num_ranks), kind=kind)]
+    return Scenario(
+        seed=seed,
+        clients=tuple(clients),
+        faults=tuple(faults),
+        num_ranks=num_ranks,
+        block_size=block_size,
+        num_blocks=20 // block_size,
+        num_cpu_blocks=draws.choice((8, 20)),
+        num_disk_blocks=draws.choice((10, 60)),
+        max_num_seqs=draws.randint(1, 3),
+        max_num_batched_tokens=draws.choice((5, 30)),
+        max_model_len=20,
+        preemption=draws.choice(("swap", "auto")),
+        step_s=step_s,
+        channel_delay_s=draws.choice((0.0, 0.002)),
     )
 
 

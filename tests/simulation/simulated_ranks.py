@@ -1,7 +1,8 @@
 """Ranks in virtual time behind the framing of the step channel.
 
 Rank 0 is the worker of `tests/scheduling/fake_worker.py`, which checks what it reads; the others
-acknowledge steps. Copies between the pools end up to a few steps after the step that has them.
+acknowledge steps. Copies between the pools end up to a few steps after the step that has them, and
+each rank reports its reads and writes of files a while later, some of which fail.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from cluster.engine.executor import Executor, RankHealth
-from pagedray.batch import StepAck, StepMasks, StepOutput, StepPlan, WorkerFailure
+from cluster.engine.ranks.disk_reports import DiskReports
+from pagedray.batch import DiskReport, StepAck, StepMasks, StepOutput, StepPlan, WorkerFailure
 from pagedray.channel import StepChannel
 from pagedray.config import CacheSize
 from pagedray.errors import HungRankError, WorkerError
@@ -62,7 +64,7 @@ class SimulatedRanks(Executor):
         return CacheSize(
             num_blocks=self._scenario.num_blocks,
             num_cpu_blocks=self._scenario.num_cpu_blocks,
-            block_bytes=0,
+            block_bytes=1,
         )
 
     @property
@@ -80,6 +82,20 @@ class SimulatedRanks(Executor):
         step = min(rank.acknowledged_step for rank in self._ranks)
         self._ranks[0].finish_swaps(step)
         return step
+
+    def take_disk_reports(self) -> list[DiskReport]:
+        self._receive()
+        for number, rank in enumerate(self._ranks):
+            while rank.disk_reports:
+                report = rank.disk_reports.popleft()
+                self._lost.setdefault((report.is_read, report.step), set()).update(report.failed)
+                self._disk_reports.add_report(number, report)
+        joined = self._disk_reports.take_joined()
+        for report in joined:
+            # What a rank lacks is of no use on another one.
+            lost = sorted(self._lost.pop((report.is_read, report.step)))
+            self._ranks[0].end_disk_job(msgspec.structs.replace(report, failed=lost))
+        return joined
 
     def submit_plan(self, plan: StepPlan) -> None:
         self._ranks[0].held_rows.append(self._held_rows())
@@ -120,6 +136,9 @@ class SimulatedRanks(Executor):
 
     def _start(self) -> None:
         scenario = self._scenario
+        self._disk_reports = DiskReports(scenario.num_ranks)
+        self._lost: dict[tuple[bool, int], set[int]] = {}
+        """By plan and kind, the disk blocks of which a rank could not read or write its part."""
         self._ranks = [
             _Rank(number, scenario, self._world, self._draws, self._make_worker())
             for number in range(scenario.num_ranks)
@@ -131,6 +150,7 @@ class SimulatedRanks(Executor):
             block_size=scenario.block_size,
             num_blocks=scenario.num_blocks,
             num_cpu_blocks=scenario.num_cpu_blocks,
+            num_disk_blocks=scenario.num_disk_blocks,
             max_num_seqs=scenario.max_num_seqs,
             tenants=self.tenants,
             bad_lengths={
@@ -190,7 +210,7 @@ class _Rank:
         one.on_arrival, other.on_arrival = self._note_news, self._serve
         self.channel: StepChannel[ControllerMessage, WorkerMessage] = StepChannel(
             one,  # type: ignore[arg-type]  # it has what channels use
-            StepOutput | StepAck | WorkerFailure,
+            StepOutput | StepAck | DiskReport | WorkerFailure,
         )
         self._own_end: StepChannel[WorkerMessage, ControllerMessage] = StepChannel(
             other,  # type: ignore[arg-type]
@@ -199,6 +219,7 @@ class _Rank:
         self.outputs: deque[StepOutput] = deque()
         self.held_rows: deque[set[int]] = deque()
         """Of plans that rank 0 has not run."""
+        self.disk_reports: deque[DiskReport] = deque()
         self.acknowledged_step = -1
         self.hang_s = math.inf
         """When it counts as hung unless it answers."""
@@ -211,6 +232,8 @@ class _Rank:
         self._copying: deque[int] = deque()
         """Steps that have ended, but whose copies or those of earlier ones have not."""
         self._plans: deque[StepPlan] = deque()
+        self._disk_jobs: dict[bool, deque[DiskReport]] = {True: deque(), False: deque()}
+        """Reads and writes under way, and what they will report."""
         self._masks: dict[int, bytes] = {}
         self._masked_rows: dict[int, bool] = {}
         self._seeds: dict[int, int] = {}
@@ -229,6 +252,9 @@ class _Rank:
         for message in self.channel.received():
             if isinstance(message, WorkerFailure):
                 raise WorkerError("A rank failed.", details=message.text)
+            if isinstance(message, DiskReport):
+                self.disk_reports.append(message)
+                continue
             assert isinstance(message, StepOutput | StepAck)
             if isinstance(message, StepAck) or message.is_acknowledged:
                 assert message.step == self.acknowledged_step + 1
@@ -241,6 +267,10 @@ class _Rank:
     def finish_swaps(self, step: int) -> None:
         """Make the copies of steps that every rank has finished."""
         self._worker.finish_swaps(step)
+
+    def end_disk_job(self, report: DiskReport) -> None:
+        """Do what every rank has reported."""
+        self._worker.end_disk_job(report)
 
     def die(self) -> None:
         if not self._is_dead:
@@ -263,10 +293,36 @@ class _Rank:
         for message in self._own_end.received():
             if isinstance(message, StepPlan):
                 self._plans.append(message)
+                self._begin_disk_jobs(message)
             else:
                 assert isinstance(message, StepMasks)
                 self._masks[message.step] = message.words
         self._begin_step()
+
+    def _begin_disk_jobs(self, plan: StepPlan) -> None:
+        if self._number == 0:
+            self._worker.begin_disk_jobs(plan)
+        for is_read, blocks in (
+            (True, [copy.source for copy in plan.disk_reads]),
+            (False, [copy.target for copy in plan.disk_writes]),
+        ):
+            if not blocks:
+                continue
+            is_bad = self._draws.random() < 0.1
+            failed = [block for block in blocks if is_bad and self._draws.random() < 0.5]
+            self._disk_jobs[is_read].append(DiskReport(plan.step, is_read, failed, self._step_s))
+            self._world.call_later(
+                self._step_s * 8 * self._draws.random(),
+                lambda is_read=is_read: self._end_disk_jobs(plan.step, is_read=is_read),  # type: ignore[misc]
+            )
+
+    def _end_disk_jobs(self, step: int, *, is_read: bool) -> None:
+        """Report reads or writes up to those of `step`, which run in order."""
+        if self._is_dead or self.is_hung:
+            return
+        jobs = self._disk_jobs[is_read]
+        while jobs and jobs[0].step <= step:
+            self._send(jobs.popleft())
 
     def _begin_step(self) -> None:
         if self._is_busy or not self._plans:
@@ -326,7 +382,7 @@ class _Rank:
         while self._copying and self._copying[0] <= step:
             self._send(StepAck(self._copying.popleft()))
 
-    def _send(self, message: StepOutput | StepAck) -> None:
+    def _send(self, message: StepOutput | StepAck | DiskReport) -> None:
         self._own_end.post(message)
         while not self._own_end.flush():
             pass

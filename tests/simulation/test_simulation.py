@@ -45,6 +45,7 @@ def test_a_seed_is_one_run_among_deaths_and_preemptions() -> None:
     assert [one.log for one in runs[0]] == [one.log for one in runs[1]]
     assert sum(one.num_deaths for one in runs[0]) > 3
     assert sum(one.num_preemptions for one in runs[0]) > 3
+    assert sum(one.num_read_blocks for one in runs[0]) > 0
 
 
 def test_a_failing_run_is_shrunk() -> None:
@@ -59,8 +60,8 @@ def test_a_failing_run_is_shrunk() -> None:
     assert not failure_of(smallest)
 
 
-def test_there_are_25_planted_bugs() -> None:
-    assert len({bug.name for bug in PLANTED_BUGS}) == 25
+def test_there_are_30_planted_bugs() -> None:
+    assert len({bug.name for bug in PLANTED_BUGS}) == 30
     for bug in PLANTED_BUGS:
         with bug.planted():
             pass

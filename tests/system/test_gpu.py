@@ -20,6 +20,7 @@ from tests.greedy import (
     Truth,
     check_all_at_once,
     check_cpu_prefixes,
+    check_disk_prefixes,
     check_tiny_pool,
     checked_until_preempted,
     generated,
@@ -118,6 +119,10 @@ def test_prefix_that_comes_back_from_the_cpu_pool_changes_nothing(
     truth: Truth, block_size: int
 ) -> None:
     check_cpu_prefixes(gpu_llm, truth, block_size=block_size)
+
+
+def test_prefix_that_comes_back_from_the_disk_changes_nothing(truth: Truth, tmp_path: Path) -> None:
+    check_disk_prefixes(gpu_llm, truth, folder=tmp_path)
 
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])

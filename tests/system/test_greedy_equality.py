@@ -14,6 +14,7 @@ from tests.greedy import (
     Truth,
     check_all_at_once,
     check_cpu_prefixes,
+    check_disk_prefixes,
     check_logprobs,
     check_tiny_pool,
     checked_until_preempted,
@@ -104,6 +105,10 @@ def test_prefix_that_comes_back_from_the_cpu_pool_changes_nothing(
     check_cpu_prefixes(local_llm, truth, block_size=block_size)
 
 
+def test_prefix_that_comes_back_from_the_disk_changes_nothing(truth: Truth, tmp_path: Path) -> None:
+    check_disk_prefixes(local_llm, truth, folder=tmp_path)
+
+
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 def test_tiny_pool_changes_nothing(truth: Truth, block_size: int, preemption: str) -> None:
@@ -150,6 +155,22 @@ def test_two_ranks_change_nothing(truth: Truth, ray_cluster: None) -> None:
 )
 def test_whole_experts_on_two_ranks_change_nothing(truth: Truth, ray_cluster: None) -> None:
     check_two_ranks(truth, enable_expert_parallel=True)
+
+
+def test_prefixes_that_come_back_from_the_disks_of_two_ranks_change_nothing(
+    truth: Truth, ray_cluster: None, tmp_path: Path
+) -> None:
+    def two_ranks(folder: Path, **options: Any) -> LLM:  # Any: engine options of any type
+        return LLM(
+            folder,
+            tensor_parallel_size=2,
+            device="cpu",
+            num_threads=1,
+            show_progress=False,
+            **options,
+        )
+
+    check_disk_prefixes(two_ranks, truth, folder=tmp_path)
 
 
 def check_two_ranks(truth: Truth, **options: Any) -> None:  # Any: engine options of any type

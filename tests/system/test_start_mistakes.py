@@ -218,6 +218,15 @@ def test_ranks_report_a_broken_checkpoint_as_plainly(folder: Path) -> None:
         (("--num-blocks=1",), ("num_blocks must be 2 or more, not 1",)),
         (("--num-blocks=100000000",), ("GiB of host memory", "--num-blocks")),
         (("--num-cpu-blocks=100000000",), ("GiB of host memory", "--num-cpu-blocks")),
+        (("--disk-cache-bytes=100000",), ("disk_cache_folder and disk_cache_bytes must be set",)),
+        (
+            ("--disk-cache-folder=/none", "--disk-cache-bytes=100000"),
+            ("Cannot make files in --disk-cache-folder /none: No such file or directory.",),
+        ),
+        (
+            ("--disk-cache-folder=/", "--disk-cache-bytes=100000", "--no-cpu-prefix-cache"),
+            ("disk_cache_folder needs the prefix cache",),
+        ),
         (("--max-model-len=1000000",), ("max_model_len 1000000", "1024")),
         (("--dtype=float16",), ("float16", "bfloat16")),
         (("--attention-backend=nonsense",), ("nonsense", "torch_sdpa")),

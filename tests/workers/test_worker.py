@@ -6,18 +6,23 @@ import gc
 import logging
 import weakref
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 
 from cluster.engine.options import EngineOptions, engine_config
-from pagedray.errors import DeviceError
+from pagedray.batch import BlockCopy, DiskReport, StepPlan
+from pagedray.errors import DeviceError, StartupError
 from tests.system.server_process import TINY_LLAMA
 from workers.decoder_worker import DecoderWorker
 from workers.memory_profile import host_memory_bytes
 from workers.models.decoder import Decoder
 from workers.parallel.group import SoloGroup
 from workers.runner.kv_cache import block_bytes
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @pytest.fixture
@@ -70,3 +75,29 @@ def test_closed_worker_holds_no_weights(worker: DecoderWorker) -> None:
     worker.close()
     gc.collect()
     assert model() is None
+
+
+def test_a_folder_for_blocks_is_needed_at_the_start_only(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    options = EngineOptions(
+        device="cpu",
+        num_threads=1,
+        num_blocks=8,
+        num_cpu_blocks=8,
+        load_format="dummy",
+        disk_cache_folder=str(folder),
+        disk_cache_bytes=2**20,
+    )
+    worker = DecoderWorker(engine_config(TINY_LLAMA, options), SoloGroup())
+    with pytest.raises(StartupError, match=r"Cannot make files in --disk-cache-.*/cache: No"):
+        worker.available_cache()
+    folder.mkdir()
+    worker.available_cache()
+    worker.allocate_cache(8, 8)
+    worker.end_epoch()
+    folder.rmdir()
+    worker.allocate_cache(8, 8)
+    worker.launch(StepPlan(0, [], disk_writes=[BlockCopy(0, 3)])).output()
+    assert worker.take_disk_report() == DiskReport(0, is_read=False, failed=[3])
+    assert not worker.has_disk_jobs
+    worker.close()

@@ -10,7 +10,8 @@ import select
 from collections import deque
 from typing import TYPE_CHECKING
 
-from pagedray.batch import EmbedOutput, Shutdown, StepOutput, WorkerFailure
+from cluster.engine.ranks.disk_reports import DiskReports
+from pagedray.batch import DiskReport, EmbedOutput, Shutdown, StepOutput, WorkerFailure
 from pagedray.channel import ChannelClosedError
 from pagedray.errors import WorkerError
 
@@ -38,6 +39,7 @@ class RankChannels:
         self.acknowledged = [-1] * len(self._channels)
         """The last step that each rank has finished."""
         self.outputs: deque[StepOutput | EmbedOutput] = deque()
+        self.disk_reports = DiskReports(len(self._channels))
 
     def send(self, message: StepPlan | StepMasks | EmbedPlan) -> None:
         """Send a message to every rank; what a rank does not receive yet is sent by `exchange`.
@@ -91,6 +93,9 @@ class RankChannels:
                 raise ChannelClosedError(f"Rank {rank} lost the connection to another rank.")
             last_line = message.text.strip().rpartition("\n")[2]
             raise WorkerError(f"Rank {rank} failed: {last_line}.", details=message.text.strip())
+        if isinstance(message, DiskReport):
+            self.disk_reports.add_report(rank, message)
+            return
         if not isinstance(message, StepOutput) or message.is_acknowledged:
             self.acknowledged[rank] = message.step
         if isinstance(message, StepOutput | EmbedOutput):

@@ -23,7 +23,7 @@ from pagedray.batch import EmbedOutput, EmbedPlan, StepOutput
 from pagedray.errors import DeviceError, StartupError, WorkerError
 
 if TYPE_CHECKING:
-    from pagedray.batch import StepMasks, StepPlan
+    from pagedray.batch import DiskReport, StepMasks, StepPlan
     from pagedray.config import CacheSize, EngineConfig
 
 __all__ = ["RayExecutor"]
@@ -84,6 +84,9 @@ class RayExecutor(Executor):
     @property
     def outage(self) -> Outage | None:
         return None if self._connection is None else self._connection.health.outage
+
+    def take_disk_reports(self) -> list[DiskReport]:
+        return self._live_ranks().take_disk_reports()
 
     def submit_plan(self, plan: StepPlan) -> None:
         self._live_ranks().send_to_ranks(plan)

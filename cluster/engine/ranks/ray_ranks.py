@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from cluster.engine.ranks.healing import Healing
     from cluster.engine.ranks.rank_places import Actor, RankPlaces
     from cluster.engine.ranks.spare_ranks import SpareRanks
-    from pagedray.batch import EmbedOutput, EmbedPlan, StepMasks, StepOutput, StepPlan
+    from pagedray.batch import DiskReport, EmbedOutput, EmbedPlan, StepMasks, StepOutput, StepPlan
     from pagedray.config import EngineConfig
     from workers.parallel.rendezvous import GroupAddress
 
@@ -150,6 +150,10 @@ class RayRanks:
         """The last step that every rank has finished. Raises WorkerError if a rank has died."""
         self._exchange(0.0)
         return min(self._channels.acknowledged)
+
+    def take_disk_reports(self) -> list[DiskReport]:
+        """Return what every rank has reported of its file since the last call."""
+        return self._channels.disk_reports.take_joined()
 
     def send_to_ranks(self, message: StepPlan | StepMasks | EmbedPlan) -> None:
         """Send a plan, or the masks of the last one, to every rank; never waits for a rank.

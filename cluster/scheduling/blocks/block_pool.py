@@ -8,7 +8,7 @@ The content of blocks is the prefix cache's concern.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from pagedray.errors import PagedRayError
 
@@ -56,6 +56,11 @@ class BlockPool:
     def num_idle(self) -> int:
         """Free blocks whose content is kept."""
         return len(self._idle)
+
+    @property
+    def idle_blocks(self) -> Iterable[int]:
+        """The idle blocks, the least recently used first."""
+        return self._idle
 
     @property
     def num_owned(self) -> int:
@@ -140,6 +145,11 @@ class BlockPool:
         """Make an idle block the most recently used one."""
         if block in self._idle:
             self._idle.move_to_end(block)
+
+    def age(self, block: int) -> None:
+        """Make an idle block the least recently used one."""
+        if block in self._idle:
+            self._idle.move_to_end(block, last=False)
 
     def _set_free(self, block: int) -> None:
         if self._is_kept[block]:

@@ -86,6 +86,18 @@ class CopyWorth:
         self._num_found += num_blocks
         return True
 
+    def is_read(self, num_blocks: int, *, num_reading: int, first: int) -> bool:
+        """Return whether to read blocks from the disk rather than compute them, from `first` on.
+
+        They wait for `num_reading` others.
+        """
+        return self._costs is None or self._costs.choose_read(
+            num_blocks=num_blocks,
+            num_reading=num_reading,
+            first_position=first * self._block_size,
+            num_tokens=num_blocks * self._block_size,
+        )
+
     def clear(self) -> None:
         """Forget what was lost: the blocks of new ranks are empty."""
         self._lost.clear()

@@ -1,4 +1,4 @@
-"""The costs of copying blocks and of recomputing them, by the durations that rank 0 reports.
+"""The costs of copying blocks and of recomputing them, by the durations that ranks report.
 
 Blocks stand for bytes, since all have the same size.
 """
@@ -16,13 +16,14 @@ _MAX_UNMEASURED = 16
 class SwapCosts:
     """Chooses between copying blocks and computing their tokens."""
 
-    __slots__ = ("_num_unmeasured", "_step_times", "_swap")
+    __slots__ = ("_num_unmeasured", "_num_unread", "_read", "_step_times", "_swap")
 
     def __init__(self, step_times: StepTimes | None = None) -> None:
         """`step_times` may have other users; steps are noted there."""
         self._swap = _MovingRate()
+        self._read = _MovingRate()
         self._step_times = step_times or StepTimes()
-        self._num_unmeasured = 0
+        self._num_unmeasured = self._num_unread = 0
 
     @property
     def is_measured(self) -> bool:
@@ -33,6 +34,11 @@ class SwapCosts:
         """Record the duration of copying blocks between the pools, in either direction."""
         self._num_unmeasured = 0
         self._swap.add(num_blocks, seconds)
+
+    def note_reads(self, num_blocks: int, seconds: float) -> None:
+        """Record the duration of reading blocks from the disk."""
+        self._num_unread = 0
+        self._read.add(num_blocks, seconds)
 
     def note_step(self, *, num_tokens: int, num_pairs: int, seconds: float) -> None:
         """Record the duration of a step; `num_pairs` of its tokens and those they attend to."""
@@ -64,6 +70,26 @@ class SwapCosts:
             num_tokens=0, num_pairs=0
         )
         return restore_s < self._recompute_s(first_position, num_tokens)
+
+    def choose_read(
+        self, *, num_blocks: int, num_reading: int, first_position: int, num_tokens: int
+    ) -> bool:
+        """Return whether to read cached blocks from the disk, rather than compute their tokens.
+
+        They wait for `num_reading` others, and are copied to the device afterwards.
+        """
+        if not (self.is_measured and self._read.per_s):
+            return True
+        if self._num_unread >= _MAX_UNMEASURED:
+            self._num_unread = 0
+            return True
+        read_s = (num_blocks + num_reading) / self._read.per_s
+        restore_s = num_blocks / self._swap.per_s + self._step_times.step_s(
+            num_tokens=0, num_pairs=0
+        )
+        is_read = read_s + restore_s < self._recompute_s(first_position, num_tokens)
+        self._num_unread += not is_read
+        return is_read
 
     def pays(self, *, num_copied: float, num_found: float, num_tokens: int) -> bool:
         """Return whether copying blocks out saves time if so many of them are found again.

@@ -95,6 +95,7 @@ class EngineCollector(Collector):
             "Tokens of these that were copied back from the CPU pool",
             scheduler.num_cpu_hit_tokens,
         )
+        yield from _disk_families(stats)
         yield _labelled_counter(
             "prefix_copied_bytes",
             "Bytes of cached KV blocks copied out of and into device memory, on all ranks",
@@ -157,6 +158,35 @@ class EngineCollector(Collector):
             for provider, num_layers in providers.items():
                 layers.add_metric([_PART_LABELS.get(part, part), provider], num_layers)
         yield layers
+
+
+def _disk_families(stats: EngineStats) -> Iterator[Metric]:
+    scheduler = stats.scheduler
+    yield _gauge(
+        "prefix_disk_blocks",
+        "Blocks on the disk in the prefix cache",
+        scheduler.num_cached_disk_blocks,
+    )
+    yield _counter(
+        "prefix_disk_hit_tokens",
+        "Tokens found on the disk, which were read into the CPU pool",
+        scheduler.num_disk_hit_tokens,
+    )
+    yield _labelled_counter(
+        "prefix_disk_bytes",
+        "Bytes of cached KV blocks written to the disk and read from it, on all ranks",
+        "direction",
+        {
+            "out": scheduler.num_written_blocks * stats.block_bytes,
+            "in": scheduler.num_read_blocks * stats.block_bytes,
+        },
+    )
+    yield _labelled_counter(
+        "prefix_disk_failures",
+        "Blocks that a rank could not write to the disk, or read from it as they were written",
+        "direction",
+        {"out": scheduler.num_failed_writes, "in": scheduler.num_failed_reads},
+    )
 
 
 def duration_family(name: str, text: str, counts: HistogramSnapshot) -> Metric:

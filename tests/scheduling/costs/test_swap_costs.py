@@ -59,3 +59,24 @@ def test_swapping_that_seemed_expensive_is_measured_again() -> None:
     costs = measured(blocks_per_s=1.0, tokens_per_s=1000.0)
     choices = [chooses_swap(costs, num_blocks=1, num_tokens=10) for _ in range(100)]
     assert 0 < sum(choices) < 10
+
+
+def test_reads_are_chosen_if_they_take_less_time_than_computing_behind_those_under_way() -> None:
+    # The step that it waits for takes no time here.
+    costs = measured(blocks_per_s=100.0, tokens_per_s=1000.0)
+
+    def chooses_read(num_tokens: int, *, num_reading: int = 0) -> bool:
+        return costs.choose_read(
+            num_blocks=20, num_reading=num_reading, first_position=0, num_tokens=num_tokens
+        )
+
+    # Nothing is known of the disk.
+    assert chooses_read(1)
+    costs.note_reads(10, 0.2)
+    # Reading 20 blocks takes 0.4 s, copying them 0.2 s.
+    assert not chooses_read(599)
+    assert chooses_read(601)
+    assert not chooses_read(601, num_reading=1)
+    assert chooses_read(1001, num_reading=20)
+    # One slow read does not rule it out for ever.
+    assert any(chooses_read(1) for _ in range(20))

@@ -1,0 +1,122 @@
+from cluster.scheduling.blocks.cpu_prefix_cache import CpuPrefixCache
+from cluster.scheduling.blocks.disk_prefix_cache import DiskPrefixCache
+from cluster.scheduling.blocks.prefix_cache import BlockKey
+from pagedray.batch import BlockCopy, DiskReport
+from tests.scheduling.blocks.test_cpu_prefix_cache import key_of, make_cpu_cache, save
+
+KEYS = [key_of(number, number) for number in range(12)]
+
+
+def make_caches(
+    *, num_cpu_blocks: int, num_disk_blocks: int
+) -> tuple[CpuPrefixCache, DiskPrefixCache]:
+    cpu_cache = make_cpu_cache(num_cpu_blocks)
+    return cpu_cache, DiskPrefixCache(num_disk_blocks, cpu_cache)
+
+
+def keys_of(cpu_cache: CpuPrefixCache, copies: list[BlockCopy]) -> list[BlockKey | None]:
+    """Return the keys of the CPU blocks that are written."""
+    return [cpu_cache.key_of(copy.source) for copy in copies]
+
+
+def write(disk_cache: DiskPrefixCache, step: int) -> list[BlockCopy]:
+    """Take writes and report them as made."""
+    copies = disk_cache.take_writes(step)
+    if copies:
+        disk_cache.note_report(DiskReport(step, is_read=False))
+    return copies
+
+
+def test_blocks_that_are_evicted_next_are_written_once_their_pool_is_full() -> None:
+    cpu_cache, disk_cache = make_caches(num_cpu_blocks=8, num_disk_blocks=9)
+    save(cpu_cache, 0, *KEYS[:6])
+    # A quarter of the pool is unused.
+    assert disk_cache.take_writes(0) == []
+    save(cpu_cache, 1, *KEYS[6:8])
+    copies = disk_cache.take_writes(1)
+    assert keys_of(cpu_cache, copies) == KEYS[:2]
+    assert disk_cache.take_writes(2) == []
+    assert disk_cache.find_block(KEYS[0]) is None
+    disk_cache.note_report(DiskReport(1, is_read=False))
+    assert [disk_cache.find_block(key) for key in KEYS[:2]] == [copy.target for copy in copies]
+    assert disk_cache.take_writes(2) == []
+    # They are evicted first, although they were used for the write.
+    save(cpu_cache, 3, *KEYS[8:10])
+    assert [cpu_cache.find_block(key) is None for key in KEYS[:3]] == [True, True, False]
+    assert keys_of(cpu_cache, write(disk_cache, 3)) == KEYS[2:4]
+    assert disk_cache.num_written_blocks == 4
+
+
+def test_a_block_that_is_read_is_found_on_the_cpu_once_all_ranks_have_it() -> None:
+    cpu_cache, disk_cache = make_caches(num_cpu_blocks=4, num_disk_blocks=9)
+    save(cpu_cache, 0, *KEYS[:4])
+    write(disk_cache, 0)
+    save(cpu_cache, 1, KEYS[4])
+    assert cpu_cache.find_block(KEYS[0]) is None
+    disk_cache.read_blocks(KEYS[:1], 2)
+    (copy,) = disk_cache.take_reads(2)
+    assert copy.source == disk_cache.find_block(KEYS[0])
+    assert (cpu_cache.find_block(KEYS[0]), disk_cache.step_of_read(KEYS[0])) == (None, 2)
+    disk_cache.note_report(DiskReport(2, is_read=True))
+    assert cpu_cache.find_block(KEYS[0]) == copy.target
+    assert (disk_cache.read_step, disk_cache.step_of_read(KEYS[0])) == (2, None)
+    # It is on the disk still, and not written again.
+    assert KEYS[0] not in keys_of(cpu_cache, write(disk_cache, 3))
+
+
+def test_a_block_that_cannot_be_read_is_in_neither_pool() -> None:
+    cpu_cache, disk_cache = make_caches(num_cpu_blocks=8, num_disk_blocks=9)
+    save(cpu_cache, 0, *KEYS[:8])
+    write(disk_cache, 0)
+    save(cpu_cache, 1, *KEYS[8:10])
+    disk_cache.read_blocks(KEYS[:2], 2)
+    copies = disk_cache.take_reads(2)
+    disk_cache.note_report(DiskReport(2, is_read=True, failed=[copies[0].source]))
+    assert [cpu_cache.find_block(key) for key in KEYS[:2]] == [None, copies[1].target]
+    assert [disk_cache.find_block(key) for key in KEYS[:2]] == [None, copies[1].source]
+    assert (disk_cache.num_failed_reads, disk_cache.num_read_blocks) == (1, 1)
+    assert disk_cache.pool.num_in_transit == cpu_cache.pool.num_in_transit == 0
+    assert cpu_cache.pool.num_free == 8
+
+
+def test_after_a_write_failed_none_is_tried_for_a_while() -> None:
+    cpu_cache, disk_cache = make_caches(num_cpu_blocks=4, num_disk_blocks=9)
+    save(cpu_cache, 0, *KEYS[:4])
+    (copy,) = disk_cache.take_writes(5)
+    disk_cache.note_report(DiskReport(5, is_read=False, failed=[copy.target]))
+    assert (disk_cache.find_block(KEYS[0]), disk_cache.num_failed_writes) == (None, 1)
+    assert disk_cache.pool.num_free == 9
+    assert disk_cache.take_writes(5 + 255) == []
+    assert keys_of(cpu_cache, disk_cache.take_writes(5 + 256)) == KEYS[:1]
+
+
+def test_the_disk_holds_no_more_blocks_than_it_may_and_loses_the_oldest() -> None:
+    cpu_cache, disk_cache = make_caches(num_cpu_blocks=4, num_disk_blocks=2)
+    for step in range(8):
+        save(cpu_cache, step, KEYS[step])
+        assert all(copy.target < 2 for copy in write(disk_cache, step))
+    found = [number for number in range(8) if disk_cache.find_block(KEYS[number]) is not None]
+    assert found == [3, 4]
+
+
+def test_a_block_whose_values_are_bad_is_forgotten_while_it_is_copied() -> None:
+    cpu_cache, disk_cache = make_caches(num_cpu_blocks=4, num_disk_blocks=9)
+    save(cpu_cache, 0, *KEYS[:4])
+    disk_cache.take_writes(0)
+    disk_cache.forget_key(KEYS[0])
+    cpu_cache.forget_key(KEYS[0])
+    disk_cache.note_report(DiskReport(0, is_read=False))
+    assert (disk_cache.find_block(KEYS[0]), len(disk_cache)) == (None, 0)
+    assert (disk_cache.pool.num_free, disk_cache.pool.num_idle) == (9, 0)
+    assert (cpu_cache.pool.num_free, cpu_cache.pool.num_idle) == (4, 3)
+
+
+def test_reads_leave_half_of_the_cpu_pool_to_others() -> None:
+    cpu_cache, disk_cache = make_caches(num_cpu_blocks=8, num_disk_blocks=9)
+    save(cpu_cache, 0, *KEYS[:8])
+    write(disk_cache, 0)
+    save(cpu_cache, 1, *KEYS[8:10])
+    assert disk_cache.num_readable(0) == 4
+    assert disk_cache.num_readable(6) == 2
+    disk_cache.read_blocks(KEYS[:2], 2)
+    assert disk_cache.num_readable(0) == 2

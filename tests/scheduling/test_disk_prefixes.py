@@ -1,0 +1,107 @@
+"""Prefixes that come back from the disk, seen from plans."""
+
+from cluster.scheduling.sequence import SequenceState
+from tests.scheduling.harness import Harness
+
+
+def on_disk(*, max_num_seqs: int = 8) -> Harness:
+    """Return a harness whose disk alone has the first prompt, of two full blocks."""
+    harness = Harness(
+        block_size=4,
+        num_blocks=6,
+        num_cpu_blocks=8,
+        num_disk_blocks=20,
+        max_num_seqs=max_num_seqs,
+        preemption="swap",
+    )
+    for token_id in (1, 2, 4, 5, 6, 8, 10, 12):
+        harness.add([token_id] * 9, max_tokens=1)
+        harness.drain()
+        # What the last step did not write, the next one does.
+        harness.add([7], max_tokens=2)
+        harness.drain()
+    kv = harness.scheduler._kv
+    assert kv.disk_cache is not None
+    assert kv.cpu_cache is not None
+    assert kv.prefix_cache is not None
+    first = harness.sequences[0].keys
+    assert [kv.disk_cache.find_block(key) is not None for key in first] == [True, True]
+    assert [kv.cpu_cache.find_block(key) for key in first] == [None, None]
+    assert [kv.prefix_cache.find_block(key) for key in first] == [None, None]
+    return harness
+
+
+def test_a_sequence_waits_without_a_row_until_its_blocks_are_read_and_then_copied() -> None:
+    harness = on_disk()
+    harness.add([1] * 8 + [5], max_tokens=1)
+    sequence = harness.sequences[-1]
+    plan = harness.schedule()
+    assert plan is not None
+    assert (len(plan.disk_reads), plan.starts, plan.sequences) == (2, [], [])
+    assert sequence.state is SequenceState.WAITING
+    harness.execute()
+    harness.collect()
+    harness.acknowledge()
+    # An acknowledgement says nothing of files.
+    assert harness.schedule() is None
+    harness.end_disk_jobs()
+    plan = harness.schedule()
+    assert plan is not None
+    assert [copy.target for copy in plan.swap_ins] == plan.starts[0].block_ids
+    harness.drain()
+    assert harness.events[-1].num_cached_tokens == 8
+    stats = harness.scheduler.stats()
+    assert (stats.num_read_blocks, stats.num_disk_hit_tokens) == (2, 8)
+
+
+def test_a_sequence_whose_blocks_cannot_be_read_computes_them() -> None:
+    harness = on_disk()
+    harness.add([1] * 8 + [5], max_tokens=1)
+    harness.schedule()
+    harness.end_disk_jobs(num_failed=2)
+    harness.drain()
+    assert harness.events[-1].num_cached_tokens == 0
+    assert harness.scheduler.stats().num_failed_reads == 2
+
+
+def test_others_start_while_a_sequence_waits_for_the_disk() -> None:
+    harness = on_disk(max_num_seqs=1)
+    harness.add([1] * 8 + [5], max_tokens=1)
+    harness.add([7], max_tokens=1)
+    plan = harness.schedule()
+    assert plan is not None
+    assert len(plan.disk_reads) == 2
+    assert [start.token_ids for start in plan.starts] == [[7]]
+    harness.drain()
+
+
+def test_a_second_sequence_waits_for_the_same_blocks_and_reads_none() -> None:
+    harness = on_disk()
+    for _ in range(2):
+        harness.add([1] * 8 + [5], max_tokens=1)
+    plan = harness.schedule()
+    assert plan is not None
+    assert (len(plan.disk_reads), plan.starts) == (2, [])
+    assert {sequence.disk_step for sequence in harness.sequences[-2:]} == {plan.step}
+    harness.drain()
+    assert {event.num_cached_tokens for event in harness.events[-2:]} == {8}
+
+
+def test_another_tenant_waits_for_no_block_of_the_first() -> None:
+    harness = on_disk()
+    harness.add([1] * 8 + [5], max_tokens=1, tenant="other")
+    plan = harness.schedule()
+    assert plan is not None
+    assert (plan.disk_reads, plan.sequences[0].num_tokens) == ([], 9)
+    harness.drain()
+
+
+def test_new_ranks_have_no_prefixes_in_their_files() -> None:
+    harness = on_disk()
+    harness.add([1] * 8 + [5], max_tokens=1)
+    harness.schedule()
+    harness.replace_worker()
+    plan = harness.schedule()
+    assert plan is not None
+    assert (plan.disk_reads, plan.sequences[0].num_tokens) == ([], 9)
+    harness.drain()

@@ -1,0 +1,67 @@
+"""The file in which one rank keeps KV blocks, without a name in its folder.
+
+What has no name cannot be opened by other users, and is gone with the process, however it ends. The
+checksums of blocks are only in memory: a block that comes back is as it was, or an error.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+import zlib
+from pathlib import Path
+from tempfile import mkstemp
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+__all__ = ["DiskFile"]
+
+
+class DiskFile:
+    """Writes blocks of a pool to a file, and reads them back. Thread-safe for different blocks."""
+
+    def __init__(self, folder: str, blocks: torch.Tensor) -> None:
+        """`blocks` are those of the CPU pool. Raises OSError if the folder takes no file."""
+        self._blocks: npt.NDArray[np.uint8] = blocks.view(len(blocks), -1).view(torch.uint8).numpy()
+        self._descriptor, path = mkstemp(dir=folder)
+        weakref.finalize(self, os.close, self._descriptor)
+        Path(path).unlink()
+        self._checksums: dict[int, int] = {}
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def write_block(self, cpu_block: int, disk_block: int) -> None:
+        """Write a block. Raises OSError."""
+        content = memoryview(self._blocks[cpu_block])
+        self._checksums.pop(disk_block, None)
+        checksum = zlib.crc32(content)
+        offset, num_written = disk_block * len(content), 0
+        while num_written < len(content):
+            rest = content[num_written:]
+            num_written += os.pwrite(self._descriptor, rest, offset + num_written)
+        self._checksums[disk_block] = checksum
+
+    def read_block(self, disk_block: int, cpu_block: int) -> None:
+        """Read a block. Raises OSError, also if it is not as it was written.
+
+        The CPU block changes only if that succeeds, and never after `close`.
+        """
+        size = self._blocks.shape[1]
+        content = os.pread(self._descriptor, size, disk_block * size)
+        if zlib.crc32(content) != self._checksums.get(disk_block):
+            raise OSError("a block is not as it was written")
+        with self._lock:
+            if self._is_closed:
+                raise OSError("the file is closed")
+            self._blocks[cpu_block] = np.frombuffer(content, dtype=np.uint8)
+
+    def close(self) -> None:
+        """Change no CPU block any more; the file is gone once no call uses it."""
+        with self._lock:
+            self._is_closed = True
