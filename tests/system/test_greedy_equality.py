@@ -157,6 +157,14 @@ def test_whole_experts_on_two_ranks_change_nothing(truth: Truth, ray_cluster: No
     check_two_ranks(truth, enable_expert_parallel=True)
 
 
+@pytest.mark.parametrize(
+    "truth",
+    [
+        pytest.param(case, id=case.name, marks=[] if case.name == QUICK else pytest.mark.slow)
+        for case in SAMPLED_CASES
+    ],
+    indirect=True,
+)
 def test_prefixes_that_come_back_from_the_disks_of_two_ranks_change_nothing(
     truth: Truth, ray_cluster: None, tmp_path: Path
 ) -> None:
