@@ -131,6 +131,8 @@ def test_text_that_grows_ends_as_the_whole_text_does(page: ChatPage, size: int) 
         "'|a|b|\\n|-|:-:|\\n' + '|c|`d`|\\n'.repeat(50)",
         "'|a|b|\\n|-|-|\\n' + '|c|d|\\n'.repeat(1500)",
         "'- [a]\\n- b\\n- c\\n\\n[a]: https://example.com'",
+        "'```\\n' + 'a\\n\\n b\\n'.repeat(50) + '```'",
+        "'```\\n' + 'a\\n'.repeat(20_000)",
     ],
 )
 def test_long_blocks_grow_as_the_whole_text(page: ChatPage, text: str) -> None:
@@ -145,6 +147,26 @@ def test_what_is_drawn_of_a_list_or_table_is_kept(page: ChatPage, text: str) -> 
     grow(page, text)
     assert page.count(".markdown li") + page.count(".markdown tbody tr") == 40
     assert page.evaluate("window.first.isConnected")
+
+
+@pytest.mark.parametrize("num_lines", [1, 32, 33, 100, 20_000])
+def test_code_of_many_lines_is_that_of_the_model(page: ChatPage, num_lines: int) -> None:
+    code = (
+        f"Array.from({{length: {num_lines}}}, (_, i) => i % 7 === 5 ? '' : '  a' + i).join('\\n')"
+    )
+    put(page, f"'```\\n' + {code} + '\\n```'")
+    assert page.evaluate(f"document.querySelector('pre code').textContent === {code}")
+    # A browser lays out the last part of a block that grows.
+    assert page.evaluate("document.querySelectorAll('pre code > *').length") == min(
+        500, -(-num_lines // 32)
+    )
+    # What the user selects has no other lines.
+    select = "getSelection().selectAllChildren(document.querySelector('pre code'))"
+    page.evaluate(select)
+    assert page.evaluate(f"getSelection().toString().trimEnd() === ({code}).trimEnd()")
+    page.evaluate("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
+    page.click(".code .copy")
+    page.wait_for(f"window.copied === {code}")
 
 
 def test_open_code_block_grows_in_place(page: ChatPage, engine: FakeEngine) -> None:

@@ -3,34 +3,73 @@
 import { make } from "../dom.js";
 import { copyButton } from "../copy_button.js";
 
+// Lines of a part: a browser lays out a part that grows, and not those before it.
+const PART_LINES = 32;
+// The last one has all further lines.
+const MAX_PARTS = 500;
+
 export class CodeBlock {
-  #text;
+  #text = "";
   #language;
+  #code = make("code");
+  #numParts = 0;
+  /** The text node of the last part, and the number of its whole lines. */
+  #last = null;
+  #numLines = PART_LINES;
 
   constructor(token) {
-    const language = languageOf(token);
-    this.#language = language;
-    this.#text = document.createTextNode(token.text);
-    const code = make("code", {}, this.#text);
+    this.#language = languageOf(token);
     this.node = make(
       "figure",
       { className: "code" },
       make(
         "figcaption",
         {},
-        make("span", { textContent: language }),
-        copyButton(() => this.#text.data),
+        make("span", { textContent: this.#language }),
+        copyButton(() => this.#text),
       ),
-      make("pre", { tabIndex: 0 }, code),
+      make("pre", { tabIndex: 0 }, this.#code),
     );
+    this.#append(token.text);
   }
 
   /** Extend the block to a longer text, if it begins alike; return whether it does. */
   extend(token) {
     const { text } = token;
-    if (languageOf(token) !== this.#language || !text.startsWith(this.#text.data)) return false;
-    this.#text.appendData(text.slice(this.#text.length));
+    if (languageOf(token) !== this.#language || !text.startsWith(this.#text)) return false;
+    this.#append(text.slice(this.#text.length));
     return true;
+  }
+
+  #append(text) {
+    this.#text += text;
+    const parts = [];
+    let from = 0;
+    while (from < text.length) {
+      if (this.#numLines === PART_LINES && this.#numParts < MAX_PARTS) {
+        this.#last = document.createTextNode("");
+        this.#numLines = 0;
+        this.#numParts += 1;
+        parts.push(make("span", { className: "lines" }, this.#last));
+      }
+      const end = this.#endOfPart(text, from);
+      this.#last.appendData(text.slice(from, end));
+      from = end;
+    }
+    this.#code.append(...parts);
+  }
+
+  /** Return where the part ends that has the text from an index on, and count its lines. */
+  #endOfPart(text, from) {
+    if (this.#numLines === PART_LINES) return text.length;
+    let end = from;
+    while (this.#numLines < PART_LINES) {
+      const found = text.indexOf("\n", end);
+      if (found < 0) return text.length;
+      end = found + 1;
+      this.#numLines += 1;
+    }
+    return end;
   }
 }
 
