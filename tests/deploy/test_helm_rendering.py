@@ -222,6 +222,27 @@ def test_the_key_of_a_new_release_is_the_one_that_its_digest_is_of() -> None:
     assert len(key) > 40
 
 
+def test_what_the_head_mounts_outlives_the_release() -> None:
+    # KubeRay's Job for Redis has the volumes of the head, and runs when all else is deleted.
+    manifests = render_chart(None, _HUB | {"gcs": {"faultTolerance": "redis"}})
+    kept = {
+        one["metadata"]["name"]
+        for one in manifests
+        if one["metadata"].get("annotations", {}).get("helm.sh/resource-policy") == "keep"
+    }
+    head = _service(manifests)["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]
+    volumes = head["volumes"]
+    mounted = {one["secret"]["secretName"] for one in volumes if "secret" in one}
+    mounted |= {
+        one["persistentVolumeClaim"]["claimName"]
+        for one in volumes
+        if "persistentVolumeClaim" in one
+    }
+    assert mounted == {"pagedray-api-keys", "pagedray-models"}
+    # A key without its digest would be of no use.
+    assert kept == mounted | {"pagedray-client-key"}
+
+
 def test_routes_and_rocksdb_match_their_schemas() -> None:
     changes = {
         "gateway": {"enabled": True, "name": "gateway", "hostnames": ["llm.example.com"]},
