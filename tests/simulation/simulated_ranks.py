@@ -240,7 +240,8 @@ class _Rank:
 
     def post(self, message: StepPlan | StepMasks) -> None:
         """Send a message to the rank. Raises WorkerError if it is gone."""
-        if self._posted_step == self.acknowledged_step:
+        # It may be copying blocks, but has sent the outputs of all steps before this one.
+        if math.isinf(self.hang_s):
             self.hang_s = self._world.now_s() + _HANG_S
         self._posted_step = message.step
         self.channel.post(message)
