@@ -224,6 +224,8 @@ class _Rank:
         self.hang_s = math.inf
         """When it counts as hung unless it answers."""
         self._posted_step = -1
+        self._num_disk_jobs = 0
+        """Reads and writes of plans that it has not reported."""
         self.is_hung = False
         self.has_news = False
         self.is_killed = False
@@ -240,10 +242,11 @@ class _Rank:
 
     def post(self, message: StepPlan | StepMasks) -> None:
         """Send a message to the rank. Raises WorkerError if it is gone."""
-        # It may be copying blocks, but has sent the outputs of all steps before this one.
         if math.isinf(self.hang_s):
             self.hang_s = self._world.now_s() + _HANG_S
         self._posted_step = message.step
+        if isinstance(message, StepPlan):
+            self._num_disk_jobs += bool(message.disk_reads) + bool(message.disk_writes)
         self.channel.post(message)
         while not self.channel.flush():
             pass
@@ -253,14 +256,15 @@ class _Rank:
         for message in self.channel.received():
             if isinstance(message, WorkerFailure):
                 raise WorkerError("A rank failed.", details=message.text)
+            assert isinstance(message, StepOutput | StepAck | DiskReport)
             if isinstance(message, DiskReport):
                 self.disk_reports.append(message)
-                continue
-            assert isinstance(message, StepOutput | StepAck)
-            if isinstance(message, StepAck) or message.is_acknowledged:
+                self._num_disk_jobs -= 1
+            elif isinstance(message, StepAck) or message.is_acknowledged:
                 assert message.step == self.acknowledged_step + 1
                 self.acknowledged_step = message.step
-            is_idle = message.step == self._posted_step
+            # One that only copies blocks is noticed too, since its process beats no more.
+            is_idle = self.acknowledged_step == self._posted_step and not self._num_disk_jobs
             self.hang_s = math.inf if is_idle else self._world.now_s() + _HANG_S
             if isinstance(message, StepOutput):
                 self.outputs.append(message)
