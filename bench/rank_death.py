@@ -18,7 +18,6 @@ import os
 import random
 import re
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -34,6 +33,7 @@ import grpc
 import psutil
 
 from bench.engine import MAX_TOKEN_ID, SHAPES, write_results
+from bench.machine import free_port
 from bench.random_checkpoint import write_checkpoint
 from pagedray.v1 import pagedray_pb2, pagedray_pb2_grpc
 
@@ -89,7 +89,7 @@ class Server:
     """`pagedray serve` in a process of its own, whose log is kept."""
 
     def __init__(self, folder: Path, log: Path, arguments: list[str]) -> None:
-        self.port = _free_port()
+        self.port = free_port()
         self.lines: list[tuple[float, str]] = []
         """With the time at which each was read."""
         self._is_ready = threading.Event()
@@ -297,12 +297,6 @@ def _folder(given: Path | None) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory() as temporary:
         yield Path(temporary)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

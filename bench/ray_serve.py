@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import socket
 import tempfile
 import time
 from collections import deque
@@ -22,6 +21,7 @@ from ray import serve
 
 from bench.controller import SimulatedRanks
 from bench.frontend_server import MODEL, TOKEN
+from bench.machine import free_port
 from cluster.serving.ray_serve.deployment import PagedRay, deployment_options
 from cluster.serving.ray_serve.options import read_arguments
 from pagedray.batch import StepOutput
@@ -92,7 +92,7 @@ class ServeCluster:
     """Ray Serve on the loopback interface, as a context manager."""
 
     def __init__(self) -> None:
-        self.http_port, self.grpc_port = _free_port(), _free_port()
+        self.http_port, self.grpc_port = free_port(), free_port()
         self._folder = tempfile.TemporaryDirectory()
 
     def deploy(self, step_s: float) -> str:
@@ -148,9 +148,3 @@ class ServeCluster:
         serve.shutdown()
         ray.shutdown()
         self._folder.cleanup()
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
