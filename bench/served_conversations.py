@@ -49,7 +49,7 @@ _WAYS = (
 )
 """Names, routers, and the bound of load."""
 _TITLES = ("routing", "part computed", "mean TTFT, s", "p99, s", "failed")
-_MAX_WORDS = 320
+_MAX_WORDS = 130
 """Of a first message: a conversation fits in the context of 1 024 tokens."""
 _PROXY_CALLBACK = "cluster.serving.ray_serve.http_proxy:middlewares"
 
@@ -81,9 +81,9 @@ def main() -> int:
     parser.add_argument("--num-turns", type=int, default=10)
     parser.add_argument("--num-replicas", type=int, default=4)
     parser.add_argument("--num-blocks", type=int, default=900, help="of a replica (900)")
-    parser.add_argument("--num-first-words", type=int, default=100, help="on average (100)")
+    parser.add_argument("--num-first-words", type=int, default=70, help="on average (70)")
     parser.add_argument("--num-answer-tokens", type=int, default=20)
-    parser.add_argument("--think-s", type=float, default=20.0, help="on average (20)")
+    parser.add_argument("--think-s", type=float, default=15.0, help="on average (15)")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     # Serve's processes import the router of this module.
