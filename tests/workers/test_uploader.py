@@ -6,18 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.workers.devices import DEVICES
 from workers.sampling.uploader import Uploader
-
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-        ],
-    ),
-]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -8,19 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.workers.devices import DEVICES
 from workers.runner.token_table import TokenTable
 
 NUM_ROWS, MAX_MODEL_LEN = 7, 30
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-        ],
-    ),
-]
 
 
 @pytest.mark.parametrize("device", DEVICES)
