@@ -104,7 +104,9 @@ LLAMA_8B_H200 = StepCost(
     block_out_s=39.1e-6,
     block_in_s=39.2e-6,
 )
-"""A Llama of 8B parameters in bfloat16 on one NVIDIA H200, fitted to single steps and copies.
+"""A Llama of 8B parameters in bfloat16 on one NVIDIA H200, fitted to single steps.
+
+Copies of blocks are those of an H100.
 
 docs/simulation.md says to which figures, docs/benchmarks.md how it predicts whole runs.
 """
