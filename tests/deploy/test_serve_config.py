@@ -53,7 +53,12 @@ def demo(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 def test_http_requires_a_key(demo: ServeDemo) -> None:
     with httpx.Client(base_url=f"http://127.0.0.1:{demo.http_port}", timeout=60.0) as client:
         assert client.get(_ready_path(demo.container)).status_code == 200
-        body = {"model": TINY_LLAMA.name, "prompt": "import os", "max_tokens": 8}
+        body = {
+            "model": TINY_LLAMA.name,
+            "prompt": "import os",
+            "max_tokens": 8,
+            "ignore_eos": True,
+        }
         assert client.post("/v1/completions", json=body).status_code == 401
         headers = {"Authorization": f"Bearer {demo.key}"}
         answer = client.post("/v1/completions", json=body, headers=headers)

@@ -32,12 +32,17 @@ class CopyingStep:
 class CopyingWorker:
     """Launches `CopyingStep`s."""
 
+    has_disk_jobs = False
+
     def __init__(self) -> None:
         self.steps: list[CopyingStep] = []
 
     def launch(self, plan: StepPlan | EmbedPlan) -> CopyingStep:
         self.steps.append(CopyingStep(plan.step))
         return self.steps[-1]
+
+    def take_disk_report(self) -> None:
+        """Return None, as there is no disk."""
 
     def end_copies(self) -> None:
         """End all copies so far."""
