@@ -35,8 +35,7 @@ _MEMINFO = Path("/proc/meminfo")
 
 def free_host_bytes(config: EngineConfig) -> int:
     """Return the bytes of host memory that the cache of one rank may take."""
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    share = available // 2 // config.parallel.tensor_parallel_size
+    share = available_host_bytes() // 2 // config.parallel.tensor_parallel_size
     return min(MAX_HOST_POOL_BYTES, int(share * config.cache.memory_fraction))
 
 

@@ -61,3 +61,13 @@ def test_pool_of_a_cpu_stays_small() -> None:
     config = engine_config(TINY_LLAMA, EngineOptions(device="cpu"))
     assert host_pool_bytes(config) == GIB
     assert free_host_bytes(config) <= 4 * GIB
+
+
+@pytest.mark.parametrize(("num_ranks", "gib"), [(1, 3.0), (2, 1.5)])
+def test_cache_of_a_cpu_takes_half_of_the_memory_that_the_kernel_can_free(
+    num_ranks: int, gib: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Most of it may be cached pages, as after a checkpoint was read.
+    monkeypatch.setattr("workers.memory_profile.available_host_bytes", lambda: 6 * GIB)
+    options = EngineOptions(device="cpu", memory_fraction=0.5, tensor_parallel_size=num_ranks)
+    assert free_host_bytes(engine_config(TINY_LLAMA, options)) == int(gib * GIB * 0.5)
