@@ -80,8 +80,8 @@ class PackedGemm(TiledProduct):
     ) -> Self | None:
         """Return the GEMM with a weight that another library has packed, `[num_elements]`.
 
-        None if `make` returned None, or the library has not packed `weight` into tiles of columns
-        as this module does, or that cannot be told as the weight is constant.
+        None if `make` returned None, or if the library packed `weight` in another way than this
+        module does. A constant weight looks the same in every layout, and also gives None.
         """
         out_size, in_size = weight.shape
         kernels = {
