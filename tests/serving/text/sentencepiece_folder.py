@@ -1,4 +1,4 @@
-"""A tokenizer of sentencepiece, saved as tokenizer.json."""
+"""Small models of sentencepiece, and one of them saved as tokenizer.json."""
 
 from __future__ import annotations
 
@@ -12,18 +12,16 @@ from tokenizers import decoders, models, normalizers, processors
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["write_sentencepiece"]
+__all__ = ["train_sentencepiece", "write_sentencepiece"]
 
-SENTENCES = ("def f(x):\n    return x + 1\n", "import numpy as np\n", "class A:\n    pass\n")
+_SENTENCES = ("def f(x):\n    return x + 1\n", "import numpy as np\n", "class A:\n    pass\n")
 
 
-def write_sentencepiece(
-    folder: Path, marks: tuple[str, ...]
-) -> sentencepiece.SentencePieceProcessor:
-    """Save a small model with the marks as control tokens, and return the library's own."""
+def train_sentencepiece(marks: tuple[str, ...] = ()) -> bytes:
+    """Return a small model, with the marks as control tokens."""
     content = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter((*SENTENCES * 20, "\u263a")),
+        sentence_iterator=iter((*_SENTENCES * 20, "\u263a")),
         model_writer=content,
         vocab_size=320,
         model_type="bpe",
@@ -37,7 +35,14 @@ def write_sentencepiece(
         control_symbols=list(marks),
         minloglevel=2,
     )
-    processor = sentencepiece.SentencePieceProcessor(model_proto=content.getvalue())
+    return content.getvalue()
+
+
+def write_sentencepiece(
+    folder: Path, marks: tuple[str, ...]
+) -> sentencepiece.SentencePieceProcessor:
+    """Save a small model with the marks as control tokens, and return the library's own."""
+    processor = sentencepiece.SentencePieceProcessor(model_proto=train_sentencepiece(marks))
     pieces = {processor.id_to_piece(index): index for index in range(processor.get_piece_size())}
     # A pair is merged if its piece has the best score, and the leftmost of equal ones.
     merges = sorted(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import importlib.util
-import io
 import json
 import shutil
 from itertools import pairwise
@@ -17,6 +16,7 @@ from transformers import AutoTokenizer
 from cluster.cli.commands import main
 from cluster.serving.text.tokenizer import Tokenizer
 from pagedray.errors import CheckpointError
+from tests.serving.text.sentencepiece_folder import train_sentencepiece
 from tests.system.server_process import TINY_LLAMA
 
 if TYPE_CHECKING:
@@ -37,24 +37,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 def save_sentencepiece(folder: Path) -> sentencepiece.SentencePieceProcessor:
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(SENTENCES * 20),
-        model_writer=model,
-        vocab_size=320,
-        model_type="bpe",
-        byte_fallback=True,
-        character_coverage=1.0,
-        add_dummy_prefix=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        hard_vocab_limit=False,
-        minloglevel=2,
-    )
-    (folder / "tokenizer.model").write_bytes(model.getvalue())
+    model = train_sentencepiece()
+    (folder / "tokenizer.model").write_bytes(model)
     settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"unk_token": "<unk>"}))
-    return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    return sentencepiece.SentencePieceProcessor(model_proto=model)
 
 
 def save_tekken(folder: Path) -> dict[bytes, int]:
