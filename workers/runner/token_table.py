@@ -40,15 +40,16 @@ class TokenTable:
         self._tokens = torch.zeros(
             (max_num_rows, max_model_len + 1), dtype=torch.int64, device=device
         )
-        self.token_ids = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
-        """`[max_num_tokens]`: on a GPU, those of the latest step at its beginning."""
+        num_kept = max_num_tokens if self._is_cuda else 0
+        self.token_ids = torch.zeros(num_kept, dtype=torch.int64, device=device)
+        """`[max_num_tokens]`, those of the latest step at its beginning; empty on a CPU."""
         self.positions = torch.zeros_like(self.token_ids)
-        """`[max_num_tokens]`, as `token_ids`."""
+        """As `token_ids`."""
         self._prompts = PinnedRing(device)
         self._steps = PinnedRing(device)
         self._outputs = [
-            torch.empty(max_num_rows, dtype=torch.int64, pin_memory=self._is_cuda)
-            for _ in range(_NUM_OUTPUTS)
+            torch.empty(max_num_rows, dtype=torch.int64, pin_memory=True)
+            for _ in range(_NUM_OUTPUTS if self._is_cuda else 0)
         ]
         self._turn = 0
 
