@@ -1,7 +1,7 @@
 """Loads the kernels in C: those that came with the package, or compiled for this machine.
 
-The compiled library is kept in the user's cache directory, so that only the first start takes the
-second or two; if another user could change what is there, each start compiles. Without a C
+The compiled libraries are kept in the user's cache directory, so that only the first start takes
+the seconds for each; if another user could change what is there, each start compiles. Without a C
 compiler, callers fall back to torch.
 """
 
