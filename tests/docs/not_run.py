@@ -38,10 +38,13 @@ NOT_RUN: Mapping[str, str] = {
 """Reasons by patterns of a block's document and first line."""
 
 SLOW: Mapping[str, str] = {
+    "docs/load-tests.md: pagedray bench latency *": "takes six seconds",
     "docs/load-tests.md: pagedray bench serve *": "takes ten seconds",
     "README.md: pagedray serve *": "starts Ray",
+    "docs/quickstart.md: pagedray generate *": "is like the example of README.md",
     "docs/quickstart.md: pagedray serve *": "starts Ray",
     "docs/load-tests.md: pagedray serve *": "starts Ray",
+    "docs/simulation.md: pagedray simulate --num-prompts *": "simulates thousands of requests",
 }
 """Blocks that only `make test-slow` runs, in the same form."""
 

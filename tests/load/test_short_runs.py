@@ -42,7 +42,7 @@ async def test_overload_is_rejected_and_the_rest_is_served(
     server: MeasuredServer,
 ) -> None:
     figures = await overload.overload(
-        server, overload.HttpClient, num_tokens=32, peak_s=0.5, overload_s=2.0
+        server, overload.HttpClient, num_tokens=32, peak_s=0.5, overload_s=1.0
     )
     refusals, served = figures["refusals"], figures["served"]
     assert isinstance(refusals, dict)

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from tests.checkpoints import Case
 
-QUICK = "gemma2-window-of-blocks"
-"""The case that runs on two ranks each time: ranks take seconds to start."""
 BLOCK_SIZES = (4, pytest.param(16, marks=pytest.mark.slow))
 """The smaller blocks have more boundaries."""
 
@@ -78,7 +76,7 @@ def test_token_budget_that_forces_chunks_changes_nothing(truth: Truth, block_siz
         assert generated(llm, truth.prompts) == truth.continuations
 
 
-@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
 def test_prefix_hit_changes_nothing(truth: Truth, block_size: int) -> None:
     with local_llm(
         truth.folder,
@@ -98,7 +96,7 @@ def test_prefix_hit_changes_nothing(truth: Truth, block_size: int) -> None:
     )
 
 
-@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
 def test_prefix_that_comes_back_from_the_cpu_pool_changes_nothing(
     truth: Truth, block_size: int
 ) -> None:
@@ -133,13 +131,10 @@ def test_logprobs_equal_those_of_transformers(truth: Truth) -> None:
         assert llm.stats().scheduler.num_hit_tokens > 0
 
 
+# Ranks take seconds to start: whole experts are the case that runs on two of them each time.
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "truth",
-    [
-        pytest.param(case, id=case.name, marks=[] if case.name == QUICK else pytest.mark.slow)
-        for case in ALL_CASES
-    ],
-    indirect=True,
+    "truth", [pytest.param(case, id=case.name) for case in ALL_CASES], indirect=True
 )
 def test_two_ranks_change_nothing(truth: Truth, ray_cluster: None) -> None:
     check_two_ranks(truth)
@@ -157,13 +152,9 @@ def test_whole_experts_on_two_ranks_change_nothing(truth: Truth, ray_cluster: No
     check_two_ranks(truth, enable_expert_parallel=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "truth",
-    [
-        pytest.param(case, id=case.name, marks=[] if case.name == QUICK else pytest.mark.slow)
-        for case in SAMPLED_CASES
-    ],
-    indirect=True,
+    "truth", [pytest.param(case, id=case.name) for case in SAMPLED_CASES], indirect=True
 )
 def test_prefixes_that_come_back_from_the_disks_of_two_ranks_change_nothing(
     truth: Truth, ray_cluster: None, tmp_path: Path

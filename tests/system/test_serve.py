@@ -6,9 +6,11 @@ import asyncio
 import errno
 import ipaddress
 import json
+import os
 import signal
 import socket
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -26,7 +28,6 @@ from tests.system.server_process import TINY_LLAMA, ServerProcess, run_pagedray
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 PROMPT = "def read_config(path):\n"
 NUM_STREAMS = 64
@@ -41,10 +42,13 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(home: Path) -> Iterator[ServerProcess]:
     # In bfloat16 some CPUs round matmuls differently at other batch sizes.
     options = ("--tensor-parallel-size=2", "--num-blocks=512", "--dtype=float32")
+    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     with pytest.MonkeyPatch.context() as patch:
         # As an operator starts it.
         patch.delenv("RAY_AUTH_TOKEN")
         patch.setenv("HOME", str(home))
+        # Both ranks would compile the kernels.
+        patch.setenv("XDG_CACHE_HOME", cache)
         with ServerProcess(options) as process:
             yield process
 

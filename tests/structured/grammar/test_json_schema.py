@@ -34,7 +34,7 @@ def check(schema: object, text: str) -> None:
     jsonschema.Draft202012Validator(schema, format_checker=FORMATS).validate(json.loads(text))  # type: ignore[arg-type]  # the stubs are narrower than the library
 
 
-@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 40), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [range(10), pytest.param(range(10, 40), marks=pytest.mark.slow)])
 def test_texts_of_random_schemas_are_valid(
     seeds: range, compiler: StructureCompiler, tokenizer: Tokenizer
 ) -> None:
@@ -47,7 +47,7 @@ def test_texts_of_random_schemas_are_valid(
         if text is not None:
             check(schema, text)
             num_texts += 1
-    assert num_texts > 12
+    assert num_texts > len(seeds) // 2
 
 
 @pytest.mark.parametrize(

@@ -68,12 +68,13 @@ def next_rank(server: ServerProcess, old: list[psutil.Process]) -> psutil.Proces
 
 
 def test_streams_go_on_after_a_rank_was_stopped(server: ServerProcess) -> None:
-    undisturbed = undisturbed_tokens(server, 300)
+    undisturbed = undisturbed_tokens(server, 120)
     before = server.metrics()
-    with make_streams(server, 300) as streams:
+    with make_streams(server, 120) as streams:
         streams.start()
         victim = server.ranks()[-1]
         victim.suspend()
+        assert streams.num_running() == len(PROMPTS)
         stopped_s = time.monotonic()
         wait_for(lambda: not server.is_ready(), NOTICED_S)
         print(f"not ready after {time.monotonic() - stopped_s:.1f} s")

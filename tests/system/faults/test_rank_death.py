@@ -84,6 +84,7 @@ def test_rank_that_cannot_leave_its_group_is_replaced_too(llm: LLM) -> None:
     assert not set(old) & set(rank_processes())
 
 
+@pytest.mark.slow
 def test_engine_that_cannot_recover_reports_it(llm: LLM, folder: Path) -> None:
     tokens_of(llm)
     # The new ranks find no checkpoint.

@@ -18,7 +18,7 @@ from tests.system.server_process import TINY_LLAMA, serve_command
 @pytest.mark.parametrize(
     ("executor", "number", "last_line"),
     [
-        ("local", signal.SIGINT, ""),
+        pytest.param("local", signal.SIGINT, "", marks=pytest.mark.slow),
         ("ray", signal.SIGINT, "Starting Ray"),
         pytest.param("ray", signal.SIGTERM, "Starting Ray", marks=pytest.mark.slow),
         pytest.param("ray", signal.SIGTERM, "Starting 1 rank", marks=pytest.mark.slow),

@@ -160,7 +160,7 @@ def test_tiles_hold_twice_what_an_expert_has_on_average() -> None:
     assert sizes == {8: 16, 100: 32, 200: 64, 8000: 128}
 
 
-@pytest.mark.parametrize("num_rows", [3, 30, 60, 250])
+@pytest.mark.parametrize("num_rows", or_slow([3, 30, 60, 250], slow=[250]))
 def test_every_default_tile_computes_the_same(num_rows: int) -> None:
     ExpertCase(num_rows, hidden_size=64, inner_size=40, dtype=torch.bfloat16).check(None)
 

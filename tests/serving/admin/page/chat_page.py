@@ -26,8 +26,9 @@ class ChatPage:
     def __enter__(self) -> Self:
         self.browser.console.clear()
         self.browser.look(width=1200, height=800)
-        self.browser.open(self._server.url)
-        self.browser.evaluate("localStorage.clear()")
+        self.browser.send(
+            "Storage.clearDataForOrigin", origin=self._server.url, storageTypes="local_storage"
+        )
         self.load()
         return self
 
