@@ -9,11 +9,11 @@ import asyncio
 import time
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from enum import Enum
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from cluster.serving.admission import Admission
 from cluster.serving.auth.authenticator import Authenticator
 from cluster.serving.calls.embedding_call import EmbeddingCall, EmbeddingOutput
 from cluster.serving.calls.generation_call import GenerationCall, GenerationOutput, Usage
@@ -37,13 +37,11 @@ from cluster.serving.validation.embedding_validator import EmbeddingValidator
 from cluster.serving.validation.score_validator import ScoreValidator
 from cluster.serving.validation.validator import Validator
 from pagedray.errors import (
-    DeadlineError,
     EngineError,
     ForbiddenError,
     InvalidRequestError,
     OverloadedError,
     PagedRayError,
-    ShuttingDownError,
 )
 from pagedray.request import check_token_ids
 
@@ -67,20 +65,9 @@ if TYPE_CHECKING:
 __all__ = ["EmbeddingOutput", "GenerationCall", "GenerationOutput", "Servicer", "Usage"]
 
 _CONTINUED = "The request continues in another call."
-_TASK_TEXTS: dict[Task, str] = {
-    "generate": "generates text",
-    "embed": "makes embeddings and does nothing else",
-    "score": "scores pairs of texts and does nothing else",
-}
 _IDLE_POLL_S = 0.02
 _MANY_TOKENS = 1024
 """Token ids from which on detokenizing runs in a thread."""
-
-
-class _Phase(Enum):
-    STARTING = "starting"
-    READY = "ready"
-    DRAINING = "draining"
 
 
 class Servicer:
@@ -154,13 +141,13 @@ class Servicer:
             num_streams=lambda: len(self.resumables),
             num_stream_bytes=lambda: self.resumables.num_bytes,
         )
-        self._phase = _Phase.STARTING
+        self._admission = Admission(client, config.model, self.authenticator, self.buffers)
         self._started_s = time.monotonic()
 
     @property
     def is_ready(self) -> bool:
         """Whether requests are accepted and the engine makes progress."""
-        return self._phase is _Phase.READY and self.client.is_healthy
+        return self._admission.is_ready and self.client.is_healthy
 
     @property
     def num_open_calls(self) -> int:
@@ -177,13 +164,12 @@ class Servicer:
             self.validator.warm_up()
 
     def set_ready(self) -> None:
-        if self._phase is _Phase.STARTING:
-            self._phase = _Phase.READY
+        if self._admission.set_ready():
             self._recorder.start_sampling(lambda: self.client.engine.stats(), self._uptime_s)
 
     def stop_accepting(self) -> None:
         """Accept no more requests, and report not ready."""
-        self._phase = _Phase.DRAINING
+        self._admission.stop()
 
     async def drain(self, grace_s: float) -> None:
         """Accept no more requests, and end those that run longer than `grace_s`."""
@@ -221,7 +207,7 @@ class Servicer:
         # A call that resumes a stream needs no room; others are rejected later.
         may_resume = self.resumables.has_streams(tenant.name)
         needs_room = uses_engine and not is_continued and not may_resume
-        if needs_room and self._phase is _Phase.READY:
+        if needs_room and self._admission.is_ready:
             self.client.engine.check_room(tenant.name, 0)
         return self._calls.enter_call(tenant, is_admitted=is_continued, may_resume=may_resume)
 
@@ -243,8 +229,8 @@ class Servicer:
         EngineError; then nothing was submitted.
         """
         with self._watch(given.arrival) as watch:
-            self._check_task("generate")
-            tenant = self._admit(given)
+            self._admission.check_task("generate")
+            tenant = self._admission.admit(given)
             if given.is_resumable:
                 self.resumables.check_allowed(tenant.name)
                 self.resumables.check_room(tenant.name)
@@ -285,8 +271,8 @@ class Servicer:
     ) -> EmbeddingOutput:
         # A call may be rejected before its validation begins.
         with closing(validating), self._watch(given.arrival) as watch:
-            self._check_task(task)
-            tenant = self._admit(given)
+            self._admission.check_task(task)
+            tenant = self._admission.admit(given)
             call = entered or self._calls.enter_call(tenant)
             try:
                 call.begin()
@@ -295,7 +281,7 @@ class Servicer:
                 watch.note_validated(num_tokens)
                 call.reserve_tokens(num_prompt_tokens=num_tokens, num_tokens=num_tokens)
                 # Tokenizing took time, in which a drain may have begun.
-                self._check_phase()
+                self._admission.check_phase()
                 request = replace(request, weight=tenant.weight)
                 call.task = embedding = EmbeddingCall(
                     self.client.embedding_engine.submit_request(request)
@@ -385,32 +371,6 @@ class Servicer:
             watch.note_end(error if isinstance(error, PagedRayError) else "cancelled")
             raise
 
-    def _check_task(self, task: Task) -> None:
-        model = self.config.model
-        if task == model.task:
-            return
-        text = _TASK_TEXTS[model.task]
-        if (model.task, task) == ("generate", "embed"):
-            text += "; for embeddings its server must be started with --task embed"
-        raise InvalidRequestError(f"The model {model.name} {text}.", param="model")
-
-    def _check_phase(self) -> None:
-        if self._phase is _Phase.STARTING:
-            raise EngineError("The model is not loaded yet.")
-        if self._phase is _Phase.DRAINING:
-            raise ShuttingDownError
-
-    def _admit(self, given: GenerationInput | EmbeddingInput | ScoreInput) -> Tenant:
-        """Return the tenant of a call. Raises errors that are known without reading its texts."""
-        self._check_phase()
-        tenant = self.authenticator.tenant_named(given.tenant)
-        if given.deadline_s is not None and time.monotonic() >= given.deadline_s:
-            raise DeadlineError("The deadline passed before the request arrived.")
-        if not (isinstance(given, GenerationInput) and given.is_continued):
-            self.client.engine.check_room(tenant.name, 0)
-            self.buffers.check_room(tenant.name)
-        return tenant
-
     def _id_of(self, given: GenerationInput, requests: tuple[Request, ...], call: OpenCall) -> str:
         """Return the id of a new call; a call that it continues here ends.
 
@@ -445,7 +405,7 @@ class Servicer:
         )
         watch.note_validated(num_prompt_tokens, requests)
         # Tokenizing took time, in which a drain may have begun.
-        self._check_phase()
+        self._admission.check_phase()
         if given.client_id is not None:
             self.resumables.check_id(given.tenant, given.client_id)
         call.set_id(self._id_of(given, requests, call))
