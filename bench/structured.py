@@ -45,9 +45,9 @@ from cluster.engine.options import EngineOptions, engine_config
 from cluster.serving.inputs import GenerationInput
 from cluster.serving.text.tokenizer import Tokenizer
 from cluster.serving.validation.validator import Validator
+from cluster.structured.matchers.vocabulary import Vocabulary, vocabulary_of
 from cluster.structured.processes.compiler import StructureCompiler
 from cluster.structured.processes.messages import CompileLimits
-from cluster.structured.processes.vocabulary import Vocabulary, vocabulary_of
 from pagedray.batch import StepOutput
 from pagedray.request import FinishReason, Request, SamplingParams, Structure
 

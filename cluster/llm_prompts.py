@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 from cluster.serving.http.schema import read_part
 from cluster.serving.inputs import ChatPrompt, Prompt
 from cluster.serving.intake.steps import finish
-from cluster.serving.openai.messages import Message, read_messages
-from cluster.serving.openai.tool_fields import read_tools
+from cluster.serving.openai.bodies.messages import Message, read_messages
+from cluster.serving.openai.bodies.tool_fields import read_tools
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster.serving.openai.chat_body import ChatBody
-from cluster.serving.openai.completion_body import CompletionBody
+from cluster.serving.openai.bodies.chat_body import ChatBody
+from cluster.serving.openai.bodies.completion_body import CompletionBody
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -12,13 +12,13 @@ import pytest
 from cluster.serving.http.schema import read_body
 from cluster.serving.intake.steps import finish
 from cluster.serving.json_body import read_json
-from cluster.serving.openai.chat_body import ChatBody
-from cluster.serving.openai.completion_body import CompletionBody
+from cluster.serving.openai.bodies.chat_body import ChatBody
+from cluster.serving.openai.bodies.completion_body import CompletionBody
 from cluster.serving.tools.tool_choice import ToolChoice, ToolUse
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from cluster.serving.openai.generation_body import GenerationBody
+    from cluster.serving.openai.bodies.generation_body import GenerationBody
 
 MESSAGE = b'{"role":"user","content":"a"}'
 PART = b'{"type":"text","text":"a"}'

@@ -15,14 +15,18 @@ from cluster.serving.anthropic.messages_body import (
     OutputConfig,
     OutputFormat,
 )
-from cluster.serving.openai.chat_body import ChatBody
-from cluster.serving.openai.completion_body import CompletionBody
-from cluster.serving.openai.embedding_body import EmbeddingBody
-from cluster.serving.openai.generation_body import StreamOptions
-from cluster.serving.openai.messages import CalledFunction, Message, MessageCall, TextPart
-from cluster.serving.openai.score_body import DocumentObject, RerankBody, ScoreBody
-from cluster.serving.openai.structure import JsonSchemaFormat, ResponseFormat, StructuredOutputs
-from cluster.serving.openai.tool_fields import (
+from cluster.serving.openai.bodies.chat_body import ChatBody
+from cluster.serving.openai.bodies.completion_body import CompletionBody
+from cluster.serving.openai.bodies.embedding_body import EmbeddingBody
+from cluster.serving.openai.bodies.generation_body import StreamOptions
+from cluster.serving.openai.bodies.messages import CalledFunction, Message, MessageCall, TextPart
+from cluster.serving.openai.bodies.score_body import DocumentObject, RerankBody, ScoreBody
+from cluster.serving.openai.bodies.structure import (
+    JsonSchemaFormat,
+    ResponseFormat,
+    StructuredOutputs,
+)
+from cluster.serving.openai.bodies.tool_fields import (
     Function,
     NamedFunction,
     ToolChoiceObject,

@@ -9,9 +9,9 @@ from pydantic import FailFast, Field
 
 from cluster.serving.http.schema import Body, Defaults
 from cluster.serving.inputs import ChatPrompt, TokenizeInput
-from cluster.serving.openai.chat_body import MAX_MESSAGES, check_open_end
-from cluster.serving.openai.messages import Message, read_messages
-from cluster.serving.openai.tool_fields import read_tools, tools_field
+from cluster.serving.openai.bodies.chat_body import MAX_MESSAGES, check_open_end
+from cluster.serving.openai.bodies.messages import Message, read_messages
+from cluster.serving.openai.bodies.tool_fields import read_tools, tools_field
 from cluster.serving.tools.tool import MAX_TOOLS
 from pagedray.errors import InvalidRequestError
 

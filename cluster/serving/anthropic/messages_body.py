@@ -15,8 +15,8 @@ from cluster.serving.anthropic.blocks import (
 from cluster.serving.http.schema import Body, BodyPart, Defaults, named_schema, read_part
 from cluster.serving.inputs import ChatPrompt, GenerationInput, TokenizeInput
 from cluster.serving.json_text import json_text
-from cluster.serving.openai.chat_body import MAX_MESSAGES
-from cluster.serving.openai.generation_body import bounds
+from cluster.serving.openai.bodies.chat_body import MAX_MESSAGES
+from cluster.serving.openai.bodies.generation_body import bounds
 from cluster.serving.text.templates.chat_template import ChatMessage
 from cluster.serving.text.templates.template_arguments import Effort, TemplateArguments
 from cluster.serving.tools.tool import MAX_TOOLS, Tool

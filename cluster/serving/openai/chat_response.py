@@ -5,17 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cluster.serving.openai.generation_response import (
-    GenerationResponse,
-    ResponseChoice,
-    ResponseOptions,
-)
+from cluster.serving.openai.generation_response import GenerationResponse
 from cluster.serving.openai.prompt_reports import finite
 from cluster.serving.tools.turn_reader import TurnDelta
 
 if TYPE_CHECKING:
     from cluster.serving.http.errors import Json
     from cluster.serving.intake.parsing import Parsing
+    from cluster.serving.openai.response_choice import ResponseChoice, ResponseOptions
     from cluster.serving.servicer import GenerationCall, Usage
     from cluster.serving.text.text_stream import SequenceOutput
     from cluster.serving.text.token_bytes import TokenBytes

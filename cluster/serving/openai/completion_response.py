@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cluster.serving.openai.generation_response import GenerationResponse, ResponseChoice
+from cluster.serving.openai.generation_response import GenerationResponse
 from cluster.serving.openai.prompt_reports import finite
 
 if TYPE_CHECKING:
     from cluster.serving.http.errors import Json
+    from cluster.serving.openai.response_choice import ResponseChoice
     from cluster.serving.text.text_stream import SequenceOutput
     from pagedray.batch import TokenLogprobs
 

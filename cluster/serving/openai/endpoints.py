@@ -17,13 +17,13 @@ from cluster.serving.http.schema import renamed
 from cluster.serving.inputs import EmbeddingInput, GenerationInput
 from cluster.serving.model_name import served_names
 from cluster.serving.openai.answer import answer_call
-from cluster.serving.openai.chat_body import ChatBody
+from cluster.serving.openai.bodies.chat_body import ChatBody
+from cluster.serving.openai.bodies.completion_body import CompletionBody
+from cluster.serving.openai.bodies.embedding_body import EmbeddingBody
 from cluster.serving.openai.chat_response import ChatCompletionResponse
-from cluster.serving.openai.completion_body import CompletionBody
 from cluster.serving.openai.completion_response import CompletionResponse
-from cluster.serving.openai.embedding_body import EmbeddingBody
 from cluster.serving.openai.event_stream import unless_disconnected
-from cluster.serving.openai.generation_response import GenerationResponse, ResponseOptions
+from cluster.serving.openai.response_choice import ResponseOptions
 from cluster.serving.openai.resuming import StreamHandlers, format_of
 from cluster.serving.resume.registry import StreamFormat
 from cluster.serving.tools.turns import Turns
@@ -32,7 +32,8 @@ from pagedray.errors import InvalidRequestError
 if TYPE_CHECKING:
     from cluster.serving.http.errors import Json
     from cluster.serving.intake.steps import Steps
-    from cluster.serving.openai.generation_body import GenerationBody
+    from cluster.serving.openai.bodies.generation_body import GenerationBody
+    from cluster.serving.openai.generation_response import GenerationResponse
     from cluster.serving.servicer import EmbeddingOutput, GenerationCall, Servicer
     from cluster.serving.tools.tool_choice import ToolUse
 

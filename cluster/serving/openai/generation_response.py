@@ -10,15 +10,13 @@ import functools
 import logging
 from abc import ABC, abstractmethod
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
 from cluster.serving.http.errors import Json, refusal_body
 from cluster.serving.openai.prompt_reports import PromptReports
-from cluster.serving.text.text_stream import SequenceOutput
-from cluster.serving.tools.turns import Turn
+from cluster.serving.openai.response_choice import ResponseChoice
 from pagedray.errors import InternalError, PagedRayError
 from pagedray.request import FinishReason
 
@@ -27,17 +25,14 @@ if TYPE_CHECKING:
 
     from cluster.serving.intake.parsing import Parsing
     from cluster.serving.memory.output_buffer import OutputBuffer
+    from cluster.serving.openai.response_choice import ResponseOptions
     from cluster.serving.servicer import GenerationCall, GenerationOutput, Usage
+    from cluster.serving.text.text_stream import SequenceOutput
     from cluster.serving.text.token_bytes import TokenBytes
+    from cluster.serving.tools.turns import Turn
     from pagedray.batch import TokenLogprobs
 
-__all__ = [
-    "DONE_EVENT",
-    "GenerationResponse",
-    "ResponseChoice",
-    "ResponseOptions",
-    "error_event",
-]
+__all__ = ["DONE_EVENT", "GenerationResponse", "error_event"]
 
 logger = logging.getLogger(__name__)
 
@@ -51,61 +46,6 @@ _TOKEN_BYTES = 40
 _BARE = b',"logprobs":null,"finish_reason":null,"stop_reason":null}]'
 
 _encode = msgspec.json.Encoder().encode
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResponseOptions:
-    """The content of a response beside its text."""
-
-    model: str
-    created_s: int
-    num_per_prompt: int
-    """Choices that are generated for each prompt."""
-    num_returned: int
-    """Those of them that a complete response has: the ones with the highest log-probabilities."""
-    has_logprobs: bool
-    includes_usage: bool
-    has_continuous_usage: bool = False
-    """Whether every chunk contains the usage so far."""
-    has_token_ids: bool = False
-    """Whether choices contain their token ids, and those of their prompts."""
-    names_tokens_by_id: bool = False
-    """Whether tokens in log-probabilities are written as `token_id:ID`."""
-    num_prompt_logprobs: int | None = None
-    """Number of likeliest tokens for each token of a prompt; None disables them."""
-    echoed_texts: tuple[str, ...] = ()
-    """The texts of the prompts, with which those of choices begin; empty if they do not."""
-    num_echoed_logprobs: int | None = None
-    """Number of likeliest tokens for each token of an echoed prompt, with whose log-probabilities
-    those of choices begin; None if they do not."""
-    hides_output: bool = False
-    """Whether choices contain nothing that was generated."""
-
-
-@dataclass(slots=True)
-class ResponseChoice:
-    """One choice of a response, while it is generated."""
-
-    index: int
-    bare_begin: bytes
-    """The start of an event that contains only text."""
-    texts: list[str] = field(default_factory=list)
-    logprobs: dict[str, list[bytes]] = field(default_factory=dict)
-    """The lists of the complete choice's log-probabilities, and the parts of each as JSON."""
-    last: SequenceOutput | None = None
-    """The last output of a complete choice."""
-    sum_logprobs: float = 0.0
-    """The sum of the log-probabilities of `num_tokens` tokens, if choices are compared."""
-    num_tokens: int = 0
-    num_characters: int = 0
-    """Characters of the tokens whose log-probabilities were written."""
-    is_new: bool = True
-    is_plain: bool = True
-    """Whether most chunks contain only text."""
-    turn: Turn | None = None
-    """Finds reasoning and tool calls in the text."""
-    token_ids: list[int] = field(default_factory=list)
-    """The tokens of a complete choice, if they are asked for."""
 
 
 class GenerationResponse(ABC):
@@ -200,9 +140,9 @@ class GenerationResponse(ABC):
             yield from choices
             return
         for first in range(0, len(choices), size):
-            yield from sorted(choices[first : first + size], key=_mean_logprob, reverse=True)[
-                :number
-            ]
+            yield from sorted(
+                choices[first : first + size], key=ResponseChoice.mean_logprob, reverse=True
+            )[:number]
 
     async def events(self) -> AsyncGenerator[bytes]:
         """Yield server-sent events; an error becomes the last event before `[DONE]`."""
@@ -440,10 +380,6 @@ class GenerationResponse(ABC):
         self, tokens: list[tuple[int, TokenLogprobs]], choice: ResponseChoice
     ) -> Json:
         """Return log-probabilities in the endpoint's format."""
-
-
-def _mean_logprob(choice: ResponseChoice) -> float:
-    return choice.sum_logprobs / max(choice.num_tokens, 1)
 
 
 def error_event(error: PagedRayError) -> bytes:

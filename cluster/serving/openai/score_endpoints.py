@@ -13,8 +13,8 @@ from starlette.responses import Response
 
 from cluster.serving.http.body import JSON_TYPE
 from cluster.serving.http.endpoint import Endpoint, HttpCall
+from cluster.serving.openai.bodies.score_body import RerankBody, ScoreBody
 from cluster.serving.openai.event_stream import unless_disconnected
-from cluster.serving.openai.score_body import RerankBody, ScoreBody
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

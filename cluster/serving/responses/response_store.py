@@ -10,7 +10,7 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from cluster.serving.openai.chat_body import MAX_MESSAGES
+from cluster.serving.openai.bodies.chat_body import MAX_MESSAGES
 from cluster.serving.responses.response_ids import id_of_response, replica_of
 from cluster.serving.responses.stored_responses import StoredTurn
 from cluster.serving.text.templates.chat_template import ChatMessage

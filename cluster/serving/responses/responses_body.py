@@ -12,9 +12,9 @@ from pydantic import Field
 from cluster.serving.http.schema import Body, BodyPart, Defaults, named_schema, read_part
 from cluster.serving.inputs import ChatPrompt, GenerationInput
 from cluster.serving.json_text import json_text
-from cluster.serving.openai.chat_body import MAX_MESSAGES
-from cluster.serving.openai.generation_body import bounds
-from cluster.serving.openai.parameters import IGNORED, MODERATION
+from cluster.serving.openai.bodies.chat_body import MAX_MESSAGES
+from cluster.serving.openai.bodies.generation_body import bounds
+from cluster.serving.openai.bodies.parameters import IGNORED, MODERATION
 from cluster.serving.responses.items import ITEMS, read_items
 from cluster.serving.text.templates.chat_template import ChatMessage
 from cluster.serving.text.templates.template_arguments import Effort, TemplateArguments

@@ -38,9 +38,9 @@ from cluster.serving.validation.prompt_reader import (
     check_unicode,
     warn_of_unknown_tokens,
 )
+from cluster.structured.matchers.vocabulary import vocabulary_of
 from cluster.structured.processes.compiler import StructureCompiler
 from cluster.structured.processes.messages import limits_for
-from cluster.structured.processes.vocabulary import vocabulary_of
 from pagedray.errors import ContextLengthError, InvalidRequestError
 from pagedray.request import (
     MAX_N,

@@ -42,7 +42,7 @@ from pagedray.request import Structure
 from pagedray.thread_priority import lower_priority
 
 if TYPE_CHECKING:
-    from cluster.structured.processes.xgrammar_library import XGrammarLibrary
+    from cluster.structured.matchers.xgrammar_library import XGrammarLibrary
 
 __all__ = ["main"]
 
@@ -58,7 +58,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     start = read_message(control, CompilerStart)
     # Imported here, as the replica imports this module's package but not xgrammar.
-    from cluster.structured.processes.xgrammar_library import XGrammarLibrary
+    from cluster.structured.matchers.xgrammar_library import XGrammarLibrary
 
     library = XGrammarLibrary(start.vocabulary)
     write_frame(control, b"")

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from cluster.structured.matchers.mark_matcher import MarkMatcher
+from cluster.structured.matchers.reasoning_matcher import ReasoningMatcher
 from cluster.structured.processes.cpu_budgets import TenantCpuBudgets
 from cluster.structured.processes.frames import read_message, write_frame
-from cluster.structured.processes.mark_matcher import MarkMatcher
 from cluster.structured.processes.mask_work import CHECK_INTERVAL_S, MaskJob, MaskWork
 from cluster.structured.processes.memory_limit import is_out_of_memory, limit_memory
 from cluster.structured.processes.messages import (
@@ -29,15 +30,14 @@ from cluster.structured.processes.messages import (
     MaskReply,
     StepQuery,
 )
-from cluster.structured.processes.reasoning_matcher import ReasoningMatcher
 from cluster.structured.processes.sequence_matcher import SequenceMatcher
 
 if TYPE_CHECKING:
     import socket
 
+    from cluster.structured.matchers.token_matcher import TextMatcher, TokenMatcher
+    from cluster.structured.matchers.xgrammar_library import XGrammarLibrary
     from cluster.structured.processes.messages import MadeMask, MaskQuery, MatcherStart
-    from cluster.structured.processes.token_matcher import TextMatcher, TokenMatcher
-    from cluster.structured.processes.xgrammar_library import XGrammarLibrary
 
 __all__ = ["serve_masks"]
 

@@ -17,7 +17,7 @@ from pagedray.thread_priority import lower_priority
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from cluster.structured.processes.xgrammar_library import XGrammarLibrary
+    from cluster.structured.matchers.xgrammar_library import XGrammarLibrary
 
 __all__ = ["NICENESS", "WarmUp"]
 

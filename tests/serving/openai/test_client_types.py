@@ -16,12 +16,12 @@ from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import response_create_params, response_input_item_param
 
 from cluster.serving.http.schema import Body
-from cluster.serving.openai.chat_body import ChatBody
-from cluster.serving.openai.completion_body import CompletionBody
-from cluster.serving.openai.embedding_body import EmbeddingBody
-from cluster.serving.openai.generation_body import StreamOptions
-from cluster.serving.openai.messages import Message, MessageCall, TextPart
-from cluster.serving.openai.tool_fields import Function, ToolObject
+from cluster.serving.openai.bodies.chat_body import ChatBody
+from cluster.serving.openai.bodies.completion_body import CompletionBody
+from cluster.serving.openai.bodies.embedding_body import EmbeddingBody
+from cluster.serving.openai.bodies.generation_body import StreamOptions
+from cluster.serving.openai.bodies.messages import Message, MessageCall, TextPart
+from cluster.serving.openai.bodies.tool_fields import Function, ToolObject
 from cluster.serving.responses.function_tools import FunctionTool, NamespaceTool
 from cluster.serving.responses.items import ITEMS, ItemPart
 from cluster.serving.responses.responses_body import (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from cluster.serving.openai.parameters import IGNORED
+from cluster.serving.openai.bodies.parameters import IGNORED
 from cluster.serving.text.templates.chat_template import ChatMessage, ChatTemplate
 from cluster.serving.text.tokenizer import Tokenizer
 from tests.serving.checkpoint import write_tokenizer

@@ -83,7 +83,7 @@ def test_warm_up_starts_the_process_without_torch(
 ) -> None:
     # Other tests may have imported it; here that would fail.
     monkeypatch.setitem(sys.modules, "xgrammar", None)
-    monkeypatch.delitem(sys.modules, "cluster.structured.processes.xgrammar_library", raising=False)
+    monkeypatch.delitem(sys.modules, "cluster.structured.matchers.xgrammar_library", raising=False)
     own_compiler.warm_up()
     wait_for(lambda: own_compiler.process_id is not None)
     asyncio.run(own_compiler.compile(SMALL))

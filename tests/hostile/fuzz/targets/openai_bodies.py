@@ -9,10 +9,10 @@ from cluster.serving.admin.tokenize_body import DetokenizeBody, TokenizeBody
 from cluster.serving.anthropic.messages_body import CountBody, MessagesBody
 from cluster.serving.http.schema import Body, read_body
 from cluster.serving.intake.steps import finish
-from cluster.serving.openai.chat_body import ChatBody
-from cluster.serving.openai.completion_body import CompletionBody
-from cluster.serving.openai.embedding_body import EmbeddingBody
-from cluster.serving.openai.score_body import RerankBody, ScoreBody
+from cluster.serving.openai.bodies.chat_body import ChatBody
+from cluster.serving.openai.bodies.completion_body import CompletionBody
+from cluster.serving.openai.bodies.embedding_body import EmbeddingBody
+from cluster.serving.openai.bodies.score_body import RerankBody, ScoreBody
 from cluster.serving.responses.function_tools import FunctionTools
 from cluster.serving.responses.responses_body import ResponsesBody
 from pagedray.errors import InvalidRequestError

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.serving.openai.chat_body import ChatBody
+from cluster.serving.openai.bodies.chat_body import ChatBody
 
 if TYPE_CHECKING:
     from tests.serving.admin.page.chat_page import ChatPage

@@ -9,8 +9,8 @@ from pydantic import Field
 
 from cluster.serving.http.schema import Body
 from cluster.serving.inputs import EmbeddingInput
-from cluster.serving.openai.generation_body import bounds, prompts_field
-from cluster.serving.openai.parameters import IGNORED
+from cluster.serving.openai.bodies.generation_body import bounds, prompts_field
+from cluster.serving.openai.bodies.parameters import IGNORED
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:

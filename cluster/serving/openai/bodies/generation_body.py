@@ -11,9 +11,9 @@ from pydantic import Field, JsonValue
 
 from cluster.serving.http.schema import Body, BodyPart, Defaults, named_schema, read_part
 from cluster.serving.inputs import MAX_SALT_LENGTH
-from cluster.serving.openai.beam_fields import check_beams
-from cluster.serving.openai.parameters import IGNORED, REFUSED, WITHOUT_EFFECT
-from cluster.serving.openai.structure import (
+from cluster.serving.openai.bodies.beam_fields import check_beams
+from cluster.serving.openai.bodies.parameters import IGNORED, REFUSED, WITHOUT_EFFECT
+from cluster.serving.openai.bodies.structure import (
     RequestedStructure,
     StructuredOutputs,
     read_response_format,

@@ -9,7 +9,7 @@ from pydantic import Field, JsonValue
 
 from cluster.serving.http.schema import Body, BodyPart, Defaults, named_schema, read_part
 from cluster.serving.inputs import ScoreInput
-from cluster.serving.openai.generation_body import bounds
+from cluster.serving.openai.bodies.generation_body import bounds
 from cluster.serving.validation.score_validator import MAX_PAIRS
 from pagedray.errors import InvalidRequestError
 

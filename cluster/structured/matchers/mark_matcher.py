@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from cluster.structured.processes.token_matcher import TextMatcher
+    from cluster.structured.matchers.token_matcher import TextMatcher
 
 __all__ = ["MarkMatcher"]
 

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cluster.structured.processes.token_index import TokenIndex
+from cluster.structured.matchers.token_index import TokenIndex
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from numpy.typing import NDArray
 
-    from cluster.structured.processes.vocabulary import Vocabulary
+    from cluster.structured.matchers.vocabulary import Vocabulary
 
 __all__ = ["GrammarMatcher", "XGrammarLibrary"]
 

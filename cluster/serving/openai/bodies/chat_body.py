@@ -9,15 +9,15 @@ from pydantic import FailFast, Field
 
 from cluster.serving.http.schema import Defaults, named_schema, renamed
 from cluster.serving.inputs import ChatPrompt, GenerationInput
-from cluster.serving.openai.generation_body import GenerationBody, bounds
-from cluster.serving.openai.messages import Message, read_messages
-from cluster.serving.openai.parameters import (
+from cluster.serving.openai.bodies.generation_body import GenerationBody, bounds
+from cluster.serving.openai.bodies.messages import Message, read_messages
+from cluster.serving.openai.bodies.parameters import (
     CHAT_REFUSED,
     CHAT_WITHOUT_EFFECT,
     REFUSED,
     WITHOUT_EFFECT,
 )
-from cluster.serving.openai.tool_fields import (
+from cluster.serving.openai.bodies.tool_fields import (
     functions_field,
     read_choice,
     read_function_choice,

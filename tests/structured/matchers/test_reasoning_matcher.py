@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from cluster.structured.grammar.grammar_text import grammar_text
-from cluster.structured.processes.reasoning_matcher import ReasoningMatcher
-from cluster.structured.processes.vocabulary import Vocabulary
-from cluster.structured.processes.xgrammar_library import XGrammarLibrary
+from cluster.structured.matchers.reasoning_matcher import ReasoningMatcher
+from cluster.structured.matchers.vocabulary import Vocabulary
+from cluster.structured.matchers.xgrammar_library import XGrammarLibrary
 from pagedray.reasoning import AnswerHeader, Reasoning
 from pagedray.request import Structure
 

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from cluster.structured.processes.token_index import TokenIndex
-    from cluster.structured.processes.token_matcher import TextMatcher
+    from cluster.structured.matchers.token_index import TokenIndex
+    from cluster.structured.matchers.token_matcher import TextMatcher
     from pagedray.reasoning import Reasoning
 
 __all__ = ["ReasoningMatcher"]

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from cluster.serving.inputs import GenerationInput, InfillPrompt, Prompt
-from cluster.serving.openai.generation_body import GenerationBody, bounds, prompts_field
+from cluster.serving.openai.bodies.generation_body import GenerationBody, bounds, prompts_field
 from pagedray.errors import InvalidRequestError
 from pagedray.request import MAX_LOGPROBS, MAX_N
 

@@ -1,0 +1,69 @@
+"""The choices of a response while they are generated, and what a response contains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cluster.serving.text.text_stream import SequenceOutput
+from cluster.serving.tools.turns import Turn
+
+__all__ = ["ResponseChoice", "ResponseOptions"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseOptions:
+    """The content of a response beside its text."""
+
+    model: str
+    created_s: int
+    num_per_prompt: int
+    """Choices that are generated for each prompt."""
+    num_returned: int
+    """Those of them that a complete response has: the ones with the highest log-probabilities."""
+    has_logprobs: bool
+    includes_usage: bool
+    has_continuous_usage: bool = False
+    """Whether every chunk contains the usage so far."""
+    has_token_ids: bool = False
+    """Whether choices contain their token ids, and those of their prompts."""
+    names_tokens_by_id: bool = False
+    """Whether tokens in log-probabilities are written as `token_id:ID`."""
+    num_prompt_logprobs: int | None = None
+    """Number of likeliest tokens for each token of a prompt; None disables them."""
+    echoed_texts: tuple[str, ...] = ()
+    """The texts of the prompts, with which those of choices begin; empty if they do not."""
+    num_echoed_logprobs: int | None = None
+    """Number of likeliest tokens for each token of an echoed prompt, with whose log-probabilities
+    those of choices begin; None if they do not."""
+    hides_output: bool = False
+    """Whether choices contain nothing that was generated."""
+
+
+@dataclass(slots=True)
+class ResponseChoice:
+    """One choice of a response, while it is generated."""
+
+    index: int
+    bare_begin: bytes
+    """The start of an event that contains only text."""
+    texts: list[str] = field(default_factory=list)
+    logprobs: dict[str, list[bytes]] = field(default_factory=dict)
+    """The lists of the complete choice's log-probabilities, and the parts of each as JSON."""
+    last: SequenceOutput | None = None
+    """The last output of a complete choice."""
+    sum_logprobs: float = 0.0
+    """The sum of the log-probabilities of `num_tokens` tokens, if choices are compared."""
+    num_tokens: int = 0
+    num_characters: int = 0
+    """Characters of the tokens whose log-probabilities were written."""
+    is_new: bool = True
+    is_plain: bool = True
+    """Whether most chunks contain only text."""
+    turn: Turn | None = None
+    """Finds reasoning and tool calls in the text."""
+    token_ids: list[int] = field(default_factory=list)
+    """The tokens of a complete choice, if they are asked for."""
+
+    def mean_logprob(self) -> float:
+        """Return the mean log-probability of its tokens, by which choices are compared."""
+        return self.sum_logprobs / max(self.num_tokens, 1)
