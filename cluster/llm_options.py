@@ -55,6 +55,10 @@ class LLMOptions(TypedDict, total=False):
     enable_prefix_cache: bool
     enable_cpu_prefix_cache: bool
     """Keep prefixes that have no room on the device in the CPU blocks."""
+    enable_kept_cpu_pool: bool
+    """Have the CPU blocks outlive the ranks, so that new ones find the prefixes there."""
+    cpu_pool_checksums: bool
+    """Compare CPU blocks that outlived a rank with checksums."""
     disk_cache_folder: str
     """Keep prefixes that the CPU blocks have no room for in files in this folder."""
     disk_cache_bytes: int

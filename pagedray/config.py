@@ -67,6 +67,10 @@ class CacheConfig:
     """Whether sequences with a common prefix share its full blocks."""
     enable_cpu_prefix_cache: bool = True
     """Whether prefixes that have no room on the device are kept in the CPU pool."""
+    enable_kept_cpu_pool: bool = True
+    """Whether the CPU pool outlives the ranks that use it, so that new ones find its prefixes."""
+    cpu_pool_checksums: bool = False
+    """Whether blocks of a pool that outlived a rank are compared with checksums."""
     disk_cache_folder: str | None = None
     """Where each rank keeps prefixes that the CPU pool has no room for; None is nowhere."""
     disk_cache_bytes: int | None = None
@@ -86,9 +90,22 @@ class CacheConfig:
         _check_at_least("disk_cache_bytes", self.disk_cache_bytes, 1)
         if (self.disk_cache_folder is None) != (self.disk_cache_bytes is None):
             raise StartupError("disk_cache_folder and disk_cache_bytes must be set together.")
-        has_cpu_cache = self.enable_prefix_cache and self.enable_cpu_prefix_cache
-        if self.disk_cache_folder is not None and not (has_cpu_cache and self.num_cpu_blocks != 0):
+        if self.disk_cache_folder is not None and not self.has_cpu_cache:
             raise StartupError("disk_cache_folder needs the prefix cache, and blocks on the CPU.")
+
+        if self.cpu_pool_checksums and not self.has_kept_pool:
+            raise StartupError("cpu_pool_checksums needs a CPU pool that outlives its ranks.")
+
+    @property
+    def has_cpu_cache(self) -> bool:
+        """Whether the CPU pool keeps prefixes, unless the host has no memory for it."""
+        is_enabled = self.enable_prefix_cache and self.enable_cpu_prefix_cache
+        return is_enabled and self.num_cpu_blocks != 0
+
+    @property
+    def has_kept_pool(self) -> bool:
+        """Whether the CPU pool outlives ranks."""
+        return self.enable_kept_cpu_pool and self.has_cpu_cache
 
     def num_disk_blocks(self, block_bytes: int) -> int:
         """Return how many blocks the disk may hold, of so many bytes on all ranks together."""

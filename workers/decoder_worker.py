@@ -12,6 +12,7 @@ import torch
 from pagedray.batch import EmbedPlan, StepPlan
 from pagedray.config import CacheSize
 from pagedray.errors import DeviceError, StartupError
+from pagedray.pool_memory import PoolReport
 from pagedray.rank_progress import Phase
 from workers.memory_profile import (
     allow_all_tokens,
@@ -25,6 +26,8 @@ from workers.models.self_attention import attention_spec
 from workers.runner.cuda_graphs import DecodeGraphs, graph_batch_sizes
 from workers.runner.disk_jobs import DiskJobs
 from workers.runner.input_batch import InputBatch
+from workers.runner.kept_pool.checksum_jobs import ChecksumJobs
+from workers.runner.kept_pool.pool_mapper import PoolMapper
 from workers.runner.kv_cache import KVCache, block_bytes, make_host_pool, num_staging_blocks
 from workers.runner.model_runner import ModelRunner, PendingTokens
 from workers.runner.piece_graphs import PieceGraphs, piece_sizes
@@ -86,6 +89,8 @@ class DecoderWorker(Worker):
         self._runner: ModelRunner | None = None
         self._host_pool: HostPool | None = None
         """Kept from epoch to epoch, since pinning takes long."""
+        self._pool_report = PoolReport()
+        self._checksum_jobs: ChecksumJobs | None = None
         self._disk_jobs: DiskJobs | None = None
         self._is_warm = False
 
@@ -128,11 +133,22 @@ class DecoderWorker(Worker):
             num_blocks=num_blocks, num_cpu_blocks=num_cpu_blocks, block_bytes=num_bytes
         )
 
+    @property
+    def host_pool(self) -> HostPool | None:
+        return self._host_pool
+
+    @property
+    def pool_report(self) -> PoolReport:
+        return self._pool_report
+
     def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> dict[str, dict[str, int]]:
         self._runner = self._make_runner(num_blocks, num_cpu_blocks, self._graph_sizes)
+        if self._host_pool is not None:
+            self._pool_report = self._host_pool.take_report()
         folder = self._config.cache.disk_cache_folder
         if folder is not None and self._host_pool is not None:
-            self._disk_jobs = DiskJobs(folder, self._host_pool.blocks)
+            pool = self._host_pool
+            self._disk_jobs = DiskJobs(folder, pool.blocks, checksums=pool.checksums)
         if self._group.rank == 0 and not self._is_warm:
             # The layers of all ranks are alike.
             for sentence in self._runner.attention_provider_sentences:
@@ -151,7 +167,7 @@ class DecoderWorker(Worker):
         self._runner.capture_graphs(only_largest=only_largest)
 
     def end_epoch(self) -> None:
-        self._close_disk_jobs()
+        self._close_jobs()
         if self._device.type == "cuda":
             # Raises if the device has failed.
             torch.cuda.synchronize(self._device)
@@ -164,6 +180,8 @@ class DecoderWorker(Worker):
     def launch(self, plan: StepPlan | EmbedPlan) -> PendingTokens:
         assert isinstance(plan, StepPlan)
         assert self._runner is not None
+        if self._checksum_jobs is not None:
+            self._checksum_jobs.begin(plan)
         if self._disk_jobs is not None:
             self._disk_jobs.launch(plan)
         return self._runner.launch(plan)
@@ -176,7 +194,7 @@ class DecoderWorker(Worker):
         return None if self._disk_jobs is None else self._disk_jobs.take_report()
 
     def close(self) -> None:
-        self._close_disk_jobs()
+        self._close_jobs()
         if self._device.type == "cuda":
             # Copies to the CPU pool may be under way.
             with suppress(RuntimeError):
@@ -191,9 +209,14 @@ class DecoderWorker(Worker):
         assert self._model is not None
         scheduler = self._config.scheduler
         try:
-            host_pool = make_host_pool(self._spec, num_cpu_blocks, self._host_pool)
+            mapper = None
+            if self._pool_address is not None:
+                mapper = PoolMapper(self._config, self._pool_address, rank=self._group.rank)
+            host_pool = make_host_pool(self._spec, num_cpu_blocks, self._host_pool, mapper=mapper)
             if num_cpu_blocks:
                 self._host_pool = host_pool
+                if host_pool.checksums is not None:
+                    self._checksum_jobs = ChecksumJobs(host_pool.checksums)
             cache = KVCache(
                 self._backend,
                 self._spec,
@@ -244,6 +267,7 @@ class DecoderWorker(Worker):
             state=self._backend.get_state_cls()(self._spec),
             decode_graphs=decode_graphs,
             piece_graphs=piece_graphs,
+            checksum_jobs=self._checksum_jobs,
             progress=self._group.progress,
             batch=InputBatch(
                 table,
@@ -271,11 +295,13 @@ class DecoderWorker(Worker):
                 f"Cannot make files in --disk-cache-folder {folder}: {error.strerror}."
             ) from error
 
-    def _close_disk_jobs(self) -> None:
-        # Before others get the blocks that it reads into.
+    def _close_jobs(self) -> None:
+        """End what reads or writes the CPU pool beside the steps, before others get its blocks."""
         if self._disk_jobs is not None:
             self._disk_jobs.close()
-        self._disk_jobs = None
+        if self._checksum_jobs is not None:
+            self._checksum_jobs.close()
+        self._disk_jobs = self._checksum_jobs = None
 
     def _num_staging_blocks(self, num_blocks: int) -> int:
         """Return how many blocks a pool of so many has for evicted content."""

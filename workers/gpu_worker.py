@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from pagedray.config import CacheSize, EngineConfig
+    from pagedray.pool_memory import MemoryAddress, PoolReport
     from workers.parallel.group import ParallelGroup
     from workers.parallel.one_shot import RowShape
     from workers.parallel.rendezvous import GroupAddress, Rendezvous
@@ -115,12 +116,19 @@ class GpuWorker:
         """Return the rank's cells, for a controller on another node."""
         return self._progress.cells()
 
-    def load_rank(self, rank: int, device_index: int, cache: CacheSize | None) -> str | None:
+    def load_rank(
+        self,
+        rank: int,
+        device_index: int,
+        cache: CacheSize | None,
+        memory: MemoryAddress | None = None,
+    ) -> str | None:
         """Load the weights of a rank, and allocate its cache if the size is known.
 
-        `device_index` is its place among the visible devices. Returns an error message or None.
+        `device_index` is its place among the visible devices; `memory` is for its CPU pool. Returns
+        an error message or None.
         """
-        return self._run(self._load_rank, rank, device_index, cache)
+        return self._run(self._load_rank, rank, device_index, cache, memory)
 
     def join_group(self, address: GroupAddress, host: str) -> str | None:
         """Join the group; return an error message or None.
@@ -132,6 +140,11 @@ class GpuWorker:
     def available_cache(self) -> str | CacheSize:
         """Return the size of the pools that fit on this rank, or an error message."""
         return self._run(self._available_cache)
+
+    def pool_report(self) -> PoolReport:
+        """Return what became of the rank's CPU pool when its cache was allocated."""
+        assert self._worker is not None
+        return self._worker.pool_report
 
     def allocate_cache(
         self, num_blocks: int, num_cpu_blocks: int
@@ -196,16 +209,22 @@ class GpuWorker:
         with self._timed("imports"):
             import_libraries(self._config)
 
-    def _load_rank(self, rank: int, device_index: int, cache: CacheSize | None) -> str | None:
+    def _load_rank(
+        self,
+        rank: int,
+        device_index: int,
+        cache: CacheSize | None,
+        memory: MemoryAddress | None,
+    ) -> str | None:
         self._durations = {}
         self._import_libraries()
         try:
             self._rank = rank
             self._fetch_weights()
             if cache is None:
-                self._load_weights(device_index)
+                self._load_weights(device_index, memory)
             else:
-                self._with_freed_memory(self._load_weights, device_index)
+                self._with_freed_memory(self._load_weights, device_index, memory)
                 self._with_freed_memory(
                     self._allocate_cache, cache.num_blocks, cache.num_cpu_blocks
                 )
@@ -228,7 +247,7 @@ class GpuWorker:
             self._config = with_local_weights(self._config, report)
         self._progress.enter(Phase.STARTING)
 
-    def _load_weights(self, device_index: int) -> None:
+    def _load_weights(self, device_index: int, memory: MemoryAddress | None) -> None:
         import torch
 
         from workers.parallel.open_group import make_group
@@ -246,6 +265,8 @@ class GpuWorker:
                 self._rank, size, device=device, progress=self._progress, rows=self._summed_rows()
             )
             self._worker = make_worker(self._config, self._group, device)
+            if memory is not None:
+                self._worker.use_pool_memory(memory)
         with self._timed("weights"):
             self._worker.load_weights(self._report)
 
@@ -318,6 +339,10 @@ class GpuWorker:
         assert self._worker is not None
         channel = connect(endpoint, self._rank, secret, _CONNECT_TIMEOUT_S)
         self._has_controller = True
+        pool = self._worker.host_pool
+        if pool is not None and pool.mapped is not None:
+            # The controller has this rank's report.
+            pool.mapped.confirm()
         try:
             serve_steps(self._worker, channel, self._progress, is_first=self._rank == 0)
             self._worker.close()

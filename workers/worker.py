@@ -14,6 +14,7 @@ import torch
 
 from attention.selector import select_backend
 from pagedray.errors import DeviceError, StartupError
+from pagedray.pool_memory import PoolReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
     from attention.abstract import AttentionBackend, AttentionSpec
     from pagedray.batch import DiskReport, EmbedOutput, EmbedPlan, StepMasks, StepOutput, StepPlan
     from pagedray.config import CacheSize, EngineConfig
+    from pagedray.pool_memory import MemoryAddress
     from workers.parallel.group import ParallelGroup
+    from workers.runner.host_pool import HostPool
 
 __all__ = ["PendingStep", "Worker", "rank_device", "release_gpu_memory"]
 
@@ -65,6 +68,7 @@ class Worker(ABC):
         self._config = config
         self._group = group
         self._device = device or rank_device(config)
+        self._pool_address: MemoryAddress | None = None
         if self._device.type == "cpu":
             torch.set_num_threads(_num_threads(config))
 
@@ -78,6 +82,20 @@ class Worker(ABC):
     @abstractmethod
     def available_cache(self) -> CacheSize:
         """Return the size of the pools that fit on this rank."""
+
+    def use_pool_memory(self, address: MemoryAddress) -> None:
+        """Have `allocate_cache` allocate the CPU pool in memory that outlives this process."""
+        self._pool_address = address
+
+    @property
+    def pool_report(self) -> PoolReport:
+        """What `allocate_cache` did with the CPU pool."""
+        return PoolReport()
+
+    @property
+    def host_pool(self) -> HostPool | None:
+        """The CPU pool, or None without one."""
+        return None
 
     @abstractmethod
     def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> dict[str, dict[str, int]]:

@@ -193,6 +193,18 @@ _GROUPS = {
             bool,
         ),
         _Flag(
+            "enable_kept_cpu_pool",
+            "Keep the CPU blocks in memory of the rank that uses them, so that prefixes there are "
+            "gone when the rank is replaced.",
+            bool,
+        ),
+        _Flag(
+            "cpu_pool_checksums",
+            "Compute checksums of the CPU blocks, and drop those that are not as they were when a "
+            "rank is replaced.",
+            bool,
+        ),
+        _Flag(
             "disk_cache_folder",
             "Keep prefixes that the CPU blocks have no room for in files in this folder, which "
             "should be on a fast local disk. (default: nowhere)",

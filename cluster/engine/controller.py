@@ -156,9 +156,9 @@ class Controller(StepLoop):
     def _note_death(self) -> bool:
         return self._inquiry.note_death()
 
-    def _begin_epoch(self) -> None:
+    def _begin_epoch(self, damaged: Sequence[int] | None) -> None:
         self._in_flight.clear()
-        self._scheduler.reset()
+        self._scheduler.reset(damaged)
 
     def _step(self) -> None:
         plan, ended = self._next_plan()

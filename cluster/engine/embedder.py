@@ -30,6 +30,7 @@ from pagedray.errors import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from concurrent.futures import Future
 
     from numpy.typing import NDArray
@@ -237,7 +238,7 @@ class Embedder(StepLoop):
         self._examine(has_died=True)
         return has_narrowed
 
-    def _begin_epoch(self) -> None:
+    def _begin_epoch(self, damaged: Sequence[int] | None) -> None:
         self._next_step = 0
 
     def _put_back(self) -> dict[str, dict[int, int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -97,10 +97,12 @@ class Executor(ABC):
         """
 
     @abstractmethod
-    def restart_ranks(self) -> None:
+    def restart_ranks(self) -> Sequence[int] | None:
         """Replace the ranks that have died, or all of them; steps count from 0 again.
 
-        Nothing but the weights of the others is kept.
+        Returns the damaged blocks of the CPU pool if every rank has the pool that it had, which is
+        then as it was otherwise; None if the pool of some rank is new. Of the device pool nothing
+        is kept.
 
         Raises WorkerError or StartupError.
         """

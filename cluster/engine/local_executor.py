@@ -124,8 +124,8 @@ class LocalExecutor(Executor):
     def observe_ranks(self, now_s: float) -> RankHealth:
         return replace(self._monitor.observe(now_s), is_replaceable=False)
 
-    def restart_ranks(self) -> None:
-        """Give the rank new rows and a new cache; the model stays loaded."""
+    def restart_ranks(self) -> list[int] | None:
+        """Give the rank new rows and a new device pool; the model and the CPU pool stay."""
         for step in self._running:
             step.cancel()
         self._running.clear()
@@ -139,6 +139,8 @@ class LocalExecutor(Executor):
         beginning = self._thread.submit(self._begin_epoch)
         _survived(lambda: self._result(beginning))
         self._monitor.begin_steps()
+        report = self._worker.pool_report
+        return list(report.damaged) if report.is_kept else None
 
     def close(self) -> None:
         # Release a step that is waiting for masks.

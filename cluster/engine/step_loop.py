@@ -139,8 +139,11 @@ class StepLoop(ABC):
         """
 
     @abstractmethod
-    def _begin_epoch(self) -> None:
-        """Begin again at step 0, with new ranks; called with `_wake`."""
+    def _begin_epoch(self, damaged: Sequence[int] | None) -> None:
+        """Begin again at step 0, with new ranks; called with `_wake`.
+
+        For `damaged`, see `Executor.restart_ranks`.
+        """
 
     @abstractmethod
     def _end_requests(self, error: EngineError) -> None:
@@ -171,14 +174,14 @@ class StepLoop(ABC):
         are_waiting = "1 request is" if num_open == 1 else f"{num_open} requests are"
         what = f"Replacing ranks; {are_waiting} waiting."
         self._pause_after(error, what, has_narrowed=has_narrowed)
-        self._restart_ranks()
+        damaged = self._restart_ranks()
         with self._wake:
-            self._begin_epoch()
+            self._begin_epoch(damaged)
             self._replacements["hang" if isinstance(error, HungRankError) else "death"] += 1
         self._is_replacing = False
         logger.info("All ranks are ready again after %.1f s.", self._clock.now_s() - started_s)
 
-    def _restart_ranks(self) -> None:
+    def _restart_ranks(self) -> Sequence[int] | None:
         """Start new ranks, and others in place of those that die meanwhile."""
         while True:
             try:

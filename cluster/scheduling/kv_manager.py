@@ -6,10 +6,11 @@ preempted is the scheduler's concern.
 
 import sys
 from bisect import bisect_left
-from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 from cluster.scheduling.blocks.block_pool import BlockPool
+from cluster.scheduling.blocks.copies_in_flight import CopiesInFlight
 from cluster.scheduling.blocks.cpu_prefix_cache import CpuPrefixCache
 from cluster.scheduling.blocks.disk_prefix_cache import DiskPrefixCache
 from cluster.scheduling.blocks.prefix_cache import PrefixCache, PromptKeys
@@ -26,14 +27,6 @@ __all__ = ["KvManager"]
 
 _MAX_UNPROVEN = 8
 """Registered blocks of a running sequence that need not be proven yet, which costs time."""
-
-
-class _Swap(NamedTuple):
-    """Blocks that are being copied between the pools until a step is acknowledged."""
-
-    step: int
-    block_ids: list[int]
-    cpu_block_ids: list[int]
 
 
 class KvManager:
@@ -73,7 +66,7 @@ class KvManager:
         assert disk_cache is None or cpu_cache is not None
         self.block_size = block_size
         """Tokens per block."""
-        self._swaps: deque[_Swap] = deque()
+        self._swaps = CopiesInFlight()
         self.prefix_cache = prefix_cache
         self.cpu_cache = cpu_cache
         """None if evicted blocks are not kept."""
@@ -92,15 +85,19 @@ class KvManager:
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
 
-    def clear(self) -> None:
-        """Make every block free and empty; the caller clears each sequence with `disown`."""
+    def clear(self, damaged: Collection[int] | None = None) -> None:
+        """Make every block free; the caller clears each sequence with `disown`.
+
+        All become empty, except that the CPU pool keeps what was whole, but for its `damaged`
+        blocks, unless these are None.
+        """
         self._swaps.clear()
         self._restores.clear()
         self._arriving.clear()
         if self.prefix_cache is not None:
             self.prefix_cache.clear()
         if self.cpu_cache is not None:
-            self.cpu_cache.clear()
+            self.cpu_cache.begin_epoch(damaged)
         if self.disk_cache is not None:
             self.disk_cache.clear()
         self.pool = BlockPool(self.pool.num_blocks, on_evict=self._forget_block)
@@ -337,7 +334,7 @@ class KvManager:
         for source, target in zip(sources, targets, strict=True):
             self.pool.pin(source)
             self.cpu_pool.pin(target)
-        self._swaps.append(_Swap(step, sources, targets))
+        self._swaps.add_blocks(step, sources, targets)
         self.release(sequence)
         sequence.num_left_behind = num_shared
         sequence.cpu_block_ids = targets
@@ -373,7 +370,7 @@ class KvManager:
         for source, target in zip(sources, targets, strict=True):
             self.cpu_pool.pin(source)
             self.pool.pin(target)
-        self._swaps.append(_Swap(step, targets, sources))
+        self._swaps.add_blocks(step, targets, sources)
         self.release(sequence)
         sequence.block_ids = hits + targets
         sequence.num_slots = len(sequence.block_ids) * self.block_size
@@ -405,8 +402,7 @@ class KvManager:
 
     def acknowledge(self, step: int) -> None:
         """Unpin the blocks of copies up to `step`, which every rank has finished."""
-        while self._swaps and self._swaps[0].step <= step:
-            swap = self._swaps.popleft()
+        for swap in self._swaps.take_ended(step):
             for block in reversed(swap.block_ids):
                 self.pool.unpin(block)
             for block in swap.cpu_block_ids:
@@ -421,7 +417,7 @@ class KvManager:
         restores, self._restores = self._restores, []
         if restores:
             targets = [copy.target for copy in restores]
-            self._swaps.append(_Swap(step, targets, [copy.source for copy in restores]))
+            self._swaps.add_blocks(step, targets, [copy.source for copy in restores])
         return evictions, restores
 
     def _restore(self, sequence: Sequence, first: int) -> list[int]:
@@ -445,7 +441,7 @@ class KvManager:
         if targets:
             sequence.awaits_copies = True
             self._arriving.update(targets)
-            cpu_cache.num_restored_blocks += len(targets)
+            cpu_cache.note_restored(sources)
         return targets
 
     def _forget_block(self, block: int) -> None:

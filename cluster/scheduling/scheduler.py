@@ -9,7 +9,7 @@ It has no clock and no thread: times are arguments, and callers hold a lock.
 
 import secrets
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -18,6 +18,7 @@ from cluster.scheduling.admission import Admission
 from cluster.scheduling.blocks.cpu_prefix_cache import CpuPrefixCache
 from cluster.scheduling.blocks.disk_prefix_cache import DiskPrefixCache
 from cluster.scheduling.blocks.prefix_cache import PrefixCache, PromptKeys
+from cluster.scheduling.cache_counts import cache_counts
 from cluster.scheduling.costs.copy_worth import CopyWorth
 from cluster.scheduling.costs.pace import Pace
 from cluster.scheduling.costs.step_times import StepTimes
@@ -366,38 +367,28 @@ class Scheduler:
             return []
         return [self._end(sequence, FinishReason.ERROR) for sequence in self.recovery.repair()]
 
-    def reset(self) -> None:
-        """Begin an epoch with new ranks: steps count from 0, blocks are empty.
+    def reset(self, damaged: Collection[int] | None = None) -> None:
+        """Begin an epoch with new ranks: steps count from 0, the blocks of the device are empty.
 
-        Every sequence is recomputed from its known tokens; tokens in flight are sampled again.
+        Every sequence is recomputed from its known tokens; tokens in flight are sampled again. The
+        CPU pool is empty too if `damaged` is None. Otherwise every rank has the one it had, and
+        what was whole is still found, except in `damaged` blocks.
         """
+        if self._acknowledged_step < 0:
+            # The last ranks died before they ended a step: what they were given may be the cause.
+            damaged = None
         self._in_flight.clear()
         self._step = 0
         self._acknowledged_step = -1
-        self._table.reset_sequences()
+        self._table.reset_sequences(damaged)
 
     def stats(self) -> SchedulerStats:
-        pool, cpu_pool, cpu_cache = self._kv.pool, self._kv.cpu_pool, self._kv.cpu_cache
-        num_restored_blocks = 0 if cpu_cache is None else cpu_cache.num_restored_blocks
-        stats = SchedulerStats(
+        return SchedulerStats(
             num_running=self.num_running,
             num_waiting=self.num_waiting,
             num_swapped=self.num_swapped,
             num_queued_requests=self._backlog.num_requests,
             num_queued_tokens=self._backlog.num_tokens,
-            num_blocks=pool.num_blocks,
-            num_free_blocks=pool.num_free,
-            num_cached_blocks=pool.num_idle,
-            num_transit_blocks=pool.num_in_transit,
-            num_cpu_blocks=cpu_pool.num_blocks,
-            num_free_cpu_blocks=cpu_pool.num_free,
-            num_cached_cpu_blocks=cpu_pool.num_idle,
-            num_transit_cpu_blocks=cpu_pool.num_in_transit,
-            num_queried_tokens=self._kv.num_queried_tokens,
-            num_hit_tokens=self._kv.num_hit_tokens,
-            num_saved_blocks=0 if cpu_cache is None else cpu_cache.num_saved_blocks,
-            num_restored_blocks=num_restored_blocks,
-            num_cpu_hit_tokens=num_restored_blocks * self._kv.block_size,
             num_swap_preemptions=self._planner.num_swap_preemptions,
             num_recompute_preemptions=self._planner.num_recompute_preemptions,
             num_swapped_out_blocks=self._num_swapped_out_blocks,
@@ -405,19 +396,7 @@ class Scheduler:
             num_scheduled_tokens=self._num_scheduled_tokens,
             num_steps=self._num_steps,
             num_nonfinite_sequences=self.num_nonfinite_sequences,
-        )
-        disk_cache = self._kv.disk_cache
-        if disk_cache is None:
-            return stats
-        return msgspec.structs.replace(
-            stats,
-            num_disk_blocks=disk_cache.pool.num_blocks,
-            num_cached_disk_blocks=disk_cache.pool.num_idle,
-            num_disk_hit_tokens=disk_cache.num_read_blocks * self._kv.block_size,
-            num_written_blocks=disk_cache.num_written_blocks,
-            num_read_blocks=disk_cache.num_read_blocks,
-            num_failed_writes=disk_cache.num_failed_writes,
-            num_failed_reads=disk_cache.num_failed_reads,
+            **cache_counts(self._kv),
         )
 
     def _check_output(self, output: StepOutput) -> None:

@@ -1,6 +1,6 @@
 """The sequences by state: queues and rows, and the transitions between them."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from cluster.scheduling.kv_manager import KvManager
 from cluster.scheduling.passing import Passing
@@ -177,9 +177,12 @@ class SequenceTable:
         self.num_held -= len(active.held)
         active.held = []
 
-    def reset_sequences(self) -> None:
-        """Make every sequence waiting with the tokens it has, and every row and block free."""
-        self._kv.clear()
+    def reset_sequences(self, damaged: Collection[int] | None = None) -> None:
+        """Make every sequence waiting with the tokens it has, and every row and block free.
+
+        For `damaged`, see `KvManager.clear`.
+        """
+        self._kv.clear(damaged)
         self.passing.clear()
         self._free_rows = list(range(self._num_rows - 1, -1, -1))
         for queue in (self.waiting, self.running, self.swapped, self.arriving, self.barred):

@@ -45,6 +45,12 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """Evicted blocks that were copied to the CPU pool."""
     num_restored_blocks: int = 0
     """Of these blocks, those copied back, each time."""
+    num_kept_cpu_blocks: int = 0
+    """Blocks with prefixes in the CPU pool that outlived a rank, each time."""
+    num_kept_hit_tokens: int = 0
+    """Tokens that were found in such blocks and copied back."""
+    num_damaged_cpu_blocks: int = 0
+    """Blocks of the CPU pool whose checksums were wrong when a rank was replaced."""
     num_disk_blocks: int = 0
     """Blocks that the disk may hold; the next field counts those that it holds."""
     num_cached_disk_blocks: int = 0

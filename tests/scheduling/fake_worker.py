@@ -121,6 +121,7 @@ class FakeWorker:
         block_size: int,
         num_blocks: int,
         num_cpu_blocks: int,
+        cpu_blocks: list[Block] | None = None,
         num_disk_blocks: int = 0,
         max_num_seqs: int,
         tenants: Mapping[int, str],
@@ -130,6 +131,7 @@ class FakeWorker:
         block_copy_s: float = 0.0,
         token_s: float = 0.0,
     ) -> None:
+        """`cpu_blocks` are those of a pool that outlived another worker."""
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.tenants = tenants
@@ -148,7 +150,7 @@ class FakeWorker:
         self._block_copy_s = block_copy_s
         self._token_s = token_s
         self.device: list[Block] = [[None] * block_size for _ in range(num_blocks)]
-        self.cpu: list[Block] = [[None] * block_size for _ in range(num_cpu_blocks)]
+        self.cpu: list[Block] = cpu_blocks or [[None] * block_size for _ in range(num_cpu_blocks)]
         self.disk: list[Block] = [[None] * block_size for _ in range(num_disk_blocks)]
         self.disk_jobs: dict[bool, deque[tuple[int, list[tuple[BlockCopy, Block]]]]] = {
             False: deque(),

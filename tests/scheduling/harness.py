@@ -12,7 +12,14 @@ from cluster.scheduling.sequence import SequenceState
 from pagedray.batch import BlockCopy, DiskReport, StepPlan
 from pagedray.config import Preemption, SchedulerConfig
 from pagedray.request import FinishReason, Request, SamplingParams
-from tests.scheduling.fake_worker import EOS, BadValue, FakeWorker, fingerprints, undisturbed
+from tests.scheduling.fake_worker import (
+    EOS,
+    BadValue,
+    Block,
+    FakeWorker,
+    fingerprints,
+    undisturbed,
+)
 from tests.scheduling.random_masks import RandomMasks
 
 HASH_KEY = b"a key that tests share"
@@ -246,12 +253,19 @@ class Harness:
         self.check()
         return events
 
-    def replace_worker(self) -> None:
-        """Replace the worker; everything in flight is lost."""
-        self.worker = self._make_worker(len(self.worker.device), len(self.worker.cpu))
+    def replace_worker(self, damaged: Collection[int] | None = None) -> None:
+        """Replace the worker; everything in flight is lost.
+
+        The CPU pool is new, or as it was except for `damaged` blocks.
+        """
+        cpu_blocks = self.worker.cpu if damaged is not None else None
+        for block in damaged or ():
+            self.worker.cpu[block] = [None] * self.block_size
+        num_blocks = len(self.worker.device), len(self.worker.cpu)
+        self.worker = self._make_worker(*num_blocks, cpu_blocks)
         self.acknowledged_step = -1
         self._masked_step = -1
-        self.scheduler.reset()
+        self.scheduler.reset(damaged)
         self.check()
 
     def restrict(self, allowed: Collection[str] | None) -> None:
@@ -348,7 +362,7 @@ class Harness:
         """Check every invariant of the scheduler's state."""
         kv = self.scheduler._kv
         holders = [s for s in self.sequences if s.state is not SequenceState.FINISHED]
-        swaps = list(kv._swaps)
+        swaps = list(kv._swaps._copied)
         _check_pool(
             kv.pool,
             references=[b for s in self.sequences for b in (*s.block_ids, *s.reserved_block_ids)],
@@ -414,11 +428,14 @@ class Harness:
         assert self.scheduler.apply_masks(made) == []
         self.check()
 
-    def _make_worker(self, num_blocks: int, num_cpu_blocks: int) -> FakeWorker:
+    def _make_worker(
+        self, num_blocks: int, num_cpu_blocks: int, cpu_blocks: list[Block] | None = None
+    ) -> FakeWorker:
         return FakeWorker(
             block_size=self.block_size,
             num_blocks=num_blocks,
             num_cpu_blocks=num_cpu_blocks,
+            cpu_blocks=cpu_blocks,
             num_disk_blocks=self._num_disk_blocks,
             max_num_seqs=self.config.max_num_seqs,
             tenants=self.tenants,

@@ -59,6 +59,67 @@ def test_new_ranks_have_no_prefixes_in_their_cpu_pools() -> None:
     harness.drain()
 
 
+def test_prefixes_are_found_in_a_pool_that_outlives_a_rank() -> None:
+    harness = evicted()
+    harness.replace_worker([])
+    harness.add([1] * 9, max_tokens=1)
+    plan = harness.schedule()
+    assert plan is not None
+    assert len(plan.swap_ins) == 2
+    harness.drain()
+    stats = harness.scheduler.stats()
+    assert (stats.num_kept_cpu_blocks, stats.num_kept_hit_tokens) == (2, 8)
+    assert stats.num_damaged_cpu_blocks == 0
+
+
+def test_a_damaged_block_is_counted_and_ends_the_prefix() -> None:
+    harness = evicted()
+    second = max(harness.plans[-1].evictions, key=lambda copy: copy.source).target
+    harness.replace_worker([second, 15])
+    harness.add([1] * 9, max_tokens=1)
+    plan = harness.schedule()
+    assert plan is not None
+    assert len(plan.swap_ins) <= 1
+    harness.drain()
+    stats = harness.scheduler.stats()
+    # Nothing is known of the content of block 15.
+    assert (stats.num_kept_cpu_blocks, stats.num_damaged_cpu_blocks) == (1, 1)
+
+
+def test_a_block_whose_copy_no_rank_has_reported_does_not_outlive_it() -> None:
+    harness = Harness(block_size=4, num_blocks=4, num_cpu_blocks=16, preemption="swap")
+    harness.add([1] * 9, max_tokens=1)
+    harness.drain()
+    harness.add([2] * 13, max_tokens=1)
+    plan = harness.schedule()
+    assert plan is not None
+    assert plan.evictions
+    harness.replace_worker([])
+    assert harness.scheduler.stats().num_kept_cpu_blocks == 0
+    harness.drain()
+
+
+def test_a_pool_does_not_outlive_ranks_that_die_before_their_first_step_ends() -> None:
+    harness = evicted()
+    harness.replace_worker([])
+    harness.replace_worker([])
+    stats = harness.scheduler.stats()
+    assert (stats.num_cached_cpu_blocks, stats.num_free_cpu_blocks) == (0, 16)
+
+
+def test_hits_count_as_kept_only_in_blocks_that_outlived_a_rank() -> None:
+    harness = evicted(num_cpu_blocks=3)
+    harness.replace_worker([])
+    # The second prompt takes the places of blocks that outlived the rank.
+    for token_id in (3, 4, 3):
+        harness.add([token_id] * 13, max_tokens=1)
+        harness.drain()
+    stats = harness.scheduler.stats()
+    assert stats.num_kept_cpu_blocks == 2
+    assert stats.num_cpu_hit_tokens > 0
+    assert stats.num_kept_hit_tokens == 0
+
+
 def test_an_aborted_sequence_leaves_what_is_being_copied_back() -> None:
     harness = evicted()
     request_id = harness.add([1] * 9, max_tokens=1)

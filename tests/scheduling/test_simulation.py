@@ -55,6 +55,13 @@ def add_random(harness: Harness, rng: random.Random, *, structures: float) -> No
         )
 
 
+def replace_worker(harness: Harness, rng: random.Random) -> None:
+    """Replace the worker; its CPU pool is new, or outlives it, sometimes with damage."""
+    blocks = range(len(harness.worker.cpu))
+    damaged = [block for block in blocks if rng.random() < 0.2]
+    harness.replace_worker(rng.choice((None, [], damaged)))
+
+
 def act(
     harness: Harness, rng: random.Random, *, restrictions: float = 0.0, structures: float = 0.0
 ) -> None:
@@ -97,7 +104,7 @@ def act(
             if harness.requests:
                 harness.abort(rng.choice(list(harness.requests)))
         case "replace":
-            harness.replace_worker()
+            replace_worker(harness, rng)
         case "restrict":
             names = list(harness.scheduler._table.requests)
             harness.restrict(rng.choice((None, {n for n in names if rng.random() < 0.5})))
@@ -141,7 +148,7 @@ def live_with_disk(seed: int) -> Harness:
             harness.turn()
             end_disk_job(harness, rng)
         if rng.random() < 0.02:
-            harness.replace_worker()
+            replace_worker(harness, rng)
     harness.drain()
     return harness
 

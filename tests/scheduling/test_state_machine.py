@@ -140,9 +140,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def expire(self, now_s: float) -> None:
         self.harness.expire(now_s)
 
-    @rule()
-    def replace_worker(self) -> None:
-        self.harness.replace_worker()
+    @rule(damaged=st.none() | st.lists(st.integers(0, 9), unique=True))
+    def replace_worker(self, *, damaged: list[int] | None) -> None:
+        num_blocks = len(self.harness.worker.cpu)
+        if damaged is not None:
+            damaged = [block for block in damaged if block < num_blocks]
+        self.harness.replace_worker(damaged)
 
     def teardown(self) -> None:
         if hasattr(self, "harness"):

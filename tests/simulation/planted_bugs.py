@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.engine.controller import Controller
 from cluster.engine.ranks.disk_reports import DiskReports
+from cluster.scheduling.blocks.copies_in_flight import CopiesInFlight
+from cluster.scheduling.blocks.cpu_prefix_cache import CpuPrefixCache
 from cluster.scheduling.blocks.disk_prefix_cache import DiskPrefixCache
 from cluster.scheduling.blocks.keyed_blocks import KeyedBlocks
 from cluster.scheduling.blocks.prefix_cache import PrefixCache
@@ -91,10 +93,10 @@ PLANTED_BUGS = (
     ),
     _bug(
         "a copied block is free a step too early",
-        KvManager,
-        "acknowledge",
-        "self._swaps[0].step <= step",
-        "self._swaps[0].step <= step + 1",
+        CopiesInFlight,
+        "take_ended",
+        "self._copied[0].step <= step",
+        "self._copied[0].step <= step + 1",
     ),
     _bug(
         "blocks of the CPU pool are never released",
@@ -147,10 +149,24 @@ PLANTED_BUGS = (
     ),
     _bug(
         "cached blocks in the memory of dead ranks are found",
-        KvManager,
-        "clear",
-        "self.cpu_cache.clear()",
+        CpuPrefixCache,
+        "begin_epoch",
+        "self.clear()",
         "pass",
+    ),
+    _bug(
+        "a block that was half copied when a rank died is found",
+        KeyedBlocks,
+        "keep_whole",
+        "if one not in self._incomplete and",
+        "if",
+    ),
+    _bug(
+        "a block that was damaged when a rank died is found",
+        KeyedBlocks,
+        "keep_whole",
+        " and one not in damaged",
+        "",
     ),
     _bug(
         "a CPU block is taken while it is written to the disk",

@@ -43,6 +43,8 @@ class Outcome:
     num_preemptions: int = 0
     num_read_blocks: int = 0
     """Blocks that came back from the disk."""
+    num_kept_hit_tokens: int = 0
+    """Tokens that were found in a CPU pool that outlived a rank."""
 
 
 def failure_of(scenario: Scenario) -> str:
@@ -137,6 +139,7 @@ class _Run:
         if kv.disk_cache is not None and not (kv.disk_cache._reading or kv.disk_cache._writing):
             assert not kv.disk_cache.pool.num_in_transit, "disk blocks are lost"
         self._outcome.num_read_blocks = stats.num_read_blocks
+        self._outcome.num_kept_hit_tokens = stats.num_kept_hit_tokens
         self._outcome.num_deaths = self._ranks.num_deaths
         self._outcome.num_preemptions = stats.num_swap_preemptions + stats.num_recompute_preemptions
 

@@ -144,7 +144,7 @@ def _make_returning(seed: int, draws: random.Random) -> Scenario:
             )
         )
     faults = []
-    if draws.random() < 0.2:
+    if draws.random() < 0.4:
         kind = draws.choice(get_args(FaultKind))
         faults = [FaultPlan(time_s=50 * step_s, rank=draws.randrange(num_ranks), kind=kind)]
     return Scenario(
@@ -154,7 +154,7 @@ def _make_returning(seed: int, draws: random.Random) -> Scenario:
         num_ranks=num_ranks,
         block_size=block_size,
         num_blocks=20 // block_size,
-        num_cpu_blocks=draws.choice((8, 20)),
+        num_cpu_blocks=draws.choice((8, 20, 60)),
         num_disk_blocks=draws.choice((10, 60)),
         max_num_seqs=draws.randint(1, 3),
         max_num_batched_tokens=draws.choice((5, 30)),

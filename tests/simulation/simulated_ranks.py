@@ -2,7 +2,8 @@
 
 Rank 0 is the worker of `tests/scheduling/fake_worker.py`, which checks what it reads; the others
 acknowledge steps. Copies between the pools end up to a few steps after the step that has them, and
-each rank reports its reads and writes of files a while later, some of which fail.
+each rank reports its reads and writes of files a while later, some of which fail. The CPU pool of
+ranks that die outlives them or not, and may be damaged.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pagedray.batch import DiskReport, StepAck, StepMasks, StepOutput, StepPlan,
 from pagedray.channel import StepChannel
 from pagedray.config import CacheSize
 from pagedray.errors import HungRankError, WorkerError
-from tests.scheduling.fake_worker import FakeWorker
+from tests.scheduling.fake_worker import Block, FakeWorker
 from tests.simulation.virtual_socket import connect_sockets
 
 if TYPE_CHECKING:
@@ -35,6 +36,10 @@ __all__ = ["SimulatedRanks"]
 _HANG_S = 1.0
 """Time after which a rank that does not answer counts as hung."""
 _RESTART_S = 0.2
+_NEW_POOL_PART = 0.3
+"""How often the pool of a replaced rank is new."""
+_DAMAGED_PART = 0.4
+"""How often one that outlived its rank has damaged blocks."""
 
 
 class SimulatedRanks(Executor):
@@ -123,33 +128,45 @@ class SimulatedRanks(Executor):
     def observe_ranks(self, now_s: float) -> RankHealth:
         return RankHealth()
 
-    def restart_ranks(self) -> None:
+    def restart_ranks(self) -> list[int] | None:
         self.num_deaths += 1
         for rank in self._ranks:
             rank.die()
         self._world.run_until(lambda: False, self._world.now_s() + _RESTART_S)
-        self._start()
+        if self._draws.random() < _NEW_POOL_PART:
+            self._start()
+            return None
+        pool = self._ranks[0].cpu_blocks
+        damaged = []
+        if self._draws.random() < _DAMAGED_PART:
+            damaged = [block for block in range(len(pool)) if self._draws.random() < 0.3]
+        for block in damaged:
+            pool[block] = [None] * self._scenario.block_size
+        self._start(pool)
+        return damaged
 
     def close(self) -> None:
         for rank in self._ranks:
             rank.die()
 
-    def _start(self) -> None:
+    def _start(self, cpu_blocks: list[Block] | None = None) -> None:
+        """Start ranks, whose CPU pool is new or outlived others."""
         scenario = self._scenario
         self._disk_reports = DiskReports(scenario.num_ranks)
         self._lost: dict[tuple[bool, int], set[int]] = {}
         """By plan and kind, the disk blocks of which a rank could not read or write its part."""
         self._ranks = [
-            _Rank(number, scenario, self._world, self._draws, self._make_worker())
+            _Rank(number, scenario, self._world, self._draws, self._make_worker(cpu_blocks))
             for number in range(scenario.num_ranks)
         ]
 
-    def _make_worker(self) -> FakeWorker:
+    def _make_worker(self, cpu_blocks: list[Block] | None) -> FakeWorker:
         scenario = self._scenario
         return FakeWorker(
             block_size=scenario.block_size,
             num_blocks=scenario.num_blocks,
             num_cpu_blocks=scenario.num_cpu_blocks,
+            cpu_blocks=cpu_blocks,
             num_disk_blocks=scenario.num_disk_blocks,
             max_num_seqs=scenario.max_num_seqs,
             tenants=self.tenants,
@@ -268,6 +285,11 @@ class _Rank:
             self.hang_s = math.inf if is_idle else self._world.now_s() + _HANG_S
             if isinstance(message, StepOutput):
                 self.outputs.append(message)
+
+    @property
+    def cpu_blocks(self) -> list[Block]:
+        """The CPU pool, in which copies that had not ended left nothing."""
+        return self._worker.cpu
 
     def finish_swaps(self, step: int) -> None:
         """Make the copies of steps that every rank has finished."""

@@ -41,11 +41,16 @@ def test_every_client_gets_its_tokens_in_many_runs() -> None:
 
 
 def test_a_seed_is_one_run_among_deaths_and_preemptions() -> None:
-    runs = [[run_scenario(make_scenario(seed)) for seed in range(10)] for _ in range(2)]
+    runs = [[run_scenario(make_scenario(seed)) for seed in range(20)] for _ in range(2)]
     assert [one.log for one in runs[0]] == [one.log for one in runs[1]]
     assert sum(one.num_deaths for one in runs[0]) > 3
     assert sum(one.num_preemptions for one in runs[0]) > 3
     assert sum(one.num_read_blocks for one in runs[0]) > 0
+
+
+def test_prefixes_are_found_in_pools_that_outlived_ranks() -> None:
+    seeds = range(72, 300, 4)
+    assert any(run_scenario(make_scenario(seed)).num_kept_hit_tokens for seed in seeds)
 
 
 def test_a_failing_run_is_shrunk() -> None:
@@ -60,8 +65,8 @@ def test_a_failing_run_is_shrunk() -> None:
     assert not failure_of(smallest)
 
 
-def test_there_are_30_planted_bugs() -> None:
-    assert len({bug.name for bug in PLANTED_BUGS}) == 30
+def test_there_are_32_planted_bugs() -> None:
+    assert len({bug.name for bug in PLANTED_BUGS}) == 32
     for bug in PLANTED_BUGS:
         with bug.planted():
             pass

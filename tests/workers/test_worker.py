@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
+from contextlib import closing
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
@@ -14,6 +15,8 @@ import pytest
 from cluster.engine.options import EngineOptions, engine_config
 from pagedray.batch import BlockCopy, DiskReport, StepPlan
 from pagedray.errors import DeviceError, StartupError
+from pagedray.pool_memory import PoolMemory, PoolReport
+from tests.fakes import wait_for
 from tests.system.server_process import TINY_LLAMA
 from workers.decoder_worker import DecoderWorker
 from workers.memory_profile import host_memory_bytes
@@ -23,6 +26,8 @@ from workers.runner.kv_cache import block_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import torch
 
 
 @pytest.fixture
@@ -101,3 +106,79 @@ def test_a_folder_for_blocks_is_needed_at_the_start_only(tmp_path: Path) -> None
     assert worker.take_disk_report() == DiskReport(0, is_read=False, failed=[3])
     assert not worker.has_disk_jobs
     worker.close()
+
+
+def make_kept_worker(memory: PoolMemory, **options: Any) -> DecoderWorker:  # Any: of any type
+    """Return a worker whose CPU pool, of 8 blocks, outlives it."""
+    common = EngineOptions(device="cpu", num_threads=1, num_blocks=8, load_format="dummy")
+    config = engine_config(TINY_LLAMA, replace(common, **options))
+    worker = DecoderWorker(config, SoloGroup())
+    worker.use_pool_memory(memory.address)
+    worker.allocate_cache(8, 8)
+    if worker.host_pool is not None and worker.host_pool.mapped is not None:
+        # As the controller knows of it.
+        worker.host_pool.mapped.confirm()
+    return worker
+
+
+def run_and_copy(worker: DecoderWorker, plan: StepPlan) -> None:
+    """Run a step to the end of its copies."""
+    pending = worker.launch(plan)
+    pending.output()
+    wait_for(lambda: pending.is_copied)
+
+
+def host_blocks(worker: DecoderWorker) -> torch.Tensor:
+    """Return the CPU pool of a worker."""
+    assert worker.host_pool is not None
+    return worker.host_pool.blocks
+
+
+def test_a_cpu_pool_outlives_its_worker() -> None:
+    with closing(PoolMemory()) as memory:
+        worker = make_kept_worker(memory)
+        assert worker.pool_report == PoolReport(is_shared=True)
+        host_blocks(worker)[3].fill_(2.0)
+        worker.close()
+        worker = make_kept_worker(memory)
+        assert worker.pool_report == PoolReport(is_shared=True, is_kept=True)
+        assert host_blocks(worker)[3].eq(2.0).all()
+        # A survivor keeps it too.
+        worker.end_epoch()
+        worker.allocate_cache(8, 8)
+        assert worker.pool_report == PoolReport(is_shared=True, is_kept=True)
+        worker.close()
+        worker = make_kept_worker(memory, load_seed=1)
+        assert worker.pool_report == PoolReport(is_shared=True)
+        assert not host_blocks(worker).any()
+        worker.close()
+
+
+def test_a_pool_whose_memory_is_gone_is_private(caplog: pytest.LogCaptureFixture) -> None:
+    memory = PoolMemory()
+    memory.close()
+    worker = make_kept_worker(memory)
+    assert worker.pool_report == PoolReport()
+    assert host_blocks(worker).shape[0] == 8
+    assert [line for line in caplog.messages if "CPU pool" in line] == [
+        "The CPU pool of rank 0 will not outlive it: the memory of its controller is not on this "
+        "node."
+    ]
+    worker.end_epoch()
+    worker.allocate_cache(8, 8)
+    assert worker.pool_report == PoolReport(is_kept=True)
+    worker.close()
+
+
+def test_blocks_that_were_not_copied_whole_are_damaged() -> None:
+    with closing(PoolMemory()) as memory:
+        worker = make_kept_worker(memory, cpu_pool_checksums=True)
+        plan = StepPlan(0, [], evictions=[BlockCopy(0, 1), BlockCopy(1, 2)])
+        run_and_copy(worker, plan)
+        host_blocks(worker)[2, 0].fill_(3.0)
+        worker.close()
+        worker = make_kept_worker(memory, cpu_pool_checksums=True)
+        assert worker.pool_report == PoolReport(
+            is_shared=True, is_kept=True, damaged=(0, 2, 3, 4, 5, 6, 7)
+        )
+        worker.close()

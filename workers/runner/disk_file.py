@@ -20,14 +20,22 @@ import torch
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from workers.runner.kept_pool.block_checksums import BlockChecksums
+
 __all__ = ["DiskFile"]
 
 
 class DiskFile:
     """Writes blocks of a pool to a file, and reads them back. Thread-safe for different blocks."""
 
-    def __init__(self, folder: str, blocks: torch.Tensor) -> None:
-        """`blocks` are those of the CPU pool. Raises OSError if the folder takes no file."""
+    def __init__(
+        self, folder: str, blocks: torch.Tensor, checksums: BlockChecksums | None = None
+    ) -> None:
+        """`blocks` are those of the CPU pool, some of which have `checksums` there.
+
+        Raises OSError if the folder takes no file.
+        """
+        self._pool_checksums = checksums
         self._blocks: npt.NDArray[np.uint8] = blocks.view(len(blocks), -1).view(torch.uint8).numpy()
         self._descriptor, path = mkstemp(dir=folder)
         weakref.finalize(self, os.close, self._descriptor)
@@ -60,6 +68,8 @@ class DiskFile:
             if self._is_closed:
                 raise OSError("the file is closed")
             self._blocks[cpu_block] = np.frombuffer(content, dtype=np.uint8)
+            if self._pool_checksums is not None:
+                self._pool_checksums.note_block(cpu_block)
 
     def close(self) -> None:
         """Change no CPU block any more; the file is gone once no call uses it."""

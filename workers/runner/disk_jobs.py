@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from pagedray.batch import BlockCopy, StepPlan
+    from workers.runner.kept_pool.block_checksums import BlockChecksums
 
 __all__ = ["DiskJobs"]
 
@@ -42,12 +43,20 @@ class DiskJobs:
     """Reads and writes blocks of the CPU pool, in the order of plans for each of the two."""
 
     def __init__(
-        self, folder: str, blocks: torch.Tensor, *, clock: Callable[[], float] = time.monotonic
+        self,
+        folder: str,
+        blocks: torch.Tensor,
+        *,
+        checksums: BlockChecksums | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`blocks` are those of the CPU pool. In a folder that cannot be used, everything fails."""
+        """`blocks` are those of the CPU pool, some of which have `checksums` there.
+
+        In a folder that cannot be used, everything fails.
+        """
         self._file: DiskFile | None = None
         try:
-            self._file = DiskFile(folder, blocks)
+            self._file = DiskFile(folder, blocks, checksums)
         except OSError as error:
             logger.warning("KV blocks are not kept in %s: %s.", folder, error.strerror)
         self._lanes = (

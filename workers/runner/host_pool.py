@@ -14,11 +14,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pagedray.pool_memory import PoolReport
+from workers.runner.kept_pool.block_checksums import BlockChecksums
 from workers.runner.pinned_chunks import PinnedChunks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from workers.runner.kept_pool.mapped_pool import MappedPool
     from workers.runner.pinned_chunks import Pinner
 
 __all__ = ["HostPool"]
@@ -28,7 +31,7 @@ _CHUNK_BYTES = 64 * 2**20
 
 
 class HostPool:
-    """Blocks of zeros in host memory, `[num_blocks, *block_shape]`."""
+    """Blocks in host memory, `[num_blocks, *block_shape]`; zeros unless it has a former content."""
 
     def __init__(
         self,
@@ -37,11 +40,14 @@ class HostPool:
         dtype: torch.dtype,
         *,
         pinner: Pinner | None,
+        mapped: MappedPool | None = None,
     ) -> None:
-        """Without a `pinner`, no block is pinned.
+        """Without a `pinner`, no block is pinned. The memory is `mapped`, or private without it.
 
         Raises OSError if the host does not have the memory.
         """
+        self.mapped = mapped
+        self._has_reported = False
         self._shape, self._dtype = tuple(block_shape), dtype
         block_bytes = math.prod(block_shape) * dtype.itemsize
         page = mmap.PAGESIZE
@@ -51,7 +57,12 @@ class HostPool:
         self.blocks_per_chunk = num_units * blocks_per_page_end
         """No copy may span two chunks of so many blocks."""
         is_pinned = pinner is not None and num_blocks > 0
-        self.blocks = _zeros(num_blocks, self._shape, dtype, is_pinned=is_pinned)
+        self.checksums: BlockChecksums | None = None
+        """None if blocks are not checked when the pool outlives a rank."""
+        memory = None if mapped is None else mapped.memory
+        self.blocks = _blocks(num_blocks, self._shape, dtype, memory, is_pinned=is_pinned)
+        if mapped is not None and len(mapped.extra):
+            self.checksums = BlockChecksums(self.blocks, mapped.extra)
         self._chunks: PinnedChunks | None = None
         if pinner is not None and num_blocks:
             chunks = self._chunks = PinnedChunks(
@@ -65,6 +76,17 @@ class HostPool:
             weakref.finalize(self, chunks.release).atexit = False
             self._thread = threading.Thread(target=chunks.pin_all, name="pagedray-pin", daemon=True)
             self._thread.start()
+
+    def take_report(self) -> PoolReport:
+        """Return whether it has the content that the last epoch left; call it once an epoch."""
+        is_first, self._has_reported = not self._has_reported, True
+        is_shared = self.mapped is not None
+        if not is_first:
+            return PoolReport(is_shared=is_shared, is_kept=True)
+        if self.mapped is None or not self.mapped.is_former:
+            return PoolReport(is_shared=is_shared)
+        damaged = () if self.checksums is None else self.checksums.damaged_blocks()
+        return PoolReport(is_shared=True, is_kept=True, damaged=damaged)
 
     @property
     def num_pinned_blocks(self) -> int:
@@ -82,14 +104,20 @@ class HostPool:
         return (len(self.blocks), self._shape, self._dtype) == wanted
 
 
-def _zeros(
-    num_blocks: int, shape: tuple[int, ...], dtype: torch.dtype, *, is_pinned: bool
+def _blocks(
+    num_blocks: int,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    memory: mmap.mmap | None,
+    *,
+    is_pinned: bool,
 ) -> torch.Tensor:
-    """Return zeros that take no memory before they are written."""
+    """Return blocks at the start of `memory`, or zeros that take no memory before writes."""
     num_bytes = num_blocks * math.prod(shape) * dtype.itemsize
     if not num_bytes:
         return torch.zeros((num_blocks, *shape), dtype=dtype)
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if memory is None:
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if is_pinned:
         # Pages that a child process shared would move when they are written, but not for the GPU.
         memory.madvise(mmap.MADV_DONTFORK)
@@ -97,4 +125,5 @@ def _zeros(
         with suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
     # The tensor keeps the memory.
-    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(num_blocks, *shape)
+    content = torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes)
+    return content.view(dtype).view(num_blocks, *shape)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from attention.abstract import AttentionBackend, AttentionSpec
     from pagedray.batch import BlockCopy
+    from workers.runner.kept_pool.pool_mapper import PoolMapper
 
 __all__ = ["KVCache", "block_bytes", "make_host_pool", "num_staging_blocks"]
 
@@ -46,17 +47,23 @@ def num_staging_blocks(spec: AttentionSpec, num_blocks: int) -> int:
 
 
 def make_host_pool(
-    spec: AttentionSpec, num_blocks: int, former: HostPool | None = None
+    spec: AttentionSpec,
+    num_blocks: int,
+    former: HostPool | None = None,
+    *,
+    mapper: PoolMapper | None = None,
 ) -> HostPool:
     """Return a CPU pool, which is the former one if that has the size.
 
-    Raises OSError if the host does not have the memory.
+    A new one is in memory of the `mapper`, if that has any. Raises OSError if the host does not
+    have the memory.
     """
     layout = num_blocks, _block_shape(spec), storage_dtype(spec.cache_dtype)
     if former is not None and former.has_layout(*layout):
         return former
     pinner = CudaPinner(spec.device) if spec.device.type == "cuda" else None
-    return HostPool(*layout, pinner=pinner)
+    mapped = mapper.map_pool(*layout) if mapper is not None and num_blocks else None
+    return HostPool(*layout, pinner=pinner, mapped=mapped)
 
 
 class KVCache:

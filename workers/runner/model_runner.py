@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
     from attention.abstract import AttentionMetadataBuilder, AttentionState
     from workers.models.decoder import Decoder
-    from workers.runner.block_swaps import SwapFence
     from workers.runner.cuda_graphs import DecodeGraphs
     from workers.runner.input_batch import InputBatch, StepInputs
+    from workers.runner.kept_pool.checksum_jobs import ChecksumJobs, Fence
     from workers.runner.kv_cache import KVCache
     from workers.runner.piece_graphs import PieceGraphs
     from workers.sampler import Sampled, Sampler
@@ -51,7 +51,7 @@ class PendingTokens:
         needs_masks: bool,
         started: DeviceEvent,
         swaps: BlockSwaps,
-        fence: SwapFence,
+        fence: Fence,
         device: torch.device,
         prompt_reports: Sequence[PromptReport] = (),
     ) -> None:
@@ -125,8 +125,10 @@ class ModelRunner:
         progress: ProgressWord,
         decode_graphs: DecodeGraphs | None = None,
         piece_graphs: PieceGraphs | None = None,
+        checksum_jobs: ChecksumJobs | None = None,
     ) -> None:
         """A step that no graphs can replay runs eagerly."""
+        self._checksum_jobs = checksum_jobs
         self._progress = progress
         self._model = model
         self._cache = cache
@@ -171,7 +173,9 @@ class ModelRunner:
             self._sampler.start(start)
         self._batch.apply_plan(plan)
         device = self._cache.device_pool.device
-        fence = self._swaps.launch(plan)
+        fence: Fence = self._swaps.launch(plan)
+        if self._checksum_jobs is not None:
+            fence = self._checksum_jobs.follow(fence, plan)
         started = record_event(device)
         self._cache.copy_blocks(plan.copies)
         sample, needs_masks = None, False

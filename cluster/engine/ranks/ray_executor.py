@@ -15,6 +15,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from cluster.engine.executor import Executor, Outage, RankHealth, ReportProgress
 from cluster.engine.faults.start_limit import StartLimit
 from cluster.engine.ranks.healing import Healing
+from cluster.engine.ranks.pool_memories import PoolMemories
 from cluster.engine.ranks.rank_places import RankPlaces
 from cluster.engine.ranks.ray_connection import RayConnection
 from cluster.engine.ranks.ray_ranks import RayRanks
@@ -53,6 +54,9 @@ class RayExecutor(Executor):
         self._owns_placement = placement is None
         self._spares = SpareRanks(config.parallel.num_spare_ranks)
         self._start_limit = StartLimit()
+        self._memories = None
+        if config.cache.has_kept_pool:
+            self._memories = PoolMemories(config.parallel.tensor_parallel_size)
         self._ranks: RayRanks | None = None
         self._connection: RayConnection | None = None
         try:
@@ -61,6 +65,9 @@ class RayExecutor(Executor):
                 self._placement = _placement(config)
             self._ranks = self._new_epoch()
             self._cache_size, self._attention_providers = self._ranks.start_ranks()
+            if self._memories is not None:
+                # All are new, as the scheduler's map is.
+                self._memories.take_damaged()
             self._fill_spares(self._ranks.places)
         except WorkerError as error:
             self.close()
@@ -111,10 +118,10 @@ class RayExecutor(Executor):
         ranks = self._ranks
         return ranks.observe_ranks(now_s) if ranks is not None else RankHealth(is_busy=True)
 
-    def restart_ranks(self) -> None:
+    def restart_ranks(self) -> list[int] | None:
         assert self._connection is not None
         with self._connection.disk_reserve.released():
-            self._connection.health.run_unless_out(self._restart_ranks)
+            return self._connection.health.run_unless_out(self._restart_ranks)
 
     def close(self) -> None:
         if self._connection is None:
@@ -122,7 +129,7 @@ class RayExecutor(Executor):
         else:
             self._connection.health.end(self._close)
 
-    def _restart_ranks(self) -> None:
+    def _restart_ranks(self) -> list[int] | None:
         healing = Healing()
         old, self._ranks = self._ranks, None
         try:
@@ -138,9 +145,12 @@ class RayExecutor(Executor):
         new.replace_ranks(survivors, self._cache_size, healing)
         self._ranks = new
         self._fill_spares(new.places)
+        return None if self._memories is None else self._memories.take_damaged()
 
     def _close(self) -> None:
         self._end_ranks()
+        if self._memories is not None:
+            self._memories.close()
         self._spares.close()
         # During an outage that would wait for GCS, and Ray removes the group with its job.
         if self._placement is not None and self._owns_placement and self.outage is None:
@@ -161,6 +171,7 @@ class RayExecutor(Executor):
             self._report_progress,
             spares=self._spares,
             start_limit=self._start_limit,
+            memories=self._memories,
         )
 
     def _fill_spares(self, places: RankPlaces) -> None:

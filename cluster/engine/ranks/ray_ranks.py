@@ -32,10 +32,12 @@ if TYPE_CHECKING:
     from cluster.engine.executor import ReportProgress
     from cluster.engine.faults.start_limit import StartLimit
     from cluster.engine.ranks.healing import Healing
+    from cluster.engine.ranks.pool_memories import PoolMemories
     from cluster.engine.ranks.rank_places import Actor, RankPlaces
     from cluster.engine.ranks.spare_ranks import SpareRanks
     from pagedray.batch import DiskReport, EmbedOutput, EmbedPlan, StepMasks, StepOutput, StepPlan
     from pagedray.config import EngineConfig
+    from pagedray.pool_memory import MemoryAddress
     from workers.parallel.rendezvous import GroupAddress
 
 __all__ = ["RayRanks"]
@@ -64,12 +66,14 @@ class RayRanks:
         *,
         spares: SpareRanks,
         start_limit: StartLimit,
+        memories: PoolMemories | None,
     ) -> None:
-        """Call `start_ranks` or `replace_ranks` next."""
+        """Call `start_ranks` or `replace_ranks` next. Without `memories`, CPU pools are private."""
         self._config = config
         self.places = places
         self._report_progress = report_progress
         self._spares = spares
+        self._memories = memories
         self._size = config.parallel.tensor_parallel_size
         self._channels = RankChannels([])
         self._reports = RayReports(self._size)
@@ -90,7 +94,11 @@ class RayRanks:
             self._actors += (self.places.start_rank(rank) for rank in range(self._size))
             self._reports.attach_actors(self._actors, self.places.nodes)
             address = self._open_rendezvous()
-            self._call("Loading weights", "load_rank", *((rank, 0, None) for rank in self._ranks))
+            self._call(
+                "Loading weights",
+                "load_rank",
+                *((rank, 0, None, self._memory(rank)) for rank in self._ranks),
+            )
             self._join(address)
             sizes = self._call("Measuring memory", "available_cache")
             cache = CacheSize(
@@ -100,6 +108,7 @@ class RayRanks:
             )
             blocks = cache.num_blocks, cache.num_cpu_blocks
             providers = self._call("Allocating the KV cache", "allocate_cache", blocks)
+            self._note_pool_reports()
             self._warm_up(captures_lazily=False)
             self._spares.note_devices(self._actors, self.places)
             self._connect()
@@ -130,11 +139,12 @@ class RayRanks:
             preparing = [
                 actor.allocate_cache.remote(*blocks)
                 if rank in survivors
-                else actor.load_rank.remote(rank, device_index, cache)
+                else actor.load_rank.remote(rank, device_index, cache, self._memory(rank))
                 for rank, (actor, device_index) in sorted(places.items())
             ]
             address = self._open_rendezvous()
             self._results(preparing, _at("Loading weights"))
+            self._note_pool_reports()
             healing.end_phase("loaded")
             self._join(address)
             healing.end_phase("joined")
@@ -274,6 +284,13 @@ class RayRanks:
         ]
         is_loading = method == "load_rank"
         return self._results(references, self._loading_progress if is_loading else _at(what))
+
+    def _memory(self, rank: int) -> MemoryAddress | None:
+        return None if self._memories is None else self._memories.address(rank)
+
+    def _note_pool_reports(self) -> None:
+        if self._memories is not None:
+            self._memories.note_reports(self._call("Allocating the KV cache", "pool_report"))
 
     def _open_rendezvous(self) -> GroupAddress:
         opening = [self._actors[0].open_rendezvous.remote(self.places.hosts[0])]

@@ -8,7 +8,7 @@ The content of blocks is the prefix cache's concern.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, KeysView, Sequence
 
 from pagedray.errors import PagedRayError
 
@@ -34,17 +34,26 @@ class BlockPool:
         "num_revived",
     )
 
-    def __init__(self, num_blocks: int, *, on_evict: Callable[[int], None] | None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        on_evict: Callable[[int], None] | None,
+        idle: Sequence[int] = (),
+    ) -> None:
+        """All blocks are free, and those of `idle` kept, the least recently used first."""
         self.num_blocks = num_blocks
         self.num_in_transit = 0
         """Blocks that a copy still uses and no sequence owns."""
         self.num_revived = 0
         """Times that an idle block was shared."""
-        self._free = list(range(num_blocks - 1, -1, -1))
-        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._idle: OrderedDict[int, None] = OrderedDict.fromkeys(idle)
+        self._free = [block for block in reversed(range(num_blocks)) if block not in self._idle]
         self._num_references = [0] * num_blocks
         self._num_pins = [0] * num_blocks
         self._is_kept = bytearray(num_blocks)
+        for block in idle:
+            self._is_kept[block] = True
         self._on_evict = on_evict
 
     @property
@@ -58,9 +67,9 @@ class BlockPool:
         return len(self._idle)
 
     @property
-    def idle_blocks(self) -> Iterable[int]:
+    def idle_blocks(self) -> KeysView[int]:
         """The idle blocks, the least recently used first."""
-        return self._idle
+        return self._idle.keys()
 
     @property
     def num_owned(self) -> int:

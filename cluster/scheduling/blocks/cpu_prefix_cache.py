@@ -5,6 +5,7 @@ blocks, the least recently used first.
 """
 
 from collections import deque
+from collections.abc import Collection, Sequence
 
 from cluster.scheduling.blocks.keyed_blocks import KeyedBlocks
 from cluster.scheduling.blocks.prefix_cache import BlockKey
@@ -20,7 +21,11 @@ class CpuPrefixCache(KeyedBlocks):
     __slots__ = (
         "_copies",
         "_in_flight",
+        "_kept",
         "_max_saved",
+        "num_damaged_blocks",
+        "num_kept_blocks",
+        "num_kept_hit_blocks",
         "num_restored_blocks",
         "num_saved_blocks",
         "worth",
@@ -36,8 +41,16 @@ class CpuPrefixCache(KeyedBlocks):
         """Of the plan that is being made."""
         self._in_flight: deque[tuple[int, list[int]]] = deque()
         """Steps that are not acknowledged, and the blocks that they save."""
+        self._kept: set[int] = set()
+        """Blocks that outlived a rank."""
         self.num_saved_blocks = 0
         self.num_restored_blocks = 0
+        self.num_kept_blocks = 0
+        """Blocks that outlived a rank, each time."""
+        self.num_kept_hit_blocks = 0
+        """Of the restored blocks, those that had outlived a rank."""
+        self.num_damaged_blocks = 0
+        """Blocks that were not as they were written when a rank was replaced."""
 
     def save_block(self, key: BlockKey, device_block: int) -> None:
         """Copy an evicted block in the plan that is being made, if that is worth it."""
@@ -62,9 +75,34 @@ class CpuPrefixCache(KeyedBlocks):
             for block in self._in_flight.popleft()[1]:
                 self.end_copy(block)
 
+    def note_restored(self, blocks: Sequence[int]) -> None:
+        """Count blocks that are copied back."""
+        self.num_restored_blocks += len(blocks)
+        if self._kept:
+            self.num_kept_hit_blocks += sum(block in self._kept for block in blocks)
+
+    def begin_epoch(self, damaged: Collection[int] | None) -> None:
+        """Keep what was whole before ranks were replaced, but for the `damaged` blocks.
+
+        None if the pool of some rank is new, so that nothing is left.
+        """
+        if damaged is None:
+            self.clear()
+            return
+        whole = self._key_of.keys() - self._incomplete
+        self.num_damaged_blocks += len(whole.intersection(damaged))
+        kept = self.keep_whole(frozenset(damaged))
+        self._kept.update(kept)
+        self.num_kept_blocks += len(kept)
+
     def clear(self) -> None:
         """Make the pool empty."""
         super().clear()
         self._copies.clear()
         self._in_flight.clear()
+        self._kept.clear()
         self.worth.clear()
+
+    def _remove(self, block: int) -> None:
+        super()._remove(block)
+        self._kept.discard(block)

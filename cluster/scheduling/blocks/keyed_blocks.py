@@ -6,6 +6,8 @@ Only proven blocks are kept, and no key leaves the process that computed it, so 
 are as isolated here as in `prefix_cache`.
 """
 
+from collections.abc import Container
+
 from cluster.scheduling.blocks.block_pool import BlockPool
 from cluster.scheduling.blocks.prefix_cache import BlockKey
 
@@ -93,6 +95,22 @@ class KeyedBlocks:
         self._block_of.clear()
         self._key_of.clear()
         self._incomplete.clear()
+
+    def keep_whole(self, damaged: Container[int]) -> list[int]:
+        """Make every block free; return those whose content is kept, in order of their last use.
+
+        They are those that were found, but for the `damaged` ones.
+        """
+        idle = self.pool.idle_blocks
+        # Those that sequences or copies use are the most recently used ones.
+        blocks = [*idle, *(block for block in self._key_of if block not in idle)]
+        kept = [one for one in blocks if one not in self._incomplete and one not in damaged]
+        key_of = {block: self._key_of[block] for block in kept}
+        self.clear()
+        self._key_of = key_of
+        self._block_of = {key.digest: block for block, key in key_of.items()}
+        self.pool = BlockPool(self.pool.num_blocks, on_evict=self._evict, idle=kept)
+        return kept
 
     def _evict(self, block: int) -> None:
         self.num_evicted_blocks += 1

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from cluster.engine.duration_histogram import HistogramSnapshot
     from cluster.engine.stats import EngineStats
+    from cluster.scheduling.stats import SchedulerStats
     from cluster.serving.engine_client import EngineClient
 
 __all__ = ["EngineCollector", "duration_family"]
@@ -95,6 +96,7 @@ class EngineCollector(Collector):
             "Tokens of these that were copied back from the CPU pool",
             scheduler.num_cpu_hit_tokens,
         )
+        yield from _kept_families(scheduler)
         yield from _disk_families(stats)
         yield _labelled_counter(
             "prefix_copied_bytes",
@@ -158,6 +160,24 @@ class EngineCollector(Collector):
             for provider, num_layers in providers.items():
                 layers.add_metric([_PART_LABELS.get(part, part), provider], num_layers)
         yield layers
+
+
+def _kept_families(scheduler: SchedulerStats) -> Iterator[Metric]:
+    yield _counter(
+        "prefix_kept_blocks",
+        "Cached blocks of the CPU pool that were kept when ranks were replaced",
+        scheduler.num_kept_cpu_blocks,
+    )
+    yield _counter(
+        "prefix_kept_hit_tokens",
+        "Tokens copied back from blocks that were kept when ranks were replaced",
+        scheduler.num_kept_hit_tokens,
+    )
+    yield _counter(
+        "prefix_damaged_blocks",
+        "Cached blocks of the CPU pool whose checksums were wrong when ranks were replaced",
+        scheduler.num_damaged_cpu_blocks,
+    )
 
 
 def _disk_families(stats: EngineStats) -> Iterator[Metric]:

@@ -1,0 +1,89 @@
+"""Prefixes in the CPU pool are found after the death of a rank."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.checkpoints import CASES
+from tests.greedy import LONGEST, Truth, generated, settled_stats, truth_of
+from tests.system.rank_group import open_group
+from tests.system.rank_processes import serving_processes
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pagedray import LLM
+
+
+@pytest.fixture
+def truth(tmp_path: Path) -> Truth:
+    return truth_of(CASES[0], tmp_path)
+
+
+def open_small_pool(truth: Truth, **options: Any) -> LLM:  # Any: engine options of any type
+    """Return an engine whose device pool has room for one sequence."""
+    return open_group(
+        truth.folder,
+        block_size=4,
+        num_blocks=-(-LONGEST // 4) + 1,
+        num_cpu_blocks=256,
+        max_num_seqs=1,
+        max_model_len=LONGEST,
+        preemption="swap",
+        **options,
+    )
+
+
+def kill_last_rank(llm: LLM) -> None:
+    """Kill a rank once no copy is under way."""
+    settled_stats(llm)
+    serving_processes()[-1].kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_ranks", "options"),
+    [(1, {}), (2, {}), (1, {"spare_ranks": 1})],
+    ids=["one", "two", "spare"],
+)
+def test_prefixes_outlive_a_rank_and_give_the_same_tokens(
+    truth: Truth, num_ranks: int, options: dict[str, Any], ray_cluster: None
+) -> None:
+    with open_small_pool(truth, num_ranks=num_ranks, **options) as llm:
+        assert generated(llm, truth.prompts) == truth.continuations
+        num_hits = 0
+        for _ in range(2):
+            kill_last_rank(llm)
+            before = llm.stats().scheduler
+            assert generated(llm, truth.prompts) == truth.continuations
+            after = llm.stats().scheduler
+            assert after.num_kept_cpu_blocks > before.num_kept_cpu_blocks
+            assert after.num_kept_hit_tokens > num_hits
+            num_hits = after.num_kept_hit_tokens
+        assert llm.stats().replacements["death"] == 2
+
+
+@pytest.mark.slow
+def test_prefixes_of_other_weights_are_dropped(truth: Truth, ray_cluster: None) -> None:
+    with open_small_pool(truth, num_ranks=1) as llm:
+        assert generated(llm, truth.prompts) == truth.continuations
+        os.utime(truth.folder / "model.safetensors", (1, 1))
+        kill_last_rank(llm)
+        assert generated(llm, truth.prompts) == truth.continuations
+        assert llm.stats().scheduler.num_kept_cpu_blocks == 0
+        # They are those of the next rank too.
+        kill_last_rank(llm)
+        assert generated(llm, truth.prompts) == truth.continuations
+        assert llm.stats().scheduler.num_kept_hit_tokens > 0
+
+
+@pytest.mark.slow
+def test_private_pools_end_with_their_rank(truth: Truth, ray_cluster: None) -> None:
+    with open_small_pool(truth, num_ranks=1, enable_kept_cpu_pool=False) as llm:
+        assert generated(llm, truth.prompts) == truth.continuations
+        kill_last_rank(llm)
+        assert generated(llm, truth.prompts) == truth.continuations
+        assert llm.stats().scheduler.num_kept_cpu_blocks == 0

@@ -1,0 +1,56 @@
+"""Checksums of the blocks of a CPU pool, which outlive the rank with the pool.
+
+A block that was half written when the rank died, or changed by what killed it, is found by them.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+__all__ = ["BYTES_PER_BLOCK", "BlockChecksums"]
+
+BYTES_PER_BLOCK = 8
+_IS_KNOWN = 1 << 32
+"""Added to a checksum, so that zero means that there is none."""
+
+
+class BlockChecksums:
+    """The checksum of each block whose content is to be kept. Thread-safe for different blocks."""
+
+    def __init__(self, blocks: torch.Tensor, memory: memoryview) -> None:
+        """`memory` has `BYTES_PER_BLOCK` for each of the blocks, and outlives the rank."""
+        self._blocks: npt.NDArray[np.uint8] = blocks.view(len(blocks), -1).view(torch.uint8).numpy()
+        self._known = np.frombuffer(memory, dtype=np.uint64)
+        assert len(self._known) == len(blocks)
+
+    def forget_blocks(self, blocks: Sequence[int]) -> None:
+        """Forget the checksums of blocks that are about to change."""
+        self._known[blocks] = 0
+
+    def note_block(self, block: int) -> None:
+        """Compute the checksum of a block, which changes no more."""
+        self._known[block] = self._checksum(block)
+
+    def damaged_blocks(self) -> tuple[int, ...]:
+        """Return the blocks that have no checksum or another one; reads all others."""
+        known = [int(block) for block in np.flatnonzero(self._known)]
+        # zlib computes without the interpreter's lock.
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+            found = dict(zip(known, threads.map(self._checksum, known), strict=True))
+        return tuple(
+            block for block, known in enumerate(self._known.tolist()) if found.get(block) != known
+        )
+
+    def _checksum(self, block: int) -> int:
+        return _IS_KNOWN | zlib.crc32(memoryview(self._blocks[block]))

@@ -1,0 +1,94 @@
+"""Computes the checksums of blocks in a thread, once the copies to them have ended.
+
+A step counts as copied only after that: then a block that the scheduler believes to be whole has a
+checksum.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from pagedray.batch import StepPlan
+    from workers.runner.kept_pool.block_checksums import BlockChecksums
+
+__all__ = ["ChecksumJobs", "Fence"]
+
+
+class Fence(Protocol):
+    """The copies of a step and of those before it."""
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether all of them have ended."""
+
+
+class _Job(NamedTuple):
+    """The copies of one plan, and the blocks that get their content by them."""
+
+    fence: Fence
+    blocks: list[int]
+
+
+class _CheckedFence:
+    """The copies up to a step, and the checksums of what they copied."""
+
+    def __init__(self, fence: Fence, jobs: ChecksumJobs, num_jobs: int) -> None:
+        self._fence, self._jobs, self._num_jobs = fence, jobs, num_jobs
+
+    @property
+    def is_reached(self) -> bool:
+        return self._fence.is_reached and self._jobs.have_ended(self._num_jobs)
+
+
+class ChecksumJobs:
+    """The checksums of one epoch, in the order of its plans."""
+
+    def __init__(self, checksums: BlockChecksums) -> None:
+        self._checksums = checksums
+        self._waiting: deque[_Job] = deque()
+        """Those whose copies had not ended when they were last looked at."""
+        self._queue: SimpleQueue[list[int] | None] = SimpleQueue()
+        self._num_jobs = self._num_ended = 0
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="pagedray-checksums", daemon=True)
+        self._thread.start()
+
+    def begin(self, plan: StepPlan) -> None:
+        """Forget the checksums of the blocks that a plan writes; call this before it is launched.
+
+        Reads of files note the checksums of their blocks themselves.
+        """
+        written = [*plan.evictions, *plan.swap_outs, *plan.disk_reads]
+        if written:
+            self._checksums.forget_blocks([copy.target for copy in written])
+
+    def follow(self, fence: Fence, plan: StepPlan) -> Fence:
+        """Return a fence that is reached once the checksums up to a plan are computed too."""
+        if plan.evictions:
+            self._waiting.append(_Job(fence, [copy.target for copy in plan.evictions]))
+            self._num_jobs += 1
+        return _CheckedFence(fence, self, self._num_jobs)
+
+    def have_ended(self, num_jobs: int) -> bool:
+        """Return whether the first `num_jobs` have ended; starts those that can be."""
+        while self._waiting and self._waiting[0].fence.is_reached:
+            self._queue.put(self._waiting.popleft().blocks)
+        return self._num_ended >= num_jobs
+
+    def close(self) -> None:
+        """Compute no more; waits for the block at which the thread is."""
+        self._is_closed = True
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (blocks := self._queue.get()) is not None:
+            for block in blocks:
+                if self._is_closed:
+                    return
+                self._checksums.note_block(block)
+            self._num_ended += 1

@@ -1,0 +1,50 @@
+"""Maps the memory that a rank was given for its CPU pool, or says why it cannot."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING
+
+from workers.runner.kept_pool.block_checksums import BYTES_PER_BLOCK
+from workers.runner.kept_pool.mapped_pool import MappedPool
+from workers.runner.kept_pool.pool_origin import pool_origin
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from pagedray.config import EngineConfig
+    from pagedray.pool_memory import MemoryAddress
+
+__all__ = ["PoolMapper"]
+
+logger = logging.getLogger(__name__)
+
+
+class PoolMapper:
+    """The memory of one rank's CPU pool, which outlives it."""
+
+    def __init__(self, config: EngineConfig, address: MemoryAddress, *, rank: int) -> None:
+        self._config = config
+        self._address = address
+        self._rank = rank
+
+    def map_pool(
+        self, num_blocks: int, block_shape: Sequence[int], dtype: torch.dtype
+    ) -> MappedPool | None:
+        """Return the memory of a pool, or None if that has to be private."""
+        has_checksums = self._config.cache.cpu_pool_checksums
+        layout = num_blocks, tuple(block_shape), dtype
+        try:
+            return MappedPool(
+                self._address,
+                num_bytes=num_blocks * math.prod(block_shape) * dtype.itemsize,
+                num_extra_bytes=num_blocks * BYTES_PER_BLOCK if has_checksums else 0,
+                origin=pool_origin(self._config, layout=layout, rank=self._rank),
+            )
+        except OSError as error:
+            reason = error.strerror or error
+            logger.warning("The CPU pool of rank %s will not outlive it: %s.", self._rank, reason)
+            return None
