@@ -24,7 +24,7 @@ __all__ = ["MAX_INDEX", "Phase", "ProgressBoard", "ProgressWord", "RankReport"]
 _CELL_BYTES = 8
 _NUM_CELLS = 8
 """Cells of a rank: a cache line, which no other rank writes."""
-_WORD, _NUM_BEATS, _NUM_FINISHED, _IS_COMPILING, _PID, _START_TICKS = range(6)
+_WORD, _NUM_BEATS, _NUM_FINISHED, _IS_COMPILING, _PID, _START_TICKS, _COPYING = range(7)
 _NO_INDEX = 0xFFFF
 MAX_INDEX = _NO_INDEX - 1
 """The largest index that a word holds."""
@@ -102,6 +102,8 @@ class RankReport:
     pid: int
     start_ticks: int = 0
     """When its process started, which tells it from a later one with the same id."""
+    copying: int = 0
+    """One more than the oldest step that it has finished but for its block copies; 0 is none."""
 
     @property
     def phase(self) -> Phase:
@@ -113,7 +115,8 @@ class RankReport:
         index = self.word >> 8 & 0xFFFF
         if index == _NO_INDEX and self.phase is Phase.ALL_REDUCE:
             return "an all-reduce outside the layers"
-        return _TEXTS[self.phase].format(index)
+        copies = f", the block copies of step {self.copying - 1} under way" if self.copying else ""
+        return _TEXTS[self.phase].format(index) + copies
 
     @classmethod
     def from_cells(cls, cells: Sequence[int]) -> RankReport:
@@ -125,6 +128,7 @@ class RankReport:
             is_compiling=bool(cells[_IS_COMPILING]),
             pid=cells[_PID],
             start_ticks=cells[_START_TICKS],
+            copying=cells[_COPYING],
         )
 
 
@@ -175,6 +179,10 @@ class ProgressWord:
     def finish_step(self, step: int) -> None:
         """Note that the rank has finished a step."""
         self._cells[_NUM_FINISHED] = step + 1
+
+    def await_copies(self, step: int | None) -> None:
+        """Note the oldest step whose block copies have not ended although the step has."""
+        self._cells[_COPYING] = 0 if step is None else step + 1
 
     def beat(self, *, is_compiling: bool) -> None:
         """Note that the process runs."""

@@ -414,6 +414,7 @@ def serve_steps(
             copying.clear()
             if not is_first:
                 channel.send(StepAck(output.step))
+        progress.await_copies(copying[0][0] if copying else None)
         progress.finish_step(output.step)
         progress.enter(Phase.DEVICE if pending else Phase.IDLE)
 
@@ -421,6 +422,7 @@ def serve_steps(
     while True:
         if copying and copying[0][1].is_copied:
             channel.send(StepAck(copying.popleft()[0]))
+            progress.await_copies(copying[0][0] if copying else None)
             continue
         if (report := worker.take_disk_report()) is not None:
             channel.send(report)

@@ -83,6 +83,7 @@ class LocalExecutor(Executor):
     def acknowledged_step(self) -> int:
         while self._copying and self._are_first_copied():
             self._acknowledged_step = self._copying.popleft()[0]
+            self._note_copies()
         return self._acknowledged_step
 
     def take_disk_reports(self) -> list[DiskReport]:
@@ -110,6 +111,7 @@ class LocalExecutor(Executor):
             self._acknowledged_step = output.step
         else:
             self._copying.append((output.step, running.result()))
+        self._note_copies()
         self._progress.finish_step(output.step)
         return output
 
@@ -132,6 +134,7 @@ class LocalExecutor(Executor):
         self._copying.clear()
         self._acknowledged_step = -1
         self._progress.finish_step(-1)
+        self._note_copies()
         self._monitor = self._new_monitor()
         # A step may be waiting for masks.
         self._masks.put(None)
@@ -173,6 +176,9 @@ class LocalExecutor(Executor):
     def _are_first_copied(self) -> bool:
         _, first = self._copying[0]
         return _survived(lambda: first.is_copied)
+
+    def _note_copies(self) -> None:
+        self._progress.await_copies(self._copying[0][0] if self._copying else None)
 
     def _new_monitor(self) -> RankMonitor:
         return RankMonitor(_OwnReports(self._progress), self._config.parallel.device, StartLimit())

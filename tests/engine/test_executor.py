@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from itertools import count
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,6 +18,7 @@ from tests.workers.copying_steps import CopyingWorker
 from workers.decoder_worker import DecoderWorker
 
 if TYPE_CHECKING:
+    from cluster.engine.executor import RankHealth
     from pagedray.config import EngineConfig
 
 
@@ -58,6 +60,33 @@ def test_steps_are_acknowledged_in_order_once_their_copies_have_ended() -> None:
     assert executor.acknowledged_step == 0
     worker.steps[1].is_copied = True
     assert executor.acknowledged_step == 2
+    executor.close()
+
+
+def test_a_rank_whose_copies_do_not_end_hangs_although_its_step_has_ended() -> None:
+    executor = LocalExecutor(config(), lambda what, fraction: None)
+    executor._worker.close()
+    worker = CopyingWorker()
+    executor._worker = worker  # type: ignore[assignment]  # it does what is needed here
+    executor.submit_plan(StepPlan(0, []))
+    executor.collect_output()
+
+    def health_after(seconds: float) -> RankHealth:
+        for _ in range(int(seconds / 0.25)):
+            health = executor.observe_ranks(next(times))
+            if health.hang:
+                break
+        return health
+
+    times = count(1000.0, 0.25)
+    assert health_after(29.0).hang == ""
+    assert health_after(1.0).is_busy
+    expected = "s (rank 0: waiting for its device, the block copies of step 0 under way)."
+    assert health_after(2.0).hang.endswith(expected)
+    worker.end_copies()
+    assert executor.acknowledged_step == 0
+    health = health_after(60.0)
+    assert (health.hang, health.is_busy) == ("", False)
     executor.close()
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pagedray.batch import Shutdown, StepAck, StepOutput, StepPlan
-from pagedray.rank_progress import ProgressWord
+from pagedray.rank_progress import ProgressWord, RankReport
 from tests.workers.copying_steps import CopyingWorker
 from workers.gpu_worker import serve_steps
 
@@ -90,6 +90,25 @@ def test_an_output_acknowledges_a_step_without_copies() -> None:
 
     worker.launch = launch_copied  # type: ignore[method-assign, assignment]
     assert served(worker, *PLANS, is_first=True) == [StepOutput(step, []) for step in range(3)]
+
+
+def test_a_rank_shows_which_step_it_copies_for() -> None:
+    worker, progress = CopyingWorker(), ProgressWord()
+    seen: list[int] = []
+
+    def look() -> None:
+        seen.append(RankReport.from_cells(progress.cells()).copying)
+
+    def end_first() -> None:
+        worker.steps[0].is_copied = True
+
+    first, second, _ = PLANS
+    channel = ScriptedChannel(
+        [first, look, second, look, end_first, _wait, look, worker.end_copies, Shutdown()]
+    )
+    serve_steps(worker, channel, progress, is_first=True)  # type: ignore[arg-type]
+    look()
+    assert seen == [1, 1, 2, 0]
 
 
 def _wait() -> None:

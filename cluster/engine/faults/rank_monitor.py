@@ -85,7 +85,8 @@ class RankMonitor:
         stopped = [rank for rank in range(len(reports)) if self._source.is_stopped(rank)]
         hung = self.hung = self._watch.hung_ranks(now_s, reports, self._work, stopped)
         is_busy = any(
-            report.num_finished < self._work.num_plans and not report.phase.is_blameless
+            (report.num_finished < self._work.num_plans and not report.phase.is_blameless)
+            or report.copying
             for report in reports
         )
         if not hung:

@@ -1,7 +1,8 @@
 """Decides when a rank hangs. Plain Python without clock, threads or I/O.
 
 A rank hangs if its process sends no heartbeats, or if it has work and its progress word stays the
-same for several times the longest interval between two words seen in steps of the same kind. Only
+same for several times the longest interval between two words seen in steps of the same kind, or if
+it has finished a step but for block copies that do not end. Only
 observed time counts: while the observer itself does not run, because the machine or all processes
 are paused, no rank hangs.
 """
@@ -43,6 +44,8 @@ class WatchLimits:
     """Without a word during the first step of a kind, which may compile."""
     compiling_s: float = 600.0
     """Without a word while a compiler runs."""
+    copying_s: float = 30.0
+    """From the end of a step to that of its block copies, which take seconds at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +59,8 @@ class _Stand:
     """The part of it with heartbeats: not even a stopped process computes for longer."""
     beat_s: float = 0.0
     """Observed time since its heartbeat."""
+    copy_s: float = 0.0
+    """Observed time since it waits for the block copies of the same step."""
 
 
 class WorkInFlight:
@@ -129,12 +134,13 @@ class RankWatch:
             for rank, stand in enumerate(self._stands)
             if stand.beat_s > self._beat_limit_s(stand.report, is_stopped=rank in stopped)
         ]
-        return beatless or self._culprits(silent)
+        copying = [rank for rank, one in enumerate(self._stands) if one.copy_s > limits.copying_s]
+        return beatless or self._culprits(silent) or copying
 
     def silence_s(self, rank: int) -> float:
         """Return for how long a rank has shown no sign of progress or life."""
         stand = self._stands[rank]
-        return max(stand.word_s, stand.beat_s)
+        return max(stand.word_s, stand.beat_s, stand.copy_s)
 
     def _observe(
         self,
@@ -147,12 +153,17 @@ class RankWatch:
         before = self._stands[rank]
         has_beaten = report.num_beats != before.report.num_beats
         beat_s = 0.0 if has_beaten else before.beat_s + elapsed_s
+        is_same = report.copying and report.copying == before.report.copying
+        copy_s = before.copy_s if is_same else 0.0
+        if is_same and report.phase in (Phase.IDLE, Phase.DEVICE):
+            # In other phases, the rank does not look whether they have ended.
+            copy_s += elapsed_s
         if has_beaten and not before.report.num_beats:
             self.longest_start_s = max(self.longest_start_s, before.beat_s + elapsed_s)
         if report.word != before.report.word:
             for kind in kinds:
                 self._longest_s[kind] = max(self._longest_s[kind] * _FADING, before.alive_s)
-            self._stands[rank] = _Stand(report=report, beat_s=beat_s)
+            self._stands[rank] = _Stand(report=report, beat_s=beat_s, copy_s=copy_s)
             return
         word_s = before.word_s + elapsed_s
         if report.num_finished >= work.num_plans or report.phase.is_blameless:
@@ -162,6 +173,7 @@ class RankWatch:
             word_s=word_s,
             alive_s=word_s if has_beaten else before.alive_s,
             beat_s=beat_s,
+            copy_s=copy_s,
         )
 
     def _beat_limit_s(self, report: RankReport, *, is_stopped: bool) -> float:
