@@ -42,7 +42,6 @@ from workers.worker import Worker, release_gpu_memory
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pagedray.batch import DiskReport
     from pagedray.config import EngineConfig
     from workers.parallel.group import ParallelGroup
     from workers.runner.host_pool import HostPool
@@ -107,8 +106,8 @@ class DecoderWorker(Worker):
         num_blocks = self._config.cache.num_blocks
         if num_blocks is None:
             memory = self._cache_bytes()
-            num_blocks = min(num_useful, memory // num_bytes)
-            num_blocks -= self._num_staging_blocks(num_blocks)
+            num_blocks = memory // num_bytes
+            num_blocks = min(num_useful, num_blocks - self._num_staging_blocks(num_blocks))
             if num_blocks < 2:
                 raise DeviceError(
                     f"Only {memory} bytes of {self._device.type} memory are left for the KV "
@@ -187,11 +186,8 @@ class DecoderWorker(Worker):
         return self._runner.launch(plan)
 
     @property
-    def has_disk_jobs(self) -> bool:
-        return self._disk_jobs is not None and self._disk_jobs.are_pending
-
-    def take_disk_report(self) -> DiskReport | None:
-        return None if self._disk_jobs is None else self._disk_jobs.take_report()
+    def disk_jobs(self) -> DiskJobs | None:
+        return self._disk_jobs
 
     def close(self) -> None:
         self._close_jobs()

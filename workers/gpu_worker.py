@@ -401,6 +401,7 @@ def serve_steps(
     """
     pending: deque[PendingStep] = deque()
     copying: deque[tuple[int, PendingStep]] = deque()
+    disk = worker.disk_jobs
 
     def send(finished: PendingStep) -> None:
         output = finished.output()
@@ -424,14 +425,14 @@ def serve_steps(
             channel.send(StepAck(copying.popleft()[0]))
             progress.await_copies(copying[0][0] if copying else None)
             continue
-        if (report := worker.take_disk_report()) is not None:
+        if disk is not None and (report := disk.take_report()) is not None:
             channel.send(report)
             continue
         if pending and (pending[0].is_ready or len(pending) > 1):
             send(pending.popleft())
             continue
         # Waiting for the step alone would launch the next one too late and leave the device idle.
-        is_busy = pending or copying or worker.has_disk_jobs
+        is_busy = pending or copying or (disk is not None and disk.are_pending)
         if is_busy and not channel.has_message():
             time.sleep(_POLL_S)
             continue

@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from attention.abstract import AttentionBackend, AttentionSpec
-    from pagedray.batch import DiskReport, EmbedOutput, EmbedPlan, StepMasks, StepOutput, StepPlan
+    from pagedray.batch import EmbedOutput, EmbedPlan, StepMasks, StepOutput, StepPlan
     from pagedray.config import CacheSize, EngineConfig
     from pagedray.pool_memory import MemoryAddress
     from workers.parallel.group import ParallelGroup
+    from workers.runner.disk_jobs import DiskJobs
     from workers.runner.host_pool import HostPool
 
 __all__ = ["PendingStep", "Worker", "rank_device", "release_gpu_memory"]
@@ -128,12 +129,8 @@ class Worker(ABC):
         """Launch the step of a plan; on a GPU, return before its kernels have run."""
 
     @property
-    def has_disk_jobs(self) -> bool:
-        """Whether `take_disk_report` will return a report."""
-        return False
-
-    def take_disk_report(self) -> DiskReport | None:
-        """Return what became of reads or writes of a plan; None if none has ended since."""
+    def disk_jobs(self) -> DiskJobs | None:
+        """Reads and writes of the rank's file since `allocate_cache`, or None without a file."""
         return None
 
     @abstractmethod

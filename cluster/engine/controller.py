@@ -77,6 +77,7 @@ class Controller(StepLoop):
             enable_cpu_prefix_cache=config.cache.enable_cpu_prefix_cache,
             num_disk_blocks=config.cache.num_disk_blocks(executor.cache_size.block_bytes),
         )
+        self._has_disk = self._scheduler.has_disk
         self._inquiry = DeathInquiry(self._scheduler, self._clock)
         self._output_watch = OutputWatch()
         self._mask_patience = MaskPatience()
@@ -205,7 +206,7 @@ class Controller(StepLoop):
     def _next_plan(self) -> tuple[StepPlan | None, list[TokenEvent]]:
         # Ranks are read outside the lock, which must not be held for long.
         acknowledged_step = self._executor.acknowledged_step
-        reports = self._executor.take_disk_reports()
+        reports = self._executor.take_disk_reports() if self._has_disk else ()
         with self._wake:
             now_s = self._clock.now_s()
             ended = self._scheduler.expire_requests(now_s)

@@ -88,10 +88,9 @@ class LocalExecutor(Executor):
 
     def take_disk_reports(self) -> list[DiskReport]:
         reports: list[DiskReport] = []
-        if self._config.cache.disk_cache_folder is None:
-            return reports
-        while (report := self._worker.take_disk_report()) is not None:
-            reports.append(report)
+        if (disk := self._worker.disk_jobs) is not None:
+            while (report := disk.take_report()) is not None:
+                reports.append(report)
         return reports
 
     def submit_plan(self, plan: StepPlan) -> None:

@@ -148,6 +148,11 @@ class Scheduler:
         self._num_swapped_in_blocks = 0
 
     @property
+    def has_disk(self) -> bool:
+        """Whether plans may have reads and writes of files."""
+        return self._kv.disk_cache is not None
+
+    @property
     def has_work(self) -> bool:
         """Whether a request has not ended or a plan is in flight."""
         return bool(self._table.requests or self._in_flight)

@@ -32,7 +32,7 @@ class CopyingStep:
 class CopyingWorker:
     """Launches `CopyingStep`s."""
 
-    has_disk_jobs = False
+    disk_jobs = None
 
     def __init__(self) -> None:
         self.steps: list[CopyingStep] = []
@@ -40,9 +40,6 @@ class CopyingWorker:
     def launch(self, plan: StepPlan | EmbedPlan) -> CopyingStep:
         self.steps.append(CopyingStep(plan.step))
         return self.steps[-1]
-
-    def take_disk_report(self) -> None:
-        """Return None, as there is no disk."""
 
     def end_copies(self) -> None:
         """End all copies so far."""

@@ -82,6 +82,32 @@ def test_closed_worker_holds_no_weights(worker: DecoderWorker) -> None:
     assert model() is None
 
 
+class StagingWorker(DecoderWorker):
+    """A worker whose pool has one staging block in eight, as on a GPU."""
+
+    def _num_staging_blocks(self, num_blocks: int) -> int:
+        return num_blocks // 8
+
+    def _cache_bytes(self) -> int:
+        return 64 * block_bytes(self._spec)
+
+
+@pytest.mark.parametrize(("max_num_seqs", "num_blocks"), [(2, 32), (3, 48), (4, 56), (64, 56)])
+def test_staging_blocks_take_place_only_where_memory_limits_the_pool(
+    max_num_seqs: int, num_blocks: int
+) -> None:
+    options = EngineOptions(
+        device="cpu",
+        num_threads=1,
+        load_format="dummy",
+        block_size=16,
+        max_model_len=128,
+        max_num_seqs=max_num_seqs,
+    )
+    worker = StagingWorker(engine_config(TINY_LLAMA, options), SoloGroup())
+    assert worker.available_cache().num_blocks == num_blocks
+
+
 def test_a_folder_for_blocks_is_needed_at_the_start_only(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     options = EngineOptions(
@@ -103,8 +129,9 @@ def test_a_folder_for_blocks_is_needed_at_the_start_only(tmp_path: Path) -> None
     folder.rmdir()
     worker.allocate_cache(8, 8)
     worker.launch(StepPlan(0, [], disk_writes=[BlockCopy(0, 3)])).output()
-    assert worker.take_disk_report() == DiskReport(0, is_read=False, failed=[3])
-    assert not worker.has_disk_jobs
+    assert worker.disk_jobs is not None
+    assert worker.disk_jobs.take_report() == DiskReport(0, is_read=False, failed=[3])
+    assert not worker.disk_jobs.are_pending
     worker.close()
 
 
