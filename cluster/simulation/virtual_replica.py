@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from array import array
 from collections import deque
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cluster.simulation.step_cost import StepCost
+    from cluster.simulation.virtual_disk import VirtualDisk
     from pagedray.batch import StepPlan
     from pagedray.config import CacheSize, SchedulerConfig
 
@@ -98,7 +100,10 @@ class VirtualReplica:
         block_size: int = 16,
         enable_prefix_cache: bool = True,
         enable_cpu_prefix_cache: bool = True,
+        num_disk_blocks: int = 0,
+        disk: VirtualDisk | None = None,
     ) -> None:
+        """A `disk` that holds `num_disk_blocks` keeps what the CPU pool has no room for."""
         self.scheduler = Scheduler(
             config=config,
             block_size=block_size,
@@ -107,8 +112,10 @@ class VirtualReplica:
             max_model_len=max_model_len,
             enable_prefix_cache=enable_prefix_cache,
             enable_cpu_prefix_cache=enable_cpu_prefix_cache,
+            num_disk_blocks=0 if disk is None else num_disk_blocks,
             hash_key=b"the key of simulations",
         )
+        self._disk = disk if self.scheduler.has_disk else None
         self.block_size = block_size
         self._cost = cost
         self._copies = VirtualCopies(cost, num_blocks=cache_size.num_blocks)
@@ -196,19 +203,30 @@ class VirtualReplica:
         """Make a plan, and wait for the oldest step if there is no other or no room for more."""
         while self._unacknowledged and self._unacknowledged[0].copied_s <= self.now_s:
             self.scheduler.acknowledge(self._unacknowledged.popleft().step)
+        for report in () if self._disk is None else self._disk.take_reports(self.now_s):
+            self.scheduler.note_disk_report(report)
         plan = self.scheduler.schedule(self.now_s)
         if plan is not None:
             self._launch(plan)
         if self._in_flight and (plan is None or len(self._in_flight) == MAX_PLANS_IN_FLIGHT):
             self._end_step()
         elif plan is None:
-            # Every sequence waits for copies.
-            assert self._unacknowledged, "the scheduler waits for nothing"
-            self.now_s = self._unacknowledged[0].copied_s
+            # Every sequence waits for copies, or for what is read from the disk.
+            self.now_s = self._next_end_s()
             if self._arrivals:
                 self.now_s = min(self.now_s, self._arrivals[0][0])
 
+    def _next_end_s(self) -> float:
+        """Return when the next copies between the pools, reads or writes end."""
+        ends_s = [] if self._disk is None else [self._disk.next_report_s]
+        ends_s += [one.copied_s for one in self._unacknowledged]
+        end_s = min(ends_s, default=math.inf)
+        assert end_s < math.inf, "the scheduler waits for nothing"
+        return end_s
+
     def _launch(self, plan: StepPlan) -> None:
+        if self._disk is not None:
+            self._disk.launch(plan, self.now_s)
         token_ids = self._sample(plan)
         steps_ended_s = max(self.now_s, self._step_ended_s)
         begins_s = self._copies.launch(plan, now_s=self.now_s, steps_ended_s=steps_ended_s)

@@ -16,6 +16,7 @@ from cluster.cli.simulate.plot import draw_samples
 from cluster.cli.simulate.report import PERCENTILES, make_report
 from cluster.simulation.fleet import Fleet
 from cluster.simulation.step_cost import LLAMA_8B_H200, read_step_cost
+from cluster.simulation.virtual_disk import VirtualDisk
 from cluster.simulation.virtual_replica import VirtualReplica
 from cluster.simulation.workload import Workload, read_trace
 from pagedray.config import CacheSize, SchedulerConfig
@@ -60,6 +61,8 @@ def simulate(parsed: argparse.Namespace) -> int:
             block_size=parsed.block_size,
             enable_prefix_cache=not parsed.no_prefix_cache,
             enable_cpu_prefix_cache=not parsed.no_cpu_prefix_cache,
+            num_disk_blocks=parsed.num_disk_blocks,
+            disk=VirtualDisk(read_s=parsed.disk_read_us / 1e6, write_s=parsed.disk_write_us / 1e6),
         ),
         num_replicas=parsed.num_replicas,
     )
@@ -108,6 +111,7 @@ def _print_tables(report: Report) -> None:
     totals.add_row("Preemptions by recomputing", str(report.num_recompute_preemptions))
     totals.add_row("Prefix cache hits", f"{report.hit_rate:.1%}")
     totals.add_row("of which in the CPU pool", f"{report.cpu_hit_rate:.1%}")
+    totals.add_row("of these read from the disk", f"{report.disk_hit_rate:.1%}")
     totals.add_row("Blocks in use at most", f"{report.peak_kv_use:.1%}")
     console.print(totals)
     console.print(latency_table(report.summary, tuple(METRICS), PERCENTILES))

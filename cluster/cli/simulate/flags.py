@@ -88,10 +88,19 @@ def _add_replicas(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="Do not keep prefixes in the CPU blocks when they have no room on the device.",
     )
+    for name, default, what in (("read", 350.0, "read"), ("write", 700.0, "written")):
+        group.add_argument(
+            f"--disk-{name}-us",
+            type=number(0.0, 1e9),
+            default=default,
+            metavar="US",
+            help=f"Microseconds in which a block is {what} on a disk.",
+        )
     for flag, low, high, default, what in (
         ("--num-replicas", 1, 1000, 1, "Replicas behind the router of Ray Serve."),
         ("--num-blocks", 2, 10**8, 50_000, "Blocks of the KV cache of a replica."),
         ("--num-cpu-blocks", 0, 10**8, 512, "Blocks in CPU memory, for swapping and prefixes."),
+        ("--num-disk-blocks", 0, 10**8, 0, "Blocks on a disk, for prefixes."),
         ("--block-size", 1, 256, 16, "Tokens per block."),
         ("--max-num-seqs", 1, 10**5, _CONFIG.max_num_seqs, "Most sequences in a step."),
         (

@@ -33,6 +33,8 @@ class Report:
     """The part of the prompt tokens that the prefix cache had."""
     cpu_hit_rate: float
     """The part of them that it had in the CPU pool."""
+    disk_hit_rate: float
+    """The part of them that was read from the disk into the CPU pool."""
     peak_kv_use: float
 
     def as_json(self, fleet: Fleet) -> dict[str, object]:
@@ -45,6 +47,7 @@ class Report:
             "recompute_preemptions": self.num_recompute_preemptions,
             "prefix_cache_hit_rate": self.hit_rate,
             "cpu_prefix_cache_hit_rate": self.cpu_hit_rate,
+            "disk_prefix_cache_hit_rate": self.disk_hit_rate,
             "peak_kv_use": self.peak_kv_use,
             "samples": [asdict(sample) for sample in fleet.samples],
         }
@@ -61,6 +64,7 @@ def make_report(fleet: Fleet) -> Report:
         num_recompute_preemptions=sum(one.num_recompute_preemptions for one in stats),
         hit_rate=sum(one.num_hit_tokens for one in stats) / max(num_queried, 1),
         cpu_hit_rate=sum(one.num_cpu_hit_tokens for one in stats) / max(num_queried, 1),
+        disk_hit_rate=sum(one.num_disk_hit_tokens for one in stats) / max(num_queried, 1),
         peak_kv_use=max((sample.kv_use for sample in fleet.samples), default=0.0),
     )
 
