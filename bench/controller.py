@@ -28,7 +28,7 @@ import msgspec
 from cluster.engine.controller import Controller
 from cluster.engine.executor import Executor, RankHealth
 from pagedray.batch import ControllerMessage, StepOutput, StepPlan, WorkerMessage
-from pagedray.config import CacheConfig, CacheSize, EngineConfig, SchedulerConfig
+from pagedray.config import AttentionReport, CacheConfig, CacheSize, EngineConfig, SchedulerConfig
 from pagedray.model_config import ModelConfig
 from pagedray.request import Request, SamplingParams
 
@@ -54,8 +54,8 @@ class SimulatedRanks(Executor):
         return CacheSize(num_blocks=65536, num_cpu_blocks=1024, block_bytes=0)
 
     @property
-    def attention_providers(self) -> dict[str, dict[str, int]]:
-        return {}
+    def attention(self) -> AttentionReport:
+        return AttentionReport("none", {})
 
     @property
     def acknowledged_step(self) -> int:

@@ -25,7 +25,7 @@ from cluster.scheduling.stats import SchedulerStats
 from cluster.serving.engine_client import EngineClient
 from cluster.serving.frontends import Frontends
 from cluster.serving.text.tokenizer import Tokenizer
-from pagedray.config import EngineConfig
+from pagedray.config import AttentionReport, EngineConfig
 from pagedray.model_config import ModelConfig
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class PacedEngine:
             num_prompt_tokens=0,
             num_generated_tokens=self._num_published,
             block_bytes=0,
-            attention_providers={},
+            attention=AttentionReport("none", {}),
         )
 
     def start(self) -> None:

@@ -14,6 +14,7 @@ from pagedray.model_config import ModelConfig
 
 __all__ = [
     "AllReduce",
+    "AttentionReport",
     "CacheConfig",
     "CacheSize",
     "Device",
@@ -46,6 +47,16 @@ class CacheSize:
     num_cpu_blocks: int
     block_bytes: int
     """Bytes of one block of all layers; of a group, on all its ranks together."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionReport:
+    """What computes the attention of a model."""
+
+    backend: str
+    """The name of the attention backend, never `auto`."""
+    providers: dict[str, dict[str, int]]
+    """Layers that each provider of attention kernels serves, by part of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

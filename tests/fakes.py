@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from cluster.engine.executor import Executor, RankHealth
 from pagedray.batch import StepOutput
-from pagedray.config import CacheSize
+from pagedray.config import AttentionReport, CacheSize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -50,8 +50,8 @@ class FakeExecutor(Executor):
         return CacheSize(num_blocks=self._num_blocks, num_cpu_blocks=0, block_bytes=0)
 
     @property
-    def attention_providers(self) -> dict[str, dict[str, int]]:
-        return {"decode": {"fake": 1}}
+    def attention(self) -> AttentionReport:
+        return AttentionReport("fake", {"decode": {"fake": 1}})
 
     @property
     def acknowledged_step(self) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from pagedray.batch import EmbedPlan, StepPlan
-from pagedray.config import CacheSize
+from pagedray.config import AttentionReport, CacheSize
 from pagedray.errors import DeviceError, StartupError
 from pagedray.pool_memory import PoolReport
 from pagedray.rank_progress import Phase
@@ -140,7 +140,7 @@ class DecoderWorker(Worker):
     def pool_report(self) -> PoolReport:
         return self._pool_report
 
-    def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> dict[str, dict[str, int]]:
+    def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> AttentionReport:
         self._runner = self._make_runner(num_blocks, num_cpu_blocks, self._graph_sizes)
         if self._host_pool is not None:
             self._pool_report = self._host_pool.take_report()
@@ -152,7 +152,7 @@ class DecoderWorker(Worker):
             # The layers of all ranks are alike.
             for sentence in self._runner.attention_provider_sentences:
                 logger.info("Attention: %s", sentence)
-        return self._runner.attention_providers
+        return AttentionReport(self._backend.get_name(), self._runner.attention_providers)
 
     def warm_up(self) -> None:
         assert self._runner is not None

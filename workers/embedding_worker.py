@@ -14,7 +14,7 @@ import torch
 
 from attention.abstract import AttentionBatch
 from pagedray.batch import EmbedOutput, EmbedPlan, StepPlan
-from pagedray.config import CacheSize
+from pagedray.config import AttentionReport, CacheSize
 from pagedray.rank_progress import Phase
 from workers.models.bert import Bert, encoder_spec
 from workers.models.decoder import Decoder
@@ -83,11 +83,11 @@ class EmbeddingWorker(Worker):
         kind = Bert if config.model.is_encoder else Decoder
         spec_of = encoder_spec if config.model.is_encoder else attention_spec
         spec = spec_of(config.model, group, block_size=config.cache.block_size, device=self._device)
-        backend = self._select_backend(spec)
+        self._backend = self._select_backend(spec)
         self._model: Bert | Decoder | None = kind(
-            config.model, group, backend=backend, device=self._device
+            config.model, group, backend=self._backend, device=self._device
         )
-        self._builder: AttentionMetadataBuilder | None = backend.make_metadata_builder(spec)
+        self._builder: AttentionMetadataBuilder | None = self._backend.make_metadata_builder(spec)
 
     def load_weights(self, report_progress: Callable[[int, int], None]) -> None:
         assert self._model is not None
@@ -96,14 +96,14 @@ class EmbeddingWorker(Worker):
     def available_cache(self) -> CacheSize:
         return CacheSize(num_blocks=0, num_cpu_blocks=0, block_bytes=0)
 
-    def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> dict[str, dict[str, int]]:
+    def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> AttentionReport:
         assert num_blocks == num_cpu_blocks == 0
         assert self._builder is not None
         if self._group.rank == 0:
             # The layers of all ranks are alike.
             for sentence in self._builder.provider_sentences():
                 logger.info("Attention: %s", sentence)
-        return self._builder.providers()
+        return AttentionReport(self._backend.get_name(), self._builder.providers())
 
     def warm_up(self) -> None:
         pass

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from concurrent.futures import Future
 
-    from pagedray.config import CacheSize, EngineConfig
+    from pagedray.config import AttentionReport, CacheSize, EngineConfig
     from pagedray.pool_memory import MemoryAddress, PoolReport
     from workers.parallel.group import ParallelGroup
     from workers.parallel.one_shot import RowShape
@@ -146,9 +146,7 @@ class GpuWorker:
         assert self._worker is not None
         return self._worker.pool_report
 
-    def allocate_cache(
-        self, num_blocks: int, num_cpu_blocks: int
-    ) -> str | dict[str, dict[str, int]]:
+    def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> str | AttentionReport:
         """Allocate both pools; return what `Worker.allocate_cache` does, or an error message."""
         return self._run(self._allocate_cache, num_blocks, num_cpu_blocks)
 
@@ -315,9 +313,7 @@ class GpuWorker:
         except StartupError as error:
             return str(error)
 
-    def _allocate_cache(
-        self, num_blocks: int, num_cpu_blocks: int
-    ) -> str | dict[str, dict[str, int]]:
+    def _allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> str | AttentionReport:
         assert self._worker is not None
         try:
             with self._timed("cache"):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from attention.abstract import AttentionBackend, AttentionSpec
     from pagedray.batch import EmbedOutput, EmbedPlan, StepMasks, StepOutput, StepPlan
-    from pagedray.config import CacheSize, EngineConfig
+    from pagedray.config import AttentionReport, CacheSize, EngineConfig
     from pagedray.pool_memory import MemoryAddress
     from workers.parallel.group import ParallelGroup
     from workers.runner.disk_jobs import DiskJobs
@@ -99,11 +99,8 @@ class Worker(ABC):
         return None
 
     @abstractmethod
-    def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> dict[str, dict[str, int]]:
-        """Allocate both pools.
-
-        Returns how many layers each provider of attention kernels serves, by part of a step.
-        """
+    def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> AttentionReport:
+        """Allocate both pools, and return what computes the attention."""
 
     @abstractmethod
     def warm_up(self) -> None:

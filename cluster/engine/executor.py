@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pagedray.batch import DiskReport, EmbedOutput, EmbedPlan, StepMasks, StepOutput, StepPlan
-    from pagedray.config import CacheSize
+    from pagedray.config import AttentionReport, CacheSize
 
 __all__ = ["Executor", "Outage", "RankHealth", "ReportProgress"]
 
@@ -53,8 +53,8 @@ class Executor(ABC):
 
     @property
     @abstractmethod
-    def attention_providers(self) -> dict[str, dict[str, int]]:
-        """Layers that each provider of attention kernels serves, by part of a step."""
+    def attention(self) -> AttentionReport:
+        """What computes the attention of the model, on every rank."""
 
     @property
     @abstractmethod

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
     from cluster.engine.executor import ReportProgress
     from pagedray.batch import DiskReport, StepMasks, StepPlan
-    from pagedray.config import CacheSize, EngineConfig
+    from pagedray.config import AttentionReport, CacheSize, EngineConfig
     from workers.worker import PendingStep, Worker
 
-    Started = tuple[Worker, CacheSize, dict[str, dict[str, int]]]
+    Started = tuple[Worker, CacheSize, AttentionReport]
 
 __all__ = ["LocalExecutor"]
 
@@ -68,7 +68,7 @@ class LocalExecutor(Executor):
             self._is_given_up = True
             self._thread.close(_CLOSE_TIMEOUT_S)
             raise
-        self._worker, self._cache_size, self._attention_providers = started
+        self._worker, self._cache_size, self._attention = started
         self._monitor.begin_steps()
 
     @property
@@ -76,8 +76,8 @@ class LocalExecutor(Executor):
         return self._cache_size
 
     @property
-    def attention_providers(self) -> dict[str, dict[str, int]]:
-        return self._attention_providers
+    def attention(self) -> AttentionReport:
+        return self._attention
 
     @property
     def acknowledged_step(self) -> int:
@@ -167,10 +167,10 @@ class LocalExecutor(Executor):
         worker = make_worker(self._config, SoloGroup(self._progress))
         worker.load_weights(self._report_loading)
         cache_size = worker.available_cache()
-        providers = worker.allocate_cache(cache_size.num_blocks, cache_size.num_cpu_blocks)
+        attention = worker.allocate_cache(cache_size.num_blocks, cache_size.num_cpu_blocks)
         worker.warm_up()
         worker.capture_graphs()
-        return worker, cache_size, providers
+        return worker, cache_size, attention
 
     def _are_first_copied(self) -> bool:
         _, first = self._copying[0]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from cluster.engine.duration_histogram import HistogramSnapshot
 from cluster.scheduling.scheduler import SchedulerStats
+from pagedray.config import AttentionReport
 
 __all__ = ["EngineStats"]
 
@@ -22,8 +23,7 @@ class EngineStats:
     num_generated_tokens: int
     block_bytes: int
     """Bytes of one KV block on all ranks together."""
-    attention_providers: dict[str, dict[str, int]]
-    """Layers that each provider of attention kernels serves, by part of a step."""
+    attention: AttentionReport
     replacements: dict[str, int] = field(default_factory=dict)
     """Times that ranks were replaced, by cause: `death` or `hang`."""
     num_hangs: dict[str, int] = field(default_factory=dict)

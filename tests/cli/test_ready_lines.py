@@ -9,6 +9,7 @@ from cluster.cli.ready_lines import ready_lines
 from cluster.engine.options import EngineOptions, engine_config
 from cluster.engine.stats import EngineStats
 from cluster.scheduling.stats import SchedulerStats
+from pagedray.config import AttentionReport
 from tests.system.server_process import TINY_LLAMA
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def lines(config: EngineConfig, num_blocks: int) -> list[str]:
         num_prompt_tokens=0,
         num_generated_tokens=0,
         block_bytes=0,
-        attention_providers={},
+        attention=AttentionReport("none", {}),
     )
     return list(ready_lines(config, stats))
 

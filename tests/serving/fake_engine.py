@@ -12,6 +12,7 @@ from cluster.engine.stats import EngineStats
 from cluster.scheduling.event import TokenEvent
 from cluster.scheduling.stats import SchedulerStats
 from pagedray.batch import PromptLogprobs, TokenLogprobs
+from pagedray.config import AttentionReport
 from pagedray.errors import OverloadedError
 from pagedray.request import FinishReason, Request
 
@@ -142,7 +143,7 @@ class FakeEngine:
             num_prompt_tokens=50,
             num_generated_tokens=50,
             block_bytes=4096,
-            attention_providers={"decode": {"native": 3, "torch": 1}},
+            attention=AttentionReport("torch_sdpa", {"decode": {"native": 3, "torch": 1}}),
         )
 
     def fail_all(self, error: EngineError) -> None:

@@ -19,7 +19,7 @@ from cluster.engine.executor import Executor, RankHealth
 from cluster.engine.ranks.disk_reports import DiskReports
 from pagedray.batch import DiskReport, StepAck, StepMasks, StepOutput, StepPlan, WorkerFailure
 from pagedray.channel import StepChannel
-from pagedray.config import CacheSize
+from pagedray.config import AttentionReport, CacheSize
 from pagedray.errors import HungRankError, WorkerError
 from tests.scheduling.fake_worker import Block, FakeWorker
 from tests.simulation.virtual_socket import connect_sockets
@@ -73,8 +73,8 @@ class SimulatedRanks(Executor):
         )
 
     @property
-    def attention_providers(self) -> dict[str, dict[str, int]]:
-        return {}
+    def attention(self) -> AttentionReport:
+        return AttentionReport("none", {})
 
     @property
     def is_killed(self) -> bool:

@@ -47,6 +47,14 @@ def test_worker_logs_its_providers_once(
     assert " kernels compute decode of " in lines[1]
 
 
+def test_worker_reports_the_backend_that_was_chosen(worker: DecoderWorker) -> None:
+    assert worker._config.attention_backend == "auto"
+    report = worker.allocate_cache(8, 0)
+    assert report.backend == "torch_sdpa"
+    num_layers = worker._config.model.num_layers
+    assert report.providers["prefill"] == {"torch": num_layers}
+
+
 def test_a_cache_takes_no_memory_before_it_is_used(worker: DecoderWorker) -> None:
     num_blocks = 2**30 // block_bytes(worker._spec)
     before = psutil.Process().memory_info().rss

@@ -25,7 +25,7 @@ from pagedray.errors import DeviceError, StartupError, WorkerError
 
 if TYPE_CHECKING:
     from pagedray.batch import DiskReport, StepMasks, StepPlan
-    from pagedray.config import CacheSize, EngineConfig
+    from pagedray.config import AttentionReport, CacheSize, EngineConfig
 
 __all__ = ["RayExecutor"]
 
@@ -64,7 +64,7 @@ class RayExecutor(Executor):
             if self._placement is None:
                 self._placement = _placement(config)
             self._ranks = self._new_epoch()
-            self._cache_size, self._attention_providers = self._ranks.start_ranks()
+            self._cache_size, self._attention = self._ranks.start_ranks()
             if self._memories is not None:
                 # All are new, as the scheduler's map is.
                 self._memories.take_damaged()
@@ -81,8 +81,8 @@ class RayExecutor(Executor):
         return self._cache_size
 
     @property
-    def attention_providers(self) -> dict[str, dict[str, int]]:
-        return self._attention_providers
+    def attention(self) -> AttentionReport:
+        return self._attention
 
     @property
     def acknowledged_step(self) -> int:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from cluster.engine.ranks.rank_places import Actor, RankPlaces
     from cluster.engine.ranks.spare_ranks import SpareRanks
     from pagedray.batch import DiskReport, EmbedOutput, EmbedPlan, StepMasks, StepOutput, StepPlan
-    from pagedray.config import EngineConfig
+    from pagedray.config import AttentionReport, EngineConfig
     from pagedray.pool_memory import MemoryAddress
     from workers.parallel.rendezvous import GroupAddress
 
@@ -84,10 +84,10 @@ class RayRanks:
         self._healing: Healing | None = None
         """Until the first output of an epoch that replaced another."""
 
-    def start_ranks(self) -> tuple[CacheSize, dict[str, dict[str, int]]]:
+    def start_ranks(self) -> tuple[CacheSize, AttentionReport]:
         """Start the ranks, load the model and connect.
 
-        Returns the size of the cache, and how many layers each provider serves, by part of a step.
+        Returns the size of the cache, and what computes the attention.
         Raises WorkerError if a rank dies, in which case a retry may succeed, and StartupError.
         """
         with self._ended_by_errors():
@@ -107,13 +107,13 @@ class RayRanks:
                 block_bytes=sum(size.block_bytes for size in sizes),
             )
             blocks = cache.num_blocks, cache.num_cpu_blocks
-            providers = self._call("Allocating the KV cache", "allocate_cache", blocks)
+            reports = self._call("Allocating the KV cache", "allocate_cache", blocks)
             self._note_pool_reports()
             self._warm_up(captures_lazily=False)
             self._spares.note_devices(self._actors, self.places)
             self._connect()
         # All ranks have the same backend and layers.
-        return cache, providers[0]
+        return cache, reports[0]
 
     def replace_ranks(
         self, survivors: Mapping[int, Actor], cache: CacheSize, healing: Healing

@@ -156,7 +156,7 @@ class EngineCollector(Collector):
             "Layers by part of a step and provider of its attention kernels",
             labels=["part", "server"],
         )
-        for part, providers in stats.attention_providers.items():
+        for part, providers in stats.attention.providers.items():
             for provider, num_layers in providers.items():
                 layers.add_metric([_PART_LABELS.get(part, part), provider], num_layers)
         yield layers
