@@ -158,7 +158,7 @@ def _top(parsed: argparse.Namespace) -> int:
     from cluster.cli.top.command import top
 
     return top(
-        parsed.url,
+        parsed.named_url or parsed.url,
         key=read_key(parsed.api_key_file),
         ca_file=parsed.tls_ca,
         every_s=parsed.every_s,

@@ -293,7 +293,10 @@ def _add_keys(commands: _Commands) -> None:
 def _add_top(commands: _Commands) -> None:
     what = "Show the load of a running server, live."
     top = commands.add_parser("top", help=what, description=what)
-    top.add_argument("--url", default="http://127.0.0.1:8000", help="URL of the HTTP port.")
+    named = top.add_mutually_exclusive_group()
+    what = "URL of the HTTP port, or HOST:PORT."
+    named.add_argument("url", nargs="?", metavar="URL", default="http://127.0.0.1:8000", help=what)
+    named.add_argument("--url", dest="named_url", metavar="URL", help="The same.")
     add_client_flags(top, variables="PAGEDRAY_API_KEY")
     top.add_argument(
         "--every-s",

@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from cluster.cli.client_flags import read_key
+from cluster.cli.commands import main
 from cluster.cli.top.loads_client import LoadsClient
 from cluster.cli.top.loads_poller import LoadsPoller
 from cluster.cli.top.plot import draw_plot
@@ -160,16 +161,34 @@ def test_other_protocols_are_not_printed() -> None:
 
         thread = threading.Thread(target=greet)
         thread.start()
-        with pytest.raises(EngineError, match=r"^The server does not respond in HTTP; --url must"):
+        with pytest.raises(
+            EngineError, match=r"^The server does not respond in HTTP; the URL must"
+        ):
             client.read_loads()
         thread.join()
     client.close()
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://", "http://x:99999"])
+@pytest.mark.parametrize("url", ["", "ftp://x", "http://", "http://x:99999", "x:99999", ":8000"])
 def test_invalid_url_is_rejected(url: str) -> None:
-    with pytest.raises(StartupError, match="--url"):
+    with pytest.raises(StartupError, match=r"^The URL "):
         LoadsClient(url)
+
+
+@pytest.mark.parametrize("form", ["{url}", "--url={url}", "{host}", "{url}/v1"])
+def test_the_address_is_taken_in_each_obvious_form(
+    form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(msgspec.json.encode(LOADS)) as (url, _):
+        given = form.format(url=url, host=url.removeprefix("http://"))
+        assert main(["top", given, "--once"]) == 0
+    assert "call-1" in capsys.readouterr().out
+
+
+def test_two_addresses_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["top", "127.0.0.1:1", "--url", "127.0.0.1:2"])
+    assert "not allowed with argument" in capsys.readouterr().err
 
 
 def test_key_comes_from_a_file_or_the_environment(

@@ -37,14 +37,17 @@ class LoadsClient:
     """Reads one server's load over a persistent connection."""
 
     def __init__(self, url: str, *, key: str | None = None, ca_file: Path | None = None) -> None:
-        """Raises StartupError for an invalid URL, key or CA file."""
-        parts = urlsplit(url)
+        """A URL without a scheme is one of HTTP.
+
+        Raises StartupError for an invalid URL, key or CA file.
+        """
+        parts = urlsplit(url if "://" in url else f"http://{url}")
         try:
             port = parts.port
         except ValueError as error:
-            raise StartupError(f"--url {url!r} has an invalid port; use 0 to 65535.") from error
+            raise StartupError(f"The URL {url!r} has an invalid port; use 0 to 65535.") from error
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise StartupError(f"--url must look like http://HOST:PORT, not {url!r}.")
+            raise StartupError(f"The URL must look like http://HOST:PORT, not {url!r}.")
         if key is not None and not (key.isascii() and key.isprintable()):
             raise StartupError("The API key must be a single line of printable ASCII.")
         if parts.scheme == "https":
@@ -90,7 +93,7 @@ class LoadsClient:
             # Its message is what the other end sent.
             self._connection.close()
             raise EngineError(
-                "The server does not respond in HTTP; --url must have its HTTP port, not that of "
+                "The server does not respond in HTTP; the URL must have its HTTP port, not that of "
                 "gRPC."
             ) from error
         return answer.status, body
