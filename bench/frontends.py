@@ -14,7 +14,8 @@ at a fixed rate, as on ranks. All tokens that a stream has not sent yet go in on
 
 compares with another checkout instead, without Ray Serve. Its server and that of this checkout take
 turns on the core, so that both see what else the machine does; the table shows the median tokens
-per CPU second of each, and their ratio. Both run in this Python environment, and `FOLDER` must have
+per CPU second of each, and the geometric mean of the rounds' ratios with its standard error, which
+the last row has of all rounds. Both run in this Python environment, and `FOLDER` must have
 a `bench.frontend_server` that is driven in the same way.
 """
 
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import sys
@@ -31,7 +33,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median, stdev
 from typing import TYPE_CHECKING
 
 from bench.frontend_process import FrontendProcess
@@ -160,6 +162,7 @@ def _compare(beside: Path, *, num_streams: int, num_rounds: int, seconds: float)
     """Print the tokens per CPU second of this checkout and of another one."""
     print("| frontend | connections | lead | beside | here | here / beside | in single rounds |")
     print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    all_ratios: list[float] = []
     with _counter_file() as path:
         os.sched_setaffinity(0, {CLIENT_CORE})
         with FrontendProcess(path, beside) as theirs, FrontendProcess(path) as ours:
@@ -175,13 +178,22 @@ def _compare(beside: Path, *, num_streams: int, num_rounds: int, seconds: float)
                         )
                         rates[server].append(counts.num_tokens / used_s[0])
                     ratios = [a / b for a, b in zip(rates[ours], rates[theirs], strict=True)]
+                    all_ratios += ratios
                     medians = median(rates[theirs]), median(rates[ours])
                     print(
                         f"| {kind.name} | {kind.connections(num_streams)} | {lead} "
-                        f"| {medians[0]:.0f} | {medians[1]:.0f} | {medians[1] / medians[0]:.3f} "
-                        f"| {min(ratios):.2f} to {max(ratios):.2f} |",
+                        f"| {medians[0]:.0f} | {medians[1]:.0f} {_columns(ratios)}",
                         flush=True,
                     )
+    print(f"| all | | | | {_columns(all_ratios)}")
+
+
+def _columns(ratios: list[float]) -> str:
+    """Return the columns of ratios: their geometric mean with its error, and their range."""
+    logs = [math.log(ratio) for ratio in ratios]
+    error = stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.nan
+    mean = math.exp(fmean(logs))
+    return f"| {mean:.3f} +- {mean * error:.3f} | {min(ratios):.2f} to {max(ratios):.2f} |"
 
 
 @contextmanager
