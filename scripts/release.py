@@ -23,7 +23,9 @@ _ROOT = Path(__file__).parents[1]
 _DIST = _ROOT / "dist"
 _NEEDED = (
     "cluster/serving/admin/web/index.html",
+    "cluster/serving/admin/web/page/vendor/LICENSE.highlight.txt",
     "cluster/serving/admin/web/page/vendor/LICENSE.marked.txt",
+    "cluster/serving/admin/web/page/vendor/highlight.js",
     "cluster/serving/admin/web/page/vendor/marked.js",
     "pagedray/py.typed",
     "pagedray/v1/pagedray.proto",

@@ -1,12 +1,21 @@
-// A code block with its language and a button that copies it.
+// A code block with its language and a button that copies it. It has colours once it is complete.
 
 import { make } from "../dom.js";
 import { copyButton } from "../copy_button.js";
+import { codeColours } from "./code_colours.js";
 
 // Lines of a part: a browser lays out a part that grows, and not those before it.
 const PART_LINES = 32;
 // The last one has all further lines.
 const MAX_PARTS = 500;
+
+const COMPLETE = "complete";
+
+/** Tell all code blocks in a node that they are complete. */
+export function completeCode(node) {
+  const found = node.matches("figure.code") ? [node] : node.querySelectorAll("figure.code");
+  for (const one of found) one.dispatchEvent(new Event(COMPLETE));
+}
 
 export class CodeBlock {
   #text = "";
@@ -31,6 +40,8 @@ export class CodeBlock {
       make("pre", { tabIndex: 0 }, this.#code),
     );
     this.#append(token.text);
+    const colour = () => codeColours.colour(this.#text, this.#language, this.#code.children);
+    this.node.addEventListener(COMPLETE, colour, { once: true });
   }
 
   /** Extend the block to a longer text, if it begins alike; return whether it does. */

@@ -3,7 +3,7 @@
 import { make } from "../dom.js";
 import { blockNodes } from "./blocks.js";
 import { Budget } from "./budget.js";
-import { CodeBlock } from "./code_block.js";
+import { CodeBlock, completeCode } from "./code_block.js";
 import { lexer } from "./lexer.js";
 import { ListBlock } from "./list_block.js";
 import { TableBlock } from "./table_block.js";
@@ -69,6 +69,7 @@ export class MarkdownView {
         await new Promise((wake) => setTimeout(wake, Math.max(PAUSE_MS, SHARE * spentMs)));
       }
     }
+    if (this.#isEnded) completeCode(this.node);
     this.#isDrawing = false;
     finish();
     return undefined;
@@ -124,6 +125,9 @@ export class MarkdownView {
     const raw = tokens.slice(0, next).map((token) => token.raw).join("");
     // Otherwise the parser has rewritten the source.
     if (!text.startsWith(raw, from)) return;
+    for (let index = this.#numFinalBlocks; index < first + numFinal; index += 1) {
+      completeCode(this.#blocks[index].node);
+    }
     this.#numFinalChars = from + raw.length;
     this.#numFinalBlocks = first + numFinal;
   }
