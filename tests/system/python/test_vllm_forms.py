@@ -226,4 +226,4 @@ def test_editors_know_every_option() -> None:
 
 
 def test_public_names_are_listed() -> None:
-    assert set(pagedray.__all__) <= set(dir(pagedray))
+    assert dir(pagedray) == sorted(pagedray.__all__)
