@@ -19,7 +19,9 @@ _MEBIBYTE = 2**20
 _SHORT = {"model": "tiny-llama", "max_tokens": 4}
 _COMPLETION = {**_SHORT, "prompt": "x"}
 _CHAT = {**_SHORT, "messages": [{"role": "user", "content": "x"}]}
+_RESPONSE = {"model": "tiny-llama", "max_output_tokens": 4, "input": "x"}
 _COMPLETIONS, _CHATS = "/v1/completions", "/v1/chat/completions"
+_RESPONSES, _MESSAGES = "/v1/responses", "/v1/messages"
 _TOOL = {"type": "function", "function": {"name": "a", "parameters": {"type": "object"}}}
 
 
@@ -57,6 +59,14 @@ def _completion(**changes: object) -> HttpCase:
 
 def _chat(**changes: object) -> HttpCase:
     return HttpCase(body=json.dumps(_CHAT | changes).encode(), path=_CHATS)
+
+
+def _response(**changes: object) -> HttpCase:
+    return HttpCase(body=json.dumps(_RESPONSE | changes).encode(), path=_RESPONSES)
+
+
+def _message(**changes: object) -> HttpCase:
+    return HttpCase(body=json.dumps(_CHAT | changes).encode(), path=_MESSAGES)
 
 
 def _nested(name: str, inner: object, depth: int) -> object:
@@ -215,6 +225,83 @@ HTTP_CASES |= {
     for name, (kind, text) in STRUCTURES.items()
     for _is_object in [kind == "json_schema" and name != "schema that is no JSON"]
 }
+
+
+_ITEM = {"role": "user", "content": "x"}
+_CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+_PART = {"type": "input_text", "text": "x"}
+_BLOCK = {"type": "text", "text": "x"}
+HTTP_CASES |= {
+    f"{path}: {name}": case
+    for path in (_RESPONSES, f"{_RESPONSES}/input_tokens", _MESSAGES, f"{_MESSAGES}/count_tokens")
+    for name, case in {
+        "no key": HttpCase(body=b"{", path=path, status=401, key=None),
+        "another type of content": HttpCase(
+            body=b"x", path=path, status=415, content_type="text/plain"
+        ),
+        "16 MiB": HttpCase(body=b"x" * 16 * _MEBIBYTE, path=path, status=413),
+        "half a body": HttpCase(body=b'{"model":', path=path),
+        "100 000 deep": HttpCase(body=b'{"input":' * 100_000 + b"1" + b"}" * 100_000, path=path),
+        "300 000 members": HttpCase(body=b"{" + b'"a":1,' * 300_000 + b'"b":1}', path=path),
+        "unknown field": HttpCase(body=b'{"model":"tiny-llama","nothing":1}', path=path),
+        "unknown model": HttpCase(
+            body=json.dumps(
+                {**_CHAT, "model": "gpt-5"}
+                if path == _MESSAGES
+                else {"model": "gpt-5", "messages": [_ITEM]}
+                if path.startswith(_MESSAGES)
+                else {"model": "gpt-5", "input": "x"}
+            ).encode(),
+            path=path,
+            status=404,
+        ),
+    }.items()
+}
+HTTP_CASES |= {
+    f"{case.path}: {name}": case
+    for name, case in {
+        "4097 items": _response(input=[_ITEM] * 4097),
+        "item of the wrong type": _response(input=[5]),
+        "item of an unknown kind": _response(input=[{"type": "computer_call"}]),
+        "text too long": _response(input="x" * 1_000_000),
+        "20 000 parts": _response(input=[{**_ITEM, "content": [_PART] * 20_000}]),
+        "image": _response(input=[{**_ITEM, "content": [{"type": "input_image"}]}]),
+        "arguments of depth 1000": _response(
+            input=[{**_CALL, "arguments": '{"a":' * 1000 + "1" + "}" * 1000}]
+        ),
+        "129 tools": _response(tools=[{"type": "function", "name": "f"}] * 129),
+        "a tool of OpenAI": _response(tools=[{"type": "web_search"}]),
+        "temperature below 0": _response(temperature=-1),
+        "max_output_tokens too large": _response(max_output_tokens=100_000),
+        "unknown previous response": _response(previous_response_id="resp_1"),
+        "previous response of 100 000 characters": _response(previous_response_id="x" * 100_000),
+        "background": _response(background=True),
+        "schema of depth 200": _response(
+            text={"format": {"type": "json_schema", "name": "a", "schema": _nested("not", {}, 200)}}
+        ),
+    }.items()
+}  # fmt: skip
+HTTP_CASES |= {
+    f"{case.path}: {name}": case
+    for name, case in {
+        "4097 messages": _message(messages=[_ITEM] * 4097),
+        "message of the wrong type": _message(messages=[5]),
+        "unknown role": _message(messages=[{**_ITEM, "role": "god"}]),
+        "text too long": _message(messages=[{**_ITEM, "content": "x" * 1_000_000}]),
+        "20 000 blocks": _message(messages=[{**_ITEM, "content": [_BLOCK] * 20_000}]),
+        "image": _message(messages=[{**_ITEM, "content": [{"type": "image"}]}]),
+        "no max_tokens": HttpCase(
+            body=json.dumps({"model": "tiny-llama", "messages": [_ITEM]}).encode(), path=_MESSAGES
+        ),
+        "17 stops": _message(stop_sequences=["x"] * 17),
+        "129 tools": _message(tools=[{"name": "f", "input_schema": {"type": "object"}}] * 129),
+        "a tool of Anthropic": _message(tools=[{"type": "bash_20250124", "name": "bash"}]),
+        "temperature of a text": _message(temperature="a"),
+        "schema of depth 200": _message(
+            output_config={"format": {"type": "json_schema", "schema": _nested("not", {}, 200)}}
+        ),
+    }.items()
+}  # fmt: skip
 
 
 def _generate(**changes: Any) -> GrpcCase:  # Any: fields of all types
