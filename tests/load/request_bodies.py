@@ -197,6 +197,17 @@ _BY_PATH: dict[str, tuple[dict[str, Any], ...]] = {  # Any: JSON
         {"model": _MODEL, "max_output_tokens": 2, "input": _TEXT, "stream": True},
         {"model": _MODEL, "max_output_tokens": 2, "input": "x", "previous_response_id": "resp_1"},
     ),
+    "/v1/responses/input_tokens": (
+        {
+            "model": _MODEL,
+            "instructions": "s",
+            "input": _ITEMS,
+            "tools": [_ITEM_TOOL],
+            "tool_choice": "none",
+            "text": {"format": {"type": "text"}},
+        },
+        {"input": _TEXT, "truncation": "disabled"},
+    ),
     "/v1/messages": (
         {
             "model": _MODEL,

@@ -33,8 +33,9 @@ from cluster.serving.openai.bodies.tool_fields import (
     ToolObject,
 )
 from cluster.serving.responses.function_tools import FunctionTool, NamespaceTool
+from cluster.serving.responses.input_body import TextConfig
 from cluster.serving.responses.items import ITEMS, ItemPart
-from cluster.serving.responses.responses_body import ResponsesBody, TextConfig
+from cluster.serving.responses.responses_body import InputTokensBody, ResponsesBody
 from pagedray.version import __version__
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ _BODIES: tuple[type[Body], ...] = (
     MessagesBody,
     RerankBody,
     ResponsesBody,
+    InputTokensBody,
     ScoreBody,
     TokenizeBody,
 )
@@ -167,7 +169,7 @@ def _operation(operation: ApiOperation) -> Json:
             "name": one.name,
             "in": one.place,
             "description": one.text,
-            "schema": {"type": "integer", "minimum": 0},
+            "schema": {"type": one.kind, **({"minimum": 0} if one.kind == "integer" else {})},
         }
         for one in operation.others
     ]

@@ -14,11 +14,13 @@ _GENERATION_ERRORS = (*_BODY_ERRORS, 409, 501)
 
 @dataclass(frozen=True, slots=True)
 class ApiParameter:
-    """A parameter that is a number and may be absent."""
+    """A parameter that may be absent."""
 
     place: str
     name: str
     text: str
+    kind: str = "integer"
+    """The JSON type of its value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +37,7 @@ class ApiOperation:
     """Media types and the names of their schemas; an empty name is any text."""
     body: str | None = None
     parameter: str | None = None
-    """The one at the end of its path."""
+    """The one in its path."""
     others: tuple[ApiParameter, ...] = ()
     """Parameters in the header or the query."""
     empty_text: str | None = None
@@ -87,6 +89,44 @@ OPERATIONS = (
         contents=((_JSON, "Anything"), (_EVENTS, "")),
         body="ResponsesBody",
         errors=_GENERATION_ERRORS,
+    ),
+    ApiOperation(
+        id="countInputTokens",
+        method="POST",
+        path="/v1/responses/input_tokens",
+        tag="OpenAI",
+        summary="Count the tokens of the prompt that a response would be generated from.",
+        response_text="`input_tokens`.",
+        contents=((_JSON, "Anything"),),
+        body="InputTokensBody",
+        errors=_BODY_ERRORS,
+    ),
+    ApiOperation(
+        id="listInputItems",
+        path="/v1/responses/{response_id}/input_items",
+        tag="OpenAI",
+        summary="List the items that a stored response was generated from, those of the responses "
+        "that it continues included.",
+        response_text="A page of items: `data`, `first_id`, `last_id` and `has_more`.",
+        contents=((_JSON, "Anything"),),
+        parameter="response_id",
+        others=(
+            ApiParameter("query", "limit", "The most items, 1 to 100; 20 by default."),
+            ApiParameter("query", "after", "The id of the item before the first one.", "string"),
+            ApiParameter("query", "order", "`asc`, or `desc`, the default.", "string"),
+        ),
+        errors=(400, 401, 403, 404, 500),
+    ),
+    ApiOperation(
+        id="cancelResponse",
+        method="POST",
+        path="/v1/responses/{response_id}/cancel",
+        tag="OpenAI",
+        summary="Always refused: responses are not generated in the background.",
+        response_text="None.",
+        contents=((_JSON, "Anything"),),
+        parameter="response_id",
+        errors=(400, 401, 403, 404, 500),
     ),
     ApiOperation(
         id="getResponse",

@@ -35,6 +35,7 @@ HEALTHY = {"status": "ok"}
 """The body of a health check that succeeds."""
 
 _MOST_DIGITS = 18
+_VERSION = "/v1"
 
 AnyBody = TypeVar("AnyBody", bound=Body)
 Found = TypeVar("Found")
@@ -130,6 +131,12 @@ class HttpCall:
             found = await find(body)
             return await self._parse(raw, use(body, found), num_received=0)
 
+    async def in_steps(self, num_bytes: int, steps: Steps[Used]) -> Used:
+        """Return the result of steps that handle so many bytes, which were not received."""
+        return await self.intake.parsing.run(
+            self.tenant.name, num_bytes, steps, check_client=self._check_client, num_received=0
+        )
+
     @asynccontextmanager
     async def _received(self) -> AsyncIterator[bytes]:
         """Yield the bytes of the body, which count as received inside of the block."""
@@ -180,7 +187,7 @@ class Endpoint:
 
     method: str
     path: str
-    """A name in braces at the end matches the rest of a path."""
+    """A name in braces matches the rest of a path, up to what follows it here."""
     handler: Callable[[HttpCall], Awaitable[Response]] = field(repr=False)
     access: Access = Access.TENANTS
     operation: Operation | None = None
@@ -198,21 +205,36 @@ class EndpointTable:
 
     def __init__(self, endpoints: tuple[Endpoint, ...]) -> None:
         self._exact: dict[str, dict[str, Endpoint]] = {}
-        self._open: dict[str, dict[str, Endpoint]] = {}
+        self._open: dict[tuple[str, str], dict[str, Endpoint]] = {}
+        """By what is before the parameter, and behind it."""
         for endpoint in endpoints:
-            prefix, brace, _ = endpoint.path.partition("{")
-            paths = self._open if brace else self._exact
-            paths.setdefault(prefix, {})[endpoint.method] = endpoint
+            prefix, brace, rest = endpoint.path.partition("{")
+            if brace:
+                ends = prefix, rest.partition("}")[2]
+                self._open.setdefault(ends, {})[endpoint.method] = endpoint
+            else:
+                self._exact.setdefault(prefix, {})[endpoint.method] = endpoint
+        # A path with an end is more specific than one whose parameter is all of the rest.
+        self._open = dict(sorted(self._open.items(), key=lambda one: -len(one[0][1])))
 
     def find(self, path: str) -> tuple[Mapping[str, Endpoint], str]:
         """Return the endpoints of a path by method, and the value of its parameter."""
         found = self._exact.get(path)
         if found is not None:
             return found, ""
-        for prefix, by_method in self._open.items():
-            if path.startswith(prefix) and len(path) > len(prefix):
-                return by_method, path[len(prefix) :]
+        for (prefix, suffix), by_method in self._open.items():
+            is_longer = len(path) > len(prefix) + len(suffix)
+            if is_longer and path.startswith(prefix) and path.endswith(suffix):
+                return by_method, path[len(prefix) : len(path) - len(suffix)]
         return {}, ""
+
+    def near(self, path: str) -> str | None:
+        """Return the path of an endpoint that a client most likely means; None is none.
+
+        The URL that a client is given may lack the version, or have it twice.
+        """
+        bare = path.removeprefix(_VERSION).rstrip("/")
+        return next((one for one in (_VERSION + bare, bare) if one in self._exact), None)
 
 
 def json_response(

@@ -13,13 +13,15 @@ from starlette.responses import Response
 from cluster.serving.http.body import JSON_TYPE
 from cluster.serving.http.endpoint import Endpoint, HttpCall, json_response
 from cluster.serving.http.schema import renamed
-from cluster.serving.inputs import ChatPrompt, GenerationInput
+from cluster.serving.inputs import ChatPrompt, GenerationInput, TokenizeInput
 from cluster.serving.intake.steps import finish
 from cluster.serving.openai.answer import answer_call
 from cluster.serving.responses.function_tools import FunctionName, FunctionTools
+from cluster.serving.responses.input_items import ItemsQuery, items_page, size_of_items
 from cluster.serving.responses.items import read_items
+from cluster.serving.responses.query import check_whole
 from cluster.serving.responses.response import ResponsesResponse
-from cluster.serving.responses.responses_body import Echo, ResponsesBody
+from cluster.serving.responses.responses_body import Echo, InputTokensBody, ResponsesBody
 from cluster.serving.responses.stored_responses import StoredTurn
 from cluster.serving.text.templates.chat_template import ChatMessage
 from cluster.serving.tools.tool_choice import ToolUse
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
     from cluster.serving.http.errors import Json
     from cluster.serving.intake.steps import Steps
+    from cluster.serving.responses.input_body import InputBody
     from cluster.serving.responses.response_store import ResponseStore
     from cluster.serving.servicer import Servicer
 
@@ -58,11 +61,20 @@ class _Asked:
 def responses_endpoints(servicer: Servicer, store: ResponseStore) -> tuple[Endpoint, ...]:
     """Return the endpoints, whose responses are kept in `store`."""
     handlers = _Handlers(servicer, store)
-    path = "/v1/responses/{response_id}"
+    base = "/v1/responses"
+    path = f"{base}/{{response_id}}"
     return (
-        Endpoint(method="POST", path="/v1/responses", handler=handlers.create, operation="chat"),
+        Endpoint(method="POST", path=base, handler=handlers.create, operation="chat"),
+        Endpoint(
+            method="POST",
+            path=f"{base}/input_tokens",
+            handler=handlers.count_tokens,
+            is_counted=True,
+        ),
         Endpoint(method="GET", path=path, handler=handlers.retrieve),
         Endpoint(method="DELETE", path=path, handler=handlers.delete),
+        Endpoint(method="GET", path=f"{path}/input_items", handler=handlers.list_input),
+        Endpoint(method="POST", path=f"{path}/cancel", handler=handlers.cancel),
     )
 
 
@@ -114,9 +126,46 @@ class _Handlers:
             self._servicer, call, generation, response, is_stream=asked.is_stream
         )
 
+    async def count_tokens(self, call: HttpCall) -> Response:
+        def read(body: InputTokensBody, previous: StoredTurn | None) -> Steps[TokenizeInput]:
+            functions = FunctionTools()
+            tools = yield from body.tool_use(functions, self._servicer.tool_format)
+            return (
+                yield from body.to_input(
+                    tools,
+                    known_variables=self._known_variables(tools),
+                    note_ignored=call.ignored.note,
+                    earlier=() if previous is None else previous.conversation(),
+                )
+            )
+
+        given = await call.body_with(
+            InputTokensBody, lambda body: self._previous(call.tenant.name, body), read
+        )
+        with call.metrics.counting_refusals("http"):
+            try:
+                token_ids = await self._servicer.tokenize(replace(given, tenant=call.tenant.name))
+            except InvalidRequestError as error:
+                raise renamed(error, _NAMES) from error
+        return json_response({"object": "response.input_tokens", "input_tokens": len(token_ids)})
+
+    async def list_input(self, call: HttpCall) -> Response:
+        query = ItemsQuery.from_params(call.request.query_params)
+        response_id = _response_id(call)
+        messages = await self._store.messages_given(call.tenant.name, response_id)
+        page = items_page(messages, response_id, query)
+        body = await call.in_steps(size_of_items(messages), page)
+        return Response(body, media_type=JSON_TYPE)
+
+    async def cancel(self, call: HttpCall) -> Response:
+        await self._store.read(call.tenant.name, _response_id(call))
+        raise InvalidRequestError(
+            "Only background responses can be cancelled, which are not supported here: close the "
+            "stream, or the connection, to end a response that is being generated."
+        )
+
     async def retrieve(self, call: HttpCall) -> Response:
-        if call.request.url.query:
-            raise InvalidRequestError("Parameters in the query are not supported.", param="query")
+        check_whole(call.request.query_params)
         body = await self._store.read(call.tenant.name, _response_id(call))
         return Response(body, media_type=JSON_TYPE)
 
@@ -133,11 +182,10 @@ class _Handlers:
             call.ignored.note("store")
         functions = FunctionTools()
         tools = yield from body.tool_use(functions, self._servicer.tool_format)
-        known = self._servicer.tokenizer.template_variables(has_tools=tools.is_read)
         given = yield from body.to_input(
             call.client_id,
             tools,
-            known_variables=known,
+            known_variables=self._known_variables(tools),
             note_ignored=call.ignored.note,
             earlier=earlier,
         )
@@ -155,7 +203,7 @@ class _Handlers:
             messages=prompt.messages[len(earlier) + bool(body.instructions) :],
         )
 
-    async def _previous(self, tenant: str, body: ResponsesBody) -> StoredTurn | None:
+    async def _previous(self, tenant: str, body: InputBody) -> StoredTurn | None:
         given = body.previous_response_id
         if given is None:
             return None
@@ -177,8 +225,12 @@ class _Handlers:
             messages += finish(read_items(items))
         except InvalidRequestError:
             problem = "a tool call in it is cut off or invalid."
-        turn = StoredTurn(body, messages, asked.previous, problem=problem)
+        num_given = len(asked.messages)
+        turn = StoredTurn(body, messages, asked.previous, num_given=num_given, problem=problem)
         self._store.keep(tenant, response_id, turn)
+
+    def _known_variables(self, tools: ToolUse) -> frozenset[str]:
+        return self._servicer.tokenizer.template_variables(has_tools=tools.is_read)
 
 
 def _response_id(call: HttpCall) -> str:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Action", "Kept", "LostReplicaError", "OtherReplicas", "ResponseStore"]
 
-Action = Literal["continue", "delete", "read"]
+Action = Literal["continue", "delete", "items", "read"]
 
 
 class LostReplicaError(Exception):
@@ -36,7 +36,7 @@ class Kept:
     body: bytes = b""
     """The response in JSON, if it is read."""
     messages: tuple[ChatMessage, ...] = ()
-    """Its conversation, if it is continued."""
+    """Its conversation if it is continued, or the part before its output, for `items`."""
     problem: str = ""
     """Why it cannot be continued, if so."""
 
@@ -95,6 +95,10 @@ class ResponseStore:
         """Return a response in JSON. Raises UnknownResponseError."""
         return (await self._found(tenant, response_id, "read")).body
 
+    async def messages_given(self, tenant: str, response_id: str) -> tuple[ChatMessage, ...]:
+        """Return the conversation before the output of a response. Raises UnknownResponseError."""
+        return (await self._found(tenant, response_id, "items")).messages
+
     async def delete(self, tenant: str, response_id: str) -> None:
         """Forget a response. Raises UnknownResponseError."""
         await self._found(tenant, response_id, "delete")
@@ -120,6 +124,8 @@ class ResponseStore:
             match action:
                 case "read":
                     return Kept(body=self._stored.find(tenant, response_id).body)
+                case "items":
+                    return Kept(messages=self._stored.find(tenant, response_id).given())
                 case "delete":
                     self._stored.delete(tenant, response_id)
                     return Kept()

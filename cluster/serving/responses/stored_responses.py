@@ -42,15 +42,17 @@ class StoredTurn:
         messages: tuple[ChatMessage, ...],
         previous: StoredTurn | None,
         *,
+        num_given: int = 0,
         problem: str = "",
     ) -> None:
         """`body` is the response in JSON, `messages` are its input and output.
 
-        A `problem` says why it cannot be continued.
+        The first `num_given` messages are its input. A `problem` says why it cannot be continued.
         """
         self.problem = problem
         self.body = body
         self.messages = messages
+        self.num_given = num_given
         self.previous = previous
         self.num_holders = 0
         """Whether clients can name it, and the turns that continue it."""
@@ -63,8 +65,12 @@ class StoredTurn:
 
     def conversation(self) -> tuple[ChatMessage, ...]:
         """Return all messages up to the end of this turn."""
-        turns: list[tuple[ChatMessage, ...]] = []
-        turn: StoredTurn | None = self
+        return self.given() + self.messages[self.num_given :]
+
+    def given(self) -> tuple[ChatMessage, ...]:
+        """Return all messages up to the end of this turn's input."""
+        turns = [self.messages[: self.num_given]]
+        turn = self.previous
         while turn is not None:
             turns.append(turn.messages)
             turn = turn.previous

@@ -52,6 +52,18 @@ def check_conversation(client: openai.OpenAI) -> None:
     second = client.responses.create(**ASKED, max_output_tokens=8, previous_response_id=first.id)
     assert second.usage.input_tokens > first.usage.input_tokens, second.usage
     assert client.responses.retrieve(first.id).output_text == first.output_text
+    items = list(client.responses.input_items.list(second.id, order="asc", limit=2))
+    assert [item.role for item in items] == ["user", "assistant", "user"], items
+    assert items[1].content[0].text == first.output_text
+    counted = client.responses.input_tokens.count(
+        model=ASKED["model"], input=ASKED["input"], previous_response_id=first.id
+    )
+    assert counted.input_tokens == second.usage.input_tokens, counted
+    try:
+        client.responses.cancel(first.id)
+    except openai.BadRequestError as error:
+        refusal = error.message
+    assert "background" in refusal, refusal
     client.responses.delete(first.id)
 
 

@@ -23,13 +23,9 @@ from cluster.serving.openai.bodies.generation_body import StreamOptions
 from cluster.serving.openai.bodies.messages import Message, MessageCall, TextPart
 from cluster.serving.openai.bodies.tool_fields import Function, ToolObject
 from cluster.serving.responses.function_tools import FunctionTool, NamespaceTool
+from cluster.serving.responses.input_body import Reasoning, TextConfig, TextFormat
 from cluster.serving.responses.items import ITEMS, ItemPart
-from cluster.serving.responses.responses_body import (
-    Reasoning,
-    ResponsesBody,
-    TextConfig,
-    TextFormat,
-)
+from cluster.serving.responses.responses_body import InputTokensBody, ResponsesBody
 
 if TYPE_CHECKING:
     from cluster.serving.http.schema import BodyPart
@@ -41,6 +37,7 @@ TYPES: list[tuple[type, type[BodyPart]]] = [
     (completion_create_params.CompletionCreateParamsBase, CompletionBody),
     (embedding_create_params.EmbeddingCreateParams, EmbeddingBody),
     (response_create_params.ResponseCreateParamsBase, ResponsesBody),
+    (responses.input_token_count_params.InputTokenCountParams, InputTokensBody),
     *((kind, Message) for kind in (
         chat.ChatCompletionSystemMessageParam, chat.ChatCompletionDeveloperMessageParam,
         chat.ChatCompletionUserMessageParam, chat.ChatCompletionAssistantMessageParam,

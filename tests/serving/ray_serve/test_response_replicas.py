@@ -103,11 +103,18 @@ async def test_any_replica_continues_a_response(
     _, other = await responses(serve, input="four", previous_response_id=first["id"])
     assert last_prompt(replicas[0], tokenizer) == f"user=one;assistant={SAID};user=four;>"
     assert other["id"] not in (first["id"], second["id"], third["id"])
+    _, page = await of_id(serve, "GET", f"{third['id']}/input_items")
+    texts = [item["content"][0]["text"] for item in page["data"]]
+    assert texts == ["three", SAID, "two", SAID, "one"]
 
 
 async def test_any_replica_reads_and_deletes_a_response(serve: FailingReplicas) -> None:
     _, made = await responses(serve)
     assert await of_id(serve, "GET", made["id"]) == (200, made)
+    for _ in range(3):
+        status, page = await of_id(serve, "GET", f"{made['id']}/input_items")
+        texts = [item["content"][0]["text"] for item in page["data"]]
+        assert (status, texts) == (200, [RESPONSES["input"]])
     status, deleted = await of_id(serve, "DELETE", made["id"])
     assert (status, deleted["deleted"]) == (200, True)
     # On its own replica and on another one.
@@ -146,8 +153,8 @@ def test_another_tenant_finds_nothing() -> None:
     turn = StoredTurn(b"{}", (ChatMessage("user", "a"),), None)
     store = ResponseStore(StoredResponses(StoreLimits()))
     store.keep("mine", "resp_a", turn)
-    actions: tuple[Action, ...] = ("read", "continue", "delete")
-    assert [store.answer(one, "theirs", "resp_a") for one in actions] == [None] * 3
+    actions: tuple[Action, ...] = ("read", "continue", "items", "delete")
+    assert [store.answer(one, "theirs", "resp_a") for one in actions] == [None] * 4
     assert store.answer("continue", "mine", "resp_a") == Kept(messages=turn.messages)
 
 

@@ -104,19 +104,19 @@ def test_only_complete_responses_that_may_be_stored_are(
     # Its id cannot be chosen, or guessed.
     assert len(found.json()["id"]) == len("resp_") + 32
     refused = httpx.get(f"{tool_server.url}/v1/responses/{found.json()['id']}?stream=true")
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "query")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "stream")
 
 
 @pytest.mark.parametrize("method", ["GET", "DELETE"])
-def test_parts_of_a_response_are_no_endpoints(
-    tool_server: Server, client: openai.OpenAI, method: str
+@pytest.mark.parametrize("part", ["output_items", "input_items/1", "cancel/x"])
+def test_other_parts_of_a_response_are_no_endpoints(
+    tool_server: Server, client: openai.OpenAI, method: str, part: str
 ) -> None:
     say(tool_server, "Hello.")
     found = client.responses.create(model="tiny", input="hi")
-    for part in ("input_items", "cancel"):
-        answer = httpx.request(method, f"{tool_server.url}/v1/responses/{found.id}/{part}")
-        assert answer.status_code == 404
-        assert answer.json()["error"]["message"] == "Not found: no such endpoint."
+    answer = httpx.request(method, f"{tool_server.url}/v1/responses/{found.id}/{part}")
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"] == "Not found: no such endpoint."
     assert client.responses.retrieve(found.id).id == found.id
 
 

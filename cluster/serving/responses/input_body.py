@@ -1,0 +1,184 @@
+"""What the bodies of the Responses API have in common: a conversation, tools and a format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from cluster.serving.http.schema import Body, BodyPart, named_schema, read_part
+from cluster.serving.inputs import ChatPrompt
+from cluster.serving.json_text import json_text
+from cluster.serving.openai.bodies.chat_body import MAX_MESSAGES
+from cluster.serving.responses.items import ITEMS, read_items
+from cluster.serving.text.templates.chat_template import ChatMessage
+from cluster.serving.text.templates.template_arguments import Effort, TemplateArguments
+from cluster.serving.tools.tool import MAX_TOOLS
+from cluster.serving.tools.tool_choice import ToolChoice, ToolUse
+from cluster.structured.grammar.grammar_text import MAX_TEXT_BYTES
+from pagedray.errors import InvalidRequestError
+from pagedray.request import Structure
+
+if TYPE_CHECKING:
+    from cluster.serving.intake.steps import Steps
+    from cluster.serving.responses.function_tools import FunctionTools
+    from cluster.serving.tools.tool_calls import ToolCallFormat
+
+__all__ = ["InputBody", "Reasoning", "TextConfig", "TextFormat"]
+
+
+class NamedTool(BodyPart):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+class Reasoning(BodyPart):
+    """Sets `reasoning_effort` of the chat template."""
+
+    context: Literal["auto"] | None = Field(
+        None, description="The chat template decides which thoughts it reads."
+    )
+    effort: Effort | None = None
+    mode: Literal["standard"] | None = None
+    summary: Any = Field(None, description="Ignored; thoughts are not summarized.")
+    generate_summary: Any = Field(None, description="Ignored; thoughts are not summarized.")
+
+
+class TextFormat(BodyPart):
+    """The format of the text."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: Any = Field(None, alias="schema")  # Any: a JSON schema
+    strict: bool | None = None
+
+
+class TextConfig(BodyPart):
+    """How the text is written."""
+
+    format: Any = Field(  # Any: nulls in the schema are values
+        None,
+        description="`text`, `json_object`, or `json_schema` with a name and a schema.",
+        json_schema_extra={"type": "object"},
+    )
+    verbosity: Any = Field(None, description="Ignored; a hint for models of OpenAI.")
+
+
+class InputBody(Body):
+    """What the model reads."""
+
+    refused: ClassVar[Mapping[str, str]] = {
+        "conversation": "use previous_response_id, or send the earlier items as input",
+        "truncation": "shorten the input instead",
+    }
+    synonyms: ClassVar[Mapping[str, str]] = {
+        "messages": "input",
+        "reasoning_effort": "reasoning.effort",
+        "response_format": "text.format",
+        "system": "instructions",
+    }
+    max_entries: ClassVar[Mapping[str, int]] = {"input": MAX_MESSAGES, "tools": MAX_TOOLS}
+    with_nulls: ClassVar[frozenset[str]] = frozenset(("reasoning",))
+
+    input: Any = Field(  # Any: read where it is used
+        json_schema_extra={
+            "anyOf": [
+                {"type": "string"},
+                {
+                    "type": "array",
+                    "items": {"anyOf": [named_schema(part.__name__) for part in ITEMS.values()]},
+                    "minItems": 1,
+                    "maxItems": MAX_MESSAGES,
+                },
+            ]
+        }
+    )
+    instructions: str | None = Field(None, description="A first message of the system.")
+    previous_response_id: str | None = Field(
+        None, description="The stored response whose conversation the input continues."
+    )
+    tools: Any = Field(  # Any: read separately, which keeps nulls in schemas
+        None,
+        json_schema_extra={
+            "type": "array",
+            "items": {"anyOf": [named_schema("FunctionTool"), named_schema("NamespaceTool")]},
+            "maxItems": MAX_TOOLS,
+        },
+    )
+    tool_choice: Any = Field(  # Any: a string or an object
+        None,
+        json_schema_extra={"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]},
+    )
+    parallel_tool_calls: bool = True
+    reasoning: Reasoning | None = None
+    text: Any = Field(None, json_schema_extra=named_schema("TextConfig"))  # Any: as its format
+
+    def tool_use(
+        self, functions: FunctionTools, tool_format: ToolCallFormat | None
+    ) -> Steps[ToolUse]:
+        """Return how the call uses tools, and add them to `functions`.
+
+        Raises InvalidRequestError.
+        """
+        yield from functions.read(self.tools)
+        tools = functions.tools
+        return ToolUse(tools, self._choice(has_tools=bool(tools)), tool_format=tool_format)
+
+    def prompt(
+        self,
+        tools: ToolUse,
+        *,
+        known_variables: frozenset[str],
+        note_ignored: Callable[[str], None],
+        earlier: tuple[ChatMessage, ...] = (),
+    ) -> Steps[ChatPrompt]:
+        """Return the conversation, after the `earlier` messages. Raises InvalidRequestError."""
+        messages = (*earlier, *(yield from read_items(self.input)))
+        if self.instructions:
+            messages = (ChatMessage("system", self.instructions), *messages)
+        effort = None if self.reasoning is None else self.reasoning.effort
+        variables = TemplateArguments(None, effort).variables(known_variables, note_ignored)
+        return ChatPrompt(messages, tools.for_template, variables=variables)
+
+    def structure(self) -> Structure | None:
+        """Return the structure of the text, if it has one. Raises InvalidRequestError."""
+        if self.text is None:
+            return None
+        if not isinstance(self.text, dict):
+            raise InvalidRequestError("text must be an object.", param="text")
+        given, param = self.text.get("format"), "text.format"
+        kept = {name: one for name, one in self.text.items() if name != "format"}
+        read_part(TextConfig, kept, "text")
+        if given is None:
+            return None
+        schema = given.get("schema") if isinstance(given, dict) else None
+        read = read_part(
+            TextFormat, {**given, "schema": {}} if schema is not None else given, param
+        )
+        if read.type == "text":
+            return None
+        if read.type == "json_object":
+            return Structure(kind="json_object")
+        if not isinstance(schema, dict):
+            raise InvalidRequestError(
+                f"{param}.schema must be a JSON Schema.", param=f"{param}.schema"
+            )
+        text = json_text(schema, f"{param}.schema", most_bytes=MAX_TEXT_BYTES)
+        return Structure(kind="json_schema", text=text)
+
+    def _choice(self, *, has_tools: bool) -> ToolChoice:
+        given, is_parallel = self.tool_choice, self.parallel_tool_calls
+        if given is None:
+            given = "auto" if has_tools else "none"
+        if isinstance(given, dict):
+            named = read_part(NamedTool, given, "tool_choice")
+            return ToolChoice(kind="named", name=named.name, is_parallel=is_parallel)
+        if given == "none" or given == "auto" or given == "required":
+            return ToolChoice(kind=given, is_parallel=is_parallel)
+        raise InvalidRequestError(
+            "tool_choice must be none, auto, required or a named function.", param="tool_choice"
+        )

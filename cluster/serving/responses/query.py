@@ -1,0 +1,61 @@
+"""Parameters in the query of requests for stored responses."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pagedray.errors import InvalidRequestError
+from pagedray.nearest_name import nearest_name
+from pagedray.shown_value import shown_value
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from starlette.datastructures import QueryParams
+
+__all__ = ["LOGPROBS", "check_include", "check_whole", "read_query"]
+
+LOGPROBS = "message.output_text.logprobs"
+_INCLUDE = "include"
+_LIST = "[]"
+"""Ends the name of a list, as OpenAI's clients write it."""
+
+
+def read_query(params: QueryParams, known: Collection[str]) -> dict[str, str]:
+    """Return the values of parameters by name. Raises InvalidRequestError for an unknown one."""
+    found: dict[str, str] = {}
+    for given, value in params.multi_items():
+        name = given.removesuffix(_LIST)
+        if name not in known:
+            nearest = nearest_name(name, known)
+            hint = "." if nearest is None else f": did you mean {nearest}?"
+            shown = name if name.isidentifier() and len(name) <= 64 else shown_value(name)
+            raise InvalidRequestError(f"{shown} is not supported in the query{hint}", param=shown)
+        if name in found and name != _INCLUDE:
+            raise InvalidRequestError(f"{name} is given twice in the query.", param=name)
+        found[name] = value
+    return found
+
+
+def check_include(params: QueryParams) -> None:
+    """Raise InvalidRequestError if a client asks for what no response has."""
+    values = (*params.getlist(_INCLUDE), *params.getlist(_INCLUDE + _LIST))
+    if any(LOGPROBS in value.split(",") for value in values):
+        raise InvalidRequestError(
+            f"{LOGPROBS} is not supported in include: use /v1/chat/completions.", param=_INCLUDE
+        )
+
+
+def check_whole(params: QueryParams) -> None:
+    """Check that a client reads a response as a whole. Raises InvalidRequestError."""
+    given = read_query(params, (_INCLUDE, "include_obfuscation", "starting_after", "stream"))
+    check_include(params)
+    if given.get("stream", "false") != "false":
+        raise InvalidRequestError(
+            "stream must be false: a stored response is complete.", param="stream"
+        )
+    if "starting_after" in given:
+        raise InvalidRequestError(
+            "starting_after is not supported: a stored response is complete.",
+            param="starting_after",
+        )
