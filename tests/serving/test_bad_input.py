@@ -451,7 +451,7 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [  # Any: JSON
     ({"logprobs": True, "top_logprobs": 21}, "logprobs must be from 0 to 20, not 21."),
     ({"max_tokens": 5, "max_completion_tokens": 6},
      "max_tokens and max_completion_tokens must be equal if both are set."),
-    ({"prompt": "x"}, "prompt is not supported."),
+    ({"prompt": "x"}, "prompt is not supported: did you mean messages?"),
     ({"messages": [{"role": "user", "content": "~" * 300}]},
      "messages has 304 tokens, but the context length of 256 allows at most 255 and one generated "
      "token."),

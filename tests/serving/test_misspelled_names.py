@@ -6,7 +6,13 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import pytest
 
+from cluster.serving.anthropic.messages_body import CountBody, MessagesBody
+from cluster.serving.openai.bodies.chat_body import ChatBody
+from cluster.serving.openai.bodies.completion_body import CompletionBody
+from cluster.serving.openai.bodies.embedding_body import EmbeddingBody
+from cluster.serving.responses.responses_body import InputTokensBody, ResponsesBody
 from tests.load.request_bodies import json_bodies
 
 if TYPE_CHECKING:
@@ -18,6 +24,10 @@ FREE = {"arguments", "input_schema", "logit_bias", "metadata", "parameters", "sc
 """Fields whose value has names of the client's own."""
 MIN_LETTERS = 4
 Path = tuple[str | int, ...]
+BODIES = (
+    *(ChatBody, CompletionBody, EmbeddingBody, CountBody, MessagesBody),
+    *(InputTokensBody, ResponsesBody),
+)
 
 
 def names_in(value: object, path: Path = ()) -> Iterator[tuple[Path, str]]:
@@ -65,3 +75,56 @@ def test_misspelled_names_are_answered_with_the_right_ones(server: Server) -> No
                         f"{wrong} is not supported: did you mean {name}?"
                     ), (kind, path, name)
     assert len({kind.partition(" ")[0] for kind, _ in found}) >= 9
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "known"),
+    [
+        ("/v1/chat/completions", "prompt", "messages"),
+        ("/v1/chat/completions", "max_output_tokens", "max_tokens"),
+        ("/v1/completions", "messages", "prompt"),
+        ("/v1/responses", "messages", "input"),
+        ("/v1/responses", "max_tokens", "max_output_tokens"),
+        ("/v1/responses", "response_format", "text.format"),
+        ("/v1/responses/input_tokens", "messages", "input"),
+        ("/v1/messages", "stop", "stop_sequences"),
+        ("/v1/embeddings", "text", "input"),
+    ],
+)
+def test_names_of_other_apis_are_answered_with_those_of_this_one(
+    http: httpx.Client, path: str, name: str, known: str
+) -> None:
+    answer = http.post(path, json={"model": "tiny", name: "x"})
+    expected = f"{name} is not supported: did you mean {known}?"
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, expected)
+
+
+def test_synonyms_are_parameters() -> None:
+    for body in BODIES:
+        assert not body.synonyms.keys() & body.model_fields.keys()
+        for known in body.synonyms.values():
+            assert known.split(".")[0] in body.model_fields
+
+
+@pytest.mark.parametrize(
+    ("path", "known"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/chat/completions/", "/v1/chat/completions"),
+        ("/v1/v1/messages", "/v1/messages"),
+        ("/v1/rerank/", "/v1/rerank"),
+        ("/v1/health", "/health"),
+        ("/responses", "/v1/responses"),
+        *(("/v1", None), ("/", None), ("/v1/none", None), ("/v1//chat/completions", None)),
+    ],
+)
+def test_a_path_without_the_version_is_answered_with_the_right_one(
+    http: httpx.Client, path: str, known: str | None
+) -> None:
+    answer = http.post(path, json={})
+    if path == "/":
+        assert answer.status_code == 405
+        return
+    hint = "." if known is None else f"; did you mean {known}?"
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"] == f"Not found: no such endpoint{hint}"

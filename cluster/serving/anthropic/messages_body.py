@@ -99,6 +99,13 @@ class ConversationBody(Body):
         "context_management": "shorten the messages instead",
         "mcp_servers": _NO_TOOLS_OF_ANTHROPIC,
     }
+    synonyms: ClassVar[Mapping[str, str]] = {
+        "input": "messages",
+        "instructions": "system",
+        "prompt": "messages",
+        "reasoning_effort": "output_config.effort",
+        "response_format": "output_config.format",
+    }
     with_nulls: ClassVar[frozenset[str]] = frozenset(("thinking", "tool_choice"))
 
     model: str
@@ -189,6 +196,12 @@ class MessagesBody(ConversationBody):
         "inference_geo": "the server is where it is",
         "metadata": "an identifier of the end user",
         "service_tier": "there is one tier",
+    }
+    synonyms: ClassVar[Mapping[str, str]] = {
+        **ConversationBody.synonyms,
+        "max_completion_tokens": "max_tokens",
+        "max_output_tokens": "max_tokens",
+        "stop": "stop_sequences",
     }
 
     max_tokens: int = Field(json_schema_extra={"minimum": 1})

@@ -209,7 +209,9 @@ class HttpApp:
                 return preflight
         tenant = self._authorize(request, endpoint)
         if not methods:
-            raise HTTPException(404, "Not found: no such endpoint.")
+            near = self._table.near(_path_of(request.scope))
+            hint = "." if near is None else f"; did you mean {near}?"
+            raise HTTPException(404, f"Not found: no such endpoint{hint}")
         if endpoint is None:
             allowed = {"allow": ", ".join(sorted(methods))}
             raise HTTPException(405, f"Method not allowed; use {allowed['allow']}.", allowed)

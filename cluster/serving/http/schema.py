@@ -73,6 +73,8 @@ class Body(BodyPart):
     """Parameters that cannot change the answer, and why."""
     refused: ClassVar[Mapping[str, str]] = {}
     """Unsupported parameters, and what to use instead or why they are refused."""
+    synonyms: ClassVar[Mapping[str, str]] = {}
+    """Names that other APIs give to parameters, and those that they have here."""
     max_entries: ClassVar[Mapping[str, int]] = {}
     """Lists whose length is checked before their entries are validated."""
     ids_field: ClassVar[str | None] = None
@@ -301,12 +303,12 @@ def _unsupported(name: str, kind: type[BodyPart], where: str = "") -> InvalidReq
     whole = _inside(where, name)
     if _PLAIN_NAME.fullmatch(whole) is None:
         return InvalidRequestError(f"{shown_value(whole)} is not supported.")
-    reason, known = None, _names_of(kind)
+    reason, nearest, known = None, None, _names_of(kind)
     if issubclass(kind, Body):
-        reason = kind.refused.get(name)
+        reason, nearest = kind.refused.get(name), kind.synonyms.get(name)
         known = known.union(kind.ignored, kind.defaults)
     if reason is None:
-        nearest = nearest_name(name, known - {name})
+        nearest = nearest or nearest_name(name, known - {name})
         reason = "" if nearest is None else f"did you mean {nearest}?"
     text = f"{whole} is not supported{f': {reason}' if reason else ''}"
     return InvalidRequestError(text if text.endswith("?") else f"{text}.", param=whole)

@@ -52,6 +52,11 @@ class ChatBody(GenerationBody):
 
     defaults: ClassVar[Defaults] = {**WITHOUT_EFFECT, **CHAT_WITHOUT_EFFECT}
     refused: ClassVar[Mapping[str, str]] = {**REFUSED, **CHAT_REFUSED}
+    synonyms: ClassVar[Mapping[str, str]] = {
+        **GenerationBody.synonyms,
+        "input": "messages",
+        "prompt": "messages",
+    }
     max_entries: ClassVar[Mapping[str, int]] = {
         "messages": MAX_MESSAGES,
         "functions": MAX_TOOLS,

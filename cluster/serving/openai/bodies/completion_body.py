@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -20,6 +21,12 @@ class CompletionBody(GenerationBody):
     """Texts for the model to continue."""
 
     ids_field: ClassVar[str | None] = "prompt"
+    synonyms: ClassVar[Mapping[str, str]] = {
+        **GenerationBody.synonyms,
+        "input": "prompt",
+        "max_completion_tokens": "max_tokens",
+        "messages": "prompt",
+    }
 
     prompt: Any = prompts_field(MAX_N)  # Any: its length is checked before its entries
     logprobs: int | None = bounds(0, MAX_LOGPROBS)

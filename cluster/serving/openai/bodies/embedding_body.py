@@ -26,6 +26,7 @@ class EmbeddingBody(Body):
 
     ids_field: ClassVar[str | None] = "input"
     ignored: ClassVar[Mapping[str, str]] = {"user": IGNORED["user"]}
+    synonyms: ClassVar[Mapping[str, str]] = {"prompt": "input", "text": "input", "texts": "input"}
 
     model: str
     input: Any = prompts_field(MAX_INPUTS, min_items=1)  # Any: as for a prompt

@@ -104,6 +104,11 @@ class GenerationBody(Body):
     defaults: ClassVar[Defaults] = WITHOUT_EFFECT
     ignored: ClassVar[Mapping[str, str]] = IGNORED
     refused: ClassVar[Mapping[str, str]] = REFUSED
+    synonyms: ClassVar[Mapping[str, str]] = {
+        "max_new_tokens": "max_tokens",
+        "max_output_tokens": "max_tokens",
+        "stop_sequences": "stop",
+    }
     with_nulls: ClassVar[frozenset[str]] = frozenset(("messages", "stream_options"))
 
     model: str
