@@ -106,6 +106,15 @@ class Metrics:
         self._queue_time = self._histogram(
             "queue_time_seconds", "From the end of validation to the first step", _QUEUE_BUCKETS
         )
+        self._prefill_time = self._histogram(
+            "prefill_time_seconds", "From the first step to the first token", _FIRST_TOKEN_BUCKETS
+        )
+        self._decode_time = self._histogram(
+            "decode_time_seconds", "From the first token to the last one", _CALL_BUCKETS
+        )
+        self._inference_time = self._histogram(
+            "inference_time_seconds", "From the first step to the last token", _CALL_BUCKETS
+        )
         self._validation = self._histogram(
             "validation_seconds", "Time to tokenize and validate a call", _WORK_BUCKETS
         )
@@ -157,9 +166,17 @@ class Metrics:
             return
         self._generated_length.observe(report.num_generated_tokens)
         self._tenant_tokens.labels(tenant, "generated").inc(report.num_generated_tokens)
+        if report.first_token_s is None or report.last_token_s is None:
+            return
+        decode_s = report.last_token_s - report.first_token_s
+        self._decode_time.observe(decode_s)
+        if report.started_s is not None:
+            prefill_s = max(0.0, report.first_token_s - report.started_s)
+            self._prefill_time.observe(prefill_s)
+            self._inference_time.observe(prefill_s + decode_s)
         num_gaps = report.num_generated_tokens / max(report.num_sequences, 1) - 1
-        if num_gaps > 0 and report.first_token_s is not None and report.last_token_s is not None:
-            self._per_token.observe((report.last_token_s - report.first_token_s) / num_gaps)
+        if num_gaps > 0:
+            self._per_token.observe(decode_s / num_gaps)
 
     def count_stalled_reader(self, frontend: Frontend) -> None:
         """Count a client that was disconnected because it did not read."""

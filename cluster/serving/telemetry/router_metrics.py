@@ -1,4 +1,4 @@
-"""Metrics under vLLM's names, for request routers and gateways.
+"""Metrics under vLLM's names, for request routers, gateways and dashboards.
 
 The endpoint picker of the Gateway API Inference Extension reads running, waiting, KV use and the
 size of the cache.
@@ -31,7 +31,23 @@ _HISTOGRAMS = {
     "pagedray_inter_token_latency_seconds": "vllm:inter_token_latency_seconds",
     "pagedray_request_duration_seconds": "vllm:e2e_request_latency_seconds",
     "pagedray_queue_time_seconds": "vllm:request_queue_time_seconds",
+    "pagedray_prefill_time_seconds": "vllm:request_prefill_time_seconds",
+    "pagedray_decode_time_seconds": "vllm:request_decode_time_seconds",
+    "pagedray_inference_time_seconds": "vllm:request_inference_time_seconds",
+    "pagedray_time_per_output_token_seconds": "vllm:request_time_per_output_token_seconds",
+    "pagedray_request_prompt_tokens": "vllm:request_prompt_tokens",
+    "pagedray_request_generated_tokens": "vllm:request_generation_tokens",
 }
+_CALLS = "pagedray_requests"
+_REASONS = {
+    "abort": "abort",
+    "cancelled": "abort",
+    "length": "length",
+    "stalled": "abort",
+    "stop": "stop",
+    "tool_calls": "stop",
+}
+"""What vLLM calls the ends of calls, by their outcomes."""
 
 
 class RouterCollector(Collector):
@@ -52,6 +68,8 @@ class RouterCollector(Collector):
         for family in self._registry.collect():
             if family.name in _HISTOGRAMS:
                 yield self._renamed(family, _HISTOGRAMS[family.name])
+            elif family.name == _CALLS:
+                yield self._ends(family)
         if not self._client.is_attached:
             return
         stats = self._client.engine.stats()
@@ -79,6 +97,22 @@ class RouterCollector(Collector):
         )
         yield self._counter("prompt_tokens", "Prompt tokens accepted", stats.num_prompt_tokens)
         yield self._counter("generation_tokens", "Tokens generated", stats.num_generated_tokens)
+
+    def _ends(self, calls: Metric) -> Metric:
+        """Return how many calls ended for each of vLLM's reasons."""
+        counts = dict.fromkeys(_REASONS.values(), 0.0)
+        for sample in calls.samples:
+            reason = _REASONS.get(sample.labels.get("outcome", ""))
+            if reason is not None and sample.name == f"{_CALLS}_total":
+                counts[reason] += sample.value
+        family = CounterMetricFamily(
+            "vllm:request_success",
+            "Calls that ended without an error",
+            labels=["model_name", "finished_reason"],
+        )
+        for reason, count in counts.items():
+            family.add_metric([self._model, reason], count)
+        return family
 
     def _cache_config(self, num_blocks: int) -> Metric:
         family = GaugeMetricFamily(

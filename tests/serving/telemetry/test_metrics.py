@@ -91,6 +91,31 @@ async def test_call_is_counted_with_its_times_and_tokens(servicer: Servicer) -> 
     assert value(servicer, "pagedray_tenant_tokens_total", kind="generated") == 5
 
 
+async def test_dashboards_of_vllm_find_the_times_and_ends_of_calls(servicer: Servicer) -> None:
+    await run(servicer)
+    model = {"model_name": "tiny"}
+    # Those that vLLM's own dashboard queries.
+    for name in (
+        *("prefill_time_seconds", "decode_time_seconds", "inference_time_seconds"),
+        *("time_per_output_token_seconds", "prompt_tokens", "generation_tokens"),
+        *("queue_time_seconds",),
+    ):
+        assert value(servicer, f"vllm:request_{name}_count", **model) == 1, name
+    assert value(servicer, "vllm:request_generation_tokens_sum", **model) == 5
+    parts = [
+        value(servicer, f"vllm:request_{one}_time_seconds_sum") for one in ("prefill", "decode")
+    ]
+    assert sum(parts) == pytest.approx(value(servicer, "vllm:request_inference_time_seconds_sum"))
+    assert value(servicer, "vllm:request_success_total", **model, finished_reason="length") == 1
+    generation = await servicer.start_generation(GenerationInput(prompts=("hello",)))
+    generation.close()
+    with pytest.raises(InvalidRequestError):
+        await run(servicer, prompts=("",))
+    ends = [one for one in samples(servicer) if one.name == "vllm:request_success_total"]
+    found = {one.labels["finished_reason"]: one.value for one in ends}
+    assert found == {"abort": 1, "length": 1, "stop": 0}
+
+
 async def test_tokens_in_flight_are_those_of_open_calls(servicer: Servicer) -> None:
     given = GenerationInput(prompts=("hello",), sampling={"max_tokens": 200, "n": 2})
     generation = await servicer.start_generation(given)
