@@ -185,6 +185,17 @@ OPERATIONS = (
         body="EmbeddingBody",
         errors=_BODY_ERRORS,
     ),
+    ApiOperation(
+        id="createPooling",
+        method="POST",
+        path="/pooling",
+        tag="vLLM",
+        summary="Embed texts, in the format of vLLM.",
+        response_text="The vectors, in the order of the texts.",
+        contents=((_JSON, "PoolingList"),),
+        body="EmbeddingBody",
+        errors=_BODY_ERRORS,
+    ),
     *(
         ApiOperation(
             id=f"rerank{name}",

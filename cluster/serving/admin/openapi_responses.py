@@ -103,6 +103,17 @@ RESPONSE_SCHEMAS: Json = {
         model=_STRING,
         usage=_object(prompt_tokens=_COUNT, total_tokens=_COUNT),
     ),
+    "Pooling": _object(
+        object=_const("pooling"),
+        index=_COUNT,
+        data={"anyOf": [_list({"type": "number"}), _STRING]},
+    ),
+    "PoolingList": _object(
+        object=_const("list"),
+        data=_list(_reference("Pooling")),
+        model=_STRING,
+        usage=_object(prompt_tokens=_COUNT, total_tokens=_COUNT),
+    ),
     "AnthropicError": _object(
         type=_const("error"),
         error=_object(type=_STRING, message=_STRING),

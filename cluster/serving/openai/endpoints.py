@@ -65,6 +65,7 @@ def openai_endpoints(servicer: Servicer) -> tuple[Endpoint, ...]:
         Endpoint(
             method="POST", path="/v1/embeddings", handler=handlers.embedding, operation="embeddings"
         ),
+        Endpoint(method="POST", path="/pooling", handler=handlers.pooling, operation="embeddings"),
     )
 
 
@@ -168,6 +169,15 @@ class _OpenAIHandlers:
         return await self._respond(call, asked, generation, response)
 
     async def embedding(self, call: HttpCall) -> Response:
+        return await self._embedded(call, kind="embedding", field="embedding")
+
+    async def pooling(self, call: HttpCall) -> Response:
+        """Answer as vLLM does, whose entries have other names."""
+        return await self._embedded(call, kind="pooling", field="data")
+
+    async def _embedded(self, call: HttpCall, *, kind: str, field: str) -> Response:
+        """Return the vectors of texts, each in a `field` of an object of a `kind`."""
+
         def read(body: EmbeddingBody, _: bytes) -> Steps[tuple[EmbeddingInput, bool]]:
             given = yield from body.to_input()
             return given, body.encoding_format == "base64"
@@ -176,7 +186,7 @@ class _OpenAIHandlers:
         given = replace(given, tenant=call.tenant.name, origin=call.origin)
         work = self._servicer.embed(given, call.entered)
         output = await unless_disconnected(call.request.receive, work)
-        encoded = await _encoded(output, as_base64=as_base64)
+        encoded = await _encoded(output, kind=kind, field=field, as_base64=as_base64)
         usage = {
             "prompt_tokens": output.num_prompt_tokens,
             "total_tokens": output.num_prompt_tokens,
@@ -281,7 +291,7 @@ class _OpenAIHandlers:
         }
 
 
-async def _encoded(output: EmbeddingOutput, *, as_base64: bool) -> bytes:
+async def _encoded(output: EmbeddingOutput, *, kind: str, field: str, as_base64: bool) -> bytes:
     """Return the vectors as JSON entries, separated by commas."""
     entries: list[bytes] = []
     num_numbers = 0
@@ -291,7 +301,7 @@ async def _encoded(output: EmbeddingOutput, *, as_base64: bool) -> bytes:
             if as_base64
             else vector.tolist()
         )
-        entries.append(_encode({"object": "embedding", "index": index, "embedding": numbers}))
+        entries.append(_encode({"object": kind, "index": index, field: numbers}))
         num_numbers += len(vector)
         if num_numbers >= _MAX_ENCODED_NUMBERS:
             num_numbers = 0

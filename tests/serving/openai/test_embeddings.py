@@ -63,6 +63,18 @@ def client(encoder: EncoderServer) -> Iterator[openai.OpenAI]:
         yield client
 
 
+def test_pooling_has_the_vectors_of_embeddings(encoder: EncoderServer) -> None:
+    for more in ({}, {"encoding_format": "base64", "dimensions": 4}):
+        body = {"model": "tiny", "input": ["hello", "large"], **more}
+        pooled = httpx.post(f"{encoder.url}/pooling", json=body).json()
+        embedded = httpx.post(f"{encoder.url}/v1/embeddings", json=body).json()
+        assert [one["object"] for one in pooled["data"]] == ["pooling"] * 2
+        assert [one["data"] for one in pooled["data"]] == [
+            one["embedding"] for one in embedded["data"]
+        ]
+        assert pooled["usage"] == embedded["usage"]
+
+
 def test_vectors_come_in_order_in_both_encodings(
     client: openai.OpenAI, tokenizer: Tokenizer
 ) -> None:
