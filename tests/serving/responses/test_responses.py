@@ -221,7 +221,8 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     ({"input": "~" * 3000},
      "input has 3008 tokens, but the context length of 1024 allows at most 1023 and one generated "
      "token.", "input"),
-    ({"max_tokens": 5}, "max_tokens is not supported.", "max_tokens"),
+    ({"max_tokens": 5}, "max_tokens is not supported: did you mean max_output_tokens?",
+     "max_tokens"),
 ]  # fmt: skip
 
 

@@ -383,4 +383,10 @@ def _bias_of(given: object) -> dict[object, object]:
         raise InvalidRequestError(
             "logit_bias must be an object that maps token ids to numbers.", param="logit_bias"
         )
-    return {int(name) if _INTEGER.fullmatch(name) else name: value for name, value in given.items()}
+    wrong = next((name for name in given if not _INTEGER.fullmatch(name)), None)
+    if wrong is not None:
+        raise InvalidRequestError(
+            f'logit_bias maps token ids, such as "5", and not {shown_value(wrong)}.',
+            param="logit_bias",
+        )
+    return {int(name): value for name, value in given.items()}

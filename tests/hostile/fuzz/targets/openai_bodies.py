@@ -14,7 +14,7 @@ from cluster.serving.openai.bodies.completion_body import CompletionBody
 from cluster.serving.openai.bodies.embedding_body import EmbeddingBody
 from cluster.serving.openai.bodies.score_body import RerankBody, ScoreBody
 from cluster.serving.responses.function_tools import FunctionTools
-from cluster.serving.responses.responses_body import ResponsesBody
+from cluster.serving.responses.responses_body import InputTokensBody, ResponsesBody
 from pagedray.errors import InvalidRequestError
 from pagedray.request import SamplingParams
 from tests.hostile.fuzz.target import Target
@@ -30,7 +30,7 @@ def run(data: bytes) -> None:
     """Return an input or an InvalidRequestError, for an endpoint that the first byte selects."""
     if not data:
         return
-    kind, raw = data[0] % 10, data[1:]
+    kind, raw = data[0] % 11, data[1:]
     try:
         if kind == 0:
             _check(_read(CompletionBody, raw).to_input("a"))
@@ -66,10 +66,14 @@ def run(data: bytes) -> None:
             tools = finish(response.tool_use(FunctionTools(), "hermes"))
             asked = response.to_input("a", tools, known_variables=frozenset(), note_ignored=_ignore)
             _check(finish(asked))
-        else:
+        elif kind == 9:
             counted = _read(CountBody, raw)
             tools = finish(counted.tool_use("hermes"))
             finish(counted.to_input(tools, known_variables=frozenset(), note_ignored=_ignore))
+        else:
+            prompt = _read(InputTokensBody, raw)
+            tools = finish(prompt.tool_use(FunctionTools(), "hermes"))
+            finish(prompt.to_input(tools, known_variables=frozenset(), note_ignored=_ignore))
     except InvalidRequestError:
         return
 
@@ -159,6 +163,7 @@ def _seeds() -> tuple[bytes, ...]:
         "/v1/messages": 7,
         "/v1/responses": 8,
         "/v1/messages/count_tokens": 9,
+        "/v1/responses/input_tokens": 10,
     }
     return (
         _message_seeds()
