@@ -71,6 +71,9 @@ _CHOICES: tuple[dict[str, Any], ...] = (
     },
 )
 
+FORMATS = tuple(one for one in TOOL_CALL_FORMATS if one != "openai")
+"""The turns of gpt-oss have tokens that the tiny model has not."""
+
 _Calls = list[tuple[str, str]]
 
 
@@ -136,7 +139,8 @@ class ToolCallRun:
         self, client: httpx.AsyncClient, body: dict[str, Any]
     ) -> tuple[str, _Calls, str, list[int]]:
         reply = await client.post(self._url, json=body)
-        reply.raise_for_status()
+        if reply.is_error:
+            raise RuntimeError(f"{reply.text} for {body}")
         (choice,) = reply.json()["choices"]
         message = choice["message"]
         functions = [call["function"] for call in message.get("tool_calls", ())]
@@ -227,10 +231,10 @@ def main() -> None:
     report = Report("tests.load.tool_calls")
     pin_load()
     total: Counter[str] = Counter()
-    for tool_format in TOOL_CALL_FORMATS:
+    for tool_format in FORMATS:
         with MeasuredServer(*server_arguments(tool_format)) as server:
             run = ToolCallRun(server, tool_format)
-            asyncio.run(run.send(-(-options.calls // len(TOOL_CALL_FORMATS))))
+            asyncio.run(run.send(-(-options.calls // len(FORMATS))))
         report.add(tool_format, dict(sorted(run.counts.items())))
         if run.examples:
             report.add(f"{tool_format}_defects", run.examples)
