@@ -52,7 +52,7 @@ class FinishReason(StrEnum):
 
 
 StructureKind = Literal[
-    "json_object", "json_schema", "regex", "grammar", "choice", "turn", "messages"
+    "json_object", "json_schema", "regex", "grammar", "choice", "structural_tag", "turn", "messages"
 ]
 
 
@@ -64,9 +64,9 @@ class Structure(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: StructureKind
     text: str = ""
-    """A JSON schema, a regular expression, an EBNF grammar, or choices as a JSON list of strings;
-    empty for `json_object`. For `turn`, tool calls or an answer, what `TurnStructure` describes;
-    for `messages`, what `MessagesStructure` describes."""
+    """A JSON schema, a regular expression, an EBNF grammar, a structural tag in JSON, or choices as
+    a JSON list of strings; empty for `json_object`. For `turn`, tool calls or an answer, what
+    `TurnStructure` describes; for `messages`, what `MessagesStructure` describes."""
     mark: str = ""
     """What a `turn` with tool calls begins with, which may be a special token."""
     headers: tuple[tuple[str, str], ...] = ()

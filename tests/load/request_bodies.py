@@ -145,6 +145,15 @@ _BY_PATH: dict[str, tuple[dict[str, Any], ...]] = {  # Any: JSON
         {**_SHORT, "prompt": "x", "guided_regex": "[ab]+c"},
         {**_SHORT, "prompt": "x", "structured_outputs": {"choice": ["yes", "no"]}},
         {**_SHORT, "prompt": "x", "guided_grammar": 'root ::= "a" | "b"'},
+        {
+            **_SHORT,
+            "prompt": "x",
+            "response_format": {
+                "type": "structural_tag",
+                "structures": [{"begin": "<a>", "schema": {"type": "object"}, "end": "</a>"}],
+                "triggers": ["<a"],
+            },
+        },
     ),
     "/v1/chat/completions": (
         {**_COMMON, "messages": _MESSAGES, "logprobs": True, "top_logprobs": 2},

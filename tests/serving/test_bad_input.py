@@ -331,7 +331,8 @@ HTTP_CASES: list[tuple[dict[str, Any], str, str | None]] = [  # Any: JSON
      "guided_regex and guided_json cannot be used together.",
      "guided_regex"),
     ({"structured_outputs": {}},
-     "structured_outputs requires one of json, regex, choice, grammar and json_object.",
+     "structured_outputs requires one of json, regex, choice, grammar, json_object and "
+     "structural_tag.",
      "structured_outputs"),
     ({"structured_outputs": {"xml": 5}}, "structured_outputs.xml is not supported.",
      "structured_outputs.xml"),
@@ -441,7 +442,8 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [  # Any: JSON
     ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]},
      "messages.0.tool_calls.0.function is required."),
     ({"response_format": {"type": "xml"}},
-     "response_format.type must be one of 'text', 'json_object' or 'json_schema', not 'xml'."),
+     "response_format.type must be one of 'text', 'json_object', 'json_schema' or "
+     "'structural_tag', not 'xml'."),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.name is required."),
     ({"continue_final_message": True},
      "continue_final_message requires add_generation_prompt = false."),

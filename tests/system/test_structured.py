@@ -44,6 +44,36 @@ OPTIONS: dict[str, Any] = {  # Any: options of any type
     "structure_compile_s": 20.0,
 }
 CHOICES = ["north", "north east", "south"]
+TAG = {
+    "format": {
+        "type": "sequence",
+        "elements": [
+            {"type": "const_string", "value": "Say "},
+            {
+                "type": "tags_with_separator",
+                "separator": ",",
+                "at_least_one": True,
+                "stop_after_first": True,
+                "tags": [
+                    {
+                        "begin": "<n>",
+                        "content": {
+                            "type": "json_schema",
+                            "json_schema": {"type": "integer", "minimum": 1, "maximum": 9},
+                        },
+                        "end": "</n>",
+                    },
+                    {
+                        "begin": "<w>",
+                        "content": {"type": "regex", "pattern": "left|right"},
+                        "end": "</w>",
+                    },
+                ],
+            },
+            {"type": "const_string", "value": "!"},
+        ],
+    }
+}
 GRAMMAR = 'root ::= "(" ("x" | root)? ")"'
 
 
@@ -65,6 +95,8 @@ def holds(structure: Structure, text: str) -> bool:
             return re.fullmatch(structure.text, text) is not None
         case "choice":
             return text in json.loads(structure.text)
+        case "structural_tag":
+            return re.fullmatch(r"Say (<n>[1-9]</n>|<w>(left|right)</w>)!", text) is not None
     return is_balanced(text)
 
 
@@ -74,6 +106,7 @@ STRUCTURES = [
     Structure(kind="choice", text=json.dumps(CHOICES)),
     Structure(kind="grammar", text=GRAMMAR),
     Structure(kind="json_object"),
+    Structure(kind="structural_tag", text=json.dumps(TAG)),
 ]
 
 
@@ -166,8 +199,9 @@ def test_a_finished_grammar_ends_a_sequence_with_ignore_eos(llm: LLM) -> None:
 def test_masks_do_not_change_the_tokens_of_other_sequences(llm: LLM) -> None:
     plain = [params_of(None, seed=seed, temperature=t) for seed, t in [(1, 0.0), (2, 1.5)]]
     alone = llm.generate([PROMPT] * 2, plain, use_tqdm=False)
-    mixed = llm.generate([PROMPT] * 7, [*map(params_of, STRUCTURES), *plain], use_tqdm=False)[5:]
-    assert [c.token_ids for c in completions(mixed)] == [c.token_ids for c in completions(alone)]
+    mixed = [*map(params_of, STRUCTURES), *plain]
+    beside = llm.generate([PROMPT] * len(mixed), mixed, use_tqdm=False)[-len(plain) :]
+    assert [c.token_ids for c in completions(beside)] == [c.token_ids for c in completions(alone)]
 
 
 def test_chunks_and_preemption_change_nothing(llm: LLM) -> None:

@@ -153,7 +153,7 @@ def renamed(error: InvalidRequestError, names: Mapping[str, str]) -> InvalidRequ
     if name is None:
         return error
     text = str(error)
-    if text.startswith(f"{error.param} "):
+    if text.startswith((f"{error.param} ", f"{error.param}.")):
         text = name + text[len(error.param or "") :]
     copied = copy.copy(error)
     copied.args, copied.param = (text,), name

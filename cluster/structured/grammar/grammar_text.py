@@ -13,6 +13,7 @@ from cluster.structured.grammar.json_schema import read_json_schema
 from cluster.structured.grammar.json_text import JSON_RULES, OBJECT
 from cluster.structured.grammar.loops import with_loops_as_rules
 from cluster.structured.grammar.regex import read_regex
+from cluster.structured.grammar.structural_tag import read_structural_tag
 from cluster.structured.grammar.turn import read_messages, read_turn
 from pagedray.request import Structure
 
@@ -47,6 +48,8 @@ def _grammar(kind: str, text: str) -> tuple[dict[str, Expression], Expression]:
             return with_loops_as_rules(read_regex(text))
         case "choice":
             return {}, _choice(text)
+        case "structural_tag":
+            return read_structural_tag(text, _grammar)
     raise invalid_structure("structure is a grammar, which cannot be combined with tools.")
 
 

@@ -24,11 +24,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CallForm",
+    "Grammar",
     "MessageForm",
     "MessagesStructure",
     "TurnStructure",
     "read_messages",
     "read_turn",
+    "under_prefix",
 ]
 
 _ANSWER = "answer"
@@ -89,13 +91,10 @@ def read_messages(text: str, read_one: Callable[[str, str], Grammar]) -> Grammar
     rules: dict[str, Expression] = {}
     messages: list[Expression] = []
     for number, message in enumerate(given.messages):
-        prefix = f"message{number}"
-        own_rules, start = read_one(message.kind, message.text)
-        rules |= {
-            _prefixed(name, prefix): _renamed(expression, prefix)
-            for name, expression in own_rules.items()
-        }
-        messages.append(Concat((Text(message.opening), _renamed(start, prefix))))
+        grammar = read_one(message.kind, message.text)
+        own_rules, start = under_prefix(grammar, f"message{number}")
+        rules |= own_rules
+        messages.append(Concat((Text(message.opening), start)))
     return rules, Alternation(tuple(messages))
 
 
@@ -109,11 +108,9 @@ def read_turn(text: str, read_answer: Callable[[str, str], Grammar]) -> Grammar:
     except msgspec.DecodeError as error:
         raise invalid_structure(f"structure is no turn: {error}.") from error
     rules, call = read_json_schema(turn.call)
-    answer_rules, answer = read_answer(turn.answer_kind, turn.answer_text)
-    rules |= {
-        _prefixed(name, _ANSWER): _renamed(expression, _ANSWER)
-        for name, expression in answer_rules.items()
-    }
+    grammar = read_answer(turn.answer_kind, turn.answer_text)
+    answer_rules, answer = under_prefix(grammar, _ANSWER)
+    rules |= answer_rules
     form = turn.form
     more = Repeat(Concat((Text(form.separator), call)), 0, None)
     calls = Concat(
@@ -124,7 +121,14 @@ def read_turn(text: str, read_answer: Callable[[str, str], Grammar]) -> Grammar:
             *((Text(form.closing),) if form.closing else ()),
         )
     )
-    return rules, Alternation((calls, _renamed(answer, _ANSWER)))
+    return rules, Alternation((calls, answer))
+
+
+def under_prefix(grammar: Grammar, prefix: str) -> Grammar:
+    """Return a grammar whose rules, other than those of JSON itself, have names of their own."""
+    rules, start = grammar
+    renamed = {_prefixed(name, prefix): _renamed(one, prefix) for name, one in rules.items()}
+    return renamed, _renamed(start, prefix)
 
 
 def _prefixed(name: str, prefix: str) -> str:

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 
 USER: Any = {"role": "user", "content": "hi"}  # Any: what the client calls a param
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+TAG: dict[str, Any] = {  # Any: JSON
+    "type": "structural_tag",
+    "structures": [{"begin": "<f>", "schema": SCHEMA | {"default": None}, "end": "</f>"}],
+    "triggers": ["<f"],
+}
+TAG_TEXT = json.dumps(TAG, separators=(",", ":"))
 
 
 class Animal(BaseModel):
@@ -66,6 +72,9 @@ CASES: list[tuple[dict[str, Any], str, str]] = [  # Any: JSON
     ({"structured_outputs": {"json": SCHEMA, "regex": None}}, "json_schema", json.dumps(
         SCHEMA, separators=(",", ":"))),
     ({"structured_outputs": {"grammar": 'root ::= "b"'}}, "grammar", 'root ::= "b"'),
+    ({"response_format": TAG}, "structural_tag", TAG_TEXT),
+    ({"structured_outputs": {"structural_tag": TAG_TEXT}}, "structural_tag", TAG_TEXT),
+    ({"structured_outputs": {"structural_tag": TAG}}, "structural_tag", TAG_TEXT),
 ]  # fmt: skip
 
 

@@ -210,7 +210,7 @@ class GenerationBody(Body):
     # Read when used, so that an error names the innermost field.
     response_format: Any = Field(
         None,
-        description="`text`, `json_object`, or `json_schema` with a schema.",
+        description="`text`, `json_object`, `json_schema` with a schema, or `structural_tag`.",
         json_schema_extra=named_schema("ResponseFormat"),
     )
     structured_outputs: Any = Field(None, json_schema_extra=named_schema("StructuredOutputs"))

@@ -21,6 +21,9 @@ __all__ = [
 ]
 
 
+_TAG_FIELDS = ("structures", "triggers", "format")
+
+
 class StructuredOutputs(BodyPart):
     """The structure of the output; exactly one of these."""
 
@@ -38,6 +41,11 @@ class StructuredOutputs(BodyPart):
     )
     grammar: str | None = Field(None, description="A grammar in EBNF.")
     json_object: bool | None = Field(None, description="True allows any JSON object.")
+    structural_tag: Any = Field(  # Any: as the schema
+        None,
+        description="A structural tag, as an object or a string of JSON.",
+        json_schema_extra={"type": ["object", "string"]},
+    )
 
 
 class JsonSchemaFormat(BodyPart):
@@ -54,9 +62,24 @@ class JsonSchemaFormat(BodyPart):
 class ResponseFormat(BodyPart):
     """The format of the output."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: Any = Field(  # Any: read only if the type requires it
         None, json_schema_extra=named_schema("JsonSchemaFormat")
+    )
+    structures: Any = Field(  # Any: read with the structure, as the two that follow
+        None,
+        description="Of a structural tag: its parts, with `begin`, `schema` and `end`.",
+        json_schema_extra={"type": "array", "items": {"type": "object"}},
+    )
+    triggers: Any = Field(
+        None,
+        description="Of a structural tag: the beginnings of its parts that end free text.",
+        json_schema_extra={"type": "array", "items": {"type": "string"}},
+    )
+    format: Any = Field(
+        None,
+        description="A structural tag of nested parts.",
+        json_schema_extra={"type": "object"},
     )
 
 
@@ -88,6 +111,13 @@ class RequestedStructure:
         """Request one of several strings."""
         self.add_structure("choice", _text_of(given, param), param)
 
+    def add_tag(self, given: object, param: str) -> None:
+        """Request a structural tag, which is an object or a string."""
+        if not isinstance(given, str | dict):
+            raise InvalidRequestError(f"{param} must be a structural tag.", param=param)
+        text = given if isinstance(given, str) else _text_of(given, param)
+        self.add_structure("structural_tag", text, param)
+
     def add_outputs(self, given: StructuredOutputs, param: str) -> None:
         """Request the structure that vLLM's `structured_outputs` describes."""
         if given.json_ is not None:
@@ -100,9 +130,12 @@ class RequestedStructure:
             self.add_structure("grammar", given.grammar, f"{param}.grammar")
         if given.json_object:
             self.add_structure("json_object", "", f"{param}.json_object")
+        if given.structural_tag is not None:
+            self.add_tag(given.structural_tag, f"{param}.structural_tag")
         if self.param is None:
             raise InvalidRequestError(
-                f"{param} requires one of json, regex, choice, grammar and json_object.",
+                f"{param} requires one of json, regex, choice, grammar, json_object and "
+                "structural_tag.",
                 param=param,
             )
 
@@ -110,7 +143,18 @@ class RequestedStructure:
 def read_response_format(given: object, requested: RequestedStructure) -> None:
     """Request the structure that OpenAI's `response_format` describes."""
     param = "response_format"
+    if isinstance(given, dict) and given.get("type") == "structural_tag":
+        # Nulls in its schemas are values.
+        kept = {name: one for name, one in given.items() if name not in _TAG_FIELDS}
+        read_part(ResponseFormat, kept, param)
+        requested.add_tag(given, param)
+        return
     read = read_part(ResponseFormat, given, param)
+    for name in _TAG_FIELDS:
+        if getattr(read, name) is not None:
+            raise InvalidRequestError(
+                f"{param}.{name} requires type = structural_tag.", param=f"{param}.{name}"
+            )
     if read.type == "json_schema":
         schema = read_part(JsonSchemaFormat, read.json_schema or {}, f"{param}.json_schema")
         requested.add_schema(schema.schema_, f"{param}.json_schema.schema")

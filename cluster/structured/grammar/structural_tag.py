@@ -1,0 +1,312 @@
+"""Reads structural tags: free text in which marks begin parts with a structure of their own.
+
+Both forms that vLLM takes are read: `structures` and `triggers`, and a `format` of nested parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import msgspec
+
+from cluster.structured.grammar.expressions import (
+    Alternation,
+    Concat,
+    Expression,
+    Rule,
+    Text,
+    invalid_structure,
+)
+from cluster.structured.grammar.text_until import MAX_STATES, text_until
+from cluster.structured.grammar.turn import Grammar, under_prefix
+from pagedray.nearest_name import nearest_name
+
+__all__ = ["read_structural_tag"]
+
+_MAX_DEPTH = 16
+_MOST_SHOWN = 64
+_MAX_PARTS = 256
+_EMPTY = Concat(())
+
+Part = Mapping[str, Any]  # Any: JSON
+ReadOne = Callable[[str, str], Grammar]
+
+
+@dataclass(frozen=True, slots=True)
+class _Following:
+    """What follows a part: a literal text and an expression, both perhaps empty."""
+
+    end: str = ""
+    rest: Expression = _EMPTY
+
+    @property
+    def expression(self) -> Expression:
+        return Concat((Text(self.end), self.rest)) if self.end else self.rest
+
+
+def read_structural_tag(text: str, read_one: ReadOne) -> Grammar:
+    """Return the grammar; `read_one` returns that of another kind of structure and a text.
+
+    Raises InvalidRequestError.
+    """
+    try:
+        given = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise invalid_structure(f"structure is no structural tag: {error}.") from error
+    reader = _Reader(read_one)
+    if not isinstance(given, dict):
+        _fail("", "must be an object")
+    if "format" in given:
+        _check_names(given, "", ("type", "format"))
+        start = reader.read(given["format"], "format", _Following(), depth=0)
+    else:
+        start = reader.read_triggers(given)
+    return reader.rules, start
+
+
+class _Reader:
+    """Reads parts from what follows them, which the rules of free text include."""
+
+    def __init__(self, read_one: ReadOne) -> None:
+        self.rules: dict[str, Expression] = {}
+        self._read_one = read_one
+        self._num_parts = 0
+        self._num_states = 0
+
+    def read_triggers(self, given: Part) -> Expression:
+        """Return the expression of structures with a schema each, in free text."""
+        _check_names(given, "", ("type", "structures", "triggers"))
+        tags = []
+        for index, one in enumerate(_list_of(given, "structures", "")):
+            path = f"structures.{index}"
+            _check_names(one, path, ("begin", "schema", "end"))
+            content = {"type": "json_schema", "json_schema": one.get("schema")}
+            tags.append({"begin": one.get("begin"), "content": content, "end": one.get("end")})
+        whole = {"triggers": given.get("triggers"), "tags": tags}
+        return self._triggered_tags(whole, "", _Following(), 0)
+
+    def read(self, part: object, path: str, following: _Following, depth: int) -> Expression:
+        """Return the expression of a part and of what follows it."""
+        self._num_parts += 1
+        if depth > _MAX_DEPTH or self._num_parts > _MAX_PARTS:
+            _fail(path, f"has more than {_MAX_DEPTH} levels or {_MAX_PARTS} parts")
+        if not isinstance(part, dict):
+            _fail(path, "must be an object")
+        kind = part.get("type")
+        readers = {
+            "any_text": self._any_text,
+            "const_string": self._const_string,
+            "grammar": self._grammar,
+            "json_schema": self._json_schema,
+            "or": self._or,
+            "regex": self._regex,
+            "sequence": self._sequence,
+            "tag": self._tag,
+            "tags_with_separator": self._tags_with_separator,
+            "triggered_tags": self._triggered_tags,
+        }
+        if not isinstance(kind, str) or kind not in readers:
+            _fail(f"{path}.type", f"must be one of {', '.join(readers)}")
+        return readers[kind](part, path, following, depth)
+
+    def _const_string(self, part: Part, path: str, following: _Following, _: int) -> Expression:
+        return self._const(part, path, following).expression
+
+    def _const(self, part: Part, path: str, following: _Following) -> _Following:
+        _check_names(part, path, ("type", "value"))
+        return _Following(_text_of(part, "value", path) + following.end, following.rest)
+
+    def _json_schema(self, part: Part, path: str, following: _Following, _: int) -> Expression:
+        _check_names(part, path, ("type", "json_schema"))
+        schema = part.get("json_schema")
+        if not isinstance(schema, dict | bool):
+            _fail(f"{path}.json_schema", "must be a JSON Schema")
+        return self._structured("json_schema", msgspec.json.encode(schema).decode(), following)
+
+    def _regex(self, part: Part, path: str, following: _Following, _: int) -> Expression:
+        _check_names(part, path, ("type", "pattern"))
+        return self._structured("regex", _text_of(part, "pattern", path), following)
+
+    def _grammar(self, part: Part, path: str, following: _Following, _: int) -> Expression:
+        _fail(path, "is not supported: a grammar cannot be a part of another structure")
+
+    def _structured(self, kind: str, text: str, following: _Following) -> Expression:
+        rules, start = under_prefix(self._read_one(kind, text), f"part{self._num_parts}")
+        self.rules |= rules
+        return Concat((start, following.expression))
+
+    def _any_text(self, part: Part, path: str, following: _Following, _: int) -> Expression:
+        _check_names(part, path, ("type",))
+        return self._free_text(path, following, {})
+
+    def _sequence(self, part: Part, path: str, following: _Following, depth: int) -> Expression:
+        _check_names(part, path, ("type", "elements"))
+        elements = _list_of(part, "elements", path)
+        for index in range(len(elements) - 1, -1, -1):
+            where = f"{path}.elements.{index}"
+            following = self._followed(elements[index], where, following, depth + 1)
+        return following.expression
+
+    def _followed(self, part: Part, path: str, following: _Following, depth: int) -> _Following:
+        """Return a part and what follows it; free text before it ends where its text begins."""
+        match part.get("type"):
+            case "const_string":
+                return self._const(part, path, following)
+            case "tag":
+                return self._begun(part, path, following, depth)
+        return _Following("", self.read(part, path, following, depth))
+
+    def _or(self, part: Part, path: str, following: _Following, depth: int) -> Expression:
+        _check_names(part, path, ("type", "elements"))
+        following = _Following(following.end, self._named(following.rest))
+        return Alternation(
+            tuple(
+                self.read(one, f"{path}.elements.{index}", following, depth + 1)
+                for index, one in enumerate(_list_of(part, "elements", path))
+            )
+        )
+
+    def _tag(self, part: Part, path: str, following: _Following, depth: int) -> Expression:
+        return self._begun(part, path, following, depth).expression
+
+    def _begun(self, part: Part, path: str, following: _Following, depth: int) -> _Following:
+        _check_names(part, path, ("type", "begin", "content", "end"))
+        begin = _text_of(part, "begin", path)
+        return _Following(begin, self._inside(part, path, following.expression, depth))
+
+    def _tags_with_separator(
+        self, part: Part, path: str, following: _Following, depth: int
+    ) -> Expression:
+        names = ("type", "tags", "separator", "at_least_one", "stop_after_first")
+        _check_names(part, path, names)
+        separator = part.get("separator")
+        if not isinstance(separator, str):
+            _fail(f"{path}.separator", "must be a string")
+        rest = self._named(following.expression)
+        tags = self._new_rule()
+        after: Expression = rest
+        if not _flag(part, "stop_after_first", path):
+            after = self._named(Alternation((rest, Concat((Text(separator), tags)))))
+        self.rules[tags.name] = Alternation(
+            tuple(
+                self._tag(one, where, _Following("", after), depth + 1)
+                for where, one in self._tags_of(part, path)
+            )
+        )
+        return tags if _flag(part, "at_least_one", path) else Alternation((tags, rest))
+
+    def _triggered_tags(
+        self, part: Part, path: str, following: _Following, depth: int
+    ) -> Expression:
+        names = ("type", "triggers", "tags", "at_least_one", "stop_after_first")
+        _check_names(part, path, names)
+        triggers = part.get("triggers")
+        if not isinstance(triggers, list) or not triggers:
+            _fail(_inside(path, "triggers"), "must be a list that is not empty")
+        for index, trigger in enumerate(triggers):
+            if not isinstance(trigger, str) or not trigger:
+                _fail(f"{_inside(path, 'triggers')}.{index}", "must be a string that is not empty")
+        tags = self._tags_of(part, path)
+        text = self._new_rule()
+        following = _Following(following.end, self._named(following.rest))
+        is_once = _flag(part, "stop_after_first", path)
+        after: Expression = following.expression if is_once else text
+        by_trigger: dict[str, list[Expression]] = {trigger: [] for trigger in triggers}
+        whole: list[Expression] = []
+        for where, one in tags:
+            begin = _text_of(one, "begin", where)
+            found = [trigger for trigger in by_trigger if begin.startswith(trigger)]
+            if not found:
+                _fail(f"{where}.begin", "must begin with one of the triggers")
+            _check_names(one, where, ("type", "begin", "content", "end"))
+            inside = self._named(self._inside(one, where, after, depth))
+            whole.append(Concat((Text(begin), inside)))
+            # The shortest one ends the text.
+            shortest = min(found, key=len)
+            by_trigger[shortest].append(Concat((Text(begin.removeprefix(shortest)), inside)))
+        stops = {trigger: Alternation(tuple(one)) for trigger, one in by_trigger.items() if one}
+        self.rules[text.name] = self._free_text(path, following, stops)
+        return Alternation(tuple(whole)) if _flag(part, "at_least_one", path) else text
+
+    def _free_text(
+        self, path: str, following: _Following, stops: Mapping[str, Expression]
+    ) -> Expression:
+        """Return any text up to one of the `stops` or to what follows."""
+        if following.end:
+            stops = {**stops, following.end: following.rest}
+        elif following.rest != _EMPTY:
+            _fail(path, "is free text, whose end nothing marks: a text must follow it, or nothing")
+        self._num_states += 1 + sum(map(len, stops))
+        if self._num_states > MAX_STATES:
+            _fail(path, f"and other free texts end at more than {MAX_STATES} characters of marks")
+        name = f"text{self._num_states}state"
+        rules, start = text_until(stops, name, may_end=not following.end)
+        self.rules |= rules
+        return start
+
+    def _inside(self, tag: Part, path: str, after: Expression, depth: int) -> Expression:
+        """Return the content of a tag with its end, and what follows the tag."""
+        end = tag.get("end")
+        if not isinstance(end, str):
+            _fail(_inside(path, "end"), "must be a string")
+        content = tag.get("content")
+        return self.read(content, _inside(path, "content"), _Following(end, after), depth + 1)
+
+    def _tags_of(self, part: Part, path: str) -> list[tuple[str, Part]]:
+        tags = _list_of(part, "tags", path)
+        return [(f"{_inside(path, 'tags')}.{index}", one) for index, one in enumerate(tags)]
+
+    def _new_rule(self) -> Rule:
+        rule = Rule(f"rule{len(self.rules)}")
+        self.rules[rule.name] = _EMPTY
+        return rule
+
+    def _named(self, expression: Expression) -> Expression:
+        """Return the expression, or a rule that stands for it in several places."""
+        if isinstance(expression, Rule) or expression == _EMPTY:
+            return expression
+        rule = self._new_rule()
+        self.rules[rule.name] = expression
+        return rule
+
+
+def _fail(path: str, what: str) -> NoReturn:
+    raise invalid_structure(f"{_inside('structure', path) if path else 'structure'} {what}.")
+
+
+def _inside(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _check_names(part: Part, path: str, names: Sequence[str]) -> None:
+    for name in part:
+        if name not in names:
+            nearest = nearest_name(name[:_MOST_SHOWN], names)
+            hint = f"did you mean {nearest}?" if nearest else f"allowed are {', '.join(names)}."
+            shown = _inside("structure", _inside(path, name[:_MOST_SHOWN]))
+            raise invalid_structure(f"{shown} is not supported: {hint}")
+
+
+def _list_of(part: Part, name: str, path: str) -> list[Part]:
+    given = part.get(name)
+    if not isinstance(given, list) or not given or not all(isinstance(one, dict) for one in given):
+        _fail(_inside(path, name), "must be a list of objects that is not empty")
+    return given
+
+
+def _text_of(part: Part, name: str, path: str) -> str:
+    given = part.get(name)
+    if not isinstance(given, str) or not given:
+        _fail(_inside(path, name), "must be a string that is not empty")
+    if any("\ud800" <= character <= "\udfff" or not ord(character) for character in given):
+        _fail(_inside(path, name), "has NUL or a lone surrogate")
+    return given
+
+
+def _flag(part: Part, name: str, path: str) -> bool:
+    given = part.get(name, False)
+    if not isinstance(given, bool):
+        _fail(_inside(path, name), "must be true or false")
+    return given
