@@ -24,7 +24,8 @@ __all__ = ["MAX_INDEX", "Phase", "ProgressBoard", "ProgressWord", "RankReport"]
 _CELL_BYTES = 8
 _NUM_CELLS = 8
 """Cells of a rank: a cache line, which no other rank writes."""
-_WORD, _NUM_BEATS, _NUM_FINISHED, _IS_COMPILING, _PID, _START_TICKS, _COPYING = range(7)
+_WORD, _NUM_BEATS, _NUM_FINISHED, _IS_COMPILING, _PID, _START_TICKS = range(6)
+_COPYING, _NUM_UNPINNED = 6, 7
 _NO_INDEX = 0xFFFF
 MAX_INDEX = _NO_INDEX - 1
 """The largest index that a word holds."""
@@ -102,6 +103,8 @@ class RankReport:
     pid: int
     start_ticks: int = 0
     """When its process started, which tells it from a later one with the same id."""
+    num_unpinned: int = 0
+    """Blocks of its CPU pool that cannot be pinned."""
     copying: int = 0
     """One more than the oldest step that it has finished but for its block copies; 0 is none."""
 
@@ -128,6 +131,7 @@ class RankReport:
             is_compiling=bool(cells[_IS_COMPILING]),
             pid=cells[_PID],
             start_ticks=cells[_START_TICKS],
+            num_unpinned=cells[_NUM_UNPINNED],
             copying=cells[_COPYING],
         )
 
@@ -139,6 +143,7 @@ class ProgressWord:
         """Until `attach` is called, the cells are private to this process."""
         self._cells = _private_cells()
         self._count = 0
+        self._num_unpinned = 0
         self._entered = 0
         """The phase and index that were entered last."""
         _write_process(self._cells)
@@ -158,6 +163,7 @@ class ProgressWord:
             cells = _private_cells()
         _write_process(cells)
         self._cells = cells
+        self.note_unpinned(self._num_unpinned)
         self.enter(Phase.STARTED)
 
     def enter(self, phase: Phase, index: int = _NO_INDEX) -> None:
@@ -183,6 +189,11 @@ class ProgressWord:
     def await_copies(self, step: int | None) -> None:
         """Note the oldest step whose block copies have not ended although the step has."""
         self._cells[_COPYING] = 0 if step is None else step + 1
+
+    def note_unpinned(self, num_blocks: int) -> None:
+        """Note how many blocks of the CPU pool cannot be pinned, in this epoch and later ones."""
+        self._num_unpinned = num_blocks
+        self._cells[_NUM_UNPINNED] = num_blocks
 
     def beat(self, *, is_compiling: bool) -> None:
         """Note that the process runs."""

@@ -208,7 +208,13 @@ class DecoderWorker(Worker):
             mapper = None
             if self._pool_address is not None:
                 mapper = PoolMapper(self._config, self._pool_address, rank=self._group.rank)
-            host_pool = make_host_pool(self._spec, num_cpu_blocks, self._host_pool, mapper=mapper)
+            host_pool = make_host_pool(
+                self._spec,
+                num_cpu_blocks,
+                self._host_pool,
+                mapper=mapper,
+                note_unpinned=self._group.progress.note_unpinned,
+            )
             if num_cpu_blocks:
                 self._host_pool = host_pool
                 if host_pool.checksums is not None:

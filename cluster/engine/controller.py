@@ -135,6 +135,7 @@ class Controller(StepLoop):
                 replacements=dict(self._replacements),
                 num_hangs=dict(self._num_hangs),
                 num_lethal_requests=self._inquiry.num_culprits,
+                num_unpinned_blocks=self._num_unpinned,
                 step_times=self._step_times.snapshot(),
             )
 

@@ -41,6 +41,8 @@ class RankHealth:
     """Whether calls raise HungRankError meanwhile, so that the ranks can be replaced."""
     is_busy: bool = False
     """Whether a rank has work, other than waiting for masks."""
+    num_unpinned: int = 0
+    """Blocks of CPU pools that cannot be pinned, of all ranks; 0 while a rank hangs."""
 
 
 class Executor(ABC):

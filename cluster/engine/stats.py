@@ -30,6 +30,8 @@ class EngineStats:
     """Hangs that were found, by what made no progress: `rank` or `steps`."""
     num_lethal_requests: int = 0
     """Requests that ended because ranks died whenever they ran."""
+    num_unpinned_blocks: int = 0
+    """Blocks of the CPU pools that cannot be pinned, of all ranks."""
     step_times: HistogramSnapshot = field(default_factory=HistogramSnapshot)
 
     @property

@@ -61,6 +61,8 @@ class StepLoop(ABC):
         """Times that ranks were replaced, by cause."""
         self._num_hangs = {"rank": 0, "steps": 0}
         """Hangs that were found, by what made no progress."""
+        self._num_unpinned = 0
+        """Blocks of CPU pools that cannot be pinned."""
         self._stall = ""
         """What makes no progress; empty if everything does."""
         self._step_clock, self._stall_clock = ProgressClock(), ProgressClock()
@@ -232,6 +234,7 @@ class StepLoop(ABC):
             self._stall = ""
             return
         health = self._executor.observe_ranks(now_s)
+        self._num_unpinned = health.num_unpinned
         silence_s = self._step_clock.silence_s(
             now_s, self._num_steps, is_expected=health.is_busy or not self._has_work
         )

@@ -137,3 +137,11 @@ def test_rank_that_waits_for_others_to_load_is_not_blamed(ranks: Ranks) -> None:
     ranks.words[1].enter(Phase.LOADING, 3)
     hang = ranks.hang_within(400.0)
     assert hang.startswith("Rank 1 has")
+
+
+def test_blocks_that_cannot_be_pinned_are_counted_over_all_ranks(ranks: Ranks) -> None:
+    ranks.start_processes()
+    ranks.monitor.begin_steps()
+    for number, word in enumerate(ranks.words, start=1):
+        word.note_unpinned(number)
+    assert ranks.monitor.observe(0.0).num_unpinned == 3

@@ -70,6 +70,15 @@ def test_process_of_an_old_epoch_does_not_write_to_a_new_board() -> None:
         assert new.report(0) == before
 
 
+def test_what_cannot_be_pinned_is_shown_in_every_epoch() -> None:
+    progress = ProgressWord()
+    progress.note_unpinned(7)
+    for _ in range(2):
+        with closing(ProgressBoard(1)) as board:
+            progress.attach(board.path, 0)
+            assert board.report(0).num_unpinned == 7
+
+
 def test_board_that_cannot_be_opened_leaves_the_word_private() -> None:
     progress = ProgressWord()
     progress.finish_step(4)

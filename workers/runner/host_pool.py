@@ -19,7 +19,7 @@ from workers.runner.kept_pool.block_checksums import BlockChecksums
 from workers.runner.pinned_chunks import PinnedChunks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from workers.runner.kept_pool.mapped_pool import MappedPool
     from workers.runner.pinned_chunks import Pinner
@@ -41,9 +41,11 @@ class HostPool:
         *,
         pinner: Pinner | None,
         mapped: MappedPool | None = None,
+        note_unpinned: Callable[[int], None] = lambda num_blocks: None,
     ) -> None:
         """Without a `pinner`, no block is pinned. The memory is `mapped`, or private without it.
 
+        `note_unpinned` is called with the number of blocks that a `pinner` cannot pin.
         Raises OSError if the host does not have the memory.
         """
         self.mapped = mapped
@@ -71,6 +73,7 @@ class HostPool:
                 num_blocks=num_blocks,
                 block_bytes=block_bytes,
                 blocks_per_chunk=self.blocks_per_chunk,
+                note_unpinned=note_unpinned,
             )
             # They must be gone before the memory is; at exit, the process's end takes care of both.
             weakref.finalize(self, chunks.release).atexit = False

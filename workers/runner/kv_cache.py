@@ -20,7 +20,7 @@ from workers.runner.pinned_chunks import CudaPinner
 from workers.runner.pool_copier import PoolCopier
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from attention.abstract import AttentionBackend, AttentionSpec
     from pagedray.batch import BlockCopy
@@ -52,10 +52,12 @@ def make_host_pool(
     former: HostPool | None = None,
     *,
     mapper: PoolMapper | None = None,
+    note_unpinned: Callable[[int], None] = lambda num_blocks: None,
 ) -> HostPool:
     """Return a CPU pool, which is the former one if that has the size.
 
-    A new one is in memory of the `mapper`, if that has any. Raises OSError if the host does not
+    A new one is in memory of the `mapper`, if that has any, and calls `note_unpinned` with the
+    number of blocks that a GPU cannot pin. Raises OSError if the host does not
     have the memory.
     """
     layout = num_blocks, _block_shape(spec), storage_dtype(spec.cache_dtype)
@@ -63,7 +65,7 @@ def make_host_pool(
         return former
     pinner = CudaPinner(spec.device) if spec.device.type == "cuda" else None
     mapped = mapper.map_pool(*layout) if mapper is not None and num_blocks else None
-    return HostPool(*layout, pinner=pinner, mapped=mapped)
+    return HostPool(*layout, pinner=pinner, mapped=mapped, note_unpinned=note_unpinned)
 
 
 class KVCache:

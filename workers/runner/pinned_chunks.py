@@ -9,9 +9,12 @@ import ctypes
 import logging
 import threading
 import time
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["CudaPinner", "PinnedChunks", "Pinner"]
 
@@ -57,7 +60,10 @@ class PinnedChunks:
         num_blocks: int,
         block_bytes: int,
         blocks_per_chunk: int,
+        note_unpinned: Callable[[int], None],
     ) -> None:
+        """`note_unpinned` is called with the number of blocks that cannot be pinned, if any."""
+        self._note_unpinned = note_unpinned
         self._pinner = pinner
         self._num_blocks = num_blocks
         self._chunks: list[tuple[int, int, int]] = []
@@ -90,6 +96,7 @@ class PinnedChunks:
                         self._num_blocks,
                         error,
                     )
+                    self._note_unpinned(self._num_blocks - self.num_pinned_blocks)
                     return
                 self._num_pinned_chunks += 1
                 self.num_pinned_blocks = end

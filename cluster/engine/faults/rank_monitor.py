@@ -90,7 +90,8 @@ class RankMonitor:
             for report in reports
         )
         if not hung:
-            return RankHealth(is_busy=is_busy)
+            num_unpinned = sum(report.num_unpinned for report in reports)
+            return RankHealth(is_busy=is_busy, num_unpinned=num_unpinned)
         return RankHealth(hang=self._sentence(hung, reports), is_busy=is_busy)
 
     def _sentence(self, hung: list[int], reports: Sequence[RankReport]) -> str:

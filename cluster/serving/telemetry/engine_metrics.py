@@ -96,6 +96,11 @@ class EngineCollector(Collector):
             "Tokens of these that were copied back from the CPU pool",
             scheduler.num_cpu_hit_tokens,
         )
+        yield _gauge(
+            "unpinned_blocks",
+            "Blocks of the CPU pools that cannot be pinned, on all ranks",
+            stats.num_unpinned_blocks,
+        )
         yield from _kept_families(scheduler)
         yield from _disk_families(stats)
         yield _labelled_counter(

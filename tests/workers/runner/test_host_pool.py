@@ -68,9 +68,12 @@ def test_a_pool_is_pinned_whole_and_released_with_its_end() -> None:
 
 
 def test_memory_that_cannot_be_pinned_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    pool = HostPool(300, (2**20,), torch.uint8, pinner=FakePinner(2))
+    unpinned: list[int] = []
+    pinner = FakePinner(2)
+    pool = HostPool(300, (2**20,), torch.uint8, pinner=pinner, note_unpinned=unpinned.append)
     pool.wait_until_pinned()
     assert pool.num_pinned_blocks == 128
+    assert unpinned == [172]
     assert caplog.messages == [
         "Only 128 of 300 blocks of the CPU pool are pinned, and copies of the others are slower: "
         "CUDA returned error 2."

@@ -19,7 +19,7 @@ def memory() -> memoryview:
 
 
 def test_only_blocks_that_are_as_they_were_are_not_damaged(
-    blocks: torch.Tensor, memory: memoryview
+    blocks: torch.Tensor, memory: memoryview, caplog: pytest.LogCaptureFixture
 ) -> None:
     checksums = BlockChecksums(blocks, memory)
     for block in (0, 1, 3):
@@ -27,11 +27,19 @@ def test_only_blocks_that_are_as_they_were_are_not_damaged(
     blocks[1, 1, 2] += 1.0
     # As the next rank sees it.
     assert BlockChecksums(blocks, memory).damaged_blocks() == (1, 2)
+    assert caplog.messages == [
+        "1 of 3 blocks in the CPU pool of a rank that has ended are not as they were written, and "
+        "are not used."
+    ]
 
 
-def test_a_block_without_a_checksum_is_damaged(blocks: torch.Tensor, memory: memoryview) -> None:
+def test_a_block_without_a_checksum_is_damaged(
+    blocks: torch.Tensor, memory: memoryview, caplog: pytest.LogCaptureFixture
+) -> None:
     checksums = BlockChecksums(blocks, memory)
     assert checksums.damaged_blocks() == (0, 1, 2, 3)
+    # Most of them were never used.
+    assert caplog.messages == []
     for block in range(4):
         checksums.note_block(block)
     checksums.forget_blocks([2, 0])
