@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.engine.controller import Controller
 from cluster.engine.ranks.disk_reports import DiskReports
+from cluster.engine.ranks.pool_memories import PoolMemories
 from cluster.scheduling.blocks.copies_in_flight import CopiesInFlight
 from cluster.scheduling.blocks.cpu_prefix_cache import CpuPrefixCache
 from cluster.scheduling.blocks.disk_prefix_cache import DiskPrefixCache
@@ -167,6 +168,27 @@ PLANTED_BUGS = (
         "keep_whole",
         " and one not in damaged",
         "",
+    ),
+    _bug(
+        "a pool counts as kept although that of a rank is new",
+        PoolMemories,
+        "note_reports",
+        "self._is_lost or not report.is_kept",
+        "False",
+    ),
+    _bug(
+        "what ranks lost that died before they served is found",
+        PoolMemories,
+        "note_reports",
+        "self._is_lost or not report.is_kept",
+        "rank > 0 and self._is_lost or not report.is_kept",
+    ),
+    _bug(
+        "a block counts as whole although it is damaged on a rank",
+        PoolMemories,
+        "take_damaged",
+        "sorted(self._damaged)",
+        "[]",
     ),
     _bug(
         "a CPU block is taken while it is written to the disk",

@@ -121,6 +121,7 @@ class _Run:
             task.cancel()
         while self._world.loop.is_ready:
             self._world.loop.run_ready()
+        self._ranks.close()
         self._world.loop.close()
 
     def _held_rows(self) -> set[int]:

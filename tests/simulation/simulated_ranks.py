@@ -17,10 +17,12 @@ import msgspec
 
 from cluster.engine.executor import Executor, RankHealth
 from cluster.engine.ranks.disk_reports import DiskReports
+from cluster.engine.ranks.pool_memories import PoolMemories
 from pagedray.batch import DiskReport, StepAck, StepMasks, StepOutput, StepPlan, WorkerFailure
 from pagedray.channel import StepChannel
 from pagedray.config import AttentionReport, CacheSize
 from pagedray.errors import HungRankError, WorkerError
+from pagedray.pool_memory import PoolReport
 from tests.scheduling.fake_worker import Block, FakeWorker
 from tests.simulation.virtual_socket import connect_sockets
 
@@ -36,9 +38,11 @@ __all__ = ["SimulatedRanks"]
 _HANG_S = 1.0
 """Time after which a rank that does not answer counts as hung."""
 _RESTART_S = 0.2
-_NEW_POOL_PART = 0.3
+_FAILED_START_PART = 0.3
+"""How often ranks die before they serve, so that others start."""
+_NEW_POOL_PART = 0.2
 """How often the pool of a replaced rank is new."""
-_DAMAGED_PART = 0.4
+_DAMAGED_PART = 0.3
 """How often one that outlived its rank has damaged blocks."""
 
 
@@ -58,6 +62,7 @@ class SimulatedRanks(Executor):
         self.bad_sequences: set[tuple[int, int]] = set()
         """Seed and index of sequences that read bad values."""
         self.num_deaths = 0
+        self._memories = PoolMemories(scenario.num_ranks)
         self._ranks: list[_Rank] = []
         for fault in scenario.faults:
             # The time of a world does not start at 0.
@@ -133,21 +138,39 @@ class SimulatedRanks(Executor):
         for rank in self._ranks:
             rank.die()
         self._world.run_until(lambda: False, self._world.now_s() + _RESTART_S)
-        if self._draws.random() < _NEW_POOL_PART:
-            self._start()
-            return None
-        pool = self._ranks[0].cpu_blocks
-        damaged = []
-        if self._draws.random() < _DAMAGED_PART:
-            damaged = [block for block in range(len(pool)) if self._draws.random() < 0.3]
-        for block in damaged:
-            pool[block] = [None] * self._scenario.block_size
-        self._start(pool)
-        return damaged
+        num_starts = 2 if self._draws.random() < _FAILED_START_PART else 1
+        starts = [
+            [self._draw_report() for _ in range(self._scenario.num_ranks)]
+            for _ in range(num_starts)
+        ]
+        for reports in starts:
+            self._memories.note_reports(reports)
+        self._start(self._pool_after([one for reports in starts for one in reports]))
+        return self._memories.take_damaged()
 
     def close(self) -> None:
+        self._memories.close()
         for rank in self._ranks:
             rank.die()
+
+    def _draw_report(self) -> PoolReport:
+        """Return what becomes of the CPU pool of a rank that dies."""
+        if self._draws.random() < _NEW_POOL_PART:
+            return PoolReport(is_shared=self._draws.random() < 0.5)
+        damaged: list[int] = []
+        if self._draws.random() < _DAMAGED_PART:
+            blocks = range(self._scenario.num_cpu_blocks)
+            damaged = [block for block in blocks if self._draws.random() < 0.3]
+        return PoolReport(is_shared=True, is_kept=True, damaged=tuple(damaged))
+
+    def _pool_after(self, reports: list[PoolReport]) -> list[Block] | None:
+        """Return what is left of the pool, or None: a block without one rank's part is lost."""
+        if not all(report.is_kept for report in reports):
+            return None
+        pool = self._ranks[0].cpu_blocks
+        for block in {block for report in reports for block in report.damaged}:
+            pool[block] = [None] * self._scenario.block_size
+        return pool
 
     def _start(self, cpu_blocks: list[Block] | None = None) -> None:
         """Start ranks, whose CPU pool is new or outlived others."""
