@@ -257,7 +257,7 @@ def main() -> int:
         choices=["latency", "throughput", "mixed", "prefill"],
         help="repeatable (all)",
     )
-    parser.add_argument("--max-num-seqs", type=int, default=256)
+    parser.add_argument("--max-num-seqs", type=int, help="(as the engine chooses)")
     parser.add_argument(
         "--max-graph-tokens",
         type=int,

@@ -64,8 +64,8 @@ class LLMOptions(TypedDict, total=False):
     disk_cache_bytes: int
     """Most bytes that all ranks together keep there."""
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"]
-    max_num_seqs: int
-    """Maximum number of sequences per step."""
+    max_num_seqs: int | None
+    """Maximum number of sequences per step (256, or 1024 on GPUs of 70 GiB or more)."""
     max_num_batched_tokens: int
     """Maximum number of tokens per step."""
     max_model_len: int | str | None

@@ -6,13 +6,14 @@ Command lines are read in `cluster.cli.parser`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from pagedray.errors import StartupError
 from pagedray.model_config import ModelConfig
 
 __all__ = [
+    "DEFAULT_MAX_NUM_SEQS",
     "AllReduce",
     "AttentionReport",
     "CacheConfig",
@@ -39,6 +40,10 @@ Preemption = Literal["auto", "swap", "recompute"]
 QuantizationMethod = Literal["fp8", "compressed-tensors", "gptq", "awq"]
 
 
+DEFAULT_MAX_NUM_SEQS = 256
+"""Sequences in a step, but on large GPUs."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSize:
     """The size of both block pools, of one rank or of a group."""
@@ -47,6 +52,8 @@ class CacheSize:
     num_cpu_blocks: int
     block_bytes: int
     """Bytes of one block of all layers; of a group, on all its ranks together."""
+    max_num_seqs: int = DEFAULT_MAX_NUM_SEQS
+    """Rows for sequences in a step, which the pools leave room for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +134,8 @@ class CacheConfig:
 class SchedulerConfig:
     """The limits of a step and of the queue."""
 
-    max_num_seqs: int = 256
-    """Maximum number of sequences in a step."""
+    max_num_seqs: int | None = None
+    """Maximum number of sequences in a step; None is 256, or 1024 on GPUs of 70 GiB or more."""
     max_num_batched_tokens: int = 2048
     """Token budget of a step."""
     max_model_len: int | None = None
@@ -143,8 +150,8 @@ class SchedulerConfig:
     """Time that a step with running sequences should take at most; None is any."""
 
     def __post_init__(self) -> None:
+        _check_at_least("max_num_seqs", self.max_num_seqs, 1)
         for name in (
-            "max_num_seqs",
             "max_num_batched_tokens",
             "max_queued_requests",
             "max_queued_tokens",
@@ -233,6 +240,15 @@ class EngineConfig:
     def max_model_len(self) -> int:
         """The maximum length of prompt and continuation."""
         return self.scheduler.max_model_len or self.model.max_positions
+
+    @property
+    def max_num_seqs(self) -> int:
+        """The maximum number of sequences in a step; ranks may choose a larger one."""
+        return self.scheduler.max_num_seqs or DEFAULT_MAX_NUM_SEQS
+
+    def with_max_num_seqs(self, max_num_seqs: int) -> EngineConfig:
+        """Return the configuration with what was chosen."""
+        return replace(self, scheduler=replace(self.scheduler, max_num_seqs=max_num_seqs))
 
 
 def _check_at_least(name: str, value: int | None, low: int) -> None:

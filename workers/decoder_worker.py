@@ -97,12 +97,13 @@ class DecoderWorker(Worker):
         assert self._model is not None
         load_weights(self._model, self._config, report_progress)
 
-    def available_cache(self) -> CacheSize:
+    def available_cache(self, max_num_seqs: int) -> CacheSize:
+        self._config = self._config.with_max_num_seqs(max_num_seqs)
         self._check_disk_folder()
         num_bytes = block_bytes(self._spec)
         blocks_per_sequence = -(-self._config.max_model_len // self._config.cache.block_size)
         # Room for every row at its maximum length, and as much again for cached prefixes.
-        num_useful = 2 * self._config.scheduler.max_num_seqs * blocks_per_sequence
+        num_useful = 2 * max_num_seqs * blocks_per_sequence
         num_blocks = self._config.cache.num_blocks
         if num_blocks is None:
             memory = self._cache_bytes()
@@ -112,8 +113,8 @@ class DecoderWorker(Worker):
                 raise DeviceError(
                     f"Only {memory} bytes of {self._device.type} memory are left for the KV "
                     f"cache, which needs at least two blocks of {num_bytes} bytes; use a smaller "
-                    "model, more ranks, a lower --max-num-batched-tokens or a higher "
-                    "--memory-fraction."
+                    "model, more ranks, a lower --max-num-seqs or --max-num-batched-tokens, or a "
+                    "higher --memory-fraction."
                 )
         num_cpu_blocks = self._config.cache.num_cpu_blocks
         if num_cpu_blocks is None:
@@ -129,7 +130,10 @@ class DecoderWorker(Worker):
                 f"{limit / 2**30:.1f} GiB; use a lower --num-blocks or --num-cpu-blocks."
             )
         return CacheSize(
-            num_blocks=num_blocks, num_cpu_blocks=num_cpu_blocks, block_bytes=num_bytes
+            num_blocks=num_blocks,
+            num_cpu_blocks=num_cpu_blocks,
+            block_bytes=num_bytes,
+            max_num_seqs=max_num_seqs,
         )
 
     @property
@@ -233,9 +237,9 @@ class DecoderWorker(Worker):
                 "--num-blocks or --num-cpu-blocks."
             ) from error
         table = TokenTable(
-            max_num_rows=scheduler.max_num_seqs,
+            max_num_rows=self._config.max_num_seqs,
             max_model_len=self._config.max_model_len,
-            max_num_tokens=max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs),
+            max_num_tokens=max(scheduler.max_num_batched_tokens, self._config.max_num_seqs),
             device=self._device,
         )
         builder = self._backend.make_metadata_builder(self._spec)
@@ -273,13 +277,13 @@ class DecoderWorker(Worker):
             progress=self._group.progress,
             batch=InputBatch(
                 table,
-                max_num_rows=scheduler.max_num_seqs,
+                max_num_rows=self._config.max_num_seqs,
                 max_model_len=self._config.max_model_len,
                 block_size=self._spec.block_size,
                 replays_decodes=self._device.type == "cpu",
             ),
             sampler=Sampler(
-                max_num_rows=scheduler.max_num_seqs,
+                max_num_rows=self._config.max_num_seqs,
                 vocab_size=self._config.model.vocab_size,
                 device=self._device,
             ),
@@ -319,7 +323,7 @@ class DecoderWorker(Worker):
         scheduler = self._config.scheduler
         decodes = []
         if self._backend.supports_graph_capture:
-            decodes = graph_batch_sizes(scheduler.max_num_seqs)
+            decodes = graph_batch_sizes(self._config.max_num_seqs)
         max_tokens = min(self._config.max_graph_tokens, scheduler.max_num_batched_tokens)
         return _GraphSizes(decodes, piece_sizes(max_tokens))
 

@@ -93,8 +93,8 @@ class EmbeddingWorker(Worker):
         assert self._model is not None
         load_weights(self._model, self._config, report_progress)
 
-    def available_cache(self) -> CacheSize:
-        return CacheSize(num_blocks=0, num_cpu_blocks=0, block_bytes=0)
+    def available_cache(self, max_num_seqs: int) -> CacheSize:
+        return CacheSize(num_blocks=0, num_cpu_blocks=0, block_bytes=0, max_num_seqs=max_num_seqs)
 
     def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> AttentionReport:
         assert num_blocks == num_cpu_blocks == 0

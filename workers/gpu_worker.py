@@ -137,9 +137,13 @@ class GpuWorker:
         """
         return self._run(self._join_group, address, host)
 
-    def available_cache(self) -> str | CacheSize:
+    def default_max_num_seqs(self) -> int:
+        """Return the maximum number of sequences in a step, if no option says it."""
+        return self._run(self._default_max_num_seqs)
+
+    def available_cache(self, max_num_seqs: int) -> str | CacheSize:
         """Return the size of the pools that fit on this rank, or an error message."""
-        return self._run(self._available_cache)
+        return self._run(self._available_cache, max_num_seqs)
 
     def pool_report(self) -> PoolReport:
         """Return what became of the rank's CPU pool when its cache was allocated."""
@@ -222,6 +226,7 @@ class GpuWorker:
             if cache is None:
                 self._load_weights(device_index, memory)
             else:
+                self._config = self._config.with_max_num_seqs(cache.max_num_seqs)
                 self._with_freed_memory(self._load_weights, device_index, memory)
                 self._with_freed_memory(
                     self._allocate_cache, cache.num_blocks, cache.num_cpu_blocks
@@ -306,10 +311,14 @@ class GpuWorker:
             return str(error)
         return None
 
-    def _available_cache(self) -> str | CacheSize:
+    def _default_max_num_seqs(self) -> int:
+        assert self._worker is not None
+        return self._worker.default_max_num_seqs
+
+    def _available_cache(self, max_num_seqs: int) -> str | CacheSize:
         assert self._worker is not None
         try:
-            return self._worker.available_cache()
+            return self._worker.available_cache(max_num_seqs)
         except StartupError as error:
             return str(error)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from attention.selector import select_backend
+from pagedray.config import DEFAULT_MAX_NUM_SEQS
 from pagedray.errors import DeviceError, StartupError
 from pagedray.pool_memory import PoolReport
 
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
     from workers.runner.host_pool import HostPool
 
 __all__ = ["PendingStep", "Worker", "rank_device", "release_gpu_memory"]
+
+
+_LARGE_GPU_BYTES = 70 * 2**30
+_LARGE_MAX_NUM_SEQS = 1024
 
 
 class PendingStep(Protocol):
@@ -80,9 +85,23 @@ class Worker(ABC):
         Raises CheckpointError.
         """
 
+    @property
+    def default_max_num_seqs(self) -> int:
+        """The maximum number of sequences in a step, if no option says it.
+
+        More of them generate faster, but need more memory for their steps.
+        """
+        if self._config.model.pools or self._device.type == "cpu":
+            return DEFAULT_MAX_NUM_SEQS
+        memory = torch.cuda.get_device_properties(self._device).total_memory
+        return _LARGE_MAX_NUM_SEQS if memory >= _LARGE_GPU_BYTES else DEFAULT_MAX_NUM_SEQS
+
     @abstractmethod
-    def available_cache(self) -> CacheSize:
-        """Return the size of the pools that fit on this rank."""
+    def available_cache(self, max_num_seqs: int) -> CacheSize:
+        """Return the size of the pools that fit on this rank, beside steps of so many sequences.
+
+        This number is that of all ranks.
+        """
 
     def use_pool_memory(self, address: MemoryAddress) -> None:
         """Have `allocate_cache` allocate the CPU pool in memory that outlives this process."""

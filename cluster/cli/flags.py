@@ -223,7 +223,12 @@ _GROUPS = {
         ),
     ),
     "scheduling": (
-        _Flag("max_num_seqs", "Maximum number of sequences per step.", int),
+        _Flag(
+            "max_num_seqs",
+            "Maximum number of sequences per step. (default: 256, or 1024 on GPUs of 70 GiB or "
+            "more)",
+            int,
+        ),
         _Flag("max_num_batched_tokens", "Maximum number of tokens per step.", int),
         _Flag(
             "max_queued_requests", "Maximum number of waiting requests; others are rejected.", int

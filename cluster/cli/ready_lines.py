@@ -32,7 +32,7 @@ def ready_lines(config: EngineConfig, stats: EngineStats) -> Iterator[str]:
         yield (
             f"KV cache of {num_blocks * block_size} tokens in "
             f"{model.dtype if dtype == 'auto' else dtype}: "
-            f"{min(num_full, config.scheduler.max_num_seqs)} requests of full length at once"
+            f"{min(num_full, stats.scheduler.max_num_seqs)} requests of full length at once"
         )
     if config.sampling_defaults:
         values = ", ".join(f"{name} {value:g}" for name, value in config.sampling_defaults)

@@ -64,7 +64,7 @@ class Embedder(StepLoop):
         clock: EngineClock | None = None,
     ) -> None:
         super().__init__(executor, _STEP_BOUNDS_S, death_budget, clock)
-        self._max_num_seqs = config.scheduler.max_num_seqs
+        self._max_num_seqs = config.max_num_seqs
         self._max_num_tokens = config.scheduler.max_num_batched_tokens
         self._vector_size = config.model.vector_size
         self._backlog = Backlog(
@@ -113,6 +113,7 @@ class Embedder(StepLoop):
         """Return a snapshot of the counters; a text in a step counts as a running sequence."""
         with self._wake:
             scheduler = SchedulerStats(
+                max_num_seqs=self._max_num_seqs,
                 num_running=len(self._batch),
                 num_waiting=sum(len(job.undone) for job in self._jobs),
                 num_queued_requests=self._backlog.num_requests,

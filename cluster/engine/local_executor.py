@@ -166,7 +166,8 @@ class LocalExecutor(Executor):
             let_others_interrupt(threading.get_native_id())
         worker = make_worker(self._config, SoloGroup(self._progress))
         worker.load_weights(self._report_loading)
-        cache_size = worker.available_cache()
+        limit = self._config.scheduler.max_num_seqs or worker.default_max_num_seqs
+        cache_size = worker.available_cache(limit)
         attention = worker.allocate_cache(cache_size.num_blocks, cache_size.num_cpu_blocks)
         worker.warm_up()
         worker.capture_graphs()

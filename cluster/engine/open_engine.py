@@ -52,6 +52,8 @@ def open_engine(
     """
     executor = make_executor(config, report_progress, placement)
     try:
+        if config.scheduler.max_num_seqs is None:
+            config = config.with_max_num_seqs(executor.cache_size.max_num_seqs)
         engine: Controller | Embedder
         if config.model.pools:
             engine = Embedder(config, executor)

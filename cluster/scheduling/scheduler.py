@@ -35,7 +35,7 @@ from cluster.scheduling.sequence import ActiveRequest, Sequence, SequenceState
 from cluster.scheduling.sequence_table import SequenceTable
 from cluster.scheduling.stats import SchedulerStats
 from pagedray.batch import DiskReport, StepOutput, StepPlan, TokenLogprobs
-from pagedray.config import SchedulerConfig
+from pagedray.config import DEFAULT_MAX_NUM_SEQS, SchedulerConfig
 from pagedray.errors import InvalidRequestError, WorkerError
 from pagedray.request import FinishReason, Request
 
@@ -117,7 +117,8 @@ class Scheduler:
         self._backlog = Backlog(
             max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens
         )
-        self._table = SequenceTable(self._kv, num_rows=config.max_num_seqs, backlog=self._backlog)
+        num_rows = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS
+        self._table = SequenceTable(self._kv, num_rows=num_rows, backlog=self._backlog)
         self._admission = Admission(self._kv, self._backlog, max_model_len=max_model_len)
         self.recovery = FaultRecovery(self._table)
         """What may run after a fault."""
@@ -389,6 +390,7 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
+            max_num_seqs=self._table.num_rows,
             num_running=self.num_running,
             num_waiting=self.num_waiting,
             num_swapped=self.num_swapped,

@@ -18,12 +18,12 @@ class SequenceTable:
     __slots__ = (
         "_free_rows",
         "_kv",
-        "_num_rows",
         "_started",
         "arriving",
         "backlog",
         "barred",
         "num_held",
+        "num_rows",
         "passing",
         "requests",
         "running",
@@ -43,7 +43,8 @@ class SequenceTable:
         self.barred = SequenceQueue()
         self.passing = Passing(self.running)
         """What happens while a sequence finds too few blocks."""
-        self._num_rows = num_rows
+        self.num_rows = num_rows
+        """Sequences that can run at once."""
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._started: list[ActiveRequest] = []
         self.num_held = 0
@@ -59,7 +60,7 @@ class SequenceTable:
 
     @property
     def num_taken_rows(self) -> int:
-        return self._num_rows - len(self._free_rows)
+        return self.num_rows - len(self._free_rows)
 
     def unfinished(self, request_id: str) -> Iterator[Sequence]:
         """Yield the sequences of a request that have not ended."""
@@ -184,7 +185,7 @@ class SequenceTable:
         """
         self._kv.clear(damaged)
         self.passing.clear()
-        self._free_rows = list(range(self._num_rows - 1, -1, -1))
+        self._free_rows = list(range(self.num_rows - 1, -1, -1))
         for queue in (self.waiting, self.running, self.swapped, self.arriving, self.barred):
             queue.clear()
         for active in self.requests.values():

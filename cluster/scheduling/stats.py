@@ -8,6 +8,8 @@ __all__ = ["SchedulerStats"]
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """Gauges, and counters since the start; an encoder has no blocks."""
 
+    max_num_seqs: int = 0
+    """Sequences that can run at once."""
     num_running: int
     """Sequences that have a row and all their blocks."""
     num_waiting: int

@@ -117,7 +117,7 @@ def server_info(config: EngineConfig, stats: EngineStats) -> ServerInfo:
         block_size=config.cache.block_size,
         num_blocks=stats.scheduler.num_blocks,
         num_cpu_blocks=stats.scheduler.num_cpu_blocks,
-        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_seqs=stats.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_queued_requests=config.scheduler.max_queued_requests,
         sampling_defaults=dict(config.sampling_defaults),

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 def lines(config: EngineConfig, num_blocks: int) -> list[str]:
     scheduler = SchedulerStats(
+        max_num_seqs=config.max_num_seqs,
         num_running=0,
         num_waiting=0,
         num_queued_requests=0,

@@ -14,6 +14,7 @@ from tests.fakes import FakeExecutor, RecordingSink
 from tests.system.server_process import TINY_LLAMA
 
 if TYPE_CHECKING:
+    from pagedray.config import CacheSize
     from pagedray.model_config import Task
 
 
@@ -72,4 +73,27 @@ def test_pool_of_one_context_is_enough() -> None:
         lambda what, fraction: None,
         make_executor=lambda config, report_progress, placement: FakeExecutor(num_blocks=63),
     )
+    engine.close()
+
+
+class _LargeGpus(FakeExecutor):
+    """Ranks that choose more sequences than the default."""
+
+    @property
+    def cache_size(self) -> CacheSize:
+        return dataclasses.replace(super().cache_size, max_num_seqs=1024)
+
+
+@pytest.mark.parametrize(("option", "limit"), [(None, 1024), (8, 8)])
+def test_ranks_choose_how_many_sequences_run_unless_an_option_does(
+    option: int | None, limit: int
+) -> None:
+    options = EngineOptions(executor="local", device="cpu", max_model_len=128, max_num_seqs=option)
+    engine = open_engine(
+        engine_config(TINY_LLAMA, options),
+        RecordingSink(),
+        lambda what, fraction: None,
+        make_executor=lambda config, report_progress, placement: _LargeGpus(),
+    )
+    assert engine.stats().scheduler.max_num_seqs == limit
     engine.close()

@@ -47,6 +47,7 @@ class Harness:
     ) -> None:
         self.max_model_len = max_model_len
         self.block_size = block_size
+        self.max_num_seqs = max_num_seqs
         self.config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -356,7 +357,7 @@ class Harness:
         kv = self.scheduler._kv
         assert kv.pool.num_free == kv.pool.num_blocks
         assert kv.cpu_pool.num_free == kv.cpu_pool.num_blocks
-        assert len(self.scheduler._table._free_rows) == self.config.max_num_seqs
+        assert len(self.scheduler._table._free_rows) == self.max_num_seqs
 
     def check(self) -> None:
         """Check every invariant of the scheduler's state."""
@@ -437,7 +438,7 @@ class Harness:
             num_cpu_blocks=num_cpu_blocks,
             cpu_blocks=cpu_blocks,
             num_disk_blocks=self._num_disk_blocks,
-            max_num_seqs=self.config.max_num_seqs,
+            max_num_seqs=self.max_num_seqs,
             tenants=self.tenants,
             bad_lengths=self.bad_lengths,
             bad_positions=self.bad_positions,
@@ -471,7 +472,7 @@ class Harness:
             assert (sequence.state is SequenceState.SWAPPED) == bool(sequence.cpu_block_ids)
         rows = [s.row for s in holders if s.row >= 0]
         rows += sequence_table._free_rows
-        assert sorted(rows) == list(range(self.config.max_num_seqs))
+        assert sorted(rows) == list(range(self.max_num_seqs))
         queued = [a.request for a in sequence_table.requests.values() if a.is_queued]
         assert sequence_table.backlog.num_requests == len(queued)
         assert sequence_table.backlog.num_tokens == sum(len(r.prompt_token_ids) for r in queued)
@@ -576,7 +577,7 @@ class Harness:
     def _check_plan(self, plan: StepPlan) -> None:
         sizes = [sequence.num_tokens for sequence in plan.sequences]
         assert sum(sizes) <= self.config.max_num_batched_tokens
-        assert len(sizes) <= self.config.max_num_seqs
+        assert len(sizes) <= self.max_num_seqs
         assert len({sequence.row for sequence in plan.sequences}) == len(sizes)
         assert [size > 1 for size in sizes] == sorted((size > 1 for size in sizes), reverse=True)
         assert sizes or plan.starts or plan.swap_outs or plan.disk_reads

@@ -24,6 +24,7 @@ from tests.greedy import (
     check_tiny_pool,
     checked_until_preempted,
     generated,
+    settled_stats,
     truth_of,
 )
 from tests.system.rank_processes import serving_processes
@@ -213,6 +214,41 @@ def test_ray_rank_that_runs_one_plan_ahead_changes_nothing(truth: Truth, ray_clu
     ) as llm:
         for _ in range(5):
             checked_until_preempted(llm, truth, "num_swap_preemptions")
+
+
+@pytest.mark.parametrize("truth", [CASES[0]], indirect=True, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "num_ranks",
+    [
+        1,
+        pytest.param(
+            2,
+            marks=[
+                pytest.mark.multigpu,
+                pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+            ],
+        ),
+    ],
+)
+def test_prefixes_outlive_a_rank(truth: Truth, ray_cluster: None, num_ranks: int) -> None:
+    with gpu_llm(
+        truth.folder,
+        executor="ray",
+        tensor_parallel_size=num_ranks,
+        block_size=4,
+        num_blocks=-(-LONGEST // 4) + 1,
+        num_cpu_blocks=256,
+        max_num_seqs=1,
+        max_model_len=LONGEST,
+        preemption="swap",
+    ) as llm:
+        assert generated(llm, truth.prompts) == truth.continuations
+        settled_stats(llm)
+        serving_processes()[-1].kill()
+        assert generated(llm, truth.prompts) == truth.continuations
+        stats = llm.stats().scheduler
+        assert stats.num_kept_cpu_blocks > 0
+        assert stats.num_kept_hit_tokens > 0
 
 
 @pytest.mark.multigpu

@@ -7,10 +7,12 @@ import logging
 import weakref
 from contextlib import closing
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
+import torch
 
 from cluster.engine.options import EngineOptions, engine_config
 from pagedray.batch import BlockCopy, DiskReport, StepPlan
@@ -26,8 +28,6 @@ from workers.runner.kv_cache import block_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import torch
 
 
 @pytest.fixture
@@ -75,10 +75,10 @@ def test_pools_larger_than_the_memory_of_the_node_are_refused(num_ranks: int, na
     num_blocks = int(host_memory_bytes() / size / num_ranks * 1.01)
     config = engine_config(TINY_LLAMA, replace(options, num_cpu_blocks=num_blocks))
     with pytest.raises(DeviceError, match=rf"The caches {named} .* GiB of host memory, but there"):
-        DecoderWorker(config, group).available_cache()
+        DecoderWorker(config, group).available_cache(8)
     group.num_neighbors = max(num_ranks - 1, 1)
     if num_ranks > 1:
-        assert DecoderWorker(config, group).available_cache().num_cpu_blocks == num_blocks
+        assert DecoderWorker(config, group).available_cache(8).num_cpu_blocks == num_blocks
 
 
 def test_closed_worker_holds_no_weights(worker: DecoderWorker) -> None:
@@ -110,10 +110,9 @@ def test_staging_blocks_take_place_only_where_memory_limits_the_pool(
         load_format="dummy",
         block_size=16,
         max_model_len=128,
-        max_num_seqs=max_num_seqs,
     )
     worker = StagingWorker(engine_config(TINY_LLAMA, options), SoloGroup())
-    assert worker.available_cache().num_blocks == num_blocks
+    assert worker.available_cache(max_num_seqs).num_blocks == num_blocks
 
 
 def test_a_folder_for_blocks_is_needed_at_the_start_only(tmp_path: Path) -> None:
@@ -129,9 +128,9 @@ def test_a_folder_for_blocks_is_needed_at_the_start_only(tmp_path: Path) -> None
     )
     worker = DecoderWorker(engine_config(TINY_LLAMA, options), SoloGroup())
     with pytest.raises(StartupError, match=r"Cannot make files in --disk-cache-.*/cache: No"):
-        worker.available_cache()
+        worker.available_cache(8)
     folder.mkdir()
-    worker.available_cache()
+    worker.available_cache(8)
     worker.allocate_cache(8, 8)
     worker.end_epoch()
     folder.rmdir()
@@ -217,3 +216,14 @@ def test_blocks_that_were_not_copied_whole_are_damaged() -> None:
             is_shared=True, is_kept=True, damaged=(0, 2, 3, 4, 5, 6, 7)
         )
         worker.close()
+
+
+def test_ranks_choose_more_sequences_on_large_gpus_only(
+    worker: DecoderWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert worker.default_max_num_seqs == 256
+    monkeypatch.setattr(worker, "_device", torch.device("cuda", 0))
+    for num_bytes, limit in ((40 * 2**30, 256), (79 * 2**30, 1024)):
+        properties = SimpleNamespace(total_memory=num_bytes)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, it=properties: it)
+        assert worker.default_max_num_seqs == limit

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, get_args
 
 from cluster.cli.flag_values import count, number
 from cluster.simulation.step_cost import MOST_TOKENS
-from pagedray.config import Preemption, SchedulerConfig
+from pagedray.config import DEFAULT_MAX_NUM_SEQS, Preemption, SchedulerConfig
 
 if TYPE_CHECKING:
     import argparse
@@ -102,7 +102,7 @@ def _add_replicas(group: argparse._ArgumentGroup) -> None:
         ("--num-cpu-blocks", 0, 10**8, 512, "Blocks in CPU memory, for swapping and prefixes."),
         ("--num-disk-blocks", 0, 10**8, 0, "Blocks on a disk, for prefixes."),
         ("--block-size", 1, 256, 16, "Tokens per block."),
-        ("--max-num-seqs", 1, 10**5, _CONFIG.max_num_seqs, "Most sequences in a step."),
+        ("--max-num-seqs", 1, 10**5, DEFAULT_MAX_NUM_SEQS, "Most sequences in a step."),
         (
             "--max-num-batched-tokens",
             1,

@@ -100,11 +100,13 @@ class RayRanks:
                 *((rank, 0, None, self._memory(rank)) for rank in self._ranks),
             )
             self._join(address)
-            sizes = self._call("Measuring memory", "available_cache")
+            limit = self._max_num_seqs()
+            sizes = self._call("Measuring memory", "available_cache", (limit,))
             cache = CacheSize(
                 num_blocks=min(size.num_blocks for size in sizes),
                 num_cpu_blocks=min(size.num_cpu_blocks for size in sizes),
                 block_bytes=sum(size.block_bytes for size in sizes),
+                max_num_seqs=limit,
             )
             blocks = cache.num_blocks, cache.num_cpu_blocks
             reports = self._call("Allocating the KV cache", "allocate_cache", blocks)
@@ -284,6 +286,11 @@ class RayRanks:
         ]
         is_loading = method == "load_rank"
         return self._results(references, self._loading_progress if is_loading else _at(what))
+
+    def _max_num_seqs(self) -> int:
+        """Return what is set, or the least of what the ranks choose."""
+        limit = self._config.scheduler.max_num_seqs
+        return limit or min(self._call("Measuring memory", "default_max_num_seqs"))
 
     def _memory(self, rank: int) -> MemoryAddress | None:
         return None if self._memories is None else self._memories.address(rank)

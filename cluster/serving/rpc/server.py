@@ -82,7 +82,7 @@ class GrpcServer:
             *_OPTIONS,
             (
                 "grpc.max_concurrent_streams",
-                max(_MIN_STREAMS, self._servicer.config.scheduler.max_num_seqs),
+                max(_MIN_STREAMS, self._servicer.config.max_num_seqs),
             ),
             ("grpc.max_allowed_incoming_connections", self._limits.total),
             ("grpc.max_connection_idle_ms", int(self._limits.idle_s * 1e3)),
