@@ -1,4 +1,4 @@
-"""What pods, Jobs and volume claims wait for, by their status."""
+"""What pods, Jobs and volume claims wait for, by their status and events."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["claim_lines", "job_lines", "pod_lines"]
+__all__ = ["claim_lines", "job_lines", "pod_lines", "warning_of"]
 
 # Any: JSON of Kubernetes.
 _Object = dict[str, Any]
@@ -15,42 +15,72 @@ _MAX_MESSAGE = 300
 _ADVICE = {
     "CrashLoopBackOff": "read its log with kubectl logs --previous",
     "CreateContainerConfigError": "create the Secret or ConfigMap that is missing",
+    "CreateContainerError": "read the events of the pod with kubectl describe pod",
+    "ErrImageNeverPull": "the node does not have the image; use another image.pullPolicy",
     "ErrImagePull": "check image.repository, image.tag and image.pullSecrets",
     "ImagePullBackOff": "check image.repository, image.tag and image.pullSecrets",
     "InvalidImageName": "check image.repository and image.tag",
+    "RunContainerError": "read the events of the pod with kubectl describe pod",
 }
 _SUB_PATH_ADVICE = "check that the claim has the folder storage.subPath"
+_CLAIM_VALUES = {
+    "disk-cache": "diskCache.storageClassName",
+    "models": "storage.storageClassName, storage.accessMode",
+}
+"""The values for the claim of each volume; others are for the state of the Ray cluster."""
+_CREATING = {"ContainerCreating", "PodInitializing"}
+_WARNINGS = {
+    "Job": {"FailedCreate"},
+    "PersistentVolumeClaim": {"ProvisioningFailed"},
+    "Pod": {"FailedAttachVolume", "FailedCreatePodSandBox", "FailedMapVolume", "FailedMount"},
+}
+"""The reasons of events that say what the status of an object does not."""
 _WAIT = "wait-for-model"
 _WORKER = "ray-worker"
 
 
-def claim_lines(claim: _Object) -> Iterator[str]:
-    """Yield what a volume claim waits for."""
+def warning_of(one: _Object, events: list[_Object]) -> str:
+    """Return why an object cannot be made by the last event that says so, or nothing."""
+    reasons = _WARNINGS.get(one.get("kind", ""), set())
+    target = one.get("kind"), one["metadata"]["name"]
+    about = [
+        event for event in events if event.get("reason") in reasons and _target_of(event) == target
+    ]
+    last = max(about, key=_time_of, default={})
+    return _shown(last.get("message") or "")
+
+
+def claim_lines(claim: _Object, warning: str, volume: str) -> Iterator[str]:
+    """Yield what the claim of a volume waits for."""
     if claim.get("status", {}).get("phase") == "Pending":
-        spec = claim.get("spec", {})
+        modes = ", ".join(claim.get("spec", {}).get("accessModes", []))
+        values = _CLAIM_VALUES.get(volume, "gcs.rocksdb.storageClassName")
+        details = f": {warning}" if warning else ""
         yield (
-            f"Claim {claim['metadata']['name']} has no volume yet: check that a storage class "
-            f"provides {', '.join(spec.get('accessModes', []))} (storage.storageClassName, "
-            "storage.accessMode)."
+            f"Claim {claim['metadata']['name']} has no volume yet{details}; check that a storage "
+            f"class provides {modes} ({values})."
         )
 
 
-def job_lines(job: _Object) -> Iterator[str]:
+def job_lines(job: _Object, warning: str) -> Iterator[str]:
     """Yield what a Job that downloads a model waits for."""
     name, status = job["metadata"]["name"], job.get("status", {})
     conditions = {one["type"]: one for one in status.get("conditions", [])}
     if conditions.get("Failed", {}).get("status") == "True":
         yield (
-            f"Job {name} gave up: read its log (kubectl logs job/{name}), mend the cause, delete "
+            f"Job {name} gave up: read its log (kubectl logs job/{name}), fix the cause, delete "
             "the Job, and run helm upgrade to start it again."
         )
     elif conditions.get("Complete", {}).get("status") != "True":
         failed = status.get("failed", 0)
         tries = f", after {failed} failed tries" if failed else ""
-        yield f"Job {name} downloads the model{tries} (kubectl logs --follow job/{name})."
+        if warning and not status.get("active"):
+            yield f"Job {name} has no pod{tries}: {warning}."
+        else:
+            yield f"Job {name} downloads the model{tries} (kubectl logs --follow job/{name})."
 
 
-def pod_lines(pod: _Object) -> Iterator[str]:
+def pod_lines(pod: _Object, warning: str) -> Iterator[str]:
     """Yield what a pod waits for."""
     name, status = pod["metadata"]["name"], pod.get("status", {})
     if status.get("phase") == "Succeeded" or "deletionTimestamp" in pod["metadata"]:
@@ -64,31 +94,56 @@ def pod_lines(pod: _Object) -> Iterator[str]:
         if one.get("type") == "PodScheduled" and one.get("status") == "False":
             yield f"Pod {name} has no node: {_shown(one.get('message', ''))}."
             return
-    for container in status.get("initContainerStatuses", []):
-        yield from _container(name, container)
-        if container["name"] == _WAIT and "running" in container.get("state", {}):
-            yield f"Pod {name} waits for the download of the model."
-            return
-    for container in status.get("containerStatuses", []):
-        yield from _container(name, container)
+    initial, main = (status.get(f"{kind}Statuses", []) for kind in ("initContainer", "container"))
+    if any(one["name"] == _WAIT and "running" in one.get("state", {}) for one in initial):
+        yield f"Pod {name} waits for the download of the model."
+        return
+    containers = [*initial, *main]
+    for one in containers:
+        yield from _container(pod, one)
+    # Nothing runs yet, so that the event is not an old one: a Secret is missing, for example.
+    if warning and all(_waiting_reason(one) in _CREATING for one in containers):
+        yield f"Pod {name} does not start: {warning}."
 
 
-def _container(pod: str, container: _Object) -> Iterator[str]:
-    waiting = container.get("state", {}).get("waiting", {})
-    reason = waiting.get("reason", "")
-    what = f"Container {container['name']} of pod {pod}"
+def _container(pod: _Object, container: _Object) -> Iterator[str]:
+    reason, state = _waiting_reason(container), container.get("state", {})
+    what = f"Container {container['name']} of pod {pod['metadata']['name']}"
     if reason in _ADVICE:
-        message = _shown(waiting.get("message", ""))
+        message = _shown(state["waiting"].get("message", ""))
         details = f": {message}" if message else ""
         # A folder that is only read cannot be made by Kubernetes.
         advice = _SUB_PATH_ADVICE if "subPath" in message else _ADVICE[reason]
         yield f"{what} does not start: {reason}{details}; {advice}."
-    for state in (container.get("state", {}), container.get("lastState", {})):
-        ended = state.get("terminated", {})
-        if ended.get("reason") == "OOMKilled":
+    for one in (state, container.get("lastState", {})):
+        if one.get("terminated", {}).get("reason") == "OOMKilled":
             advice = ": raise worker.memory" if container["name"] == _WORKER else ""
             yield f"{what} used more memory than its limit{advice}."
             return
+    code = state.get("terminated", {}).get("exitCode", 0)
+    # It will not start again. Of a download, the Job says so.
+    if code and pod["status"].get("phase") == "Failed" and not _is_of_job(pod):
+        command = f"kubectl logs {pod['metadata']['name']} -c {container['name']}"
+        yield f"{what} ended with exit code {code}: read its log ({command})."
+
+
+def _waiting_reason(container: _Object) -> str:
+    reason: str = container.get("state", {}).get("waiting", {}).get("reason", "")
+    return reason
+
+
+def _is_of_job(pod: _Object) -> bool:
+    return any(one.get("kind") == "Job" for one in pod["metadata"].get("ownerReferences", []))
+
+
+def _target_of(event: _Object) -> tuple[str, str]:
+    target = event.get("involvedObject", {})
+    return target.get("kind", ""), target.get("name", "")
+
+
+def _time_of(event: _Object) -> str:
+    # Times of one format, in UTC. An event has one or the other.
+    return event.get("lastTimestamp") or event.get("eventTime") or ""
 
 
 def _shown(text: str) -> str:

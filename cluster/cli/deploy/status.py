@@ -7,7 +7,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
-from cluster.cli.deploy.pod_state import claim_lines, job_lines, pod_lines
+from cluster.cli.deploy.pod_state import claim_lines, job_lines, pod_lines, warning_of
 from cluster.cli.deploy.service_state import is_ready, service_lines
 from pagedray.errors import StartupError
 
@@ -16,15 +16,12 @@ if TYPE_CHECKING:
 
 __all__ = ["status", "status_lines"]
 
-_KINDS = "rayservices.ray.io,pods,jobs.batch,persistentvolumeclaims"
+_KINDS = "rayservices.ray.io,pods,jobs.batch,persistentvolumeclaims,events"
 _KUBECTL_TIMEOUT_S = 60.0
 _MAX_REASON = 300
 
 # Any: JSON of Kubernetes.
 Object = dict[str, Any]
-
-
-_PARTS = {"PersistentVolumeClaim": claim_lines, "Job": job_lines, "Pod": pod_lines}
 
 
 def status(name: str, *, namespace: str | None, file: Path | None) -> int:
@@ -43,8 +40,19 @@ def status(name: str, *, namespace: str | None, file: Path | None) -> int:
 
 def status_lines(service: Object, others: list[Object]) -> list[str]:
     """Return the state of a RayService, and what its pods, Jobs and claims wait for."""
-    by_kind = {kind: [one for one in others if one.get("kind") == kind] for kind in _PARTS}
-    parts = [line for kind, lines in _PARTS.items() for one in by_kind[kind] for line in lines(one)]
+    pods = [one for one in others if one.get("kind") == "Pod"]
+    events = [one for one in others if one.get("kind") == "Event"]
+    volumes = _claimed_volumes(pods)
+    parts: list[str] = []
+    for one in others:
+        name, warning = one["metadata"]["name"], warning_of(one, events)
+        match one.get("kind"):
+            case "PersistentVolumeClaim":
+                parts += claim_lines(one, warning, volumes.get(name, ""))
+            case "Job":
+                parts += job_lines(one, warning)
+            case "Pod":
+                parts += pod_lines(one, warning)
     # The same reason for several pods is one line.
     return [*service_lines(service), *dict.fromkeys(parts)]
 
@@ -63,19 +71,28 @@ def _of_release(objects: list[Object], name: str) -> tuple[Object, list[Object]]
         if one["metadata"].get("labels", {}).get("app.kubernetes.io/name") in ours
         and one.get("kind") in ("Pod", "Job")
     ]
-    claims = {
-        volume["persistentVolumeClaim"]["claimName"]
-        for one in pods_and_jobs
-        if one["kind"] == "Pod"
-        for volume in one["spec"].get("volumes", [])
-        if "persistentVolumeClaim" in volume
-    }
+    claims = _claimed_volumes([one for one in pods_and_jobs if one["kind"] == "Pod"])
     used = [
         one
         for one in objects
         if one.get("kind") == "PersistentVolumeClaim" and one["metadata"]["name"] in claims
     ]
-    return found[0], [*pods_and_jobs, *used]
+    # In the order in which one waits for the other.
+    jobs, pods = ([one for one in pods_and_jobs if one["kind"] == kind] for kind in ("Job", "Pod"))
+    events = [one for one in objects if one.get("kind") == "Event"]
+    return found[0], [*used, *jobs, *pods, *events]
+
+
+def _claimed_volumes(pods: list[Object]) -> dict[str, str]:
+    """Return the volume of pods that each claim is for."""
+    found = {}
+    for pod in pods:
+        for volume in pod["spec"].get("volumes", []):
+            if "persistentVolumeClaim" in volume:
+                found[volume["persistentVolumeClaim"]["claimName"]] = volume["name"]
+            elif "ephemeral" in volume:
+                found[f"{pod['metadata']['name']}-{volume['name']}"] = volume["name"]
+    return found
 
 
 def _ask(namespace: str | None) -> list[Object]:
@@ -94,8 +111,9 @@ def _ask(namespace: str | None) -> list[Object]:
     except subprocess.TimeoutExpired as error:
         raise StartupError(f"kubectl gave no answer within {_KUBECTL_TIMEOUT_S:.0f} s.") from error
     if done.returncode != 0:
-        reason = " ".join(done.stderr.split())
-        raise StartupError(f"kubectl failed: {reason:.{_MAX_REASON}}.")
+        # Lines of its log may come before its message.
+        reason = (done.stderr.strip().splitlines() or ["it gives no reason"])[-1]
+        raise StartupError(f"kubectl failed: {reason.rstrip('.'):.{_MAX_REASON}}.")
     return _objects(done.stdout, "kubectl")
 
 

@@ -263,7 +263,30 @@ def test_an_upgrade_names_both_clusters() -> None:
                 "spec": {"accessModes": ["ReadWriteMany"]},
                 "status": {"phase": "Pending"},
             },
-            "Claim pagedray-models has no volume yet: check that a storage class",
+            "Claim pagedray-models has no volume yet; check that a storage class",
+        ),
+        (
+            pod(
+                containerStatuses=[
+                    {
+                        "name": "ray-worker",
+                        "state": {"waiting": {"reason": "ErrImageNeverPull"}},
+                    }
+                ]
+            ),
+            "does not start: ErrImageNeverPull; the node does not have the image",
+        ),
+        (
+            pod(
+                phase="Failed",
+                containerStatuses=[
+                    {
+                        "name": "ray-worker",
+                        "state": {"terminated": {"reason": "Error", "exitCode": 1}},
+                    }
+                ],
+            ),
+            "ended with exit code 1: read its log (kubectl logs pagedray-ranks-1 -c ray-worker).",
         ),
     ],
 )
@@ -273,6 +296,79 @@ def test_pods_jobs_and_claims_say_why(other: Object, line: str) -> None:
     assert line in lines[0]
 
 
+def test_a_failed_try_of_a_download_is_told_by_its_job_alone() -> None:
+    failed = pod(
+        "pagedray-download-1-x",
+        phase="Failed",
+        containerStatuses=[{"name": "download", "state": {"terminated": {"exitCode": 1}}}],
+    )
+    failed["metadata"]["ownerReferences"] = [{"kind": "Job", "name": "pagedray-download-1"}]
+    job = {"kind": "Job", "metadata": {"name": "pagedray-download-1"}, "status": {"failed": 1}}
+    [_, _, *lines] = status_lines(service(conditions=[_NOT_READY]), [job, failed])
+    assert lines == [
+        "Job pagedray-download-1 downloads the model, after 1 failed tries (kubectl logs --follow "
+        "job/pagedray-download-1)."
+    ]
+
+
+def event(kind: str, name: str, reason: str, message: str, time: str = "") -> Object:
+    return {
+        "kind": "Event",
+        "metadata": {"name": f"{name}.{time or reason}"},
+        "type": "Warning",
+        "reason": reason,
+        "message": message,
+        "involvedObject": {"kind": kind, "name": name},
+        "lastTimestamp": time or None,
+    }
+
+
+def test_a_secret_that_is_missing_is_found_in_the_last_event() -> None:
+    creating = pod(
+        containerStatuses=[
+            {"name": "ray-worker", "state": {"waiting": {"reason": "ContainerCreating"}}}
+        ]
+    )
+    events = [
+        event("Pod", "pagedray-ranks-1", "FailedMount", "secret not found", "2026-01-01T00:02:00Z"),
+        event("Pod", "pagedray-ranks-1", "FailedMount", "timed out", "2026-01-01T00:01:00Z"),
+        # It has a node since.
+        event("Pod", "pagedray-ranks-1", "FailedScheduling", "no GPU", "2026-01-01T00:03:00Z"),
+        event("Pod", "pagedray-ranks-2", "FailedMount", "another", "2026-01-01T00:04:00Z"),
+    ]
+    [_, _, *lines] = status_lines(service(conditions=[_NOT_READY]), [creating, *events])
+    assert lines == ["Pod pagedray-ranks-1 does not start: secret not found."]
+
+
+def test_events_are_older_than_a_container_that_runs() -> None:
+    running = pod(containerStatuses=[{"name": "ray-worker", "state": {"running": {}}}])
+    failed = event("Pod", "pagedray-ranks-1", "FailedMount", "secret not found")
+    [_, _, *lines] = status_lines(service(conditions=[_NOT_READY]), [running, failed])
+    assert lines == []
+
+
+def test_a_job_without_a_pod_and_a_claim_without_a_volume_say_why() -> None:
+    job = {"kind": "Job", "metadata": {"name": "pagedray-download-1"}, "status": {}}
+    claim: Object = {
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": "pagedray-ranks-1-disk-cache"},
+        "spec": {"accessModes": ["ReadWriteOnce"]},
+        "status": {"phase": "Pending"},
+    }
+    worker = pod()
+    worker["spec"]["volumes"].append({"name": "disk-cache", "ephemeral": {}})
+    events = [
+        event("Job", "pagedray-download-1", "FailedCreate", "exceeded quota: pods=0"),
+        event("PersistentVolumeClaim", claim["metadata"]["name"], "ProvisioningFailed", "no class"),
+    ]
+    [_, _, *lines] = status_lines(service(conditions=[_NOT_READY]), [claim, job, worker, *events])
+    assert lines == [
+        "Claim pagedray-ranks-1-disk-cache has no volume yet: no class; check that a storage class "
+        "provides ReadWriteOnce (diskCache.storageClassName).",
+        "Job pagedray-download-1 has no pod: exceeded quota: pods=0.",
+    ]
+
+
 def test_the_objects_of_other_releases_are_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -280,9 +376,27 @@ def test_the_objects_of_other_releases_are_left_out(
     other["metadata"]["labels"] = {"app.kubernetes.io/name": "other"}
     ready = service(conditions=[_READY], numServeEndpoints=1, activeServiceStatus=cluster())
     file = tmp_path / "list.json"
-    file.write_text(json.dumps({"kind": "List", "items": [ready, other, pod()]}))
+    claim = {"kind": "PersistentVolumeClaim", "status": {"phase": "Pending"}}
+    claims = [claim | {"metadata": {"name": name}} for name in ("others", "other-1-disk-cache")]
+    file.write_text(json.dumps({"kind": "List", "items": [ready, other, *claims, pod()]}))
     assert main(["deploy", "status", "--file", str(file)]) == 0
     assert capsys.readouterr().out == "pagedray serves, with 1 pod.\n"
+
+
+def test_claims_of_the_pods_are_the_releases_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worker = pod()
+    worker["spec"]["volumes"].append({"name": "disk-cache", "ephemeral": {}})
+    names = ("pagedray-models", "pagedray-ranks-1-disk-cache")
+    claim = {"kind": "PersistentVolumeClaim", "status": {"phase": "Pending"}}
+    claims = [claim | {"metadata": {"name": name}} for name in names]
+    file = tmp_path / "list.json"
+    waiting = service(conditions=[_NOT_READY])
+    file.write_text(json.dumps({"kind": "List", "items": [worker, *claims, waiting]}))
+    assert main(["deploy", "status", "--file", str(file)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("Claim ")] == list(names)
 
 
 def test_kubectl_is_asked_for_the_namespace(
@@ -296,6 +410,19 @@ def test_kubectl_is_asked_for_the_namespace(
     assert main(["deploy", "status", "--namespace", "llm"]) == 1
     assert "does not serve yet" in capsys.readouterr().out
     assert "--namespace llm" in (tmp_path / "asked").read_text()
+
+
+def test_kubectl_says_why_it_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "kubectl"
+    program.write_text(
+        "#!/bin/sh\necho 'E1126 1 memcache.go' >&2\necho 'It was refused' >&2\nexit 1\n"
+    )
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert main(["deploy", "status"]) == 2
+    assert capsys.readouterr().err == "pagedray: error: kubectl failed: It was refused.\n"
 
 
 @pytest.mark.parametrize(
