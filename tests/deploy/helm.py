@@ -39,8 +39,10 @@ def run_helm(
     )
 
 
-def render_chart(name: str | None, changes: Manifest | None = None) -> list[Manifest]:
+def render_chart(
+    name: str | None, changes: Manifest | None = None, *, release: str = "pagedray"
+) -> list[Manifest]:
     """Return the manifests of the chart."""
-    run = run_helm(name, changes)
+    run = run_helm(name, changes, release=release)
     assert run.returncode == 0, run.stderr
     return [one for one in yaml.safe_load_all(run.stdout) if one is not None]

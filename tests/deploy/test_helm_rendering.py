@@ -358,10 +358,6 @@ def test_helm_refuses_text_that_yaml_reads_as_something_else(text: str, path: st
     assert f"- {path}: " in run.stderr
 
 
-def test_helm_refuses_a_name_that_kuberay_would_refuse() -> None:
-    assert "47" in run_helm(None, _HUB, release="p" * 48).stderr
-
-
 def _by_name(manifests: list[Manifest]) -> dict[tuple[str, str], Manifest]:
     return {(one["kind"], one["metadata"]["name"]): _comparable(one) for one in manifests}
 
