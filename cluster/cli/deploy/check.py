@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["check"]
 
+_EXAMPLE = "registry.example.com/"
+"""No registry: the default of the chart, which users replace."""
+
 
 def check(path: Path, *, chart: Path, release: str, checkpoint: Path | None) -> int:
     """Print a line for each error, and return 1 if there is one. Raises StartupError."""
@@ -35,6 +38,8 @@ def check(path: Path, *, chart: Path, release: str, checkpoint: Path | None) -> 
         return 1
     print(f"{path}: no errors found. To deploy:")
     command = ["helm", "install", release, str(chart), "--values", str(path)]
+    if values["image"]["repository"].startswith(_EXAMPLE):
+        command += ["--set", "image.repository=REGISTRY/pagedray"]
     print(f"\n    {shlex.join(command)}")
     return 0
 

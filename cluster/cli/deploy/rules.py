@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,9 @@ _OBJECT_STORE_BYTES = 512 * 2**20
 _GRACE_MARGIN_S = 60
 _CLAIM_MARGIN = 1.05
 """Space for the tokenizer, and for what a file system keeps for itself."""
+_DISK_FOLDER = "/var/cache/pagedray"
+_DISK_NEEDS = {"enable_prefix_cache": False, "enable_cpu_prefix_cache": False, "num_cpu_blocks": 0}
+"""The arguments that the disk cache needs, and the values that leave nothing for it."""
 _SIZES: dict[str, int] = {
     **{unit: 1000**power for power, unit in enumerate(["", "k", "M", "G", "T"])},
     **{unit: 1024**power for power, unit in enumerate(["Ki", "Mi", "Gi", "Ti"], start=1)},
@@ -39,7 +43,9 @@ def rule_errors(values: Values, *, release: str, weight_bytes: int | None) -> It
     yield from _hosts(values)
     yield from _worker(values)
     yield from _storage(values, weight_bytes)
+    yield from _disk_cache(values)
     yield from _upgrade(values)
+    yield from _addresses(values)
     yield from _arguments(values)
 
 
@@ -69,18 +75,19 @@ def _worker(values: Values) -> Iterator[str]:
             f"worker.cpu: {worker['cpu']} is not enough; a host needs a core for each of its ranks "
             f'({ranks_per_host}) and replicas, "{needed}".'
         )
-    shared = worker["sharedMemory"]
+    shared = worker["sharedMemory"] or _default_shared_memory(ranks)
+    shown = worker["sharedMemory"] or f"{shared} (its default)"
     needed_bytes = _OBJECT_STORE_BYTES + (ranks_per_host * _GIB if gpus and ranks > 1 else 0)
-    if shared and _bytes(shared) < needed_bytes:
+    if _bytes(shared) < needed_bytes:
         gib = -(-needed_bytes // _GIB)
         yield (
-            f"worker.sharedMemory: {shared} is not enough; Ray's object store and the ranks "
-            f"of a host ({ranks_per_host}) need {gib}Gi."
+            f"worker.sharedMemory: {shown} is not enough; Ray's object store and the "
+            f"ranks of a host ({ranks_per_host}) need {gib}Gi."
         )
-    if shared and _bytes(shared) >= _bytes(worker["memory"]):
+    if _bytes(shared) >= _bytes(worker["memory"]):
         yield (
-            f"worker.sharedMemory: {shared} must be less than worker.memory, {worker['memory']}, "
-            "which it counts against."
+            f"worker.sharedMemory: {shown} must be less than worker.memory, "
+            f"{worker['memory']}, which it counts against."
         )
 
 
@@ -145,6 +152,30 @@ def _image_volume(storage: Values, model: str) -> Iterator[str]:
         )
 
 
+def _disk_cache(values: Values) -> Iterator[str]:
+    disk = values["diskCache"]
+    if not disk["size"]:
+        if disk["storageClassName"]:
+            yield (
+                "diskCache.storageClassName: there is no disk without diskCache.size; set it, or "
+                "remove this."
+            )
+        return
+    ranks_per_host = values["gpusPerHost"] or values["tensorParallelSize"]
+    if _bytes(disk["size"]) < ranks_per_host * _GIB:
+        yield (
+            f"diskCache.size: {disk['size']} is not enough for the {ranks_per_host} ranks of a "
+            f"host, which each have a file there; use at least {ranks_per_host}Gi."
+        )
+    for name, off in _DISK_NEEDS.items():
+        # 0 and False are equal.
+        if (given := values["arguments"].get(name)) == off and type(given) is type(off):
+            yield (
+                f"arguments.{name}: with {str(off).lower()}, nothing would be written to the disk "
+                "of diskCache.size; remove one."
+            )
+
+
 def _upgrade(values: Values) -> Iterator[str]:
     gcs = values["gcs"]
     if gcs["faultTolerance"] == "rocksdb" and not gcs["rocksdb"]["featureGateEnabled"]:
@@ -180,6 +211,16 @@ def _upgrade(values: Values) -> Iterator[str]:
         )
 
 
+def _addresses(values: Values) -> Iterator[str]:
+    for part, name in (("download", "cidrs"), ("autoscaler", "apiServerCidrs")):
+        for number, block in enumerate(values[part][name]):
+            try:
+                ipaddress.ip_network(block)
+            except ValueError as error:
+                reason = str(error).replace("'", "")
+                yield f"{part}.{name}.{number}: {reason}; write a block such as 10.0.0.0/8."
+
+
 def _arguments(values: Values) -> Iterator[str]:
     given = {
         # A folder is not looked for, as a Hub id would be checked.
@@ -189,10 +230,15 @@ def _arguments(values: Values) -> Iterator[str]:
         "num_replicas": values["replicas"],
         **values["arguments"],
     }
+    if (size := values["diskCache"]["size"]) and not any(_disk_cache(values)):
+        given |= {"disk_cache_folder": _DISK_FOLDER, "disk_cache_bytes": _bytes(size)}
     try:
         check_options(read_arguments(given).engine)
     except StartupError as error:
-        yield f"arguments: {error}"
+        # Which begins with the argument's name, if it is about one.
+        name = str(error).partition(" ")[0]
+        path = f"arguments.{name}" if name in values["arguments"] else "arguments"
+        yield f"{path}: {error}"
 
 
 def _num_workers(values: Values) -> int:
@@ -200,6 +246,11 @@ def _num_workers(values: Values) -> int:
     num_ranks: int = values["tensorParallelSize"]
     gpus: int = values["gpusPerHost"]
     return -(-replicas * num_ranks // gpus) if gpus else replicas
+
+
+def _default_shared_memory(ranks: int) -> str:
+    """Return what the chart gives a worker."""
+    return "32Gi" if ranks > 1 else "1Gi"
 
 
 def _cores(text: str) -> float:

@@ -10,6 +10,7 @@ import jsonschema
 import yaml
 
 from pagedray.errors import StartupError
+from pagedray.nearest_name import nearest_name
 from pagedray.shown_value import shown_value
 
 if TYPE_CHECKING:
@@ -21,14 +22,29 @@ __all__ = ["Values", "read_values", "schema_errors", "spelling_errors"]
 # Any: YAML.
 Values = dict[str, Any]
 
-# YAML 1.1, YAML 1.2 and Go's YAML read these differently: octal, sexagesimal and grouped numbers.
-_AMBIGUOUS = re.compile(r"[-+]?0[0-9_]+|[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+|[-+]?[0-9]+_[0-9_]*")
+# YAML 1.1, YAML 1.2 and Go's YAML read these differently, or JSON has none of them.
+_AMBIGUOUS = re.compile(
+    r"""
+    [-+]?0o?[0-9_]+                               # octal numbers
+    | [-+]?[0-9][0-9_]*(:[0-5]?[0-9])+            # sexagesimal ones
+    | [-+]?[0-9]+_[0-9_]*                         # with groups of digits
+    | [-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)e[-+]?[0-9]+  # with an exponent
+    | [-+]?\.(inf|nan)
+    | y | n
+    """,
+    re.IGNORECASE | re.VERBOSE,
+)
+_KEY_TAGS = {"tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"}
 _NOT_TEXT = "put it in quotes: without them, YAML reads no, off and yes as booleans"
 
 
 def read_values(path: Path, chart: Path) -> Values:
     """Return the values of a file, with the defaults of the chart. Raises StartupError."""
     given = _read(path)
+    if not chart.is_dir():
+        raise StartupError(
+            f"There is no chart {chart}; run this in a checkout of PagedRay, or use --chart."
+        )
     defaults = _read(chart / "values.yaml")
     return _merged(defaults, given)
 
@@ -46,6 +62,9 @@ def spelling_errors(path: Path) -> list[str]:
 def _ambiguous(node: Any, path: str) -> Iterator[str]:
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
+            if key.tag not in _KEY_TAGS or _AMBIGUOUS.fullmatch(key.value):
+                where = f"{path}: " if path else ""
+                yield f"{where}put the key {key.value!s:.40} in quotes, or it is not read as text."
             yield from _ambiguous(value, f"{path}.{key.value}".lstrip("."))
     elif isinstance(node, yaml.SequenceNode):
         for number, value in enumerate(node.value):
@@ -75,6 +94,9 @@ def _line(error: jsonschema.ValidationError) -> str:
     if error.validator == "additionalProperties":
         unknown = sorted(map(str, set(instance) - set(schema.get("properties", ()))))
         where = ".".join([*([path] if path else []), unknown[0][:80]])
+        nearest = nearest_name(unknown[0], schema.get("properties", ()))
+        if nearest is not None:
+            return f"{where}: the chart has no such value; did you mean {nearest}?"
         hint = f"; it takes {schema['description']}" if "description" in schema else ""
         return f"{where}: the chart has no such value{hint}."
     if error.validator == "required":
@@ -90,14 +112,14 @@ def _wanted(error: jsonschema.ValidationError) -> str:
     schema: Any = error.schema
     value: Any = error.validator_value
     if error.validator == "type" and value == "string":
-        return f"text; {_NOT_TEXT}"
+        return f"text; {_NOT_TEXT if isinstance(error.instance, bool) else 'put it in quotes'}"
     if "description" in schema:
         return str(schema["description"])
     match error.validator:
         case "enum":
             return f"one of {', '.join(value)}"
         case "type":
-            return f"of type {value}"
+            return f"of type {value if isinstance(value, str) else ' or '.join(value)}"
         case "minimum":
             return f"at least {value}"
         case "maximum":

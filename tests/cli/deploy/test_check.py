@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 import yaml
 
@@ -28,6 +29,8 @@ _MODEL = "model: /models/Llama-3.1-8B-Instruct\n"
 _SET_BY_THE_CHART = {
     "api_keys",
     "device",
+    "disk_cache_bytes",
+    "disk_cache_folder",
     "drain_timeout_s",
     "max_replicas",
     "num_replicas",
@@ -56,8 +59,11 @@ def test_our_values_have_no_errors(path: Path, capsys: pytest.CaptureFixture[str
         ("model: a b\n", "model: 'a b' must be a Hub id"),
         ("model: /models/a..b\n", "model: '/models/a..b' must be a Hub id"),
         ("model: \"/models/'x'\"\n", "must be a Hub id"),
-        (f"{_MODEL}replica: 2\n", "replica: the chart has no such value."),
-        (f"{_MODEL}worker: {{cpus: '2'}}\n", "worker.cpus: the chart has no such value."),
+        (f"{_MODEL}replica: 2\n", "replica: the chart has no such value; did you mean replicas?"),
+        (
+            f"{_MODEL}worker: {{cpus: '2'}}\n",
+            "worker.cpus: the chart has no such value; did you mean cpu?",
+        ),
         (f"{_MODEL}gpusPerHost: -1\n", "gpusPerHost: -1 must be at least 0."),
         (f"{_MODEL}gpusPerHost: 0.5\n", "gpusPerHost: 0.5 must be of type integer."),
         (f"{_MODEL}worker: {{cpu: 08}}\n", "worker.cpu: YAML readers disagree about 08; write"),
@@ -66,9 +72,50 @@ def test_our_values_have_no_errors(path: Path, capsys: pytest.CaptureFixture[str
         (f"{_MODEL}storage: {{size: lots}}\n", "storage.size: 'lots' must be a whole size"),
         (f"{_MODEL}arguments: {{num_block: 1}}\n", "arguments.num_block: the chart has no such"),
         (f"{_MODEL}arguments: {{num_replicas: 2}}\n", "arguments.num_replicas: the chart has no"),
-        (f"{_MODEL}arguments: {{max_num_seqs: many}}\n", "arguments: Invalid value 'many' of"),
+        (
+            f"{_MODEL}arguments: {{max_num_seqs: many}}\n",
+            "max_num_seqs: 'many' must be of type int",
+        ),
+        (f"{_MODEL}arguments: {{preemption: no}}\n", "arguments.preemption: False must be one of"),
+        (f"{_MODEL}arguments: {{load_seed: 1e3}}\n", "arguments.load_seed: YAML readers disagree"),
+        (f"{_MODEL}arguments: {{lease_s: .NaN}}\n", "arguments.lease_s: YAML readers disagree"),
+        (f"{_MODEL}image: {{tag: 12e45}}\n", "image.tag: YAML readers disagree about 12e45"),
+        (f"{_MODEL}image: {{tag: 0o17}}\n", "image.tag: YAML readers disagree about 0o17"),
+        (f"{_MODEL}gangScheduler: {{queue: y}}\n", "gangScheduler.queue: YAML readers disagree"),
+        (
+            f"{_MODEL}worker: {{nodeSelector: {{on: a}}}}\n",
+            "worker.nodeSelector: put the key on in",
+        ),
+        (f"{_MODEL}worker: {{nodeSelector: {{N: a}}}}\n", "worker.nodeSelector: put the key N in"),
+        (
+            f"{_MODEL}arguments: {{served_model_name: 1}}\n",
+            "served_model_name: 1 must be a name, or",
+        ),
         (f"{_MODEL}arguments: {{itl_target_ms: -1}}\n", "itl_target_ms must be above 0"),
-        (f"{_MODEL}arguments: {{block_size: 0}}\n", "arguments: block_size must be"),
+        (f"{_MODEL}arguments: {{block_size: 0}}\n", "arguments.block_size: block_size must be"),
+        (f"{_MODEL}arguments: {{lease_s: 1}}\n", "arguments.lease_s: lease_s must be at least 5"),
+        (
+            f"{_MODEL}arguments: {{disk_cache_bytes: 9}}\n",
+            "arguments.disk_cache_bytes: the chart has",
+        ),
+        (f"{_MODEL}diskCache: {{size: 4G}}\n", "diskCache.size: '4G' must be a whole size in Gi"),
+        (
+            f"{_MODEL}diskCache: {{storageClassName: a}}\n",
+            "there is no disk without diskCache.size",
+        ),
+        (
+            f"{_MODEL}tensorParallelSize: 8\ngpusPerHost: 8\nworker: {{cpu: '9'}}\n"
+            "diskCache: {size: 7Gi}\n",
+            "diskCache.size: 7Gi is not enough for the 8 ranks of a host",
+        ),
+        (
+            f"{_MODEL}diskCache: {{size: 9Gi}}\narguments: {{enable_prefix_cache: false}}\n",
+            "arguments.enable_prefix_cache: with false, nothing would be written",
+        ),
+        (
+            f"{_MODEL}diskCache: {{size: 9Gi}}\narguments: {{num_cpu_blocks: 0}}\n",
+            "arguments.num_cpu_blocks: with 0, nothing would be written",
+        ),
         (f"{_MODEL}worker: null\n", "worker: null removes the chart's value, which is required."),
         (
             f"{_MODEL}gateway: {{enabled: null}}\n",
@@ -76,7 +123,11 @@ def test_our_values_have_no_errors(path: Path, capsys: pytest.CaptureFixture[str
         ),
         (f"{_MODEL}storage: {{size: '{'9' * 5000}Gi'}}\n", "must be a whole size such as 200Gi"),
         ("model: |\n  /models/x\n", r"model: '/models/x\n' must be a Hub id"),
-        (f"{_MODEL}download: {{token: hf_x}}\n", "download.token: the chart has no such value."),
+        (f"{_MODEL}download: {{token: hf_x}}\n", "download.token: the chart has no such value; it"),
+        (
+            f"{_MODEL}download: {{s3: {{key: x}}}}\n",
+            "it takes the name of a Secret, and no keys: secr",
+        ),
         (
             f"{_MODEL}tensorParallelSize: 12\ngpusPerHost: 8\nworker: {{cpu: '16'}}\n",
             "12 ranks do not fill hosts of 8",
@@ -84,6 +135,17 @@ def test_our_values_have_no_errors(path: Path, capsys: pytest.CaptureFixture[str
         (f"{_MODEL}maxReplicas: 1\nreplicas: 2\n", "maxReplicas: it must be 0"),
         (f"{_MODEL}worker: {{cpu: 1500m}}\n", "worker.cpu: 1500m is not enough"),
         (f"{_MODEL}worker: {{sharedMemory: 64Gi}}\n", "must be less than worker.memory, 64Gi"),
+        (
+            f"{_MODEL}tensorParallelSize: 8\ngpusPerHost: 8\nworker: {{cpu: '9', memory: 32Gi}}\n",
+            "worker.sharedMemory: 32Gi (its default) must be less than worker.memory, 32Gi",
+        ),
+        (f"{_MODEL}worker: {{tolerations: [{{kee: a}}]}}\n", "worker.tolerations.0.kee: the chart"),
+        (f"{_MODEL}image: {{repository: 'a/b:1'}}\n", "image.repository: 'a/b:1' must be an image"),
+        (f"{_MODEL}download: {{cidrs: [10.0.0.1/8]}}\n", "download.cidrs.0: 10.0.0.1/8 has host"),
+        (
+            f"{_MODEL}autoscaler: {{apiServerCidrs: [999.0.0.0/8]}}\n",
+            "apiServerCidrs.0: 999.0.0.0/8",
+        ),
         (f"{_MODEL}worker: {{sharedMemory: 100Mi}}\n", "worker.sharedMemory: 100Mi is not enough"),
         (f"{_MODEL}replicas: 2\nstorage: {{accessMode: ReadWriteOnce}}\n", "for 2 workers"),
         (f"{_MODEL}gcs: {{faultTolerance: rocksdb}}\n", "GCSFaultToleranceEmbeddedStorage"),
@@ -223,6 +285,13 @@ def test_an_invalid_file_is_refused(
     assert error in capsys.readouterr().err
 
 
+def test_a_chart_that_is_not_there_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check(tmp_path, _MODEL, "--chart", str(tmp_path / "chart")) == 2
+    assert f"There is no chart {tmp_path / 'chart'}; run this in" in capsys.readouterr().err
+
+
 def test_a_mapping_may_change_what_it_merges(tmp_path: Path) -> None:
     path = tmp_path / "values.yaml"
     path.write_text(f"{_MODEL}worker: {{<<: &a {{cpu: '4', memory: 9Gi}}, cpu: '16'}}\n")
@@ -235,6 +304,23 @@ def test_the_arguments_of_the_schema_are_those_of_the_application() -> None:
     known = {one.name for one in (*fields(EngineOptions), *fields(ServeOptions))}
     assert known > _SET_BY_THE_CHART
     assert set(schema["properties"]["arguments"]["properties"]) == known - _SET_BY_THE_CHART
+
+
+@pytest.mark.parametrize("options", [EngineOptions, ServeOptions])
+def test_arguments_have_the_types_that_the_application_takes(options: type) -> None:
+    schema = json.loads((_CHART / "values.schema.json").read_text())
+    given = schema["properties"]["arguments"]["properties"]
+    for name, one in msgspec.json.schema(options)["$defs"][options.__name__]["properties"].items():
+        if name in _SET_BY_THE_CHART:
+            continue
+        # Null is what an argument that is left out has.
+        forms = [form for form in one.get("anyOf", [one]) if form.get("type") != "null"]
+        if "enum" in forms[0]:
+            assert given[name] == {"enum": forms[0]["enum"]}
+        else:
+            types = given[name]["type"]
+            wanted = [form["type"] for form in forms]
+            assert (types if isinstance(types, list) else [types]) == wanted
 
 
 def test_every_default_is_in_the_schema() -> None:

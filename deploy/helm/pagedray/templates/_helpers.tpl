@@ -103,6 +103,29 @@
 {{- .Values.graceSeconds | default (add .Values.drainSeconds 60) -}}
 {{- end -}}
 
+{{- /* The bytes of a size in Gi or Ti. */ -}}
+{{- define "pagedray.bytes" -}}
+{{- $power := ternary 1099511627776 1073741824 (hasSuffix "Ti" .) -}}
+{{- mul (regexFind "^[0-9]+" .) $power -}}
+{{- end -}}
+
+{{- /* What the ranks of one replica may write to their disks, of which file systems use a part. */ -}}
+{{- define "pagedray.diskCacheBytes" -}}
+{{- $bytes := mul (div (include "pagedray.bytes" .Values.diskCache.size) 10) 9 -}}
+{{- if eq (int .Values.gpusPerHost) 0 -}}{{ $bytes }}
+{{- else -}}{{ div (mul $bytes .Values.tensorParallelSize) .Values.gpusPerHost }}
+{{- end -}}
+{{- end -}}
+
+{{- /* Takes the root and a size, to which an emptyDir of the disk cache is added. */ -}}
+{{- define "pagedray.ephemeralStorage" -}}
+{{- $disk := .root.Values.diskCache -}}
+{{- if and $disk.size (not $disk.storageClassName) -}}
+{{ add (include "pagedray.bytes" .size) (include "pagedray.bytes" $disk.size) | quote }}
+{{- else -}}{{ .size }}
+{{- end -}}
+{{- end -}}
+
 {{- define "pagedray.podSecurity" -}}
 runAsNonRoot: true
 runAsUser: 10001
@@ -133,6 +156,10 @@ capabilities:
 {{- end -}}
 {{- if and (gt (int .Values.gpusPerHost) 0) (gt (int .Values.tensorParallelSize) (int .Values.gpusPerHost)) -}}
 {{- $_ := set $arguments "placement_strategy" "PACK" -}}
+{{- end -}}
+{{- if .Values.diskCache.size -}}
+{{- $_ := set $arguments "disk_cache_folder" "/var/cache/pagedray" -}}
+{{- $_ := set $arguments "disk_cache_bytes" (include "pagedray.diskCacheBytes" . | int64) -}}
 {{- end -}}
 {{- range $name, $value := .Values.arguments -}}
 {{- /* Helm reads numbers as floating-point ones, and would write large integers as 1e+06. */ -}}
@@ -328,6 +355,21 @@ initContainers:
 {{- if get $.Values.storage . -}}
 {{- fail (printf "storage.%s: nothing would use it, as the model %q is in the image of the container; write a folder below /models, or remove it." . $.Values.model) -}}
 {{- end -}}
+{{- end -}}
+{{- end -}}
+{{- with .Values.diskCache -}}
+{{- if .size -}}
+{{- $perHost := $gpus | default $ranks -}}
+{{- if lt (include "pagedray.bytes" .size | int64) (mul $perHost 1073741824) -}}
+{{- fail (printf "diskCache.size: %s is not enough for the %d ranks of a host, which each have a file there; use at least %dGi." .size $perHost $perHost) -}}
+{{- end -}}
+{{- range $name, $off := dict "enable_prefix_cache" "false" "enable_cpu_prefix_cache" "false" "num_cpu_blocks" "0" -}}
+{{- if eq (get $.Values.arguments $name | toString) $off -}}
+{{- fail (printf "arguments.%s: with %s, nothing would be written to the disk of diskCache.size; remove one." $name $off) -}}
+{{- end -}}
+{{- end -}}
+{{- else if .storageClassName -}}
+{{- fail "diskCache.storageClassName: there is no disk without diskCache.size; set it, or remove this." -}}
 {{- end -}}
 {{- end -}}
 {{- if eq .Values.upgrade.strategy "NewClusterWithIncrementalUpgrade" -}}
