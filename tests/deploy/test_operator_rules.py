@@ -86,9 +86,80 @@ def _mount_something_over_the_state(service: Manifest) -> None:
     head["containers"][0]["volumeMounts"].append({"name": "tmp", "mountPath": "/data/gcs"})
 
 
+def _state_resources_twice(service: Manifest) -> None:
+    head = service["spec"]["rayClusterConfig"]["headGroupSpec"]
+    head["resources"] = {"CPU": "1"}
+
+
+def _label_by_parameters(service: Manifest) -> None:
+    service["spec"]["rayClusterConfig"]["headGroupSpec"]["rayStartParams"]["labels"] = "a=b"
+
+
+def _remove_the_containers(service: Manifest) -> None:
+    [group] = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    group["template"]["spec"]["containers"] = []
+
+
+def _repeat_the_group(service: Manifest) -> None:
+    groups = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    groups.append(groups[0])
+
+
+def _suspend_the_group(service: Manifest) -> None:
+    [group] = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    group["suspend"] = True
+
+
+def _upgrade_by_steps_without_the_autoscaler(service: Manifest) -> None:
+    cluster = service["spec"]["rayClusterConfig"]
+    del cluster["enableInTreeAutoscaling"]
+    options = {"stepSizePercent": 5, "intervalSeconds": 1, "gatewayClassName": "envoy"}
+    service["spec"]["upgradeStrategy"] = {
+        "type": "NewClusterWithIncrementalUpgrade",
+        "clusterUpgradeOptions": options,
+    }
+
+
+def _set_on_the_head(service: Manifest, name: str) -> None:
+    head = service["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]
+    head["containers"][0]["env"].append({"name": name, "value": "1"})
+
+
+def _name_redis_by_variable(service: Manifest) -> None:
+    _set_on_the_head(service, "RAY_REDIS_ADDRESS")
+
+
+def _choose_the_autoscaler_by_variable(service: Manifest) -> None:
+    _set_on_the_head(service, "RAY_enable_autoscaler_v2")
+
+
+def _choose_the_state_by_variable(service: Manifest) -> None:
+    _keep_state(service)
+    _set_on_the_head(service, "RAY_gcs_storage")
+
+
+def _store_redis(service: Manifest) -> None:
+    _keep_state(service, backend="redis", storage={"size": "2Gi"})
+
+
+def _ask_kubernetes_for_tokens(service: Manifest) -> None:
+    service["spec"]["rayClusterConfig"]["authOptions"]["enableK8sTokenAuth"] = True
+
+
 @pytest.mark.parametrize(
     ("change", "error"),
     [
+        (_state_resources_twice, "resources in two places"),
+        (_label_by_parameters, "labels in rayStartParams"),
+        (_remove_the_containers, "ranks has no container"),
+        (_repeat_the_group, "two worker groups have one name"),
+        (_suspend_the_group, "cannot be suspended under an autoscaler"),
+        (_upgrade_by_steps_without_the_autoscaler, "needs the autoscaler"),
+        (_name_redis_by_variable, "Redis is configured by gcsFaultToleranceOptions"),
+        (_choose_the_autoscaler_by_variable, "version is in autoscalerOptions"),
+        (_choose_the_state_by_variable, "KubeRay sets where the state is"),
+        (_store_redis, "Redis has no storage"),
+        (_ask_kubernetes_for_tokens, "cannot have Kubernetes check its tokens"),
         (_rename, "at most 47 characters"),
         (_forget_version, "rayVersion of at least 2.52.0"),
         (_restart_workers, "restartPolicy of ranks"),
