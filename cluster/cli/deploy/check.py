@@ -14,6 +14,7 @@ from workers.hub.problems import HubUnreachableError
 from workers.s3.location import S3_SCHEME
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from cluster.cli.deploy.values import Values
@@ -24,20 +25,29 @@ _EXAMPLE = "registry.example.com/"
 """No registry: the default of the chart, which users replace."""
 
 
-def check(path: Path, *, chart: Path, release: str, checkpoint: Path | None) -> int:
-    """Print a line for each error, and return 1 if there is one. Raises StartupError."""
-    values = read_values(path, chart)
+def check(paths: Sequence[Path], *, chart: Path, release: str, checkpoint: Path | None) -> int:
+    """Print a line for each error, and return 1 if there is one. Raises StartupError.
+
+    Files are merged as by Helm: values of later ones win.
+    """
+    values = read_values(paths, chart)
+    names = ", ".join(map(str, paths))
+    errors = [f"{path}: {error}" for path in paths for error in spelling_errors(path)]
     # The rules rely on what the schema requires.
-    errors = spelling_errors(path) or schema_errors(values, chart)
+    if not errors:
+        errors = [f"{names}: {error}" for error in schema_errors(values, chart)]
     if not errors:
         weight_bytes = _weight_bytes(values, checkpoint)
-        errors = list(rule_errors(values, release=release, weight_bytes=weight_bytes))
+        found = rule_errors(values, release=release, weight_bytes=weight_bytes)
+        errors = [f"{names}: {error}" for error in found]
     for error in errors:
-        print(f"{path}: {error}")
+        print(error)
     if errors:
         return 1
-    print(f"{path}: no errors found. To deploy:")
-    command = ["helm", "install", release, str(chart), "--values", str(path)]
+    print(f"{names}: no errors found. To deploy:")
+    command = ["helm", "install", release, str(chart)]
+    for path in paths:
+        command += ["--values", str(path)]
     if values["image"]["repository"].startswith(_EXAMPLE):
         command += ["--set", "image.repository=REGISTRY/pagedray"]
     print(f"\n    {shlex.join(command)}")

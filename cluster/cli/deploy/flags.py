@@ -17,7 +17,13 @@ _CHART = Path("deploy/helm/pagedray")
 
 def add_check_flags(parser: argparse.ArgumentParser) -> None:
     """Add what `deploy check` reads."""
-    parser.add_argument("values", type=Path, metavar="VALUES", help="A file of Helm values.")
+    parser.add_argument(
+        "values",
+        type=Path,
+        nargs="+",
+        metavar="VALUES",
+        help="Files of Helm values; a later one replaces values of those before it.",
+    )
     parser.add_argument(
         "--chart", type=Path, default=_CHART, metavar="FOLDER", help="The chart of PagedRay."
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import jsonschema
@@ -14,7 +15,7 @@ from pagedray.nearest_name import nearest_name
 from pagedray.shown_value import shown_value
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator
+    from collections.abc import Hashable, Iterator, Sequence
     from pathlib import Path
 
 __all__ = ["Values", "read_values", "schema_errors", "spelling_errors"]
@@ -38,15 +39,18 @@ _KEY_TAGS = {"tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"}
 _NOT_TEXT = "put it in quotes: without them, YAML reads no, off and yes as booleans"
 
 
-def read_values(path: Path, chart: Path) -> Values:
-    """Return the values of a file, with the defaults of the chart. Raises StartupError."""
-    given = _read(path)
+def read_values(paths: Sequence[Path], chart: Path) -> Values:
+    """Return the values of files, of which later ones win, with the defaults of the chart.
+
+    Raises StartupError.
+    """
+    given = [_read(path) for path in paths]
     if not chart.is_dir():
         raise StartupError(
             f"There is no chart {chart}; run this in a checkout of PagedRay, or use --chart."
         )
     defaults = _read(chart / "values.yaml")
-    return _merged(defaults, given)
+    return reduce(_merged, given, defaults)
 
 
 def spelling_errors(path: Path) -> list[str]:

@@ -211,7 +211,7 @@ def test_an_incremental_upgrade_needs_the_autoscaler_a_class_and_no_routes() -> 
         "upgrade.strategy",
         "upgrade.incremental.gatewayClassName",
     ]
-    incremental = read_values(_CHART / "values.yaml", _CHART)["upgrade"]["incremental"]
+    incremental = read_values([_CHART / "values.yaml"], _CHART)["upgrade"]["incremental"]
     upgrade["incremental"] = incremental | {"gatewayClassName": "envoy"}
     values: Values = {"model": "/models/x", "upgrade": upgrade, "maxReplicas": 2}
     assert rules(values) == []
@@ -285,6 +285,21 @@ def test_an_invalid_file_is_refused(
     assert error in capsys.readouterr().err
 
 
+def test_later_files_replace_values_of_those_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text(f"{_MODEL}replicas: 0\nworker: {{memory: 8Gi, cpu: '9'}}\n")
+    second.write_text("replicas: 2\nworker: {cpu: '1'}\n")
+    command = ["deploy", "check", str(first), str(second), "--chart", str(_CHART)]
+    assert main(command) == 1
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"{first}, {second}: worker.cpu: 1 is not enough")
+    second.write_text("replicas: 2\n")
+    assert main(command) == 0
+    assert f"--values {first} --values {second} --set" in capsys.readouterr().out
+
+
 def test_a_chart_that_is_not_there_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -295,7 +310,7 @@ def test_a_chart_that_is_not_there_is_named(
 def test_a_mapping_may_change_what_it_merges(tmp_path: Path) -> None:
     path = tmp_path / "values.yaml"
     path.write_text(f"{_MODEL}worker: {{<<: &a {{cpu: '4', memory: 9Gi}}, cpu: '16'}}\n")
-    worker = read_values(path, _CHART)["worker"]
+    worker = read_values([path], _CHART)["worker"]
     assert (worker["cpu"], worker["memory"]) == ("16", "9Gi")
 
 
@@ -336,7 +351,7 @@ def rules(
     values: Values, *, release: str = "pagedray", weight_bytes: int | None = None
 ) -> list[str]:
     """Return the errors of values with the defaults of the chart."""
-    defaults = read_values(_CHART / "values.yaml", _CHART)
+    defaults = read_values([_CHART / "values.yaml"], _CHART)
     merged = {
         name: one | values.get(name, {}) if isinstance(one, dict) else values.get(name, one)
         for name, one in defaults.items()

@@ -19,7 +19,7 @@ def run(data: bytes) -> None:
     path = Path(_FOLDER, "values.yaml")
     path.write_bytes(data)
     try:
-        values = read_values(path, _CHART)
+        values = read_values([path], _CHART)
         lines = spelling_errors(path) or schema_errors(values, _CHART)
         if not lines:
             lines = list(rule_errors(values, release="a", weight_bytes=2**34))
@@ -34,13 +34,15 @@ TARGET = Target(
     run=run,
     seeds=(
         b'model: Qwen/Qwen3-8B\nworker:\n  cpu: "8"\n  memory: 64Gi\n  gpus: 1\n',
-        b"model: /models/a\nargs: {max_num_seqs: 64}\nstorage: null\n",
+        b"model: /models/a\narguments: {max_num_seqs: 64}\nstorage: null\n",
+        b"model: a/b\ndiskCache: {size: 4Gi}\nworker: {tolerations: [{key: a}]}\n",
+        b"model: a/b\ndownload: {cidrs: [10.0.0.0/8]}\narguments: {num_cpu_blocks: 0}\n",
         b"model: s3://b/c\na: &a [1]\nb: *a\n<<: {c: 0755}\n",
     ),
     words=(
         *(b"replicas: ", b"image:\n  ", b"null", b"~", b"!!binary ", b"&a ", b"*a", b"<<: "),
         *(b"2026-11-25", b"1:30", b"0o7", b"? ", b"- ", b"|\n", b"\x85", b"\xe2\x80\xa8", b"%YAML"),
-        *(b".inf", b".nan", b"1e400", b"9" * 5000, b"storage:\n  size: 100Gi\n", b"args:\n  "),
+        *(b".inf", b".nan", b"1e400", b"9" * 5000, b"storage:\n  size: 100Gi\n", b"arguments:\n  "),
     ),
     max_bytes=1024,
 )
