@@ -6,7 +6,6 @@ Whether it runs inside the controller's process or inside a Ray actor is not kno
 from __future__ import annotations
 
 import gc
-import os
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Protocol
 
@@ -16,6 +15,7 @@ from attention.selector import select_backend
 from pagedray.config import DEFAULT_MAX_NUM_SEQS
 from pagedray.errors import DeviceError, StartupError
 from pagedray.pool_memory import PoolReport
+from pagedray.usable_cores import num_usable_cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -184,4 +184,4 @@ def rank_device(config: EngineConfig, index: int = 0) -> torch.device:
 def _num_threads(config: EngineConfig) -> int:
     if config.parallel.num_threads is not None:
         return config.parallel.num_threads
-    return max(1, len(os.sched_getaffinity(0)) // config.parallel.tensor_parallel_size)
+    return max(1, num_usable_cores() // config.parallel.tensor_parallel_size)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from pagedray.usable_cores import num_usable_cores
 from workers.weights.checkpoint import Checkpoint
 from workers.weights.dummy_tensors import DummyTensors
 from workers.weights.finite_tensors import FiniteTensors
@@ -135,5 +135,5 @@ def _num_threads(config: EngineConfig) -> int:
     """Return how many threads of a rank load weights: one copies slower than a disk may read."""
     if config.parallel.device == "cpu":
         return min(_MAX_THREADS, torch.get_num_threads())
-    share = len(os.sched_getaffinity(0)) // config.parallel.tensor_parallel_size
+    share = num_usable_cores() // config.parallel.tensor_parallel_size
     return max(1, min(_MAX_THREADS, share))

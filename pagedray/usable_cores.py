@@ -1,0 +1,24 @@
+"""How many cores a process may use, in a container that has a part of those of its machine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+__all__ = ["num_usable_cores"]
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def num_usable_cores(cgroup: Path = _CGROUP) -> int:
+    """Return the cores on which this process may run, or fewer if its container has a limit.
+
+    Threads beyond a limit make the kernel stop all of them for a part of the time.
+    """
+    allowed = len(os.sched_getaffinity(0))
+    try:
+        quota, period = (cgroup / "cpu.max").read_text().split()
+        return max(1, min(allowed, int(quota) // int(period)))
+    except (OSError, ValueError):
+        # There is no such group, or its limit is "max".
+        return allowed
