@@ -12,11 +12,12 @@ HELM := $(TOOLS)/bin/helm
 KUBECTL := $(TOOLS)/bin/kubectl
 PROMTOOL := $(TOOLS)/bin/promtool
 ENVOY := $(TOOLS)/bin/envoy
+HELM_4 := $(TOOLS)/helm-4/helm_python
 TSC := $(TOOLS)/types/node_modules/.bin/tsc
 
 SEEDS ?= 10000
 
-.PHONY: setup helm deploy-tools gateway-test demo simulate test test-slow test-clients image-test test-hostile test-page chaos docs release check protos freeze-protos clean
+.PHONY: setup helm deploy-tools gateway-test helm-4-test demo simulate test test-slow test-clients image-test test-hostile test-page chaos docs release check protos freeze-protos clean
 
 setup: $(STAMP)
 
@@ -66,6 +67,14 @@ $(TSC):
 		typescript@7.0.2 @kubernetes-models/gateway-api@2.0.0 @kubernetes-models/keda@0.4.2 \
 		@kubernetes-models/prometheus-operator@6.0.0
 
+# Helm 4 as a library.
+$(HELM_4): | $(STAMP)
+	@$(PIP) install -qq --upgrade --no-deps --target $(TOOLS)/helm-4 helm-python-sdk==0.2.2
+
+# The chart, rendered by Helm 4 and by the Helm of the other tests.
+helm-4-test: $(HELM) $(HELM_4)
+	@scripts/test -m slow tests/deploy/test_helm_4.py
+
 # Envoy in front of a Serve application, by the routes that the chart renders.
 gateway-test: $(HELM) $(ENVOY)
 	@scripts/test -m slow tests/deploy/test_gateway.py
@@ -105,7 +114,7 @@ test-clients: setup
 
 # The CPU image, built from a base of this machine's Debian and run as the manifests say. Needs root,
 # and installs buildah, crun and debootstrap if they are missing.
-image-test: setup
+image-test: setup $(HELM)
 	@$(BIN)/python -m tests.image
 
 # The documentation as a site in build/site.

@@ -76,6 +76,16 @@ def test_the_chart_monitors_as_the_component(tmp_path: Path) -> None:
     assert rendered == {key: one for key, one in expected.items() if key[0] not in shared}
 
 
+def test_arguments_may_be_lists_and_large_numbers() -> None:
+    arguments = {"served_model_name": ["one", "two"], "max_model_len": 1_000_000, "lease_s": 7.5}
+    [serve] = [
+        yaml.safe_load(one["spec"]["serveConfigV2"])
+        for one in render_chart(None, _HUB | {"arguments": arguments})
+        if one["kind"] == "RayService"
+    ]
+    assert arguments.items() <= serve["applications"][0]["args"].items()
+
+
 def test_one_value_is_enough() -> None:
     manifests = render_chart(None, _HUB)
     kinds = [one["kind"] for one in manifests]

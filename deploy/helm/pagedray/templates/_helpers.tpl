@@ -162,11 +162,12 @@ capabilities:
 {{- $_ := set $arguments "disk_cache_bytes" (include "pagedray.diskCacheBytes" . | int64) -}}
 {{- end -}}
 {{- range $name, $value := .Values.arguments -}}
-{{- /* Helm reads numbers as floating-point ones, and would write large integers as 1e+06. */ -}}
-{{- if and (kindIs "float64" $value) (eq $value (floor $value)) -}}
-{{- $_ := set $arguments $name (int64 $value) -}}
-{{- else -}}
 {{- $_ := set $arguments $name $value -}}
+{{- /* Helm reads numbers as floating-point ones, and would write large integers as 1e+06. */ -}}
+{{- if kindIs "float64" $value -}}
+{{- if eq $value (floor $value) -}}
+{{- $_ := set $arguments $name (int64 $value) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 proxy_location: EveryNode
