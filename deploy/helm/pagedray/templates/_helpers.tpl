@@ -136,6 +136,18 @@ seccompProfile:
   type: RuntimeDefault
 {{- end -}}
 
+{{- /* On which nodes pods may run; takes the node selector and the tolerations. */ -}}
+{{- define "pagedray.nodes" -}}
+{{- with .nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
 {{- define "pagedray.containerSecurity" -}}
 allowPrivilegeEscalation: false
 readOnlyRootFilesystem: true
