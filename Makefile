@@ -113,7 +113,7 @@ test-clients: setup
 	@$(BIN)/python -m tests.clients
 
 # The CPU image, built from a base of this machine's Debian and run as the manifests say. Needs root,
-# and installs buildah, crun and debootstrap if they are missing.
+# and installs buildah, runc and debootstrap if they are missing.
 image-test: setup $(HELM)
 	@$(BIN)/python -m tests.image
 

@@ -1,5 +1,7 @@
 """The Ray cluster of `cpu-demo` from the image: a head and a worker, without Kubernetes.
 
+The chart renders it, with a disk for prefixes, which the values of `cpu-demo` do not have.
+
 It starts the pods and sends the Serve configuration as KubeRay's controller does.
 """
 
@@ -9,12 +11,14 @@ import json
 import secrets
 import time
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 import httpx
 import yaml
 
 from cluster.serving.auth.key_file import digest_of, new_key
+from tests.deploy.helm import render_chart
 from tests.deploy.kustomize import overlay
 from tests.image.built_image import BuiltImage
 from tests.image.kuberay import CLUSTER, HEAD_SERVICE, head_pod, worker_pod
@@ -32,12 +36,16 @@ __all__ = ["IMAGE", "RayCluster"]
 _DEPLOY_TIMEOUT_S = 180.0
 
 
+@cache
 def _ray_service() -> Manifest:
-    return overlay("cpu-demo")["RayService", "pagedray"]
+    manifests = render_chart("cpu-demo", {"diskCache": {"size": "1Gi"}})
+    [service] = [one for one in manifests if one["kind"] == "RayService"]
+    return service
 
 
 def _image_name() -> str:
-    cluster = _ray_service()["spec"]["rayClusterConfig"]
+    # Also where Helm is not installed.
+    cluster = overlay("cpu-demo")["RayService", "pagedray"]["spec"]["rayClusterConfig"]
     groups = (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])
     [name] = {one["template"]["spec"]["containers"][0]["image"] for one in groups}
     return str(name)

@@ -61,7 +61,13 @@ def test_files_of_the_image_cannot_be_written(started: RayCluster) -> None:
     for path in ("/new", "/opt/pagedray/new", "/home/pagedray/new", "/etc/pagedray/new"):
         refused = started.worker.execute("touch", path)
         assert "Read-only file system" in refused.stderr, path
-    for path in ("/tmp/new", "/tmp/ray/new", "/dev/shm/new", "/home/pagedray/.cache/new"):
+    for path in (
+        "/tmp/new",
+        "/tmp/ray/new",
+        "/dev/shm/new",
+        "/home/pagedray/.cache/new",
+        "/var/cache/pagedray/new",
+    ):
         assert started.worker.execute("touch", path).returncode == 0, path
 
 
@@ -138,6 +144,13 @@ def test_the_kernels_are_those_of_the_image(served: RayCluster) -> None:
     assert all(name.startswith(_KERNELS) for name in kernels)
     # Nothing was compiled, and there is nothing that another user could replace.
     assert served.worker.execute("ls", "/home/pagedray/.cache/pagedray").stdout == ""
+
+
+def test_a_rank_keeps_prefixes_on_the_disk_of_its_pod(served: RayCluster) -> None:
+    # The file has no name.
+    opened = served.worker.execute("sh", "-c", "ls -l /proc/[0-9]*/fd").stdout
+    assert "/var/cache/pagedray/" in opened
+    assert "tmp" not in served.worker.execute("ls", "-A", "/var/cache/pagedray").stdout
 
 
 def test_the_container_logs_calls_and_no_secrets(served: RayCluster) -> None:
