@@ -53,7 +53,7 @@ def read_structural_tag(text: str, read_one: ReadOne) -> Grammar:
     """
     try:
         given = msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError) as error:
         raise invalid_structure(f"structure is no structural tag: {error}.") from error
     reader = _Reader(read_one)
     if not isinstance(given, dict):
@@ -226,6 +226,9 @@ class _Reader:
             # The shortest one ends the text.
             shortest = min(found, key=len)
             by_trigger[shortest].append(Concat((Text(begin.removeprefix(shortest)), inside)))
+        for index, trigger in enumerate(triggers):
+            if not any(one["begin"].startswith(trigger) for _, one in tags):
+                _fail(f"{_inside(path, 'triggers')}.{index}", "is the beginning of no tag")
         stops = {trigger: Alternation(tuple(one)) for trigger, one in by_trigger.items() if one}
         self.rules[text.name] = self._free_text(path, following, stops)
         return Alternation(tuple(whole)) if _flag(part, "at_least_one", path) else text

@@ -71,6 +71,7 @@ def expected(text: str, triggers: list[str], begins: list[str], end: str) -> boo
         (["aa"], ["aab", "aaa"], ";"),
         (["ab", "ba"], ["abb", "baa"], ""),
         (["abab", "bb"], ["ababa", "bba"], "ab"),
+        (["ab", "a"], ["abb", "a<"], ";"),
     ],
 )
 def test_free_text_ends_at_the_first_trigger(
@@ -151,6 +152,7 @@ def test_tags_with_a_separator() -> None:
         (sequence(ANY, ANY), "format.elements.0 is free text"),
         (triggered("b", tags=[tag("a", "")]), "format.tags.0.begin must begin with one of"),
         (triggered("a", tags=[]), "format.tags must be a list"),
+        (triggered("a", "b", tags=[tag("a", "")]), "format.triggers.1 is the beginning of no tag"),
         (triggered("a", "", tags=[tag("a", "")]), "format.triggers.1 must be a string"),
         (triggered("a", tags=[tag("a", "")], at_least_one=1), "at_least_one must be true"),
         (triggered("a", tags=[{"begin": "a", "content": ANY}]), "format.tags.0.end must be"),
@@ -178,6 +180,12 @@ def test_deep_parts_are_refused() -> None:
         accepts({"format": part})
     with pytest.raises(InvalidRequestError, match="no structural tag"):
         grammar_text(Structure(kind="structural_tag", text='{"a":' * 20_000))
+
+
+def test_text_that_is_no_json_is_refused() -> None:
+    for text in ("", "{", "[]", "5", '{"a":"\ud800"}', '{"format":NaN}'):
+        with pytest.raises(InvalidRequestError, match="structur"):
+            grammar_text(Structure(kind="structural_tag", text=text))
 
 
 def test_a_tag_is_an_answer_beside_tool_calls() -> None:

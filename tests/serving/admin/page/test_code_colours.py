@@ -16,12 +16,12 @@ COLOURED = (
     "[...CSS.highlights].flatMap(([name, highlight]) => [...highlight].map((range) =>"
     " [name, range.startContainer.data.slice(range.startOffset, range.endOffset)]))"
 )
-CODE = """def half(x: int) -> float:  # one & two
+CODE = """def half(x: int) -> float:  # TODO: one & two
     return x / 2 if x else "</span><b>&amp;"
 """
 KINDS = [
     *(["code-keyword", word] for word in ("def", "return", "if", "else")),
-    ["code-comment", "# one & two"],
+    ["code-comment", "# TODO: one & two"],
     ["code-string", '"</span><b>&amp;"'],
     ["code-number", "2"],
     ["code-title", "half"],
@@ -93,6 +93,11 @@ def test_only_complete_blocks_have_colours(page: ChatPage) -> None:
     assert page.evaluate(COLOURED) == []
     page.evaluate("window.view.append('```\\n\\none\\n\\ntwo\\n\\nthree\\n')")
     assert len(coloured(page)) == len(KINDS)
+    page.evaluate("window.view.end()")
+    rest(page)
+    assert sorted(coloured(page)) == sorted(KINDS)
+    page.evaluate("window.view.node.remove()")
+    page.wait_for(f"{COLOURED}.length === 0")
 
 
 def test_code_inside_of_a_list_has_colours(page: ChatPage) -> None:
