@@ -28,6 +28,7 @@ from bench.engine import SHAPES, save_model, write_results
 from bench.swap_engine import measured_engine
 from bench.swap_loads import ConversationLoad, PoolLoad, run_conversations, run_pool
 from bench.swap_rates import measured_rates
+from pagedray.pool_memory import PoolMemory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,8 +54,13 @@ def main() -> int:
 
 def _rows(part: str, folder: Path, options: argparse.Namespace) -> Iterator[Any]:  # Any: as above
     if part == "rates":
-        num_blocks = options.num_copied_blocks
-        yield from measured_rates(folder, num_blocks=num_blocks, num_steps=options.num_steps)
+        memory = PoolMemory() if options.kept_pool else None
+        yield from measured_rates(
+            folder,
+            num_blocks=options.num_copied_blocks,
+            num_steps=options.num_steps,
+            memory=memory,
+        )
     elif part == "pool":
         load = PoolLoad(
             num_requests=options.num_requests,
@@ -108,6 +114,9 @@ def _parser() -> argparse.ArgumentParser:
     rates = parser.add_argument_group("rates")
     rates.add_argument("--num-copied-blocks", type=int, default=1024)
     rates.add_argument("--num-steps", type=int, default=400, help="decode steps (400)")
+    rates.add_argument(
+        "--kept-pool", action="store_true", help="a CPU pool in memory that outlives its rank"
+    )
     pool = parser.add_argument_group("pool")
     pool.add_argument(
         "--mode",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from pagedray.pool_memory import PoolMemory
     from workers.runner.model_runner import PendingTokens
 
 __all__ = ["measured_rates"]
@@ -71,10 +72,13 @@ class DecodeRate:
 
 
 def measured_rates(
-    folder: Path, *, num_blocks: int, num_steps: int
+    folder: Path, *, num_blocks: int, num_steps: int, memory: PoolMemory | None
 ) -> Iterator[CopyRate | DecodeRate]:
-    """Measure copies of so many blocks in each direction, then decode steps beside a quarter."""
-    bench = _Bench(folder, num_blocks=num_blocks, num_steps=num_steps)
+    """Measure copies of so many blocks in each direction, then decode steps beside a quarter.
+
+    The CPU pool is in the `memory`, or private without it.
+    """
+    bench = _Bench(folder, num_blocks=num_blocks, num_steps=num_steps, memory=memory)
     for order in ("scattered", "adjacent"):
         for direction in ("out", "in", "both"):
             yield bench.copy_rate(direction, order)
@@ -96,7 +100,9 @@ def measured_rates(
 class _Bench:
     """A rank, and blocks beside those of its sequences."""
 
-    def __init__(self, folder: Path, *, num_blocks: int, num_steps: int) -> None:
+    def __init__(
+        self, folder: Path, *, num_blocks: int, num_steps: int, memory: PoolMemory | None
+    ) -> None:
         self._num_blocks = num_blocks
         self._num_steps = num_steps
         self._row_blocks = -(-(CONTEXT + WARM_STEPS + num_steps + 1) // BLOCK_SIZE)
@@ -110,6 +116,8 @@ class _Bench:
             num_cpu_blocks=2 * num_blocks,
         )
         worker = self._worker = DecoderWorker(engine_config(folder, options), SoloGroup())
+        if memory is not None:
+            worker.use_pool_memory(memory.address)
         worker.load_weights(lambda done, total: None)
         worker.allocate_cache(self._first_spare + 2 * num_blocks, 2 * num_blocks)
         worker.warm_up()

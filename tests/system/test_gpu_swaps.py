@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import math
 import random
 import time
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,18 +17,20 @@ from attention.abstract import AttentionParams, AttentionSpec
 from attention.cpu.torch_sdpa import TorchSDPABackend
 from pagedray import LLM, SamplingParams
 from pagedray.batch import BlockCopy, StepPlan
+from pagedray.pool_memory import PoolMemory, PoolReport
 from pagedray.rank_progress import ProgressWord
 from tests.checkpoints import save_word_tokenizer
 from tests.greedy import settled_stats
 from workers.runner.batched_copies import find_batched_copies
 from workers.runner.input_batch import InputBatch
+from workers.runner.kept_pool.mapped_pool import MappedPool
 from workers.runner.kv_cache import KVCache, make_host_pool
 from workers.runner.model_runner import ModelRunner, PendingTokens
 from workers.runner.token_table import TokenTable
 from workers.sampler import Sampler
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from cluster.scheduling.stats import SchedulerStats
@@ -57,16 +62,31 @@ NUM_NEW_TOKENS = 160
 MAX_LEN = 1024
 
 
+class Mapper:
+    """Maps the memory of a CPU pool."""
+
+    def __init__(self, memory: PoolMemory) -> None:
+        self._memory = memory
+
+    def map_pool(
+        self, num_blocks: int, block_shape: Sequence[int], dtype: torch.dtype
+    ) -> MappedPool:
+        num_bytes = num_blocks * math.prod(block_shape) * dtype.itemsize
+        return MappedPool(
+            self._memory.address, num_bytes=num_bytes, num_extra_bytes=0, origin=b"o" * 32
+        )
+
+
 class Rig:
     """Pools of 64 and 64 blocks of 1 MiB, and a runner for plans without sequences."""
 
-    def __init__(self, *, num_staging: int) -> None:
+    def __init__(self, *, num_staging: int, mapper: Mapper | None = None) -> None:
         device = torch.device("cuda")
         params = AttentionParams(num_heads=32, num_kv_heads=32, head_size=64, scale=0.125)
         spec = AttentionSpec(
             layers=(params,) * 4, dtype=torch.float32, device=device, block_size=16
         )
-        pool = make_host_pool(spec, 64)
+        pool = make_host_pool(spec, 64, mapper=mapper)  # type: ignore[arg-type]  # all it needs
         pool.wait_until_pinned()
         assert pool.num_pinned_blocks == 64
         assert pool.blocks.is_pinned()
@@ -110,6 +130,26 @@ def copies_of(sources: list[int], targets: list[int]) -> list[BlockCopy]:
 def test_the_driver_copies_many_blocks_at_once() -> None:
     # CUDA 12.8 or later, as torch needs it.
     assert find_batched_copies() is not None
+
+
+def test_a_pool_that_outlives_its_rank_is_pinned_and_copied_from_by_the_next() -> None:
+    with closing(PoolMemory()) as memory:
+        rig = Rig(num_staging=0, mapper=Mapper(memory))
+        content = torch.randn_like(rig.device)
+        rig.device.copy_(content)
+        wait_for_copies(
+            rig.runner.launch(StepPlan(0, [], swap_outs=copies_of([5, 6, 7, 1], [3, 4, 5, 63])))
+        )
+        assert rig.cache.host_pool.mapped is not None
+        rig.cache.host_pool.mapped.confirm()
+        del rig
+        gc.collect()
+        rig = Rig(num_staging=0, mapper=Mapper(memory))
+        assert rig.cache.host_pool.take_report() == PoolReport(is_shared=True, is_kept=True)
+        wait_for_copies(
+            rig.runner.launch(StepPlan(0, [], swap_ins=copies_of([3, 4, 5, 63], [0, 9, 8, 2])))
+        )
+        assert torch.equal(rig.device[[0, 9, 8, 2]], content[[5, 6, 7, 1]])
 
 
 def test_copies_begin_after_earlier_steps() -> None:
