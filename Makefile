@@ -17,20 +17,23 @@ TSC := $(TOOLS)/types/node_modules/.bin/tsc
 
 SEEDS ?= 10000
 
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: setup helm deploy-tools gateway-test helm-4-test demo simulate test test-slow test-clients image-test test-hostile test-page chaos docs release check protos freeze-protos clean
 
 setup: $(STAMP)
 
-# Torch is installed first and pinned: as a dependency it could resolve to a larger build.
+# Torch is installed first and pinned: as a dependency it could resolve to a larger build. Modules
+# are compiled when they are first imported, which most of them never are, and kept for all processes.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is required; run make PYTHON=python3.12")'
 	@test -x $(BIN)/python || { echo "Creating .venv"; $(PYTHON) -m venv .venv; }
 	@echo "Installing pip"
 	@$(PIP) install -qq --upgrade pip
 	@echo "Installing torch"
-	@$(PIP) install -qq -c constraints.txt torch
+	@$(PIP) install -qq --no-compile -c constraints.txt torch
 	@echo "Installing the other dependencies"
-	@$(PIP) install -qq -c constraints.txt -e '.[dev]'
+	@$(PIP) install -qq --no-compile -c constraints.txt -e '.[dev]'
 	@touch $@
 	@echo "Ready: .venv"
 
