@@ -4,8 +4,8 @@
 
 What `bench.routed_conversations` does in virtual time, with small replicas: 200 users write again
 some time after each answer, and what counts is the part of the prompts that replicas compute, as
-their usage says. The router places by hashing alone, with the bound of load that it had and with
-today's, or also remembers where load has moved a conversation.
+their usage says. The router places by hashing alone, within 1.25 or 1.5 times the mean load, or
+also remembers where load has moved a conversation.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ async def _answer(
     seen: Conversations,
     messages: list[dict[str, str]],
 ) -> tuple[str, float]:
-    """Return the text, and when its first part arrived."""
+    """Return the text, and when its first part arrived. Raises ClientError."""
     body = {
         "model": MODEL.name,
         "messages": messages,
@@ -207,6 +207,8 @@ async def _answer(
             if not data.startswith(b"{"):
                 continue
             event = json.loads(data)
+            if (error := event.get("error")) is not None:
+                raise aiohttp.ClientPayloadError(error["message"])
             for choice in event["choices"]:
                 text += choice["delta"].get("content") or ""
                 first_s = first_s or time.perf_counter()
@@ -225,6 +227,8 @@ def _words(draws: random.Random, number: int) -> str:
 
 def _row(name: str, seen: Conversations) -> dict[str, float | str]:
     ttft_s = sorted(seen.ttft_s)
+    if not ttft_s:
+        raise SystemExit(f"No second turn was answered; {seen.num_failed} conversations failed.")
     return {
         "routing": name,
         "computed": 1 - seen.num_cached_tokens / seen.num_prompt_tokens,
