@@ -105,6 +105,15 @@ def test_code_inside_of_a_list_has_colours(page: ChatPage) -> None:
     assert coloured(page) == [["code-number", "1"]]
 
 
+def test_code_inside_of_a_string_is_no_string(page: ChatPage) -> None:
+    put(page, fenced('f"a {b + 1} c"\n'))
+    assert sorted(coloured(page)) == [
+        ["code-number", "1"],
+        ["code-string", ' c"'],
+        ["code-string", 'f"a '],
+    ]
+
+
 def test_text_that_spans_many_lines_is_coloured_in_all_of_them(page: ChatPage) -> None:
     # Lines are laid out in parts of 32.
     doc = '"""' + "".join(f"line {number}\n" for number in range(40)) + '"""'

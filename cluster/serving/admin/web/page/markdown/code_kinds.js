@@ -37,7 +37,10 @@ const OF_NAME = {
 };
 const PREFIX = "hljs-";
 
-/** Return the kind of a part by its classes; undefined is that of the part around it. */
+/**
+ * Return the kind of a part by its classes: null is none, as of code in a string, and undefined is
+ * that of the part around it.
+ */
 export function kindOf(classes) {
   const [first] = classes.split(" ");
   if (first === `${PREFIX}subst`) return null;

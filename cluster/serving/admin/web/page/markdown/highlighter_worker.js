@@ -21,7 +21,8 @@ function runsOf(text, language) {
   let at = 0;
   for (const [piece, names] of value.matchAll(PIECES)) {
     if (names !== undefined) {
-      open.push(kindOf(names) ?? open.at(-1));
+      const kind = kindOf(names);
+      open.push(kind === undefined ? open.at(-1) : kind);
     } else if (piece === "</span>") {
       open.pop();
     } else {
