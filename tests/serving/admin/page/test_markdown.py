@@ -121,6 +121,12 @@ def test_text_that_grows_ends_as_the_whole_text_does(page: ChatPage, size: int) 
     assert grown == page.evaluate("window.view.node.innerHTML")
 
 
+def test_the_halves_of_a_line_break_are_one(page: ChatPage) -> None:
+    put(page, r"'```\r', '\na\r', '\nb\r\n```'")
+    assert page.evaluate("window.view.text") == "```\na\nb\n```"
+    assert page.text("pre code") == "a\nb"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
@@ -269,6 +275,13 @@ def test_text_that_the_parser_cannot_finish_is_shown_as_it_is(page: ChatPage) ->
     page.speak("a **b**\n\nc")
     page.ask("hello")
     assert page.text(".markdown .plain") == "a **b**\n\nc"
+
+
+def test_text_is_shown_as_it_is_without_a_worker(page: ChatPage) -> None:
+    page.evaluate("window.Worker = class { constructor() { throw new Error('none'); } }; 0")
+    page.speak("a **b**")
+    page.ask("hello")
+    assert page.text(".markdown .plain") == "a **b**"
 
 
 def test_worker_that_takes_too_long_is_replaced(page: ChatPage) -> None:

@@ -65,3 +65,30 @@ def test_calls_without_results_ask_again_when_they_are_opened(
         page.load()
         page.click("#chats .open")
         assert page.count(".tool textarea") == 2
+
+
+def test_an_answer_that_is_drawn_late_asks_for_no_results_of_another_chat(
+    browser: Browser, tool_server: Server
+) -> None:
+    hold = (
+        "import('/page/markdown/lexer.js').then(({ lexer }) => {"
+        " const held = []; const lex = lexer.lex.bind(lexer);"
+        " lexer.lex = async (text) => { await new Promise((wake) => held.push(wake));"
+        " return lex(text); };"
+        " window.release = () => { lexer.lex = lex; held.forEach((wake) => wake()); }; })"
+    )
+    with ChatPage(browser, tool_server) as page:
+        page.set(tools=json.dumps(TOOLS))
+        page.speak(AUTO)
+        page.ask("How is it?")
+        page.click("#new-chat")
+        page.evaluate(hold)
+        page.say("How is it now?")
+        received = "document.querySelectorAll('.tool').length === 2"
+        page.wait_for(f"{received} && document.querySelector('.running') === null")
+        page.click("#chats .open")
+        page.evaluate("window.release()")
+        page.wait_for("document.querySelectorAll('.timing').length === 1")
+        page.evaluate("new Promise((wake) => setTimeout(wake, 100))")
+        assert page.count(".tool textarea") == 2
+        assert page.count(".send-results") == 1

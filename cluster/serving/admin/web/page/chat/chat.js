@@ -154,7 +154,8 @@ export class Chat {
         this.#views.push(view);
         await view.end(message, () => this.#regenerate(index));
         if (problem !== null) view.showProblem(problem, () => this.#regenerate(index));
-        else if (answer.isComplete) this.#askForResults();
+        // While the answer was drawn, too, the user may have opened another conversation.
+        else if (answer.isComplete && conversation === this.#conversation) this.#askForResults();
       }
     }
     announce(problem === null ? "Response complete." : `Request failed: ${problem}`);

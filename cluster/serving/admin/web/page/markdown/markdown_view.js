@@ -37,6 +37,8 @@ export class MarkdownView {
   }
 
   append(text) {
+    // The halves of a line break may come one after the other.
+    if (text.startsWith("\n") && this.#text.endsWith("\r")) this.#text = this.#text.slice(0, -1);
     this.#text += text.replaceAll("\r\n", "\n");
     this.#draw();
   }

@@ -58,8 +58,8 @@ export class TimedWorker {
 /** Return a worker that has loaded its scripts, or null. */
 async function startWorker(name) {
   const url = policy?.createScriptURL(name) ?? SCRIPTS[name];
-  const worker = new Worker(url, { type: "module" });
   try {
+    const worker = new Worker(url, { type: "module" });
     await answerOf(worker);
     return worker;
   } catch {
