@@ -25,6 +25,7 @@ setup: $(STAMP)
 
 # Torch is installed first and pinned: as a dependency it could resolve to a larger build. Modules
 # are compiled when they are first imported, which most of them never are, and kept for all processes.
+# Those of Ray are compiled here, since its daemons have little time to start.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is required; run make PYTHON=python3.12")'
 	@test -x $(BIN)/python || { echo "Creating .venv"; $(PYTHON) -m venv .venv; }
@@ -34,6 +35,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) install -qq --no-compile -c constraints.txt torch
 	@echo "Installing the other dependencies"
 	@$(PIP) install -qq --no-compile -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m compileall -q -j 0 $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')/ray
 	@touch $@
 	@echo "Ready: .venv"
 
