@@ -229,7 +229,7 @@ class GpuWorker:
                 self._config = self._config.with_max_num_seqs(cache.max_num_seqs)
                 self._with_freed_memory(self._load_weights, device_index, memory)
                 self._with_freed_memory(
-                    self._allocate_cache, cache.num_blocks, cache.num_cpu_blocks
+                    self._allocate_pools, cache.num_blocks, cache.num_cpu_blocks
                 )
         except StartupError as error:
             return str(error)
@@ -295,8 +295,9 @@ class GpuWorker:
             try:
                 function(*arguments)
                 return
-            except torch.OutOfMemoryError:
-                if time.monotonic() > deadline_s:
+            except (torch.OutOfMemoryError, StartupError) as error:
+                cause = error.__cause__ or error
+                if not isinstance(cause, torch.OutOfMemoryError) or time.monotonic() > deadline_s:
                     raise
             release_gpu_memory()
             time.sleep(_FREED_MEMORY_POLL_S)
@@ -323,12 +324,15 @@ class GpuWorker:
             return str(error)
 
     def _allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> str | AttentionReport:
-        assert self._worker is not None
         try:
-            with self._timed("cache"):
-                return self._worker.allocate_cache(num_blocks, num_cpu_blocks)
+            return self._allocate_pools(num_blocks, num_cpu_blocks)
         except StartupError as error:
             return str(error)
+
+    def _allocate_pools(self, num_blocks: int, num_cpu_blocks: int) -> AttentionReport:
+        assert self._worker is not None
+        with self._timed("cache"):
+            return self._worker.allocate_cache(num_blocks, num_cpu_blocks)
 
     def _warm_up(self, captures_lazily: bool) -> dict[str, float]:
         assert self._worker is not None

@@ -6,9 +6,10 @@ import secrets
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from cluster.engine.options import EngineOptions, engine_config
 from pagedray.batch import SequencePlan, StepPlan, WorkerFailure
@@ -20,13 +21,15 @@ from workers.gpu_worker import GpuWorker
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from workers.runner.host_pool import HostPool
+
+OPTIONS = EngineOptions(device="cpu", num_threads=1, load_format="dummy")
 CACHE = CacheSize(num_blocks=8, num_cpu_blocks=0, block_bytes=0)
 
 
 @pytest.fixture
 def rank() -> GpuWorker:
-    options = EngineOptions(device="cpu", num_threads=1, load_format="dummy")
-    rank = GpuWorker(engine_config(TINY_LLAMA, options))
+    rank = GpuWorker(engine_config(TINY_LLAMA, OPTIONS))
     assert rank.load_rank(0, 0, CACHE) is None
     assert rank.join_group(rank.open_rendezvous("127.0.0.1"), "127.0.0.1") is None
     return rank
@@ -39,6 +42,26 @@ def test_rank_that_has_left_joins_again_with_its_weights(rank: GpuWorker) -> Non
     assert rank.allocate_cache(8, 0)
     assert rank.join_group(rank.open_rendezvous("127.0.0.1"), "127.0.0.1") is None
     assert rank._worker._model is model  # type: ignore[attr-defined]  # as above
+
+
+def test_a_new_rank_waits_for_memory_that_is_being_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = GpuWorker(engine_config(TINY_LLAMA, OPTIONS))
+    failures: list[Exception] = [torch.OutOfMemoryError("CUDA out of memory")] * 2
+    failures.append(RuntimeError("invalid argument"))
+
+    def fail(*arguments: Any, **options: Any) -> HostPool:  # Any: those of any function
+        raise failures.pop(0)
+
+    monkeypatch.setattr("workers.gpu_worker._FREED_MEMORY_POLL_S", 0.0)
+    # The torch of a CPU does not have all that this calls.
+    monkeypatch.setattr("workers.worker.release_gpu_memory", lambda: None)
+    with monkeypatch.context() as patch:
+        patch.setattr("workers.decoder_worker.make_host_pool", fail)
+        message = rank.load_rank(0, 0, CACHE)
+    assert message is not None
+    assert message.startswith("Could not allocate a KV cache of 8 blocks")
+    assert not failures
+    assert rank.load_rank(0, 0, CACHE) is None
 
 
 def test_rank_whose_device_has_failed_says_so(
