@@ -221,8 +221,6 @@ class DecoderWorker(Worker):
             )
             if num_cpu_blocks:
                 self._host_pool = host_pool
-                if host_pool.checksums is not None:
-                    self._checksum_jobs = ChecksumJobs(host_pool.checksums)
             cache = KVCache(
                 self._backend,
                 self._spec,
@@ -236,6 +234,8 @@ class DecoderWorker(Worker):
                 f"{num_cpu_blocks}, of {block_bytes(self._spec)} bytes each; use a lower "
                 "--num-blocks or --num-cpu-blocks."
             ) from error
+        if num_cpu_blocks and host_pool.checksums is not None:
+            self._checksum_jobs = ChecksumJobs(host_pool.checksums)
         table = TokenTable(
             max_num_rows=self._config.max_num_seqs,
             max_model_len=self._config.max_model_len,

@@ -63,7 +63,7 @@ class MappedPool:
         self.extra = memoryview(self.memory)[first : first + num_extra_bytes]
 
     def confirm(self) -> None:
-        """Let the next process find the content; nobody may take it for an older one any more."""
+        """Let the next process find the content, which is no longer mistaken for an older one."""
         self.memory[self._start : self._start + len(self._origin)] = self._origin
 
 

@@ -60,7 +60,7 @@ def test_a_later_step_without_copies_waits_for_earlier_checksums(
     fence = jobs.follow(copies, StepPlan(1, []))
     assert not fence.is_reached
     copies.is_reached = True
-    # Nobody asks for the first one.
+    # The first fence is not looked at.
     wait_for(lambda: fence.is_reached)
     assert 1 not in checksums.damaged_blocks()
 
