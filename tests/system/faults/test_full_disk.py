@@ -33,10 +33,10 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def fill(disk: Path) -> None:
-    with (disk / "large").open("wb") as file, suppress(OSError):
+    # A buffer would keep the end of the last write, and raise when it is closed.
+    with (disk / "large").open("wb", buffering=0) as file, suppress(OSError):
         while True:
             file.write(bytes(2**16))
-            file.flush()
 
 
 def test_start_on_a_full_disk_is_refused(disk: Path) -> None:
