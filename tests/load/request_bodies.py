@@ -52,6 +52,7 @@ _BY_METHOD: dict[str, tuple[Message, ...]] = {
         _structured(pb.Structure(choices=pb.Choices(texts=["yes", "no"]))),
         _structured(pb.Structure(json_object=True)),
         _structured(pb.Structure(grammar='root ::= "a" | "b"')),
+        _structured(pb.Structure(structural_tag='{"format": {"type": "any_text"}}')),
     ),
     "Chat": (
         pb.ChatRequest(messages=[_USER], sampling=_SAMPLING, model=_MODEL),

@@ -220,6 +220,8 @@ def test_bad_conversation_is_refused(
         (pb.Structure(grammar='root ::= "a"'), Structure(kind="grammar", text='root ::= "a"')),
         (pb.Structure(choices=pb.Choices(texts=["yes", "no"])),
          Structure(kind="choice", text='["yes", "no"]')),
+        (pb.Structure(structural_tag='{"format": {"type": "any_text"}}'),
+         Structure(kind="structural_tag", text='{"format": {"type": "any_text"}}')),
     ],
 )  # fmt: skip
 def test_structure_is_passed_to_the_engine(structure: pb.Structure, wanted: Structure) -> None:
