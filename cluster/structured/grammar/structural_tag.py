@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from typing import Any, NoReturn
 
 import msgspec
@@ -21,7 +22,9 @@ from cluster.structured.grammar.expressions import (
 )
 from cluster.structured.grammar.text_until import MAX_STATES, text_until
 from cluster.structured.grammar.turn import Grammar, under_prefix
+from pagedray.errors import InvalidRequestError
 from pagedray.nearest_name import nearest_name
+from pagedray.shown_value import shown_value
 
 __all__ = ["read_structural_tag"]
 
@@ -46,6 +49,17 @@ class _Following:
         return Concat((Text(self.end), self.rest)) if self.end else self.rest
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tag:
+    """A part between two marks, which is read later."""
+
+    path: str
+    begin: str
+    content: object
+    content_path: str
+    end: str
+
+
 def read_structural_tag(text: str, read_one: ReadOne) -> Grammar:
     """Return the grammar; `read_one` returns that of another kind of structure and a text.
 
@@ -58,6 +72,7 @@ def read_structural_tag(text: str, read_one: ReadOne) -> Grammar:
     reader = _Reader(read_one)
     if not isinstance(given, dict):
         _fail("", "must be an object")
+    _check_type(given, "", "structural_tag")
     if "format" in given:
         _check_names(given, "", ("type", "format"))
         start = reader.read(given["format"], "format", _Following(), depth=0)
@@ -82,10 +97,15 @@ class _Reader:
         for index, one in enumerate(_list_of(given, "structures", "")):
             path = f"structures.{index}"
             _check_names(one, path, ("begin", "schema", "end"))
-            content = {"type": "json_schema", "json_schema": one.get("schema")}
-            tags.append({"begin": one.get("begin"), "content": content, "end": one.get("end")})
-        whole = {"triggers": given.get("triggers"), "tags": tags}
-        return self._triggered_tags(whole, "", _Following(), 0)
+            tag = _Tag(
+                path=path,
+                begin=_text_of(one, "begin", path),
+                content={"type": "json_schema", "json_schema": _schema_of(one, "schema", path)},
+                content_path=f"{path}.schema",
+                end=_string_of(one, "end", path),
+            )
+            tags.append(tag)
+        return self._triggered(given, tags, "", _Following(), 0)
 
     def read(self, part: object, path: str, following: _Following, depth: int) -> Expression:
         """Return the expression of a part and of what follows it."""
@@ -120,26 +140,29 @@ class _Reader:
 
     def _json_schema(self, part: Part, path: str, following: _Following, _: int) -> Expression:
         _check_names(part, path, ("type", "json_schema"))
-        schema = part.get("json_schema")
-        if not isinstance(schema, dict | bool):
-            _fail(f"{path}.json_schema", "must be a JSON Schema")
-        return self._structured("json_schema", msgspec.json.encode(schema).decode(), following)
+        text = msgspec.json.encode(_schema_of(part, "json_schema", path)).decode()
+        return self._structured("json_schema", text, path, following)
 
     def _regex(self, part: Part, path: str, following: _Following, _: int) -> Expression:
         _check_names(part, path, ("type", "pattern"))
-        return self._structured("regex", _text_of(part, "pattern", path), following)
+        return self._structured("regex", _text_of(part, "pattern", path), path, following)
 
     def _grammar(self, part: Part, path: str, following: _Following, _: int) -> Expression:
         _fail(path, "is not supported: a grammar cannot be a part of another structure")
 
-    def _structured(self, kind: str, text: str, following: _Following) -> Expression:
-        rules, start = under_prefix(self._read_one(kind, text), f"part{self._num_parts}")
+    def _structured(self, kind: str, text: str, path: str, following: _Following) -> Expression:
+        try:
+            grammar = self._read_one(kind, text)
+        except InvalidRequestError as error:
+            # It begins with the name of the parameter.
+            _fail(path, str(error).removeprefix("structure ").removesuffix("."))
+        rules, start = under_prefix(grammar, f"part{self._num_parts}")
         self.rules |= rules
         return Concat((start, following.expression))
 
     def _any_text(self, part: Part, path: str, following: _Following, _: int) -> Expression:
         _check_names(part, path, ("type",))
-        return self._free_text(path, following, {})
+        return self._free_text(path, following)
 
     def _sequence(self, part: Part, path: str, following: _Following, depth: int) -> Expression:
         _check_names(part, path, ("type", "elements"))
@@ -172,18 +195,15 @@ class _Reader:
         return self._begun(part, path, following, depth).expression
 
     def _begun(self, part: Part, path: str, following: _Following, depth: int) -> _Following:
-        _check_names(part, path, ("type", "begin", "content", "end"))
-        begin = _text_of(part, "begin", path)
-        return _Following(begin, self._inside(part, path, following.expression, depth))
+        tag = _tag_of(part, path)
+        return _Following(tag.begin, self._inside(tag, following.expression, depth))
 
     def _tags_with_separator(
         self, part: Part, path: str, following: _Following, depth: int
     ) -> Expression:
         names = ("type", "tags", "separator", "at_least_one", "stop_after_first")
         _check_names(part, path, names)
-        separator = part.get("separator")
-        if not isinstance(separator, str):
-            _fail(f"{path}.separator", "must be a string")
+        separator = _string_of(part, "separator", path)
         rest = self._named(following.expression)
         tags = self._new_rule()
         after: Expression = rest
@@ -191,8 +211,8 @@ class _Reader:
             after = self._named(Alternation((rest, Concat((Text(separator), tags)))))
         self.rules[tags.name] = Alternation(
             tuple(
-                self._tag(one, where, _Following("", after), depth + 1)
-                for where, one in self._tags_of(part, path)
+                Concat((Text(one.begin), self._inside(one, after, depth + 1)))
+                for one in _tags_of(part, path)
             )
         )
         return tags if _flag(part, "at_least_one", path) else Alternation((tags, rest))
@@ -202,64 +222,68 @@ class _Reader:
     ) -> Expression:
         names = ("type", "triggers", "tags", "at_least_one", "stop_after_first")
         _check_names(part, path, names)
-        triggers = part.get("triggers")
-        if not isinstance(triggers, list) or not triggers:
-            _fail(_inside(path, "triggers"), "must be a list that is not empty")
-        for index, trigger in enumerate(triggers):
-            if not isinstance(trigger, str) or not trigger:
-                _fail(f"{_inside(path, 'triggers')}.{index}", "must be a string that is not empty")
-        tags = self._tags_of(part, path)
+        return self._triggered(part, _tags_of(part, path), path, following, depth)
+
+    def _triggered(
+        self, part: Part, tags: Sequence[_Tag], path: str, following: _Following, depth: int
+    ) -> Expression:
+        """Return the expression of free text with tags, and of what follows it."""
+        triggers = _triggers_of(part, path)
         text = self._new_rule()
         following = _Following(following.end, self._named(following.rest))
         is_once = _flag(part, "stop_after_first", path)
         after: Expression = following.expression if is_once else text
-        by_trigger: dict[str, list[Expression]] = {trigger: [] for trigger in triggers}
-        whole: list[Expression] = []
-        for where, one in tags:
-            begin = _text_of(one, "begin", where)
-            found = [trigger for trigger in by_trigger if begin.startswith(trigger)]
-            if not found:
-                _fail(f"{where}.begin", "must begin with one of the triggers")
-            _check_names(one, where, ("type", "begin", "content", "end"))
-            inside = self._named(self._inside(one, where, after, depth))
-            whole.append(Concat((Text(begin), inside)))
-            # The shortest one ends the text.
-            shortest = min(found, key=len)
-            by_trigger[shortest].append(Concat((Text(begin.removeprefix(shortest)), inside)))
+        begun: list[_Following] = []
+        for tag in tags:
+            if not tag.begin.startswith(tuple(triggers)):
+                _fail(f"{tag.path}.begin", "must begin with one of the triggers")
+            begun.append(_Following(tag.begin, self._named(self._inside(tag, after, depth))))
         for index, trigger in enumerate(triggers):
-            if not any(one["begin"].startswith(trigger) for _, one in tags):
+            if not any(tag.begin.startswith(trigger) for tag in tags):
                 _fail(f"{_inside(path, 'triggers')}.{index}", "is the beginning of no tag")
-        stops = {trigger: Alternation(tuple(one)) for trigger, one in by_trigger.items() if one}
-        self.rules[text.name] = self._free_text(path, following, stops)
-        return Alternation(tuple(whole)) if _flag(part, "at_least_one", path) else text
+        self.rules[text.name] = self._free_text(path, following, begun, triggers)
+        if _flag(part, "at_least_one", path):
+            return Alternation(tuple(one.expression for one in begun))
+        return text
 
     def _free_text(
-        self, path: str, following: _Following, stops: Mapping[str, Expression]
+        self,
+        path: str,
+        following: _Following,
+        begun: Sequence[_Following] = (),
+        triggers: Sequence[str] = (),
     ) -> Expression:
-        """Return any text up to one of the `stops` or to what follows."""
+        """Return any text up to one of the `triggers` or to what follows.
+
+        All that may come at the triggers is `begun`, each with one of these.
+        """
         if following.end:
-            stops = {**stops, following.end: following.rest}
+            begun, triggers = (*begun, following), (*triggers, following.end)
         elif following.rest != _EMPTY:
             _fail(path, "is free text, whose end nothing marks: a text must follow it, or nothing")
+        stops: dict[str, list[Expression]] = {}
+        for one in begun:
+            # The shortest one ends the text.
+            mark = min(filter(one.end.startswith, triggers), key=len)
+            rest = Concat((Text(one.end.removeprefix(mark)), one.rest))
+            stops.setdefault(mark, []).append(rest)
         self._num_states += 1 + sum(map(len, stops))
         if self._num_states > MAX_STATES:
             _fail(path, f"and other free texts end at more than {MAX_STATES} characters of marks")
+        for mark, other in permutations(stops, 2):
+            if other in mark[:-1]:
+                which = f"{shown_value(mark)}, since it has {shown_value(other)}"
+                _fail(path, f"has a mark that is never reached, {which}")
         name = f"text{self._num_states}state"
-        rules, start = text_until(stops, name, may_end=not following.end)
+        choices = {mark: Alternation(tuple(rests)) for mark, rests in stops.items()}
+        rules, start = text_until(choices, name, may_end=not following.end)
         self.rules |= rules
         return start
 
-    def _inside(self, tag: Part, path: str, after: Expression, depth: int) -> Expression:
+    def _inside(self, tag: _Tag, after: Expression, depth: int) -> Expression:
         """Return the content of a tag with its end, and what follows the tag."""
-        end = tag.get("end")
-        if not isinstance(end, str):
-            _fail(_inside(path, "end"), "must be a string")
-        content = tag.get("content")
-        return self.read(content, _inside(path, "content"), _Following(end, after), depth + 1)
-
-    def _tags_of(self, part: Part, path: str) -> list[tuple[str, Part]]:
-        tags = _list_of(part, "tags", path)
-        return [(f"{_inside(path, 'tags')}.{index}", one) for index, one in enumerate(tags)]
+        following = _Following(tag.end, after)
+        return self.read(tag.content, tag.content_path, following, depth + 1)
 
     def _new_rule(self) -> Rule:
         rule = Rule(f"rule{len(self.rules)}")
@@ -292,6 +316,46 @@ def _check_names(part: Part, path: str, names: Sequence[str]) -> None:
             raise invalid_structure(f"{shown} is not supported: {hint}")
 
 
+def _check_type(part: Part, path: str, name: str) -> None:
+    """Check the type of a part that may leave it out."""
+    if part.get("type", name) != name:
+        _fail(_inside(path, "type"), f"must be {name}")
+
+
+def _tags_of(part: Part, path: str) -> list[_Tag]:
+    tags = _list_of(part, "tags", path)
+    return [_tag_of(one, f"{path}.tags.{index}") for index, one in enumerate(tags)]
+
+
+def _tag_of(part: Part, path: str) -> _Tag:
+    _check_names(part, path, ("type", "begin", "content", "end"))
+    _check_type(part, path, "tag")
+    return _Tag(
+        path=path,
+        begin=_text_of(part, "begin", path),
+        content=part.get("content"),
+        content_path=f"{path}.content",
+        end=_string_of(part, "end", path),
+    )
+
+
+def _triggers_of(part: Part, path: str) -> list[str]:
+    triggers = part.get("triggers")
+    if not isinstance(triggers, list) or not triggers:
+        _fail(_inside(path, "triggers"), "must be a list that is not empty")
+    for index, trigger in enumerate(triggers):
+        if not isinstance(trigger, str) or not trigger:
+            _fail(f"{_inside(path, 'triggers')}.{index}", "must be a string that is not empty")
+    return triggers
+
+
+def _schema_of(part: Part, name: str, path: str) -> object:
+    schema = part.get(name)
+    if not isinstance(schema, dict | bool):
+        _fail(_inside(path, name), "must be a JSON Schema")
+    return schema
+
+
 def _list_of(part: Part, name: str, path: str) -> list[Part]:
     given = part.get(name)
     if not isinstance(given, list) or not given or not all(isinstance(one, dict) for one in given):
@@ -300,9 +364,15 @@ def _list_of(part: Part, name: str, path: str) -> list[Part]:
 
 
 def _text_of(part: Part, name: str, path: str) -> str:
-    given = part.get(name)
-    if not isinstance(given, str) or not given:
+    if not part.get(name):
         _fail(_inside(path, name), "must be a string that is not empty")
+    return _string_of(part, name, path)
+
+
+def _string_of(part: Part, name: str, path: str) -> str:
+    given = part.get(name)
+    if not isinstance(given, str):
+        _fail(_inside(path, name), "must be a string")
     if any("\ud800" <= character <= "\udfff" or not ord(character) for character in given):
         _fail(_inside(path, name), "has NUL or a lone surrogate")
     return given

@@ -129,6 +129,23 @@ def test_text_ends_where_a_literal_text_or_a_tag_begins() -> None:
     assert accepts(given, "[1]", "a[1]", "a[b[1]", "a", "[1]a") == [True, True, False, False, False]
 
 
+@pytest.mark.parametrize(
+    ("trigger", "begin", "end"),
+    [("<", "<f>", "</t>"), ("<f", "<f>", "<"), ("|", "|f>", "|"), ("bc", "bcd", "abc")],
+)
+def test_a_trigger_and_the_end_around_it_may_begin_alike(
+    trigger: str, begin: str, end: str
+) -> None:
+    inside = triggered(trigger, tags=[tag(begin, ";")])["format"]
+    for given in (
+        {"format": {"type": "tag", **tag("[", end, inside)}},
+        sequence(const("["), inside, const(end)),
+    ):
+        good = (f"[{end}", f"[x{end}", f"[x{begin}1;{begin}2;y{end}")
+        bad = ("[", "[x", f"[{begin}1;", f"[{begin};{end}", f"[{end}x")
+        assert accepts(given, *good, *bad) == [True] * len(good) + [False] * len(bad)
+
+
 def test_tags_with_a_separator() -> None:
     tags = [tag("A", "."), tag("B", "", {"type": "regex", "pattern": "z+"})]
     given = {"format": {"type": "tags_with_separator", "tags": tags, "separator": "\n"}}
@@ -156,6 +173,20 @@ def test_tags_with_a_separator() -> None:
         (triggered("a", "", tags=[tag("a", "")]), "format.triggers.1 must be a string"),
         (triggered("a", tags=[tag("a", "")], at_least_one=1), "at_least_one must be true"),
         (triggered("a", tags=[{"begin": "a", "content": ANY}]), "format.tags.0.end must be"),
+        (triggered("b", "abc", tags=[tag("b", ""), tag("abc", "")]),
+         "structure.format has a mark that is never reached, 'abc', since it has 'b'."),
+        (sequence(triggered("abc", tags=[tag("abc", "")])["format"], const("b")),
+         "format.elements.0 has a mark that is never reached"),
+        (triggered("a", tags=[tag("a", "\0")]), "format.tags.0.end has NUL"),
+        (triggered("a", tags=[{"type": "or", **tag("a", "")}]), "format.tags.0.type must be tag."),
+        (triggered("a", tags=[tag("a", "", {"type": "regex", "pattern": "("})]),
+         "structure.format.tags.0.content has an unsupported regular expression"),
+        ({"type": "json_schema", **triggered("a", tags=[tag("a", "")])},
+         "structure.type must be structural_tag."),
+        ({"format": {"type": "tags_with_separator", "tags": [tag("a", "")], "separator": "\0"}},
+         "format.separator has NUL"),
+        ({"format": {"type": "tags_with_separator", "tags": [{"type": "x"}], "separator": ""}},
+         "format.tags.0.type must be tag."),
         (triggered("a" * 200, tags=[tag("a" * 200, "")]), "at more than 128 characters"),
         (triggered("a", tags=[tag("a", "", {"type": "json_schema"})]), "must be a JSON Schema"),
         ({"format": {"type": "or", "elements": [const("a")] * 300}}, "256 parts"),
@@ -163,6 +194,12 @@ def test_tags_with_a_separator() -> None:
          "structure.structures.0.bgin is not supported: did you mean begin?"),
         ({"structures": [{"begin": "a", "schema": {}, "end": "", "x": 1}], "triggers": ["a"]},
          "structure.structures.0.x is not supported"),
+        ({"structures": [{"begin": "a", "end": ""}], "triggers": ["a"]},
+         "structure.structures.0.schema must be a JSON Schema."),
+        ({"structures": [{"begin": "b", "schema": {}, "end": ""}], "triggers": ["a"]},
+         "structure.structures.0.begin must begin with one of the triggers."),
+        ({"structures": [{"begin": "a", "schema": {"x": 1}, "end": ""}], "triggers": ["a"]},
+         "structure.structures.0.schema has an unsupported JSON Schema: #/x"),
     ],
 )  # fmt: skip
 def test_bad_tags_are_refused(given: Part, text: str) -> None:
