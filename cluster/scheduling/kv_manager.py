@@ -4,7 +4,6 @@ Methods that allocate blocks allocate all that they need or none. When a sequenc
 preempted is the scheduler's concern.
 """
 
-import sys
 from bisect import bisect_left
 from collections.abc import Collection
 from typing import TYPE_CHECKING
@@ -479,9 +478,10 @@ class KvManager:
     def _set_registered(self, sequence: Sequence, num_blocks: int) -> None:
         sequence.num_registered = num_blocks
         if self.prefix_cache is None:
-            sequence.next_full = sys.maxsize
+            sequence.next_check = sequence.max_length
         elif num_blocks - sequence.num_proven > _MAX_UNPROVEN:
             # The next token proves some.
-            sequence.next_full = 0
+            sequence.next_check = 0
         else:
-            sequence.next_full = (num_blocks + 1) * self.block_size
+            next_full, max_length = (num_blocks + 1) * self.block_size, sequence.max_length
+            sequence.next_check = next_full if next_full < max_length else max_length

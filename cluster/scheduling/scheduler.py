@@ -12,8 +12,6 @@ from collections import deque
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
-import msgspec
-
 from cluster.scheduling.admission import Admission
 from cluster.scheduling.blocks.cpu_prefix_cache import CpuPrefixCache
 from cluster.scheduling.blocks.disk_prefix_cache import DiskPrefixCache
@@ -26,15 +24,17 @@ from cluster.scheduling.costs.swap_costs import SwapCosts
 from cluster.scheduling.deadlines import Deadlines
 from cluster.scheduling.event import TokenEvent
 from cluster.scheduling.fault_recovery import FaultRecovery
+from cluster.scheduling.flight import Flight
 from cluster.scheduling.kv_manager import KvManager
 from cluster.scheduling.masked_step import MadeMasks, MaskedStep
+from cluster.scheduling.output_reader import OutputReader
 from cluster.scheduling.planner import Planner
 from cluster.scheduling.prompt_logprobs_buffer import PromptLogprobsBuffer
 from cluster.scheduling.queues.backlog import Backlog
 from cluster.scheduling.sequence import ActiveRequest, Sequence, SequenceState
 from cluster.scheduling.sequence_table import SequenceTable
 from cluster.scheduling.stats import SchedulerStats
-from pagedray.batch import DiskReport, StepOutput, StepPlan, TokenLogprobs
+from pagedray.batch import DiskReport, StepOutput, StepPlan
 from pagedray.config import DEFAULT_MAX_NUM_SEQS, SchedulerConfig
 from pagedray.errors import InvalidRequestError, WorkerError
 from pagedray.request import FinishReason, Request
@@ -48,19 +48,6 @@ MAX_PLANS_IN_FLIGHT = 2
 _STEPS_PER_MEASUREMENT = 32
 _SAVED_TOKENS = 4
 """Evicted tokens that a step copies to the CPU pool at most, for each that it may compute."""
-
-
-class _Flight(msgspec.Struct, frozen=True):
-    """A plan without an output yet."""
-
-    plan: StepPlan
-    sampled: list[Sequence]
-    prefilled: list[Sequence]
-    """Sequences that compute known tokens, whether they sample or not."""
-    late: list[Sequence]
-    """Those of the sampled ones whose masks were late, which sample no token."""
-    described: dict[int, Sequence]
-    """By row, those whose prompts' log-probabilities it computes."""
 
 
 class PreparedPrompt(NamedTuple):
@@ -131,19 +118,23 @@ class Scheduler:
         self._planner = Planner(
             self._kv, self._table, config=config, swap_costs=self._swap_costs, pace=self._pace
         )
-        self._in_flight: deque[_Flight] = deque()
+        self._in_flight: deque[Flight] = deque()
         self._deadlines = Deadlines(self._table.requests)
         self._step = 0
         self._acknowledged_step = -1
         self._num_arrivals = 0
         self._prompt_logprobs = PromptLogprobsBuffer()
+        self._outputs = OutputReader(
+            self._kv,
+            self._table,
+            recovery=self.recovery,
+            prompt_logprobs=self._prompt_logprobs,
+        )
         self.has_structures = False
         """Whether any request so far had a grammar."""
         self._deferred: list[Sequence] = []
         """Sequences whose next tokens are planned only once their masks are made."""
         self._num_steps = 0
-        self.num_nonfinite_sequences = 0
-        """Sequences that ended because their logits were not finite."""
         self._num_scheduled_tokens = 0
         self._num_swapped_out_blocks = 0
         self._num_swapped_in_blocks = 0
@@ -157,6 +148,11 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether a request has not ended or a plan is in flight."""
         return bool(self._table.requests or self._in_flight)
+
+    @property
+    def num_nonfinite_sequences(self) -> int:
+        """Sequences that ended because their logits were not finite."""
+        return self._outputs.num_nonfinite_sequences
 
     @property
     def num_open(self) -> int:
@@ -214,7 +210,7 @@ class Scheduler:
     def abort_request(self, request_id: str) -> list[TokenEvent]:
         """End the unfinished sequences of a request, if any."""
         return [
-            self._end(sequence, FinishReason.ABORT)
+            self._outputs.end_sequence(sequence, FinishReason.ABORT)
             for sequence in self._table.unfinished(request_id)
         ]
 
@@ -281,7 +277,7 @@ class Scheduler:
         plan = draft.build_plan()
         buffer = self._prompt_logprobs
         described = buffer.described(draft.prefilled) if buffer.requests else {}
-        self._in_flight.append(_Flight(plan, draft.sampled, draft.prefilled, [], described))
+        self._in_flight.append(Flight(plan, draft.sampled, draft.prefilled, [], described))
         self._step += 1
         self._num_steps += 1
         self._num_scheduled_tokens += self._config.max_num_batched_tokens - draft.budget
@@ -297,26 +293,7 @@ class Scheduler:
         flight = self._in_flight.popleft()
         if self._measures_costs:
             self._measure(flight.plan, output)
-        sampled, late, finished = flight.sampled, flight.late, SequenceState.FINISHED
-        num_sampled = len(sampled)
-        logprobs: list[tuple[TokenLogprobs, ...]] = [()] * num_sampled
-        if output.logprobs:
-            logprobs = [() if one is None else (one,) for one in output.logprobs]
-        events: list[TokenEvent] = []
-        for sequence, token_id, found in zip(sampled, output.token_ids, logprobs, strict=True):
-            # A token is discarded if the previous step ended its sequence.
-            if sequence.state is finished or (late and sequence in late):
-                continue
-            try:
-                events.append(self._take(sequence, token_id, found))
-            except Exception as error:
-                self.recovery.note_fault(error)
-        if len(events) < num_sampled:
-            self._forget_ended(sampled, output, late)
-        if self._prompt_logprobs.requests:
-            self._prompt_logprobs.keep(flight.described, output.prompt_logprobs)
-            events = [self._prompt_logprobs.add_to(event) for event in events]
-        return events
+        return self._outputs.read_output(flight, output)
 
     def masked_step(self) -> MaskedStep | None:
         """Return the sequences to make masks for: of the plan in flight, and others that wait.
@@ -346,7 +323,7 @@ class Scheduler:
                 self._kv.take_back(sequence)
         self._deferred += [one for one in made.deferred if one not in self._deferred]
         return [
-            self._end(sequence, reason, _error_of_structure(sequence, reason))
+            self._outputs.end_sequence(sequence, reason, _error_of_structure(sequence, reason))
             for sequence, reason in made.ends
             if sequence.state is not SequenceState.FINISHED
         ]
@@ -371,7 +348,10 @@ class Scheduler:
         """End the requests at fault, and recompute all others, once no step is in flight."""
         if self._in_flight or self._acknowledged_step < self._step - 1:
             return []
-        return [self._end(sequence, FinishReason.ERROR) for sequence in self.recovery.repair()]
+        return [
+            self._outputs.end_sequence(sequence, FinishReason.ERROR)
+            for sequence in self.recovery.repair()
+        ]
 
     def reset(self, damaged: Collection[int] | None = None) -> None:
         """Begin an epoch with new ranks: steps count from 0, the blocks of the device are empty.
@@ -441,65 +421,6 @@ class Scheduler:
             )
         self._swap_costs.note_step(
             num_tokens=num_tokens, num_pairs=num_pairs, seconds=output.forward_s
-        )
-
-    def _take(
-        self, sequence: Sequence, token_id: int, logprobs: tuple[TokenLogprobs, ...]
-    ) -> TokenEvent:
-        """Append a sampled token to its sequence and return the event."""
-        if token_id < 0:
-            self.num_nonfinite_sequences += 1
-            self._kv.forget_blocks(sequence)
-            return self._end(sequence, FinishReason.ERROR)
-        token_ids, active = sequence.token_ids, sequence.active
-        token_ids.append(token_id)
-        active.share.time += active.token_cost
-        length = len(token_ids)
-        if length >= sequence.next_full and sequence.state is SequenceState.RUNNING:
-            if not sequence.next_full:
-                self._kv.prove(sequence)
-            self._kv.register(sequence)
-        reason = stop_token_id = None
-        if token_id in sequence.stop_token_ids and sequence.may_end_with(token_id):
-            reason, stop_token_id = FinishReason.STOP, token_id
-            self._kv.prove(sequence)
-            self._table.remove_sequence(sequence)
-        elif length == sequence.max_length:
-            reason = FinishReason.LENGTH
-            self._kv.prove(sequence)
-            self._table.remove_sequence(sequence)
-        return TokenEvent(
-            sequence.request_id,
-            sequence.index,
-            (token_id,),
-            logprobs,
-            reason,
-            stop_token_id,
-            active.num_cached_tokens,
-            sequence.num_prompt_tokens,
-            active.started_s,
-        )
-
-    def _forget_ended(
-        self, sampled: list[Sequence], output: StepOutput, late: list[Sequence]
-    ) -> None:
-        """Forget the blocks of ended sequences whose logits were not finite."""
-        for sequence, token_id in zip(sampled, output.token_ids, strict=True):
-            if token_id < 0 and sequence.state is SequenceState.FINISHED and sequence not in late:
-                self._kv.forget_blocks(sequence)
-
-    def _end(self, sequence: Sequence, reason: FinishReason, error: str = "") -> TokenEvent:
-        """End a sequence and return the event."""
-        self._table.remove_sequence(sequence)
-        self._prompt_logprobs.forget_request(sequence.request_id)
-        return TokenEvent(
-            sequence.request_id,
-            sequence.index,
-            finish_reason=reason,
-            num_cached_tokens=sequence.active.num_cached_tokens,
-            num_prompt_tokens=sequence.num_prompt_tokens,
-            started_s=sequence.active.started_s,
-            error=error,
         )
 
 

@@ -121,7 +121,7 @@ class Sequence:
         "matcher",
         "max_length",
         "min_length",
-        "next_full",
+        "next_check",
         "num_charged",
         "num_computed",
         "num_deferred",
@@ -229,8 +229,9 @@ class Sequence:
         """Leading blocks that were registered with the prefix cache."""
         self.num_proven = 0
         """Leading blocks that gave finite logits."""
-        self.next_full = 0
-        """Number of tokens at which the next block can be registered; 0 while many are unproven."""
+        self.next_check = 0
+        """Number of tokens at which it ends or the next block can be registered; 0 while many are
+        unproven."""
 
     def own_tokens(self) -> None:
         """Get a copy of the prompt, to which tokens may be appended."""

@@ -20,6 +20,7 @@ from cluster.scheduling.blocks.disk_prefix_cache import DiskPrefixCache
 from cluster.scheduling.blocks.keyed_blocks import KeyedBlocks
 from cluster.scheduling.blocks.prefix_cache import PrefixCache
 from cluster.scheduling.kv_manager import KvManager
+from cluster.scheduling.output_reader import OutputReader
 from cluster.scheduling.preemptor import Preemptor
 from cluster.scheduling.prefix_finder import PrefixFinder
 from cluster.scheduling.scheduler import Scheduler
@@ -258,8 +259,8 @@ PLANTED_BUGS = (
     ),
     _bug(
         "the token after an end is delivered",
-        Scheduler,
-        "update",
+        OutputReader,
+        "_append_tokens",
         "if sequence.state is finished or (late and sequence in late):",
         "if late and sequence in late:",
     ),

@@ -1,0 +1,21 @@
+"""A plan between the scheduler and the output that it waits for."""
+
+import msgspec
+
+from cluster.scheduling.sequence import Sequence
+from pagedray.batch import StepPlan
+
+__all__ = ["Flight"]
+
+
+class Flight(msgspec.Struct, frozen=True):
+    """A plan without an output yet."""
+
+    plan: StepPlan
+    sampled: list[Sequence]
+    prefilled: list[Sequence]
+    """Sequences that compute known tokens, whether they sample or not."""
+    late: list[Sequence]
+    """Those of the sampled ones whose masks were late, which sample no token."""
+    described: dict[int, Sequence]
+    """By row, those whose prompts' log-probabilities it computes."""
