@@ -215,18 +215,18 @@ class KvManager:
 
     def register(self, sequence: Sequence) -> None:
         """Add blocks that are full of known, computed tokens to the prefix cache."""
-        if self.prefix_cache is None or self._finder is None:
+        cache, finder = self.prefix_cache, self._finder
+        if cache is None or finder is None:
             return
-        num_tokens = min(len(sequence.token_ids), sequence.num_computed)
-        num_full = num_tokens // self.block_size
-        for index in range(sequence.num_registered, num_full):
-            self._finder.hash_up_to(sequence, index)
+        num_full = min(len(sequence.token_ids), sequence.num_computed) // self.block_size
+        first = sequence.num_registered
+        for index in range(first, num_full):
             block = sequence.block_ids[index]
-            if self.prefix_cache.add_block(sequence.keys[index], block):
+            if cache.add_block(finder.key_at(sequence, index), block):
                 self.pool.keep(block)
                 if index < sequence.num_proven:
-                    self.prefix_cache.prove_block(block)
-        self._set_registered(sequence, max(num_full, sequence.num_registered))
+                    cache.prove_blocks((block,))
+        self._set_registered(sequence, max(num_full, first))
 
     def take_back(self, sequence: Sequence) -> None:
         """Mark the last known token as not computed, so that a later plan computes it again.
@@ -249,9 +249,9 @@ class KvManager:
             return
         num_full = (len(sequence.token_ids) - 1) // self.block_size
         num_proven = min(num_full, sequence.num_registered)
-        for block in sequence.block_ids[sequence.num_proven : num_proven]:
-            self.prefix_cache.prove_block(block)
-            sequence.num_proven += 1
+        blocks = sequence.block_ids[sequence.num_proven : num_proven]
+        self.prefix_cache.prove_blocks(blocks)
+        sequence.num_proven += len(blocks)
 
     def forget_blocks(self, sequence: Sequence) -> None:
         """Remove a sequence's blocks from the prefix cache, because its logits were not finite.
@@ -433,11 +433,11 @@ class KvManager:
         targets = [self.pool.allocate() for _ in sources]
         for key, source, target in zip(sequence.keys[first:], sources, targets, strict=False):
             cache.add_block(key, target)
-            cache.prove_block(target)
             self.pool.keep(target)
             self.pool.pin(target)
             self._restores.append(BlockCopy(source, target))
         if targets:
+            cache.prove_blocks(targets)
             sequence.awaits_copies = True
             self._arriving.update(targets)
             cpu_cache.note_restored(sources)

@@ -51,8 +51,7 @@ class PrefixFinder:
             sequence.keys = []
             sequence.keys_revision = self._cache.revision
         for index in range(self.num_shareable(sequence)):
-            self.hash_up_to(sequence, index)
-            block = self._cache.find_block(sequence.keys[index])
+            block = self._cache.find_block(self.key_at(sequence, index))
             if block is None:
                 break
             hits.append(block)
@@ -69,8 +68,7 @@ class PrefixFinder:
         found: list[int] = []
         num_shareable = self.num_shareable(sequence)
         for index in range(first, num_shareable):
-            self.hash_up_to(sequence, index)
-            key = sequence.keys[index]
+            key = self.key_at(sequence, index)
             block = cpu_cache.find_block(key)
             # Those behind a missing one may be on the device, where none is twice.
             if block is None or self._cache.find_block(key) is not None:
@@ -78,8 +76,7 @@ class PrefixFinder:
             found.append(block)
         end = first + len(found)
         while end < num_shareable:
-            self.hash_up_to(sequence, end)
-            if not cpu_cache.worth.note_lookup(sequence.keys[end].digest):
+            if not cpu_cache.worth.note_lookup(self.key_at(sequence, end).digest):
                 break
             end += 1
         return found if found and cpu_cache.worth.is_restored(len(found), first=first) else []
@@ -96,8 +93,7 @@ class PrefixFinder:
         keys: list[BlockKey] = []
         first_read, num_kept, last_step = 0, 0, -1
         for index in range(len(self.find_blocks(sequence)), self.num_shareable(sequence)):
-            self.hash_up_to(sequence, index)
-            key = sequence.keys[index]
+            key = self.key_at(sequence, index)
             if self._cache.find_block(key) is not None:
                 break
             step = disk_cache.step_of_read(key)
@@ -127,16 +123,18 @@ class PrefixFinder:
             return 0
         return (len(sequence.token_ids) - 1) // self._block_size
 
-    def hash_up_to(self, sequence: Sequence, index: int) -> None:
-        """Compute the key of block `index`, whose predecessors have theirs."""
+    def key_at(self, sequence: Sequence, index: int) -> BlockKey:
+        """Return the key of block `index`, whose predecessors have theirs."""
         keys = sequence.keys
         if index < len(keys):
-            return
+            return keys[index]
         assert index == len(keys)
-        parent = self.parent(sequence, index)
+        parent = keys[-1].digest if keys else self.parent(sequence, 0)
         first = index * self._block_size
         tokens = sequence.token_ids[first : first + self._block_size]
-        keys.append(self._cache.key_after(parent, tokens))
+        key = self._cache.key_after(parent, tokens)
+        keys.append(key)
+        return key
 
     def parent(self, sequence: Sequence, index: int) -> bytes:
         """Return the digest before that of block `index`."""

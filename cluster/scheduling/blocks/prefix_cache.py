@@ -12,19 +12,23 @@ no new sequence finds what others computed on top of its values.
 Ownership of blocks is the pool's concern.
 """
 
-from array import array
-from collections.abc import Sequence
-from hashlib import sha256
-from typing import NamedTuple
+from collections.abc import Iterable
+from hashlib import blake2b
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+if TYPE_CHECKING:
+    from array import array
 
 __all__ = ["BlockKey", "PrefixCache", "PromptKeys"]
 
 _MAX_RENEWED = 4096
-_INT32 = "i"
-assert array(_INT32).itemsize == 4
+_DIGEST_BYTES = 32
 
 
-class BlockKey(NamedTuple):
+# There is one for each block: never part of a reference cycle, it need not be tracked.
+class BlockKey(msgspec.Struct, frozen=True, gc=False):
     """The content of a full block."""
 
     digest: bytes
@@ -46,8 +50,8 @@ class PrefixCache:
 
     __slots__ = (
         "_block_of",
-        "_hash_key",
         "_key_of",
+        "_keyed_hash",
         "_proven",
         "_renewed",
         "num_forgotten",
@@ -55,7 +59,8 @@ class PrefixCache:
     )
 
     def __init__(self, hash_key: bytes) -> None:
-        self._hash_key = hash_key
+        # BLAKE2 needs no HMAC. A copy of this costs less than a hash that begins with the key.
+        self._keyed_hash = blake2b(hash_key, digest_size=_DIGEST_BYTES)
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, BlockKey] = {}
         self._proven: set[int] = set()
@@ -71,19 +76,22 @@ class PrefixCache:
 
     def root(self, tenant: str, salt: str = "") -> bytes:
         """Return the digest before the first block of a tenant's requests with the same salt."""
-        digest = sha256(self._hash_key + tenant.encode("utf-8", "surrogatepass")).digest()
-        return sha256(self._hash_key + digest + salt.encode()).digest() if salt else digest
+        digest = self._digest(tenant.encode("utf-8", "surrogatepass"))
+        return self._digest(digest + salt.encode()) if salt else digest
 
-    def key_after(self, parent: bytes, token_ids: Sequence[int]) -> BlockKey:
-        """Return the key of a full block that follows the block with digest `parent`."""
-        token_bytes = array(_INT32, token_ids).tobytes()
-        digest = sha256(self._hash_key + parent + token_bytes).digest()
+    def key_after(self, parent: bytes, token_ids: "array[int]") -> BlockKey:
+        """Return the key of a full block that follows the block with digest `parent`.
+
+        `token_ids` are int32.
+        """
+        token_bytes = token_ids.tobytes()
+        digest = self._digest(parent + token_bytes)
         if self._renewed:
             digest = self._renewed.get(digest, digest)
         return BlockKey(digest, token_bytes)
 
     def hash_prompt(
-        self, token_ids: Sequence[int], *, block_size: int, tenant: str, salt: str
+        self, token_ids: "array[int]", *, block_size: int, tenant: str, salt: str
     ) -> PromptKeys:
         """Return the keys of a prompt's full blocks. May be called from any thread."""
         revision, parent = self.revision, self.root(tenant, salt)
@@ -101,11 +109,10 @@ class PrefixCache:
         self.revision += 1
         if len(self._renewed) >= _MAX_RENEWED:
             # This renews every key.
-            self._hash_key = sha256(self._hash_key).digest()
+            self._keyed_hash = blake2b(self._digest(b""), digest_size=_DIGEST_BYTES)
             self._renewed.clear()
             return
-        digest = sha256(self._hash_key + parent + key.token_bytes).digest()
-        self._renewed[digest] = sha256(self._hash_key + key.digest).digest()
+        self._renewed[self._digest(parent + key.token_bytes)] = self._digest(key.digest)
 
     def find_block(self, key: BlockKey) -> int | None:
         """Return the block with this key, or None."""
@@ -123,10 +130,9 @@ class PrefixCache:
         self._key_of[block] = key
         return True
 
-    def prove_block(self, block: int) -> None:
-        """Record that logits which depend on a block were finite, if it is in the cache."""
-        if block in self._key_of:
-            self._proven.add(block)
+    def prove_blocks(self, blocks: Iterable[int]) -> None:
+        """Record that logits which depend on blocks were finite, of those that are in the cache."""
+        self._proven.update(filter(self._key_of.__contains__, blocks))
 
     def is_proven(self, block: int) -> bool:
         return block in self._proven
@@ -146,3 +152,9 @@ class PrefixCache:
         self._block_of.clear()
         self._key_of.clear()
         self._proven.clear()
+
+    def _digest(self, content: bytes) -> bytes:
+        """Return the digest of a content under the key of this process."""
+        keyed_hash = self._keyed_hash.copy()
+        keyed_hash.update(content)
+        return keyed_hash.digest()

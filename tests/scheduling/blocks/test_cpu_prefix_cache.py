@@ -1,3 +1,5 @@
+from array import array
+
 from cluster.scheduling.blocks.cpu_prefix_cache import CpuPrefixCache
 from cluster.scheduling.blocks.prefix_cache import BlockKey, PrefixCache
 from cluster.scheduling.costs.copy_worth import CopyWorth
@@ -13,7 +15,7 @@ def make_cpu_cache(num_blocks: int, *, max_saved: int = 100) -> CpuPrefixCache:
 
 
 def key_of(*token_ids: int, tenant: str = "") -> BlockKey:
-    return PREFIXES.key_after(PREFIXES.root(tenant), token_ids)
+    return PREFIXES.key_after(PREFIXES.root(tenant), array("i", token_ids))
 
 
 def save(cache: CpuPrefixCache, step: int, *keys: BlockKey) -> None:

@@ -1,35 +1,41 @@
+from array import array
+
 from cluster.scheduling.blocks.prefix_cache import BlockKey, PrefixCache
 
 KEY = b"k" * 32
 
 
+def tokens(*token_ids: int) -> "array[int]":
+    return array("i", token_ids)
+
+
 def test_block_is_found_by_equal_tokens_after_equal_tokens() -> None:
     cache = PrefixCache(KEY)
-    first = cache.key_after(cache.root("a"), [1, 2])
-    second = cache.key_after(first.digest, [3, 4])
+    first = cache.key_after(cache.root("a"), tokens(1, 2))
+    second = cache.key_after(first.digest, tokens(3, 4))
     assert cache.add_block(first, 10)
     assert cache.add_block(second, 11)
-    again = cache.key_after(cache.root("a"), [1, 2])
+    again = cache.key_after(cache.root("a"), tokens(1, 2))
     assert cache.find_block(again) == 10
-    assert cache.find_block(cache.key_after(again.digest, [3, 4])) == 11
+    assert cache.find_block(cache.key_after(again.digest, tokens(3, 4))) == 11
 
 
 def test_equal_tokens_after_other_tokens_are_another_block() -> None:
     cache = PrefixCache(KEY)
-    parents = [cache.key_after(cache.root("a"), [token, 2]).digest for token in (0, 1)]
-    cache.add_block(cache.key_after(parents[0], [3, 4]), 10)
-    assert cache.find_block(cache.key_after(parents[1], [3, 4])) is None
+    parents = [cache.key_after(cache.root("a"), tokens(token, 2)).digest for token in (0, 1)]
+    cache.add_block(cache.key_after(parents[0], tokens(3, 4)), 10)
+    assert cache.find_block(cache.key_after(parents[1], tokens(3, 4))) is None
 
 
 def test_tenants_share_nothing() -> None:
     cache = PrefixCache(KEY)
-    cache.add_block(cache.key_after(cache.root("a"), [1, 2]), 10)
-    assert cache.find_block(cache.key_after(cache.root("b"), [1, 2])) is None
+    cache.add_block(cache.key_after(cache.root("a"), tokens(1, 2)), 10)
+    assert cache.find_block(cache.key_after(cache.root("b"), tokens(1, 2))) is None
 
 
 def test_digests_depend_on_the_process_key() -> None:
     digests = {
-        cache.key_after(cache.root("a"), [1, 2]).digest
+        cache.key_after(cache.root("a"), tokens(1, 2)).digest
         for cache in (PrefixCache(KEY), PrefixCache(b"other"))
     }
     assert len(digests) == 2
@@ -37,14 +43,14 @@ def test_digests_depend_on_the_process_key() -> None:
 
 def test_equal_digest_of_other_tokens_is_no_hit() -> None:
     cache = PrefixCache(KEY)
-    key = cache.key_after(cache.root("a"), [1, 2])
+    key = cache.key_after(cache.root("a"), tokens(1, 2))
     cache.add_block(key, 10)
     assert cache.find_block(BlockKey(key.digest, b"other tokens")) is None
 
 
 def test_first_of_two_equal_blocks_is_known() -> None:
     cache = PrefixCache(KEY)
-    key = cache.key_after(cache.root("a"), [1, 2])
+    key = cache.key_after(cache.root("a"), tokens(1, 2))
     assert cache.add_block(key, 10)
     assert not cache.add_block(key, 11)
     assert cache.find_block(key) == 10
@@ -53,7 +59,7 @@ def test_first_of_two_equal_blocks_is_known() -> None:
 
 def test_forgotten_block_is_not_found() -> None:
     cache = PrefixCache(KEY)
-    key = cache.key_after(cache.root("a"), [1, 2])
+    key = cache.key_after(cache.root("a"), tokens(1, 2))
     cache.add_block(key, 10)
     cache.forget_block(10)
     cache.forget_block(10)
