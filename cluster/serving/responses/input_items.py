@@ -30,6 +30,8 @@ _encode = msgspec.json.Encoder().encode
 _STEP_MESSAGES = 64
 _MOST_ITEMS = 100
 _ITEM_BYTES = 256
+_CALL_BYTES = 2**14
+"""Of a call with long arguments."""
 _ORDERS = ("asc", "desc")
 
 _Kind = Literal["message", "reasoning", "function_call", "function_call_output"]
@@ -133,8 +135,17 @@ def items_page(
 
 
 def size_of_items(messages: Sequence[ChatMessage]) -> int:
-    """Return about how many bytes all items of messages have in JSON."""
-    return sum(len(one.content) + _ITEM_BYTES * (1 + len(one.tool_calls)) for one in messages)
+    """Return about how many bytes all items of messages have in JSON.
+
+    Arguments of calls are not looked at, which would take as long as to write them.
+    """
+    return sum(
+        _ITEM_BYTES
+        + len(one.content)
+        + len(one.reasoning or "")
+        + _CALL_BYTES * len(one.tool_calls)
+        for one in messages
+    )
 
 
 def _items_of(message: ChatMessage) -> Iterator[_Item]:

@@ -15,7 +15,10 @@ from openai.types.responses import (
     ResponseOutputMessage,
 )
 
+from cluster.serving.intake.steps import finish
+from cluster.serving.responses.input_items import ItemsQuery, items_page, size_of_items
 from cluster.serving.responses.stored_responses import StoreLimits
+from cluster.serving.text.templates.chat_template import ChatMessage, MessageToolCall
 from tests.load.tenant_keys import write_keys
 from tests.serving.conftest import Server
 from tests.serving.responses.test_responses import CALL, OUTPUT, TOOL, say, tool_server
@@ -82,6 +85,25 @@ def test_listed_items_are_an_input_with_the_same_prompt(
     items = [one.model_dump() for one in listed(client, second.id, order="asc")]
     create(client, tools=[TOOL], input=items)
     assert tool_server.engine.log.submitted[-1].prompt_token_ids == rendered
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        ChatMessage(role="user", content="x" * 50_000),
+        ChatMessage(role="assistant", content="", reasoning="x" * 50_000),
+        ChatMessage(
+            role="assistant",
+            content="",
+            tool_calls=(MessageToolCall(id="c", name="f", arguments={"a": ["x"] * 5_000}),),
+        ),
+    ],
+    ids=["content", "reasoning", "arguments"],
+)
+def test_items_are_counted_before_they_are_written(message: ChatMessage) -> None:
+    messages = (message,) * 10
+    page = finish(items_page(messages, "resp_a", ItemsQuery(limit=10)))
+    assert 0.25 < size_of_items(messages) / len(page) < 1.1
 
 
 def test_pages_join_to_all_items(tool_server: Server, client: openai.OpenAI) -> None:
