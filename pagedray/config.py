@@ -235,6 +235,10 @@ class EngineConfig:
                 f"structure_compile_s must be above 0 and at most 60, "
                 f"not {self.structure_compile_s}."
             )
+        if self.cache.cpu_pool_checksums and self.parallel.executor == "local":
+            raise StartupError(
+                "cpu_pool_checksums needs the ray executor, whose CPU pool outlives its ranks."
+            )
 
     @property
     def max_model_len(self) -> int:

@@ -65,6 +65,17 @@ def test_pool_that_holds_no_context_is_refused_with_the_numbers(
     assert executor.is_closed
 
 
+def test_checksums_of_a_pool_that_ends_with_its_rank_are_refused() -> None:
+    for options, error in (
+        (EngineOptions(executor="local", cpu_pool_checksums=True), "ray executor"),
+        (EngineOptions(cpu_pool_checksums=True, enable_kept_cpu_pool=False), "outlives its ranks"),
+        (EngineOptions(cpu_pool_checksums=True, num_cpu_blocks=0), "outlives its ranks"),
+    ):
+        with pytest.raises(StartupError, match=f"cpu_pool_checksums needs .*{error}"):
+            engine_config(TINY_LLAMA, dataclasses.replace(options, device="cpu"))
+    assert engine_config(TINY_LLAMA, EngineOptions(device="cpu", cpu_pool_checksums=True))
+
+
 def test_pool_of_one_context_is_enough() -> None:
     options = EngineOptions(executor="local", device="cpu", max_model_len=1008)
     engine = open_engine(
