@@ -88,6 +88,7 @@ class DecoderWorker(Worker):
         self._runner: ModelRunner | None = None
         self._host_pool: HostPool | None = None
         """Kept from epoch to epoch, since pinning takes long."""
+        self._pool_mapper: PoolMapper | None = None
         self._pool_report = PoolReport()
         self._checksum_jobs: ChecksumJobs | None = None
         self._disk_jobs: DiskJobs | None = None
@@ -95,6 +96,8 @@ class DecoderWorker(Worker):
 
     def load_weights(self, report_progress: Callable[[int, int], None]) -> None:
         assert self._model is not None
+        if self._pool_address is not None:
+            self._pool_mapper = PoolMapper(self._config, self._pool_address, rank=self._group.rank)
         load_weights(self._model, self._config, report_progress)
 
     def available_cache(self, max_num_seqs: int) -> CacheSize:
@@ -209,14 +212,11 @@ class DecoderWorker(Worker):
         assert self._model is not None
         scheduler = self._config.scheduler
         try:
-            mapper = None
-            if self._pool_address is not None:
-                mapper = PoolMapper(self._config, self._pool_address, rank=self._group.rank)
             host_pool = make_host_pool(
                 self._spec,
                 num_cpu_blocks,
                 self._host_pool,
-                mapper=mapper,
+                mapper=self._pool_mapper,
                 note_unpinned=self._group.progress.note_unpinned,
             )
             if num_cpu_blocks:

@@ -104,7 +104,10 @@ class Worker(ABC):
         """
 
     def use_pool_memory(self, address: MemoryAddress) -> None:
-        """Have `allocate_cache` allocate the CPU pool in memory that outlives this process."""
+        """Have `allocate_cache` allocate the CPU pool in memory that outlives this process.
+
+        Call it before `load_weights`.
+        """
         self._pool_address = address
 
     @property

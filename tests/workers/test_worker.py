@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import weakref
 from contextlib import closing
 from dataclasses import replace
@@ -18,6 +19,7 @@ from cluster.engine.options import EngineOptions, engine_config
 from pagedray.batch import BlockCopy, DiskReport, StepPlan
 from pagedray.errors import DeviceError, StartupError
 from pagedray.pool_memory import PoolMemory, PoolReport
+from tests.checkpoints import CASES, save_checkpoint
 from tests.fakes import wait_for
 from tests.system.server_process import TINY_LLAMA
 from workers.decoder_worker import DecoderWorker
@@ -28,6 +30,8 @@ from workers.runner.kv_cache import block_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from pagedray.config import EngineConfig
 
 
 @pytest.fixture
@@ -145,14 +149,23 @@ def test_a_folder_for_blocks_is_needed_at_the_start_only(tmp_path: Path) -> None
 def make_kept_worker(memory: PoolMemory, **options: Any) -> DecoderWorker:  # Any: of any type
     """Return a worker whose CPU pool, of 8 blocks, outlives it."""
     common = EngineOptions(device="cpu", num_threads=1, num_blocks=8, load_format="dummy")
-    config = engine_config(TINY_LLAMA, replace(common, **options))
+    worker = loaded_worker(engine_config(TINY_LLAMA, replace(common, **options)), memory)
+    allocate_pools(worker)
+    return worker
+
+
+def loaded_worker(config: EngineConfig, memory: PoolMemory) -> DecoderWorker:
     worker = DecoderWorker(config, SoloGroup())
     worker.use_pool_memory(memory.address)
+    worker.load_weights(lambda done, total: None)
+    return worker
+
+
+def allocate_pools(worker: DecoderWorker) -> None:
     worker.allocate_cache(8, 8)
     if worker.host_pool is not None and worker.host_pool.mapped is not None:
         # As the controller knows of it.
         worker.host_pool.mapped.confirm()
-    return worker
 
 
 def run_and_copy(worker: DecoderWorker, plan: StepPlan) -> None:
@@ -185,6 +198,21 @@ def test_a_cpu_pool_outlives_its_worker() -> None:
         worker = make_kept_worker(memory, load_seed=1)
         assert worker.pool_report == PoolReport(is_shared=True)
         assert not host_blocks(worker).any()
+        worker.close()
+
+
+def test_a_pool_is_of_the_weights_that_were_loaded(tmp_path: Path) -> None:
+    save_checkpoint(CASES[0], tmp_path)
+    config = engine_config(tmp_path, EngineOptions(device="cpu", num_threads=1))
+    with closing(PoolMemory()) as memory:
+        worker = loaded_worker(config, memory)
+        # They are replaced after they were read.
+        os.utime(tmp_path / "model.safetensors", (1, 1))
+        allocate_pools(worker)
+        worker.close()
+        worker = loaded_worker(config, memory)
+        allocate_pools(worker)
+        assert worker.pool_report == PoolReport(is_shared=True)
         worker.close()
 
 

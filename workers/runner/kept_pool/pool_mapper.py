@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from workers.runner.kept_pool.block_checksums import BYTES_PER_BLOCK
 from workers.runner.kept_pool.mapped_pool import MappedPool
-from workers.runner.kept_pool.pool_origin import pool_origin
+from workers.runner.kept_pool.pool_origin import PoolOrigin
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,22 +27,23 @@ class PoolMapper:
     """The memory of one rank's CPU pool, which outlives it."""
 
     def __init__(self, config: EngineConfig, address: MemoryAddress, *, rank: int) -> None:
-        self._config = config
+        """Make it before the weights are loaded, which the pool's content depends on."""
+        self._has_checksums = config.cache.cpu_pool_checksums
         self._address = address
         self._rank = rank
+        self._origin = PoolOrigin(config, rank=rank)
 
     def map_pool(
         self, num_blocks: int, block_shape: Sequence[int], dtype: torch.dtype
     ) -> MappedPool | None:
         """Return the memory of a pool, or None if that has to be private."""
-        has_checksums = self._config.cache.cpu_pool_checksums
         layout = num_blocks, tuple(block_shape), dtype
         try:
             return MappedPool(
                 self._address,
                 num_bytes=num_blocks * math.prod(block_shape) * dtype.itemsize,
-                num_extra_bytes=num_blocks * BYTES_PER_BLOCK if has_checksums else 0,
-                origin=pool_origin(self._config, layout=layout, rank=self._rank),
+                num_extra_bytes=num_blocks * BYTES_PER_BLOCK if self._has_checksums else 0,
+                origin=self._origin.digest(layout),
             )
         except OSError as error:
             reason = error.strerror or error

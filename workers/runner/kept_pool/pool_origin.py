@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -11,21 +12,32 @@ if TYPE_CHECKING:
 
     from pagedray.config import EngineConfig
 
-__all__ = ["pool_origin"]
+__all__ = ["PoolOrigin"]
 
 
-def pool_origin(config: EngineConfig, *, layout: Sequence[object], rank: int) -> bytes:
-    """Return a digest of the pool's layout, the rank's part of the model, and its weights.
+class PoolOrigin:
+    """The rank's part of the model, and its weights.
 
     Weights count as the same if their files have the same names, sizes and times.
     """
-    files = () if config.load_format == "dummy" else _weight_files(config.model.folder)
-    parallel = config.parallel.tensor_parallel_size, config.parallel.enable_expert_parallel
-    seed = config.load_format, config.load_seed
-    text = repr((config.model, tuple(layout), rank, parallel, seed, files))
-    return hashlib.sha256(text.encode()).digest()
+
+    def __init__(self, config: EngineConfig, *, rank: int) -> None:
+        """Make it before the weights are loaded: a file that is replaced later is another one."""
+        files = () if config.load_format == "dummy" else _weight_files(config.model.folder)
+        parallel = config.parallel.tensor_parallel_size, config.parallel.enable_expert_parallel
+        seed = config.load_format, config.load_seed
+        self._parts = config.model, rank, parallel, seed, files
+
+    def digest(self, layout: Sequence[object]) -> bytes:
+        """Return 32 bytes for a pool of this layout."""
+        return hashlib.sha256(repr((self._parts, tuple(layout))).encode()).digest()
 
 
 def _weight_files(folder: Path) -> tuple[tuple[str, int, int], ...]:
-    stats = [(path.name, path.stat()) for path in sorted(folder.glob("*.safetensors"))]
-    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+    files = []
+    for path in sorted(folder.glob("*.safetensors")):
+        # One that cannot be read is none of the weights, or these cannot be loaded.
+        with suppress(OSError):
+            status = path.stat()
+            files.append((path.name, status.st_size, status.st_mtime_ns))
+    return tuple(files)

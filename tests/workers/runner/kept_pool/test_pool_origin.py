@@ -11,7 +11,7 @@ import torch
 
 from cluster.engine.options import EngineOptions, engine_config
 from tests.checkpoints import CASES, save_checkpoint
-from workers.runner.kept_pool.pool_origin import pool_origin
+from workers.runner.kept_pool.pool_origin import PoolOrigin
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +29,7 @@ def config(tmp_path: Path) -> EngineConfig:
 
 
 def origin(config: EngineConfig, *, layout: Sequence[object] = LAYOUT, rank: int = 0) -> bytes:
-    return pool_origin(config, layout=layout, rank=rank)
+    return PoolOrigin(config, rank=rank).digest(layout)
 
 
 def test_the_same_rank_of_the_same_model_has_the_same_origin(config: EngineConfig) -> None:
