@@ -1,9 +1,12 @@
 """The memory of a group's CPU pools, from epoch to epoch."""
 
+import os
 from contextlib import closing
 
+import pytest
+
 from cluster.engine.ranks.pool_memories import PoolMemories
-from pagedray.pool_memory import PoolReport
+from pagedray.pool_memory import PoolReport, open_memory
 
 NEW = PoolReport(is_shared=True)
 KEPT = PoolReport(is_shared=True, is_kept=True)
@@ -35,6 +38,21 @@ def test_what_a_failed_start_lost_stays_lost() -> None:
         # The next rank has kept what was new when the one before it died.
         assert damaged_after(memories, [KEPT, NEW], [KEPT, KEPT]) is None
         assert damaged_after(memories, [KEPT._replace(damaged=(4,)), KEPT], [KEPT, KEPT]) == [4]
+
+
+def test_renewed_memory_is_empty_and_the_former_is_freed() -> None:
+    with closing(PoolMemories(2)) as memories:
+        before = [address for rank in range(2) if (address := memories.address(rank)) is not None]
+        memories.renew()
+        for address in before:
+            with pytest.raises(FileNotFoundError):
+                open_memory(address)
+        for rank in range(2):
+            address = memories.address(rank)
+            assert address is not None
+            descriptor = open_memory(address)
+            assert os.fstat(descriptor).st_size == 0
+            os.close(descriptor)
 
 
 def test_a_rank_with_a_private_pool_gets_other_memory_next_time() -> None:

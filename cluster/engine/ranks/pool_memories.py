@@ -52,6 +52,11 @@ class PoolMemories:
         self._damaged.clear()
         return damaged
 
+    def renew(self) -> None:
+        """Give the ranks that start next other memory, and free this one, which no rank uses."""
+        self.close()
+        self._memories = [self._make_memory() for _ in self._memories]
+
     def close(self) -> None:
         """Free the memory once no rank uses it. May be called twice."""
         for memory in self._memories:

@@ -132,6 +132,9 @@ class RayExecutor(Executor):
     def _restart_ranks(self) -> list[int] | None:
         healing = Healing()
         old, self._ranks = self._ranks, None
+        if old is None and self._memories is not None:
+            # The last attempt failed, perhaps for want of the memory that the pools keep.
+            self._memories.renew()
         try:
             new = self._new_epoch()
         except BaseException:

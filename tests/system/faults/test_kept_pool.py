@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.checkpoints import CASES
+from tests.fakes import wait_for
 from tests.greedy import LONGEST, Truth, generated, settled_stats, truth_of
 from tests.system.rank_group import open_group
-from tests.system.rank_processes import serving_processes
+from tests.system.rank_processes import rank_processes, serving_processes
 from tests.system.server_process import TINY_LLAMA
 
 if TYPE_CHECKING:
@@ -107,6 +108,22 @@ def test_prefixes_of_other_weights_are_dropped(truth: Truth, ray_cluster: None) 
         assert generated(llm, truth.prompts) == truth.continuations
         assert llm.stats().scheduler.num_kept_cpu_blocks == 0
         # They are those of the next rank too.
+        kill_last_rank(llm)
+        assert generated(llm, truth.prompts) == truth.continuations
+        assert llm.stats().scheduler.num_kept_hit_tokens > 0
+
+
+@pytest.mark.slow
+def test_a_start_that_failed_frees_the_pools(truth: Truth, ray_cluster: None) -> None:
+    with open_small_pool(truth, num_ranks=1) as llm:
+        assert generated(llm, truth.prompts) == truth.continuations
+        first = serving_processes()[-1]
+        kill_last_rank(llm)
+        wait_for(lambda: any(one != first for one in rank_processes()))
+        for process in rank_processes():
+            process.kill()
+        assert generated(llm, truth.prompts) == truth.continuations
+        assert llm.stats().scheduler.num_kept_cpu_blocks == 0
         kill_last_rank(llm)
         assert generated(llm, truth.prompts) == truth.continuations
         assert llm.stats().scheduler.num_kept_hit_tokens > 0
