@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from pagedray.batch import Pooling
     from pagedray.config import EngineConfig
     from pagedray.model_config import Task
+    from pagedray.rank_roof import RankRoof
 
 __all__ = ["LLM", "Completion", "Generation"]
 
@@ -276,6 +277,14 @@ class LLM:
     def stats(self) -> EngineStats:
         """Return a snapshot of the engine's counters."""
         return self._engine.stats()
+
+    def measure_roofs(self) -> list[RankRoof]:
+        """Measure the device of each rank, and return what steps must read and compute on it.
+
+        The model must generate text, and nothing may be generated meanwhile. Raises WorkerError,
+        and DeviceError if too little memory is free.
+        """
+        return self._controller.measure_roofs()
 
     def close(self) -> None:
         """End the engine and its ranks. May be called twice."""

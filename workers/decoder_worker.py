@@ -23,6 +23,7 @@ from workers.memory_profile import (
 )
 from workers.models.decoder import Decoder
 from workers.models.self_attention import attention_spec
+from workers.roof import measure_roof
 from workers.runner.cuda_graphs import DecodeGraphs, graph_batch_sizes
 from workers.runner.disk_jobs import DiskJobs
 from workers.runner.input_batch import InputBatch
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pagedray.config import EngineConfig
+    from pagedray.rank_roof import RankRoof
     from workers.parallel.group import ParallelGroup
     from workers.runner.host_pool import HostPool
 
@@ -195,6 +197,10 @@ class DecoderWorker(Worker):
     @property
     def disk_jobs(self) -> DiskJobs | None:
         return self._disk_jobs
+
+    def measure_roof(self) -> RankRoof:
+        assert self._model is not None
+        return measure_roof(self._model, self._spec)
 
     def close(self) -> None:
         self._close_jobs()

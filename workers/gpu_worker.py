@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from pagedray.config import AttentionReport, CacheSize, EngineConfig
     from pagedray.pool_memory import MemoryAddress, PoolReport
+    from pagedray.rank_roof import RankRoof
     from workers.parallel.group import ParallelGroup
     from workers.parallel.one_shot import RowShape
     from workers.parallel.rendezvous import GroupAddress, Rendezvous
@@ -157,6 +158,17 @@ class GpuWorker:
     def warm_up(self, captures_lazily: bool) -> dict[str, float]:
         """Prepare the first steps; return how long each part of the rank's start took, by name."""
         return self._run(self._warm_up, captures_lazily)
+
+    def measure_roof(self) -> str | RankRoof | None:
+        """Return what `Worker.measure_roof` does, or an error message.
+
+        Runs while `serve_controller` waits for plans.
+        """
+        assert self._worker is not None
+        try:
+            return self._worker.measure_roof()
+        except StartupError as error:
+            return str(error)
 
     def serve_controller(self, endpoint: str, secret: bytes) -> None:
         """Connect to the controller and run its plans until it shuts down or disconnects."""

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pagedray.batch import DiskReport, StepOutput, StepPlan
     from pagedray.config import EngineConfig
     from pagedray.errors import EngineError
+    from pagedray.rank_roof import RankRoof
     from pagedray.request import Request
 
 __all__ = ["Controller", "EventSink"]
@@ -138,6 +139,13 @@ class Controller(StepLoop):
                 num_unpinned_blocks=self._num_unpinned,
                 step_times=self._step_times.snapshot(),
             )
+
+    def measure_roofs(self) -> list[RankRoof]:
+        """Return what steps must do on each rank, and the speed of its device.
+
+        No request may be open. Raises WorkerError, and DeviceError if too little memory is free.
+        """
+        return self._executor.measure_roofs()
 
     @property
     def _has_work(self) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pagedray.batch import DiskReport, EmbedOutput, EmbedPlan, StepMasks, StepOutput, StepPlan
     from pagedray.config import AttentionReport, CacheSize
+    from pagedray.rank_roof import RankRoof
 
 __all__ = ["Executor", "Outage", "RankHealth", "ReportProgress"]
 
@@ -90,6 +91,14 @@ class Executor(ABC):
     @abstractmethod
     def embed_texts(self, plan: EmbedPlan) -> EmbedOutput:
         """Run an encoder's plan, with no other in flight. Raises WorkerError."""
+
+    def measure_roofs(self) -> list[RankRoof]:
+        """Measure the devices, and return what steps must do on each rank.
+
+        There is nothing to return if the model does not generate. No plan may be in flight.
+        Raises WorkerError, and DeviceError if too little memory is free.
+        """
+        return []
 
     @abstractmethod
     def observe_ranks(self, now_s: float) -> RankHealth:

@@ -18,6 +18,7 @@ from workers.layers.weight import Layer, MatrixPart, WeightShard, divided
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from pagedray.rank_roof import WeightWork
     from pagedray.weight_format import Quantization
     from workers.parallel.group import ParallelGroup
 
@@ -137,6 +138,9 @@ class ParallelHead(Layer):
     def finalize(self) -> None:
         # A dense kernel keeps a tied weight shared with the embedding.
         self._kernel.finalize()
+
+    def weight_work(self) -> WeightWork:
+        return self._kernel.work(self._vocab.num_rows, self._hidden_size)
 
 
 class _VocabShard:

@@ -62,6 +62,11 @@ class ExpertProduct(ABC):
     def __call__(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
         """Return the weighted sums over the rank's experts, `[num_tokens, hidden_size]`."""
 
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """The bytes of all weights and biases; must be read after `finalize`."""
+
     def finalize(self) -> None:  # noqa: B027  # Stacked weights stay as they are.
         """Convert the loaded weights into the layout of the kernels."""
 
@@ -122,6 +127,10 @@ class LinearExperts(ExpertProduct):
             sums.index_add_(0, tokens[part], self._down[index](inner) * weights[part])
         return sums.to(x.dtype)
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(kernel.num_bytes for kernel in (*self._gate_up, *self._down))
+
     def finalize(self) -> None:
         for kernel in (*self._gate_up, *self._down):
             kernel.finalize()
@@ -172,6 +181,15 @@ class StackedExperts(ExpertProduct):
     ) -> None:
         """Allocate weights of these shapes, for rows of a dtype."""
 
+    @property
+    def num_bytes(self) -> int:
+        tensors = (*self._weights(), self._gate_up_bias, self._down_bias)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+    @abstractmethod
+    def _weights(self) -> tuple[torch.Tensor, ...]:
+        """Return what the kernels read of both projections."""
+
     def gate_up_bias(self, expert: int) -> torch.Tensor | None:
         return None if self._gate_up_bias is None else self._gate_up_bias[expert]
 
@@ -220,6 +238,9 @@ class GroupedExperts(StackedExperts):
     ) -> None:
         self._gate_up = torch.empty(gate_up, dtype=dtype, device=device)
         self._down = torch.empty(down, dtype=dtype, device=device)
+
+    def _weights(self) -> tuple[torch.Tensor, ...]:
+        return self._gate_up, self._down
 
     def gate_up(self, expert: int) -> torch.Tensor:
         return self._gate_up[expert]

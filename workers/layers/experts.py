@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from attention.kernels.quantized_rows import QuantizedRows
 from attention.kernels.unnormed_row import UnnormedRow
+from pagedray.rank_roof import WeightWork
 from workers.layers.expert_tensors import ExpertTensors
 from workers.layers.mxfp4_experts import expert_product_class
 from workers.layers.router import Router
@@ -49,6 +50,9 @@ class ExpertLayer(Layer):
         device: torch.device,
     ) -> None:
         """`shared` is an MLP that every token passes, whose output is this rank's part."""
+        self._num_experts = experts.num_experts
+        self._num_chosen = experts.num_chosen
+        self._hidden_size = hidden_size
         self._group = group
         self._reduces = reduces
         self._shared = shared
@@ -96,6 +100,18 @@ class ExpertLayer(Layer):
         yield from self._tensors.weight_shards(self._product)
         if self._shared is not None:
             yield from self._shared.weight_shards()
+
+    def weight_work(self) -> WeightWork:
+        tensors = self._tensors
+        # The ranks have as many experts each, or as much of each.
+        part = len(tensors.experts) / self._num_experts
+        size = self._hidden_size * tensors.intermediate_size
+        work = self._router.weight_work() + WeightWork(
+            expert_bytes=self._product.num_bytes,
+            # Gate, up and down projection.
+            row_flop=self._num_chosen * part * 3 * 2.0 * size,
+        )
+        return work if self._shared is None else work + self._shared.weight_work()
 
     def finalize(self) -> None:
         self._router.finalize()

@@ -19,6 +19,7 @@ from workers.layers.weight import Layer, MatrixPart, WeightShard, part_of
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from pagedray.rank_roof import WeightWork
     from pagedray.weight_format import Quantization
     from workers.parallel.group import ParallelGroup
 
@@ -136,6 +137,9 @@ class ColumnParallelLinear(Layer):
     def finalize(self) -> None:
         self._kernel.finalize()
 
+    def weight_work(self) -> WeightWork:
+        return self._kernel.work(sum(columns.size for columns in self._columns), self._in_size)
+
 
 class RowParallelLinear(Layer):
     """Each rank multiplies its part of the input; an all-reduce adds the partial outputs.
@@ -210,3 +214,7 @@ class RowParallelLinear(Layer):
 
     def finalize(self) -> None:
         self._kernel.finalize()
+
+    def weight_work(self) -> WeightWork:
+        out_size, in_size = self._shape
+        return self._kernel.work(out_size, in_size // self._group.size)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 from torch.nn import functional
 
 from attention.kernels.cpu.packed_gemm import PackedGemm
+from pagedray.rank_roof import WeightWork
 from workers.layers.fused_kernels import gate_kernel
 from workers.layers.weight import WeightShard
 
@@ -42,11 +43,14 @@ class LinearKernel(ABC):
 
     owns_weight = False
     """Whether nothing else reads the weight, which `finalize` may then overwrite."""
+    multiplies_fp8: ClassVar[bool] = False
+    """Whether the product with many rows is one of fp8 numbers."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.weight = weight
         """`[out_size, in_size]`, loaded before `finalize`, which may repack or drop it."""
         self.bias = bias
+        self._weight_bytes = weight.nbytes
         self._gate = gate_kernel("silu", weight.device)
 
     @classmethod
@@ -80,6 +84,25 @@ class LinearKernel(ABC):
         self.weight.copy_(self.weight[order])
         if self.bias is not None:
             self.bias.copy_(self.bias[order])
+
+    @property
+    def weight_bytes(self) -> int:
+        """The bytes of the weight that a product reads; must be read after `finalize`."""
+        return self._weight_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the weight and the bias; must be read after `finalize`."""
+        return self.weight_bytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def work(self, out_size: int, in_size: int) -> WeightWork:
+        """Return what a weight of these sizes costs a step; must be called after `finalize`."""
+        flop = 2.0 * out_size * in_size
+        return WeightWork(
+            num_bytes=self.num_bytes,
+            row_flop=0.0 if self.multiplies_fp8 else flop,
+            fp8_row_flop=flop if self.multiplies_fp8 else 0.0,
+        )
 
     @abstractmethod
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -39,6 +39,14 @@ class Mxfp4Experts(StackedExperts):
         self._gate_up_numbers = self._down_numbers = torch.empty(0, device=device)
         self._gate_up_scales = self._down_scales = torch.empty(0, device=device)
 
+    def _weights(self) -> tuple[torch.Tensor, ...]:
+        return (
+            self._gate_up_numbers,
+            self._gate_up_scales,
+            self._down_numbers,
+            self._down_scales,
+        )
+
     def gate_up(self, expert: int) -> Mxfp4Matrix:
         return self._gate_up[expert]
 
@@ -109,6 +117,10 @@ class DequantizedExperts(ExpertProduct):
 
     def __call__(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
         return self._plain(x, choice)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._plain.num_bytes
 
     def finalize(self) -> None:
         for expert in reversed(range(len(self._gate_up))):

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from attention.kernels.unnormed_row import UnnormedRow
+from pagedray.rank_roof import WeightWork
 from workers.layers.fused_kernels import (
     add_norm_kernel,
     head_norm_kernel,
@@ -130,6 +131,10 @@ class ResidualNorm(Layer):
         if self._bias is not None:
             yield _shard(f"{self._name}.bias", self._bias, dummy=0.0)
 
+    def weight_work(self) -> WeightWork:
+        num_bias_bytes = 0 if self._bias is None else self._bias.nbytes
+        return WeightWork(num_bytes=self._weight.nbytes + num_bias_bytes)
+
     @abstractmethod
     def _normed(self, stream: torch.Tensor) -> torch.Tensor:
         """Return the norm of `[num_tokens, hidden_size]`, computed by torch."""
@@ -210,6 +215,9 @@ class QKNorm(Layer):
     def finalize(self) -> None:
         # [num_heads + num_kv_heads, head_size]
         self._weight = (self._weights + self._offset).repeat_interleave(self._repeats, dim=0)
+
+    def weight_work(self) -> WeightWork:
+        return WeightWork(num_bytes=self._weight.nbytes)
 
 
 def _shard(name: str, target: torch.Tensor, *, dummy: float) -> WeightShard:

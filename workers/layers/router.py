@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pagedray.model_config import ExpertsConfig
+    from pagedray.rank_roof import WeightWork
 
 __all__ = ["Choice", "Router"]
 
@@ -79,3 +80,6 @@ class Router(Layer):
 
     def finalize(self) -> None:
         self._kernel.finalize()
+
+    def weight_work(self) -> WeightWork:
+        return self._kernel.work(*self._shape)

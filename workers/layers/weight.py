@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pagedray.rank_roof import WeightWork
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
@@ -61,6 +63,13 @@ class Layer(ABC):
     def finalize(self) -> None:  # noqa: B027  # Most layers compute with what is loaded.
         """Convert loaded weights into the form that is computed with, dropping the originals."""
 
+    def weight_work(self) -> WeightWork:
+        """Return what the weights cost a step; must be called after `finalize`.
+
+        A table, of which a step reads single rows, costs nothing.
+        """
+        return WeightWork()
+
 
 class CompositeLayer(Layer):
     """A layer made of layers."""
@@ -76,6 +85,9 @@ class CompositeLayer(Layer):
     def finalize(self) -> None:
         for layer in self.sublayers():
             layer.finalize()
+
+    def weight_work(self) -> WeightWork:
+        return sum((layer.weight_work() for layer in self.sublayers()), WeightWork())
 
 
 def divided(size: int, group_size: int) -> int:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pagedray.rank_roof import WeightWork
 from workers.layers.weight import Layer, WeightShard
 
 if TYPE_CHECKING:
@@ -61,6 +62,9 @@ class WholeQKNorm(Layer):
         heads[:, : self._num_queries].mul_(query_scale)
         heads[:, self._num_queries :].mul_(key_scale)
         return heads.mul_(self._weight).to(self._dtype)
+
+    def weight_work(self) -> WeightWork:
+        return WeightWork(num_bytes=self._weight.nbytes)
 
     def weight_shards(self) -> Iterator[WeightShard]:
         targets = self._weight.split((self._num_queries, len(self._weight) - self._num_queries))

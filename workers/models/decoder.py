@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pagedray.rank_progress import Phase
+from pagedray.rank_roof import WeightWork
 from workers.layers.embedding import ParallelHead, VocabEmbedding
 from workers.layers.weight import CompositeLayer
 from workers.models.decoder_layer import decoder_layer_class, summed_by_norm
@@ -168,6 +169,16 @@ class Decoder(CompositeLayer):
         assert self._head is not None
         self._progress.enter(Phase.LOGITS)
         return self._head(hidden)
+
+    def body_work(self) -> WeightWork:
+        """Return what all weights but those of the head cost a step."""
+        layers = (layer for layer in self.sublayers() if layer is not self._head)
+        return sum((layer.weight_work() for layer in layers), WeightWork())
+
+    def head_work(self) -> WeightWork:
+        """Return what the head costs a step; only if the model generates."""
+        assert self._head is not None
+        return self._head.weight_work()
 
     def sublayers(self) -> Iterator[Layer]:
         yield self._embedding

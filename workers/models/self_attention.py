@@ -9,6 +9,7 @@ import torch
 
 from attention.abstract import AttentionParams, AttentionSpec
 from attention.layer import Attention
+from pagedray.rank_roof import WeightWork
 from workers.layers.linear import ColumnParallelLinear, RowParallelLinear
 from workers.layers.norm import QKNorm
 from workers.layers.weight import CompositeLayer, WeightShard, part_of
@@ -189,6 +190,10 @@ class DecoderSelfAttention(CompositeLayer):
             # They are read before, since attention is planned with them.
             scale = torch.empty(1)
             yield WeightShard(name=name, shape=(1,), part=(slice(None),), target=scale, dummy=1.0)
+
+    def weight_work(self) -> WeightWork:
+        work = super().weight_work()
+        return work if self._sinks is None else work + WeightWork(num_bytes=self._sinks.nbytes)
 
     def finalize(self) -> None:
         if self._neighbours is not None:

@@ -81,6 +81,8 @@ class IntegerGemm(TiledProduct):
         self._tensors = tensors
         self._weight = _Weight(*(None if one is None else one.data_ptr() for one in tensors))
         self._weight_address = ctypes.addressof(self._weight)
+        self.num_bytes = sum(one.nbytes for one in tensors[:3] if one is not None)
+        """Of the numbers, the scales and the offsets."""
 
     def _run(self, x: torch.Tensor, out: torch.Tensor, *, is_gated: bool) -> None:
         num_rows, in_size = x.shape

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -14,9 +14,16 @@ from rich.table import Table
 
 from cluster.cli.bench.datasets import RandomLengths
 from cluster.cli.bench.engine_flags import DEFAULT_NUM_PROMPTS, LENGTH_FLAGS
+from cluster.cli.bench.roof import (
+    MeasuredRun,
+    RoofShare,
+    SequenceLengths,
+    UnknownRoof,
+    share_of_roof,
+)
 from cluster.cli.bench.workloads import WORKLOADS, uniform_workload
 from cluster.llm import LLM
-from pagedray.errors import StartupError
+from pagedray.errors import DeviceError, StartupError
 from pagedray.request import SamplingParams
 from pagedray.version import __version__
 
@@ -34,6 +41,14 @@ _PERCENTILES = (10, 25, 50, 75, 90, 99)
 _WARM_UP_TOKENS = 16
 
 
+@dataclass(frozen=True, slots=True)
+class _Generated:
+    """How long a call took, and the lengths of its requests."""
+
+    seconds: float
+    requests: tuple[SequenceLengths, ...]
+
+
 def bench_latency(parsed: argparse.Namespace, options: EngineOptions) -> int:
     """Generate a batch again and again, and print how long it takes. Raises PagedRayError."""
     lengths = RandomLengths(input_len=parsed.input_len, output_len=parsed.output_len)
@@ -44,9 +59,15 @@ def bench_latency(parsed: argparse.Namespace, options: EngineOptions) -> int:
         for index in range(num_warm_ups + parsed.num_iters):
             # Other prompts each time, since those of the last time are cached.
             requests = workload.requests(llm.vocab_size, parsed.seed + 2 * index)
-            seconds = _run(llm, requests, has_bar=False)
+            if index == num_warm_ups:
+                before = llm.stats()
+            generated = _generate(llm, requests, has_bar=False)
             if index >= num_warm_ups:
-                latencies_s.append(seconds)
+                latencies_s.append(generated.seconds)
+        num_steps = (llm.stats().num_steps - before.num_steps) / parsed.num_iters
+        median_s = statistics.median(latencies_s)
+        # All batches have the same lengths.
+        roof = _roof(llm, replace(generated, seconds=median_s), num_steps, options)
     percentiles = {str(one): float(np.percentile(latencies_s, one)) for one in _PERCENTILES}
     mean_s = statistics.fmean(latencies_s)
     figures: dict[str, object] = {
@@ -58,6 +79,7 @@ def bench_latency(parsed: argparse.Namespace, options: EngineOptions) -> int:
         "percentiles": percentiles,
         "ms_per_token": percentiles["50"] / parsed.output_len * 1e3,
         "output_tokens_per_second": parsed.batch_size * parsed.output_len / percentiles["50"],
+        "roof": roof.figures(),
     }
     rows = {
         "Batches": str(len(latencies_s)),
@@ -65,6 +87,7 @@ def bench_latency(parsed: argparse.Namespace, options: EngineOptions) -> int:
         **{f"p{name} (s)": f"{value:.4f}" for name, value in percentiles.items()},
         "Median per output token (ms)": f"{figures['ms_per_token']:.3f}",
         "Output tokens per second (median)": f"{figures['output_tokens_per_second']:.2f}",
+        **roof.rows(),
     }
     return _report(parsed, options, figures, rows)
 
@@ -74,11 +97,14 @@ def bench_throughput(parsed: argparse.Namespace, options: EngineOptions) -> int:
     workload = _workload(parsed)
     with _engine(parsed, options) as llm:
         warm_up = workload.requests(llm.vocab_size, parsed.seed + 2)
-        _run(llm, warm_up, has_bar=False, most_tokens=_WARM_UP_TOKENS)
+        _generate(llm, warm_up, has_bar=False, most_tokens=_WARM_UP_TOKENS)
         requests = workload.requests(llm.vocab_size, parsed.seed)
         before = llm.stats()
-        seconds = _run(llm, requests, has_bar=not (parsed.disable_tqdm or parsed.json))
+        generated = _generate(llm, requests, has_bar=not (parsed.disable_tqdm or parsed.json))
         after = llm.stats()
+        num_steps = after.num_steps - before.num_steps
+        roof = _roof(llm, generated, num_steps, options)
+    seconds = generated.seconds
     num_prompt = sum(len(request.token_ids) for request in requests)
     num_output = sum(request.max_tokens for request in requests)
     figures: dict[str, object] = {
@@ -92,9 +118,10 @@ def bench_throughput(parsed: argparse.Namespace, options: EngineOptions) -> int:
         "tokens_per_second": (num_prompt + num_output) / seconds,
         "prompt_tokens_per_second": num_prompt / seconds,
         "output_tokens_per_second": num_output / seconds,
-        "steps": after.num_steps - before.num_steps,
+        "steps": num_steps,
         "prefix_hit_tokens": after.scheduler.num_hit_tokens - before.scheduler.num_hit_tokens,
         "preemptions": _num_preemptions(after) - _num_preemptions(before),
+        "roof": roof.figures(),
     }
     rows = {
         "Requests": str(len(requests)),
@@ -106,6 +133,7 @@ def bench_throughput(parsed: argparse.Namespace, options: EngineOptions) -> int:
         "Prompt tokens per second": f"{figures['prompt_tokens_per_second']:.2f}",
         "Output tokens per second": f"{figures['output_tokens_per_second']:.2f}",
         "Tokens per second": f"{figures['tokens_per_second']:.2f}",
+        **roof.rows(),
     }
     return _report(parsed, options, figures, rows)
 
@@ -141,10 +169,10 @@ def _num_preemptions(stats: EngineStats) -> int:
     return stats.scheduler.num_swap_preemptions + stats.scheduler.num_recompute_preemptions
 
 
-def _run(
+def _generate(
     llm: LLM, requests: Sequence[EngineRequest], *, has_bar: bool, most_tokens: int | None = None
-) -> float:
-    """Generate all requests greedily and to their full lengths; return the seconds it took."""
+) -> _Generated:
+    """Generate all requests greedily and to their full lengths."""
     sampling = [
         SamplingParams(
             temperature=0.0,
@@ -154,8 +182,35 @@ def _run(
         for request in requests
     ]
     started_s = time.perf_counter()
-    llm.generate([request.token_ids for request in requests], sampling, use_tqdm=has_bar)
-    return time.perf_counter() - started_s
+    prompts = [request.token_ids for request in requests]
+    generations = llm.generate(prompts, sampling, use_tqdm=has_bar)
+    seconds = time.perf_counter() - started_s
+    return _Generated(
+        seconds,
+        tuple(
+            SequenceLengths(
+                num_prompt=len(one.prompt_token_ids),
+                num_cached=one.num_cached_tokens,
+                num_output=len(one.outputs[0].token_ids),
+            )
+            for one in generations
+        ),
+    )
+
+
+def _roof(
+    llm: LLM, generated: _Generated, num_steps: float, options: EngineOptions
+) -> RoofShare | UnknownRoof:
+    run = MeasuredRun(
+        seconds=generated.seconds,
+        num_steps=num_steps,
+        requests=generated.requests,
+        max_step_tokens=options.max_num_batched_tokens,
+    )
+    try:
+        return share_of_roof(run, llm.measure_roofs())
+    except DeviceError as error:
+        return UnknownRoof(str(error))
 
 
 def _report(

@@ -26,6 +26,7 @@ from pagedray.errors import DeviceError, StartupError, WorkerError
 if TYPE_CHECKING:
     from pagedray.batch import DiskReport, StepMasks, StepPlan
     from pagedray.config import AttentionReport, CacheSize, EngineConfig
+    from pagedray.rank_roof import RankRoof
 
 __all__ = ["RayExecutor"]
 
@@ -112,6 +113,9 @@ class RayExecutor(Executor):
         output = ranks.collect_output()
         assert isinstance(output, EmbedOutput)
         return output
+
+    def measure_roofs(self) -> list[RankRoof]:
+        return self._live_ranks().measure_roofs()
 
     def observe_ranks(self, now_s: float) -> RankHealth:
         # The thread that runs steps may replace them meanwhile.

@@ -22,7 +22,7 @@ from cluster.engine.ranks.rank_channels import RankChannels
 from cluster.engine.ranks.ray_reports import RayReports
 from pagedray.channel import ChannelClosedError
 from pagedray.config import CacheSize
-from pagedray.errors import HungRankError, StartupError, WorkerError
+from pagedray.errors import DeviceError, HungRankError, StartupError, WorkerError
 from pagedray.load_progress import LoadProgress
 from pagedray.step_listener import StepListener
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from pagedray.batch import DiskReport, EmbedOutput, EmbedPlan, StepMasks, StepOutput, StepPlan
     from pagedray.config import AttentionReport, EngineConfig
     from pagedray.pool_memory import MemoryAddress
+    from pagedray.rank_roof import RankRoof
     from workers.parallel.rendezvous import GroupAddress
 
 __all__ = ["RayRanks"]
@@ -188,6 +189,20 @@ class RayRanks:
             logger.info("%s", self._healing)
             self._healing = None
         return outputs.popleft()
+
+    def measure_roofs(self) -> list[RankRoof]:
+        """Measure the devices of all ranks at the same time, beside no step.
+
+        Raises WorkerError if a rank has died, and DeviceError if too little memory is free.
+        """
+        try:
+            answers = ray.get([actor.measure_roof.remote() for actor in self._actors])
+        except RayError as error:
+            raise WorkerError(f"A rank died: {_cause_of(error)}") from error
+        for answer in answers:
+            if isinstance(answer, str):
+                raise DeviceError(answer)
+        return [answer for answer in answers if answer is not None]
 
     def observe_ranks(self, now_s: float) -> RankHealth:
         """Return whether the ranks make progress; if one hangs, other calls raise HungRankError.

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import statistics
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import pytest
+from safetensors.torch import load_file
 
 from cluster.cli.bench.workloads import WORKLOADS
 from cluster.cli.commands import main
 from cluster.llm import LLM
+from pagedray.errors import DeviceError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,6 +70,51 @@ def test_latency_times_batches_of_other_prompts(
     assert percentiles["50"] == pytest.approx(median)
     assert report["ms_per_token"] == pytest.approx(median / 5 * 1e3)
     assert report["output_tokens_per_second"] == pytest.approx(15 / median)
+
+
+def test_the_roof_counts_the_tensors_of_the_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = ("--input-len=9", "--output-len=5", "--batch-size=3")
+    report = report_of(capsys, "latency", *lengths, "--num-iters=2", "--num-iters-warmup=0")
+    roof = report["roof"]
+    assert isinstance(roof, dict)
+    tensors = load_file(f"{MODEL}/model.safetensors").values()
+    # In float32; the head is the embedding, which is therefore read.
+    assert roof["weight_bytes_per_step"] == 4 * sum(tensor.numel() for tensor in tensors)
+    # Four layers have four heads of 64 keys and values; a prompt and four tokens are five steps.
+    contexts = 3 * sum(range(10, 14))
+    assert roof["kv_bytes_per_step"] == 4 * 2 * 4 * 64 * 4 * contexts / 5
+    assert roof["step_ms"] == pytest.approx(report["ms_per_token"])
+    read = roof["weight_bytes_per_step"] + roof["kv_bytes_per_step"]
+    bytes_per_s = read / roof["step_ms"] * 1e3
+    assert roof["memory_share"] == pytest.approx(bytes_per_s / roof["read_bytes_per_second"])
+    assert roof["share"] == max(roof["memory_share"], roof["compute_share"])
+    assert roof["compute_share"] > 0
+
+
+def test_the_roof_is_that_of_one_of_two_ranks(
+    capsys: pytest.CaptureFixture[str], ray_cluster: None
+) -> None:
+    lengths = ("--input-len=9", "--output-len=5", "--num-prompts=4")
+    roof = report_of(capsys, "throughput", *lengths, "--tensor-parallel-size=2")["roof"]
+    assert isinstance(roof, dict)
+    tensors = load_file(f"{MODEL}/model.safetensors")
+    norms = sum(tensor.numel() for name, tensor in tensors.items() if "norm" in name)
+    matrices = sum(tensor.numel() for tensor in tensors.values()) - norms
+    assert roof["weight_bytes_per_step"] == 4 * (matrices / 2 + norms)
+    assert roof["rank"] in (0, 1)
+    assert roof["share"] > 0
+
+
+def test_a_device_that_cannot_be_measured_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(llm: LLM) -> NoReturn:
+        raise DeviceError("Too little GPU memory is free.")
+
+    monkeypatch.setattr(LLM, "measure_roofs", measure)
+    lengths = ("--input-len=9", "--output-len=5", "--num-prompts=1")
+    report = report_of(capsys, "throughput", *lengths)
+    assert report["roof"] == {"share": None, "reason": "Too little GPU memory is free."}
 
 
 def test_throughput_counts_what_the_engine_generated(

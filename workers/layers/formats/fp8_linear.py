@@ -26,6 +26,8 @@ class Fp8Linear(QuantizedLinear):
     A scale of inputs in the checkpoint is used only for the latter.
     """
 
+    multiplies_fp8 = True
+
     def __init__(
         self, stored: Fp8Weight, bias: torch.Tensor | None, *, name: str, device: torch.device
     ) -> None:
@@ -58,6 +60,10 @@ class Fp8Linear(QuantizedLinear):
         if self._tuning is not None and len(x) <= MAX_ROWS:
             return skinny_gemm(x, fp8.values, self.bias, self._tuning, scales=fp8.scales)
         return self._product(x)
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._fp8.values.nbytes + self._fp8.scales.nbytes
 
     def takes_quantized(self, num_rows: int) -> bool:
         from attention.kernels.triton.gemm.skinny import MAX_ROWS

@@ -30,6 +30,10 @@ class GpuInt4Linear(QuantizedLinear):
         self._gemv_tuning: GemvTuning | None = None
         self._gated_gemv_tuning: GemvTuning | None = None
 
+    @property
+    def weight_bytes(self) -> int:
+        return self._packed.nbytes + self._words.nbytes
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         # Triton is absent on machines without a GPU.
         from attention.kernels.triton.gemm.gemv import gemv

@@ -26,6 +26,10 @@ class _CpuIntegerLinear(QuantizedLinear):
         """Return whether the kernel computes in this dtype, and could be compiled."""
         return dtype == torch.bfloat16 and has_integer_gemm()
 
+    @property
+    def weight_bytes(self) -> int:
+        return self._gemm.num_bytes
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._gemm(x)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +26,10 @@ class QuantizedLinear(LinearKernel):
     ) -> None:
         super().__init__(torch.empty(0, device=device), bias)
         self._stored = stored
+
+    @property
+    @abstractmethod
+    def weight_bytes(self) -> int: ...
 
     def weight_shards(self, source: MatrixPart, rows: slice) -> Iterator[WeightShard]:
         yield from self._stored.weight_shards(source, rows)
@@ -52,6 +57,11 @@ class DequantizedLinear(QuantizedLinear):
         super().__init__(stored, bias, device)
         self._dtype = dtype
         self._kernel: LinearKernel | None = None
+
+    @property
+    def weight_bytes(self) -> int:
+        assert self._kernel is not None
+        return self._kernel.weight_bytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         assert self._kernel is not None

@@ -1,0 +1,82 @@
+"""What the steps of a rank must read and compute, and how fast its device can do that.
+
+Weights and cached keys and values are counted. Activations, and what the ranks of a group send each
+other, are not.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+__all__ = ["AttentionWork", "DeviceSpeed", "ExpertChoice", "RankRoof", "WeightWork"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightWork:
+    """What weights on one rank cost a step."""
+
+    num_bytes: int = 0
+    """Read by every step."""
+    expert_bytes: int = 0
+    """Of all experts, of which a step reads those that its rows have chosen."""
+    row_flop: float = 0.0
+    """Of each row, in products of the model's dtype; of experts, the mean over the ranks."""
+    fp8_row_flop: float = 0.0
+    """Of each row, in products of fp8 numbers."""
+
+    def __add__(self, other: WeightWork) -> WeightWork:
+        return WeightWork(
+            num_bytes=self.num_bytes + other.num_bytes,
+            expert_bytes=self.expert_bytes + other.expert_bytes,
+            row_flop=self.row_flop + other.row_flop,
+            fp8_row_flop=self.fp8_row_flop + other.fp8_row_flop,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionWork:
+    """What the attention of layers with the same window costs on one rank."""
+
+    window: int | None
+    """The most tokens that a query sees; None for all before it, and itself."""
+    token_bytes: int
+    """Of the keys and values of one token, in all these layers."""
+    pair_flop: float
+    """Of each pair of a token and one that it sees, in all these layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertChoice:
+    """How many experts a layer has, and how many each row chooses."""
+
+    num_experts: int
+    num_chosen: int
+
+    def expected_part(self, num_rows: float) -> float:
+        """Return the expected part of the experts that rows choose, if all are as likely."""
+        return 1.0 - math.pow(1.0 - self.num_chosen / self.num_experts, num_rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSpeed:
+    """What a device was measured to do."""
+
+    read_bytes_per_s: float
+    flop_per_s: float
+    """Of matrix products in the model's dtype."""
+    fp8_flop_per_s: float | None = None
+    """None if the model has no products of fp8 numbers there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRoof:
+    """The work of one rank, and the speed of its device."""
+
+    weights: WeightWork
+    """All but the embedding table, of which a step reads single rows, and the head."""
+    head: WeightWork
+    """Whose rows are the tokens that are sampled."""
+    attention: tuple[AttentionWork, ...]
+    experts: ExpertChoice | None
+    speed: DeviceSpeed
