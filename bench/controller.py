@@ -93,8 +93,7 @@ class InstantExecutor(SimulatedRanks):
     def submit_plan(self, plan: StepPlan) -> None:
         received = self._plans.decode(self._encoder.encode(plan))
         assert isinstance(received, StepPlan)
-        num_sampled = sum(sequence.is_sampled for sequence in received.sequences)
-        answer = self._encoder.encode(StepOutput(received.step, [7] * num_sampled))
+        answer = self._encoder.encode(StepOutput(received.step, [7] * received.num_sampled))
         output = self._answers.decode(answer)
         assert isinstance(output, StepOutput)
         self._outputs.append(output)

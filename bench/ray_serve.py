@@ -65,7 +65,7 @@ class RepeatingExecutor(SimulatedRanks):
         time.sleep(self._step_s)
         plan = self._plans.popleft()
         self._step = plan.step
-        return StepOutput(plan.step, [TOKEN] * sum(one.is_sampled for one in plan.sequences))
+        return StepOutput(plan.step, [TOKEN] * plan.num_sampled)
 
     def restart_ranks(self) -> None:
         self._plans.clear()

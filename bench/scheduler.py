@@ -86,7 +86,7 @@ class Steps:
         """Make a plan and apply its output."""
         plan = self.scheduler.schedule()
         assert plan is not None
-        num_sampled = sum(sequence.is_sampled for sequence in plan.sequences)
+        num_sampled = plan.num_sampled
         self.scheduler.update(StepOutput(plan.step, [7] * num_sampled))
         self.scheduler.acknowledge(plan.step)
 
@@ -292,7 +292,7 @@ def _fork_figures() -> dict[str, float]:
         plan = scheduler.schedule()
         assert plan is not None
         num_bytes = max(num_bytes, len(msgspec.msgpack.encode(plan)))
-        num_sampled = sum(sequence.is_sampled for sequence in plan.sequences)
+        num_sampled = plan.num_sampled
         scheduler.update(StepOutput(plan.step, [7] * num_sampled))
         scheduler.acknowledge(plan.step)
     _, peak = tracemalloc.get_traced_memory()

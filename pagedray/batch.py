@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
+from pagedray.decodes import Decodes
 from pagedray.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
 
 # Plans are never part of a reference cycle, so the garbage collector need not track their parts.
 class SequencePlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The tokens of one sequence that a step computes."""
+    """The tokens of one sequence that a step computes, one or several."""
 
     row: int
     first_position: int
@@ -97,15 +98,22 @@ class SequencePlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     new_block_ids: tuple[int, ...] = ()
     """Appended to the row's block table before the forward pass."""
 
+    @property
+    def num_pairs(self) -> int:
+        """Pairs of a token and one that it attends to."""
+        return self.num_tokens * self.first_position + self.num_tokens * (self.num_tokens + 1) // 2
+
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     """What one step runs."""
 
     step: int
     """Increases by one within an epoch."""
-    sequences: list[SequencePlan]
+    chunks: list[SequencePlan]
     """Sequences of several tokens first, then those of one token."""
     starts: list[SequenceStart] = []
+    decodes: Decodes = Decodes()
+    """They follow the chunks in the batch. Each could be a chunk of one token."""
     swap_outs: list[BlockCopy] = []
     """Device block to CPU block."""
     swap_ins: list[BlockCopy] = []
@@ -121,7 +129,24 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
 
     @property
     def num_tokens(self) -> int:
-        return sum(sequence.num_tokens for sequence in self.sequences)
+        return sum(chunk.num_tokens for chunk in self.chunks) + len(self.decodes)
+
+    @property
+    def num_sampled(self) -> int:
+        """Sequences that sample a token."""
+        return sum(chunk.is_sampled for chunk in self.chunks) + len(self.decodes)
+
+    @property
+    def sequences(self) -> list[SequencePlan]:
+        """All sequences in their order, decodes as chunks, which takes long if there are many."""
+        rows, positions = array("i", self.decodes.rows), array("i", self.decodes.positions)
+        growing_rows = array("i", self.decodes.growing_rows)
+        grown = dict(zip(growing_rows, array("i", self.decodes.new_block_ids), strict=True))
+        decodes = [
+            SequencePlan(row, position, 1, True, (grown[row],) if row in grown else ())
+            for row, position in zip(rows, positions, strict=True)
+        ]
+        return self.chunks + decodes
 
 
 class StepMasks(msgspec.Struct, frozen=True, array_like=True, tag="masks"):

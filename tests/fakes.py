@@ -75,9 +75,7 @@ class FakeExecutor(Executor):
             raise self.step_failures.popleft()
         plan = self._plans.popleft()
         self._acknowledged_step = plan.step
-        return StepOutput(
-            plan.step, [self.token_id] * sum(one.is_sampled for one in plan.sequences)
-        )
+        return StepOutput(plan.step, [self.token_id] * plan.num_sampled)
 
     def observe_ranks(self, now_s: float) -> RankHealth:
         return RankHealth(is_busy=bool(self._plans))

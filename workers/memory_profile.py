@@ -104,7 +104,7 @@ def largest_steps(config: EngineConfig) -> list[StepPlan]:
                 SequenceStart(row, [0], 1, [], sampling, row, 0, is_masked=True)
                 for row in range(num_rows)
             ],
-            sequences=[
+            chunks=[
                 SequencePlan(row, first_position, num_tokens[row], is_sampled=True)
                 for row, first_position in enumerate(first_positions)
             ],
@@ -116,4 +116,4 @@ def largest_steps(config: EngineConfig) -> list[StepPlan]:
 def allow_all_tokens(plan: StepPlan, vocab_size: int) -> StepMasks:
     """Return masks that allow every token to every sequence of a plan."""
     size = num_mask_bytes(vocab_size)
-    return StepMasks(plan.step, b"\xff" * size * len(plan.sequences))
+    return StepMasks(plan.step, b"\xff" * size * len(plan.chunks))

@@ -218,15 +218,18 @@ class KvManager:
         cache, finder = self.prefix_cache, self._finder
         if cache is None or finder is None:
             return
-        num_full = min(len(sequence.token_ids), sequence.num_computed) // self.block_size
-        first = sequence.num_registered
-        for index in range(first, num_full):
+        num_tokens = len(sequence.token_ids)
+        if num_tokens > sequence.num_computed:
+            num_tokens = sequence.num_computed
+        num_full, index = num_tokens // self.block_size, sequence.num_registered
+        while index < num_full:
             block = sequence.block_ids[index]
             if cache.add_block(finder.key_at(sequence, index), block):
                 self.pool.keep(block)
                 if index < sequence.num_proven:
                     cache.prove_blocks((block,))
-        self._set_registered(sequence, max(num_full, first))
+            index += 1
+        self._set_registered(sequence, index)
 
     def take_back(self, sequence: Sequence) -> None:
         """Mark the last known token as not computed, so that a later plan computes it again.
@@ -290,6 +293,7 @@ class KvManager:
         """Clear a sequence's record of its blocks."""
         sequence.block_ids = []
         sequence.num_slots = 0
+        sequence.decode_end = 0
         sequence.reserved_block_ids = []
         sequence.cpu_block_ids = []
         sequence.num_left_behind = 0

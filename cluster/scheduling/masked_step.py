@@ -84,6 +84,7 @@ def _note(sequence: Sequence, *, is_late: bool) -> None:
     """Note whether a step should wait for the next mask of a sequence."""
     if is_late:
         sequence.num_deferred = _NUM_DEFERRED
+        sequence.decode_end = 0
     elif sequence.num_deferred:
         sequence.num_deferred -= 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pagedray.batch import BlockCopy, SequencePlan, SequenceStart, StepPlan
+from pagedray.decodes import Decodes
 
 if TYPE_CHECKING:
     from cluster.scheduling.queues.fair_queue import Share
@@ -21,11 +22,15 @@ class PlanDraft:
         "chunk_samples",
         "chunks",
         "copies",
+        "decode_positions",
+        "decodes",
         "disk_reads",
         "disk_writes",
         "evictions",
         "first_share",
+        "growing_rows",
         "is_held",
+        "new_block_ids",
         "num_other_tokens",
         "num_stalled",
         "prefilled",
@@ -52,8 +57,17 @@ class PlanDraft:
         """Cached blocks that are copied back."""
         self.disk_reads: list[BlockCopy] = []
         self.disk_writes: list[BlockCopy] = []
+        self.decodes: list[Sequence] = []
+        """Sequences that compute their last token."""
+        self.decode_positions: list[int] = []
+        """Of these tokens."""
+        self.growing_rows: list[int] = []
+        """The rows of those of `decodes` that get a new block."""
+        self.new_block_ids: list[int] = []
+        """The blocks that these rows get."""
         self.chunks: list[SequencePlan] = []
         self.singles: list[SequencePlan] = []
+        """Chunks of one token."""
         self.chunk_samples: list[Sequence] = []
         self.single_samples: list[Sequence] = []
         self.prefilled: list[Sequence] = []
@@ -70,13 +84,13 @@ class PlanDraft:
     @property
     def is_empty(self) -> bool:
         """Whether the plan would have no effect."""
-        steps = self.singles or self.chunks or self.starts
+        steps = self.decodes or self.singles or self.chunks or self.starts
         return not (steps or self.swap_outs or self.disk_reads)
 
     @property
     def sampled(self) -> list[Sequence]:
         """The sequences that sample a token, in the order of the output."""
-        return self.chunk_samples + self.single_samples
+        return self.chunk_samples + self.single_samples + self.decodes
 
     def add_start(self, sequence: Sequence) -> None:
         """Start a sequence that has a row."""
@@ -118,6 +132,12 @@ class PlanDraft:
             self.step,
             self.chunks + self.singles,
             self.starts,
+            Decodes.pack(
+                [sequence.row for sequence in self.decodes],
+                self.decode_positions,
+                self.growing_rows,
+                self.new_block_ids,
+            ),
             self.swap_outs,
             self.swap_ins + self.restores,
             self.copies,

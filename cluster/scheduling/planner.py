@@ -18,7 +18,6 @@ from cluster.scheduling.preemptor import Preemptor
 from cluster.scheduling.room_rule import RoomRule
 from cluster.scheduling.sequence import Sequence, SequenceState
 from cluster.scheduling.sequence_table import SequenceTable
-from pagedray.batch import SequencePlan
 from pagedray.config import SchedulerConfig
 
 __all__ = ["Planner"]
@@ -71,8 +70,8 @@ class Planner:
         draft.budget += len(entitled)
         if self._pace is not None:
             self._pace.begin_step(
-                num_tokens=len(draft.singles),
-                num_pairs=sum(one.first_position + 1 for one in draft.singles),
+                num_tokens=len(draft.decodes),
+                num_pairs=sum(draft.decode_positions) + len(draft.decodes),
             )
         for num_left, sequence in zip(range(len(entitled))[::-1], entitled, strict=True):
             self._start(sequence, draft, budget=draft.budget - num_left)
@@ -91,35 +90,45 @@ class Planner:
     def _plan_decodes(self, draft: PlanDraft) -> list[Sequence]:
         """Plan the next token of each running sequence, and return those still in prefill."""
         prefills: list[Sequence] = []
-        singles, samples = draft.singles, draft.single_samples
+        decodes, positions = draft.decodes, draft.decode_positions
         budget = draft.budget
         # Preemption removes sequences from the queue, but only behind the current one.
         for sequence in self._table.running:
-            if sequence.is_prefill:
-                prefills.append(sequence)
-                continue
-            length = sequence.length
-            if length == sequence.max_length:
-                continue
-            if sequence.num_deferred and not sequence.has_mask:
-                continue
+            position = sequence.num_computed
+            if position >= sequence.decode_end:
+                if sequence.is_prefill:
+                    prefills.append(sequence)
+                    continue
+                if sequence.length == sequence.max_length:
+                    continue
+                if sequence.num_deferred and not sequence.has_mask:
+                    continue
+                if budget and not self._prepare_decode(sequence, draft):
+                    continue
             if not budget:
                 break
-            position = sequence.num_computed
-            if position < sequence.num_slots:
-                plan = SequencePlan(sequence.row, position, 1, True)
-            else:
-                block = self._preemptor.make_room(sequence, draft)
-                if block is None:
-                    continue
-                plan = SequencePlan(sequence.row, position, 1, True, (block,))
             budget -= 1
-            singles.append(plan)
-            samples.append(sequence)
+            decodes.append(sequence)
+            positions.append(position)
             sequence.num_computed = position + 1
-            sequence.length = length + 1
+            sequence.length += 1
         draft.budget = budget
         return prefills
+
+    def _prepare_decode(self, sequence: Sequence, draft: PlanDraft) -> bool:
+        """Find out how long a sequence decodes without a look at it; return False if not at all.
+
+        It gets a block if it needs one.
+        """
+        if sequence.num_computed == sequence.num_slots:
+            block = self._preemptor.make_room(sequence, draft)
+            if block is None:
+                return False
+            draft.growing_rows.append(sequence.row)
+            draft.new_block_ids.append(block)
+        if not sequence.num_deferred:
+            sequence.decode_end = min(sequence.num_slots, sequence.max_length - 1)
+        return True
 
     def _plan_prompts(self, prefills: list[Sequence], draft: PlanDraft) -> None:
         """Compute prompts and start waiting sequences, those of the least served tenant first."""

@@ -54,7 +54,7 @@ class PreparedPrompt(NamedTuple):
     """What the scheduler needs of a prompt and takes long to compute."""
 
     token_ids: "array[int]"
-    """Its tokens, int32."""
+    """Its tokens, uint32."""
     keys: PromptKeys | None
     """None if they are quickly computed when it starts."""
 
@@ -403,15 +403,12 @@ class Scheduler:
         if output.num_swapped:
             self._swap_costs.note_swaps(output.num_swapped, output.swap_s)
         # Sequences of several tokens come first. Steps without one are alike: a few are enough.
-        has_prompt = plan.sequences and plan.sequences[0].num_tokens > 1
+        has_prompt = plan.chunks and plan.chunks[0].num_tokens > 1
         if not output.forward_s or not (has_prompt or plan.step % _STEPS_PER_MEASUREMENT == 0):
             return
-        num_tokens = num_pairs = num_prompt_tokens = 0
-        for sequence in plan.sequences:
-            number = sequence.num_tokens
-            num_tokens += number
-            num_prompt_tokens += number if number > 1 else 0
-            num_pairs += number * sequence.first_position + number * (number + 1) // 2
+        num_tokens = plan.num_tokens
+        num_pairs = plan.decodes.num_pairs + sum(chunk.num_pairs for chunk in plan.chunks)
+        num_prompt_tokens = sum(one.num_tokens for one in plan.chunks if one.num_tokens > 1)
         if self._pace is not None and has_prompt:
             self._pace.note_step(
                 num_tokens=num_tokens,

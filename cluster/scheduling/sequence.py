@@ -68,7 +68,7 @@ class ActiveRequest:
     def __init__(
         self, request: Request, *, prompt: "array[int]", arrival: int, max_model_len: int
     ) -> None:
-        """`prompt` are the tokens of the request's prompt, int32."""
+        """`prompt` are the tokens of the request's prompt, uint32."""
         sampling = request.sampling
         eos_token_ids = () if sampling.ignore_eos else request.eos_token_ids
         self.request = request
@@ -110,6 +110,7 @@ class Sequence:
         "awaits_copies",
         "block_ids",
         "cpu_block_ids",
+        "decode_end",
         "disk_step",
         "donor_row",
         "has_mask",
@@ -174,7 +175,7 @@ class Sequence:
         self.donor_row = -1
         """The row of the sibling that it was forked from, until it starts; -1 is none."""
         self.token_ids = active.prompt
-        """All tokens known, int32; those of the request as long as there are no others."""
+        """All tokens known, uint32; those of the request as long as there are no others."""
         if generated:
             self.own_tokens()
             self.token_ids.extend(generated)
@@ -184,6 +185,9 @@ class Sequence:
         """Tokens that are in the cache once the plans in flight are done."""
         self.is_prefill = True
         """Whether known tokens remain to be computed before the next sample."""
+        self.decode_end = 0
+        """While `num_computed` is less, its next token is planned without a look at its state; 0
+        if that is not known."""
         self.num_prefilled = sys.maxsize
         """Tokens that were known when the prefill of its blocks ended; the maximum before."""
         self.prompt_step: int | None = None

@@ -80,19 +80,17 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
         One without tokens, which only starts copies, takes no time.
         """
-        if not plan.sequences:
+        if not plan.num_tokens:
             return 0.0
         seconds = self.tokens_s(plan.num_tokens)
         if self.context_s:
-            num_attended = sum(
-                one.first_position + 1 for one in plan.sequences if one.num_tokens == 1
+            num_attended = plan.decodes.num_pairs + sum(
+                chunk.num_pairs for chunk in plan.chunks if chunk.num_tokens == 1
             )
             seconds += self.context_s * num_attended
         if self.pair_s:
             seconds += self.pair_s * sum(
-                one.num_tokens * one.first_position + one.num_tokens * (one.num_tokens + 1) // 2
-                for one in plan.sequences
-                if one.num_tokens > 1
+                chunk.num_pairs for chunk in plan.chunks if chunk.num_tokens > 1
             )
         return seconds
 

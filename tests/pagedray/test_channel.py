@@ -28,6 +28,7 @@ from pagedray.channel import (
     ChannelTimeoutError,
     ControllerChannel,
 )
+from pagedray.decodes import Decodes
 from pagedray.request import SamplingParams
 from pagedray.step_listener import StepListener, connect
 
@@ -47,7 +48,10 @@ def test_plan_and_output_arrive_as_they_were_sent(listener: StepListener) -> Non
     worker = connect(listener.endpoint, 0, SECRET, 5.0)
     (controller,) = listener.accept(1, SECRET, 5.0)
     start = SequenceStart(3, [1, 2, 3], 3, [7], SamplingParams(logit_bias={5: -1.5}, seed=1), 9, 0)
-    plan = StepPlan(4, [SequencePlan(3, 0, 3, True, (7,))], [start], copies=[BlockCopy(1, 2)])
+    decodes = Decodes.pack([1, 2], [4, 9], [1], [8])
+    plan = StepPlan(
+        4, [SequencePlan(3, 0, 3, True, (7,))], [start], decodes, copies=[BlockCopy(1, 2)]
+    )
 
     controller.send(plan)
     assert worker.receive(5.0) == plan
@@ -152,5 +156,6 @@ def test_parts_of_a_plan_cost_the_garbage_collector_nothing() -> None:
     plan = StepPlan(4, [SequencePlan(3, 0, 1, True, (7,))], swap_outs=[BlockCopy(1, 2)])
     received = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan)
     assert received == plan
-    # A step has one for each running sequence.
-    assert not any(map(gc.is_tracked, (*received.sequences, *received.swap_outs)))
+    # A step may have one for each running sequence.
+    parts = (*received.chunks, *received.swap_outs, received.decodes)
+    assert not any(map(gc.is_tracked, parts))

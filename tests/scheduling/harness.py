@@ -399,6 +399,12 @@ class Harness:
                 assert sequence.num_computed <= sequence.num_slots
             assert sequence.num_slots == len(sequence.block_ids) * self.block_size
             assert sequence.length <= sequence.max_length
+            if sequence.num_computed < sequence.decode_end:
+                assert sequence.state is SequenceState.RUNNING
+                assert not sequence.is_prefill
+                assert not sequence.num_deferred
+                assert sequence.decode_end <= sequence.num_slots
+                assert sequence.decode_end < sequence.max_length
             assert 0 <= sequence.num_pending <= MAX_PLANS_IN_FLIGHT
             for block in sequence.block_ids:
                 owners.setdefault(block, set()).add(sequence.active.request.tenant)

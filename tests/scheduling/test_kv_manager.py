@@ -36,7 +36,7 @@ def make_sequences(num_tokens: int, *, n: int = 1, tenant: str = "") -> list[Seq
         tenant=tenant,
     )
     return ActiveRequest(
-        request, prompt=array("i", request.prompt_token_ids), arrival=0, max_model_len=100
+        request, prompt=array("I", request.prompt_token_ids), arrival=0, max_model_len=100
     ).sequences
 
 
@@ -336,7 +336,7 @@ def evict_all(kv: KvManager, step: int) -> list[BlockCopy]:
 def run_and_evict(kv: KvManager, sequence: Sequence) -> list[BlockCopy]:
     """Compute a prompt, which was finite, and have its blocks evicted."""
     run_prompt(kv, sequence)
-    sequence.token_ids = sequence.token_ids + array("i", [0])
+    sequence.token_ids = sequence.token_ids + array("I", [0])
     kv.prove(sequence)
     kv.release(sequence)
     return evict_all(kv, 0)
@@ -417,7 +417,7 @@ def test_blocks_that_are_copied_back_do_not_lose_their_place_meanwhile() -> None
     run_and_evict(kv, make_sequences(10)[0])
     (other,) = make_sequences(10, tenant="other")
     run_prompt(kv, other)
-    other.token_ids = other.token_ids + array("i", [0])
+    other.token_ids = other.token_ids + array("I", [0])
     kv.prove(other)
     kv.release(other)
     kv.take_copies(1)

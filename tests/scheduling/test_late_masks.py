@@ -83,7 +83,7 @@ class Steps:
         plan, masks, _ = self.plan()
         if plan is None:
             return []
-        num_sampled = sum(one.is_sampled for one in plan.sequences)
+        num_sampled = plan.num_sampled
         token_ids = [7] * num_sampled
         if masks is not None and masks.words == NOTHING:
             token_ids[0] = -1

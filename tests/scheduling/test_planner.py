@@ -41,7 +41,7 @@ def test_siblings_share_full_prompt_blocks_and_copy_the_last() -> None:
     tables = [start.block_ids for start in second.starts]
     assert [table[0] for table in tables] == [leader.block_ids[0]] * 2
     assert second.copies == [BlockCopy(leader.block_ids[1], table[1]) for table in tables]
-    assert [s.first_position for s in second.sequences] == [6, 5, 5]
+    assert [s.first_position for s in second.sequences] == [5, 5, 6]
     harness.drain()
 
 

@@ -18,7 +18,7 @@ def make_sequence(*, arrival: int, priority: int = 0) -> Sequence:
         priority=priority,
     )
     return ActiveRequest(
-        request, prompt=array("i", request.prompt_token_ids), arrival=arrival, max_model_len=100
+        request, prompt=array("I", request.prompt_token_ids), arrival=arrival, max_model_len=100
     ).sequences[0]
 
 

@@ -45,7 +45,7 @@ def make_sequence(token_ids: tuple[int, ...]) -> Sequence:
         id="r", prompt_token_ids=token_ids, sampling=SamplingParams(max_tokens=99), seed=0
     )
     return ActiveRequest(
-        request, prompt=array("i", request.prompt_token_ids), arrival=0, max_model_len=100
+        request, prompt=array("I", request.prompt_token_ids), arrival=0, max_model_len=100
     ).sequences[0]
 
 

@@ -21,6 +21,7 @@ from cluster.scheduling.blocks.keyed_blocks import KeyedBlocks
 from cluster.scheduling.blocks.prefix_cache import PrefixCache
 from cluster.scheduling.kv_manager import KvManager
 from cluster.scheduling.output_reader import OutputReader
+from cluster.scheduling.planner import Planner
 from cluster.scheduling.preemptor import Preemptor
 from cluster.scheduling.prefix_finder import PrefixFinder
 from cluster.scheduling.scheduler import Scheduler
@@ -242,6 +243,20 @@ PLANTED_BUGS = (
         "remove_sequence",
         "if active.is_queued:",
         "if False:",
+    ),
+    _bug(
+        "a sequence decodes on without a block for its tokens",
+        Planner,
+        "_prepare_decode",
+        "min(sequence.num_slots, sequence.max_length - 1)",
+        "sequence.max_length - 1",
+    ),
+    _bug(
+        "a sequence that starts again decodes as far as before it lost its blocks",
+        KvManager,
+        "disown",
+        "sequence.decode_end = 0",
+        "pass",
     ),
     _bug(
         "tokens in flight count after new ranks have started",

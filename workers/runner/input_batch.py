@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pagedray.batch import SequencePlan, SequenceStart, StepPlan
+    from pagedray.batch import SequenceStart, StepPlan
     from workers.runner.token_table import TokenTable
 
 __all__ = ["InputBatch", "StepInputs"]
@@ -85,20 +85,22 @@ class InputBatch:
             )
         for start in plan.starts:
             self._start(start)
-        for sequence in plan.sequences:
-            if sequence.new_block_ids:
-                self._append_blocks(sequence.row, sequence.new_block_ids)
+        for chunk in plan.chunks:
+            if chunk.new_block_ids:
+                self._append_blocks(chunk.row, chunk.new_block_ids)
+        if plan.decodes.growing_rows:
+            rows = np.frombuffer(plan.decodes.growing_rows, np.int32)
+            block_ids = np.frombuffer(plan.decodes.new_block_ids, np.int32)
+            self._block_tables[rows, self._num_blocks[rows]] = block_ids
+            self._num_blocks[rows] += 1
 
-    def prepare_inputs(self, sequences: list[SequencePlan]) -> StepInputs:
-        """Return the flat inputs of a step, tokens in the order of `sequences`.
+    def prepare_inputs(self, plan: StepPlan) -> StepInputs:
+        """Return the flat inputs of a step, tokens in the plan's order.
 
         On a CPU, generated tokens that are computed again are decodes, behind all prefills.
         """
-        size = len(sequences)
-        rows = np.fromiter((s.row for s in sequences), np.int64, size)
-        first_positions = np.fromiter((s.first_position for s in sequences), np.int64, size)
-        num_tokens = np.fromiter((s.num_tokens for s in sequences), np.int64, size)
-        is_sampled = np.fromiter((s.is_sampled for s in sequences), np.bool_, size)
+        rows, first_positions, num_tokens, is_sampled = _columns(plan)
+        size = len(rows)
         described = np.flatnonzero(self._num_prompt_logprobs[rows] != _NO_LOGPROBS)
 
         sampled_rows = rows[is_sampled]
@@ -211,3 +213,24 @@ class InputBatch:
     ) -> NDArray[np.int64]:
         blocks = self._block_tables[token_rows, positions // self._block_size]
         return blocks.astype(np.int64) * self._block_size + positions % self._block_size
+
+
+def _columns(plan: StepPlan) -> tuple[_Ints, _Ints, _Ints, NDArray[np.bool_]]:
+    """Return row, first position, number of tokens and whether it samples, of each sequence."""
+    rows = np.frombuffer(plan.decodes.rows, np.int32)
+    positions = np.frombuffer(plan.decodes.positions, np.int32)
+    ones = np.ones(len(rows), dtype=np.int64)
+    columns = (rows.astype(np.int64), positions.astype(np.int64), ones, ones.astype(np.bool_))
+    if not plan.chunks:
+        return columns
+    chunks = np.array(
+        [(one.row, one.first_position, one.num_tokens, one.is_sampled) for one in plan.chunks],
+        dtype=np.int64,
+    )
+    first, last = chunks.T, columns
+    return (
+        np.concatenate((first[0], last[0])),
+        np.concatenate((first[1], last[1])),
+        np.concatenate((first[2], last[2])),
+        np.concatenate((first[3].astype(np.bool_), last[3])),
+    )

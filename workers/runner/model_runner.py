@@ -180,8 +180,8 @@ class ModelRunner:
         self._cache.copy_blocks(plan.copies)
         sample, needs_masks = None, False
         prompt_reports: list[PromptReport] = []
-        if plan.sequences:
-            inputs = self._batch.prepare_inputs(plan.sequences)
+        if plan.num_tokens:
+            inputs = self._batch.prepare_inputs(plan)
             hidden = self._hidden(inputs)
             if inputs.prompt_chunks:
                 num_sampled = len(inputs.sampled_rows)

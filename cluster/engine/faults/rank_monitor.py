@@ -120,12 +120,12 @@ def _kind(plan: StepPlan | EmbedPlan) -> tuple[int, int]:
     """Return the magnitudes of a step's tokens, and of the work of its prompts."""
     if isinstance(plan, EmbedPlan):
         return sum(map(len, plan.token_ids)).bit_length(), 0
-    num_tokens = len(plan.sequences)
+    num_tokens = len(plan.chunks) + len(plan.decodes)
     work = 0
-    for sequence in plan.sequences:
+    for chunk in plan.chunks:
         # Those of several tokens come first.
-        if sequence.num_tokens == 1:
+        if chunk.num_tokens == 1:
             break
-        num_tokens += sequence.num_tokens - 1
-        work += sequence.num_tokens * (sequence.first_position + sequence.num_tokens)
+        num_tokens += chunk.num_tokens - 1
+        work += chunk.num_tokens * (chunk.first_position + chunk.num_tokens)
     return num_tokens.bit_length(), work.bit_length()

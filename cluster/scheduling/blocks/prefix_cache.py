@@ -34,7 +34,7 @@ class BlockKey(msgspec.Struct, frozen=True, gc=False):
     digest: bytes
     """Digest over the tenant and all tokens up to the block's end."""
     token_bytes: bytes
-    """The block's tokens as int32, compared on a hit."""
+    """The block's tokens as uint32, compared on a hit."""
 
 
 class PromptKeys(NamedTuple):
@@ -82,7 +82,7 @@ class PrefixCache:
     def key_after(self, parent: bytes, token_ids: "array[int]") -> BlockKey:
         """Return the key of a full block that follows the block with digest `parent`.
 
-        `token_ids` are int32.
+        `token_ids` are uint32.
         """
         token_bytes = token_ids.tobytes()
         digest = self._digest(parent + token_bytes)

@@ -15,7 +15,7 @@ def make_cpu_cache(num_blocks: int, *, max_saved: int = 100) -> CpuPrefixCache:
 
 
 def key_of(*token_ids: int, tenant: str = "") -> BlockKey:
-    return PREFIXES.key_after(PREFIXES.root(tenant), array("i", token_ids))
+    return PREFIXES.key_after(PREFIXES.root(tenant), array("I", token_ids))
 
 
 def save(cache: CpuPrefixCache, step: int, *keys: BlockKey) -> None:

@@ -6,7 +6,7 @@ KEY = b"k" * 32
 
 
 def tokens(*token_ids: int) -> "array[int]":
-    return array("i", token_ids)
+    return array("I", token_ids)
 
 
 def test_block_is_found_by_equal_tokens_after_equal_tokens() -> None:

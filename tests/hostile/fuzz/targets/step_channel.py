@@ -18,6 +18,7 @@ from pagedray.batch import (
     WorkerMessage,
 )
 from pagedray.channel import ChannelClosedError, StepChannel
+from pagedray.decodes import Decodes
 from pagedray.request import SamplingParams
 from tests.hostile.fuzz.target import Target
 
@@ -50,7 +51,7 @@ def run(data: bytes) -> None:
 
 _PLAN = StepPlan(
     step=3,
-    sequences=[SequencePlan(row=0, first_position=2, num_tokens=1, is_sampled=True)],
+    chunks=[SequencePlan(row=0, first_position=2, num_tokens=1, is_sampled=True)],
     starts=[
         SequenceStart(
             row=0,
@@ -62,6 +63,7 @@ _PLAN = StepPlan(
             index=0,
         )
     ],
+    decodes=Decodes.pack([1, 2], [4, 9], [1], [7]),
     swap_outs=[BlockCopy(1, 2)],
 )
 _MESSAGES = (
