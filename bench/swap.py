@@ -28,7 +28,7 @@ from bench.engine import SHAPES, save_model, write_results
 from bench.swap_engine import measured_engine
 from bench.swap_loads import ConversationLoad, PoolLoad, run_conversations, run_pool
 from bench.swap_rates import measured_rates
-from pagedray.pool_memory import PoolMemory
+from pagedray.node_memory import NodeMemory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,7 +54,7 @@ def main() -> int:
 
 def _rows(part: str, folder: Path, options: argparse.Namespace) -> Iterator[Any]:  # Any: as above
     if part == "rates":
-        memory = PoolMemory() if options.kept_pool else None
+        memory = NodeMemory("cpu-pool") if options.kept_pool else None
         yield from measured_rates(
             folder,
             num_blocks=options.num_copied_blocks,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from pagedray.pool_memory import PoolMemory
+    from pagedray.node_memory import NodeMemory
     from workers.runner.model_runner import PendingTokens
 
 __all__ = ["measured_rates"]
@@ -72,7 +72,7 @@ class DecodeRate:
 
 
 def measured_rates(
-    folder: Path, *, num_blocks: int, num_steps: int, memory: PoolMemory | None
+    folder: Path, *, num_blocks: int, num_steps: int, memory: NodeMemory | None
 ) -> Iterator[CopyRate | DecodeRate]:
     """Measure copies of so many blocks in each direction, then decode steps beside a quarter.
 
@@ -101,7 +101,7 @@ class _Bench:
     """A rank, and blocks beside those of its sequences."""
 
     def __init__(
-        self, folder: Path, *, num_blocks: int, num_steps: int, memory: PoolMemory | None
+        self, folder: Path, *, num_blocks: int, num_steps: int, memory: NodeMemory | None
     ) -> None:
         self._num_blocks = num_blocks
         self._num_steps = num_steps

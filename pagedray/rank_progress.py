@@ -11,13 +11,15 @@ import mmap
 import os
 from dataclasses import dataclass
 from enum import IntEnum
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pagedray.node_memory import NodeMemory, open_memory
 from pagedray.processes import start_ticks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from pagedray.node_memory import MemoryAddress
 
 __all__ = ["MAX_INDEX", "Phase", "ProgressBoard", "ProgressWord", "RankReport"]
 
@@ -149,15 +151,18 @@ class ProgressWord:
         _write_process(self._cells)
         self.enter(Phase.STARTING)
 
-    def attach(self, path: str, rank: int) -> None:
+    def attach(self, board: MemoryAddress, rank: int) -> None:
         """Write the cells of a rank on the board of a controller from now on.
 
         They are private if the controller is on another node, which then has to ask for them.
         """
         first = rank * _NUM_CELLS
         try:
-            with Path(path).open("r+b") as board:
-                shared = memoryview(mmap.mmap(board.fileno(), 0)).cast("Q")
+            descriptor = open_memory(board)
+            try:
+                shared = memoryview(mmap.mmap(descriptor, 0)).cast("Q")
+            finally:
+                os.close(descriptor)
             cells = shared[first : first + _NUM_CELLS]
         except OSError:
             cells = _private_cells()
@@ -214,10 +219,10 @@ class ProgressBoard:
 
     def __init__(self, num_ranks: int) -> None:
         size = num_ranks * _NUM_CELLS * _CELL_BYTES
-        self._descriptor = os.memfd_create("pagedray-progress")
-        os.ftruncate(self._descriptor, size)
-        self._cells = memoryview(mmap.mmap(self._descriptor, size)).cast("Q")
-        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        self._memory = NodeMemory("progress")
+        os.ftruncate(self._memory.descriptor, size)
+        self._cells = memoryview(mmap.mmap(self._memory.descriptor, size)).cast("Q")
+        self.address = self._memory.address
         """Where ranks on this node open the board."""
 
     def report(self, rank: int) -> RankReport:
@@ -227,9 +232,7 @@ class ProgressBoard:
 
     def close(self) -> None:
         """Release the descriptor; the memory is freed once no rank uses it."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._descriptor = -1
+        self._memory.close()
 
 
 def _write_process(cells: memoryview) -> None:

@@ -12,7 +12,7 @@ import torch
 from pagedray.batch import EmbedPlan, StepPlan
 from pagedray.config import AttentionReport, CacheSize
 from pagedray.errors import DeviceError, StartupError
-from pagedray.pool_memory import PoolReport
+from pagedray.pool_report import PoolReport
 from pagedray.rank_progress import Phase
 from workers.memory_profile import (
     allow_all_tokens,

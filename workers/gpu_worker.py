@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from pagedray.config import AttentionReport, CacheSize, EngineConfig
-    from pagedray.pool_memory import MemoryAddress, PoolReport
+    from pagedray.node_memory import MemoryAddress
+    from pagedray.pool_report import PoolReport
     from pagedray.rank_roof import RankRoof
     from workers.parallel.group import ParallelGroup
     from workers.parallel.one_shot import RowShape
@@ -109,9 +110,9 @@ class GpuWorker:
         """Return how far this rank is with its model."""
         return self._load_progress
 
-    def attach_board(self, path: str, rank: int) -> None:
+    def attach_board(self, board: MemoryAddress, rank: int) -> None:
         """Show the progress of an epoch as that of `rank` on the controller's board."""
-        self._progress.attach(path, rank)
+        self._progress.attach(board, rank)
 
     def read_progress(self) -> tuple[int, ...]:
         """Return the rank's cells, for a controller on another node."""

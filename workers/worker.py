@@ -14,7 +14,7 @@ import torch
 from attention.selector import select_backend
 from pagedray.config import DEFAULT_MAX_NUM_SEQS
 from pagedray.errors import DeviceError, StartupError
-from pagedray.pool_memory import PoolReport
+from pagedray.pool_report import PoolReport
 from pagedray.usable_cores import num_usable_cores
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from attention.abstract import AttentionBackend, AttentionSpec
     from pagedray.batch import EmbedOutput, EmbedPlan, StepMasks, StepOutput, StepPlan
     from pagedray.config import AttentionReport, CacheSize, EngineConfig
-    from pagedray.pool_memory import MemoryAddress
+    from pagedray.node_memory import MemoryAddress
     from pagedray.rank_roof import RankRoof
     from workers.parallel.group import ParallelGroup
     from workers.runner.disk_jobs import DiskJobs

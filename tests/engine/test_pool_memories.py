@@ -6,7 +6,8 @@ from contextlib import closing
 import pytest
 
 from cluster.engine.ranks.pool_memories import PoolMemories
-from pagedray.pool_memory import PoolReport, open_memory
+from pagedray.node_memory import open_memory
+from pagedray.pool_report import PoolReport
 
 NEW = PoolReport(is_shared=True)
 KEPT = PoolReport(is_shared=True, is_kept=True)

@@ -38,7 +38,7 @@ class Ranks:
 
     def start_processes(self) -> None:
         for rank, word in enumerate(self.words):
-            word.attach(self.board.path, rank)
+            word.attach(self.board.address, rank)
 
     def read(self) -> list[RankReport]:
         return [self.board.report(rank) for rank in range(2)]

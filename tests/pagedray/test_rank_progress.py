@@ -7,17 +7,23 @@ import signal
 import subprocess
 import sys
 from contextlib import closing
+from typing import TYPE_CHECKING
 
+from pagedray.node_memory import MemoryAddress
 from pagedray.rank_progress import Phase, ProgressBoard, ProgressWord
 from tests.fakes import wait_for
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
 WRITER = """
 import sys, time
+from pagedray.node_memory import MemoryAddress
 from pagedray.rank_progress import Phase, ProgressWord
 from workers.heartbeat import start_heartbeat
 progress = ProgressWord()
 start_heartbeat(progress)
-progress.attach(sys.argv[1], int(sys.argv[2]))
+progress.attach(MemoryAddress(*sys.argv[1:3]), int(sys.argv[3]))
 progress.enter(Phase.LAYER, 7)
 progress.begin_collective(Phase.ALL_REDUCE)
 time.sleep(60)
@@ -26,7 +32,7 @@ time.sleep(60)
 
 def test_controller_reads_where_another_process_stands_even_if_it_is_stopped() -> None:
     with closing(ProgressBoard(2)) as board:
-        writer = subprocess.Popen([sys.executable, "-c", WRITER, board.path, "1"])
+        writer = subprocess.Popen([sys.executable, "-c", WRITER, *board.address, "1"])
         try:
             wait_for(lambda: board.report(1).phase is Phase.ALL_REDUCE, 60.0)
             wait_for(lambda: board.report(1).num_beats >= 2, 60.0)
@@ -44,7 +50,7 @@ def test_controller_reads_where_another_process_stands_even_if_it_is_stopped() -
 def test_every_word_differs_from_those_before() -> None:
     with closing(ProgressBoard(1)) as board:
         progress = ProgressWord()
-        progress.attach(board.path, 0)
+        progress.attach(board.address, 0)
         words = []
         for _ in range(3):
             progress.enter(Phase.LAYER, 2)
@@ -61,8 +67,8 @@ def test_every_word_differs_from_those_before() -> None:
 def test_process_of_an_old_epoch_does_not_write_to_a_new_board() -> None:
     with closing(ProgressBoard(1)) as old, closing(ProgressBoard(1)) as new:
         late, current = ProgressWord(), ProgressWord()
-        late.attach(old.path, 0)
-        current.attach(new.path, 0)
+        late.attach(old.address, 0)
+        current.attach(new.address, 0)
         current.enter(Phase.LAYER, 3)
         before = new.report(0)
         late.enter(Phase.LAYER, 9)
@@ -75,23 +81,36 @@ def test_what_cannot_be_pinned_is_shown_in_every_epoch() -> None:
     progress.note_unpinned(7)
     for _ in range(2):
         with closing(ProgressBoard(1)) as board:
-            progress.attach(board.path, 0)
+            progress.attach(board.address, 0)
             assert board.report(0).num_unpinned == 7
 
 
 def test_board_that_cannot_be_opened_leaves_the_word_private() -> None:
     progress = ProgressWord()
     progress.finish_step(4)
-    progress.attach("/proc/1/fd/none", 0)
+    progress.attach(MemoryAddress("/proc/1/fd/none", "pagedray-progress"), 0)
     progress.enter(Phase.GRAPH, 64)
     # Steps of another epoch do not count.
     assert progress.cells()[2] == 0
 
 
+def test_a_rank_on_another_node_does_not_write_to_what_has_the_path_there(tmp_path: Path) -> None:
+    file = tmp_path / "log"
+    file.write_bytes(b"x" * 4096)
+    with closing(ProgressBoard(1)) as board, closing(ProgressBoard(1)) as other:
+        before = other.report(0)
+        for path in (other.address.path, str(file)):
+            progress = ProgressWord()
+            progress.attach(MemoryAddress(path, board.address.label), 0)
+            progress.enter(Phase.LAYER, 3)
+        assert other.report(0) == before
+    assert file.read_bytes() == b"x" * 4096
+
+
 def test_every_phase_has_a_text() -> None:
     with closing(ProgressBoard(1)) as board:
         progress = ProgressWord()
-        progress.attach(board.path, 0)
+        progress.attach(board.address, 0)
         for phase in Phase:
             progress.enter(phase, 5)
             assert board.report(0).place

@@ -22,7 +22,7 @@ from pagedray.batch import DiskReport, StepAck, StepMasks, StepOutput, StepPlan,
 from pagedray.channel import StepChannel
 from pagedray.config import AttentionReport, CacheSize
 from pagedray.errors import HungRankError, WorkerError
-from pagedray.pool_memory import PoolReport
+from pagedray.pool_report import PoolReport
 from tests.scheduling.fake_worker import Block, FakeWorker
 from tests.simulation.virtual_socket import connect_sockets
 

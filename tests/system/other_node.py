@@ -23,6 +23,7 @@ from ray.cluster_utils import Cluster
 from cluster.engine.ranks import ray_executor, ray_reports
 from pagedray import LLM, SamplingParams
 from pagedray.errors import DeviceError
+from pagedray.node_memory import MemoryAddress
 from pagedray.rank_progress import ProgressBoard
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class FarBoard(ProgressBoard):
 
     def __init__(self, num_ranks: int) -> None:
         super().__init__(num_ranks)
-        self.path = "/nonexistent/board"
+        self.address = MemoryAddress("/nonexistent/board", "")
 
 
 def main(folder: str, mode: str = "") -> None:

@@ -17,7 +17,8 @@ from attention.abstract import AttentionParams, AttentionSpec
 from attention.cpu.torch_sdpa import TorchSDPABackend
 from pagedray import LLM, SamplingParams
 from pagedray.batch import BlockCopy, StepPlan
-from pagedray.pool_memory import PoolMemory, PoolReport
+from pagedray.node_memory import NodeMemory
+from pagedray.pool_report import PoolReport
 from pagedray.rank_progress import ProgressWord
 from tests.checkpoints import save_word_tokenizer
 from tests.greedy import settled_stats
@@ -65,7 +66,7 @@ MAX_LEN = 1024
 class Mapper:
     """Maps the memory of a CPU pool."""
 
-    def __init__(self, memory: PoolMemory) -> None:
+    def __init__(self, memory: NodeMemory) -> None:
         self._memory = memory
 
     def map_pool(
@@ -133,7 +134,7 @@ def test_the_driver_copies_many_blocks_at_once() -> None:
 
 
 def test_a_pool_that_outlives_its_rank_is_pinned_and_copied_from_by_the_next() -> None:
-    with closing(PoolMemory()) as memory:
+    with closing(NodeMemory("cpu-pool")) as memory:
         rig = Rig(num_staging=0, mapper=Mapper(memory))
         content = torch.randn_like(rig.device)
         rig.device.copy_(content)

@@ -18,7 +18,8 @@ import torch
 from cluster.engine.options import EngineOptions, engine_config
 from pagedray.batch import BlockCopy, DiskReport, StepPlan
 from pagedray.errors import DeviceError, StartupError
-from pagedray.pool_memory import PoolMemory, PoolReport
+from pagedray.node_memory import NodeMemory
+from pagedray.pool_report import PoolReport
 from tests.checkpoints import CASES, save_checkpoint
 from tests.fakes import wait_for
 from tests.system.server_process import TINY_LLAMA
@@ -146,7 +147,7 @@ def test_a_folder_for_blocks_is_needed_at_the_start_only(tmp_path: Path) -> None
     worker.close()
 
 
-def make_kept_worker(memory: PoolMemory, **options: Any) -> DecoderWorker:  # Any: of any type
+def make_kept_worker(memory: NodeMemory, **options: Any) -> DecoderWorker:  # Any: of any type
     """Return a worker whose CPU pool, of 8 blocks, outlives it."""
     common = EngineOptions(device="cpu", num_threads=1, num_blocks=8, load_format="dummy")
     worker = loaded_worker(engine_config(TINY_LLAMA, replace(common, **options)), memory)
@@ -154,7 +155,7 @@ def make_kept_worker(memory: PoolMemory, **options: Any) -> DecoderWorker:  # An
     return worker
 
 
-def loaded_worker(config: EngineConfig, memory: PoolMemory) -> DecoderWorker:
+def loaded_worker(config: EngineConfig, memory: NodeMemory) -> DecoderWorker:
     worker = DecoderWorker(config, SoloGroup())
     worker.use_pool_memory(memory.address)
     worker.load_weights(lambda done, total: None)
@@ -182,7 +183,7 @@ def host_blocks(worker: DecoderWorker) -> torch.Tensor:
 
 
 def test_a_cpu_pool_outlives_its_worker() -> None:
-    with closing(PoolMemory()) as memory:
+    with closing(NodeMemory("cpu-pool")) as memory:
         worker = make_kept_worker(memory)
         assert worker.pool_report == PoolReport(is_shared=True)
         host_blocks(worker)[3].fill_(2.0)
@@ -204,7 +205,7 @@ def test_a_cpu_pool_outlives_its_worker() -> None:
 def test_a_pool_is_of_the_weights_that_were_loaded(tmp_path: Path) -> None:
     save_checkpoint(CASES[0], tmp_path)
     config = engine_config(tmp_path, EngineOptions(device="cpu", num_threads=1))
-    with closing(PoolMemory()) as memory:
+    with closing(NodeMemory("cpu-pool")) as memory:
         worker = loaded_worker(config, memory)
         # They are replaced after they were read.
         os.utime(tmp_path / "model.safetensors", (1, 1))
@@ -217,7 +218,7 @@ def test_a_pool_is_of_the_weights_that_were_loaded(tmp_path: Path) -> None:
 
 
 def test_a_pool_whose_memory_is_gone_is_private(caplog: pytest.LogCaptureFixture) -> None:
-    memory = PoolMemory()
+    memory = NodeMemory("cpu-pool")
     memory.close()
     worker = make_kept_worker(memory)
     assert worker.pool_report == PoolReport()
@@ -233,7 +234,7 @@ def test_a_pool_whose_memory_is_gone_is_private(caplog: pytest.LogCaptureFixture
 
 
 def test_blocks_that_were_not_copied_whole_are_damaged() -> None:
-    with closing(PoolMemory()) as memory:
+    with closing(NodeMemory("cpu-pool")) as memory:
         worker = make_kept_worker(memory, cpu_pool_checksums=True)
         plan = StepPlan(0, [], evictions=[BlockCopy(0, 1), BlockCopy(1, 2)])
         run_and_copy(worker, plan)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from pagedray.pool_memory import PoolMemory
+from pagedray.node_memory import NodeMemory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pagedray.pool_memory import MemoryAddress, PoolReport
+    from pagedray.node_memory import MemoryAddress
+    from pagedray.pool_report import PoolReport
 
 __all__ = ["PoolMemories"]
 
@@ -21,7 +22,7 @@ class PoolMemories:
     """One memory for each rank."""
 
     def __init__(self, num_ranks: int) -> None:
-        self._memories: list[PoolMemory | None] = [self._make_memory() for _ in range(num_ranks)]
+        self._memories: list[NodeMemory | None] = [self._make_memory() for _ in range(num_ranks)]
         self._is_lost = False
         """Whether some rank has a new pool."""
         self._damaged: set[int] = set()
@@ -63,9 +64,9 @@ class PoolMemories:
             if memory is not None:
                 memory.close()
 
-    def _make_memory(self) -> PoolMemory | None:
+    def _make_memory(self) -> NodeMemory | None:
         try:
-            return PoolMemory()
+            return NodeMemory("cpu-pool")
         except OSError as error:
             logger.warning("The CPU pools will not outlive their ranks: %s.", error.strerror)
             return None

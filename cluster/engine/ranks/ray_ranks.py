@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from cluster.engine.ranks.spare_ranks import SpareRanks
     from pagedray.batch import DiskReport, EmbedOutput, EmbedPlan, StepMasks, StepOutput, StepPlan
     from pagedray.config import AttentionReport, EngineConfig
-    from pagedray.pool_memory import MemoryAddress
+    from pagedray.node_memory import MemoryAddress
     from pagedray.rank_roof import RankRoof
     from workers.parallel.rendezvous import GroupAddress
 

@@ -56,7 +56,7 @@ class RayReports:
         """Give the board to the epoch's actors, by rank; those that cannot open it are asked."""
         self._actors, self._nodes = tuple(actors), tuple(nodes)
         for rank, actor in enumerate(actors):
-            actor.attach_board.remote(self._board.path, rank)
+            actor.attach_board.remote(self._board.address, rank)
 
     def read(self) -> list[RankReport]:
         """Return the latest report of each rank; waits for Ray only while ranks start."""

@@ -13,10 +13,10 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from pagedray.pool_memory import open_memory
+from pagedray.node_memory import open_memory
 
 if TYPE_CHECKING:
-    from pagedray.pool_memory import MemoryAddress
+    from pagedray.node_memory import MemoryAddress
 
 __all__ = ["MappedPool"]
 

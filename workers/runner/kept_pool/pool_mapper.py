@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from pagedray.config import EngineConfig
-    from pagedray.pool_memory import MemoryAddress
+    from pagedray.node_memory import MemoryAddress
 
 __all__ = ["PoolMapper"]
 

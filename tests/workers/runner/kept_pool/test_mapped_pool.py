@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pagedray.pool_memory import PoolMemory
+from pagedray.node_memory import NodeMemory
 from workers.runner.host_pool import HostPool
 from workers.runner.kept_pool.mapped_pool import MappedPool
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pagedray.pool_memory import MemoryAddress
+    from pagedray.node_memory import MemoryAddress
 
 ORIGIN = bytes(range(32))
 OTHER = bytes(range(1, 33))
@@ -22,7 +22,7 @@ OTHER = bytes(range(1, 33))
 
 @pytest.fixture
 def address() -> Iterator[MemoryAddress]:
-    with closing(PoolMemory()) as memory:
+    with closing(NodeMemory("cpu-pool")) as memory:
         yield memory.address
 
 

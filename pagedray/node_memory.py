@@ -1,8 +1,8 @@
-"""Memory of a CPU pool that outlives the rank which uses it.
+"""Memory that a controller shares with its ranks on the same node.
 
-The controller makes it, and a rank on the same node opens it through the controller's process. It
-has no name in any folder: other users cannot open it, it takes no space of /dev/shm, and it is gone
-once neither the controller nor a rank uses it, however they end.
+A rank opens it through the controller's process. It has no name in any folder: other users cannot
+open it, it takes no space of /dev/shm, and it is gone once neither the controller nor a rank uses
+it, however they end.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import secrets
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["MemoryAddress", "PoolMemory", "PoolReport", "open_memory"]
+__all__ = ["MemoryAddress", "NodeMemory", "open_memory"]
 
 _MODE = 0o600
 
 
 class MemoryAddress(NamedTuple):
-    """Where a rank finds the memory of its CPU pool."""
+    """Where a rank finds memory of its controller."""
 
     path: str
     """Of the controller's descriptor."""
@@ -26,32 +26,25 @@ class MemoryAddress(NamedTuple):
     """Random, since on another node the path may be that of anything."""
 
 
-class PoolReport(NamedTuple):
-    """What became of a rank's CPU pool when the rank was made ready for an epoch."""
+class NodeMemory:
+    """The controller's side; empty until someone gives it a size."""
 
-    is_shared: bool = False
-    """Whether it is in the memory of the controller."""
-    is_kept: bool = False
-    """Whether it has what it had in the epoch before."""
-    damaged: tuple[int, ...] = ()
-    """Of a kept one, the blocks that are not known to be as they were."""
+    def __init__(self, purpose: str) -> None:
+        """The processes that use it show the `purpose`.
 
-
-class PoolMemory:
-    """The controller's side; empty until a rank gives it a size."""
-
-    def __init__(self) -> None:
-        """Raises OSError if the system makes no such memory."""
-        label = f"pagedray-cpu-pool-{secrets.token_hex(16)}"
-        self._descriptor = os.memfd_create(label)
-        os.fchmod(self._descriptor, _MODE)
-        self.address = MemoryAddress(f"/proc/{os.getpid()}/fd/{self._descriptor}", label)
+        Raises OSError if the system makes no such memory.
+        """
+        label = f"pagedray-{purpose}-{secrets.token_hex(16)}"
+        self.descriptor = os.memfd_create(label)
+        """Closed by `close`, and -1 then."""
+        os.fchmod(self.descriptor, _MODE)
+        self.address = MemoryAddress(f"/proc/{os.getpid()}/fd/{self.descriptor}", label)
 
     def close(self) -> None:
         """Free the memory once no rank uses it. May be called twice."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._descriptor = -1
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+        self.descriptor = -1
 
 
 def open_memory(address: MemoryAddress) -> int:
