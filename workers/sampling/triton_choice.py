@@ -32,7 +32,7 @@ class TritonChoice(Choice):
     """Chooses from scores on a GPU. Weights are rounded to integers, hence summed exactly."""
 
     def __init__(
-        self, uploader: Uploader, *, capacity: int = 8192, sample_size: int = 4096
+        self, uploader: Uploader, *, capacity: int = 8192, sample_size: int = 2048
     ) -> None:
         """Guess from `sample_size` tokens of a row where its cuts lie; sort at most `capacity`."""
         self._uploader = uploader

@@ -41,13 +41,33 @@ from attention.kernels.triton.choice.scores import (
     units_of,
 )
 
-__all__ = ["narrow_brackets", "sum_above", "sum_kept"]
+__all__ = ["MAX_SPLIT_SIZE", "narrow_brackets", "sum_above", "sum_kept"]
+
+MAX_SPLIT_SIZE = 65536
+"""The most scores of a program, so that a thread's units stay below the bits of its count."""
+_COUNT_SHIFT = tl.constexpr(50)
+"""A thread of 128 has up to 512 of these scores, each of at most 2**40 units."""
+_ONE = tl.constexpr(1 << 50)
+_UNITS = tl.constexpr((1 << 50) - 1)
 
 
 @triton.jit
-def _above(values: tl.tensor, units: tl.tensor, edge: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    is_above = values >= edge
-    return tl.sum(tl.where(is_above, units, 0), axis=1), tl.sum(is_above.to(tl.int32), axis=1)
+def _counted(units: tl.tensor) -> tl.tensor:
+    """Return units with a count of one in the bits above any sum of a thread's units."""
+    return units + _ONE
+
+
+@triton.jit
+def _above(values: tl.tensor, counted: tl.tensor, edge: tl.tensor) -> tl.tensor:
+    """Return the sum of what `_counted` returned over the scores from the edge on, `[lanes]`."""
+    return tl.sum(tl.where(values >= edge, counted, 0), axis=1)
+
+
+@triton.jit
+def _units_and_count(sums: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Return the units and the count of the sums of all lanes, int64."""
+    units = tl.sum(sums & _UNITS, axis=0)
+    return units, tl.sum(sums >> _COUNT_SHIFT, axis=0)
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -76,25 +96,24 @@ def sum_kept(
     scale = parameter(parameters, SCALE, row).to(tl.float32)
     floor = score_of(floor_key(parameters, highest, row, shift), shift)
     scores += tl.load(indices + row) * row_stride
-    units = tl.zeros((lanes,), tl.int64)
-    counts = tl.zeros((lanes,), tl.int32)
+    sums = tl.zeros((lanes,), tl.int64)
     first = split * split_size
     for start in range(first, tl.minimum(first + split_size, vocab_size), tile):
         ids = start + tl.arange(0, tile)
         loaded = tl.load(scores + ids, mask=ids < vocab_size, other=-INF)
         values = tl.reshape(loaded, (lanes, width)).to(tl.float32)
-        added, counted = _above(values, units_of(values, highest, scale), floor)
-        units += added
-        counts += counted
+        sums += _above(values, _counted(units_of(values, highest, scale)), floor)
     kept += row * 2 * MAX_SPLITS + split
-    tl.store(kept, tl.sum(units, axis=0))
-    tl.store(kept + MAX_SPLITS, tl.sum(counts, axis=0).to(tl.int64))
+    units, count = _units_and_count(sums)
+    tl.store(kept, units)
+    tl.store(kept + MAX_SPLITS, count)
 
 
 @triton.jit
-def _add(sums: tl.tensor, units: tl.tensor, counts: tl.tensor) -> None:
-    tl.atomic_add(sums, tl.sum(units, axis=0), sem="relaxed")
-    tl.atomic_add(sums + 8, tl.sum(counts, axis=0).to(tl.int64), sem="relaxed")
+def _add(sums: tl.tensor, found: tl.tensor) -> None:
+    units, count = _units_and_count(found)
+    tl.atomic_add(sums, units, sem="relaxed")
+    tl.atomic_add(sums + 8, count, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -130,55 +149,37 @@ def sum_above(
     k_lower, k_upper = tl.load(edges), tl.load(edges + 1)
     p_lower, p_upper = tl.load(edges + 2), tl.load(edges + 3)
     u_lower, u_upper = tl.load(edges + 4), tl.load(edges + 5)
-    units_0 = tl.zeros((lanes,), tl.int64)
-    units_1 = tl.zeros((lanes,), tl.int64)
-    units_2 = tl.zeros((lanes,), tl.int64)
-    units_3 = tl.zeros((lanes,), tl.int64)
-    units_4 = tl.zeros((lanes,), tl.int64)
-    units_5 = tl.zeros((lanes,), tl.int64)
-    counts_0 = tl.zeros((lanes,), tl.int32)
-    counts_1 = tl.zeros((lanes,), tl.int32)
-    counts_2 = tl.zeros((lanes,), tl.int32)
-    counts_3 = tl.zeros((lanes,), tl.int32)
-    counts_4 = tl.zeros((lanes,), tl.int32)
-    counts_5 = tl.zeros((lanes,), tl.int32)
+    above_0 = tl.zeros((lanes,), tl.int64)
+    above_1 = tl.zeros((lanes,), tl.int64)
+    above_2 = tl.zeros((lanes,), tl.int64)
+    above_3 = tl.zeros((lanes,), tl.int64)
+    above_4 = tl.zeros((lanes,), tl.int64)
+    above_5 = tl.zeros((lanes,), tl.int64)
     first = split * split_size
     for start in range(first, tl.minimum(first + split_size, vocab_size), tile):
         ids = start + tl.arange(0, tile)
         loaded = tl.load(scores + ids, mask=ids < vocab_size, other=-INF)
         values = tl.reshape(loaded, (lanes, width)).to(tl.float32)
-        units = units_of(values, highest, scale)
+        counted = _counted(units_of(values, highest, scale))
         if (flags & 1) != 0:
-            added, counted = _above(values, units, k_lower)
-            units_0 += added
-            counts_0 += counted
-            added, counted = _above(values, units, k_upper)
-            units_1 += added
-            counts_1 += counted
+            above_0 += _above(values, counted, k_lower)
+            above_1 += _above(values, counted, k_upper)
         if (flags & 2) != 0:
-            added, counted = _above(values, units, p_lower)
-            units_2 += added
-            counts_2 += counted
-            added, counted = _above(values, units, p_upper)
-            units_3 += added
-            counts_3 += counted
+            above_2 += _above(values, counted, p_lower)
+            above_3 += _above(values, counted, p_upper)
         if (flags & 4) != 0:
-            added, counted = _above(values, units, u_lower)
-            units_4 += added
-            counts_4 += counted
-            added, counted = _above(values, units, u_upper)
-            units_5 += added
-            counts_5 += counted
+            above_4 += _above(values, counted, u_lower)
+            above_5 += _above(values, counted, u_upper)
     sums += row * 16
     if (flags & 1) != 0:
-        _add(sums, units_0, counts_0)
-        _add(sums + 1, units_1, counts_1)
+        _add(sums, above_0)
+        _add(sums + 1, above_1)
     if (flags & 2) != 0:
-        _add(sums + 2, units_2, counts_2)
-        _add(sums + 3, units_3, counts_3)
+        _add(sums + 2, above_2)
+        _add(sums + 3, above_3)
     if (flags & 4) != 0:
-        _add(sums + 4, units_4, counts_4)
-        _add(sums + 5, units_5, counts_5)
+        _add(sums + 4, above_4)
+        _add(sums + 5, above_5)
 
 
 @triton.jit

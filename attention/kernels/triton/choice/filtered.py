@@ -12,12 +12,10 @@ import triton
 import triton.language as tl
 
 from attention.kernels.triton.choice.scores import (
-    EMPTY,
     INF,
     MAX_SPLITS,
     NO_TOKEN,
     SCALE,
-    SMALLEST_KEY,
     TOP_K,
     TOP_P,
     UNIFORM,
@@ -44,6 +42,52 @@ def _ends(
     return lowest, score_of(high, shift), low, high
 
 
+@triton.jit
+def _scores_from(
+    scores: tl.tensor, start: tl.tensor, end: tl.tensor, lanes: tl.constexpr, width: tl.constexpr
+) -> tl.tensor:
+    """Return the scores from `start` on, `[lanes, width]` float32; -inf from `end` on."""
+    ids = start + tl.arange(0, lanes * width)
+    loaded = tl.load(scores + ids, mask=ids < end, other=-INF)
+    return tl.reshape(loaded, (lanes, width)).to(tl.float32)
+
+
+@triton.jit
+def _is_within(
+    values: tl.tensor,
+    has_k: tl.tensor,
+    k_low: tl.tensor,
+    k_high: tl.tensor,
+    p_low: tl.tensor,
+    p_high: tl.tensor,
+    u_low: tl.tensor,
+    u_high: tl.tensor,
+) -> tl.tensor:
+    """Whether scores are in one of the brackets that hold several keys, int32."""
+    is_candidate = (values >= p_low) & (values < p_high)
+    is_candidate |= (values >= u_low) & (values < u_high)
+    if has_k:
+        is_candidate |= (values >= k_low) & (values < k_high)
+    return is_candidate.to(tl.int32)
+
+
+@triton.jit
+def _write_ids(
+    candidates: tl.tensor,
+    start: tl.tensor,
+    ones: tl.tensor,
+    offsets: tl.tensor,
+    capacity: tl.constexpr,
+    lanes: tl.constexpr,
+    width: tl.constexpr,
+) -> tl.tensor:
+    """Write the ids of candidates behind each lane's offset; return the offsets behind them."""
+    ids = tl.reshape(start + tl.arange(0, lanes * width), (lanes, width))
+    places = offsets[:, None] + tl.cumsum(ones, axis=1) - ones
+    tl.store(candidates + places, ids, mask=(ones != 0) & (places < capacity))
+    return offsets + tl.sum(ones, axis=1)
+
+
 @triton.jit(do_not_specialize=["splits"])
 def collect_candidates(
     scores: tl.tensor,
@@ -63,7 +107,7 @@ def collect_candidates(
     width: tl.constexpr,
     shift: tl.constexpr,
 ) -> None:
-    """Write key and id of the tokens in brackets, int64 `[num_rows, capacity]`, in any order.
+    """Write the ids of the tokens in brackets, int32 `[num_rows, capacity]`, in any order.
 
     `equals`, int32 `[num_rows, 32]`, counts the tokens of the drawn key in each part of a row.
     """
@@ -80,39 +124,28 @@ def collect_candidates(
     p_low, p_high, _, _ = _ends(brackets + 8, shift)
     u_low, u_high, u_key, _ = _ends(brackets + 16, shift)
     u_score = score_of(u_key, shift)
+    has_k = k_low < INF
     scores += tl.load(indices + row) * row_stride
+    candidates += row * capacity
     first = split * split_size
     end = tl.minimum(first + split_size, vocab_size)
     num_equal = tl.zeros((lanes,), tl.int32)
-    counts = tl.zeros((lanes,), tl.int32)
-    for start in range(first, end, tile):
-        ids = start + tl.arange(0, tile)
-        loaded = tl.load(scores + ids, mask=ids < vocab_size, other=-INF)
-        values = tl.reshape(loaded, (lanes, width)).to(tl.float32)
-        is_candidate = (values >= k_low) & (values < k_high)
-        is_candidate |= (values >= p_low) & (values < p_high)
-        is_candidate |= (values >= u_low) & (values < u_high)
-        counts += tl.sum(is_candidate.to(tl.int32), axis=1)
+    # Places are taken for two tiles at a time, since programs wait for them.
+    for start in range(first, end, 2 * tile):
+        values = _scores_from(scores, start, end, lanes, width)
+        others = _scores_from(scores, start + tile, end, lanes, width)
         num_equal += tl.sum((values == u_score).to(tl.int32), axis=1)
+        num_equal += tl.sum((others == u_score).to(tl.int32), axis=1)
+        ones = _is_within(values, has_k, k_low, k_high, p_low, p_high, u_low, u_high)
+        other_ones = _is_within(others, has_k, k_low, k_high, p_low, p_high, u_low, u_high)
+        counts = tl.sum(ones, axis=1) + tl.sum(other_ones, axis=1)
+        num_found = tl.sum(counts, axis=0)
+        if num_found > 0:
+            place = tl.atomic_add(counters + row, num_found, sem="relaxed")
+            offsets = place + tl.cumsum(counts, axis=0) - counts
+            offsets = _write_ids(candidates, start, ones, offsets, capacity, lanes, width)
+            _write_ids(candidates, start + tile, other_ones, offsets, capacity, lanes, width)
     tl.store(equals + row * MAX_SPLITS + split, tl.sum(num_equal, axis=0))
-    num_candidates = tl.sum(counts, axis=0)
-    if num_candidates > 0:
-        place = tl.atomic_add(counters + row, num_candidates, sem="relaxed")
-        offsets = place + tl.cumsum(counts, axis=0) - counts
-        candidates += row * capacity
-        for start in range(first, end, tile):
-            ids = start + tl.arange(0, tile)
-            loaded = tl.load(scores + ids, mask=ids < vocab_size, other=-INF)
-            values = tl.reshape(loaded, (lanes, width)).to(tl.float32)
-            is_candidate = (values >= k_low) & (values < k_high)
-            is_candidate |= (values >= p_low) & (values < p_high)
-            is_candidate |= (values >= u_low) & (values < u_high)
-            ones = is_candidate.to(tl.int32)
-            places = offsets[:, None] + tl.cumsum(ones, axis=1) - ones
-            packed = keys_of(values, shift).to(tl.int64) << 32
-            packed |= tl.reshape(ids, (lanes, width)).to(tl.int64)
-            tl.store(candidates + places, packed, mask=is_candidate & (places < capacity))
-            offsets += tl.sum(ones, axis=1)
 
 
 @triton.jit
@@ -337,11 +370,11 @@ def draw_filtered(
         # All of them are in registers during the search.
         places = tl.arange(0, capacity)
         is_candidate = places < tl.load(counters + row)
-        packed = tl.load(candidates + row * capacity + places, mask=is_candidate, other=EMPTY)
-        keys = tl.maximum((packed >> 32).to(tl.int32), SMALLEST_KEY >> shift)
+        ids = tl.load(candidates + row * capacity + places, mask=is_candidate, other=0)
+        values = tl.load(scores + ids, mask=is_candidate, other=-INF).to(tl.float32)
+        keys = keys_of(values, shift)
         scale = parameter(parameters, SCALE, row).to(tl.float32)
-        units = units_of(score_of(keys, shift), highest, scale)
-        ids = (packed & 0xFFFFFFFF).to(tl.int32)
+        units = units_of(values, highest, scale)
         token_id = _drawn(
             scores, keys, units, ids, parameters, brackets, equals, row, highest, vocab_size,
             split_size, splits, True, tile, shift,

@@ -7,7 +7,12 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from attention.kernels.triton.choice.brackets import narrow_brackets, sum_above, sum_kept
+from attention.kernels.triton.choice.brackets import (
+    MAX_SPLIT_SIZE,
+    narrow_brackets,
+    sum_above,
+    sum_kept,
+)
 from attention.kernels.triton.choice.edges import start_search
 from attention.kernels.triton.choice.filtered import collect_candidates, draw_filtered
 from attention.kernels.triton.choice.scores import MAX_SPLITS, NUM_PARAMETERS
@@ -98,12 +103,16 @@ def choose_filtered(
     indices: torch.Tensor,
     parameters: torch.Tensor,
     *,
+    sample_size: int,
+    capacity: int,
     tile: int = 1024,
-    sample_size: int = 4096,
-    capacity: int = 8192,
     passes: int = _PASSES,
 ) -> torch.Tensor:
-    """Return tokens drawn from what min_p, top_k and top_p leave; see `choose_unfiltered`."""
+    """Return tokens drawn from what min_p, top_k and top_p leave; see `choose_unfiltered`.
+
+    Guesses come from `sample_size` tokens of a row; up to `capacity` candidates are kept of it.
+    Both are powers of two.
+    """
     assert parameters.shape == (NUM_PARAMETERS, len(indices))
     rows = _Rows.of(scores, indices)
     num_rows, vocab_size = rows.num_rows, scores.shape[1]
@@ -114,11 +123,11 @@ def choose_filtered(
     edge_keys, edges = rows.empty(torch.int32, 8), rows.empty(torch.float32, 8)
     open_flags, counters = rows.empty(torch.int32), rows.empty(torch.int32)
     equals = rows.empty(torch.int32, MAX_SPLITS.value)
-    candidates = rows.empty(torch.int64, capacity)
+    candidates = rows.empty(torch.int32, capacity)
     sample = rows.empty(torch.float32, 3, sample_size)
     shift, splits = _SHIFTS[scores.dtype], rows.splits
     read = {"splits": splits, "lanes": _LANES, "width": 16 // scores.element_size()}
-    search = {"splits": splits, "size": sample_size, "shift": shift, "num_warps": 16}
+    search = {"splits": splits, "size": sample_size, "shift": shift, "num_warps": 8}
     common, grid = (scores, indices, parameters, maxima), (num_rows, splits)
     state = (brackets, edge_keys, edges, sums, open_flags)
     sum_kept[grid](*common, kept, *rows.shape, **read, shift=shift, num_warps=4)
@@ -160,7 +169,7 @@ def choose_filtered(
         capacity=capacity,
         tile=4 * tile,
         shift=shift,
-        num_warps=16,
+        num_warps=8,
     )
     return out
 
@@ -185,7 +194,7 @@ class _Rows:
         num_rows, vocab_size = len(indices), scores.shape[1]
         assert num_rows > 0
         splits = min(triton.cdiv(vocab_size, _CHUNK), MAX_SPLITS.value, _PROGRAMS // num_rows)
-        splits = max(1, splits)
+        splits = max(1, splits, triton.cdiv(vocab_size, MAX_SPLIT_SIZE))
         split_size = triton.cdiv(triton.cdiv(vocab_size, splits), 1024) * 1024
         shape = scores.stride(0), vocab_size, split_size
         return cls(scores=scores, indices=indices, num_rows=num_rows, splits=splits, shape=shape)
