@@ -22,6 +22,7 @@ NOT_RUN: Mapping[str, str] = {
     "README.md: make demo": "makes an environment",
     "README.md: pip install *": _INSTALLS,
     "docs/*: *python *bench*": _MINUTES,
+    "docs/benchmarks.md: pagedray bench *": _GPU,
     "docs/keys.md: chmod *": "listens on all interfaces",
     "docs/kubernetes.md: docker *": "needs a container runtime and a registry",
     "docs/kubernetes.md: grpcurl *": "grpcurl is in no package index that we install from",
