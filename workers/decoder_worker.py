@@ -150,6 +150,8 @@ class DecoderWorker(Worker):
         return self._pool_report
 
     def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> AttentionReport:
+        # Of an attempt that failed for want of memory.
+        self._close_jobs()
         self._runner = self._make_runner(num_blocks, num_cpu_blocks, self._graph_sizes)
         if self._host_pool is not None:
             self._pool_report = self._host_pool.take_report()

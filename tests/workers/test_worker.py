@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import threading
 import weakref
 from contextlib import closing
 from dataclasses import replace
@@ -245,6 +246,23 @@ def test_blocks_that_were_not_copied_whole_are_damaged() -> None:
             is_shared=True, is_kept=True, damaged=(0, 2, 3, 4, 5, 6, 7)
         )
         worker.close()
+
+
+def test_threads_of_an_allocation_end_before_the_next(tmp_path: Path) -> None:
+    def threads() -> list[str]:
+        names = ("pagedray-checksums", "pagedray-disk")
+        return sorted(one.name for one in threading.enumerate() if one.name in names)
+
+    before = threads()
+    disk = {"disk_cache_folder": str(tmp_path), "disk_cache_bytes": 2**20}
+    with closing(NodeMemory("cpu-pool")) as memory:
+        worker = make_kept_worker(memory, cpu_pool_checksums=True, **disk)
+        allocated = threads()
+        assert len(allocated) == len(before) + 3
+        allocate_pools(worker)
+        wait_for(lambda: threads() == allocated)
+        worker.close()
+    wait_for(lambda: threads() == before)
 
 
 def test_ranks_choose_more_sequences_on_large_gpus_only(
