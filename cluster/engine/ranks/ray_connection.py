@@ -7,6 +7,7 @@ import socket
 from typing import TYPE_CHECKING
 
 import ray
+from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
 
 from cluster.engine.ranks.disk_reserve import DiskReserve
 from cluster.engine.ranks.ray_environment import RayEnvironment, warn_if_unauthenticated
@@ -102,7 +103,7 @@ def _check_devices(config: EngineConfig, num_devices: int, whose: str) -> None:
 
 
 def _num_gpus() -> int:
-    # torch is imported only if GPUs are used.
-    import torch
-
-    return torch.cuda.device_count()
+    """Return the number of GPUs that Ray will find; importing torch would take seconds."""
+    number = NvidiaGPUAcceleratorManager.get_current_node_num_accelerators()
+    visible = NvidiaGPUAcceleratorManager.get_current_process_visible_accelerator_ids()
+    return number if visible is None else min(number, len(visible))
