@@ -114,6 +114,10 @@ class Decodes:
             (workload.batch_size,), workload.seq_len, dtype=torch.int32, device="cuda"
         )
 
+    def set_lengths(self, seq_lens: torch.Tensor) -> None:
+        """Attend to so many keys of each sequence, int32 `[batch_size]`, at most `seq_len`."""
+        self._seq_lens.copy_(seq_lens)
+
     def microseconds(self, tuning: PagedAttentionTuning) -> float:
         """Return the median time of one launch."""
         workload = self._workload

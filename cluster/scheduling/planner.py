@@ -10,6 +10,7 @@ from collections import deque
 
 from cluster.scheduling.costs.pace import Pace
 from cluster.scheduling.costs.swap_costs import SwapCosts
+from cluster.scheduling.decode_order import DecodeOrder
 from cluster.scheduling.kv_manager import KvManager
 from cluster.scheduling.passed_items import PassedItems
 from cluster.scheduling.passing import MAX_PASSED
@@ -43,6 +44,7 @@ class Planner:
         self._pace = pace
         self._table = sequence_table
         self._config = config
+        self._decode_order = DecodeOrder()
         self._room = RoomRule(kv, sequence_table)
         self._preemptor = Preemptor(
             kv, sequence_table, self._room, preemption=config.preemption, swap_costs=swap_costs
@@ -113,6 +115,7 @@ class Planner:
             sequence.num_computed = position + 1
             sequence.length += 1
         draft.budget = budget
+        self._decode_order.sort(draft)
         return prefills
 
     def _prepare_decode(self, sequence: Sequence, draft: PlanDraft) -> bool:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 ALLOWED = b"\xff" * 4
 NOTHING = b"\x00" * 4
+_SLOW_ROW = 0
+"""Of the sequence that follows a grammar."""
 
 
 class SlowGrammar:
@@ -79,18 +81,19 @@ class Steps:
         return plan, made.masks, self.scheduler.apply_masks(made)
 
     def run(self) -> list[str]:
-        """Run a step without another in flight, and return whose tokens it sampled."""
+        """Run a step without another in flight; return whose tokens it sampled, slow ones first."""
         plan, masks, _ = self.plan()
         if plan is None:
             return []
         num_sampled = plan.num_sampled
         token_ids = [7] * num_sampled
         if masks is not None and masks.words == NOTHING:
-            token_ids[0] = -1
+            rows = [sequence.row for sequence in plan.sequences]
+            token_ids[rows.index(_SLOW_ROW)] = -1
         events = self.scheduler.update(StepOutput(plan.step, token_ids))
         self.scheduler.acknowledge(plan.step)
         assert self.scheduler.num_nonfinite_sequences == 0
-        return [event.request_id for event in events]
+        return sorted((event.request_id for event in events), reverse=True)
 
     def add(self, name: str, grammar: SlowGrammar | None, *token_ids: int) -> None:
         """Add a request, whose prompt has a full block and these tokens."""
@@ -118,7 +121,7 @@ def test_a_late_sequence_continues_once_its_mask_is_made() -> None:
     plan, masks, _ = steps.plan()
     assert plan is not None
     # The last token of its prompt is computed again, in the blocks that it has.
-    assert plan.sequences[0] == SequencePlan(0, 3, 1, True)
+    assert SequencePlan(_SLOW_ROW, 3, 1, True) in plan.sequences
     assert masks is not None
     assert masks.words == ALLOWED
     assert steps.scheduler.update(StepOutput(plan.step, [7, 7]))[0].token_ids == (7,)
