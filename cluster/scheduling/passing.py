@@ -65,8 +65,7 @@ class Passing:
             for sequence in reversed(self._running)
             if sequence.start_number > claimant.refusal_number
             and sequence.order > claimant.order
-            # A sequence whose last token is in flight frees its blocks anyway.
-            and sequence.length < sequence.max_length
+            and not sequence.is_ending
         ]
 
     def note_due(self, step: int, *, is_due: bool) -> bool:

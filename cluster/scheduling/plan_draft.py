@@ -116,7 +116,7 @@ class PlanDraft:
     def add_chunk(self, sequence: Sequence, num_tokens: int, new_block_ids: list[int]) -> None:
         """Compute the next `num_tokens` known tokens, and sample after the last."""
         position = sequence.num_computed
-        is_sampled = position + num_tokens == sequence.length
+        is_sampled = position + num_tokens == sequence.prefill_end
         plan = SequencePlan(sequence.row, position, num_tokens, is_sampled, tuple(new_block_ids))
         self.budget -= num_tokens
         self.prefilled.append(sequence)

@@ -93,28 +93,25 @@ class Planner:
         """Plan the next token of each running sequence, and return those still in prefill."""
         prefills: list[Sequence] = []
         decodes, positions = draft.decodes, draft.decode_positions
-        budget = draft.budget
+        # Then each may be the last one.
+        is_tight = len(self._table.running) > draft.budget
         # Preemption removes sequences from the queue, but only behind the current one.
         for sequence in self._table.running:
             position = sequence.num_computed
-            if position >= sequence.decode_end:
+            if is_tight or position >= sequence.decode_end:
                 if sequence.is_prefill:
                     prefills.append(sequence)
                     continue
-                if sequence.length == sequence.max_length:
+                if sequence.is_ending or (sequence.num_deferred and not sequence.has_mask):
                     continue
-                if sequence.num_deferred and not sequence.has_mask:
+                if len(decodes) == draft.budget:
+                    break
+                if not self._prepare_decode(sequence, draft):
                     continue
-                if budget and not self._prepare_decode(sequence, draft):
-                    continue
-            if not budget:
-                break
-            budget -= 1
             decodes.append(sequence)
             positions.append(position)
             sequence.num_computed = position + 1
-            sequence.length += 1
-        draft.budget = budget
+        draft.budget -= len(decodes)
         self._decode_order.sort(draft)
         return prefills
 
@@ -217,7 +214,7 @@ class Planner:
     def _plan_chunk(self, sequence: Sequence, draft: PlanDraft, *, budget: int) -> None:
         """Plan as many of a sequence's known tokens as `budget` allows."""
         share = sequence.share
-        num_tokens = min(budget, sequence.length - sequence.num_computed)
+        num_tokens = min(budget, sequence.prefill_end - sequence.num_computed)
         if self._pace is not None:
             # One that has just started has at least a token.
             first_position = sequence.num_computed
@@ -233,10 +230,9 @@ class Planner:
             sequence.num_charged = num_charged
         if draft.first_share not in (None, share):
             draft.num_other_tokens += num_tokens
-        if num_computed == sequence.length:
+        if num_computed == sequence.prefill_end:
             sequence.is_prefill = False
-            sequence.num_prefilled = sequence.length
-            sequence.length += 1
+            sequence.num_prefilled = num_computed
             draft.first_share = draft.first_share or share
         if sequence.prompt_step is None and num_computed >= sequence.num_prompt_tokens:
             sequence.prompt_step = draft.step

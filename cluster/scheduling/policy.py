@@ -21,8 +21,7 @@ def choose_victim(running: SequenceQueue, needy: Sequence) -> Sequence | None:
     for sequence in reversed(running):
         if sequence is needy:
             break
-        # A sequence whose last token is in flight frees its blocks anyway.
-        if sequence.length == sequence.max_length:
+        if sequence.is_ending:
             continue
         if sequence.num_preemptions >= MAX_PREEMPTIONS:
             last_protected = last_protected or sequence
@@ -40,7 +39,7 @@ def choose_displaced(running: SequenceQueue, head: Sequence, *, num_own: int) ->
     """
     share, victim = head.share, None
     for sequence in reversed(running):
-        if sequence.length == sequence.max_length:
+        if sequence.is_ending:
             continue
         if sequence.share is share:
             if sequence.priority > head.priority and sequence.num_preemptions < MAX_PREEMPTIONS:

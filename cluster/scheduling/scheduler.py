@@ -317,9 +317,10 @@ class Scheduler:
             self._in_flight[0].late.append(sequence)
             if sequence.state is SequenceState.FINISHED:
                 continue
-            sequence.length -= 1
-            # One that was barred meanwhile has no blocks.
-            if sequence.row >= 0:
+            if sequence.is_prefill:
+                # It was barred meanwhile and has no blocks.
+                sequence.prefill_end -= 1
+            else:
                 self._kv.take_back(sequence)
         self._deferred += [one for one in made.deferred if one not in self._deferred]
         return [

@@ -118,7 +118,6 @@ class Sequence:
         "is_prefill",
         "keys",
         "keys_revision",
-        "length",
         "matcher",
         "max_length",
         "min_length",
@@ -135,6 +134,7 @@ class Sequence:
         "num_registered",
         "num_slots",
         "order",
+        "prefill_end",
         "prompt_step",
         "ready_step",
         "refusal",
@@ -179,12 +179,12 @@ class Sequence:
         if generated:
             self.own_tokens()
             self.token_ids.extend(generated)
-        self.length = len(self.token_ids)
-        """All tokens known or being sampled."""
         self.num_computed = 0
         """Tokens that are in the cache once the plans in flight are done."""
         self.is_prefill = True
         """Whether known tokens remain to be computed before the next sample."""
+        self.prefill_end = len(self.token_ids)
+        """The number of tokens that its prefill computes; some may still be being sampled."""
         self.decode_end = 0
         """While `num_computed` is less, its next token is planned without a look at its state; 0
         if that is not known."""
@@ -199,7 +199,7 @@ class Sequence:
         """Starts of sequences up to its own."""
         self.refusal_number = -1
         """Starts of sequences when it first found no room; -1 if it has not, or has run since."""
-        self.num_initial_tokens = self.length
+        self.num_initial_tokens = len(self.token_ids)
         """Tokens that it came with."""
         self.num_charged = 0
         """Tokens of these that its tenant has been charged for, or that were cached."""
@@ -263,6 +263,17 @@ class Sequence:
         return self.active.share
 
     @property
+    def length(self) -> int:
+        """All tokens known or being sampled."""
+        # After the prefill, a plan computes the last one.
+        return self.prefill_end if self.is_prefill else self.num_computed + 1
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether its last token is being sampled, after which it frees its blocks anyway."""
+        return self.num_computed == self.max_length - 1
+
+    @property
     def num_pending(self) -> int:
         """Tokens that are being sampled."""
         return self.length - len(self.token_ids)
@@ -284,6 +295,7 @@ class Sequence:
 
     def forget_computed(self) -> None:
         """Mark all known tokens as not computed."""
+        self.prefill_end = self.length
         self.num_computed = 0
         self.is_prefill = True
         self.num_prefilled = sys.maxsize

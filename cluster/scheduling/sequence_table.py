@@ -197,7 +197,7 @@ class SequenceTable:
         self._kv.disown(sequence)
         sequence.forget_computed()
         # Tokens in flight are lost and will be sampled again.
-        sequence.length = len(sequence.token_ids)
+        sequence.prefill_end = len(sequence.token_ids)
         sequence.row = -1
         sequence.ready_step = -1
         sequence.donor_row = -1

@@ -163,6 +163,24 @@ def test_a_sequence_that_ends_while_its_mask_is_late_ends_once() -> None:
     assert len(steps.grammar.num_awaited) == num_calls
 
 
+def test_a_sequence_that_is_barred_while_its_mask_is_late_starts_again() -> None:
+    steps = Steps(has_other=True)
+    steps.grammar.is_late = True
+    plan, masked = steps.scheduler.schedule(), steps.scheduler.masked_step()
+    assert plan is not None
+    assert masked is not None
+    made = masked.make_masks(1.0)
+    steps.scheduler.recovery.restrict(lambda request_id: request_id == "other")
+    steps.scheduler.apply_masks(made)
+    steps.scheduler.update(StepOutput(plan.step, [-1, 7]))
+    steps.scheduler.acknowledge(plan.step)
+    steps.grammar.is_late = False
+    steps.scheduler.recovery.restrict(lambda request_id: True)
+    plan = steps.scheduler.schedule()
+    assert plan is not None
+    assert [(one.num_tokens, one.is_sampled) for one in plan.chunks] == [(4, True)]
+
+
 def test_a_late_mask_may_be_the_end_of_its_sequence() -> None:
     steps = Steps(has_other=True)
     steps.grammar.is_late = True

@@ -66,5 +66,5 @@ def test_last_makes_room_if_all_others_are_protected_too() -> None:
 
 def test_sequence_whose_last_token_is_being_sampled_is_spared() -> None:
     first, last = make_sequence(arrival=0), make_sequence(arrival=1)
-    last.length = last.max_length
+    last.num_computed = last.max_length - 1
     assert choose_victim(make_queue(first, last), first) is None

@@ -262,7 +262,7 @@ PLANTED_BUGS = (
         "tokens in flight count after new ranks have started",
         SequenceTable,
         "_reset_sequence",
-        "sequence.length = len(sequence.token_ids)",
+        "sequence.prefill_end = len(sequence.token_ids)",
         "pass",
     ),
     _bug(
@@ -290,7 +290,7 @@ PLANTED_BUGS = (
         "a late mask samples a token",
         Scheduler,
         "apply_masks",
-        "sequence.length -= 1",
+        "self._kv.take_back(sequence)",
         "pass",
     ),
     _bug(
