@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from cluster.structured.grammar.beginnings import may_begin_with
 from cluster.structured.grammar.expressions import (
     Alternation,
     Concat,
@@ -108,10 +109,15 @@ def read_turn(text: str, read_answer: Callable[[str, str], Grammar]) -> Grammar:
     except msgspec.DecodeError as error:
         raise invalid_structure(f"structure is no turn: {error}.") from error
     rules, call = read_json_schema(turn.call)
+    form = turn.form
     grammar = read_answer(turn.answer_kind, turn.answer_text)
+    if may_begin_with(form.mark, *grammar):
+        raise invalid_structure(
+            f"structure may begin with {form.mark!r}, as tool calls do, and cannot be combined "
+            "with tools; have it begin with another text."
+        )
     answer_rules, answer = under_prefix(grammar, _ANSWER)
     rules |= answer_rules
-    form = turn.form
     more = Repeat(Concat((Text(form.separator), call)), 0, None)
     calls = Concat(
         (
