@@ -13,13 +13,12 @@ import os
 import threading
 import time
 import traceback
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pagedray.batch import Shutdown, StepAck, StepMasks, StepOutput, WorkerFailure
-from pagedray.channel import ChannelClosedError, WorkerChannel
+from pagedray.batch import WorkerFailure
+from pagedray.channel import ChannelClosedError
 from pagedray.descriptor_limit import raise_descriptor_limit
 from pagedray.errors import StartupError
 from pagedray.load_progress import LoadProgress
@@ -28,6 +27,7 @@ from pagedray.step_listener import connect
 from workers.heartbeat import start_heartbeat
 from workers.hub.download_line import DownloadLine
 from workers.parallel.rendezvous import LOOPBACK, FileRendezvous, SocketRendezvous
+from workers.step_server import serve_steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from workers.parallel.group import ParallelGroup
     from workers.parallel.one_shot import RowShape
     from workers.parallel.rendezvous import GroupAddress, Rendezvous
-    from workers.worker import PendingStep, Worker
+    from workers.worker import Worker
 
 __all__ = ["GpuWorker"]
 
@@ -50,13 +50,8 @@ Result = TypeVar("Result")
 
 _CONNECT_TIMEOUT_S = 30.0
 _ORPHAN_POLL_S = 1.0
-_POLL_S = 5e-5
-"""Interval of polling for the end of a step while no plan arrives."""
 _STEPS_END_S = 0.3
 _VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
-_FREED_MEMORY_TIMEOUT_S = 10.0
-"""How long the driver may take to free the GPU memory of a process that has died."""
-_FREED_MEMORY_POLL_S = 0.1
 
 
 class GpuWorker:
@@ -233,6 +228,8 @@ class GpuWorker:
     ) -> str | None:
         self._durations = {}
         self._import_libraries()
+        from workers.freed_memory import with_freed_memory
+
         try:
             self._rank = rank
             self._fetch_weights()
@@ -240,10 +237,8 @@ class GpuWorker:
                 self._load_weights(device_index, memory)
             else:
                 self._config = self._config.with_max_num_seqs(cache.max_num_seqs)
-                self._with_freed_memory(self._load_weights, device_index, memory)
-                self._with_freed_memory(
-                    self._allocate_pools, cache.num_blocks, cache.num_cpu_blocks
-                )
+                with_freed_memory(self._load_weights, device_index, memory)
+                with_freed_memory(self._allocate_pools, cache.num_blocks, cache.num_cpu_blocks)
         except StartupError as error:
             return str(error)
         return None
@@ -296,24 +291,6 @@ class GpuWorker:
             return None
         model = self._config.model
         return RowShape(model.hidden_size, getattr(torch, model.dtype))
-
-    def _with_freed_memory(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Call the function again while the GPU memory of a dead process is being freed."""
-        import torch
-
-        from workers.worker import release_gpu_memory
-
-        deadline_s = time.monotonic() + _FREED_MEMORY_TIMEOUT_S
-        while True:
-            try:
-                function(*arguments)
-                return
-            except (torch.OutOfMemoryError, StartupError) as error:
-                cause = error.__cause__ or error
-                if not isinstance(cause, torch.OutOfMemoryError) or time.monotonic() > deadline_s:
-                    raise
-            release_gpu_memory()
-            time.sleep(_FREED_MEMORY_POLL_S)
 
     def _join_group(self, address: GroupAddress, host: str) -> str | None:
         assert self._group is not None
@@ -409,68 +386,3 @@ class GpuWorker:
 
 def _nothing() -> None:
     pass
-
-
-def serve_steps(
-    worker: Worker, channel: WorkerChannel, progress: ProgressWord, *, is_first: bool
-) -> None:
-    """Run plans in order until a Shutdown arrives.
-
-    A step's output is sent as soon as it is ready, and its acknowledgement once its block copies
-    have ended too; a plan that arrives before is launched behind the running step. A step that
-    needs masks gets them before the next plan, and after the outputs of all earlier steps are sent,
-    since masks depend on these.
-    """
-    pending: deque[PendingStep] = deque()
-    copying: deque[tuple[int, PendingStep]] = deque()
-    disk = worker.disk_jobs
-
-    def send(finished: PendingStep) -> None:
-        output = finished.output()
-        progress.enter(Phase.SENDING)
-        if is_first:
-            channel.send(output)
-        if isinstance(output, StepOutput) and not output.is_acknowledged:
-            copying.append((output.step, finished))
-        else:
-            # The copies of earlier steps have ended too.
-            copying.clear()
-            if not is_first:
-                channel.send(StepAck(output.step))
-        progress.await_copies(copying[0][0] if copying else None)
-        progress.finish_step(output.step)
-        progress.enter(Phase.DEVICE if pending else Phase.IDLE)
-
-    progress.enter(Phase.IDLE)
-    while True:
-        if copying and copying[0][1].is_copied:
-            channel.send(StepAck(copying.popleft()[0]))
-            progress.await_copies(copying[0][0] if copying else None)
-            continue
-        if disk is not None and (report := disk.take_report()) is not None:
-            channel.send(report)
-            continue
-        if pending and (pending[0].is_ready or len(pending) > 1):
-            send(pending.popleft())
-            continue
-        # Waiting for the step alone would launch the next one too late and leave the device idle.
-        is_busy = pending or copying or (disk is not None and disk.are_pending)
-        if is_busy and not channel.has_message():
-            time.sleep(_POLL_S)
-            continue
-        message = channel.receive()
-        if isinstance(message, Shutdown):
-            return
-        assert not isinstance(message, StepMasks)
-        launched = worker.launch(message)
-        if launched.needs_masks:
-            while pending:
-                send(pending.popleft())
-            progress.enter(Phase.MASKS)
-            masks = channel.receive()
-            if isinstance(masks, Shutdown):
-                return
-            assert isinstance(masks, StepMasks)
-            launched.take_masks(masks)
-        progress.enter(Phase.DEVICE)
-        pending.append(launched)

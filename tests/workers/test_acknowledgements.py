@@ -10,7 +10,7 @@ import pytest
 from pagedray.batch import Shutdown, StepAck, StepOutput, StepPlan
 from pagedray.rank_progress import ProgressWord, RankReport
 from tests.workers.copying_steps import CopyingWorker
-from workers.gpu_worker import serve_steps
+from workers.step_server import serve_steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -52,9 +52,9 @@ def test_a_new_rank_waits_for_memory_that_is_being_freed(monkeypatch: pytest.Mon
     def fail(*arguments: Any, **options: Any) -> HostPool:  # Any: those of any function
         raise failures.pop(0)
 
-    monkeypatch.setattr("workers.gpu_worker._FREED_MEMORY_POLL_S", 0.0)
+    monkeypatch.setattr("workers.freed_memory._POLL_S", 0.0)
     # The torch of a CPU does not have all that this calls.
-    monkeypatch.setattr("workers.worker.release_gpu_memory", lambda: None)
+    monkeypatch.setattr("workers.freed_memory.release_gpu_memory", lambda: None)
     with monkeypatch.context() as patch:
         patch.setattr("workers.decoder_worker.make_host_pool", fail)
         message = rank.load_rank(0, 0, CACHE)

@@ -1,0 +1,36 @@
+"""Waits for GPU memory that a process which has died still has."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pagedray.errors import StartupError
+from workers.worker import release_gpu_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["with_freed_memory"]
+
+_TIMEOUT_S = 10.0
+"""How long the driver may take to free the memory."""
+_POLL_S = 0.1
+
+
+# Any: the arguments are those of the function.
+def with_freed_memory(function: Callable[..., object], *arguments: Any) -> None:
+    """Call the function, again and again while memory that it needs is being freed."""
+    deadline_s = time.monotonic() + _TIMEOUT_S
+    while True:
+        try:
+            function(*arguments)
+            return
+        except (torch.OutOfMemoryError, StartupError) as error:
+            cause = error.__cause__ or error
+            if not isinstance(cause, torch.OutOfMemoryError) or time.monotonic() > deadline_s:
+                raise
+        release_gpu_memory()
+        time.sleep(_POLL_S)
