@@ -38,13 +38,20 @@ class _Reading:
     def __init__(self, text: str, rules: Mapping[str, Expression]) -> None:
         self._text = text
         self._rules = rules
-        self._known: dict[tuple[str, int], Places] = {}
-        """Of rules, by name and place; those of a rule that is being read are empty."""
+        self._known: dict[tuple[int, int], Places] = {}
+        """By identity of an expression and place; of those that are being read, none."""
 
     def after(self, expression: Expression, at: int) -> Places:
         """Return the places behind an expression that begins at a place."""
         if at == len(self._text):
             return frozenset((at,))
+        key = id(expression), at
+        if key not in self._known:
+            self._known[key] = frozenset()
+            self._known[key] = self._read(expression, at)
+        return self._known[key]
+
+    def _read(self, expression: Expression, at: int) -> Places:
         match expression:
             case Text(text):
                 length = min(len(text), len(self._text) - at)
@@ -64,7 +71,7 @@ class _Reading:
             case Repeat(part, minimum, maximum):
                 return self._repeated(part, at, minimum, maximum)
             case Rule(name):
-                return self._after_rule(name, at)
+                return self.after(self._rules[name], at)
             case Lookahead():
                 return frozenset((at,))
 
@@ -73,18 +80,13 @@ class _Reading:
 
     def _repeated(self, part: Expression, at: int, minimum: int, maximum: int | None) -> Places:
         found: set[int] = set()
-        places, number = frozenset((at,)), 0
-        # Each repetition that is of use reads a character.
-        while places and number <= minimum + len(self._text):
+        places = frozenset((at,))
+        for number in range(minimum + len(self._text) + 1):
             if number >= minimum:
                 found |= places
-            if number == maximum or places == {len(self._text)}:
-                break
-            places, number = self._after_each(part, places), number + 1
-        return frozenset(found | (places & {len(self._text)}))
-
-    def _after_rule(self, name: str, at: int) -> Places:
-        if (name, at) not in self._known:
-            self._known[name, at] = frozenset()
-            self._known[name, at] = self.after(self._rules[name], at)
-        return self._known[name, at]
+            following = self._after_each(part, places)
+            if number == maximum or following == places:
+                # More of them lead nowhere else.
+                return frozenset(found | (following if number < minimum else places))
+            places = following
+        return frozenset(found)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
+import re
+from itertools import product
 
 import pytest
 
@@ -44,6 +47,30 @@ ANY = {"type": "any_text"}
 )
 def test_regular_expressions(pattern: str, wanted: bool) -> None:
     assert may_begin_with("abc", {}, read_regex(pattern)) == wanted
+
+
+def random_pattern(rng: random.Random, level: int = 0) -> str:
+    parts = [random_pattern(rng, level + 1) for _ in range(2)] if level < 3 else ["a", "b"]
+    forms = ["a", "b", "[ab]", "[^a]", "{0}{1}", "({0}|{1})", "({0})?", "({0})*", "({0}){{2,3}}"]
+    return rng.choice(forms if level < 3 else forms[:4]).format(*parts)
+
+
+def test_random_expressions_begin_as_their_texts_do() -> None:
+    rng = random.Random(1)
+    texts = ["".join(text) for length in range(8) for text in product("abc", repeat=length)]
+    num_beginnings = 0
+    for _ in range(80):
+        pattern = random_pattern(rng)
+        matching = [text for text in texts if re.fullmatch(pattern, text)]
+        for beginning in ("a", "ab", "ba", "aab"):
+            wanted = any(text.startswith(beginning) for text in matching)
+            assert may_begin_with(beginning, {}, read_regex(pattern)) == wanted, pattern
+            num_beginnings += wanted
+    assert 40 < num_beginnings < 280
+
+
+def test_nested_repetitions_are_read_once() -> None:
+    assert not may_begin_with("x" * 30 + "<", {}, read_regex("((((((((x?)*)*)*)*)*)*)*)*"))
 
 
 def test_rules() -> None:
