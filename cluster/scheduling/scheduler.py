@@ -79,7 +79,8 @@ class Scheduler:
         self._max_model_len = max_model_len
         prefix_cache = None
         if enable_prefix_cache:
-            prefix_cache = PrefixCache(secrets.token_bytes(32) if hash_key is None else hash_key)
+            hash_key = secrets.token_bytes(32) if hash_key is None else hash_key
+            prefix_cache = PrefixCache(hash_key, num_blocks=num_blocks)
         step_times = StepTimes()
         self._swap_costs = SwapCosts(step_times)
         cpu_cache = disk_cache = None

@@ -492,7 +492,8 @@ class Harness:
         if kv.prefix_cache is None:
             assert not any(kv.pool._is_kept)
             return
-        block_of, key_of = kv.prefix_cache._block_of, kv.prefix_cache._key_of
+        block_of, keys = kv.prefix_cache._block_of, kv.prefix_cache._keys
+        key_of = {block: key for block, key in enumerate(keys) if key is not None}
         assert {key.digest: block for block, key in key_of.items()} == block_of
         assert set(key_of) == {b for b in range(kv.pool.num_blocks) if kv.pool._is_kept[b]}
         assert set(kv.pool._idle) <= set(key_of)

@@ -22,7 +22,7 @@ def make_manager(
         block_size=BLOCK_SIZE,
         num_blocks=num_blocks,
         num_cpu_blocks=num_cpu_blocks,
-        prefix_cache=PrefixCache(b"key") if enable_prefix_cache else None,
+        prefix_cache=PrefixCache(b"key", num_blocks=num_blocks) if enable_prefix_cache else None,
         cpu_cache=make_cpu_cache(num_cpu_blocks) if has_cpu_cache else None,
     )
 

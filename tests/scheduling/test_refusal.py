@@ -20,7 +20,7 @@ class WatchedCache(PrefixCache):
     __slots__ = ("num_lookups",)
 
     def __init__(self) -> None:
-        super().__init__(b"key")
+        super().__init__(b"key", num_blocks=NUM_BLOCKS)
         self.num_lookups = 0
 
     def find_block(self, key: BlockKey) -> int | None:

@@ -50,20 +50,22 @@ class PrefixCache:
 
     __slots__ = (
         "_block_of",
-        "_key_of",
+        "_is_proven",
         "_keyed_hash",
-        "_proven",
+        "_keys",
         "_renewed",
         "num_forgotten",
         "revision",
     )
 
-    def __init__(self, hash_key: bytes) -> None:
+    def __init__(self, hash_key: bytes, *, num_blocks: int) -> None:
+        """Blocks are `0 .. num_blocks - 1`."""
         # BLAKE2 needs no HMAC. A copy of this costs less than a hash that begins with the key.
         self._keyed_hash = blake2b(hash_key, digest_size=_DIGEST_BYTES)
         self._block_of: dict[bytes, int] = {}
-        self._key_of: dict[int, BlockKey] = {}
-        self._proven: set[int] = set()
+        # By block: the blocks of a sequence are far apart in a hash table, and often looked up.
+        self._keys: list[BlockKey | None] = [None] * num_blocks
+        self._is_proven = bytearray(num_blocks)
         self._renewed: dict[bytes, bytes] = {}
         """The digests in place of those that were renewed."""
         self.num_forgotten = 0
@@ -117,41 +119,47 @@ class PrefixCache:
     def find_block(self, key: BlockKey) -> int | None:
         """Return the block with this key, or None."""
         block = self._block_of.get(key.digest)
-        if block is None or self._key_of[block].token_bytes != key.token_bytes:
+        if block is None:
             return None
-        return block
+        found = self._keys[block]
+        assert found is not None
+        return block if found.token_bytes == key.token_bytes else None
 
     def add_block(self, key: BlockKey, block: int) -> bool:
         """Add a block; return False if another block has the same key."""
         if key.digest in self._block_of:
             return False
-        assert block not in self._key_of
+        assert self._keys[block] is None
         self._block_of[key.digest] = block
-        self._key_of[block] = key
+        self._keys[block] = key
         return True
 
     def prove_blocks(self, blocks: Iterable[int]) -> None:
         """Record that logits which depend on blocks were finite, of those that are in the cache."""
-        self._proven.update(filter(self._key_of.__contains__, blocks))
+        keys, is_proven = self._keys, self._is_proven
+        for block in blocks:
+            if keys[block] is not None:
+                is_proven[block] = True
 
     def is_proven(self, block: int) -> bool:
-        return block in self._proven
+        return bool(self._is_proven[block])
 
     def key_of(self, block: int) -> BlockKey | None:
         """Return the key of a block, or None if it is not in the cache."""
-        return self._key_of.get(block)
+        return self._keys[block]
 
     def forget_block(self, block: int) -> None:
-        key = self._key_of.pop(block, None)
+        key, self._keys[block] = self._keys[block], None
         if key is not None:
             del self._block_of[key.digest]
             self.num_forgotten += 1
-            self._proven.discard(block)
+            self._is_proven[block] = False
 
     def clear(self) -> None:
+        num_blocks = len(self._keys)
         self._block_of.clear()
-        self._key_of.clear()
-        self._proven.clear()
+        self._keys = [None] * num_blocks
+        self._is_proven = bytearray(num_blocks)
 
     def _digest(self, content: bytes) -> bytes:
         """Return the digest of a content under the key of this process."""

@@ -5,12 +5,16 @@ from cluster.scheduling.blocks.prefix_cache import BlockKey, PrefixCache
 KEY = b"k" * 32
 
 
+def make_cache(hash_key: bytes = KEY) -> PrefixCache:
+    return PrefixCache(hash_key, num_blocks=16)
+
+
 def tokens(*token_ids: int) -> "array[int]":
     return array("I", token_ids)
 
 
 def test_block_is_found_by_equal_tokens_after_equal_tokens() -> None:
-    cache = PrefixCache(KEY)
+    cache = make_cache()
     first = cache.key_after(cache.root("a"), tokens(1, 2))
     second = cache.key_after(first.digest, tokens(3, 4))
     assert cache.add_block(first, 10)
@@ -21,14 +25,14 @@ def test_block_is_found_by_equal_tokens_after_equal_tokens() -> None:
 
 
 def test_equal_tokens_after_other_tokens_are_another_block() -> None:
-    cache = PrefixCache(KEY)
+    cache = make_cache()
     parents = [cache.key_after(cache.root("a"), tokens(token, 2)).digest for token in (0, 1)]
     cache.add_block(cache.key_after(parents[0], tokens(3, 4)), 10)
     assert cache.find_block(cache.key_after(parents[1], tokens(3, 4))) is None
 
 
 def test_tenants_share_nothing() -> None:
-    cache = PrefixCache(KEY)
+    cache = make_cache()
     cache.add_block(cache.key_after(cache.root("a"), tokens(1, 2)), 10)
     assert cache.find_block(cache.key_after(cache.root("b"), tokens(1, 2))) is None
 
@@ -36,20 +40,20 @@ def test_tenants_share_nothing() -> None:
 def test_digests_depend_on_the_process_key() -> None:
     digests = {
         cache.key_after(cache.root("a"), tokens(1, 2)).digest
-        for cache in (PrefixCache(KEY), PrefixCache(b"other"))
+        for cache in (make_cache(), make_cache(b"other"))
     }
     assert len(digests) == 2
 
 
 def test_equal_digest_of_other_tokens_is_no_hit() -> None:
-    cache = PrefixCache(KEY)
+    cache = make_cache()
     key = cache.key_after(cache.root("a"), tokens(1, 2))
     cache.add_block(key, 10)
     assert cache.find_block(BlockKey(key.digest, b"other tokens")) is None
 
 
 def test_first_of_two_equal_blocks_is_known() -> None:
-    cache = PrefixCache(KEY)
+    cache = make_cache()
     key = cache.key_after(cache.root("a"), tokens(1, 2))
     assert cache.add_block(key, 10)
     assert not cache.add_block(key, 11)
@@ -58,7 +62,7 @@ def test_first_of_two_equal_blocks_is_known() -> None:
 
 
 def test_forgotten_block_is_not_found() -> None:
-    cache = PrefixCache(KEY)
+    cache = make_cache()
     key = cache.key_after(cache.root("a"), tokens(1, 2))
     cache.add_block(key, 10)
     cache.forget_block(10)
@@ -68,4 +72,4 @@ def test_forgotten_block_is_not_found() -> None:
 
 
 def test_tenant_with_a_lone_surrogate_has_a_root() -> None:
-    assert len(PrefixCache(KEY).root("\ud800")) == 32
+    assert len(make_cache().root("\ud800")) == 32
