@@ -78,6 +78,7 @@ CASES = {
     "256-one_logprobs": Case(batch_size=256, special={"logprobs": 5}, num_special=1),
     "256-random": Case(batch_size=256, special={"temperature": 0.7}, num_special=256),
     "256-penalty": Case(batch_size=256, special={"frequency_penalty": 0.5}, num_special=256),
+    "256-one_penalty": Case(batch_size=256, special={"frequency_penalty": 0.5}, num_special=1),
 }
 
 
