@@ -28,7 +28,7 @@ from cluster.scheduling.flight import Flight
 from cluster.scheduling.kv_manager import KvManager
 from cluster.scheduling.masked_step import MadeMasks, MaskedStep
 from cluster.scheduling.output_reader import OutputReader
-from cluster.scheduling.planner import Planner
+from cluster.scheduling.planning.planner import Planner
 from cluster.scheduling.prompt_logprobs_buffer import PromptLogprobsBuffer
 from cluster.scheduling.queues.backlog import Backlog
 from cluster.scheduling.sequence import ActiveRequest, Sequence, SequenceState

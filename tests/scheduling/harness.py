@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from cluster.scheduling.blocks.block_pool import BlockPool
 from cluster.scheduling.event import TokenEvent
-from cluster.scheduling.policy import MAX_PREEMPTIONS
+from cluster.scheduling.planning.policy import MAX_PREEMPTIONS
 from cluster.scheduling.scheduler import MAX_PLANS_IN_FLIGHT, Scheduler
 from cluster.scheduling.sequence import Sequence as ScheduledSequence
 from cluster.scheduling.sequence import SequenceState

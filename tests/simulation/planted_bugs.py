@@ -21,8 +21,8 @@ from cluster.scheduling.blocks.keyed_blocks import KeyedBlocks
 from cluster.scheduling.blocks.prefix_cache import PrefixCache
 from cluster.scheduling.kv_manager import KvManager
 from cluster.scheduling.output_reader import OutputReader
-from cluster.scheduling.planner import Planner
-from cluster.scheduling.preemptor import Preemptor
+from cluster.scheduling.planning.planner import Planner
+from cluster.scheduling.planning.preemptor import Preemptor
 from cluster.scheduling.prefix_finder import PrefixFinder
 from cluster.scheduling.scheduler import Scheduler
 from cluster.scheduling.sequence_table import SequenceTable

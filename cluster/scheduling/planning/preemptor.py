@@ -7,9 +7,9 @@ tenant. A sequence that others passed takes back what they borrowed, as `passing
 
 from cluster.scheduling.costs.swap_costs import SwapCosts
 from cluster.scheduling.kv_manager import KvManager
-from cluster.scheduling.plan_draft import PlanDraft
-from cluster.scheduling.policy import choose_displaced, choose_victim
-from cluster.scheduling.room_rule import RoomRule
+from cluster.scheduling.planning.plan_draft import PlanDraft
+from cluster.scheduling.planning.policy import choose_displaced, choose_victim
+from cluster.scheduling.planning.room_rule import RoomRule
 from cluster.scheduling.sequence import Sequence, SequenceState
 from cluster.scheduling.sequence_table import SequenceTable
 from pagedray.config import Preemption

@@ -1,6 +1,6 @@
 from array import array
 
-from cluster.scheduling.policy import (
+from cluster.scheduling.planning.policy import (
     MAX_PREEMPTIONS,
     choose_victim,
 )

@@ -10,13 +10,13 @@ from collections import deque
 
 from cluster.scheduling.costs.pace import Pace
 from cluster.scheduling.costs.swap_costs import SwapCosts
-from cluster.scheduling.decode_order import DecodeOrder
 from cluster.scheduling.kv_manager import KvManager
-from cluster.scheduling.passed_items import PassedItems
 from cluster.scheduling.passing import MAX_PASSED
-from cluster.scheduling.plan_draft import PlanDraft
-from cluster.scheduling.preemptor import Preemptor
-from cluster.scheduling.room_rule import RoomRule
+from cluster.scheduling.planning.decode_order import DecodeOrder
+from cluster.scheduling.planning.passed_items import PassedItems
+from cluster.scheduling.planning.plan_draft import PlanDraft
+from cluster.scheduling.planning.preemptor import Preemptor
+from cluster.scheduling.planning.room_rule import RoomRule
 from cluster.scheduling.sequence import Sequence, SequenceState
 from cluster.scheduling.sequence_table import SequenceTable
 from pagedray.config import SchedulerConfig

@@ -10,7 +10,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cluster.scheduling.plan_draft import PlanDraft
+    from cluster.scheduling.planning.plan_draft import PlanDraft
     from cluster.scheduling.sequence import Sequence
 
 __all__ = ["DecodeOrder"]

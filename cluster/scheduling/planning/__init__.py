@@ -1,0 +1,1 @@
+"""What a step computes: who decodes, which prompts, and who is preempted for whom."""
