@@ -235,6 +235,12 @@ class EngineConfig:
                 f"structure_compile_s must be above 0 and at most 60, "
                 f"not {self.structure_compile_s}."
             )
+        for name in ("disk_cache_folder", "cpu_pool_checksums"):
+            if self.model.pools and getattr(self.cache, name):
+                raise StartupError(
+                    f"{name} has no effect on {self.model.name}, which embeds or scores texts and "
+                    "keeps no KV blocks; remove it."
+                )
         if self.cache.cpu_pool_checksums and self.parallel.executor == "local":
             raise StartupError(
                 "cpu_pool_checksums needs the ray executor, whose CPU pool outlives its ranks."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -74,6 +74,17 @@ def test_checksums_of_a_pool_that_ends_with_its_rank_are_refused() -> None:
         with pytest.raises(StartupError, match=f"cpu_pool_checksums needs .*{error}"):
             engine_config(TINY_LLAMA, dataclasses.replace(options, device="cpu"))
     assert engine_config(TINY_LLAMA, EngineOptions(device="cpu", cpu_pool_checksums=True))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"cpu_pool_checksums": True}, {"disk_cache_folder": "/tmp", "disk_cache_bytes": 2**30}],
+)
+def test_blocks_of_a_model_without_any_are_not_kept(given: dict[str, Any]) -> None:
+    options = EngineOptions(device="cpu", **given)
+    assert engine_config(TINY_LLAMA, options)
+    with pytest.raises(StartupError, match=f"{next(iter(given))} has no effect on tiny-llama"):
+        engine_config(TINY_LLAMA, dataclasses.replace(options, task="embed"))
 
 
 def test_pool_of_one_context_is_enough() -> None:
