@@ -90,9 +90,9 @@ class InputBatch:
                 self._append_blocks(chunk.row, chunk.new_block_ids)
         if plan.decodes.growing_rows:
             rows = np.frombuffer(plan.decodes.growing_rows, np.int32)
-            block_ids = np.frombuffer(plan.decodes.new_block_ids, np.int32)
-            self._block_tables[rows, self._num_blocks[rows]] = block_ids
-            self._num_blocks[rows] += 1
+            ends = self._num_blocks[rows]
+            self._block_tables[rows, ends] = np.frombuffer(plan.decodes.new_block_ids, np.int32)
+            self._num_blocks[rows] = ends + 1
 
     def prepare_inputs(self, plan: StepPlan) -> StepInputs:
         """Return the flat inputs of a step, tokens in the plan's order.
