@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 SMALL = ("--streams", "12", "--requests", "8", "--max-tokens", "64")
 
 
+@pytest.mark.slow
 def test_streams_survive_other_clients_and_a_history_that_lost_one_is_rejected(
     tmp_path: Path,
 ) -> None:

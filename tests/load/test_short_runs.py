@@ -54,7 +54,7 @@ async def test_overload_is_rejected_and_the_rest_is_served(
 @pytest.mark.parametrize(
     ("tool_format", "num_calls"),
     [
-        ("hermes", 40),
+        ("hermes", 30),
         pytest.param("mistral", 200, marks=pytest.mark.slow),
         pytest.param("llama3_json", 200, marks=pytest.mark.slow),
     ],

@@ -91,6 +91,7 @@ def test_the_roof_counts_the_tensors_of_the_checkpoint(capsys: pytest.CaptureFix
     assert roof["compute_share"] > 0
 
 
+@pytest.mark.slow
 def test_the_roof_is_that_of_one_of_two_ranks(
     capsys: pytest.CaptureFixture[str], ray_cluster: None
 ) -> None:

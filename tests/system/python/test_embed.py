@@ -119,6 +119,7 @@ def test_decoder_embeds_if_it_is_told_to() -> None:
     assert torch.allclose(vectors, torch.stack(hidden), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_two_ray_ranks_embed_like_transformers_and_so_do_their_successors(
     folder: Path, ray_cluster: None
 ) -> None:
