@@ -27,7 +27,6 @@ from attention.kernels.triton.choice.edges import (
     store_edges,
 )
 from attention.kernels.triton.choice.scores import (
-    INF,
     MAX_SPLITS,
     SCALE,
     TOP_K,
@@ -35,6 +34,7 @@ from attention.kernels.triton.choice.scores import (
     UNIFORM,
     floor_key,
     is_sound,
+    load_lanes,
     parameter,
     row_maximum,
     score_of,
@@ -99,9 +99,7 @@ def sum_kept(
     sums = tl.zeros((lanes,), tl.int64)
     first = split * split_size
     for start in range(first, tl.minimum(first + split_size, vocab_size), tile):
-        ids = start + tl.arange(0, tile)
-        loaded = tl.load(scores + ids, mask=ids < vocab_size, other=-INF)
-        values = tl.reshape(loaded, (lanes, width)).to(tl.float32)
+        values = load_lanes(scores, start, vocab_size, lanes, width)
         sums += _above(values, _counted(units_of(values, highest, scale)), floor)
     kept += row * 2 * MAX_SPLITS + split
     units, count = _units_and_count(sums)
@@ -157,9 +155,7 @@ def sum_above(
     above_5 = tl.zeros((lanes,), tl.int64)
     first = split * split_size
     for start in range(first, tl.minimum(first + split_size, vocab_size), tile):
-        ids = start + tl.arange(0, tile)
-        loaded = tl.load(scores + ids, mask=ids < vocab_size, other=-INF)
-        values = tl.reshape(loaded, (lanes, width)).to(tl.float32)
+        values = load_lanes(scores, start, vocab_size, lanes, width)
         counted = _counted(units_of(values, highest, scale))
         if (flags & 1) != 0:
             above_0 += _above(values, counted, k_lower)

@@ -21,6 +21,7 @@ from attention.kernels.triton.choice.scores import (
     UNIFORM,
     is_sound,
     keys_of,
+    load_lanes,
     load_scores,
     parameter,
     row_maximum,
@@ -40,16 +41,6 @@ def _ends(
     high = tl.load(brackets + 1).to(tl.int32)
     lowest = tl.where(high > low + 1, score_of(low, shift), INF)
     return lowest, score_of(high, shift), low, high
-
-
-@triton.jit
-def _scores_from(
-    scores: tl.tensor, start: tl.tensor, end: tl.tensor, lanes: tl.constexpr, width: tl.constexpr
-) -> tl.tensor:
-    """Return the scores from `start` on, `[lanes, width]` float32; -inf from `end` on."""
-    ids = start + tl.arange(0, lanes * width)
-    loaded = tl.load(scores + ids, mask=ids < end, other=-INF)
-    return tl.reshape(loaded, (lanes, width)).to(tl.float32)
 
 
 @triton.jit
@@ -132,8 +123,8 @@ def collect_candidates(
     num_equal = tl.zeros((lanes,), tl.int32)
     # Places are taken for two tiles at a time, since programs wait for them.
     for start in range(first, end, 2 * tile):
-        values = _scores_from(scores, start, end, lanes, width)
-        others = _scores_from(scores, start + tile, end, lanes, width)
+        values = load_lanes(scores, start, end, lanes, width)
+        others = load_lanes(scores, start + tile, end, lanes, width)
         num_equal += tl.sum((values == u_score).to(tl.int32), axis=1)
         num_equal += tl.sum((others == u_score).to(tl.int32), axis=1)
         ones = _is_within(values, has_k, k_low, k_high, p_low, p_high, u_low, u_high)

@@ -21,6 +21,7 @@ __all__ = [
     "floor_key",
     "is_sound",
     "keys_of",
+    "load_lanes",
     "load_scores",
     "parameter",
     "row_maximum",
@@ -87,6 +88,19 @@ def load_scores(
     ids = start + tl.arange(0, tile)
     loaded = tl.load(scores + ids, mask=ids < vocab_size, other=-INF)
     return loaded.to(tl.float32), ids
+
+
+@triton.jit
+def load_lanes(
+    scores: tl.tensor, start: tl.tensor, end: tl.tensor, lanes: tl.constexpr, width: tl.constexpr
+) -> tl.tensor:
+    """Return the scores from `start` on, `[lanes, width]` float32; -inf from `end` on.
+
+    A thread of as many as `lanes` has `width` scores that lie side by side.
+    """
+    ids = start + tl.arange(0, lanes * width)
+    loaded = tl.load(scores + ids, mask=ids < end, other=-INF)
+    return tl.reshape(loaded, (lanes, width)).to(tl.float32)
 
 
 @triton.jit
