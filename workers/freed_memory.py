@@ -29,8 +29,9 @@ def with_freed_memory(function: Callable[..., object], *arguments: Any) -> None:
             function(*arguments)
             return
         except (torch.OutOfMemoryError, StartupError) as error:
-            cause = error.__cause__ or error
-            if not isinstance(cause, torch.OutOfMemoryError) or time.monotonic() > deadline_s:
+            # A variable for the cause would outlive this block, and keep what its frames allocated.
+            is_memory = isinstance(error.__cause__ or error, torch.OutOfMemoryError)
+            if not is_memory or time.monotonic() > deadline_s:
                 raise
         release_gpu_memory()
         time.sleep(_POLL_S)

@@ -265,6 +265,8 @@ class GpuWorker:
         from workers.worker import rank_device
         from workers.worker_factory import make_worker
 
+        # Those of an attempt that failed hold memory.
+        self._worker = self._group = None
         with self._timed("device"):
             device = rank_device(self._config, device_index)
             if device.type == "cuda":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import secrets
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
@@ -17,10 +19,13 @@ from pagedray.config import CacheSize
 from pagedray.step_listener import StepListener
 from tests.system.server_process import TINY_LLAMA
 from workers.gpu_worker import GpuWorker
+from workers.weights.load_weights import load_weights
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from pagedray.config import EngineConfig
+    from workers.models.decoder import Decoder
     from workers.runner.host_pool import HostPool
 
 OPTIONS = EngineOptions(device="cpu", num_threads=1, load_format="dummy")
@@ -62,6 +67,32 @@ def test_a_new_rank_waits_for_memory_that_is_being_freed(monkeypatch: pytest.Mon
     assert message.startswith("Could not allocate a KV cache of 8 blocks")
     assert not failures
     assert rank.load_rank(0, 0, CACHE) is None
+
+
+def test_a_new_rank_drops_what_a_failed_attempt_allocated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rank = GpuWorker(engine_config(TINY_LLAMA, OPTIONS))
+    allocated: list[weakref.ref[Decoder]] = []
+    numbers_left: list[int] = []
+
+    def fail_at_first(
+        model: Decoder,
+        config: EngineConfig,
+        report: Any,  # Any: not called
+    ) -> None:
+        numbers_left.append(sum(one() is not None for one in allocated))
+        allocated.append(weakref.ref(model))
+        if len(allocated) < 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        load_weights(model, config, report)
+
+    monkeypatch.setattr("workers.freed_memory._POLL_S", 0.0)
+    # The torch of a CPU does not have all that this calls.
+    monkeypatch.setattr("workers.freed_memory.release_gpu_memory", gc.collect)
+    monkeypatch.setattr("workers.decoder_worker.load_weights", fail_at_first)
+    assert rank.load_rank(0, 0, CACHE) is None
+    assert numbers_left == [0, 0, 0, 0]
 
 
 def test_rank_whose_device_has_failed_says_so(
