@@ -51,8 +51,7 @@ class OutputReader:
     def end_sequence(self, sequence: Sequence, reason: FinishReason, error: str = "") -> TokenEvent:
         """End a sequence and return the event."""
         self._table.remove_sequence(sequence)
-        self._prompt_logprobs.forget_request(sequence.request_id)
-        return TokenEvent(
+        event = TokenEvent(
             sequence.request_id,
             sequence.index,
             finish_reason=reason,
@@ -61,6 +60,7 @@ class OutputReader:
             started_s=sequence.active.started_s,
             error=error,
         )
+        return self._prompt_logprobs.add_to(event)
 
     def _append_tokens(self, flight: Flight, output: StepOutput) -> list[TokenEvent]:
         """Append each token to its sequence. This is where a step takes the longest."""

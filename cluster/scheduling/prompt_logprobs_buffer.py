@@ -1,4 +1,4 @@
-"""The log-probabilities of prompts, from the steps that compute them to the first token's event."""
+"""The log-probabilities of prompts, from the steps that compute them to the first event."""
 
 from collections.abc import Iterable
 
@@ -23,9 +23,10 @@ class PromptLogprobsBuffer:
         if active.prompt_logprobs is not None:
             self.requests[active.request.id] = active
 
-    def forget_request(self, request_id: str) -> None:
-        """Drop those of a request, because one of its sequences has ended."""
-        self.requests.pop(request_id, None)
+    def forget_sequence(self, sequence: Sequence) -> None:
+        """Drop those of a request whose first sequence, which computes them, has ended."""
+        if sequence.index == 0:
+            self.requests.pop(sequence.request_id, None)
 
     def described(self, prefilled: Iterable[Sequence]) -> dict[int, Sequence]:
         """Return the sequences of a plan whose prompts they describe, by row."""
@@ -48,9 +49,17 @@ class PromptLogprobsBuffer:
             kept.append(found)
 
     def add_to(self, event: TokenEvent) -> TokenEvent:
-        """Return the event of a first token with the log-probabilities of its prompt."""
-        if event.index != 0 or event.request_id not in self.requests:
+        """Return the first event of a request with the log-probabilities of its prompt.
+
+        It is that of another sequence if the mask of the first one is late.
+        """
+        active = self.requests.get(event.request_id)
+        if active is None:
             return event
-        active = self.requests.pop(event.request_id)
-        kept, active.prompt_logprobs = active.prompt_logprobs, None
-        return msgspec.structs.replace(event, prompt_logprobs=tuple(kept or ()))
+        kept = active.prompt_logprobs or []
+        # Others may also have computed the prompt, after the first one was preempted.
+        if event.index and (kept[-1].end if kept else 1) < event.num_prompt_tokens:
+            return event
+        del self.requests[event.request_id]
+        active.prompt_logprobs = None
+        return msgspec.structs.replace(event, prompt_logprobs=tuple(kept))

@@ -223,7 +223,7 @@ class Scheduler:
                 if sequence.has_sampled:
                     self._kv.prove(sequence)
                 self._table.remove_sequence(sequence)
-                self._prompt_logprobs.forget_request(request_id)
+                self._prompt_logprobs.forget_sequence(sequence)
                 return True
         return False
 

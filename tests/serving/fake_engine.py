@@ -73,6 +73,8 @@ class FakeEngine:
         self.is_healthy_flag = True
         self._error: EngineError | None = None
         self.num_cached_tokens = 0
+        self.describing_index, self.describing_token = 0, 1
+        """The event that describes the prompt: the sequence, and the number of its token."""
 
     def stop(self) -> None:
         self._is_stopping = True
@@ -195,7 +197,7 @@ class FakeEngine:
             len(request.prompt_token_ids),
             sequence.started_s,
             prompt_logprobs=_prompt_logprobs(request)
-            if sequence.num_sent == 1 and sequence.index == 0
+            if (sequence.index, sequence.num_sent) == (self.describing_index, self.describing_token)
             else (),
         )
 

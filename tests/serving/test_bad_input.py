@@ -316,6 +316,8 @@ HTTP_CASES: list[tuple[dict[str, Any], str, str | None]] = [  # Any: JSON
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs requires stream = false.",
      "prompt_logprobs"),
     ({"prompt_logprobs": 21}, "prompt_logprobs must be from 0 to 20, not 21.", "prompt_logprobs"),
+    ({"prompt_logprobs": 0, "use_beam_search": True},
+     "prompt_logprobs cannot be combined with use_beam_search.", "prompt_logprobs"),
     ({"suffix": "x"}, "suffix is not supported: the model's tokenizer has no known "
      "fill-in-the-middle tokens.", "suffix"),
     ({"best_of": 2, "n": 3}, "best_of must be from n = 3 to 128, not 2.", "best_of"),

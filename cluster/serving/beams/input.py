@@ -39,5 +39,7 @@ def check_beam_sampling(sampling: Mapping[str, object], param: str) -> None:
     `param` is what asks for the search.
     """
     for name, value in sampling.items():
-        if value and name not in _ALLOWED and value != _DEFAULTS.get(name):
+        # Log-probabilities of the prompt with 0 of the likeliest tokens are some, too.
+        is_given = value is not None if name == "prompt_logprobs" else bool(value)
+        if is_given and name not in _ALLOWED and value != _DEFAULTS.get(name):
             raise InvalidRequestError(f"{name} cannot be combined with {param}.", param=name)

@@ -56,7 +56,7 @@ class GenerationOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     usage: Usage
     is_last: bool
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-    """Those of a prompt, in the first output of its sequences if it asked for them."""
+    """Those of a prompt, in one of the first outputs of its sequences if it asked for them."""
 
 
 class GenerationCall:
@@ -212,10 +212,10 @@ class GenerationCall:
             if key[0] not in self._started_ids:
                 self._started_ids.add(key[0])
                 self._num_cached_tokens += group[0].num_cached_tokens
-                if group[0].prompt_logprobs:
-                    prompt_index = self._texts[key].prompt_index
-                    found = self.prompt_logprobs[prompt_index] = group[0].prompt_logprobs
             text = self._texts[key]
+            for event in group:
+                if event.prompt_logprobs:
+                    found = self.prompt_logprobs[text.prompt_index] = event.prompt_logprobs
             if not text.is_finished:
                 sequence = text.add_events(group)
                 if sequence.finish_reason is not None:

@@ -52,9 +52,9 @@ def generate_response(
 def write_frame(
     response: pb.GenerateResponse | pb.ChatResponse, output: GenerationOutput, *, is_first: bool
 ) -> None:
-    """Set the fields of the first and the last message of a stream."""
+    """Set the fields of the first and the last message of a stream, and what describes a prompt."""
     usage = output.usage
-    if is_first:
+    if is_first or output.prompt_logprobs:
         response.prompt_info.num_prompt_tokens = usage.num_prompt_tokens
         response.prompt_info.num_cached_tokens = usage.num_cached_tokens
         if output.prompt_logprobs:

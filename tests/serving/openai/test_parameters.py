@@ -256,6 +256,17 @@ def test_streams_may_begin_with_the_prompt(server: Server, openai_client: openai
     assert echoed.choices[1].text.startswith("bye")
 
 
+@pytest.mark.parametrize(("index", "number"), [(1, 1), (0, 3), (1, 2)])
+def test_any_event_may_describe_the_prompt(server: Server, index: int, number: int) -> None:
+    server.engine.describing_index, server.engine.describing_token = index, number
+    body = {**TEXT, "max_tokens": 4, "n": 2, "prompt_logprobs": 0, "return_token_ids": True}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body)
+    server.engine.reset()
+    assert answer.status_code == 200, answer.text
+    for choice in answer.json()["choices"]:
+        assert len(choice["prompt_logprobs"]) == len(choice["prompt_token_ids"]) > 1
+
+
 def test_nothing_is_generated_for_an_echo_alone(openai_client: openai.OpenAI) -> None:
     echoed = openai_client.completions.create(
         model="tiny", prompt=[40, 41, 42], max_tokens=0, echo=True

@@ -46,6 +46,20 @@ def _texts(messages: list[pb.GenerateResponse]) -> dict[int, str]:
     return texts
 
 
+def test_a_prompt_may_be_described_after_the_first_message(
+    stub: Stub, engine: FakeEngine, tokenizer: Tokenizer
+) -> None:
+    engine.describing_token = 3
+    call = _call(max_tokens=5)
+    call.sampling.prompt_logprobs = 1
+    messages = list(stub.Generate(call))
+    described = [one for one in messages if one.prompt_info.HasField("prompt_logprobs")]
+    assert len(described) == 1
+    found = described[0].prompt_info
+    assert found.num_prompt_tokens == messages[0].prompt_info.num_prompt_tokens
+    assert len(found.prompt_logprobs.logprobs) == found.num_prompt_tokens - 1
+
+
 def test_stream_has_prompt_text_and_usage(
     stub: Stub, engine: FakeEngine, tokenizer: Tokenizer
 ) -> None:

@@ -1,0 +1,112 @@
+"""A request's log-probabilities of its prompt come with its first event, whichever that is."""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING, Any
+
+from cluster.scheduling.scheduler import Scheduler
+from pagedray.batch import PromptLogprobs, StepOutput
+from pagedray.config import SchedulerConfig
+from pagedray.request import FinishReason, Request, SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cluster.scheduling.event import TokenEvent
+
+ALLOWED = b"\xff" * 4
+PROMPT = (5, 6, 7, 8)
+LOGPROBS = PromptLogprobs(
+    row=0,
+    first_position=1,
+    num_likeliest=0,
+    chosen=array("f", [-0.5] * 3).tobytes(),
+    ranks=array("i", [1] * 3).tobytes(),
+    token_ids=b"",
+    logprobs=b"",
+)
+
+
+class FirstIsLate:
+    """A grammar whose masks are late for the sequence that computes the prompt."""
+
+    num_mask_bytes = 4
+    error = ""
+    is_costly = False
+
+    def __init__(self, other: bytes | FinishReason) -> None:
+        self._other = other
+        """What the masks of the other sequences are."""
+        self.is_late = True
+
+    def matcher(self, request: Request) -> FirstIsLate:
+        return self
+
+    def masks(
+        self,
+        # Any: what `matcher` returns.
+        asked: Sequence[tuple[Any, Sequence[int]]],
+        *,
+        num_awaited: int,
+        wait_s: float,
+    ) -> list[bytes | FinishReason | None]:
+        if not self.is_late:
+            return [ALLOWED] * len(asked)
+        # The first sequence is alone in the first step, and then it is deferred.
+        others = [] if len(asked) == num_awaited == 1 else [self._other] * num_awaited
+        return [*others, *([None] * (len(asked) - len(others)))]
+
+
+def run_step(scheduler: Scheduler) -> list[TokenEvent]:
+    """Run a step in which sequences with a late mask sample nothing."""
+    plan, masked = scheduler.schedule(), scheduler.masked_step()
+    events: list[TokenEvent] = []
+    words = b""
+    if masked is not None:
+        made = masked.make_masks(1.0)
+        words = b"" if made.masks is None else made.masks.words
+        events += scheduler.apply_masks(made)
+    if plan is not None:
+        token_ids = [7 if words[4 * at] else -1 for at in range(plan.num_sampled)]
+        prompts = [LOGPROBS] if any(one.num_tokens > 1 for one in plan.chunks) else []
+        events += scheduler.update(StepOutput(plan.step, token_ids, prompt_logprobs=prompts))
+        scheduler.acknowledge(plan.step)
+    return events
+
+
+def started(grammar: FirstIsLate) -> Scheduler:
+    """Return a scheduler whose request of two sequences has computed its prompt."""
+    scheduler = Scheduler(
+        config=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
+        block_size=4,
+        num_blocks=64,
+        num_cpu_blocks=0,
+        max_model_len=128,
+        enable_prefix_cache=True,
+        enable_cpu_prefix_cache=False,
+    )
+    sampling = SamplingParams(max_tokens=3, n=2, ignore_eos=True, prompt_logprobs=0)
+    scheduler.add_request(
+        Request(id="r", prompt_token_ids=PROMPT, sampling=sampling, seed=0, grammar=grammar)
+    )
+    assert run_step(scheduler) == []
+    return scheduler
+
+
+def test_another_sequence_has_them_if_the_mask_of_the_first_is_late() -> None:
+    grammar = FirstIsLate(ALLOWED)
+    scheduler = started(grammar)
+    (event,) = run_step(scheduler)
+    assert (event.index, event.prompt_logprobs) == (1, (LOGPROBS,))
+    grammar.is_late = False
+    later = [event for _ in range(8) for event in run_step(scheduler)]
+    assert {event.index for event in later} == {0, 1}
+    assert not any(event.prompt_logprobs for event in later)
+
+
+def test_a_sequence_that_ends_without_a_token_has_them_too() -> None:
+    scheduler = started(FirstIsLate(FinishReason.STOP))
+    events = run_step(scheduler)
+    assert [(one.index, one.finish_reason) for one in events] == [(1, FinishReason.STOP)]
+    assert events[0].prompt_logprobs == (LOGPROBS,)
