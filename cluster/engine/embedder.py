@@ -14,12 +14,12 @@ import numpy as np
 
 from cluster.engine.embedding_job import EmbeddingJob
 from cluster.engine.faults.lethal_requests import LethalRequests
+from cluster.engine.faults.suspects import Suspects
 from cluster.engine.stats import EngineStats
 from cluster.engine.step_loop import StepLoop
 from cluster.scheduling.queues.backlog import Backlog
 from cluster.scheduling.queues.fair_queue import FairQueue
 from cluster.scheduling.stats import SchedulerStats
-from cluster.scheduling.suspects import Suspects
 from pagedray.batch import EmbedPlan
 from pagedray.errors import (
     DeadlineError,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cluster.engine.controller import Controller
+from cluster.engine.faults.suspects import Suspects
 from cluster.engine.ranks.disk_reports import DiskReports
 from cluster.engine.ranks.pool_memories import PoolMemories
 from cluster.scheduling.blocks.copies_in_flight import CopiesInFlight
@@ -26,7 +27,6 @@ from cluster.scheduling.planning.preemptor import Preemptor
 from cluster.scheduling.prefix_finder import PrefixFinder
 from cluster.scheduling.scheduler import Scheduler
 from cluster.scheduling.sequence_table import SequenceTable
-from cluster.scheduling.suspects import Suspects
 from cluster.serving.engine_client import EngineStream
 from pagedray.channel import StepChannel
 

@@ -9,7 +9,7 @@ import msgspec
 
 from cluster.engine.faults.engine_request import make_engine_request
 from cluster.engine.faults.lethal_requests import LethalRequests
-from cluster.scheduling.suspects import Suspects
+from cluster.engine.faults.suspects import Suspects
 from pagedray.request import FinishReason
 
 if TYPE_CHECKING:

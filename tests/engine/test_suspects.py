@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.scheduling.suspects import Suspects
+from cluster.engine.faults.suspects import Suspects
 
 MAX_TURNS = 20_000
 
