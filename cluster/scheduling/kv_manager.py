@@ -76,7 +76,10 @@ class KvManager:
             self._finder = PrefixFinder(prefix_cache, cpu_cache, block_size=block_size)
             self._refusals = Refusals(prefix_cache, self._finder)
         self.pool = BlockPool(num_blocks, on_evict=self._forget_block)
-        self.cpu_pool = self._make_cpu_pool(num_cpu_blocks)
+        if cpu_cache is None:
+            self.cpu_pool = BlockPool(num_cpu_blocks, on_evict=None)
+        else:
+            self.cpu_pool = cpu_cache.pool
         self._restores: list[BlockCopy] = []
         """Cached blocks that the plan being made copies back."""
         self._arriving: set[int] = set()
@@ -95,12 +98,13 @@ class KvManager:
         self._arriving.clear()
         if self.prefix_cache is not None:
             self.prefix_cache.clear()
-        if self.cpu_cache is not None:
+        self.pool.clear()
+        if self.cpu_cache is None:
+            self.cpu_pool.clear()
+        else:
             self.cpu_cache.begin_epoch(damaged)
         if self.disk_cache is not None:
             self.disk_cache.clear()
-        self.pool = BlockPool(self.pool.num_blocks, on_evict=self._forget_block)
-        self.cpu_pool = self._make_cpu_pool(self.cpu_pool.num_blocks)
 
     @property
     def num_restoring(self) -> int:
@@ -456,11 +460,6 @@ class KvManager:
             assert key is not None
             self.cpu_cache.save_block(key, block)
         cache.forget_block(block)
-
-    def _make_cpu_pool(self, num_blocks: int) -> BlockPool:
-        if self.cpu_cache is not None:
-            return self.cpu_cache.pool
-        return BlockPool(num_blocks, on_evict=None)
 
     def _refuse(self, sequence: Sequence, *, num_hits: int, num_shared: int) -> None:
         """Note why a sequence has no room, so that later steps need not look for its prefix."""

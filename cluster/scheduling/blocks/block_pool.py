@@ -34,27 +34,27 @@ class BlockPool:
         "num_revived",
     )
 
-    def __init__(
-        self,
-        num_blocks: int,
-        *,
-        on_evict: Callable[[int], None] | None,
-        idle: Sequence[int] = (),
-    ) -> None:
-        """All blocks are free, and those of `idle` kept, the least recently used first."""
+    def __init__(self, num_blocks: int, *, on_evict: Callable[[int], None] | None) -> None:
+        """All blocks are free. `on_evict` gets each idle block that is allocated."""
         self.num_blocks = num_blocks
+        self._on_evict = on_evict
+        self.clear()
+
+    def clear(self, *, idle: Sequence[int] = ()) -> None:
+        """Make all blocks free, those of `idle` idle, the least recently used first."""
         self.num_in_transit = 0
         """Blocks that a copy still uses and no sequence owns."""
         self.num_revived = 0
         """Times that an idle block was shared."""
         self._idle: OrderedDict[int, None] = OrderedDict.fromkeys(idle)
-        self._free = [block for block in reversed(range(num_blocks)) if block not in self._idle]
-        self._num_references = [0] * num_blocks
-        self._num_pins = [0] * num_blocks
-        self._is_kept = bytearray(num_blocks)
+        self._free = [
+            block for block in reversed(range(self.num_blocks)) if block not in self._idle
+        ]
+        self._num_references = [0] * self.num_blocks
+        self._num_pins = [0] * self.num_blocks
+        self._is_kept = bytearray(self.num_blocks)
         for block in idle:
             self._is_kept[block] = True
-        self._on_evict = on_evict
 
     @property
     def num_free(self) -> int:

@@ -91,7 +91,7 @@ class KeyedBlocks:
 
     def clear(self) -> None:
         """Make the pool empty."""
-        self.pool = BlockPool(self.pool.num_blocks, on_evict=self._evict)
+        self.pool.clear()
         self._block_of.clear()
         self._key_of.clear()
         self._incomplete.clear()
@@ -109,7 +109,7 @@ class KeyedBlocks:
         self.clear()
         self._key_of = key_of
         self._block_of = {key.digest: block for block, key in key_of.items()}
-        self.pool = BlockPool(self.pool.num_blocks, on_evict=self._evict, idle=kept)
+        self.pool.clear(idle=kept)
         return kept
 
     def _evict(self, block: int) -> None:
