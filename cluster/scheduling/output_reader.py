@@ -105,22 +105,22 @@ class OutputReader:
         """Do what a sequence's last token calls for; return why it ends, if it does."""
         if sequence.state is SequenceState.RUNNING:
             if not sequence.next_check:
-                self._kv.prove(sequence)
-            self._kv.register(sequence)
+                self._kv.registry.prove_blocks(sequence)
+            self._kv.registry.register_blocks(sequence)
         if sequence.may_end_with(token_id):
             reason = FinishReason.STOP
         elif len(sequence.token_ids) == sequence.max_length:
             reason = FinishReason.LENGTH
         else:
             return None
-        self._kv.prove(sequence)
+        self._kv.registry.prove_blocks(sequence)
         self._table.remove_sequence(sequence)
         return reason
 
     def _end_nonfinite(self, sequence: Sequence) -> TokenEvent:
         """End a sequence whose logits were not finite, and return the event."""
         self.num_nonfinite_sequences += 1
-        self._kv.forget_blocks(sequence)
+        self._kv.registry.forget_blocks(sequence)
         return self.end_sequence(sequence, FinishReason.ERROR)
 
     def _forget_ended(self, flight: Flight, output: StepOutput) -> None:
@@ -128,4 +128,4 @@ class OutputReader:
         for sequence, token_id in zip(flight.sampled, output.token_ids, strict=True):
             is_ended = token_id < 0 and sequence.state is SequenceState.FINISHED
             if is_ended and sequence not in flight.late:
-                self._kv.forget_blocks(sequence)
+                self._kv.registry.forget_blocks(sequence)

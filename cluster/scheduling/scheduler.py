@@ -77,10 +77,8 @@ class Scheduler:
     ) -> None:
         self._config = config
         self._max_model_len = max_model_len
-        prefix_cache = None
-        if enable_prefix_cache:
-            hash_key = secrets.token_bytes(32) if hash_key is None else hash_key
-            prefix_cache = PrefixCache(hash_key, num_blocks=num_blocks)
+        hash_key = secrets.token_bytes(32) if hash_key is None else hash_key
+        prefix_cache = PrefixCache(hash_key, num_blocks=num_blocks, is_enabled=enable_prefix_cache)
         step_times = StepTimes()
         self._swap_costs = SwapCosts(step_times)
         cpu_cache = disk_cache = None
@@ -181,7 +179,7 @@ class Scheduler:
         Raises InvalidRequestError.
         """
         token_ids = self._admission.read_prompt(request)
-        return PreparedPrompt(token_ids, self._kv.hash_prompt(request, token_ids))
+        return PreparedPrompt(token_ids, self._kv.finder.hash_prompt(request, token_ids))
 
     def add_request(self, request: Request, prepared: PreparedPrompt | None = None) -> None:
         """Queue a request. Raises CapacityError, InvalidRequestError or OverloadedError."""
@@ -221,7 +219,7 @@ class Scheduler:
             if sequence.index == index:
                 # Its stop string may be found while it is computed again.
                 if sequence.has_sampled:
-                    self._kv.prove(sequence)
+                    self._kv.registry.prove_blocks(sequence)
                 self._table.remove_sequence(sequence)
                 self._prompt_logprobs.forget_sequence(sequence)
                 return True
@@ -322,7 +320,7 @@ class Scheduler:
                 # It was barred meanwhile and has no blocks.
                 sequence.prefill_end -= 1
             else:
-                self._kv.take_back(sequence)
+                self._kv.registry.take_back(sequence)
         self._deferred += [one for one in made.deferred if one not in self._deferred]
         return [
             self._outputs.end_sequence(sequence, reason, _error_of_structure(sequence, reason))
@@ -336,7 +334,7 @@ class Scheduler:
         self._acknowledged_step = max(step, self._acknowledged_step)
         self._kv.acknowledge(step)
         for sequence in self._table.run_arrived(step):
-            self._kv.register(sequence)
+            self._kv.registry.register_blocks(sequence)
 
     def note_disk_report(self, report: DiskReport) -> None:
         """Take note of blocks that every rank has read from its file or written to it."""

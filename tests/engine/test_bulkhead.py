@@ -12,6 +12,7 @@ from cluster.engine.local_executor import LocalExecutor
 from cluster.engine.options import EngineOptions, engine_config
 from cluster.scheduling.blocks.prefix_cache import PrefixCache
 from cluster.scheduling.kv_manager import KvManager
+from cluster.scheduling.prefixes.prefix_registry import PrefixRegistry
 from cluster.scheduling.sequence import Sequence
 from pagedray.batch import SequenceStart
 from pagedray.request import FinishReason, Request, SamplingParams
@@ -105,7 +106,7 @@ STAGES: dict[str, tuple[type, str]] = {
     "admit": (KvManager, "admit"),
     "allocate for a chunk": (KvManager, "extend"),
     "allocate for a token": (KvManager, "append"),
-    "register": (KvManager, "register"),
+    "register": (PrefixRegistry, "register_blocks"),
     "start of a row": (InputBatch, "_start"),
     "sampling parameters": (Sampler, "start"),
 }

@@ -489,8 +489,9 @@ class Harness:
 
     def _check_cache(self) -> None:
         kv = self.scheduler._kv
-        if kv.prefix_cache is None:
+        if not kv.prefix_cache.is_enabled:
             assert not any(kv.pool._is_kept)
+            assert len(kv.prefix_cache) == 0
             return
         block_of, keys = kv.prefix_cache._block_of, kv.prefix_cache._keys
         key_of = {block: key for block, key in enumerate(keys) if key is not None}
@@ -505,7 +506,7 @@ class Harness:
             return
         # Keys match the content of their sequence.
         for block, key in key_of.items():
-            if block in kv._arriving:
+            if block in kv.restores._arriving:
                 continue
             content = self.worker.device[block]
             if not any(isinstance(value, BadValue) for value in content):
@@ -528,7 +529,7 @@ class Harness:
         assert set(kv.cpu_pool._idle) <= set(key_of)
         assert cpu_cache._incomplete == saving & set(key_of)
         assert not cpu_cache._copies, "a plan lacks copies"
-        assert not kv._restores, "a plan lacks copies"
+        assert not kv.restores._copies, "a plan lacks copies"
         for block, key in key_of.items():
             if block not in saving:
                 assert cpu_cache.find_block(key) == block

@@ -130,7 +130,6 @@ def test_a_long_prompt_is_proven_by_its_first_token() -> None:
     harness.add([*stem, 3, 3], bad_position=21)
     harness.step()
     assert num_hits(harness, [*stem, 4]) == 0
-    assert harness.scheduler._kv.prefix_cache is not None
     (renewed,) = harness.scheduler._kv.prefix_cache._renewed
     assert renewed != harness.sequences[0].keys[0].digest
 

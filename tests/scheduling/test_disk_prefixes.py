@@ -23,7 +23,6 @@ def on_disk(*, max_num_seqs: int = 8) -> Harness:
     kv = harness.scheduler._kv
     assert kv.disk_cache is not None
     assert kv.cpu_cache is not None
-    assert kv.prefix_cache is not None
     first = harness.sequences[0].keys
     assert [kv.disk_cache.find_block(key) is not None for key in first] == [True, True]
     assert [kv.cpu_cache.find_block(key) for key in first] == [None, None]

@@ -22,7 +22,7 @@ def make_manager(
         block_size=BLOCK_SIZE,
         num_blocks=num_blocks,
         num_cpu_blocks=num_cpu_blocks,
-        prefix_cache=PrefixCache(b"key", num_blocks=num_blocks) if enable_prefix_cache else None,
+        prefix_cache=PrefixCache(b"key", num_blocks=num_blocks, is_enabled=enable_prefix_cache),
         cpu_cache=make_cpu_cache(num_cpu_blocks) if has_cpu_cache else None,
     )
 
@@ -46,7 +46,7 @@ def run_prompt(kv: KvManager, sequence: Sequence) -> None:
     assert kv.admit(sequence, num_tokens=num_tokens, num_spare=0)
     kv.extend(sequence, num_tokens)
     sequence.num_computed = num_tokens
-    kv.register(sequence)
+    kv.registry.register_blocks(sequence)
 
 
 def test_admitted_sequence_has_blocks_for_its_tokens() -> None:
@@ -128,7 +128,6 @@ def test_prefix_outlives_its_sequence_until_the_block_is_needed() -> None:
     assert (kv.pool.num_free, kv.pool.num_idle) == (3, 2)
     for _ in range(3):
         kv.pool.allocate()
-    assert kv.prefix_cache is not None
     assert len(kv.prefix_cache) == 0
 
 
@@ -145,7 +144,7 @@ def test_forgotten_sequence_leaves_no_prefix() -> None:
     kv = make_manager()
     first, second = make_sequences(9)[0], make_sequences(9)[0]
     run_prompt(kv, first)
-    kv.forget_blocks(first)
+    kv.registry.forget_blocks(first)
     kv.release(first)
     assert kv.pool.num_idle == 0
     assert kv.admit(second, num_tokens=9, num_spare=0)
@@ -291,7 +290,7 @@ def test_swapped_in_prefix_is_known_again() -> None:
         kv.pool.release(block)
     kv.swap_in(first, 1, num_tokens=10, num_spare=0)
     kv.acknowledge(1)
-    kv.register(first)
+    kv.registry.register_blocks(first)
     assert kv.admit(second, num_tokens=10, num_spare=0)
     assert second.block_ids == first.block_ids[:2]
 
@@ -337,7 +336,7 @@ def run_and_evict(kv: KvManager, sequence: Sequence) -> list[BlockCopy]:
     """Compute a prompt, which was finite, and have its blocks evicted."""
     run_prompt(kv, sequence)
     sequence.token_ids = sequence.token_ids + array("I", [0])
-    kv.prove(sequence)
+    kv.registry.prove_blocks(sequence)
     kv.release(sequence)
     return evict_all(kv, 0)
 
@@ -383,7 +382,7 @@ def test_forgotten_blocks_are_not_copied_back() -> None:
     kv = make_manager(has_cpu_cache=True)
     (first,) = make_sequences(10)
     run_and_evict(kv, first)
-    kv.forget_blocks(first)
+    kv.registry.forget_blocks(first)
     (second,) = make_sequences(10)
     assert kv.admit(second, num_tokens=10, num_spare=0)
     assert second.num_computed == 0
@@ -418,7 +417,7 @@ def test_blocks_that_are_copied_back_do_not_lose_their_place_meanwhile() -> None
     (other,) = make_sequences(10, tenant="other")
     run_prompt(kv, other)
     other.token_ids = other.token_ids + array("I", [0])
-    kv.prove(other)
+    kv.registry.prove_blocks(other)
     kv.release(other)
     kv.take_copies(1)
     kv.acknowledge(1)
@@ -432,7 +431,6 @@ def test_blocks_that_are_copied_back_do_not_lose_their_place_meanwhile() -> None
 
 def test_no_block_is_copied_back_that_the_device_has_behind_a_missing_one() -> None:
     kv = make_manager(has_cpu_cache=True)
-    assert kv.prefix_cache is not None
     assert kv.cpu_cache is not None
     first, second = (make_sequences(13)[0] for _ in range(2))
     run_prompt(kv, first)

@@ -20,7 +20,7 @@ class WatchedCache(PrefixCache):
     __slots__ = ("num_lookups",)
 
     def __init__(self) -> None:
-        super().__init__(b"key", num_blocks=NUM_BLOCKS)
+        super().__init__(b"key", num_blocks=NUM_BLOCKS, is_enabled=True)
         self.num_lookups = 0
 
     def find_block(self, key: BlockKey) -> int | None:
@@ -53,7 +53,7 @@ def compute(kv: KvManager, sequence: Sequence) -> None:
     """Take all known tokens of an admitted sequence as computed."""
     kv.extend(sequence, len(sequence.token_ids))
     sequence.num_computed = len(sequence.token_ids)
-    kv.register(sequence)
+    kv.registry.register_blocks(sequence)
 
 
 def has_room(kv: KvManager, sequence: Sequence, *, num_tokens: int, num_spare: int) -> bool:
@@ -100,7 +100,7 @@ def test_a_sequence_is_admitted_as_soon_as_there_is_room(
         elif event == 5 and running:
             kv.append(running[which % len(running)])
         elif event == 6 and running and amount == 0:
-            kv.forget_blocks(running[which % len(running)])
+            kv.registry.forget_blocks(running[which % len(running)])
         elif event == 7 and running and kv.can_swap_out(running[-1]):
             # Its blocks are in transit until step 1 is acknowledged.
             swapped = running.pop()
@@ -145,7 +145,7 @@ def test_a_waiting_sequence_finds_blocks_under_renewed_keys() -> None:
     kv.release(bad)
     assert not kv.admit(waiting, num_tokens=9, num_spare=9)
     # Three blocks are forgotten; of the fourth, which is not, only the key is renewed.
-    kv.forget_blocks(bad)
+    kv.registry.forget_blocks(bad)
     again = make_sequence((1, 1, 2, 2, 3, 3, 5, 5, 6))
     assert kv.admit(again, num_tokens=9, num_spare=0)
     compute(kv, again)

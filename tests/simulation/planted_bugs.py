@@ -24,7 +24,8 @@ from cluster.scheduling.kv_manager import KvManager
 from cluster.scheduling.output_reader import OutputReader
 from cluster.scheduling.planning.planner import Planner
 from cluster.scheduling.planning.preemptor import Preemptor
-from cluster.scheduling.prefix_finder import PrefixFinder
+from cluster.scheduling.prefixes.prefix_finder import PrefixFinder
+from cluster.scheduling.prefixes.restores import Restores
 from cluster.scheduling.scheduler import Scheduler
 from cluster.scheduling.sequence_table import SequenceTable
 from cluster.serving.engine_client import EngineStream
@@ -138,8 +139,8 @@ PLANTED_BUGS = (
     ),
     _bug(
         "a sequence runs before its cached blocks are copied back",
-        KvManager,
-        "_restore",
+        Restores,
+        "restore_blocks",
         "sequence.awaits_copies = True",
         "pass",
     ),
@@ -147,7 +148,7 @@ PLANTED_BUGS = (
         "a sequence that shares blocks being copied back runs at once",
         KvManager,
         "admit",
-        "sequence.awaits_copies = not self._arriving.isdisjoint(hits)",
+        "sequence.awaits_copies = self.restores.are_arriving(hits)",
         "pass",
     ),
     _bug(
@@ -290,7 +291,7 @@ PLANTED_BUGS = (
         "a late mask samples a token",
         Scheduler,
         "apply_masks",
-        "self._kv.take_back(sequence)",
+        "self._kv.registry.take_back(sequence)",
         "pass",
     ),
     _bug(

@@ -14,6 +14,7 @@ Ownership of blocks is the pool's concern.
 
 from collections.abc import Iterable
 from hashlib import blake2b
+from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -54,12 +55,15 @@ class PrefixCache:
         "_keyed_hash",
         "_keys",
         "_renewed",
+        "is_enabled",
         "num_forgotten",
         "revision",
     )
 
-    def __init__(self, hash_key: bytes, *, num_blocks: int) -> None:
+    def __init__(self, hash_key: bytes, *, num_blocks: int, is_enabled: bool) -> None:
         """Blocks are `0 .. num_blocks - 1`."""
+        self.is_enabled = is_enabled
+        """Whether blocks are looked up and added; if not, it stays empty."""
         # BLAKE2 needs no HMAC. A copy of this costs less than a hash that begins with the key.
         self._keyed_hash = blake2b(hash_key, digest_size=_DIGEST_BYTES)
         self._block_of: dict[bytes, int] = {}
@@ -143,6 +147,10 @@ class PrefixCache:
 
     def is_proven(self, block: int) -> bool:
         return bool(self._is_proven[block])
+
+    def num_proven(self, blocks: Iterable[int]) -> int:
+        """Return how many leading ones of `blocks` are proven."""
+        return sum(1 for _ in takewhile(self.is_proven, blocks))
 
     def key_of(self, block: int) -> BlockKey | None:
         """Return the key of a block, or None if it is not in the cache."""

@@ -160,7 +160,8 @@ class Planner:
         if not table.waiting.has_first or draft.is_held or passed.is_full:
             return None
         # Copies prolong a step, as tokens do.
-        if self._kv.num_restoring * self._kv.block_size >= self._config.max_num_batched_tokens:
+        num_restored = self._kv.restores.num_planned * self._kv.block_size
+        if num_restored >= self._config.max_num_batched_tokens:
             return None
         # Each needs a row, and one block at least.
         if not (table.has_free_row and self._kv.pool.num_free):
@@ -347,7 +348,7 @@ class Planner:
         """Register the blocks that the plan fills, for sequences of later plans."""
         # After all starts: a step cannot read blocks that it computes itself.
         for sequence in draft.prefilled:
-            self._kv.register(sequence)
+            self._kv.registry.register_blocks(sequence)
             if sequence.prompt_step == draft.step:
                 self._table.release_siblings(sequence)
 

@@ -136,7 +136,7 @@ class Preemptor:
         else:
             if sequence.has_sampled:
                 # What is proven may stay cached in the CPU pool.
-                self._kv.prove(sequence)
+                self._kv.registry.prove_blocks(sequence)
             self._kv.release(sequence)
             sequence.forget_computed()
             self._table.preempt_sequence(sequence, SequenceState.WAITING)

@@ -5,7 +5,7 @@ from cluster.scheduling.blocks.prefix_cache import BlockKey, PrefixCache
 from cluster.scheduling.costs.copy_worth import CopyWorth
 from pagedray.batch import BlockCopy
 
-PREFIXES = PrefixCache(b"key", num_blocks=0)
+PREFIXES = PrefixCache(b"key", num_blocks=0, is_enabled=True)
 
 
 def make_cpu_cache(num_blocks: int, *, max_saved: int = 100) -> CpuPrefixCache:

@@ -6,7 +6,7 @@ KEY = b"k" * 32
 
 
 def make_cache(hash_key: bytes = KEY) -> PrefixCache:
-    return PrefixCache(hash_key, num_blocks=16)
+    return PrefixCache(hash_key, num_blocks=16, is_enabled=True)
 
 
 def tokens(*token_ids: int) -> "array[int]":

@@ -38,7 +38,7 @@ class PrefixFinder:
 
         May be called from any thread.
         """
-        if len(prompt) < _MIN_HASHED_AHEAD:
+        if not self._cache.is_enabled or len(prompt) < _MIN_HASHED_AHEAD:
             return None
         return self._cache.hash_prompt(
             prompt, block_size=self._block_size, tenant=request.tenant, salt=request.cache_salt
@@ -119,6 +119,8 @@ class PrefixFinder:
 
         None may be shared by a sequence whose prompt's log-probabilities are to be computed.
         """
+        if not self._cache.is_enabled:
+            return 0
         if sequence.index == 0 and sequence.active.prompt_logprobs is not None:
             return 0
         return (len(sequence.token_ids) - 1) // self._block_size
@@ -142,10 +144,3 @@ class PrefixFinder:
             return sequence.keys[index - 1].digest
         request = sequence.active.request
         return self._cache.root(request.tenant, request.cache_salt)
-
-    def num_proven(self, blocks: list[int]) -> int:
-        """Return how many leading ones of cached blocks are proven."""
-        for number, block in enumerate(blocks):
-            if not self._cache.is_proven(block):
-                return number
-        return len(blocks)

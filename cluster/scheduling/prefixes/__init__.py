@@ -1,0 +1,1 @@
+"""What the prefix cache has of sequences: look-ups, registered blocks, and those copied back."""
