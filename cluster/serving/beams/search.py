@@ -80,20 +80,28 @@ class BeamSearch:
 
     def advance(self, found: Sequence[TokenLogprobs]) -> None:
         """Take the likeliest tokens after each running beam, and choose the next ones."""
-        candidates = [
-            self._grown(beam, likeliest, index)
-            for beam, likeliest in zip(self._running, found, strict=True)
-            for index in range(len(likeliest.token_ids))
-        ]
-        candidates.sort(key=lambda beam: -beam.cumulative_logprob)
+        candidates = sorted(
+            (-(beam.cumulative_logprob + logprob), number, index)
+            for number, (beam, likeliest) in enumerate(zip(self._running, found, strict=True))
+            for index, logprob in enumerate(likeliest.logprobs)
+        )
         length = len(self._running[0].token_ids) + 1
         is_longest = length == self._max_tokens
-        # One that is not among the best is no result, even if it has ended.
-        ended = [beam for beam in candidates[: self._width] if beam.is_ended or is_longest]
-        scored = [(self._score(beam.cumulative_logprob, length), beam) for beam in ended]
+        running: list[Beam] = []
+        scored: list[tuple[float, Beam]] = []
+        for place, (_, number, index) in enumerate(candidates):
+            is_best = place < self._width
+            if not is_best and (is_longest or len(running) == self._width):
+                # Making all of them would take long.
+                break
+            beam = self._grown(self._running[number], found[number], index)
+            if not (beam.is_ended or is_longest):
+                running.append(beam)
+            elif is_best:
+                # One that is not among the best is no result, even if it has ended.
+                scored.append((self._score(beam.cumulative_logprob, length), beam))
         self._finished = sorted(self._finished + scored, key=lambda one: -one[0])[: self._width]
-        running = [] if is_longest else [beam for beam in candidates if not beam.is_ended]
-        self._running = running[: self._width]
+        self._running = running
         if self._running and self._is_done(length):
             self._running = []
 

@@ -25,7 +25,7 @@ _FULL_POLL_S = 0.05
 
 
 class BeamStream:
-    """The events of requests that have `n` beams each; all come once the last search has ended.
+    """The events of requests that have `n` beams each, beam by beam once the last search has ended.
 
     Each step is one request of the engine for each beam, whose blocks are found in the prefix
     cache. The methods are those of `EngineStream`.
@@ -38,7 +38,8 @@ class BeamStream:
         self._client = client
         self._searches = [(request, _search_of(request, length_penalty)) for request in requests]
         self._started_s = 0.0
-        self._is_last = False
+        self._ending: Iterator[TokenEvent] | None = None
+        """The events that are left, once the last search has ended."""
         self._cut: TokenEvent | None = None
         """How all sequences end, if not by the search."""
         self._error: PagedRayError | None = None
@@ -49,14 +50,18 @@ class BeamStream:
         return self
 
     async def __anext__(self) -> list[TokenEvent]:
-        if self._is_last:
-            raise StopAsyncIteration
-        while await self._take_step():
-            await self._open_step()
+        if self._ending is None:
+            while await self._take_step():
+                await self._open_step()
+            self._ending = self._events()
+        else:
+            # What is done with one beam may take milliseconds.
+            await asyncio.sleep(0)
         if self._error is not None:
             raise self._error
-        self._is_last = True
-        return list(self._events())
+        for event in self._ending:
+            return [event]
+        raise StopAsyncIteration
 
     def finish_sequence(self, request_id: str, index: int) -> None:
         """Do nothing: sequences have events only at their end."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import TYPE_CHECKING
 
 import pytest
@@ -71,6 +72,10 @@ class Call:
         await asyncio.sleep(0.01)
 
 
+async def events_of(call: Call) -> list[TokenEvent]:
+    return await call.reading + [event async for events in call.stream for event in events]
+
+
 def reasons_of(events: Sequence[TokenEvent]) -> dict[tuple[str, int], FinishReason | None]:
     assert len(events) == 4
     return {(event.request_id, event.index): event.finish_reason for event in events}
@@ -85,11 +90,41 @@ async def test_a_search_of_three_steps_has_its_events_at_the_end() -> None:
         assert len(call.engine.running) == num_running
         assert not call.reading.done()
         await call.end_step()
-    events = await call.reading
+    events = await events_of(call)
     assert reasons_of(events) == dict.fromkeys(ALL, FinishReason.LENGTH)
     assert events[0].token_ids == (5, 5, 5)
     with pytest.raises(StopAsyncIteration):
         await anext(call.stream)
+
+
+async def test_other_tasks_run_between_the_beams_of_a_result() -> None:
+    call = Call()
+    for _ in range(3):
+        await call.end_step()
+    log = [f"{event.request_id}{event.index}" for event in await call.reading]
+
+    async def read() -> None:
+        async for events in call.stream:
+            log.extend(f"{event.request_id}{event.index}" for event in events)
+
+    async def tick() -> None:
+        while not reading.done():
+            log.append(".")
+            await asyncio.sleep(0)
+
+    reading = asyncio.ensure_future(read())
+    await tick()
+    assert re.match(r"a0\.+a1\.+b0\.+b1", "".join(log))
+
+
+async def test_a_call_may_be_aborted_between_the_beams_of_a_result() -> None:
+    call = Call()
+    for _ in range(3):
+        await call.end_step()
+    await call.reading
+    call.stream.abort()
+    reasons = reasons_of(await events_of(call))
+    assert [reasons[key] for key in ALL] == [FinishReason.LENGTH] + [FinishReason.ABORT] * 3
 
 
 async def test_an_aborted_call_has_an_event_for_each_sequence() -> None:
@@ -97,7 +132,7 @@ async def test_an_aborted_call_has_an_event_for_each_sequence() -> None:
     await call.end_step()
     call.stream.abort()
     assert call.engine.running == []
-    assert reasons_of(await call.reading) == dict.fromkeys(ALL, FinishReason.ABORT)
+    assert reasons_of(await events_of(call)) == dict.fromkeys(ALL, FinishReason.ABORT)
 
 
 async def test_a_closed_call_leaves_nothing_in_the_engine() -> None:
@@ -124,7 +159,7 @@ async def test_an_error_of_one_beam_ends_all() -> None:
     call = Call()
     await call.end_step()
     await call.end_step(FinishReason.ERROR)
-    assert reasons_of(await call.reading) == dict.fromkeys(ALL, FinishReason.ERROR)
+    assert reasons_of(await events_of(call)) == dict.fromkeys(ALL, FinishReason.ERROR)
     assert call.engine.running == []
 
 
@@ -136,7 +171,7 @@ async def test_a_step_waits_while_the_queue_is_full() -> None:
     await asyncio.sleep(0.1)
     assert len(call.engine.running) == 4
     call.stream.abort()
-    await call.reading
+    await events_of(call)
 
 
 async def test_a_call_may_end_while_its_step_waits() -> None:
@@ -144,5 +179,5 @@ async def test_a_call_may_end_while_its_step_waits() -> None:
     call.engine.num_refused = 1000
     await call.end_step()
     call.stream.abort()
-    assert reasons_of(await call.reading) == dict.fromkeys(ALL, FinishReason.ABORT)
+    assert reasons_of(await events_of(call)) == dict.fromkeys(ALL, FinishReason.ABORT)
     assert call.engine.num_submitted == 2

@@ -162,8 +162,9 @@ def test_beams_over_grpc_are_those_of_python(
             n=3, max_tokens=12, logprobs=0, beam_search=pb.BeamSearch(length_penalty=penalty)
         )
         (output,) = llm.beam_search(PROMPTS[0], params)
-        (answer,) = stub.Generate(pb.GenerateRequest(text=PROMPTS[0], sampling=sampling))
-        for sequence, beam in zip(answer.sequences, output.sequences, strict=True):
+        answers = stub.Generate(pb.GenerateRequest(text=PROMPTS[0], sampling=sampling))
+        found = [sequence for answer in answers for sequence in answer.sequences]
+        for sequence, beam in zip(found, output.sequences, strict=True):
             assert tuple(sequence.token_ids) == beam.tokens[-len(sequence.token_ids) :]
             total = sum(one.logprob for one in sequence.logprobs)
             assert total == pytest.approx(beam.cum_logprob, rel=1e-4)
@@ -181,8 +182,8 @@ def test_chat_over_grpc_has_the_beams_of_http(
     )
     user = pb.ChatMessage(role=pb.CHAT_ROLE_USER, content="What does put do?")
     sampling = pb.SamplingParams(n=2, max_tokens=8, beam_search=pb.BeamSearch())
-    (answer,) = stub.Chat(pb.ChatRequest(messages=[user], sampling=sampling))
-    found = [sequence.content for sequence in answer.sequences]
+    answers = stub.Chat(pb.ChatRequest(messages=[user], sampling=sampling))
+    found = [sequence.content for answer in answers for sequence in answer.sequences]
     assert found == [choice.message.content for choice in whole.choices]
 
 
