@@ -14,7 +14,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from pagedray.node_memory import NodeMemory, open_memory
-from pagedray.processes import start_ticks
+from pagedray.system.processes import start_ticks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,10 +14,10 @@ from pagedray.config import AttentionReport, CacheSize
 from pagedray.errors import DeviceError, StartupError
 from pagedray.pool_report import PoolReport
 from pagedray.rank_progress import Phase
+from pagedray.system.host_memory import host_memory_bytes
 from workers.memory_profile import (
     allow_all_tokens,
     free_host_bytes,
-    host_memory_bytes,
     host_pool_bytes,
     largest_steps,
 )

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pagedray.batch import WorkerFailure
 from pagedray.channel import ChannelClosedError
-from pagedray.descriptor_limit import raise_descriptor_limit
 from pagedray.errors import StartupError
 from pagedray.load_progress import LoadProgress
 from pagedray.rank_progress import MAX_INDEX, Phase, ProgressWord
 from pagedray.step_listener import connect
+from pagedray.system.descriptor_limit import raise_descriptor_limit
 from workers.heartbeat import start_heartbeat
 from workers.hub.download_line import DownloadLine
 from workers.parallel.rendezvous import LOOPBACK, FileRendezvous, SocketRendezvous

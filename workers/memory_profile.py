@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pagedray.batch import SequencePlan, SequenceStart, StepMasks, StepPlan
 from pagedray.request import MAX_LOGPROBS, SamplingParams
+from pagedray.system.host_memory import available_host_bytes
 from workers.sampling.masks import num_mask_bytes
 
 if TYPE_CHECKING:
@@ -16,9 +15,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MAX_HOST_POOL_BYTES",
     "allow_all_tokens",
-    "available_host_bytes",
     "free_host_bytes",
-    "host_memory_bytes",
     "host_pool_bytes",
     "largest_steps",
 ]
@@ -29,8 +26,6 @@ _MAX_PINNED_BYTES = 64 * 2**30
 """Limit of a CPU pool beside a GPU whose size no option gives."""
 _PINNED_PART = 4
 """All CPU pools of a node take one in so many of its available bytes."""
-_CGROUP = Path("/sys/fs/cgroup")
-_MEMINFO = Path("/proc/meminfo")
 
 
 def free_host_bytes(config: EngineConfig) -> int:
@@ -46,39 +41,6 @@ def host_pool_bytes(config: EngineConfig) -> int:
     # The ranks of a group may be on several nodes; then the pools are smaller than they could be.
     share = available_host_bytes() // _PINNED_PART // config.parallel.tensor_parallel_size
     return min(_MAX_PINNED_BYTES, share)
-
-
-def host_memory_bytes(cgroup: Path = _CGROUP) -> int:
-    """Return the bytes of host memory that this machine or container has."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        return min(total, int((cgroup / "memory.max").read_text()))
-    except (OSError, ValueError):
-        # There is no such group, or its limit is "max".
-        return total
-
-
-def available_host_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:
-    """Return the bytes of host memory that programs may still take here without swapping.
-
-    What the kernel can drop, such as the cached pages of checkpoints, counts as available.
-    """
-    available = 1024 * _entry(meminfo, "MemAvailable:")
-    try:
-        used = int((cgroup / "memory.current").read_text())
-        left = host_memory_bytes(cgroup) - used + _entry(cgroup / "memory.stat", "inactive_file")
-    except (OSError, ValueError):
-        return available
-    return max(min(available, left), 0)
-
-
-def _entry(path: Path, name: str) -> int:
-    """Return the number behind a name in a file of the kernel."""
-    for line in path.read_text().splitlines():
-        words = line.split()
-        if words and words[0] == name:
-            return int(words[1])
-    raise ValueError(f"{path} has no {name}")
 
 
 def largest_steps(config: EngineConfig) -> list[StepPlan]:

@@ -15,7 +15,7 @@ from attention.selector import select_backend
 from pagedray.config import DEFAULT_MAX_NUM_SEQS
 from pagedray.errors import DeviceError, StartupError
 from pagedray.pool_report import PoolReport
-from pagedray.usable_cores import num_usable_cores
+from pagedray.system.usable_cores import num_usable_cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,8 +11,8 @@ from cluster.cli.one_line_parser import USAGE_EXIT, command_parser
 from cluster.cli.parser import CONFIG_FLAG, make_parser
 from cluster.engine.options import engine_config
 from cluster.engine.progress import ProgressLine
-from pagedray.descriptor_limit import raise_descriptor_limit
 from pagedray.errors import InvalidRequestError, PagedRayError, StartupError
+from pagedray.system.descriptor_limit import raise_descriptor_limit
 
 if TYPE_CHECKING:
     import argparse

@@ -20,7 +20,7 @@ from cluster.engine.rank_thread import RankThread
 from pagedray.batch import EmbedOutput, EmbedPlan, StepOutput
 from pagedray.errors import HungRankError, PagedRayError, StartupError, WorkerError
 from pagedray.rank_progress import MAX_INDEX, Phase, ProgressWord, RankReport
-from pagedray.thread_priority import let_others_interrupt
+from pagedray.system.thread_priority import let_others_interrupt
 from workers.hub.download_line import DownloadLine
 
 if TYPE_CHECKING:

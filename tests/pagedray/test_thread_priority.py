@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pagedray.thread_priority import let_others_interrupt, lower_priority
+from pagedray.system.thread_priority import let_others_interrupt, lower_priority
 
 
 def slice_ms() -> float:

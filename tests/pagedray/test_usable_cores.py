@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pagedray.usable_cores import num_usable_cores
+from pagedray.system.usable_cores import num_usable_cores
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -21,11 +21,11 @@ from pagedray.batch import BlockCopy, DiskReport, StepPlan
 from pagedray.errors import DeviceError, StartupError
 from pagedray.node_memory import NodeMemory
 from pagedray.pool_report import PoolReport
+from pagedray.system.host_memory import host_memory_bytes
 from tests.checkpoints import CASES, save_checkpoint
 from tests.fakes import wait_for
 from tests.system.server_process import TINY_LLAMA
 from workers.decoder_worker import DecoderWorker
-from workers.memory_profile import host_memory_bytes
 from workers.models.decoder import Decoder
 from workers.parallel.group import SoloGroup
 from workers.runner.kv_cache import block_bytes

@@ -5,19 +5,17 @@ Some of them, such as Ray's agents, keep running after GCS or the raylet has fai
 
 from __future__ import annotations
 
-import os
-import signal
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import ray
 
+from pagedray.system.processes import kill_process, start_ticks
+
 __all__ = ["RayProcess", "kill_processes", "ray_processes"]
 
 _PROC = Path("/proc")
-_STARTED = 19
-"""Of the fields of /proc/PID/stat that follow the name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +23,14 @@ class RayProcess:
     """A process, identified by more than its number, which the system uses again."""
 
     pid: int
-    started: str
-    """In clock ticks since the system started, as /proc writes it."""
+    start_ticks: int
 
 
 def ray_processes() -> frozenset[RayProcess]:
     """Return the daemons of Ray that this process has started, and all their descendants."""
     programs = str(Path(ray.__file__).parent).encode()
     found: set[RayProcess] = set()
-    waiting = [pid for pid in _children("self") if programs in _read(pid, "cmdline")]
+    waiting = [pid for pid in _children("self") if programs in _command_line(pid)]
     while waiting:
         pid = waiting.pop()
         process = _identified(pid)
@@ -46,14 +43,15 @@ def ray_processes() -> frozenset[RayProcess]:
 def kill_processes(processes: frozenset[RayProcess]) -> None:
     """Kill those of the processes that still run."""
     for process in processes:
-        if _identified(process.pid) == process:
-            with suppress(OSError):
-                os.kill(process.pid, signal.SIGKILL)
+        with suppress(OSError):
+            kill_process(process.pid, process.start_ticks)
 
 
 def _identified(pid: int) -> RayProcess | None:
-    fields = _read(pid, "stat").rpartition(b")")[2].split()
-    return RayProcess(pid, fields[_STARTED].decode()) if len(fields) > _STARTED else None
+    try:
+        return RayProcess(pid, start_ticks(pid))
+    except OSError:
+        return None
 
 
 def _children(pid: str) -> list[int]:
@@ -64,7 +62,7 @@ def _children(pid: str) -> list[int]:
     return found
 
 
-def _read(pid: int, name: str) -> bytes:
+def _command_line(pid: int) -> bytes:
     with suppress(OSError):
-        return (_PROC / str(pid) / name).read_bytes()
+        return (_PROC / str(pid) / "cmdline").read_bytes()
     return b""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pagedray.descriptor_limit import descriptor_limit
+from pagedray.system.descriptor_limit import descriptor_limit
 
 __all__ = ["ConnectionLimits", "connection_limits"]
 

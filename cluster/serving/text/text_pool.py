@@ -14,7 +14,7 @@ from cluster.serving.intake.turns import Turns
 from cluster.serving.text.text_budgets import TextBudgets
 from cluster.serving.text.thread_pauses import ThreadPauses
 from pagedray.errors import OverloadedError, ShuttingDownError
-from pagedray.thread_priority import lower_priority
+from pagedray.system.thread_priority import lower_priority
 
 if TYPE_CHECKING:
     from collections.abc import Callable

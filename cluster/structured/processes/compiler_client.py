@@ -21,8 +21,8 @@ from cluster.structured.processes.messages import (
     Died,
     Refused,
 )
-from pagedray.child_environment import child_environment
 from pagedray.errors import EngineError, ShuttingDownError
+from pagedray.system.child_environment import child_environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable

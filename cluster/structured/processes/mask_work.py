@@ -21,7 +21,7 @@ from cluster.structured.processes.memory_limit import is_out_of_memory
 from cluster.structured.processes.messages import MadeMask
 from cluster.structured.processes.sequence_matcher import BASE_CPU_S, allowed_cpu_s
 from pagedray.request import FinishReason
-from pagedray.thread_priority import lower_priority
+from pagedray.system.thread_priority import lower_priority
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence

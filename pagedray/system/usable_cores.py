@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["num_usable_cores"]
+__all__ = ["CGROUP", "num_usable_cores"]
 
-_CGROUP = Path("/sys/fs/cgroup")
+CGROUP = Path("/sys/fs/cgroup")
+"""Where a container finds the limits of its control group."""
 
 
-def num_usable_cores(cgroup: Path = _CGROUP) -> int:
+def num_usable_cores(cgroup: Path = CGROUP) -> int:
     """Return the cores on which this process may run, or fewer if its container has a limit.
 
     Threads beyond a limit make the kernel stop all of them for a part of the time.

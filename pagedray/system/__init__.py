@@ -1,0 +1,1 @@
+"""What processes and threads read and set of their operating system."""
