@@ -7,17 +7,14 @@ are not, so a stop token is found one step late and the token of that step is di
 It has no clock and no thread: times are arguments, and callers hold a lock.
 """
 
-import secrets
 from collections import deque
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from cluster.scheduling.admission import Admission
-from cluster.scheduling.blocks.cpu_prefix_cache import CpuPrefixCache
-from cluster.scheduling.blocks.disk_prefix_cache import DiskPrefixCache
-from cluster.scheduling.blocks.prefix_cache import PrefixCache, PromptKeys
+from cluster.scheduling.blocks.prefix_cache import PromptKeys
 from cluster.scheduling.cache_counts import cache_counts
-from cluster.scheduling.costs.copy_worth import CopyWorth
+from cluster.scheduling.costs.cost_meter import CostMeter
 from cluster.scheduling.costs.pace import Pace
 from cluster.scheduling.costs.step_times import StepTimes
 from cluster.scheduling.costs.swap_costs import SwapCosts
@@ -25,7 +22,7 @@ from cluster.scheduling.deadlines import Deadlines
 from cluster.scheduling.event import TokenEvent
 from cluster.scheduling.fault_recovery import FaultRecovery
 from cluster.scheduling.flight import Flight
-from cluster.scheduling.kv_manager import KvManager
+from cluster.scheduling.kv_factory import make_kv_manager
 from cluster.scheduling.masked_step import MadeMasks, MaskedStep
 from cluster.scheduling.output_reader import OutputReader
 from cluster.scheduling.planning.planner import Planner
@@ -45,9 +42,6 @@ if TYPE_CHECKING:
 __all__ = ["MAX_PLANS_IN_FLIGHT", "PreparedPrompt", "Scheduler", "SchedulerStats"]
 
 MAX_PLANS_IN_FLIGHT = 2
-_STEPS_PER_MEASUREMENT = 32
-_SAVED_TOKENS = 4
-"""Evicted tokens that a step copies to the CPU pool at most, for each that it may compute."""
 
 
 class PreparedPrompt(NamedTuple):
@@ -77,28 +71,18 @@ class Scheduler:
     ) -> None:
         self._config = config
         self._max_model_len = max_model_len
-        hash_key = secrets.token_bytes(32) if hash_key is None else hash_key
-        prefix_cache = PrefixCache(hash_key, num_blocks=num_blocks, is_enabled=enable_prefix_cache)
         step_times = StepTimes()
         self._swap_costs = SwapCosts(step_times)
-        cpu_cache = disk_cache = None
-        if enable_prefix_cache and enable_cpu_prefix_cache and num_cpu_blocks:
-            costs = None if config.preemption == "swap" else self._swap_costs
-            num_tokens = _SAVED_TOKENS * config.max_num_batched_tokens
-            cpu_cache = CpuPrefixCache(
-                num_cpu_blocks,
-                worth=CopyWorth(costs, num_blocks=num_cpu_blocks, block_size=block_size),
-                max_saved=-(-num_tokens // block_size),
-            )
-            if num_disk_blocks:
-                disk_cache = DiskPrefixCache(num_disk_blocks, cpu_cache)
-        self._kv = KvManager(
+        self._kv = make_kv_manager(
+            config,
+            self._swap_costs,
             block_size=block_size,
             num_blocks=num_blocks,
             num_cpu_blocks=num_cpu_blocks,
-            prefix_cache=prefix_cache,
-            cpu_cache=cpu_cache,
-            disk_cache=disk_cache,
+            num_disk_blocks=num_disk_blocks,
+            enable_prefix_cache=enable_prefix_cache,
+            enable_cpu_prefix_cache=enable_cpu_prefix_cache,
+            hash_key=hash_key,
         )
         self._backlog = Backlog(
             max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens
@@ -108,14 +92,16 @@ class Scheduler:
         self._admission = Admission(self._kv, self._backlog, max_model_len=max_model_len)
         self.recovery = FaultRecovery(self._table)
         """What may run after a fault."""
-        self._pace = None
+        pace = None
         if config.itl_target_ms is not None:
-            self._pace = Pace(config.itl_target_ms / 1e3, step_times)
+            pace = Pace(config.itl_target_ms / 1e3, step_times)
         may_copy = config.preemption == "auto" or self._kv.cpu_cache is not None
         has_choice = num_cpu_blocks > 0 and config.preemption != "swap" and may_copy
-        self._measures_costs = has_choice or self._pace is not None
+        self._cost_meter = None
+        if has_choice or pace is not None:
+            self._cost_meter = CostMeter(step_times, self._swap_costs, pace)
         self._planner = Planner(
-            self._kv, self._table, config=config, swap_costs=self._swap_costs, pace=self._pace
+            self._kv, self._table, config=config, swap_costs=self._swap_costs, pace=pace
         )
         self._in_flight: deque[Flight] = deque()
         self._deadlines = Deadlines(self._table.requests)
@@ -290,8 +276,8 @@ class Scheduler:
         """Apply the output of the oldest plan in flight and return its events."""
         self._check_output(output)
         flight = self._in_flight.popleft()
-        if self._measures_costs:
-            self._measure(flight.plan, output)
+        if self._cost_meter is not None:
+            self._cost_meter.note_output(flight.plan, output)
         return self._outputs.read_output(flight, output)
 
     def masked_step(self) -> MaskedStep | None:
@@ -397,28 +383,6 @@ class Scheduler:
                 f"Step {output.step} samples {num_sampled} tokens but its output has "
                 f"{len(output.token_ids)}, with log-probabilities for {len(output.logprobs)}."
             )
-
-    def _measure(self, plan: StepPlan, output: StepOutput) -> None:
-        """Record how long copies and tokens took."""
-        if output.num_swapped:
-            self._swap_costs.note_swaps(output.num_swapped, output.swap_s)
-        # Sequences of several tokens come first. Steps without one are alike: a few are enough.
-        has_prompt = plan.chunks and plan.chunks[0].num_tokens > 1
-        if not output.forward_s or not (has_prompt or plan.step % _STEPS_PER_MEASUREMENT == 0):
-            return
-        num_tokens = plan.num_tokens
-        num_pairs = plan.decodes.num_pairs + sum(chunk.num_pairs for chunk in plan.chunks)
-        num_prompt_tokens = sum(one.num_tokens for one in plan.chunks if one.num_tokens > 1)
-        if self._pace is not None and has_prompt:
-            self._pace.note_step(
-                num_tokens=num_tokens,
-                num_pairs=num_pairs,
-                num_prompt_tokens=num_prompt_tokens,
-                seconds=output.forward_s,
-            )
-        self._swap_costs.note_step(
-            num_tokens=num_tokens, num_pairs=num_pairs, seconds=output.forward_s
-        )
 
 
 def _error_of_structure(sequence: Sequence, reason: FinishReason) -> str:

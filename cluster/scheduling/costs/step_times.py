@@ -41,7 +41,7 @@ class StepTimes:
         return self._squares > 0.0
 
     def note_step(self, *, num_tokens: int, num_pairs: int, seconds: float) -> None:
-        """Add a step."""
+        """Add a step; `num_pairs` of its tokens and those they attend to."""
         self._weights = None
         features = (1.0, num_tokens * _TOKEN_UNIT, num_pairs * _PAIR_UNIT)
         self._squares = _KEPT * self._squares + seconds * seconds

@@ -18,11 +18,10 @@ class SwapCosts:
 
     __slots__ = ("_num_unmeasured", "_num_unread", "_read", "_step_times", "_swap")
 
-    def __init__(self, step_times: StepTimes | None = None) -> None:
-        """`step_times` may have other users; steps are noted there."""
+    def __init__(self, step_times: StepTimes) -> None:
         self._swap = _MovingRate()
         self._read = _MovingRate()
-        self._step_times = step_times or StepTimes()
+        self._step_times = step_times
         self._num_unmeasured = self._num_unread = 0
 
     @property
@@ -39,10 +38,6 @@ class SwapCosts:
         """Record the duration of reading blocks from the disk."""
         self._num_unread = 0
         self._read.add(num_blocks, seconds)
-
-    def note_step(self, *, num_tokens: int, num_pairs: int, seconds: float) -> None:
-        """Record the duration of a step; `num_pairs` of its tokens and those they attend to."""
-        self._step_times.note_step(num_tokens=num_tokens, num_pairs=num_pairs, seconds=seconds)
 
     def choose_swap(self, *, num_blocks: int, first_position: int, num_tokens: int) -> bool:
         """Return whether to swap blocks out and in, rather than recompute the tokens.

@@ -1,4 +1,5 @@
 from cluster.scheduling.costs.copy_worth import CopyWorth
+from cluster.scheduling.costs.step_times import StepTimes
 from cluster.scheduling.costs.swap_costs import SwapCosts
 
 BLOCK_SIZE = 16
@@ -6,10 +7,11 @@ BLOCK_SIZE = 16
 
 def make_worth(*, copy_s: float, num_blocks: int = 1000) -> CopyWorth:
     """Return one for steps of 10 ms and 30 us a token, in which a block takes 480 us."""
-    costs = SwapCosts()
+    step_times = StepTimes()
+    costs = SwapCosts(step_times)
     costs.note_swaps(1, copy_s)
     for num_tokens in (1, 500, 1000, 2000):
-        costs.note_step(num_tokens=num_tokens, num_pairs=0, seconds=10e-3 + num_tokens * 30e-6)
+        step_times.note_step(num_tokens=num_tokens, num_pairs=0, seconds=10e-3 + num_tokens * 30e-6)
     return CopyWorth(costs, num_blocks=num_blocks, block_size=BLOCK_SIZE)
 
 

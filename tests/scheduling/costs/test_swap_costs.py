@@ -2,13 +2,15 @@
 
 import pytest
 
+from cluster.scheduling.costs.step_times import StepTimes
 from cluster.scheduling.costs.swap_costs import SwapCosts
 
 
 def measured(*, blocks_per_s: float, tokens_per_s: float) -> SwapCosts:
-    costs = SwapCosts()
+    step_times = StepTimes()
+    costs = SwapCosts(step_times)
     costs.note_swaps(10, 10 / blocks_per_s)
-    costs.note_step(num_tokens=100, num_pairs=0, seconds=100 / tokens_per_s)
+    step_times.note_step(num_tokens=100, num_pairs=0, seconds=100 / tokens_per_s)
     return costs
 
 
@@ -24,26 +26,29 @@ def test_cheaper_option_is_chosen(num_tokens: int, is_swap: bool) -> None:
 
 
 def test_fixed_time_of_a_step_is_no_cost_of_its_tokens() -> None:
-    costs = SwapCosts()
+    step_times = StepTimes()
+    costs = SwapCosts(step_times)
     costs.note_swaps(10, 10 * 0.2e-3)
     for num_tokens in (1, 30, 5, 64, 20) * 4:
-        costs.note_step(num_tokens=num_tokens, num_pairs=0, seconds=0.012 + 30e-6 * num_tokens)
+        step_times.note_step(num_tokens=num_tokens, num_pairs=0, seconds=0.012 + 30e-6 * num_tokens)
     # Out and in, 128 blocks take 51 ms; 2 048 tokens take 61 ms, of steps that run anyway.
     assert chooses_swap(costs, num_blocks=128, num_tokens=2048)
     assert not chooses_swap(costs, num_blocks=128, num_tokens=1500)
 
 
 def test_option_without_measurements_is_tried() -> None:
-    costs = SwapCosts()
+    step_times = StepTimes()
+    costs = SwapCosts(step_times)
     assert chooses_swap(costs, num_blocks=1, num_tokens=1)
-    costs.note_step(num_tokens=100, num_pairs=0, seconds=0.001)
+    step_times.note_step(num_tokens=100, num_pairs=0, seconds=0.001)
     assert chooses_swap(costs, num_blocks=1, num_tokens=1)
 
 
 def test_measurement_of_no_time_is_ignored() -> None:
-    costs = SwapCosts()
+    step_times = StepTimes()
+    costs = SwapCosts(step_times)
     costs.note_swaps(10, 0.0)
-    costs.note_step(num_tokens=100, num_pairs=0, seconds=0.001)
+    step_times.note_step(num_tokens=100, num_pairs=0, seconds=0.001)
     assert chooses_swap(costs, num_blocks=1, num_tokens=1)
 
 
