@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from cluster.serving.openai.generation_response import GenerationResponse
 from cluster.serving.openai.prompt_reports import finite
+from cluster.serving.openai.text_offsets import TextOffsets
+from cluster.serving.text.detokenizer import IncrementalDetokenizer
 
 if TYPE_CHECKING:
     from cluster.serving.http.errors import Json
@@ -38,19 +40,29 @@ class CompletionResponse(GenerationResponse):
     def _token_logprobs(
         self, tokens: list[tuple[int, TokenLogprobs]], choice: ResponseChoice
     ) -> Json:
-        texts = [self._token_text(token_id) for token_id, _ in tokens]
-        offsets = []
-        for text in texts:
-            offsets.append(choice.num_characters)
-            choice.num_characters += len(text)
+        token_ids = [token_id for token_id, _ in tokens]
+        texts = [self._token_text(token_id) for token_id in token_ids]
+        if choice.offsets is None:
+            choice.offsets = self._offsets(choice.index // self._options.num_per_prompt)
         return {
             "tokens": texts,
             "token_logprobs": [finite(logprobs.chosen) for _, logprobs in tokens],
             "top_logprobs": [
                 self._top(text, logprobs) for text, (_, logprobs) in zip(texts, tokens, strict=True)
             ],
-            "text_offset": offsets,
+            "text_offset": choice.offsets.of_tokens(token_ids),
         }
+
+    def _offsets(self, prompt_index: int) -> TextOffsets:
+        """Return the offsets of what is generated for a prompt."""
+        detokenizer = IncrementalDetokenizer.after(
+            self._generation.prompts[prompt_index],
+            self._token_bytes,
+            skips_special_tokens=self._options.skips_special_tokens,
+        )
+        echoed = self._options.echoed_texts
+        text = echoed[prompt_index] if echoed else ""
+        return TextOffsets(self._token_bytes, detokenizer, text=text)
 
     def _top(self, text: str, logprobs: TokenLogprobs) -> Json:
         top: Json = {

@@ -266,6 +266,7 @@ class _OpenAIHandlers:
             has_token_ids=body.return_token_ids,
             names_tokens_by_id=body.return_tokens_as_token_ids,
             num_prompt_logprobs=body.prompt_logprobs,
+            skips_special_tokens=body.skip_special_tokens,
         )
 
     async def _respond(

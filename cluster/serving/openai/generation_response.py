@@ -114,6 +114,7 @@ class GenerationResponse(ABC):
             self._generation.prompt_logprobs,
             num_listed=self._options.num_prompt_logprobs,
             num_echoed=self._options.num_echoed_logprobs,
+            echoed_texts=self._options.echoed_texts,
             token_bytes=self._token_bytes,
             token_text=self._token_text,
             buffer=buffer,
@@ -265,8 +266,6 @@ class GenerationResponse(ABC):
             bare_begin = self._begin + b"%d" % index + self.bare_begin
             choice = self._choices[index] = ResponseChoice(index, bare_begin, turn=self._turn())
             choice.is_plain = choice.turn is None and not self._options.has_token_ids
-            if self._options.echoed_texts:
-                choice.num_characters = len(self._options.echoed_texts[sequence.prompt_index])
         return choice
 
     def _collect(self, sequence: SequenceOutput) -> int:

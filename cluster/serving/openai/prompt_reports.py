@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Self
 
 import msgspec
 
+from cluster.serving.openai.text_offsets import TextOffsets
 from pagedray.errors import EngineError
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class PromptReports:
         *,
         num_listed: int | None,
         num_echoed: int | None,
+        echoed_texts: Sequence[str],
         token_bytes: TokenBytes,
         token_text: Callable[[int], str],
         buffer: OutputBuffer,
@@ -65,7 +67,8 @@ class PromptReports:
 
         `run` returns the result of steps that handle about so many bytes, in turn with others.
         `num_listed` and `num_echoed` are the numbers of likeliest tokens of the two forms; None
-        disables one. Raises PagedRayError.
+        disables one. `echoed_texts` are those of the prompts, if they are echoed. Raises
+        PagedRayError.
         """
         reports = cls()
         if num_listed is None and num_echoed is None:
@@ -75,6 +78,7 @@ class PromptReports:
                 _tokens_of(token_ids, found.get(index, ())),
                 num_listed=num_listed,
                 num_echoed=num_echoed,
+                text=echoed_texts[index] if echoed_texts else "",
                 token_bytes=token_bytes,
                 token_text=token_text,
             )
@@ -97,6 +101,7 @@ class _Writer:
         *,
         num_listed: int | None,
         num_echoed: int | None,
+        text: str,
         token_bytes: TokenBytes,
         token_text: Callable[[int], str],
     ) -> None:
@@ -106,9 +111,9 @@ class _Writer:
         self._num_listed = num_listed
         self._num_echoed = num_echoed
         self._step_tokens = max(1, _STEP_ENTRIES // (1 + (num_listed or 0) + (num_echoed or 0)))
-        self._token_bytes = token_bytes
         self._token_text = token_text
-        self._offset = 0
+        self._text = text
+        self._offsets = TextOffsets.of_prompt(token_bytes)
 
     def write(self, num_tokens: int) -> Steps[int]:
         """Write so many tokens, and return the number of bytes."""
@@ -126,17 +131,12 @@ class _Writer:
 
     def _echo(self, step: Sequence[tuple[int, PromptToken | None]], num_likeliest: int) -> int:
         logprobs = [None if token is None else finite(token.chosen) for _, token in step]
-        offsets = []
-        for token_id, _ in step:
-            offsets.append(self._offset)
-            # The text of the prompt has no special tokens.
-            if not self._token_bytes.is_special(token_id):
-                self._offset += len(self._token_bytes.text_of(token_id))
+        token_ids = [token_id for token_id, _ in step]
         columns: dict[str, Sequence[object]] = {
-            "tokens": [self._token_text(token_id) for token_id, _ in step],
+            "tokens": [self._token_text(token_id) for token_id in token_ids],
             "token_logprobs": logprobs,
             "top_logprobs": [_top(one, num_likeliest, self._token_text) for one in step],
-            "text_offset": offsets,
+            "text_offset": self._offsets.of_tokens(token_ids, prompt=self._text),
         }
         return sum(_add(values, self.echoed[name]) for name, values in columns.items())
 

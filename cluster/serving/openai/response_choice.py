@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from cluster.serving.openai.text_offsets import TextOffsets
 from cluster.serving.text.text_stream import SequenceOutput
 from cluster.serving.tools.turns import Turn
 
@@ -35,6 +36,8 @@ class ResponseOptions:
     num_echoed_logprobs: int | None = None
     """Number of likeliest tokens for each token of an echoed prompt, with whose log-probabilities
     those of choices begin; None if they do not."""
+    skips_special_tokens: bool = True
+    """Whether texts have no special tokens."""
     hides_output: bool = False
     """Whether choices contain nothing that was generated."""
 
@@ -54,8 +57,8 @@ class ResponseChoice:
     sum_logprobs: float = 0.0
     """The sum of the log-probabilities of `num_tokens` tokens, if choices are compared."""
     num_tokens: int = 0
-    num_characters: int = 0
-    """Characters of the tokens whose log-probabilities were written."""
+    offsets: TextOffsets | None = None
+    """Where the tokens begin whose log-probabilities are written, if that is a part of them."""
     is_new: bool = True
     is_plain: bool = True
     """Whether most chunks contain only text."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from codecs import utf_8_decode
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,6 +34,21 @@ class IncrementalDetokenizer:
         self._run = bytearray()
         self._held = b""
         self._num_stripped = 0 if is_continuation else token_bytes.num_stripped
+
+    @classmethod
+    def after(
+        cls, prompt: Sequence[int], token_bytes: TokenBytes, *, skips_special_tokens: bool
+    ) -> Self:
+        """Return one for what follows the tokens of a prompt."""
+        # Only decoders that strip leading spaces depend on the text before.
+        is_continuation = token_bytes.num_stripped > 0 and not all(
+            map(token_bytes.is_special, prompt)
+        )
+        return cls(
+            token_bytes,
+            is_continuation=is_continuation,
+            skips_special_tokens=skips_special_tokens,
+        )
 
     def add_tokens(self, token_ids: Sequence[int]) -> str:
         """Return the complete characters up to these tokens that were not returned before."""

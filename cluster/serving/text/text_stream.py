@@ -78,14 +78,8 @@ class TextStream:
         `includes_stop` keeps the stop string or the client's stop token in the text.
         """
         sampling = request.sampling
-        # Only decoders that strip leading spaces depend on the text before.
-        is_continuation = token_bytes.num_stripped > 0 and not all(
-            token_bytes.is_special(token_id) for token_id in request.prompt_token_ids
-        )
-        self._detokenizer = IncrementalDetokenizer(
-            token_bytes,
-            is_continuation=is_continuation,
-            skips_special_tokens=skips_special_tokens,
+        self._detokenizer = IncrementalDetokenizer.after(
+            request.prompt_token_ids, token_bytes, skips_special_tokens=skips_special_tokens
         )
         self._includes_stop = includes_stop
         self._matcher = StopMatcher(stops)
