@@ -24,8 +24,8 @@ import torch
 
 from attention.kernels.triton.token_rows import add_norm
 from bench.engine import write_results
+from workers.parallel.group_factory import make_group
 from workers.parallel.one_shot import RowShape
-from workers.parallel.open_group import make_group
 from workers.parallel.rendezvous import LOOPBACK
 
 if TYPE_CHECKING:

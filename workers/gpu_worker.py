@@ -261,7 +261,7 @@ class GpuWorker:
     def _load_weights(self, device_index: int, memory: MemoryAddress | None) -> None:
         import torch
 
-        from workers.parallel.open_group import make_group
+        from workers.parallel.group_factory import make_group
         from workers.worker import rank_device
         from workers.worker_factory import make_worker
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = ["import_libraries"]
 
-_MODULES = ("workers.worker_factory", "workers.parallel.open_group")
+_MODULES = ("workers.worker_factory", "workers.parallel.group_factory")
 # Modules that are imported only when a model needs their kernels on a GPU.
 _KERNELS = ("attention.gpu.shared_kernels", "workers.sampling.triton_choice")
 _LIBRARIES = {"flashinfer": "attention.flashinfer.layer_kernels"}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cluster.serving.ray_serve.routing.affinity import MAX_KEY_TOKENS, RoutingKey, prefix_key
-from cluster.serving.ray_serve.routing.placement import Placement
+from cluster.serving.ray_serve.routing.placement import DEFAULT_CALL_LOAD, Placement
 from cluster.simulation.virtual_replica import distinct_prompt
 
 if TYPE_CHECKING:
@@ -21,8 +21,6 @@ __all__ = ["Fleet", "Sample"]
 _TICK_S = 0.1
 _TICKS_PER_REPORT = 10
 """Ray Serve collects the loads of replicas once a second."""
-_CALL_LOAD = 0.01
-"""The default of `AffinityRouter`."""
 _MOST_SAMPLES = 2000
 _FIRST_PREFIX = 10**9
 """Token ids of prefixes start here, above those of prompts."""
@@ -117,7 +115,7 @@ class Fleet:
             # Tenants have one credential each.
             key = None if text is None else RoutingKey(text, f"tenant {tenant}")
             name = self._placement.choose_replicas(key)[0]
-            self._placement.add_load(name, _CALL_LOAD)
+            self._placement.add_load(name, DEFAULT_CALL_LOAD)
         return self._replicas[name].submit(
             prompt, num_output_tokens=num_output_tokens, arrival_s=arrival_s, tenant=tenant
         )

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from cluster.scheduling.scheduler import MAX_PLANS_IN_FLIGHT, Scheduler
 from cluster.simulation.virtual_copies import VirtualCopies
 from pagedray.batch import StepOutput
+from pagedray.config import CacheConfig
 from pagedray.errors import RequestError
 from pagedray.request import Request, SamplingParams
 
@@ -97,7 +98,7 @@ class VirtualReplica:
         cost: StepCost,
         *,
         max_model_len: int,
-        block_size: int = 16,
+        block_size: int = CacheConfig().block_size,
         enable_prefix_cache: bool = True,
         enable_cpu_prefix_cache: bool = True,
         num_disk_blocks: int = 0,

@@ -47,7 +47,7 @@ class ProcessGroup(ParallelGroup):
         size: int,
         *,
         device: torch.device,
-        timeout_s: float = 300.0,
+        timeout_s: float,
         progress: ProgressWord | None = None,
         rows: RowShape | None = None,
     ) -> None:

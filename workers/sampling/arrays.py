@@ -9,9 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["BoolArray", "FloatArray", "IntArray", "select_rows", "upload"]
+__all__ = ["FloatArray", "IntArray", "select_rows", "upload"]
 
-BoolArray = NDArray[np.bool_]
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 

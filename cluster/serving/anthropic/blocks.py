@@ -8,6 +8,7 @@ from pydantic import Field, JsonValue
 
 from cluster.serving.http.schema import BodyPart, missing_field, named_schema, read_part
 from cluster.serving.text.templates.chat_template import ChatMessage, MessageToolCall
+from cluster.serving.tools.call_id import MAX_ID_LENGTH, check_id
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -59,8 +60,8 @@ class ToolUseBlock(BodyPart):
     """A tool call of the assistant."""
 
     type: Literal["tool_use"]
-    id: str = Field(json_schema_extra={"maxLength": 128})
-    name: str = Field(json_schema_extra={"maxLength": 128})
+    id: str = Field(json_schema_extra={"maxLength": MAX_ID_LENGTH})
+    name: str = Field(json_schema_extra={"maxLength": MAX_ID_LENGTH})
     input: Any = Field(json_schema_extra={"type": "object"})  # Any: JSON
     cache_control: Any = _hint("prefixes are cached anyway")
     caller: Any = _hint("clients copy it from responses")
@@ -71,7 +72,7 @@ class ToolResultBlock(BodyPart):
     """The result of a tool call."""
 
     type: Literal["tool_result"]
-    tool_use_id: str = Field(json_schema_extra={"maxLength": 128})
+    tool_use_id: str = Field(json_schema_extra={"maxLength": MAX_ID_LENGTH})
     content: Any = Field(  # Any: read where it is used
         None,
         json_schema_extra={
@@ -114,7 +115,6 @@ _ROLES: Mapping[str, str] = {
     "tool_use": "assistant",
 }
 """The roles whose messages alone may have such blocks."""
-_MAX_ID_LENGTH = 128
 
 
 def read_anthropic_messages(given: Sequence[AnthropicMessage]) -> Steps[tuple[ChatMessage, ...]]:
@@ -182,20 +182,13 @@ def _block_of(given: object, where: str, role: str | None) -> _Block:
         )
     block = read_part(part, given, where)
     if isinstance(block, ToolUseBlock):
-        _check_id(block.id, f"{where}.id")
-        _check_id(block.name, f"{where}.name")
+        check_id(block.id, f"{where}.id")
+        check_id(block.name, f"{where}.name")
         if not isinstance(block.input, dict):
             raise InvalidRequestError(f"{where}.input must be an object.", param=f"{where}.input")
     if isinstance(block, ToolResultBlock):
-        _check_id(block.tool_use_id, f"{where}.tool_use_id")
+        check_id(block.tool_use_id, f"{where}.tool_use_id")
     return block
-
-
-def _check_id(text: str, param: str) -> None:
-    if not 0 < len(text) <= _MAX_ID_LENGTH:
-        raise InvalidRequestError(
-            f"{param} must have 1 to {_MAX_ID_LENGTH} characters.", param=param
-        )
 
 
 def _assistant_turn(given: Sequence[object], where: str) -> Steps[ChatMessage]:

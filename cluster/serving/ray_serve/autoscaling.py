@@ -19,6 +19,7 @@ __all__ = ["ReplicaLoad", "TokensPolicy", "desired_replicas"]
 
 _TOKENS_IN_FLIGHT = "tokens_in_flight"
 _KV_USE = "kv_use"
+_SPARE = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,13 +72,11 @@ class TokensPolicy:
     def __init__(
         self,
         *,
-        target_tokens: float | None = None,
-        target_kv_use: float = 0.7,
-        spare: float = 0.1,
+        target_tokens: float | None,
+        target_kv_use: float,
     ) -> None:
         self._target_tokens = target_tokens
         self._target_kv_use = target_kv_use
-        self._spare = spare
 
     # Any: the context and the state are of Ray's types.
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
@@ -94,6 +93,6 @@ class TokensPolicy:
             num_target=context.target_num_replicas,
             target_tokens=self._target_tokens,
             target_kv_use=self._target_kv_use,
-            spare=self._spare,
+            spare=_SPARE,
         )
         return (num_wanted if is_known else max(num_wanted, context.target_num_replicas)), {}

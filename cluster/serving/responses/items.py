@@ -11,6 +11,7 @@ from cluster.serving.http.schema import BodyPart, missing_field, named_schema, r
 from cluster.serving.json_body import check_counts
 from cluster.serving.responses.function_tools import model_name
 from cluster.serving.text.templates.chat_template import ChatMessage, MessageToolCall
+from cluster.serving.tools.call_id import MAX_ID_LENGTH, check_id
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 __all__ = ["ITEMS", "ItemPart", "read_items"]
 
 _STEP_ITEMS = 64
-_MAX_ID_LENGTH = 128
 
 
 def _copied() -> Any:  # Any: a pydantic field
@@ -57,9 +57,9 @@ class FunctionCallItem(BodyPart):
     """A tool call of the assistant."""
 
     type: Literal["function_call"]
-    call_id: str = Field(json_schema_extra={"maxLength": _MAX_ID_LENGTH})
-    name: str = Field(json_schema_extra={"maxLength": _MAX_ID_LENGTH})
-    namespace: str | None = Field(None, json_schema_extra={"maxLength": _MAX_ID_LENGTH})
+    call_id: str = Field(json_schema_extra={"maxLength": MAX_ID_LENGTH})
+    name: str = Field(json_schema_extra={"maxLength": MAX_ID_LENGTH})
+    namespace: str | None = Field(None, json_schema_extra={"maxLength": MAX_ID_LENGTH})
     arguments: str = Field(description="A JSON object as a string.")
     is_async: Literal[False] = Field(False, alias="async")
     id: Any = _copied()
@@ -71,14 +71,14 @@ class FunctionOutputItem(BodyPart):
     """The result of a tool call."""
 
     type: Literal["function_call_output"]
-    call_id: str = Field(json_schema_extra={"maxLength": _MAX_ID_LENGTH})
+    call_id: str = Field(json_schema_extra={"maxLength": MAX_ID_LENGTH})
     output: Any = Field(  # Any: read where it is used
         json_schema_extra={
             "anyOf": [{"type": "string"}, {"type": "array", "items": named_schema("ItemPart")}]
         }
     )
-    name: str | None = Field(None, json_schema_extra={"maxLength": _MAX_ID_LENGTH})
-    namespace: str | None = Field(None, json_schema_extra={"maxLength": _MAX_ID_LENGTH})
+    name: str | None = Field(None, json_schema_extra={"maxLength": MAX_ID_LENGTH})
+    namespace: str | None = Field(None, json_schema_extra={"maxLength": MAX_ID_LENGTH})
     id: Any = _copied()
     status: Any = _copied()
     caller: Any = _copied()
@@ -185,12 +185,12 @@ def _add_item(item: _Item, turns: _Turns, where: str) -> Steps[None]:
     elif isinstance(item, FunctionCallItem):
         turns.call(_call_of(item, where))
     elif isinstance(item, FunctionOutputItem):
-        _check_id(item.call_id, f"{where}.call_id")
+        check_id(item.call_id, f"{where}.call_id")
         text = yield from _text_of(item.output, f"{where}.output")
         name = None
         if item.name is not None:
             name = model_name(item.name, item.namespace)
-            _check_id(name, f"{where}.name")
+            check_id(name, f"{where}.name")
         turns.add(ChatMessage("tool", text, tool_call_id=item.call_id, name=name))
     else:
         turns.think(_thoughts_of(item.content, f"{where}.content"))
@@ -253,10 +253,10 @@ def _list_of(given: object, where: str) -> Sequence[object]:
 
 
 def _call_of(item: FunctionCallItem, where: str) -> MessageToolCall:
-    _check_id(item.call_id, f"{where}.call_id")
+    check_id(item.call_id, f"{where}.call_id")
     name = model_name(item.name, item.namespace)
-    _check_id(item.name, f"{where}.name")
-    _check_id(name, f"{where}.namespace")
+    check_id(item.name, f"{where}.name")
+    check_id(name, f"{where}.namespace")
     try:
         arguments = from_json(item.arguments or "{}", allow_inf_nan=False)
     except ValueError:
@@ -265,10 +265,3 @@ def _call_of(item: FunctionCallItem, where: str) -> MessageToolCall:
         param = f"{where}.arguments"
         raise InvalidRequestError(f"{param} must be a JSON object as a string.", param=param)
     return MessageToolCall(id=item.call_id, name=name, arguments=arguments)
-
-
-def _check_id(text: str, param: str) -> None:
-    if not 0 < len(text) <= _MAX_ID_LENGTH:
-        raise InvalidRequestError(
-            f"{param} must have 1 to {_MAX_ID_LENGTH} characters.", param=param
-        )

@@ -93,7 +93,7 @@ def context(metrics: dict[str, dict[str, float]], *, current: int, target: int) 
 
 
 def test_replicas_without_reports_keep_the_number() -> None:
-    policy = TokensPolicy(target_tokens=10_000)
+    policy = TokensPolicy(target_tokens=10_000, target_kv_use=0.7)
     reports = {"tokens_in_flight": {"a": 100.0}, "kv_use": {"a": 0.01}}
     assert policy(context(reports, current=1, target=3)) == (1, {})
     assert policy(context(reports, current=3, target=3)) == (3, {})

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from workers.parallel.open_group import open_group
+from tests.workers.parallel.joined_group import join_group
 from workers.parallel.rendezvous import LOOPBACK
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def on_two_ranks(run: Callable[[ParallelGroup], T]) -> list[T]:
         port = probe.getsockname()[1]
 
     def run_rank(rank: int) -> T:
-        with open_group(rank, 2, device=CPU, address=(LOOPBACK, port), timeout_s=60.0) as group:
+        with join_group(rank, 2, device=CPU, address=(LOOPBACK, port), timeout_s=60.0) as group:
             result = run(group)
             group.barrier()
             return result

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from attention.kernels.triton.token_rows import add_norm
+from workers.parallel.group_factory import make_group
 from workers.parallel.one_shot import OneShotAllReduce, RowShape
-from workers.parallel.open_group import make_group
 from workers.parallel.rendezvous import LOOPBACK
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tests.workers.parallel.joined_group import join_group
 from tests.workers.reference import CPU, loaded_model, run
 from tests.workers.reference_cases import EXPERT_PARALLEL_CASES
 from workers.layers.sharded_logits import ShardedLogits
-from workers.parallel.open_group import open_group
 from workers.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def main(rank: int, size: int, address: Path, folder: Path, *cases: str) -> None:
     """Run one rank."""
     torch.set_num_threads(1)
-    with open_group(rank, size, device=CPU, address=address, timeout_s=60.0) as group:
+    with join_group(rank, size, device=CPU, address=address, timeout_s=60.0) as group:
         logits = {name: run(loaded_model(folder / name, group), group) for name in cases}
         expert_parallel = {
             name: run(loaded_model(folder / name, group, is_expert_parallel=True), group)

@@ -16,10 +16,11 @@ import pytest
 import torch
 
 from pagedray.errors import DeviceError
+from tests.workers.parallel.joined_group import join_group
 from tests.workers.reference import CPU, reference_logits, save_checkpoint
 from tests.workers.reference_cases import CASES, EXPERT_PARALLEL_CASES, TWO_RANK_CASES
 from workers.parallel.group import GroupBrokenError, ParallelGroup, SoloGroup
-from workers.parallel.open_group import make_group, open_group
+from workers.parallel.group_factory import make_group
 from workers.parallel.process_group import _choose_nccl_interface
 from workers.parallel.rendezvous import LOOPBACK, FileRendezvous, GroupAddress
 
@@ -108,7 +109,7 @@ def test_two_ranks_find_the_likeliest_tokens_of_sharded_logits(ranks: list[dict[
 
 def test_collectives_of_a_group_of_one_return_their_input() -> None:
     tensor = torch.ones(2, 3)
-    with open_group(0, 1, device=CPU) as group:
+    with join_group(0, 1, device=CPU, timeout_s=60.0) as group:
         assert isinstance(group, SoloGroup)
         assert group.all_reduce(tensor) is tensor
         assert group.all_gather_last(tensor) is tensor
@@ -124,7 +125,7 @@ def listeners() -> set[tuple[str, int]]:
 
 def listeners_of_two_ranks(address: GroupAddress) -> set[tuple[str, int]]:
     def join(rank: int) -> set[tuple[str, int]]:
-        with open_group(rank, 2, device=CPU, address=address, timeout_s=60.0) as group:
+        with join_group(rank, 2, device=CPU, address=address, timeout_s=60.0) as group:
             group.barrier()
             found = listeners()
             group.barrier()
@@ -164,7 +165,7 @@ def test_the_file_of_another_process_is_no_rendezvous(tmp_path: Path) -> None:
     with (tmp_path / "other").open("wb") as other:
         address = Path(f"/proc/{os.getpid()}/fd/{other.fileno()}")
         with pytest.raises(DeviceError, match="is not a rendezvous"):
-            open_group(1, 2, device=CPU, address=address, timeout_s=1.0)
+            join_group(1, 2, device=CPU, address=address, timeout_s=1.0)
 
 
 def test_rank_whose_peer_has_left_can_join_another() -> None:
@@ -191,7 +192,7 @@ def test_rank_whose_peer_has_left_can_join_another() -> None:
 
 def test_a_rank_that_no_other_joins_gives_up_in_one_line() -> None:
     with pytest.raises(DeviceError, match="Rank 0 of 2 could not join its group at 127") as caught:
-        open_group(0, 2, device=CPU, address=(LOOPBACK, _free_port()), timeout_s=0.3)
+        join_group(0, 2, device=CPU, address=(LOOPBACK, _free_port()), timeout_s=0.3)
     assert "\n" not in str(caught.value)
 
 

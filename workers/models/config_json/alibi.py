@@ -5,16 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pagedray.model_config import ModelConfig
-from workers.models.config_json.family import MAX_VOCAB, check_causal, eos_token_ids, model_dtype
+from workers.models.config_json.family import check_causal, eos_token_ids, model_dtype
+from workers.models.config_json.limits import MAX_VOCAB
 
 if TYPE_CHECKING:
     from pagedray.model_config import Activation, TensorNames
     from workers.models.config_json.config_file import ConfigFile
 
-__all__ = ["alibi_config", "alibi_slopes"]
+__all__ = ["DEFAULT_BIAS_MAX", "alibi_config", "alibi_slopes"]
+
+DEFAULT_BIAS_MAX = 8.0
 
 
-def alibi_slopes(num_heads: int, bias_max: float = 8.0) -> tuple[float, ...]:
+def alibi_slopes(num_heads: int, bias_max: float = DEFAULT_BIAS_MAX) -> tuple[float, ...]:
     """Return the slope of each head: a geometric sequence that ends at `2 ** -bias_max`.
 
     If the number of heads is no power of two, the sequence is that of the power below it, and the
@@ -37,7 +40,7 @@ def alibi_config(
     heads_key: str,
     max_positions: int,
     activation: Activation,
-    bias_max: float = 8.0,
+    bias_max: float = DEFAULT_BIAS_MAX,
 ) -> ModelConfig:
     """Return a decoder with ALiBi, layer norms and an MLP four times as wide, without a gate."""
     check_causal(file)

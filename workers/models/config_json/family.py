@@ -11,13 +11,16 @@ from typing import get_args
 
 from pagedray.model_config import Activation, Dtype, ModelConfig
 from workers.models.config_json.config_file import ConfigFile
+from workers.models.config_json.limits import (
+    MAX_HEAD_SIZE,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_POSITIONS,
+    MAX_SIZE,
+    MAX_VOCAB,
+)
 
 __all__ = [
-    "MAX_HEADS",
-    "MAX_LAYERS",
-    "MAX_POSITIONS",
-    "MAX_SIZE",
-    "MAX_VOCAB",
     "Family",
     "base_config",
     "check_causal",
@@ -25,12 +28,6 @@ __all__ = [
     "model_dtype",
 ]
 
-MAX_SIZE = 2**20
-MAX_VOCAB = 2**24
-MAX_LAYERS = 1024
-MAX_HEADS = 2**14
-MAX_POSITIONS = 2**26
-_MAX_HEAD_SIZE = 1024
 _FP8 = "float8_e4m3fn"
 # The key and the names of each activation.
 _ACTIVATIONS: dict[Activation, tuple[str, tuple[str, ...]]] = {
@@ -138,7 +135,7 @@ def _head_size(file: ConfigFile, hidden_size: int, num_heads: int, default: int 
             "hidden_size",
             f"must be a multiple of num_attention_heads {num_heads}, not {hidden_size}",
         )
-    size = file.integer("head_dim", default or hidden_size // num_heads, most=_MAX_HEAD_SIZE)
+    size = file.integer("head_dim", default or hidden_size // num_heads, most=MAX_HEAD_SIZE)
     if size % 2:
         raise file.refusal("head_dim", f"must be even, not {size}")
     return size

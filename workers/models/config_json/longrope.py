@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from pagedray.model_config import LongContext, RopeConfig
 from workers.models.config_json.config_file import MISSING
-from workers.models.config_json.rope_section import MAX_THETA, kind_key, rope_section, rotary_size
+from workers.models.config_json.limits import MAX_FACTOR, MAX_POSITIONS, MAX_THETA
+from workers.models.config_json.rope_section import kind_key, rope_section, rotary_size
 
 if TYPE_CHECKING:
     from workers.models.config_json.config_file import ConfigFile
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 __all__ = ["read_longrope"]
 
 _DEFAULT_ORIGINAL = 4096
-_MAX_FACTOR = 1e6
-_MAX_POSITIONS = 2**26
 _NAMES = ("longrope", "su", "yarn")
 
 
@@ -44,16 +43,16 @@ def read_longrope(
         file.note_read("original_max_position_embeddings")
         return RopeConfig(theta=theta, rotary_size=size), max_positions, None
     original = file.integer(
-        "original_max_position_embeddings", _DEFAULT_ORIGINAL, least=2, most=_MAX_POSITIONS
+        "original_max_position_embeddings", _DEFAULT_ORIGINAL, least=2, most=MAX_POSITIONS
     )
     # The file's own wins, as in transformers.
     section.note_read("original_max_position_embeddings")
-    long_factors = section.numbers("long_factor", size // 2, most=_MAX_FACTOR)
+    long_factors = section.numbers("long_factor", size // 2, most=MAX_FACTOR)
     rope = RopeConfig(
         kind="longrope",
         theta=theta,
         original_max_positions=original,
-        pair_factors=section.numbers("short_factor", size // 2, most=_MAX_FACTOR),
+        pair_factors=section.numbers("short_factor", size // 2, most=MAX_FACTOR),
         magnitude=_magnitude(section, max_positions / original, original),
         rotary_size=size,
     )
@@ -64,6 +63,6 @@ def read_longrope(
 
 def _magnitude(section: ConfigFile, ratio: float, original: int) -> float:
     """Return the factor of cosines and sines, which offsets the softmax over more positions."""
-    factor = section.number("factor", ratio, most=_MAX_FACTOR)
+    factor = section.number("factor", ratio, most=MAX_FACTOR)
     fitting = math.sqrt(1.0 + math.log(factor) / math.log(original)) if factor > 1.0 else 1.0
-    return section.number("attention_factor", fitting, most=_MAX_FACTOR)
+    return section.number("attention_factor", fitting, most=MAX_FACTOR)

@@ -8,9 +8,9 @@ from typing import Literal
 
 from pagedray.model_config import ModelConfig, RopeConfig
 from workers.models.config_json.config_file import MISSING, ConfigFile
+from workers.models.config_json.limits import MAX_FACTOR, MAX_POSITIONS, MAX_THETA
 
 __all__ = [
-    "MAX_THETA",
     "kind_key",
     "longest_context",
     "rope_of",
@@ -20,9 +20,6 @@ __all__ = [
     "with_rope",
 ]
 
-MAX_THETA = 1e12
-_MAX_FACTOR = 1e6
-_MAX_POSITIONS = 2**26
 _Kind = Literal["default", "mrope", "linear", "dynamic", "llama3", "yarn"]
 _KINDS: tuple[_Kind, ...] = ("default", "mrope", "linear", "dynamic", "llama3", "yarn")
 # Each belongs to some kinds; as in transformers, the others ignore it.
@@ -111,14 +108,14 @@ def rope_of(section: ConfigFile, file: ConfigFile, *, default_theta: float) -> R
         return RopeConfig(theta=theta)
     if kind == "yarn":
         return _yarn(section, file, theta)
-    factor = section.number("factor", most=_MAX_FACTOR)
+    factor = section.number("factor", most=MAX_FACTOR)
     if kind == "dynamic":
         # It changes nothing before the longest sequence that config.json allows.
         return RopeConfig(theta=theta)
     if kind == "linear":
         return RopeConfig(kind=kind, theta=theta, factor=factor)
-    low = section.number("low_freq_factor", most=_MAX_FACTOR)
-    high = section.number("high_freq_factor", most=_MAX_FACTOR)
+    low = section.number("low_freq_factor", most=MAX_FACTOR)
+    high = section.number("high_freq_factor", most=MAX_FACTOR)
     if high <= low:
         raise section.refusal("high_freq_factor", f"must be more than low_freq_factor {low:g}")
     return RopeConfig(
@@ -133,11 +130,11 @@ def rope_of(section: ConfigFile, file: ConfigFile, *, default_theta: float) -> R
 
 def _yarn(section: ConfigFile, file: ConfigFile, theta: float) -> RopeConfig:
     original = _original_max_positions(section, file)
-    longest = file.integer("max_position_embeddings", most=_MAX_POSITIONS)
+    longest = file.integer("max_position_embeddings", most=MAX_POSITIONS)
     default_factor = longest / original if section.has_null("factor") else MISSING
-    factor = section.number("factor", default_factor, most=_MAX_FACTOR)
-    fast = section.number("beta_fast", 32.0, most=_MAX_FACTOR)
-    slow = section.number("beta_slow", 1.0, most=_MAX_FACTOR)
+    factor = section.number("factor", default_factor, most=MAX_FACTOR)
+    fast = section.number("beta_fast", 32.0, most=MAX_FACTOR)
+    slow = section.number("beta_slow", 1.0, most=MAX_FACTOR)
     if slow >= fast:
         raise section.refusal("beta_fast", f"must be more than beta_slow {slow:g}")
     if theta <= 1.0:
@@ -152,7 +149,7 @@ def _yarn(section: ConfigFile, file: ConfigFile, theta: float) -> RopeConfig:
         # Transformers takes null for false.
         is_range_rounded=section.flag("truncate", not section.has_null("truncate")),
         magnitude=section.number(
-            "attention_factor", _yarn_magnitude(section, factor), most=_MAX_FACTOR
+            "attention_factor", _yarn_magnitude(section, factor), most=MAX_FACTOR
         ),
     )
 
@@ -166,7 +163,7 @@ def _yarn_magnitude(section: ConfigFile, factor: float) -> float:
     keys = ("mscale", "mscale_all_dim")
     if not all(section.value(key) for key in keys):
         return of(1.0)
-    one, all_dims = (section.number(key, most=_MAX_FACTOR) for key in keys)
+    one, all_dims = (section.number(key, most=MAX_FACTOR) for key in keys)
     return of(one) / of(all_dims)
 
 
@@ -174,7 +171,7 @@ def longest_context(config: ModelConfig, rope: RopeConfig) -> int:
     """Return the context length, which yarn extends by its factor."""
     if rope.kind != "yarn":
         return config.max_positions
-    extended = int(min(rope.factor * rope.original_max_positions, _MAX_POSITIONS))
+    extended = int(min(rope.factor * rope.original_max_positions, MAX_POSITIONS))
     return max(config.max_positions, extended)
 
 
@@ -182,6 +179,6 @@ def _original_max_positions(section: ConfigFile, file: ConfigFile) -> int:
     """Return the context length of pretraining; as in transformers, that of the file wins."""
     key = "original_max_position_embeddings"
     if key in file:
-        return file.integer(key, most=_MAX_POSITIONS)
-    whole = file.integer("max_position_embeddings", most=_MAX_POSITIONS)
-    return section.integer(key, whole, most=_MAX_POSITIONS)
+        return file.integer(key, most=MAX_POSITIONS)
+    whole = file.integer("max_position_embeddings", most=MAX_POSITIONS)
+    return section.integer(key, whole, most=MAX_POSITIONS)

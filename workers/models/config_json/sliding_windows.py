@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from workers.models.config_json.family import MAX_LAYERS, MAX_POSITIONS
+from workers.models.config_json.limits import MAX_LAYERS, MAX_POSITIONS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

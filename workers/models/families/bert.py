@@ -10,16 +10,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pagedray.model_config import ModelConfig, TensorNames
-from workers.models.config_json.family import MAX_POSITIONS, Family, model_dtype
+from workers.models.config_json.family import Family, model_dtype
+from workers.models.config_json.limits import MAX_POSITIONS, MAX_SIZE, MAX_VOCAB
 from workers.models.config_json.score_section import SCORE_SUFFIX, has_score_head, with_score
 
 if TYPE_CHECKING:
     from workers.models.config_json.config_file import ConfigFile
 
 __all__ = ["BERT", "ROBERTA"]
-
-_MAX_SIZE = 2**20
-_MAX_VOCAB = 2**24
 
 
 def _read_bert(file: ConfigFile) -> ModelConfig:
@@ -55,8 +53,8 @@ def _read(file: ConfigFile, architecture: str) -> ModelConfig:
     # An encoder has no head and generates nothing; the others are of cross-encoders.
     file.note_read("tie_word_embeddings", "eos_token_id")
     file.note_read("sentence_transformers", "sbert_ce_default_activation_function")
-    hidden_size = file.integer("hidden_size", most=_MAX_SIZE)
-    num_heads = file.integer("num_attention_heads", most=_MAX_SIZE)
+    hidden_size = file.integer("hidden_size", most=MAX_SIZE)
+    num_heads = file.integer("num_attention_heads", most=MAX_SIZE)
     if hidden_size % num_heads:
         raise file.refusal(
             "hidden_size",
@@ -66,9 +64,9 @@ def _read(file: ConfigFile, architecture: str) -> ModelConfig:
         name=file.path.resolve().parent.name,
         folder=file.path.parent,
         architecture=architecture,
-        vocab_size=file.integer("vocab_size", most=_MAX_VOCAB),
+        vocab_size=file.integer("vocab_size", most=MAX_VOCAB),
         hidden_size=hidden_size,
-        intermediate_size=file.integer("intermediate_size", most=_MAX_SIZE),
+        intermediate_size=file.integer("intermediate_size", most=MAX_SIZE),
         num_layers=file.integer("num_hidden_layers", most=1024),
         num_heads=num_heads,
         num_kv_heads=num_heads,
@@ -79,7 +77,7 @@ def _read(file: ConfigFile, architecture: str) -> ModelConfig:
         norm_eps=file.number("layer_norm_eps", 1e-12, most=1.0),
         is_encoder=True,
         task="embed",
-        num_token_types=file.integer("type_vocab_size", 2, most=_MAX_SIZE),
+        num_token_types=file.integer("type_vocab_size", 2, most=MAX_SIZE),
         dtype=model_dtype(file),
     )
 

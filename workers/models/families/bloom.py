@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from pagedray.model_config import TensorNames
 from workers.models.config_json.alibi import alibi_config
-from workers.models.config_json.family import MAX_HEADS, MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, Family
+from workers.models.config_json.family import Family
+from workers.models.config_json.limits import MAX_HEADS, MAX_LAYERS, MAX_POSITIONS, MAX_SIZE
 
 if TYPE_CHECKING:
     from pagedray.model_config import ModelConfig

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pagedray.model_config import TensorNames
-from workers.models.config_json.family import MAX_LAYERS, Family, base_config
+from workers.models.config_json.family import Family, base_config
+from workers.models.config_json.limits import MAX_LAYERS
 from workers.models.config_json.rope_section import with_rope
 from workers.models.config_json.sliding_windows import windows_by_layer_type
 

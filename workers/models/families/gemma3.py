@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from workers.models.config_json.family import MAX_LAYERS, Family
-from workers.models.config_json.rope_section import MAX_THETA, ropes_by_layer_type
+from workers.models.config_json.family import Family
+from workers.models.config_json.limits import MAX_LAYERS, MAX_THETA
+from workers.models.config_json.rope_section import ropes_by_layer_type
 from workers.models.config_json.sliding_windows import windows_by_layer_type
 from workers.models.families.gemma2 import gemma_config
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from pagedray.model_config import TensorNames
 from workers.models.config_json.family import Family, base_config
-from workers.models.config_json.rope_section import MAX_THETA, rope_of, rope_section, rotary_size
+from workers.models.config_json.limits import MAX_THETA
+from workers.models.config_json.rope_section import rope_of, rope_section, rotary_size
 
 if TYPE_CHECKING:
     from pagedray.model_config import ModelConfig

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from workers.models.config_json.family import Family, base_config
+from workers.models.config_json.limits import MAX_FACTOR
 from workers.models.config_json.rope_section import with_rope
 
 if TYPE_CHECKING:
@@ -14,14 +15,12 @@ if TYPE_CHECKING:
 
 __all__ = ["GRANITE", "granite_config"]
 
-_MAX_FACTOR = 1e6
-
 
 def granite_config(file: ConfigFile, architecture: str) -> ModelConfig:
     """Return what all Granites have in common."""
 
     def factor(key: str) -> float:
-        return file.number(key, 1.0, most=_MAX_FACTOR)
+        return file.number(key, 1.0, most=MAX_FACTOR)
 
     has_attention_bias = file.flag("attention_bias", False)
     return replace(

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from pagedray.model_config import TensorNames
 from workers.models.config_json.experts import experts_of
-from workers.models.config_json.family import MAX_SIZE, Family
-from workers.models.config_json.rope_section import MAX_THETA
+from workers.models.config_json.family import Family
+from workers.models.config_json.limits import MAX_SIZE, MAX_THETA
 from workers.models.config_json.sliding_windows import windows_by_layer_type
 from workers.models.families.granite import granite_config
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from workers.models.config_json.family import MAX_POSITIONS, Family, base_config
+from workers.models.config_json.family import Family, base_config
+from workers.models.config_json.limits import MAX_POSITIONS
 from workers.models.config_json.rope_section import with_rope
 
 if TYPE_CHECKING:

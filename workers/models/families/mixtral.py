@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from pagedray.model_config import TensorNames
 from workers.models.config_json.experts import STACKED_NAMES, experts_of
-from workers.models.config_json.family import MAX_POSITIONS, Family, base_config
+from workers.models.config_json.family import Family, base_config
+from workers.models.config_json.limits import MAX_POSITIONS
 from workers.models.config_json.rope_section import with_rope
 
 if TYPE_CHECKING:

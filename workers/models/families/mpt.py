@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pagedray.model_config import TensorNames
-from workers.models.config_json.alibi import alibi_config
-from workers.models.config_json.family import MAX_HEADS, MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, Family
+from workers.models.config_json.alibi import DEFAULT_BIAS_MAX, alibi_config
+from workers.models.config_json.family import Family
+from workers.models.config_json.limits import MAX_HEADS, MAX_LAYERS, MAX_POSITIONS, MAX_SIZE
 
 if TYPE_CHECKING:
     from pagedray.model_config import ModelConfig
@@ -44,7 +45,7 @@ def _read(file: ConfigFile) -> ModelConfig:
         heads_key=heads_key,
         max_positions=file.integer("max_seq_len", 2048, most=MAX_POSITIONS),
         activation="gelu",
-        bias_max=attention.number("alibi_bias_max", 8.0, most=1e3),
+        bias_max=attention.number("alibi_bias_max", DEFAULT_BIAS_MAX, most=1e3),
     )
     return replace(
         config,

@@ -6,13 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from workers.models.config_json.experts import STACKED_NAMES, experts_of
-from workers.models.config_json.family import (
-    MAX_LAYERS,
-    MAX_POSITIONS,
-    MAX_SIZE,
-    Family,
-    base_config,
-)
+from workers.models.config_json.family import Family, base_config
+from workers.models.config_json.limits import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE
 from workers.models.config_json.rope_section import with_rope
 
 if TYPE_CHECKING:

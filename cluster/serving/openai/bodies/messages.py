@@ -10,6 +10,7 @@ from pydantic_core import from_json
 from cluster.serving.http.schema import BodyPart, named_schema, read_part
 from cluster.serving.json_body import check_counts
 from cluster.serving.text.templates.chat_template import ChatMessage, MessageToolCall
+from cluster.serving.tools.call_id import MAX_ID_LENGTH
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 __all__ = ["CalledFunction", "Message", "MessageCall", "TextPart", "read_messages"]
 
 _MAX_CALLS = 128
-_MAX_ID_LENGTH = 128
 _STEP_MESSAGES = 256
 _TEXT_NAMES = frozenset(("type", "text", "cache_control", "prompt_cache_breakpoint"))
 _PLAIN_FIELDS = frozenset(("role", "content"))
@@ -173,9 +173,9 @@ def _message_of(
             raise InvalidRequestError(
                 f"{where}.{name} requires role = tool.", param=f"{where}.{name}"
             )
-        if len(value) > _MAX_ID_LENGTH:
+        if len(value) > MAX_ID_LENGTH:
             raise InvalidRequestError(
-                f"{where}.{name} may have at most {_MAX_ID_LENGTH} characters.",
+                f"{where}.{name} may have at most {MAX_ID_LENGTH} characters.",
                 param=f"{where}.{name}",
             )
     if message.annotations not in (None, []):

@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 
     from cluster.serving.ray_serve.routing.affinity import RoutingKey
 
-__all__ = ["DEFAULT_CALM", "DEFAULT_SLACK", "MAX_CHOICES", "Placement"]
+__all__ = ["DEFAULT_CALL_LOAD", "DEFAULT_CALM", "DEFAULT_SLACK", "MAX_CHOICES", "Placement"]
 
 DEFAULT_SLACK = 1.5
 DEFAULT_CALM = 0.25
+DEFAULT_CALL_LOAD = 0.01
+"""What a request adds to the load of its replica until that reports it."""
 
 MAX_CHOICES = 8
 """Replicas among which a request without a key, or one that is refused, finds the least loaded."""

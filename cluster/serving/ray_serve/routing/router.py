@@ -17,7 +17,12 @@ from ray.serve.request_router import RequestRouter, RunningReplica
 from cluster.serving.inputs import ChatPrompt
 from cluster.serving.ray_serve.routing.affinity import Owners, RoutingKey, prefix_key
 from cluster.serving.ray_serve.routing.handle_stream import HandleRequest, HandleStream, generates
-from cluster.serving.ray_serve.routing.placement import DEFAULT_CALM, DEFAULT_SLACK, Placement
+from cluster.serving.ray_serve.routing.placement import (
+    DEFAULT_CALL_LOAD,
+    DEFAULT_CALM,
+    DEFAULT_SLACK,
+    Placement,
+)
 from cluster.serving.ray_serve.routing.proxied_call import current_call
 from cluster.serving.ray_serve.routing.renewals import Renewals
 from cluster.serving.ray_serve.routing.replica_reads import ReplicaReads
@@ -49,11 +54,11 @@ class AffinityRouter(RequestRouter):
     def initialize_state(  # type: ignore[override]  # Serve passes keywords
         self,
         *,
+        lease_s: float,
+        continues_calls: bool,
         slack: float = DEFAULT_SLACK,
         calm: float = DEFAULT_CALM,
-        call_load: float = 0.01,
-        lease_s: float = 30.0,
-        continues_calls: bool = True,
+        call_load: float = DEFAULT_CALL_LOAD,
     ) -> None:
         """Take the deployment's settings; loads are fractions of a replica's cache.
 

@@ -62,7 +62,7 @@ async def test_event_loop_runs_on_while_no_replica_responds() -> None:
     router: Any = CountedRouter(  # Any: its replicas are stand-ins
         deployment_id=DeploymentID("a"), handle_source=DeploymentHandleSource.PROXY
     )
-    router.initialize_state()
+    router.initialize_state(lease_s=30.0, continues_calls=True)
     router._replicas = {SilentReplica.replica_id: SilentReplica()}
     router._replicas_list = [SilentReplica()]
     for _ in range(5):
@@ -116,7 +116,7 @@ class RouterOf(AffinityRouter):
             handle_source=DeploymentHandleSource.REPLICA,
             use_replica_queue_len_cache=True,
         )
-        self.initialize_state()
+        self.initialize_state(lease_s=30.0, continues_calls=True)
         self.replicas: Any = list(replicas)  # Any: stand-ins, also below
         self._loads = {one.replica_id: (0.0, 0.0) for one in self.replicas}
 

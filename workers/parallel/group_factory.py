@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from workers.parallel.group import SoloGroup
 from workers.parallel.process_group import ProcessGroup
-from workers.parallel.rendezvous import LOOPBACK
 
 if TYPE_CHECKING:
     import torch
@@ -14,9 +13,10 @@ if TYPE_CHECKING:
     from pagedray.rank_progress import ProgressWord
     from workers.parallel.group import ParallelGroup
     from workers.parallel.one_shot import RowShape
-    from workers.parallel.rendezvous import GroupAddress, Rendezvous
 
-__all__ = ["make_group", "open_group"]
+__all__ = ["make_group"]
+
+_TIMEOUT_S = 300.0
 
 
 def make_group(
@@ -24,7 +24,7 @@ def make_group(
     size: int,
     *,
     device: torch.device,
-    timeout_s: float = 300.0,
+    timeout_s: float = _TIMEOUT_S,
     progress: ProgressWord | None = None,
     rows: RowShape | None = None,
 ) -> ParallelGroup:
@@ -37,20 +37,3 @@ def make_group(
     return ProcessGroup(
         rank, size, device=device, timeout_s=timeout_s, progress=progress, rows=rows
     )
-
-
-def open_group(
-    rank: int,
-    size: int,
-    *,
-    device: torch.device,
-    address: GroupAddress = (LOOPBACK, 0),
-    host: str = LOOPBACK,
-    rendezvous: Rendezvous | None = None,
-    timeout_s: float = 300.0,
-    rows: RowShape | None = None,
-) -> ParallelGroup:
-    """Return the group of `size` ranks after joining it; a single rank needs no address."""
-    group = make_group(rank, size, device=device, timeout_s=timeout_s, rows=rows)
-    group.join(address, host=host, rendezvous=rendezvous)
-    return group

@@ -1,0 +1,30 @@
+"""Groups of ranks that have found each other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from workers.parallel.group_factory import make_group
+from workers.parallel.rendezvous import LOOPBACK
+
+if TYPE_CHECKING:
+    import torch
+
+    from workers.parallel.group import ParallelGroup
+    from workers.parallel.rendezvous import GroupAddress
+
+__all__ = ["join_group"]
+
+
+def join_group(
+    rank: int,
+    size: int,
+    *,
+    device: torch.device,
+    timeout_s: float,
+    address: GroupAddress = (LOOPBACK, 0),
+) -> ParallelGroup:
+    """Return the group of `size` ranks after joining it; a single rank needs no address."""
+    group = make_group(rank, size, device=device, timeout_s=timeout_s)
+    group.join(address, host=LOOPBACK)
+    return group
