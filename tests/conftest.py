@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import secrets
@@ -19,7 +20,7 @@ from tests.shared_ray import SharedRay
 from tests.small_s3 import SmallS3
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
 
 # Before Ray is imported anywhere: no token is written to HOME, no usage is reported.
 os.environ["RAY_AUTH_MODE"] = "token"
@@ -46,6 +47,21 @@ def pytest_make_parametrize_id(val: Any) -> str | None:
     if isinstance(val, str) and _NEW_KEY.search(val):
         return _NEW_KEY.sub("KEY", val).encode("unicode_escape").decode()
     return None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep the modules and the tests, millions of objects, out of all garbage collections."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
