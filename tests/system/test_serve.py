@@ -1,4 +1,7 @@
-"""The server in a separate process, with two ranks and real clients; who may call its Ray."""
+"""The server in a separate process, with two ranks and real clients; who may call its Ray.
+
+Faults are here that need no server of their own; others are in `faults/`.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,9 @@ import torch
 import transformers
 
 from pagedray.v1 import pagedray_pb2, pagedray_pb2_grpc
+from tests.fakes import wait_for
 from tests.process_ends import still_running
+from tests.system.grpc_streams import GrpcStreams
 from tests.system.ray_listeners import METHODS, answers, listeners
 from tests.system.server_process import TINY_LLAMA, ServerProcess, run_pagedray
 
@@ -299,6 +304,40 @@ def test_ray_is_forked_without_the_handlers_of_grpc(server: ServerProcess) -> No
     for name in ("gcs_server", "raylet"):
         environment = psutil.Process(server.named(name)[0].pid).environ()
         assert environment["GRPC_ENABLE_FORK_SUPPORT"] == "false"
+
+
+def four_streams(server: ServerProcess) -> GrpcStreams:
+    texts = ("def read(path):", "import os", "class A:", "for i in range(10):\n")
+    return GrpcStreams(server, num_streams=4, num_tokens=120, texts=texts)
+
+
+def tokens_of(streams: GrpcStreams) -> list[tuple[int, ...]]:
+    ended = streams.ended(120.0)
+    assert {stream.end for stream in ended} == {"FINISH_REASON_LENGTH"}
+    return [stream.token_ids for stream in ended]
+
+
+def test_streams_go_on_after_a_rank_was_stopped(server: ServerProcess) -> None:
+    with four_streams(server) as streams:
+        streams.start()
+        undisturbed = tokens_of(streams)
+    before = server.metrics()
+    with four_streams(server) as streams:
+        streams.start()
+        victim = server.ranks()[-1]
+        victim.suspend()
+        assert streams.num_running() == 4
+        # It takes 7 s; on a busy machine the watchdog counts only the time that it ran.
+        wait_for(lambda: not server.is_ready(), 20.0)
+        assert server.metrics()["pagedray_healthy"] == 0.0
+        wait_for(server.is_ready, 60.0)
+        assert tokens_of(streams) == undisturbed
+    assert not victim.is_running()
+    after = server.metrics()
+    replacements = "pagedray_rank_replacements_total"
+    assert after[name := 'pagedray_hangs_total{kind="rank"}'] == before[name] + 1
+    assert after[name := f'{replacements}{{cause="hang"}}'] == before[name] + 1
+    assert after[name := f'{replacements}{{cause="death"}}'] == before[name]
 
 
 def test_sigterm_lets_a_stream_finish_and_leaves_no_process_behind(server: ServerProcess) -> None:

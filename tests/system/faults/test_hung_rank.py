@@ -1,4 +1,7 @@
-"""A rank that hangs is found within seconds and replaced, while its streams stay open."""
+"""A rank that hangs is found within seconds and replaced, while its streams stay open.
+
+`tests/system/test_serve.py` stops a rank of a server that streams.
+"""
 
 from __future__ import annotations
 
@@ -65,28 +68,6 @@ def next_rank(server: ServerProcess, old: list[psutil.Process]) -> psutil.Proces
             for process in server.ranks():
                 if process not in old:
                     return process
-
-
-def test_streams_go_on_after_a_rank_was_stopped(server: ServerProcess) -> None:
-    undisturbed = undisturbed_tokens(server, 120)
-    before = server.metrics()
-    with make_streams(server, 120) as streams:
-        streams.start()
-        victim = server.ranks()[-1]
-        victim.suspend()
-        assert streams.num_running() == len(PROMPTS)
-        stopped_s = time.monotonic()
-        wait_for(lambda: not server.is_ready(), NOTICED_S)
-        print(f"not ready after {time.monotonic() - stopped_s:.1f} s")
-        assert server.metrics()["pagedray_healthy"] == 0.0
-        wait_for(server.is_ready, 60.0)
-        print(f"ready again after {time.monotonic() - stopped_s:.1f} s")
-        assert tokens_of(streams) == undisturbed
-    assert not victim.is_running()
-    after = server.metrics()
-    assert after[HANGS] == before[HANGS] + 1
-    assert after[REPLACEMENTS] == before[REPLACEMENTS] + 1
-    assert after[DEATHS] == before[DEATHS]
 
 
 @pytest.mark.slow
@@ -156,6 +137,7 @@ def test_pauses_of_all_processes_are_not_taken_for_hangs(server: ServerProcess) 
     assert after[DEATHS] == before[DEATHS]
 
 
+@pytest.mark.slow
 def test_streams_finish_without_gcs(server: ServerProcess, log: Path) -> None:
     """The last test: it ends the server. Others that end Ray are in `test_ray_outage.py`."""
     check_streams_finish(server, log, daemon="gcs_server")
