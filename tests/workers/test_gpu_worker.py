@@ -41,12 +41,11 @@ def rank() -> GpuWorker:
 
 
 def test_rank_that_has_left_joins_again_with_its_weights(rank: GpuWorker) -> None:
-    assert rank._worker is not None
-    model = rank._worker._model  # type: ignore[attr-defined]  # a decoder's
+    model = rank._rank.worker._model  # type: ignore[attr-defined]  # a decoder's
     assert rank.leave_epoch(5.0) is None
     assert rank.allocate_cache(8, 0)
     assert rank.join_group(rank.open_rendezvous("127.0.0.1"), "127.0.0.1") is None
-    assert rank._worker._model is model  # type: ignore[attr-defined]  # as above
+    assert rank._rank.worker._model is model  # type: ignore[attr-defined]  # as above
 
 
 def test_a_new_rank_waits_for_memory_that_is_being_freed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +100,7 @@ def test_rank_whose_device_has_failed_says_so(
     def fail() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(rank._worker, "end_epoch", fail)
+    monkeypatch.setattr(rank._rank.worker, "end_epoch", fail)
     assert rank.leave_epoch(5.0) == (
         "Rank 0 cannot continue: CUDA error: an illegal memory access was encountered"
     )

@@ -1,0 +1,227 @@
+"""What a rank does from its imports to the end of an epoch, and how long each part took.
+
+It starts no thread and does not know Ray. All but `measure_roof` is called by the thread that
+computes. The process that creates the actor of a rank imports this module without torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import traceback
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+from pagedray.batch import WorkerFailure
+from pagedray.channel import ChannelClosedError
+from pagedray.load_progress import LoadProgress
+from pagedray.rank_progress import MAX_INDEX, Phase
+from workers.hub.download_line import DownloadLine
+from workers.step_server import serve_steps
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pagedray.channel import WorkerChannel
+    from pagedray.config import AttentionReport, CacheSize, EngineConfig
+    from pagedray.node_memory import MemoryAddress
+    from pagedray.pool_report import PoolReport
+    from pagedray.rank_progress import ProgressWord
+    from pagedray.rank_roof import RankRoof
+    from workers.parallel.group import ParallelGroup
+    from workers.parallel.one_shot import RowShape
+    from workers.parallel.rendezvous import GroupAddress, Rendezvous
+    from workers.worker import Worker
+
+__all__ = ["RankLifecycle"]
+
+logger = logging.getLogger(__name__)
+
+
+class RankLifecycle:
+    """Takes one rank through its start and its epochs. Methods may raise StartupError."""
+
+    def __init__(self, config: EngineConfig, progress: ProgressWord) -> None:
+        self._config = config
+        self._progress = progress
+        self.rank = 0
+        """Its number in the group, once it loads."""
+        self.load_progress = LoadProgress()
+        """How far it is with its model."""
+        self.failure: str | None = None
+        """Why it cannot join another epoch."""
+        self.durations: dict[str, float] = {}
+        """Seconds of each part since `load` or `end_epoch` began, by name."""
+        self._group: ParallelGroup | None = None
+        self._worker: Worker | None = None
+
+    @property
+    def group(self) -> ParallelGroup:
+        """The group, which may be joined once the model is loaded."""
+        assert self._group is not None
+        return self._group
+
+    @property
+    def worker(self) -> Worker:
+        """What holds the model, once it is loaded."""
+        assert self._worker is not None
+        return self._worker
+
+    @property
+    def pool_report(self) -> PoolReport:
+        """What became of the CPU pool when the cache was allocated."""
+        return self.worker.pool_report
+
+    def import_libraries(self) -> None:
+        """Import what the rank needs."""
+        from workers.imports import import_libraries
+
+        with self._timed("imports"):
+            import_libraries(self._config)
+
+    def load(
+        self, rank: int, device_index: int, cache: CacheSize | None, memory: MemoryAddress | None
+    ) -> None:
+        """Load the weights of a rank, and allocate its cache if the size is known.
+
+        `device_index` is its place among the visible devices; `memory` is for its CPU pool.
+        """
+        self.durations = {}
+        self.import_libraries()
+        from workers.freed_memory import with_freed_memory
+
+        self.rank = rank
+        self._fetch_weights()
+        if cache is None:
+            self._load_weights(device_index, memory)
+        else:
+            self._config = self._config.with_max_num_seqs(cache.max_num_seqs)
+            with_freed_memory(self._load_weights, device_index, memory)
+            with_freed_memory(self.allocate_cache, cache.num_blocks, cache.num_cpu_blocks)
+
+    def join_group(self, address: GroupAddress, host: str, rendezvous: Rendezvous | None) -> None:
+        """Join the group at `address`, where rank 0 has opened the `rendezvous`.
+
+        `host` is the address where other ranks reach this one.
+        """
+        with self._timed("group"):
+            self.group.join(address, host=host, rendezvous=rendezvous)
+
+    def default_max_num_seqs(self) -> int:
+        """Return the maximum number of sequences in a step, if no option says it."""
+        return self.worker.default_max_num_seqs
+
+    def available_cache(self, max_num_seqs: int) -> CacheSize:
+        """Return the size of the pools that fit on this rank."""
+        return self.worker.available_cache(max_num_seqs)
+
+    def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> AttentionReport:
+        """Allocate both pools, and return what computes the attention."""
+        with self._timed("cache"):
+            return self.worker.allocate_cache(num_blocks, num_cpu_blocks)
+
+    def warm_up(self, captures_lazily: bool) -> dict[str, float]:
+        """Prepare the first steps, and return `durations`."""
+        with self._timed("kernels"):
+            self.worker.warm_up()
+        with self._timed("graphs"):
+            self.worker.capture_graphs(only_largest=captures_lazily)
+        return self.durations
+
+    def measure_roof(self) -> RankRoof | None:
+        """Return what `Worker.measure_roof` does. May be called by any thread, beside no step."""
+        return self.worker.measure_roof()
+
+    def serve_steps(self, channel: WorkerChannel) -> None:
+        """Run the plans of a channel, and close it, until it or the group ends.
+
+        Raises what a step raises; then the rank cannot join another epoch.
+        """
+        from workers.parallel.group import GroupBrokenError
+
+        pool = self.worker.host_pool
+        if pool is not None and pool.mapped is not None:
+            # The controller has this rank's report.
+            pool.mapped.confirm()
+        try:
+            serve_steps(self.worker, channel, self._progress, is_first=self.rank == 0)
+            self.worker.close()
+        except ChannelClosedError:
+            logger.warning("Rank %s lost the connection to its controller.", self.rank)
+        except GroupBrokenError as error:
+            logger.warning("Rank %s lost the connection to another rank: %s", self.rank, error)
+            # The controller disconnects first if it knows that a rank hangs.
+            with suppress(ChannelClosedError):
+                channel.send(WorkerFailure(str(error), is_peer=True))
+        except Exception as error:
+            self.failure = f"Rank {self.rank} failed: {error}"
+            with suppress(ChannelClosedError):
+                channel.send(WorkerFailure(traceback.format_exc(limit=-6)))
+            raise
+        finally:
+            channel.close()
+
+    def end_epoch(self) -> None:
+        """Drop all but the weights, and leave the group, of which other ranks are gone."""
+        self.durations = {}
+        with self._timed("left"):
+            self.worker.end_epoch()
+
+    def _fetch_weights(self) -> None:
+        from workers.weights.local_weights import with_local_weights
+
+        if self._config.model.hub is None:
+            return
+        self._progress.enter(Phase.DOWNLOADING)
+        line = DownloadLine(self._config.model.hub.id)
+
+        def report(done: int, total: int) -> None:
+            self.load_progress = LoadProgress(line.text(done), done, total, is_download=True)
+
+        with self._timed("download"):
+            self._config = with_local_weights(self._config, report)
+        self._progress.enter(Phase.STARTING)
+
+    def _load_weights(self, device_index: int, memory: MemoryAddress | None) -> None:
+        import torch
+
+        from workers.parallel.group_factory import make_group
+        from workers.worker import rank_device
+        from workers.worker_factory import make_worker
+
+        with self._timed("device"):
+            device = rank_device(self._config, device_index)
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+                torch.cuda.synchronize()
+        with self._timed("model"):
+            size = self._config.parallel.tensor_parallel_size
+            self._group = make_group(
+                self.rank, size, device=device, progress=self._progress, rows=self._summed_rows()
+            )
+            self._worker = make_worker(self._config, self._group, device)
+            if memory is not None:
+                self._worker.use_pool_memory(memory)
+        with self._timed("weights"):
+            self._worker.load_weights(self._report_loading)
+
+    def _summed_rows(self) -> RowShape | None:
+        """Return the rows that the one-shot kernel sums over the ranks, or None if NCCL does."""
+        import torch
+
+        from workers.parallel.one_shot import RowShape
+
+        if self._config.parallel.all_reduce == "nccl":
+            return None
+        model = self._config.model
+        return RowShape(model.hidden_size, getattr(torch, model.dtype))
+
+    def _report_loading(self, done: int, total: int) -> None:
+        self.load_progress = LoadProgress(done=done, total=total)
+        self._progress.enter(Phase.LOADING, min(done, MAX_INDEX))
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        started_s = time.perf_counter()
+        yield
+        self.durations[name] = time.perf_counter() - started_s
