@@ -9,14 +9,12 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from cluster.serving.beams.step import check_beams_fit
 from cluster.serving.inputs import (
-    MAX_CLIENT_ID_LENGTH,
-    MAX_SALT_LENGTH,
     ChatPrompt,
     GenerationInput,
     InfillPrompt,
@@ -32,25 +30,22 @@ from cluster.serving.reasoning.formats import (
 )
 from cluster.serving.text.templates.request_templates import RequestTemplates
 from cluster.serving.validation.bad_words import BadWordReader
+from cluster.serving.validation.call_checks import check_call, check_num_sequences
 from cluster.serving.validation.prompt_reader import (
     PromptReader,
     are_long,
-    check_unicode,
     warn_of_unknown_tokens,
+)
+from cluster.serving.validation.sampling_reader import (
+    SamplingReader,
+    check_choice,
+    check_prompt_logprobs,
 )
 from cluster.structured.matchers.vocabulary import vocabulary_of
 from cluster.structured.processes.compiler import StructureCompiler
 from cluster.structured.processes.messages import limits_for
 from pagedray.errors import ContextLengthError, InvalidRequestError
-from pagedray.request import (
-    MAX_N,
-    Request,
-    SamplingParams,
-    Structure,
-    StructureKind,
-    check_token_ids,
-)
-from pagedray.shown_value import shown_value
+from pagedray.request import Request, SamplingParams, Structure, StructureKind, check_token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,8 +60,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Validator"]
 
-_MAX_PRIORITY = 2**31 - 1
-_MAX_PROMPT_LOGPROBS = 2**18
 _NUM_LAST_TOKENS = 32
 """Tokens at the end of a prompt in which the mark of reasoning is looked for."""
 
@@ -111,7 +104,7 @@ class Validator:
         self._vocab_size = config.model.vocab_size
         self._context = config.max_model_len
         self._queue_limits = config.scheduler
-        self._sampling_defaults = dict(config.sampling_defaults)
+        self._sampling = SamplingReader(config)
         self._structures = StructureCompiler(
             lambda: vocabulary_of(
                 tokenizer.token_bytes, size=self._vocab_size, eos_token_ids=self._eos_token_ids
@@ -125,16 +118,13 @@ class Validator:
     async def validate(self, given: GenerationInput) -> tuple[Request, ...]:
         """Return one request for each prompt. Raises RequestError."""
         self.check_model(given.model)
-        _check_client_id(given.client_id)
-        _check_priority(given.priority)
-        _check_cache_salt(given.cache_salt)
-        _check_truncation(given.max_prompt_tokens)
-        sampling = self._read_sampling(given)
-        _check_num_sequences(len(given.prompts), sampling.n)
+        check_call(given)
+        sampling = self._sampling.read_sampling(given)
+        check_num_sequences(len(given.prompts), sampling.n)
         is_long = are_long(given.prompts)
         self._check_continuation(given, len(given.prompts) * sampling.n)
         bad_token_ids = await self._bad_words.read(sampling.bad_words, tenant=given.tenant)
-        self._check_choice(sampling, bad_token_ids, self._end_token_ids(given.prompts[0]))
+        check_choice(sampling, bad_token_ids, self._end_token_ids(given.prompts[0]))
         requests: list[Request] = []
         for prompt_index, prompt in enumerate(given.prompts):
             request = await self._request(prompt, sampling, given, is_long=is_long)
@@ -185,53 +175,15 @@ class Validator:
         """Raise UnknownModelError if a model is named and not served here."""
         check_model_name(name, self._model)
 
-    def _read_sampling(self, given: GenerationInput) -> SamplingParams:
-        # SamplingParams checks the type and range of every field itself.
-        fields: dict[str, Any] = {**self._sampling_defaults, **given.sampling}
-        # How much room the prompt leaves is known after tokenizing.
-        fields.setdefault("max_tokens", self._context)
-        sampling = SamplingParams(**fields)
-        for text in sampling.stop:
-            check_unicode(text, "stop")
-        _check_structure(sampling.structure)
-        check_token_ids(sampling.stop_token_ids, self._vocab_size, "stop_token_ids")
-        check_token_ids(tuple(sampling.logit_bias), self._vocab_size, "logit_bias")
-        check_token_ids(sampling.allowed_token_ids, self._vocab_size, "allowed_token_ids")
-        return sampling
-
-    def _check_choice(
-        self,
-        sampling: SamplingParams,
-        bad_token_ids: tuple[tuple[int, ...], ...],
-        end_token_ids: tuple[int, ...],
-    ) -> None:
-        """Raise InvalidRequestError if there may be a position at which no token is allowed."""
-        left = set(sampling.allowed_token_ids)
-        if left and sampling.min_tokens:
-            left.difference_update(sampling.stop_token_ids)
-            if not sampling.ignore_eos:
-                left.difference_update(end_token_ids)
-            if not left:
-                raise InvalidRequestError(
-                    "allowed_token_ids must contain a token that does not end the output if "
-                    "min_tokens is set.",
-                    param="allowed_token_ids",
-                )
-        if left and left.issubset(token_ids[-1] for token_ids in bad_token_ids):
-            raise InvalidRequestError(
-                "allowed_token_ids must contain a token that does not end one of bad_words.",
-                param="allowed_token_ids",
-            )
-
     async def _request(
         self, prompt: Prompt, sampling: SamplingParams, given: GenerationInput, *, is_long: bool
     ) -> Request:
         token_ids = await self._read_prompt(prompt, sampling, given, is_long=is_long)
-        _check_prompt_logprobs(sampling.prompt_logprobs, len(token_ids))
+        check_prompt_logprobs(sampling.prompt_logprobs, len(token_ids))
         return Request(
             id=secrets.token_hex(16),
             prompt_token_ids=token_ids,
-            sampling=self._with_max_tokens(sampling, len(token_ids), given),
+            sampling=self._sampling.with_max_tokens(sampling, len(token_ids), given),
             seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
             eos_token_ids=self._end_token_ids(prompt),
             tenant=given.tenant,
@@ -316,22 +268,6 @@ class Validator:
                 param=param,
             )
 
-    def _with_max_tokens(
-        self, sampling: SamplingParams, num_prompt_tokens: int, given: GenerationInput
-    ) -> SamplingParams:
-        room = self._context - num_prompt_tokens
-        if "max_tokens" in given.sampling:
-            if sampling.max_tokens > room:
-                raise ContextLengthError(
-                    f"max_tokens must be from 1 to {room}, not {sampling.max_tokens}: the prompt "
-                    f"has {num_prompt_tokens} tokens and the context length is {self._context}.",
-                    param="max_tokens",
-                )
-            return sampling
-        default = room if given.default_max_tokens is None else given.default_max_tokens
-        default = max(default, sampling.min_tokens)
-        return msgspec.structs.replace(sampling, max_tokens=min(default, room))
-
 
 def _continued(request: Request, continuation: Continuation | None, prompt_index: int) -> Request:
     """Return a request that continues, and samples as in any replica."""
@@ -341,74 +277,3 @@ def _continued(request: Request, continuation: Continuation | None, prompt_index
     generated = continuation.generated_token_ids(prompt_index, sampling.n)
     seed = continuation.seed_of(prompt_index) if sampling.seed is None else sampling.seed
     return msgspec.structs.replace(request, seed=seed, generated_token_ids=generated)
-
-
-def _check_client_id(client_id: str | None) -> None:
-    if client_id is None:
-        return
-    if not (0 < len(client_id) <= MAX_CLIENT_ID_LENGTH and client_id.isprintable()):
-        raise InvalidRequestError(
-            f"request_id must have 1 to {MAX_CLIENT_ID_LENGTH} printable characters.",
-            param="request_id",
-        )
-
-
-def _check_priority(priority: int) -> None:
-    if not -_MAX_PRIORITY - 1 <= priority <= _MAX_PRIORITY:
-        raise InvalidRequestError(
-            f"priority must be from {-_MAX_PRIORITY - 1} to {_MAX_PRIORITY}, not {priority}.",
-            param="priority",
-        )
-
-
-def _check_cache_salt(salt: str) -> None:
-    if len(salt) > MAX_SALT_LENGTH:
-        raise InvalidRequestError(
-            f"cache_salt may have at most {MAX_SALT_LENGTH} characters, not {len(salt)}.",
-            param="cache_salt",
-        )
-    check_unicode(salt, "cache_salt")
-
-
-def _check_truncation(num_kept: int | None) -> None:
-    if num_kept is not None and num_kept != -1 and num_kept < 1:
-        raise InvalidRequestError(
-            f"truncate_prompt_tokens must be -1, or 1 or more, not {shown_value(num_kept)}.",
-            param="truncate_prompt_tokens",
-        )
-
-
-def _check_prompt_logprobs(number: int | None, num_prompt_tokens: int) -> None:
-    if number is None:
-        return
-    num_values = num_prompt_tokens * (number + 1)
-    if num_values > _MAX_PROMPT_LOGPROBS:
-        raise InvalidRequestError(
-            f"prompt_logprobs = {number} for a prompt of {num_prompt_tokens} tokens requests "
-            f"{num_values} log-probabilities; at most {_MAX_PROMPT_LOGPROBS} are allowed.",
-            param="prompt_logprobs",
-        )
-
-
-def _check_structure(structure: object) -> None:
-    if structure is None:
-        return
-    if not isinstance(structure, Structure):
-        raise InvalidRequestError("structure must be a Structure.", param="structure")
-    if structure.kind not in get_args(StructureKind) or not isinstance(structure.text, str):
-        raise InvalidRequestError(
-            f"structure must have a text and a kind: {', '.join(get_args(StructureKind))}.",
-            param="structure",
-        )
-    check_unicode(structure.text, "structure")
-
-
-def _check_num_sequences(num_prompts: int, n: int) -> None:
-    if num_prompts == 0:
-        raise InvalidRequestError("prompt must not be empty.", param="prompt")
-    if num_prompts * n > MAX_N:
-        raise InvalidRequestError(
-            f"{num_prompts} prompts with n = {n} request {num_prompts * n} sequences; "
-            f"at most {MAX_N} are allowed.",
-            param="prompt" if num_prompts > 1 else "n",
-        )

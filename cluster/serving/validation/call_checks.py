@@ -1,0 +1,73 @@
+"""Limits of what a call says of itself, beside its prompts and sampling parameters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cluster.serving.inputs import MAX_CLIENT_ID_LENGTH, MAX_SALT_LENGTH
+from cluster.serving.validation.prompt_reader import check_unicode
+from pagedray.errors import InvalidRequestError
+from pagedray.request import MAX_N
+from pagedray.shown_value import shown_value
+
+if TYPE_CHECKING:
+    from cluster.serving.inputs import GenerationInput
+
+__all__ = ["check_call", "check_num_sequences"]
+
+_MAX_PRIORITY = 2**31 - 1
+
+
+def check_call(given: GenerationInput) -> None:
+    """Raise InvalidRequestError for an invalid id, priority, salt or truncation."""
+    _check_client_id(given.client_id)
+    _check_priority(given.priority)
+    _check_cache_salt(given.cache_salt)
+    _check_truncation(given.max_prompt_tokens)
+
+
+def check_num_sequences(num_prompts: int, n: int) -> None:
+    """Raise InvalidRequestError if a call has no prompt or too many sequences."""
+    if num_prompts == 0:
+        raise InvalidRequestError("prompt must not be empty.", param="prompt")
+    if num_prompts * n > MAX_N:
+        raise InvalidRequestError(
+            f"{num_prompts} prompts with n = {n} request {num_prompts * n} sequences; "
+            f"at most {MAX_N} are allowed.",
+            param="prompt" if num_prompts > 1 else "n",
+        )
+
+
+def _check_client_id(client_id: str | None) -> None:
+    if client_id is None:
+        return
+    if not (0 < len(client_id) <= MAX_CLIENT_ID_LENGTH and client_id.isprintable()):
+        raise InvalidRequestError(
+            f"request_id must have 1 to {MAX_CLIENT_ID_LENGTH} printable characters.",
+            param="request_id",
+        )
+
+
+def _check_priority(priority: int) -> None:
+    if not -_MAX_PRIORITY - 1 <= priority <= _MAX_PRIORITY:
+        raise InvalidRequestError(
+            f"priority must be from {-_MAX_PRIORITY - 1} to {_MAX_PRIORITY}, not {priority}.",
+            param="priority",
+        )
+
+
+def _check_cache_salt(salt: str) -> None:
+    if len(salt) > MAX_SALT_LENGTH:
+        raise InvalidRequestError(
+            f"cache_salt may have at most {MAX_SALT_LENGTH} characters, not {len(salt)}.",
+            param="cache_salt",
+        )
+    check_unicode(salt, "cache_salt")
+
+
+def _check_truncation(num_kept: int | None) -> None:
+    if num_kept is not None and num_kept != -1 and num_kept < 1:
+        raise InvalidRequestError(
+            f"truncate_prompt_tokens must be -1, or 1 or more, not {shown_value(num_kept)}.",
+            param="truncate_prompt_tokens",
+        )
