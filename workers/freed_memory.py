@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 __all__ = ["with_freed_memory"]
 
 _TIMEOUT_S = 10.0
-"""How long the driver may take to free the memory."""
+"""How long the driver may take to free the memory, from when it was first needed."""
 _POLL_S = 0.1
 
 
 # Any: the arguments are those of the function.
 def with_freed_memory(function: Callable[..., object], *arguments: Any) -> None:
     """Call the function, again and again while memory that it needs is being freed."""
-    deadline_s = time.monotonic() + _TIMEOUT_S
+    deadline_s: float | None = None
     while True:
         try:
             function(*arguments)
@@ -31,6 +31,8 @@ def with_freed_memory(function: Callable[..., object], *arguments: Any) -> None:
         except (torch.OutOfMemoryError, StartupError) as error:
             # A variable for the cause would outlive this block, and keep what its frames allocated.
             is_memory = isinstance(error.__cause__ or error, torch.OutOfMemoryError)
+            # Loading a large model may take longer than the driver does.
+            deadline_s = deadline_s or time.monotonic() + _TIMEOUT_S
             if not is_memory or time.monotonic() > deadline_s:
                 raise
         release_gpu_memory()

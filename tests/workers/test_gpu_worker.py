@@ -8,6 +8,7 @@ import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -92,6 +93,34 @@ def test_a_new_rank_drops_what_a_failed_attempt_allocated(
     monkeypatch.setattr("workers.decoder_worker.load_weights", fail_at_first)
     assert rank.load_rank(0, 0, CACHE) is None
     assert numbers_left == [0, 0, 0, 0]
+
+
+def test_a_new_rank_tries_again_even_if_its_first_attempt_takes_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rank = GpuWorker(engine_config(TINY_LLAMA, OPTIONS))
+    now_s = 0.0
+    num_attempts = 0
+
+    def fail_late(
+        model: Decoder,
+        config: EngineConfig,
+        report: Any,  # Any: not called
+    ) -> None:
+        nonlocal now_s, num_attempts
+        num_attempts += 1
+        now_s += 60.0
+        if now_s < 100.0:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        load_weights(model, config, report)
+
+    clock = SimpleNamespace(monotonic=lambda: now_s, sleep=lambda _: None)
+    monkeypatch.setattr("workers.freed_memory.time", clock)
+    # The torch of a CPU does not have all that this calls.
+    monkeypatch.setattr("workers.freed_memory.release_gpu_memory", gc.collect)
+    monkeypatch.setattr("workers.decoder_worker.load_weights", fail_late)
+    assert rank.load_rank(0, 0, CACHE) is None
+    assert num_attempts == 2
 
 
 def test_rank_whose_device_has_failed_says_so(
