@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cluster.engine.ranks.ray_calls import result_unless
+from cluster.engine.ray_cluster.ray_calls import result_unless
 from pagedray.errors import StartupError
 
 if TYPE_CHECKING:

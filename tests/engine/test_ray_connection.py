@@ -12,7 +12,7 @@ import torch
 PROGRAM = """
 import sys
 from cluster.engine.options import EngineOptions, engine_config
-from cluster.engine.ranks.ray_connection import RayConnection
+from cluster.engine.ray_cluster.ray_connection import RayConnection
 from pagedray.errors import DeviceError
 
 options = EngineOptions(device="cuda", tensor_parallel_size=2)

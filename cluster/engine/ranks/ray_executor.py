@@ -17,9 +17,9 @@ from cluster.engine.faults.start_limit import StartLimit
 from cluster.engine.ranks.healing import Healing
 from cluster.engine.ranks.pool_memories import PoolMemories
 from cluster.engine.ranks.rank_places import RankPlaces
-from cluster.engine.ranks.ray_connection import RayConnection
 from cluster.engine.ranks.ray_ranks import RayRanks
 from cluster.engine.ranks.spare_ranks import SpareRanks
+from cluster.engine.ray_cluster.ray_connection import RayConnection
 from pagedray.batch import EmbedOutput, EmbedPlan, StepOutput
 from pagedray.errors import DeviceError, StartupError, WorkerError
 

@@ -1,4 +1,4 @@
-"""One epoch of a group: its actors, their channels, and the cause of their death.
+"""One epoch of a group: its actors and their channels.
 
 Plans go over the step channel; Ray starts the actors and reports why one has died. Each epoch
 has a secret, so that ranks of an older epoch cannot connect to a newer one.
@@ -7,18 +7,18 @@ has a secret, so that ranks of an older epoch cannot connect to a newer one.
 from __future__ import annotations
 
 import logging
-import re
 import secrets
-import time
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import GetTimeoutError, RayError
 
 from cluster.engine.executor import RankHealth
 from cluster.engine.faults.rank_monitor import RankMonitor
+from cluster.engine.ranks.epoch_end import end_actors
 from cluster.engine.ranks.rank_channels import RankChannels
+from cluster.engine.ranks.rank_death import cause_of, find_cause
 from cluster.engine.ranks.ray_reports import RayReports
 from pagedray.channel import ChannelClosedError
 from pagedray.config import CacheSize
@@ -46,11 +46,7 @@ __all__ = ["RayRanks"]
 logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 2.0
-_LEAVE_TIMEOUT_S = 4.0
-"""How long a rank may take to leave an epoch before it is ended."""
-_CAUSE_TIMEOUT_S = 1.0
 _POLL_S = 0.2
-_EXIT_DETAIL = re.compile(r"Worker exit detail: (.+?\.)(?:\s|$)")
 
 # Any: the type of Ray's references depends on how Ray was built.
 Reference = Any
@@ -198,7 +194,7 @@ class RayRanks:
         try:
             answers = ray.get([actor.measure_roof.remote() for actor in self._actors])
         except RayError as error:
-            raise WorkerError(f"A rank died: {_cause_of(error)}") from error
+            raise WorkerError(f"A rank died: {cause_of(error)}") from error
         for answer in answers:
             if isinstance(answer, str):
                 raise DeviceError(answer)
@@ -225,39 +221,8 @@ class RayRanks:
         # First, so that nothing that they still send counts.
         self._channels.close()
         actors, self._actors, self._running = self._actors, [], []
-        # A process that is stopped would not answer Ray, and would end only when it continues.
         hung = self._monitor.hung if self._hang is not None else []
-        self._reports.kill_processes(hung)
-        for rank in hung:
-            ray.kill(actors[rank])
-        if self._size == 1:
-            self._reports.close()
-            ray.kill(actors[0])
-            return {}
-        leaving = {
-            rank: actor.leave_epoch.remote(_LEAVE_TIMEOUT_S)
-            for rank, actor in enumerate(actors)
-            if rank not in hung
-        }
-        if leaving:
-            ray.wait(
-                list(leaving.values()),
-                num_returns=len(leaving),
-                timeout=_LEAVE_TIMEOUT_S + 2 * _CAUSE_TIMEOUT_S,
-            )
-        self._reports.kill_processes(
-            [rank for rank, reference in leaving.items() if not _has_answered(reference)]
-        )
-        self._reports.close()
-        survivors = {
-            rank: actors[rank] for rank, reference in leaving.items() if _has_left(reference)
-        }
-        if len(survivors) == self._size:
-            survivors = {}
-        for rank, actor in enumerate(actors):
-            if rank not in survivors:
-                ray.kill(actor)
-        return survivors
+        return end_actors(actors, hung=hung, reports=self._reports)
 
     def close(self) -> None:
         """End every rank, in any state."""
@@ -287,7 +252,7 @@ class RayRanks:
             raise
         except RayError as error:
             self.close()
-            raise WorkerError(f"A rank died during startup: {_cause_of(error)}") from error
+            raise WorkerError(f"A rank died during startup: {cause_of(error)}") from error
         except BaseException:
             self.close()
             raise
@@ -379,20 +344,7 @@ class RayRanks:
             raise self._death(error) from error
 
     def _death(self, error: ChannelClosedError) -> WorkerError:
-        # Ray reports the cause of death shortly after the socket closes.
-        deadline_s = time.monotonic() + _CAUSE_TIMEOUT_S
-        cause: RayError | None = None
-        waiting = self._running
-        while waiting and (left_s := deadline_s - time.monotonic()) > 0.0:
-            finished, waiting = ray.wait(waiting, timeout=left_s)
-            for reference in finished:
-                try:
-                    ray.get(reference)
-                except RayActorError as death:
-                    return WorkerError(f"A rank died: {_cause_of(death)}")
-                except RayError as failure:
-                    cause = failure
-        return WorkerError(f"A rank died: {error if cause is None else _cause_of(cause)}")
+        return WorkerError(f"A rank died: {find_cause(self._running) or error}")
 
     def _check_running(self) -> None:
         """Report progress. Raises RayError if a rank has died."""
@@ -408,31 +360,3 @@ def _ranks(number: int) -> str:
 def _at(what: str) -> Callable[[], tuple[str, float]]:
     """Return the progress of what has no parts."""
     return lambda: (what, 0.0)
-
-
-def _has_answered(reference: Reference) -> bool:
-    finished, _ = ray.wait([reference], timeout=0)
-    return bool(finished)
-
-
-def _has_left(leaving: Reference) -> bool:
-    """Return whether a rank has left its epoch and can join another."""
-    try:
-        problem = ray.get([leaving], timeout=0)[0]
-    except GetTimeoutError:
-        problem = "it did not answer."
-    except RayError:
-        # It has died, and why is known from the end of its steps.
-        return False
-    if problem is not None:
-        logger.warning("A rank that was still alive is replaced too: %s", problem)
-    return problem is None
-
-
-def _cause_of(error: RayError) -> str:
-    """Return Ray's cause of death in one sentence."""
-    text = str(error)
-    if found := _EXIT_DETAIL.search(text):
-        return found[1]
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return f"{lines[-1].rstrip('.') if lines else type(error).__name__}."

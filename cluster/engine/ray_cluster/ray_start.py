@@ -10,9 +10,9 @@ from typing import Any
 
 import ray
 
-from cluster.engine.ranks.ray_environment import RECONNECT_VARIABLE
-from cluster.engine.ranks.ray_processes import kill_processes, ray_processes
-from cluster.engine.ranks.sigterm_handler import kept_sigterm_handler
+from cluster.engine.ray_cluster.ray_environment import RECONNECT_VARIABLE
+from cluster.engine.ray_cluster.ray_processes import kill_processes, ray_processes
+from cluster.engine.ray_cluster.sigterm_handler import kept_sigterm_handler
 from pagedray.errors import StartupError
 from workers.parallel.rendezvous import LOOPBACK
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import ray
 from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
 
-from cluster.engine.ranks.disk_reserve import DiskReserve
-from cluster.engine.ranks.ray_environment import RayEnvironment, warn_if_unauthenticated
-from cluster.engine.ranks.ray_health import RayHealth
-from cluster.engine.ranks.ray_processes import kill_processes, ray_processes
-from cluster.engine.ranks.ray_start import join_ray, ray_folder, reconnect_s, start_ray
+from cluster.engine.ray_cluster.disk_reserve import DiskReserve
+from cluster.engine.ray_cluster.ray_environment import RayEnvironment, warn_if_unauthenticated
+from cluster.engine.ray_cluster.ray_health import RayHealth
+from cluster.engine.ray_cluster.ray_processes import kill_processes, ray_processes
+from cluster.engine.ray_cluster.ray_start import join_ray, ray_folder, reconnect_s, start_ray
 from pagedray.errors import DeviceError
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, TypeVar
 import ray
 
 from cluster.engine.executor import Outage
-from cluster.engine.ranks.ray_calls import result_unless, start_call
-from cluster.engine.ranks.ray_daemon import RayDaemon
+from cluster.engine.ray_cluster.ray_calls import result_unless, start_call
+from cluster.engine.ray_cluster.ray_daemon import RayDaemon
 from pagedray.errors import StartupError
 
 if TYPE_CHECKING:
