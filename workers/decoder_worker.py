@@ -152,7 +152,10 @@ class DecoderWorker(Worker):
     def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> AttentionReport:
         # Of an attempt that failed for want of memory.
         self._close_jobs()
-        self._runner = self._make_runner(num_blocks, num_cpu_blocks, self._graph_sizes)
+        cache = self._make_cache(num_blocks, num_cpu_blocks)
+        if self._host_pool is not None and self._host_pool.checksums is not None:
+            self._checksum_jobs = ChecksumJobs(self._host_pool.checksums)
+        self._runner = self._make_runner(cache, self._graph_sizes)
         if self._host_pool is not None:
             self._pool_report = self._host_pool.take_report()
         folder = self._config.cache.disk_cache_folder
@@ -216,9 +219,8 @@ class DecoderWorker(Worker):
             release_gpu_memory()
         self._group.close()
 
-    def _make_runner(self, num_blocks: int, num_cpu_blocks: int, sizes: _GraphSizes) -> ModelRunner:
-        assert self._model is not None
-        scheduler = self._config.scheduler
+    def _make_cache(self, num_blocks: int, num_cpu_blocks: int) -> KVCache:
+        """Return both pools; a CPU pool is kept for later epochs. Raises DeviceError."""
         try:
             host_pool = make_host_pool(
                 self._spec,
@@ -229,7 +231,7 @@ class DecoderWorker(Worker):
             )
             if num_cpu_blocks:
                 self._host_pool = host_pool
-            cache = KVCache(
+            return KVCache(
                 self._backend,
                 self._spec,
                 num_blocks=num_blocks,
@@ -242,12 +244,15 @@ class DecoderWorker(Worker):
                 f"{num_cpu_blocks}, of {block_bytes(self._spec)} bytes each; use a lower "
                 "--num-blocks or --num-cpu-blocks."
             ) from error
-        if num_cpu_blocks and host_pool.checksums is not None:
-            self._checksum_jobs = ChecksumJobs(host_pool.checksums)
+
+    def _make_runner(self, cache: KVCache, sizes: _GraphSizes) -> ModelRunner:
+        """Return what runs steps on a cache, with graphs of these sizes, which are not captured."""
+        assert self._model is not None
+        max_num_seqs, max_model_len = self._config.max_num_seqs, self._config.max_model_len
         table = TokenTable(
-            max_num_rows=self._config.max_num_seqs,
-            max_model_len=self._config.max_model_len,
-            max_num_tokens=max(scheduler.max_num_batched_tokens, self._config.max_num_seqs),
+            max_num_rows=max_num_seqs,
+            max_model_len=max_model_len,
+            max_num_tokens=max(self._config.scheduler.max_num_batched_tokens, max_num_seqs),
             device=self._device,
         )
         builder = self._backend.make_metadata_builder(self._spec)
@@ -285,13 +290,13 @@ class DecoderWorker(Worker):
             progress=self._group.progress,
             batch=InputBatch(
                 table,
-                max_num_rows=self._config.max_num_seqs,
-                max_model_len=self._config.max_model_len,
+                max_num_rows=max_num_seqs,
+                max_model_len=max_model_len,
                 block_size=self._spec.block_size,
                 replays_decodes=self._device.type == "cpu",
             ),
             sampler=Sampler(
-                max_num_rows=self._config.max_num_seqs,
+                max_num_rows=max_num_seqs,
                 vocab_size=self._config.model.vocab_size,
                 device=self._device,
             ),
@@ -353,7 +358,7 @@ class DecoderWorker(Worker):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_reserved(self._device)
-        runner = self._make_runner(num_blocks=1, num_cpu_blocks=0, sizes=_NO_GRAPHS)
+        runner = self._make_runner(self._make_cache(1, 0), _NO_GRAPHS)
         for plan in largest_steps(self._config):
             pending = runner.launch(plan)
             pending.take_masks(allow_all_tokens(plan, self._config.model.vocab_size))
@@ -382,7 +387,7 @@ class DecoderWorker(Worker):
 
     def _bytes_of_graphs(self, sizes: _GraphSizes) -> int:
         before, _ = torch.cuda.mem_get_info(self._device)
-        runner = self._make_runner(num_blocks=1, num_cpu_blocks=0, sizes=sizes)
+        runner = self._make_runner(self._make_cache(1, 0), sizes)
         runner.capture_graphs()
         after, _ = torch.cuda.mem_get_info(self._device)
         del runner

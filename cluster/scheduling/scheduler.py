@@ -355,6 +355,7 @@ class Scheduler:
         self._table.reset_sequences(damaged)
 
     def stats(self) -> SchedulerStats:
+        """Return a snapshot of the gauges and counters."""
         return SchedulerStats(
             max_num_seqs=self._table.num_rows,
             num_running=self.num_running,

@@ -21,7 +21,10 @@ def activation_function(activation: Activation) -> Callable[[torch.Tensor], torc
 
 
 def clamped_gate(columns: torch.Tensor, form: ClampedGate) -> torch.Tensor:
-    """Return the gated first half of the columns times the second half plus one."""
+    """Return the gated first half of the columns times the second half plus one.
+
+    From `[num_rows, 2 * size]` to `[num_rows, size]`.
+    """
     gate, up = columns.chunk(2, dim=1)
     gate = gate.clamp(max=form.limit)
     up = up.clamp(-form.limit, form.limit)

@@ -54,7 +54,7 @@ class TokenTable:
         self._turn = 0
 
     def tokens(self, row: int, first: int, end: int) -> torch.Tensor:
-        """Return the tokens of a row from position `first` to before `end`, on the device."""
+        """Return tokens of a row, from position `first` to before `end`, as `[end - first]`."""
         return self._tokens[row, first:end]
 
     def start_rows(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:

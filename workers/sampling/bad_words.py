@@ -84,7 +84,7 @@ class BadWords:
         scores.index_put_(where, added, accumulate=True)
 
     def append(self, rows: IntArray, token_ids: Tensor) -> None:
-        """Take up the tokens just sampled for these rows; -1 is none."""
+        """Take up the tokens just sampled for these rows, `[num_rows]`; -1 is none."""
         row_ids = upload(rows, self._device)
         before, token_ids = self._last_tokens[row_ids], token_ids.unsqueeze(1).int()
         after = torch.cat((before[:, 1:], token_ids), dim=1)

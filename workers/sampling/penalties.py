@@ -69,7 +69,7 @@ class Penalties:
             penalize(scores, indices, self._is_seen, self._output_counts, slots, strengths)
 
     def count(self, rows: IntArray, token_ids: Tensor) -> None:
-        """Take up the tokens just sampled for these rows; -1 is none."""
+        """Take up the tokens just sampled for these rows, `[num_rows]`; -1 is none."""
         slots = upload(self._slots(rows), self._device)
         is_token, token_ids = token_ids >= 0, token_ids.clamp(min=0)
         self._output_counts[slots, token_ids] += is_token

@@ -27,7 +27,7 @@ class Uploader:
         self._ring = PinnedRing(device, num_buffers=_NUM_BUFFERS)
 
     def upload(self, array: NDArray[Any]) -> torch.Tensor:  # Any: element types of 8 bytes
-        """Return an array of int64 or float64 as a tensor on the device."""
+        """Return an array of int64 or float64 as a tensor of its shape on the device."""
         array = np.ascontiguousarray(array)
         tensor = torch.from_numpy(array)
         assert array.itemsize == _WORD_BYTES

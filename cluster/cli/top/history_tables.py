@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from rich.table import Table
 
@@ -25,6 +25,17 @@ _SPAN_S = 600.0
 _NUM_OTHER_COLUMNS = 43
 
 
+class _Row(NamedTuple):
+    """A row of the table of plots."""
+
+    name: str
+    current: str
+    value_of: Callable[[LoadSample], float | None]
+    write: Callable[[float], str]
+    top: float = 0.0
+    """The least value at the top of its plot."""
+
+
 def plot_table(
     loads: ServerLoads,
     rates: tuple[float, float, float],
@@ -44,58 +55,62 @@ def plot_table(
     title = begin.ljust(min(plot_width, num_places) - 3) + "now"
     table = _grid("", "now", title, "highest")
     table.columns[2].style = "cyan"
-    samples = history.samples
-    num_used_blocks = loads.num_blocks - loads.num_free_blocks
-
-    def add_row(
-        name: str,
-        current: str,
-        value_of: Callable[[LoadSample], float | None],
-        write: Callable[[float], str],
-        top: float = 0.0,
-    ) -> None:
-        values = [value_of(sample) for sample in samples]
+    for row in _rows(loads, rates, history):
+        values = [row.value_of(sample) for sample in history.samples]
         highest = max((value for value in values if value is not None), default=None)
         plot = draw_plot(
             values,
             num_places=num_places,
             width=plot_width,
             height=max(1, row_height - 1),
-            top=top,
+            top=row.top,
             is_ascii=is_ascii,
         )
         plot += "\n" if row_height > 1 else ""
-        table.add_row(name, current, plot, "-" if highest is None else write(highest))
-
-    generated, prompt, _ = rates
-    add_row(
-        "generated tokens/s",
-        number_text(generated),
-        lambda sample: sample.generated_tokens_per_s,
-        number_text,
-    )
-    add_row(
-        "prompt tokens/s",
-        number_text(prompt),
-        lambda sample: sample.prompt_tokens_per_s,
-        number_text,
-    )
-    add_row(
-        "first token, p95",
-        seconds_text(samples[-1].first_token_p95_s if samples else None),
-        lambda sample: sample.first_token_p95_s,
-        seconds_text,
-    )
-    add_row("running", str(loads.num_running), lambda sample: sample.num_running, _count_text)
-    add_row("waiting", str(loads.num_waiting), lambda sample: sample.num_waiting, _count_text)
-    add_row(
-        "blocks in use",
-        part_text(num_used_blocks, loads.num_blocks),
-        lambda sample: sample.num_used_blocks,
-        lambda num_blocks: part_text(round(num_blocks), history.num_blocks),
-        float(history.num_blocks),
-    )
+        table.add_row(row.name, row.current, plot, "-" if highest is None else row.write(highest))
     return table
+
+
+def _rows(
+    loads: ServerLoads, rates: tuple[float, float, float], history: LoadHistory
+) -> tuple[_Row, ...]:
+    """Return the rows of the table of plots, `NUM_PLOTS` of them."""
+    generated, prompt, _ = rates
+    last = history.samples[-1].first_token_p95_s if history.samples else None
+    used = part_text(loads.num_blocks - loads.num_free_blocks, loads.num_blocks)
+
+    def write_blocks(num_blocks: float) -> str:
+        return part_text(round(num_blocks), history.num_blocks)
+
+    return (
+        _Row(
+            "generated tokens/s",
+            number_text(generated),
+            lambda sample: sample.generated_tokens_per_s,
+            number_text,
+        ),
+        _Row(
+            "prompt tokens/s",
+            number_text(prompt),
+            lambda sample: sample.prompt_tokens_per_s,
+            number_text,
+        ),
+        _Row(
+            "first token, p95",
+            seconds_text(last),
+            lambda sample: sample.first_token_p95_s,
+            seconds_text,
+        ),
+        _Row("running", str(loads.num_running), lambda sample: sample.num_running, _count_text),
+        _Row("waiting", str(loads.num_waiting), lambda sample: sample.num_waiting, _count_text),
+        _Row(
+            "blocks in use",
+            used,
+            lambda sample: sample.num_used_blocks,
+            write_blocks,
+            float(history.num_blocks),
+        ),
+    )
 
 
 def latency_table(history: LoadHistory) -> Table:

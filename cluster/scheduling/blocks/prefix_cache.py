@@ -157,6 +157,7 @@ class PrefixCache:
         return self._keys[block]
 
     def forget_block(self, block: int) -> None:
+        """Remove a block, if it is in the cache."""
         key, self._keys[block] = self._keys[block], None
         if key is not None:
             del self._block_of[key.digest]

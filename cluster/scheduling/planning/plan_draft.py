@@ -128,6 +128,7 @@ class PlanDraft:
             (self.chunk_samples if num_tokens > 1 else self.single_samples).append(sequence)
 
     def build_plan(self) -> StepPlan:
+        """Return the plan, with chunks of several tokens before those of one, and decodes last."""
         return StepPlan(
             self.step,
             self.chunks + self.singles,

@@ -19,7 +19,7 @@ _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def unpacked(words: torch.Tensor, dim: int, *, is_awq: bool = False) -> torch.Tensor:
-    """Return the numbers of a matrix of int32, uint8, eight times as long along `dim`."""
+    """Return the uint8 numbers in an int32 matrix, whose `dim` becomes eight times as long."""
     places = _AWQ_PLACES if is_awq else _IN_ORDER
     shifts = torch.tensor([4 * place for place in places], dtype=torch.int32, device=words.device)
     shape = [1, 1, 1]
