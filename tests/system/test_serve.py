@@ -343,10 +343,12 @@ def test_streams_go_on_after_a_rank_was_stopped(server: ServerProcess) -> None:
 def test_sigterm_lets_a_stream_finish_and_leaves_no_process_behind(server: ServerProcess) -> None:
     family = server.family()
     assert len(server.ranks()) == 2
-    sampling = pagedray_pb2.SamplingParams(max_tokens=500, n=4, ignore_eos=True)
+    # More than the buffers hold of a client that does not read: the call stays open until it does.
+    sampling = pagedray_pb2.SamplingParams(max_tokens=250, n=4, logprobs=20, ignore_eos=True)
+    buffers = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 2**14))
     with (
         httpx.Client() as client,
-        grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel,
+        grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}", buffers) as channel,
     ):
         # A connected client must not keep the server alive.
         client.get(f"{server.url}/health")
@@ -357,6 +359,6 @@ def test_sigterm_lets_a_stream_finish_and_leaves_no_process_behind(server: Serve
         # Ray's own handler would abort the server after 3 s.
         time.sleep(4.0)
         *_, last = stream
-    assert last.usage.num_generated_tokens == 4 * 500
+    assert last.usage.num_generated_tokens == 4 * 250
     assert server.wait(timeout_s=30.0) == 0
     assert still_running(family, 10.0) == []
