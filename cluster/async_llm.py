@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import secrets
 from contextlib import aclosing, suppress
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Self, Unpack
 
 from cluster.engine.controller import Controller
 from cluster.engine.open_engine import open_engine
-from cluster.engine.options import EngineOptions, engine_config
+from cluster.engine.options import engine_config
 from cluster.engine.progress import ProgressLine
-from cluster.engine.vllm_options import own_options
+from cluster.engine.vllm_options import engine_options
 from cluster.generation import Collector
 from cluster.llm_beams import BeamSearches, first_logprobs
 from cluster.llm_prompts import read_conversations, read_prompts
@@ -66,11 +66,11 @@ class AsyncLLM:
         show_progress: bool = True,
         **options: Unpack[LLMOptions],
     ) -> None:
-        own: dict[str, Any] = own_options(options)  # Any: fields of all types
+        own = engine_options(options)
         line = ProgressLine()
         report = line.report if show_progress else _ignore_progress
         try:
-            config = engine_config(model, EngineOptions(**own), report)
+            config = engine_config(model, own, report)
             if config.model.task != "generate":
                 raise StartupError(
                     "AsyncLLM generates text; use LLM for models that embed or score."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Self, Unpack
 
 from tqdm import tqdm
 
@@ -12,9 +12,9 @@ from cluster.engine.controller import Controller
 from cluster.engine.embedder import Embedder
 from cluster.engine.event_buffers import EventBuffer, EventDispatcher
 from cluster.engine.open_engine import open_engine
-from cluster.engine.options import EngineOptions, engine_config
+from cluster.engine.options import engine_config
 from cluster.engine.progress import ProgressLine
-from cluster.engine.vllm_options import own_options
+from cluster.engine.vllm_options import engine_options
 from cluster.generation import Collector, Completion, Generation
 from cluster.llm_beams import BeamSearches, BeamSearchOutput, BeamSearchParams, first_logprobs
 from cluster.llm_prompts import (
@@ -84,11 +84,11 @@ class LLM:
         show_progress: bool = True,
         **options: Unpack[LLMOptions],
     ) -> None:
-        own: dict[str, Any] = own_options(options)  # Any: fields of all types
+        own = engine_options(options)
         line = ProgressLine()
         report = line.report if show_progress else _ignore_progress
         try:
-            self._open(engine_config(model, EngineOptions(**own), report), report, seed)
+            self._open(engine_config(model, own, report), report, seed)
         finally:
             line.close()
 

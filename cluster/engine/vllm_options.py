@@ -6,6 +6,7 @@ import re
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
+from cluster.engine.option_values import checked_options
 from cluster.engine.options import EngineOptions, refuse_remote_code
 from cluster.engine.vllm_option_notes import ALIASES, REFUSED, has_no_effect
 from pagedray.errors import StartupError
@@ -15,7 +16,7 @@ from pagedray.shown_value import shown_value
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["context_length", "own_options", "own_value"]
+__all__ = ["context_length", "engine_options", "own_options", "own_value"]
 
 _VALUES: Mapping[str, Mapping[object, object]] = {
     "attention_backend": {
@@ -34,6 +35,14 @@ _VALUES: Mapping[str, Mapping[object, object]] = {
 """vLLM's values of our options."""
 _LENGTH = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)([kKmMgG]?)")
 _UNITS = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
+
+
+def engine_options(given: Mapping[str, object]) -> EngineOptions:
+    """Return options by our names and values, or vLLM's.
+
+    Raises StartupError for one that we do not have, and for a value that it does not take.
+    """
+    return checked_options(own_options(given), EngineOptions, what="option", takes_text=False)
 
 
 def own_options(given: Mapping[str, object]) -> dict[str, object]:

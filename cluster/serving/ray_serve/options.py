@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
-import msgspec
-
+from cluster.engine.option_values import checked_options
 from cluster.engine.options import EngineOptions, refuse_remote_code
 from cluster.serving.reasoning.formats import ReasoningFormat
 from cluster.serving.telemetry.log_lines import LogFormat
@@ -17,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 __all__ = ["ServeArguments", "ServeOptions", "read_arguments"]
+
+Options = TypeVar("Options", EngineOptions, "ServeOptions")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,23 +115,14 @@ def read_arguments(given: Mapping[str, object]) -> ServeArguments:
             raise StartupError(f"Unknown argument {name!r}; {_known_names()}")
     return ServeArguments(
         model=model,
-        engine=_convert(given, EngineOptions, _ENGINE_NAMES),
-        serve=_convert(given, ServeOptions, _SERVE_NAMES),
+        engine=_checked(given, EngineOptions, _ENGINE_NAMES),
+        serve=_checked(given, ServeOptions, _SERVE_NAMES),
     )
 
 
-# Any: an object of `kind`, one of two dataclasses.
-def _convert(given: Mapping[str, object], kind: type[Any], names: frozenset[str]) -> Any:
+def _checked(given: Mapping[str, object], kind: type[Options], names: frozenset[str]) -> Options:
     chosen = {name: value for name, value in given.items() if name in names}
-    try:
-        return msgspec.convert(chosen, kind, strict=False)
-    except msgspec.ValidationError as error:
-        # Such as: Expected `int | null`, got `str` - at `$.num_blocks`
-        text, _, path = str(error).partition(" - at `$.")
-        if not path:
-            raise StartupError(f"{text}.") from None
-        name = path.rstrip("`")
-        raise StartupError(f"Invalid value {chosen[name]!r} of argument {name}: {text}.") from None
+    return checked_options(chosen, kind, what="argument", takes_text=True)
 
 
 def _check_at_least(name: str, value: float, least: float) -> None:

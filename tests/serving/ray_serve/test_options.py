@@ -43,7 +43,7 @@ def test_option_names_are_unique() -> None:
             "Invalid value 'many' of argument num_blocks: Expected `int | null`, got `str`.",
         ),
         ({"num_blocks": True}, "Invalid value True of argument num_blocks: "),
-        ({"device": "tpu"}, "Invalid value 'tpu' of argument device: Invalid enum value 'tpu'."),
+        ({"device": "tpu"}, "Invalid value 'tpu' of argument device: allowed are cuda, cpu."),
         ({"num_replicas": 0}, "num_replicas must be at least 1, not 0."),
         ({"num_replicas": 3, "max_replicas": 2}, "max_replicas must be at least 3, not 2."),
         ({"target_kv_use": 0}, "target_kv_use must be greater than 0 and at most 1, not 0.0."),
