@@ -1,7 +1,7 @@
-"""The blocks of sequences: block tables, prefix hits, forks and swaps.
+"""The blocks of sequences: block tables, forks and swaps.
 
 Methods that allocate blocks allocate all that they need or none. When a sequence runs or is
-preempted is the scheduler's concern.
+preempted is the scheduler's concern; what the prefix cache has of it is that of `prefixes`.
 """
 
 from bisect import bisect_left
@@ -69,6 +69,7 @@ class KvManager:
         else:
             self.cpu_pool = cpu_cache.pool
         self.finder = PrefixFinder(prefix_cache, cpu_cache, block_size=block_size)
+        """Looks up the leading blocks of sequences, in every tier."""
         self.registry = PrefixRegistry(
             prefix_cache,
             self.finder,
@@ -76,7 +77,9 @@ class KvManager:
             block_size=block_size,
             lower_tiers=[tier for tier in (cpu_cache, disk_cache) if tier is not None],
         )
+        """Adds full blocks of sequences to the prefix cache, and removes them from all tiers."""
         self.restores = Restores(prefix_cache, self.finder, self.pool, cpu_cache)
+        """The copies back from the CPU pool that are planned or under way."""
         self._refusals = Refusals(prefix_cache, self.finder, self.pool)
         self._swaps = CopiesInFlight()
         self.num_queried_tokens = 0

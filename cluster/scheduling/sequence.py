@@ -102,7 +102,7 @@ class Sequence:
     """One completion of a request.
 
     The planner, the sequence table and the scheduler change the second group of fields, the KV
-    manager the third.
+    manager and its `prefixes` the third.
     """
 
     __slots__ = (
