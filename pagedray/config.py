@@ -42,6 +42,7 @@ QuantizationMethod = Literal["fp8", "compressed-tensors", "gptq", "awq"]
 
 DEFAULT_MAX_NUM_SEQS = 256
 """Sequences in a step, but on large GPUs."""
+_MOST_THREADS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +189,10 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         _check_at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
         _check_at_least("spare_ranks", self.spare_ranks, 0)
+        if self.num_threads is not None and not 1 <= self.num_threads <= _MOST_THREADS:
+            raise StartupError(
+                f"num_threads must be from 1 to {_MOST_THREADS}, not {self.num_threads}."
+            )
         if self.executor == "local" and self.tensor_parallel_size > 1:
             raise StartupError(
                 f"The local executor runs one rank, but tensor_parallel_size is "

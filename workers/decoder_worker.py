@@ -245,16 +245,39 @@ class DecoderWorker(Worker):
                 "--num-blocks or --num-cpu-blocks."
             ) from error
 
+    def _make_rows(self) -> tuple[TokenTable, InputBatch, Sampler]:
+        """Return what is kept of each row."""
+        max_num_seqs, max_model_len = self._config.max_num_seqs, self._config.max_model_len
+        try:
+            table = TokenTable(
+                max_num_rows=max_num_seqs,
+                max_model_len=max_model_len,
+                max_num_tokens=max(self._config.scheduler.max_num_batched_tokens, max_num_seqs),
+                device=self._device,
+            )
+            batch = InputBatch(
+                table,
+                max_num_rows=max_num_seqs,
+                max_model_len=max_model_len,
+                block_size=self._spec.block_size,
+                replays_decodes=self._device.type == "cpu",
+            )
+            sampler = Sampler(
+                max_num_rows=max_num_seqs,
+                vocab_size=self._config.model.vocab_size,
+                device=self._device,
+            )
+        except (MemoryError, RuntimeError) as error:
+            raise DeviceError(
+                f"Could not allocate the tokens and sampling states of {max_num_seqs} sequences "
+                f"of up to {max_model_len} tokens; use a lower --max-num-seqs or --max-model-len."
+            ) from error
+        return table, batch, sampler
+
     def _make_runner(self, cache: KVCache, sizes: _GraphSizes) -> ModelRunner:
         """Return what runs steps on a cache, with graphs of these sizes, which are not captured."""
         assert self._model is not None
-        max_num_seqs, max_model_len = self._config.max_num_seqs, self._config.max_model_len
-        table = TokenTable(
-            max_num_rows=max_num_seqs,
-            max_model_len=max_model_len,
-            max_num_tokens=max(self._config.scheduler.max_num_batched_tokens, max_num_seqs),
-            device=self._device,
-        )
+        table, batch, sampler = self._make_rows()
         builder = self._backend.make_metadata_builder(self._spec)
         decode_graphs = piece_graphs = None
         pool = torch.cuda.graph_pool_handle() if sizes.decodes or sizes.pieces else None
@@ -288,18 +311,8 @@ class DecoderWorker(Worker):
             piece_graphs=piece_graphs,
             checksum_jobs=self._checksum_jobs,
             progress=self._group.progress,
-            batch=InputBatch(
-                table,
-                max_num_rows=max_num_seqs,
-                max_model_len=max_model_len,
-                block_size=self._spec.block_size,
-                replays_decodes=self._device.type == "cpu",
-            ),
-            sampler=Sampler(
-                max_num_rows=max_num_seqs,
-                vocab_size=self._config.model.vocab_size,
-                device=self._device,
-            ),
+            batch=batch,
+            sampler=sampler,
         )
 
     def _check_disk_folder(self) -> None:

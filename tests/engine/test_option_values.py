@@ -37,6 +37,26 @@ def test_values_are_refused_in_one_line(
     assert str(caught.value) == f"Invalid value {text}"
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"num_threads": 0}, "num_threads must be from 1 to 4096, not 0."),
+        ({"num_threads": 10**12}, f"num_threads must be from 1 to 4096, not {10**12}."),
+        # More bytes than there are addresses.
+        ({"max_num_seqs": 10**12, "num_blocks": 8, "num_cpu_blocks": 0},
+         f"Could not allocate the tokens and sampling states of {10**12} sequences of up to 1024 "
+         "tokens; use a lower --max-num-seqs or --max-model-len."),
+    ],
+)  # fmt: skip
+def test_numbers_that_no_machine_has_room_for(
+    options: dict[str, Any],  # Any: of any type
+    text: str,
+) -> None:
+    with pytest.raises(StartupError) as caught:
+        LLM(TINY_LLAMA, executor="local", device="cpu", load_format="dummy", **options)
+    assert str(caught.value) == text
+
+
 def test_none_is_the_default_and_a_path_is_text() -> None:
     folder = Path("/cache")
     found = engine_options(
