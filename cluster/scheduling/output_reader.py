@@ -8,7 +8,7 @@ from itertools import repeat
 from cluster.scheduling.event import TokenEvent
 from cluster.scheduling.fault_recovery import FaultRecovery
 from cluster.scheduling.flight import Flight
-from cluster.scheduling.kv_manager import KvManager
+from cluster.scheduling.prefixes.prefix_registry import PrefixRegistry
 from cluster.scheduling.prompt_logprobs_buffer import PromptLogprobsBuffer
 from cluster.scheduling.sequence import Sequence, SequenceState
 from cluster.scheduling.sequence_table import SequenceTable
@@ -21,17 +21,17 @@ __all__ = ["OutputReader"]
 class OutputReader:
     """Applies outputs to the sequences of their plans."""
 
-    __slots__ = ("_kv", "_prompt_logprobs", "_recovery", "_table", "num_nonfinite_sequences")
+    __slots__ = ("_prompt_logprobs", "_recovery", "_registry", "_table", "num_nonfinite_sequences")
 
     def __init__(
         self,
-        kv: KvManager,
+        registry: PrefixRegistry,
         sequence_table: SequenceTable,
         *,
         recovery: FaultRecovery,
         prompt_logprobs: PromptLogprobsBuffer,
     ) -> None:
-        self._kv = kv
+        self._registry = registry
         self._table = sequence_table
         self._recovery = recovery
         self._prompt_logprobs = prompt_logprobs
@@ -105,22 +105,22 @@ class OutputReader:
         """Do what a sequence's last token calls for; return why it ends, if it does."""
         if sequence.state is SequenceState.RUNNING:
             if not sequence.next_check:
-                self._kv.registry.prove_blocks(sequence)
-            self._kv.registry.register_blocks(sequence)
+                self._registry.prove_blocks(sequence)
+            self._registry.register_blocks(sequence)
         if sequence.may_end_with(token_id):
             reason = FinishReason.STOP
         elif len(sequence.token_ids) == sequence.max_length:
             reason = FinishReason.LENGTH
         else:
             return None
-        self._kv.registry.prove_blocks(sequence)
+        self._registry.prove_blocks(sequence)
         self._table.remove_sequence(sequence)
         return reason
 
     def _end_nonfinite(self, sequence: Sequence) -> TokenEvent:
         """End a sequence whose logits were not finite, and return the event."""
         self.num_nonfinite_sequences += 1
-        self._kv.registry.forget_blocks(sequence)
+        self._registry.forget_blocks(sequence)
         return self.end_sequence(sequence, FinishReason.ERROR)
 
     def _forget_ended(self, flight: Flight, output: StepOutput) -> None:
@@ -128,4 +128,4 @@ class OutputReader:
         for sequence, token_id in zip(flight.sampled, output.token_ids, strict=True):
             is_ended = token_id < 0 and sequence.state is SequenceState.FINISHED
             if is_ended and sequence not in flight.late:
-                self._kv.registry.forget_blocks(sequence)
+                self._registry.forget_blocks(sequence)

@@ -110,7 +110,7 @@ class Scheduler:
         self._num_arrivals = 0
         self._prompt_logprobs = PromptLogprobsBuffer()
         self._outputs = OutputReader(
-            self._kv,
+            self._kv.registry,
             self._table,
             recovery=self.recovery,
             prompt_logprobs=self._prompt_logprobs,
