@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import re
@@ -58,10 +59,8 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
-
-
-def pytest_sessionfinish() -> None:
-    gc.unfreeze()
+        # Libraries look at the end for what they have leaked.
+        atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(scope="session", autouse=True)
