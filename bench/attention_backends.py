@@ -75,7 +75,7 @@ class SharedBuilder(TorchSDPAGpuMetadataBuilder):
     def _make_kernels(self, params: AttentionParams, *, is_graph: bool) -> LayerKernels:
         from attention.gpu.shared_kernels import SharedKernels
 
-        return SharedKernels(params, self._spec, is_graph=is_graph)
+        return SharedKernels(params, self._spec, is_graph=is_graph, memory=self._memory)
 
 
 class SharedKernelBackend(TorchSDPAGpuBackend):

@@ -21,13 +21,14 @@ from pathlib import Path
 import torch
 import triton
 
+from attention.gpu.decodes.memory import DecodeMemory
+from attention.gpu.decodes.schedule import DecodeDivision
+from attention.gpu.decodes.scheduler import DecodeScheduler
+from attention.gpu.shared_kernels import decode_division
 from attention.kernels.triton.options import AttentionOptions
-from attention.kernels.triton.paged_decode import num_scratch_elements, paged_decode
-from attention.kernels.triton.tuning import (
-    PagedAttentionTuning,
-    default_decode_tuning,
-    default_num_splits,
-)
+from attention.kernels.triton.paged_decode import paged_decode
+from attention.kernels.triton.tuning import PagedAttentionTuning, default_decode_tuning
+from attention.params import AttentionParams
 
 LAUNCHES = 10
 REPLAYS = 15
@@ -35,7 +36,7 @@ REPLAYS = 15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A batch of decodes of equal length."""
+    """A batch of decodes."""
 
     batch_size: int = 64
     seq_len: int = 2048
@@ -43,6 +44,16 @@ class Workload:
     num_heads: int = 32
     num_kv_heads: int = 8
     head_size: int = 128
+
+    @property
+    def params(self) -> AttentionParams:
+        """Return the parameters of a layer."""
+        return AttentionParams(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            scale=self.head_size**-0.5,
+        )
 
     @property
     def cache_bytes(self) -> int:
@@ -56,44 +67,40 @@ class Row:
 
     workload: Workload
     tuning: PagedAttentionTuning
+    division: DecodeDivision
     is_default: bool
     microseconds: float
     terabytes_per_second: float
 
 
-def defaults(workload: Workload) -> PagedAttentionTuning:
-    """Return the tuning that backends use."""
-    properties = torch.cuda.get_device_properties("cuda")
-    num_splits = default_num_splits(
-        num_sequences=workload.batch_size,
-        num_kv_heads=workload.num_kv_heads,
-        max_seq_len=workload.seq_len,
-        num_multiprocessors=properties.multi_processor_count,
-    )
-    return default_decode_tuning(
-        num_queries_per_kv=workload.num_heads // workload.num_kv_heads,
+Settings = tuple[PagedAttentionTuning, DecodeDivision]
+
+
+def defaults(workload: Workload) -> Settings:
+    """Return the settings that backends use."""
+    params = workload.params
+    tuning = default_decode_tuning(
+        num_queries_per_kv=params.num_queries_per_kv,
         head_size=workload.head_size,
         dtype=torch.bfloat16,
-        num_splits=num_splits,
     )
+    device = torch.device("cuda")
+    return tuning, decode_division(params, tuning, workload.block_size, device)
 
 
-def sweep(default: PagedAttentionTuning) -> list[PagedAttentionTuning]:
-    """Return the default tuning and variations of it."""
-    tunings = [default]
-    for tile_keys, num_warps, num_stages, num_splits in itertools.product(
-        (32, 64, 128), (2, 4, 8), (2, 3, 4, 5), (1, 2, 3, 4, 8)
+def sweep(default: Settings) -> list[Settings]:
+    """Return the default settings and variations of them."""
+    settings = [default]
+    tuning, division = default
+    for tile_keys, num_warps, num_stages, percent in itertools.product(
+        (32, 64, 128), (2, 4, 8), (2, 3, 4, 5), (33, 66, 100, 133, 200)
     ):
         if 16 <= tile_keys // num_warps <= 32 and tile_keys * num_stages <= 384:
-            other = replace(
-                default,
-                tile_keys=tile_keys,
-                num_warps=num_warps,
-                num_stages=num_stages,
-                num_splits=num_splits,
-            )
-            tunings.append(other)
-    return list(dict.fromkeys(tunings))
+            other = replace(tuning, tile_keys=tile_keys, num_warps=num_warps, num_stages=num_stages)
+            num_slots = max(1, division.costs.num_slots * percent // 100)
+            costs = replace(division.costs, num_slots=num_slots)
+            settings.append((other, replace(division, tile_keys=tile_keys, costs=costs)))
+    return list(dict.fromkeys(settings))
 
 
 class Decodes:
@@ -108,36 +115,38 @@ class Decodes:
         self._cache = torch.randn(count, 2, *rows, dtype=torch.bfloat16, device="cuda")
         self._query = torch.randn(*heads, dtype=torch.bfloat16, device="cuda")
         self._out = torch.empty_like(self._query)
-        order = torch.randperm(count, device="cuda").to(torch.int32)
-        self._tables = order.view(workload.batch_size, num_blocks)
-        self._seq_lens = torch.full(
-            (workload.batch_size,), workload.seq_len, dtype=torch.int32, device="cuda"
-        )
+        self._tables = torch.randperm(count).to(torch.int32).view(workload.batch_size, num_blocks)
+        self._seq_lens = torch.full((workload.batch_size,), workload.seq_len, dtype=torch.int32)
 
-    def set_lengths(self, seq_lens: torch.Tensor) -> None:
-        """Attend to so many keys of each sequence, int32 `[batch_size]`, at most `seq_len`."""
-        self._seq_lens.copy_(seq_lens)
+    def set_lengths(self, seq_lens: list[int]) -> None:
+        """Attend to so many keys of each sequence, at most `seq_len` of the workload."""
+        self._seq_lens = torch.tensor(seq_lens, dtype=torch.int32)
 
-    def microseconds(self, tuning: PagedAttentionTuning) -> float:
+    def share(self, num_sequences: int, num_keys: int) -> None:
+        """Let so many adjacent sequences begin with the same whole blocks, each time anew."""
+        first = torch.arange(len(self._tables)) // num_sequences * num_sequences
+        num_blocks = num_keys // self._workload.block_size
+        self._tables[:, :num_blocks] = self._tables[first, :num_blocks]
+
+    def microseconds(self, settings: Settings) -> float:
         """Return the median time of one launch."""
         workload = self._workload
-        num_elements = num_scratch_elements(
-            num_sequences=workload.batch_size,
-            num_heads=workload.num_heads,
-            head_size=workload.head_size,
-            num_splits=tuning.num_splits,
+        tuning, division = settings
+        device = self._query.device
+        scheduler = DecodeScheduler(
+            division, workload.params, DecodeMemory(device), device, is_graph=True
         )
-        scratch = torch.empty(num_elements, device="cuda")
+        items = scheduler.items_of(self._seq_lens.numpy(), self._tables.numpy())
+        tables = self._tables.to(device)
 
         def launch() -> None:
             paged_decode(
                 self._query,
                 self._cache,
-                seq_lens=self._seq_lens,
-                block_tables=self._tables,
+                block_tables=tables,
+                items=items,
                 options=AttentionOptions(scale=workload.head_size**-0.5, window_right=0),
                 tuning=tuning,
-                scratch=scratch,
                 out=self._out,
             )
 
@@ -163,15 +172,16 @@ def measure(workload: Workload) -> list[Row]:
     decodes = Decodes(workload)
     default = defaults(workload)
     rows = []
-    for tuning in sweep(default):
+    for settings in sweep(default):
         try:
-            time_us = decodes.microseconds(tuning)
+            time_us = decodes.microseconds(settings)
         except triton.runtime.errors.OutOfResources:
             continue
         row = Row(
             workload=workload,
-            tuning=tuning,
-            is_default=tuning == default,
+            tuning=settings[0],
+            division=settings[1],
+            is_default=settings == default,
             microseconds=time_us,
             terabytes_per_second=workload.cache_bytes / time_us / 1e6,
         )
@@ -200,7 +210,7 @@ def main() -> None:
                 tuning = row.tuning
                 print(
                     f"block {block_size:3}  keys {tuning.tile_keys:3}  warps {tuning.num_warps}  "
-                    f"stages {tuning.num_stages}  splits {tuning.num_splits}  "
+                    f"stages {tuning.num_stages}  slots {row.division.costs.num_slots}  "
                     f"{row.microseconds:7.1f} us  {row.terabytes_per_second:.2f} TB/s"
                     f"{'  default' if row.is_default else ''}",
                     flush=True,

@@ -1,11 +1,12 @@
-"""Attention of decodes of many lengths on a GPU, as they came and longest first.
+"""Attention of decodes of many lengths, and of decodes that share prefixes, on a GPU.
 
     python -m bench.uneven_decodes --output bench/results/uneven_decodes.json
 
-The lengths are those of the sequences that run at a step of `mixed` of `bench.engine`, each launch
-is timed as in `bench.kernels`, and only bytes of keys and values are counted. `even` has as many
-keys in sequences of one length. Further splits are programs that share the keys of a sequence, each
-at least `min_split_keys`.
+The lengths of `mixed` are those of the sequences that run at a step of that workload of
+`bench.engine`; `even` has as many keys in sequences of one length. In `prefixes`, 16 prefixes of
+2048 keys are each shared by a sixteenth of the sequences, which have 64 keys of their own. Each
+launch is timed as in `bench.kernels`, and every key and value of a sequence is counted, read or
+not. `slots` is the number of programs of a KV head for which the keys are divided.
 """
 
 from __future__ import annotations
@@ -15,27 +16,29 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from bench.engine import WORKLOADS, write_results
-from bench.kernels import Decodes, Workload, defaults
+from bench.kernels import Decodes, Settings, Workload, defaults
 
 _BLOCK_SIZE = 16
 _KEY_HEAD_BYTES = 512
 """Of a key and a value of 128 elements in bfloat16."""
-_SPLITS = ((2, 256), (4, 256), (4, 512), (8, 512))
-"""Numbers of splits and the fewest keys of each, beside the default."""
+_NUM_PREFIXES = 16
+_PREFIX_KEYS = 2048
+_OWN_KEYS = 64
+_SHARES_OF_SLOTS = (1, 2, 4)
+"""Slots beside the default are a half and a quarter of it; fewer slots make longer ranges."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One line of the table."""
 
+    case: str
     num_sequences: int
     num_kv_heads: int
-    order: str
-    num_splits: int
-    min_split_keys: int
+    num_slots: int
+    shares: bool
+    """Whether programs attend for several sequences that share keys."""
     is_default: bool
     microseconds: float
     terabytes_per_second: float
@@ -51,7 +54,12 @@ def main() -> int:
     rows: list[Row] = []
     for num_kv_heads in options.num_kv_heads:
         for num_sequences in options.num_sequences:
-            rows += measure(running_lengths(num_sequences), num_kv_heads)
+            lengths = running_lengths(num_sequences)
+            even = [sum(lengths) // len(lengths)] * len(lengths)
+            rows += measure("mixed", lengths, num_kv_heads)
+            rows += measure("even", even, num_kv_heads)
+            shared = [_PREFIX_KEYS + _OWN_KEYS] * num_sequences
+            rows += measure("prefixes", shared, num_kv_heads, num_prefixes=_NUM_PREFIXES)
             if options.output is not None:
                 write_results(options.output, "decodes of mixed lengths", rows=rows)
     return 0
@@ -66,8 +74,10 @@ def running_lengths(num_sequences: int) -> list[int]:
     return [prompt + step for prompt, new in lengths if new > step]
 
 
-def measure(lengths: list[int], num_kv_heads: int) -> list[Row]:
-    """Return a row for each order and number of splits."""
+def measure(
+    case: str, lengths: list[int], num_kv_heads: int, *, num_prefixes: int = 0
+) -> list[Row]:
+    """Return a row for each number of slots, and with prefixes one that does not share them."""
     workload = Workload(
         batch_size=len(lengths),
         seq_len=max(lengths),
@@ -77,38 +87,38 @@ def measure(lengths: list[int], num_kv_heads: int) -> list[Row]:
     )
     num_bytes = sum(lengths) * num_kv_heads * _KEY_HEAD_BYTES
     default = defaults(workload)
-    tunings = [default]
-    tunings += [replace(default, num_splits=one, min_split_keys=keys) for one, keys in _SPLITS]
-    orders = {
-        "as they came": lengths,
-        "longest first": sorted(lengths, reverse=True),
-        "even": [sum(lengths) // len(lengths)] * len(lengths),
-    }
+    tuning, division = default
+    settings: list[Settings] = [
+        (tuning, replace(division, costs=replace(division.costs, num_slots=num_slots)))
+        for num_slots in (division.costs.num_slots // share for share in _SHARES_OF_SLOTS)
+    ]
     decodes = Decodes(workload)
+    decodes.set_lengths(lengths)
+    if num_prefixes:
+        decodes.share(max(1, len(lengths) // num_prefixes), _PREFIX_KEYS)
+        settings.append((tuning, replace(division, rows_per_item=1)))
     rows: list[Row] = []
-    for order, ordered in orders.items():
-        for tuning in tunings:
-            decodes.set_lengths(torch.tensor(ordered, dtype=torch.int32))
-            microseconds = decodes.microseconds(tuning)
-            rows.append(
-                Row(
-                    num_sequences=len(lengths),
-                    num_kv_heads=num_kv_heads,
-                    order=order,
-                    num_splits=tuning.num_splits,
-                    min_split_keys=tuning.min_split_keys,
-                    is_default=tuning == default,
-                    microseconds=round(microseconds, 1),
-                    terabytes_per_second=round(num_bytes / microseconds / 1e6, 2),
-                )
+    for one in settings:
+        microseconds = decodes.microseconds(one)
+        rows.append(
+            Row(
+                case=case,
+                num_sequences=len(lengths),
+                num_kv_heads=num_kv_heads,
+                num_slots=one[1].costs.num_slots,
+                shares=one[1].rows_per_item > 1,
+                is_default=one == default,
+                microseconds=round(microseconds, 1),
+                terabytes_per_second=round(num_bytes / microseconds / 1e6, 2),
             )
-            row = rows[-1]
-            print(
-                f"{row.num_sequences:4} x {num_kv_heads} heads  {order:13}  splits "
-                f"{row.num_splits:2} of {row.min_split_keys:3}  {row.microseconds:7.1f} us  "
-                f"{row.terabytes_per_second:.2f} TB/s{' (default)' if row.is_default else ''}",
-                flush=True,
-            )
+        )
+        row = rows[-1]
+        print(
+            f"{case:8}  {row.num_sequences:4} x {num_kv_heads} heads  slots {row.num_slots:3}  "
+            f"{'shared' if row.shares else 'alone '}  {row.microseconds:7.1f} us  "
+            f"{row.terabytes_per_second:.2f} TB/s{' (default)' if row.is_default else ''}",
+            flush=True,
+        )
     return rows
 
 

@@ -3,6 +3,7 @@
 from attention.abstract import AttentionParams, AttentionSpec, AttentionType
 from attention.flashinfer.pages import PageUploader
 from attention.flashinfer.unsupported import reason_for_shared
+from attention.gpu.decodes.memory import DecodeMemory
 from attention.gpu.layer_kernels import LayerKernels
 from attention.gpu.metadata import GpuMetadataBuilder
 from attention.gpu.unified_op import define_op
@@ -15,8 +16,13 @@ class FlashInferMetadataBuilder(GpuMetadataBuilder):
 
     op = define_op("unified_flash_infer")
 
-    def __init__(self, spec: AttentionSpec, *, graph_batch_size: int | None = None) -> None:
-        """`graph_batch_size`: pad every batch to so many decodes and keep its address."""
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        *,
+        graph_batch_size: int | None = None,
+        memory: DecodeMemory | None = None,
+    ) -> None:
         # Self attention and cross attention see different blocks.
         self._uploaders = {
             is_cross: PageUploader(
@@ -24,7 +30,7 @@ class FlashInferMetadataBuilder(GpuMetadataBuilder):
             )
             for is_cross in (False, True)
         }
-        super().__init__(spec, graph_batch_size=graph_batch_size)
+        super().__init__(spec, graph_batch_size=graph_batch_size, memory=memory)
 
     def _reasons_for_shared(self, params: AttentionParams) -> dict[str, str]:
         reason = reason_for_shared(params)
@@ -36,7 +42,7 @@ class FlashInferMetadataBuilder(GpuMetadataBuilder):
         if reason_for_shared(params) is not None:
             from attention.gpu.shared_kernels import SharedKernels
 
-            return SharedKernels(params, self._spec, is_graph=is_graph)
+            return SharedKernels(params, self._spec, is_graph=is_graph, memory=self._memory)
 
         uploader = self._uploaders[params.attention_type is AttentionType.ENCODER_DECODER]
         return self._make_library_kernels(params, is_graph=is_graph, uploader=uploader)
@@ -65,4 +71,6 @@ class HybridMetadataBuilder(FlashInferMetadataBuilder):
         # Imported here because it needs Triton and the library.
         from attention.flashinfer.layer_kernels import HybridKernels
 
-        return HybridKernels(params, self._spec, is_graph=is_graph, uploader=uploader)
+        return HybridKernels(
+            params, self._spec, is_graph=is_graph, uploader=uploader, memory=self._memory
+        )

@@ -1,13 +1,12 @@
 """The kernels of the FlashInfer and hybrid backends for layers that the library supports."""
 
-from abc import abstractmethod
-
 import torch
 
 from attention.flashinfer.decode import FlashInferDecode
 from attention.flashinfer.pages import PageUploader
 from attention.flashinfer.prefill import PagedPrefill, RaggedPrefill
 from attention.gpu.batch import GpuBatch, SubBatch
+from attention.gpu.decodes.memory import DecodeMemory
 from attention.gpu.layer_kernels import LayerCache, LayerKernels
 from attention.gpu.shared_kernels import SharedKernels
 from attention.kernels.new_tokens import NewTokens
@@ -34,11 +33,6 @@ class _FlashInferPrefills(LayerKernels):
         self._is_encoder = params.attention_type is AttentionType.ENCODER
         self._paged = PagedPrefill(params, spec)
         self._ragged = RaggedPrefill(params, spec)
-        self._make_decode()
-
-    @abstractmethod
-    def _make_decode(self) -> None:
-        """Create what runs the decodes."""
 
     def plan_step(self, batch: GpuBatch) -> None:
         prefills, _ = batch.sub_batches_of(self.params.attention_type)
@@ -93,7 +87,15 @@ class _FlashInferPrefills(LayerKernels):
 class FlashInferKernels(_FlashInferPrefills):
     """Prefills and decodes by the library."""
 
-    def _make_decode(self) -> None:
+    def __init__(
+        self,
+        params: AttentionParams,
+        spec: AttentionSpec,
+        *,
+        is_graph: bool,
+        uploader: PageUploader,
+    ) -> None:
+        super().__init__(params, spec, is_graph=is_graph, uploader=uploader)
         self._decode = FlashInferDecode(self.params, self.spec, is_graph=self.is_graph)
 
     @property
@@ -126,8 +128,17 @@ class FlashInferKernels(_FlashInferPrefills):
 class HybridKernels(_FlashInferPrefills):
     """Prefills by the library; decodes by the shared kernel, which needs no plan of pages."""
 
-    def _make_decode(self) -> None:
-        self._shared = SharedKernels(self.params, self.spec, is_graph=self.is_graph)
+    def __init__(
+        self,
+        params: AttentionParams,
+        spec: AttentionSpec,
+        *,
+        is_graph: bool,
+        uploader: PageUploader,
+        memory: DecodeMemory,
+    ) -> None:
+        super().__init__(params, spec, is_graph=is_graph, uploader=uploader)
+        self._shared = SharedKernels(params, spec, is_graph=is_graph, memory=memory)
 
     @property
     def providers(self) -> dict[str, str]:

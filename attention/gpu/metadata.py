@@ -16,6 +16,7 @@ from attention.abstract import (
     AttentionType,
 )
 from attention.gpu.batch import GpuBatch, GpuBatchUploader, SubBatch
+from attention.gpu.decodes.memory import DecodeMemory
 from attention.gpu.layer_kernels import LayerCache, LayerKernels
 from attention.gpu.unified_op import AttentionOp, handle_of
 from attention.kernels.new_tokens import NewTokens, Rotary
@@ -209,10 +210,20 @@ class GpuMetadataBuilder(AttentionMetadataBuilder):
 
     op: ClassVar[AttentionOp]
 
-    def __init__(self, spec: AttentionSpec, *, graph_batch_size: int | None = None) -> None:
-        """`graph_batch_size`: pad every batch to so many decodes and keep its address."""
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        *,
+        graph_batch_size: int | None = None,
+        memory: DecodeMemory | None = None,
+    ) -> None:
+        """`graph_batch_size`: pad every batch to so many decodes and keep its address.
+
+        `memory` is lent to other builders too, whose steps run on the same stream.
+        """
         super().__init__(spec)
         self._graph_batch_size = graph_batch_size
+        self._memory = memory or DecodeMemory(spec.device)
         is_graph = graph_batch_size is not None
         if is_graph and spec.max_seq_len is None:
             raise ValueError("max_seq_len is None, but captured graphs require it.")

@@ -1,31 +1,51 @@
 """Attention by the shared Triton kernels, which support every feature."""
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from attention.gpu.batch import GpuBatch, SubBatch
+from attention.gpu.decodes.memory import DecodeMemory
+from attention.gpu.decodes.schedule import DecodeDivision
+from attention.gpu.decodes.scheduler import DecodeScheduler
+from attention.gpu.decodes.splits import SplitCosts
 from attention.gpu.layer_kernels import LayerCache, LayerKernels
 from attention.kernels.new_tokens import NewTokens
 from attention.kernels.triton.options import AttentionOptions
 from attention.kernels.triton.paged_attention import paged_attention
-from attention.kernels.triton.paged_decode import PagedDecode, num_scratch_elements
+from attention.kernels.triton.paged_decode import PagedDecode
 from attention.kernels.triton.ragged_attention import ragged_attention
 from attention.kernels.triton.tuning import (
     PagedAttentionTuning,
     default_decode_tuning,
-    default_num_splits,
     next_power_of_two,
 )
 from attention.params import AttentionParams, AttentionSpec
 
-__all__ = ["SharedKernels"]
+if TYPE_CHECKING:
+    from attention.kernels.decode_items import DecodeItems
+
+__all__ = ["SharedKernels", "decode_division"]
+
+_PROGRAMS_PER_MULTIPROCESSOR = 4
+"""Of a decode that run at the same time."""
+_SATURATING_PROGRAMS = 1.75
+"""Of a decode, for each multiprocessor, that read as fast as the memory does."""
 
 
 class SharedKernels(LayerKernels):
-    """Runs the shared kernels; only the number of splits of decodes is planned."""
+    """Runs the shared kernels; decodes are scheduled in each step, and nothing else is planned."""
 
-    def __init__(self, params: AttentionParams, spec: AttentionSpec, *, is_graph: bool) -> None:
+    def __init__(
+        self,
+        params: AttentionParams,
+        spec: AttentionSpec,
+        *,
+        is_graph: bool,
+        memory: DecodeMemory,
+    ) -> None:
+        """`memory` is shared by what is launched on the same stream."""
         super().__init__(params, spec, is_graph=is_graph)
         slopes = params.alibi_slopes
         self._options = AttentionOptions(
@@ -38,11 +58,15 @@ class SharedKernels(LayerKernels):
             else torch.tensor(slopes, dtype=torch.float32, device=spec.device),
         )
         self._scaled: dict[tuple[float, float], AttentionOptions] = {}
-        self._num_multiprocessors = _num_multiprocessors(spec.device)
-        self._tuning: PagedAttentionTuning | None = None
-        self._planned: SubBatch | None = None
+        self._tuning = default_decode_tuning(
+            num_queries_per_kv=params.num_queries_per_kv,
+            head_size=params.head_size,
+            dtype=spec.dtype,
+        )
+        division = decode_division(params, self._tuning, spec.block_size, spec.device)
+        self._scheduler = DecodeScheduler(division, params, memory, spec.device, is_graph=is_graph)
+        self._planned: tuple[SubBatch, DecodeItems] | None = None
         self._decode: PagedDecode | None = None
-        self._scratch = torch.empty(0, dtype=torch.float32, device=spec.device)
 
     @property
     def providers(self) -> dict[str, str]:
@@ -116,9 +140,10 @@ class SharedKernels(LayerKernels):
         new: NewTokens | None = None,
     ) -> None:
         assert sub_batch.block_tables is not None
-        if self._planned is not sub_batch:
+        # A graph's decodes are scheduled before each replay, and never while it is captured.
+        if self._planned is None or (self._planned[0] is not sub_batch and not self.is_graph):
             self._plan_decode(sub_batch)
-        assert self._tuning is not None
+        assert self._planned is not None
         options = self._options_of(cache)
         decode = self._decode
         if decode is None or not decode.fits(query, cache.blocks, out, options, new):
@@ -126,44 +151,19 @@ class SharedKernels(LayerKernels):
                 query,
                 cache.blocks,
                 out,
-                seq_lens=sub_batch.seq_lens,
                 block_tables=sub_batch.block_tables,
+                items=self._planned[1],
                 options=options,
                 tuning=self._tuning,
-                scratch=self._scratch,
                 has_sinks=self.params.has_sinks,
                 new=new,
             )
         decode.launch(query, cache.keys, cache.values, out, sinks, new)
 
     def _plan_decode(self, sub_batch: SubBatch) -> None:
-        params = self.params
-        num_sequences = len(sub_batch.query_lens)
-        num_splits = default_num_splits(
-            num_sequences=num_sequences,
-            num_kv_heads=params.num_kv_heads,
-            max_seq_len=min(sub_batch.max_seq_len, params.sliding_window or sub_batch.max_seq_len),
-            num_multiprocessors=self._num_multiprocessors,
-        )
-        # A kernel is compiled for each number of splits, so only powers of two are used.
-        self._tuning = default_decode_tuning(
-            num_queries_per_kv=params.num_queries_per_kv,
-            head_size=params.head_size,
-            dtype=self.spec.dtype,
-            num_splits=next_power_of_two(num_splits),
-        )
-        needed = num_scratch_elements(
-            num_sequences=num_sequences,
-            num_heads=params.num_heads,
-            head_size=params.head_size,
-            num_splits=self._tuning.num_splits,
-        )
-        if needed > len(self._scratch):
-            # A captured graph holds the address, and all of its steps need the same size.
-            assert not (self.is_graph and len(self._scratch))
-            size = needed if self.is_graph else next_power_of_two(needed)
-            self._scratch = torch.empty(size, dtype=torch.float32, device=self.spec.device)
-        self._planned = sub_batch
+        tables = sub_batch.host_block_tables
+        assert tables is not None
+        self._planned = sub_batch, self._scheduler.items_of(sub_batch.host_seq_lens, tables)
         self._decode = None
 
     def _options_of(self, cache: LayerCache) -> AttentionOptions:
@@ -171,6 +171,26 @@ class SharedKernels(LayerKernels):
         if scales not in self._scaled:
             self._scaled[scales] = replace(self._options, k_scale=scales[0], v_scale=scales[1])
         return self._scaled[scales]
+
+
+def decode_division(
+    params: AttentionParams,
+    tuning: PagedAttentionTuning,
+    block_size: int,
+    device: torch.device,
+) -> DecodeDivision:
+    """Return how the decodes of layers with these parameters are divided."""
+    per_head = _num_multiprocessors(device) / params.num_kv_heads
+    return DecodeDivision(
+        block_size=block_size,
+        tile_keys=tuning.tile_keys,
+        rows_per_item=max(1, tuning.tile_vectors // params.num_queries_per_kv),
+        costs=SplitCosts(
+            num_slots=max(1, int(_PROGRAMS_PER_MULTIPROCESSOR * per_head)),
+            num_saturating=_SATURATING_PROGRAMS * per_head,
+        ),
+        window=params.sliding_window,
+    )
 
 
 def _reach(params: AttentionParams) -> int:

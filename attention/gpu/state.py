@@ -15,6 +15,7 @@ from attention.abstract import (
     AttentionType,
     EncoderBatch,
 )
+from attention.gpu.decodes.memory import DecodeMemory
 from attention.gpu.metadata import GpuMetadata, GpuMetadataBuilder
 
 __all__ = ["GpuState", "state_class"]
@@ -32,6 +33,7 @@ class GpuState(AttentionState):
         super().__init__(spec)
         self._graph_builder = graph_builder
         self._builders: dict[int, GpuMetadataBuilder] | None = None
+        self._memory = DecodeMemory(spec.device)
 
     def _allocate_capture_buffers(self, max_batch_size: int) -> None:
         self._builders = {}
@@ -43,7 +45,7 @@ class GpuState(AttentionState):
         """Return planned metadata of decodes without keys; within `graph_capture`."""
         if self._builders is None:
             raise RuntimeError("Metadata for a capture is available within graph_capture only.")
-        builder = self.builder_cls(self._spec, graph_batch_size=batch_size)
+        builder = self.builder_cls(self._spec, graph_batch_size=batch_size, memory=self._memory)
         self._builders[batch_size] = builder
         metadata = builder.build(_no_decodes(self._spec))
         self.begin_forward(metadata)

@@ -17,4 +17,4 @@ class TorchSDPAGpuMetadataBuilder(GpuMetadataBuilder):
         # Imported here because it needs Triton.
         from attention.gpu.sdpa_kernels import TorchSDPAKernels
 
-        return TorchSDPAKernels(params, self._spec, is_graph=is_graph)
+        return TorchSDPAKernels(params, self._spec, is_graph=is_graph, memory=self._memory)

@@ -28,4 +28,4 @@ class XFormersMetadataBuilder(GpuMetadataBuilder):
         # Imported here because it needs Triton and the library.
         from attention.xformers.layer_kernels import XFormersKernels
 
-        return XFormersKernels(params, self._spec, is_graph=is_graph)
+        return XFormersKernels(params, self._spec, is_graph=is_graph, memory=self._memory)

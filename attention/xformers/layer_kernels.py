@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from attention.gpu.batch import GpuBatch, SubBatch
+from attention.gpu.decodes.memory import DecodeMemory
 from attention.gpu.layer_kernels import LayerCache
 from attention.gpu.shared_kernels import SharedKernels
 from attention.kernels.new_tokens import NewTokens
@@ -29,8 +30,15 @@ class _KeyTables(NamedTuple):
 class XFormersKernels(SharedKernels):
     """FlashAttention 2 for prefills and split-k for decodes, or the shared kernels."""
 
-    def __init__(self, params: AttentionParams, spec: AttentionSpec, *, is_graph: bool) -> None:
-        super().__init__(params, spec, is_graph=is_graph)
+    def __init__(
+        self,
+        params: AttentionParams,
+        spec: AttentionSpec,
+        *,
+        is_graph: bool,
+        memory: DecodeMemory,
+    ) -> None:
+        super().__init__(params, spec, is_graph=is_graph, memory=memory)
         self._ragged: RaggedAttention | None = None
         if unsupported_by_prefill(params) is None:
             self._ragged = RaggedAttention(params)

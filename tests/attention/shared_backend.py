@@ -16,7 +16,7 @@ class _Builder(GpuMetadataBuilder):
     op = define_op("unified_shared_test")
 
     def _make_kernels(self, params: AttentionParams, *, is_graph: bool) -> SharedKernels:
-        return SharedKernels(params, self._spec, is_graph=is_graph)
+        return SharedKernels(params, self._spec, is_graph=is_graph, memory=self._memory)
 
 
 class SharedBackend(GpuBackend):

@@ -21,12 +21,13 @@ _HOPPER = (9, 0)
 
 @triton.jit
 def wait_for_inputs(is_dependent: tl.constexpr) -> None:
-    """Let the next kernel start, and wait for those before this one; for every program.
+    """Let the next kernel start, and wait for those before this one.
 
-    A program must call this before it writes anything, reads anything but weights, or returns. Then
-    a kernel ends only after the one before it, so that to wait for one kernel is to wait for all,
-    although the next one starts before this one has waited. It starts when all programs of this one
-    run, and so takes no place that one of them needs.
+    A program must call this before it writes anything, or reads anything but weights and what was
+    uploaded before the step (which no kernel of this kind does); it may return without only if
+    others of its kernel do call it. Then a kernel ends only after the one before it, so that to
+    wait for one kernel is to wait for all, although the next one starts before this one has waited.
+    It starts when all programs of this one run, and so takes no place that one of them needs.
     """
     if is_dependent:
         gdc_launch_dependents()

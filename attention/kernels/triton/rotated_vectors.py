@@ -14,22 +14,24 @@ def load_rotated_vectors(
     offsets: tl.tensor,
     is_vector: tl.tensor,
     turns: tl.tensor,
+    angles: tl.tensor,
     head_size: tl.constexpr,
 ) -> tl.tensor:
     """Return vectors `[vectors, head_size]`, rotated and rounded as `rotate_heads` does.
 
-    `offsets` is `[vectors]` int64, `is_vector` `[vectors]` bool; `turns` points to half a head's
-    cosines, then sines, float32. `head_size` is a power of two.
+    `offsets` is `[vectors]` int64, `is_vector` `[vectors]` bool; at `turns + angles` are half a
+    head's cosines, then sines, float32; `angles` is int64, `[vectors]` or, if all vectors have the
+    same, `[1]`. `head_size` is a power of two.
     """
     half: tl.constexpr = head_size // 2
     dims = tl.arange(0, head_size)
     is_first = dims < half
-    cos = tl.load(turns + dims % half)
-    sin = tl.load(turns + half + dims % half)
-    partners = tl.where(is_first, dims + half, dims - half)
     mask = is_vector[:, None]
+    halves = turns + angles[:, None] + (dims % half)[None, :]
+    cos = tl.load(halves)
+    sin = tl.load(halves + half)
+    partners = tl.where(is_first, dims + half, dims - half)
     own = tl.load(pointer + offsets[:, None] + dims[None, :], mask=mask, other=0.0)
     other = tl.load(pointer + offsets[:, None] + partners[None, :], mask=mask, other=0.0)
-    sin = tl.where(is_first, -sin, sin)
-    rotated = own.to(tl.float32) * cos[None, :] + other.to(tl.float32) * sin[None, :]
-    return rotated.to(own.dtype)
+    sin = tl.where(is_first[None, :], -sin, sin)
+    return (own.to(tl.float32) * cos + other.to(tl.float32) * sin).to(own.dtype)

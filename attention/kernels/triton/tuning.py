@@ -1,4 +1,4 @@
-"""Tile sizes of the attention kernels, and how a decode is split."""
+"""Tile sizes of the attention kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ __all__ = [
     "PagedAttentionTuning",
     "default_chunk_tuning",
     "default_decode_tuning",
-    "default_num_splits",
     "next_power_of_two",
 ]
 
@@ -29,10 +28,6 @@ class PagedAttentionTuning:
     num_warps: int
     num_stages: int
     """Tiles of keys in flight, including the one in use."""
-    num_splits: int = 1
-    """Programs that share the keys of one decode and one KV head; always 1 for chunks."""
-    min_split_keys: int = 128
-    """The fewest keys of a split, except the last."""
 
 
 def next_power_of_two(number: int) -> int:
@@ -63,7 +58,7 @@ def default_chunk_tuning(
 
 
 def default_decode_tuning(
-    *, num_queries_per_kv: int, head_size: int, dtype: torch.dtype, num_splits: int
+    *, num_queries_per_kv: int, head_size: int, dtype: torch.dtype
 ) -> PagedAttentionTuning:
     """Return the tuning of decodes; `dtype` is that of the queries."""
     tile_vectors = _fewest_vectors(num_queries_per_kv)
@@ -73,21 +68,7 @@ def default_decode_tuning(
         tile_keys=16 if dtype == torch.float32 else tile_keys,
         num_warps=8 if tile_vectors >= 128 else 4,
         num_stages=2 if head_size <= 128 else 3,
-        num_splits=num_splits,
     )
-
-
-def default_num_splits(
-    *, num_sequences: int, num_kv_heads: int, max_seq_len: int, num_multiprocessors: int
-) -> int:
-    """Return how many programs share one decode, from bounds that a captured graph keeps.
-
-    `max_seq_len` is an upper bound of all replays. Three programs per multiprocessor run at the
-    same time; with more of them merging costs more than the shorter tail saves.
-    """
-    wanted = 3 * num_multiprocessors // (num_sequences * num_kv_heads)
-    useful = -(-max_seq_len // 256)
-    return max(1, min(wanted, useful, 64))
 
 
 def _fewest_vectors(num_queries_per_kv: int) -> int:

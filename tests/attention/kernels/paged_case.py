@@ -5,7 +5,7 @@ The same code runs small under Triton's interpreter and large on a GPU.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,10 +14,11 @@ import torch
 from attention.kernels.new_tokens import NewTokens, Rotary
 from attention.kernels.triton.options import AttentionOptions
 from attention.kernels.triton.paged_attention import paged_attention
-from attention.kernels.triton.paged_decode import num_scratch_elements, paged_decode
+from attention.kernels.triton.paged_decode import paged_decode
 from attention.kernels.triton.ragged_attention import ragged_attention
 from attention.kernels.triton.tuning import PagedAttentionTuning, default_decode_tuning
 from tests.attention.dense_reference import relative_error
+from tests.attention.kernels.decode_items import decode_items
 from tests.attention.kernels.two_sided_reference import two_sided_attention
 
 if TYPE_CHECKING:
@@ -129,7 +130,10 @@ def sinks_for(
 
 
 class PagedCase:
-    """Some sequences; keys before `num_freed` have been given back, and are NaN."""
+    """Some sequences; keys before `num_freed` have been given back, and are NaN.
+
+    `shared` are sequences that begin with the blocks of the first of them, and how many blocks.
+    """
 
     def __init__(
         self,
@@ -137,6 +141,7 @@ class PagedCase:
         seq_lens: list[int],
         *,
         num_freed: int = 0,
+        shared: Sequence[tuple[Sequence[int], int]] = (),
         device: str = DEVICE,
         seed: int = 0,
     ) -> None:
@@ -157,6 +162,9 @@ class PagedCase:
             for position in range(min(num_freed, length), length):
                 block, slot = blocks[position // block_size], position % block_size
                 cache[block, 1, :, slot] = torch.randn(2, *rows)
+        for (first, *others), num_blocks in shared:
+            for sequence in others:
+                self.tables[sequence, :num_blocks] = self.tables[first, :num_blocks]
         self.cache = cache.to(shape.cache_dtype or shape.dtype).to(device)
 
     def keys_and_values(self, sequence: int) -> torch.Tensor:
@@ -234,11 +242,10 @@ class PagedCase:
         feature: dict[str, Any],  # Any: the options differ in type
         *,
         num_splits: int = 2,
-        min_split_keys: int = 16,
     ) -> torch.Tensor:
         """Check one query for each sequence, and return its attention."""
         query, _, out, lse = self._inputs([1] * len(self.seq_lens))
-        sinks = self._decode(feature, query, out, lse, num_splits, min_split_keys, None)
+        sinks = self._decode(feature, query, out, lse, num_splits, None)
         self._check_decoded(feature, query, sinks, out, lse)
         return out
 
@@ -268,7 +275,7 @@ class PagedCase:
                 slots[sequence] = block * shape.block_size + slot
                 self.cache[block, 1, :, slot] = torch.nan
         new = NewTokens(rows[:, 0], rows[:, 1], slots.to(self.device), Rotary(positions, table))
-        sinks = self._decode(feature, query, out, lse, num_splits, 16, new)
+        sinks = self._decode(feature, query, out, lse, num_splits, new)
         turns = table.double()[positions]
         for sequence, length in enumerate(self.seq_lens):
             if slots[sequence] >= 0:
@@ -288,7 +295,6 @@ class PagedCase:
         out: torch.Tensor,
         lse: torch.Tensor,
         num_splits: int,
-        min_split_keys: int,
         new: NewTokens | None,
     ) -> torch.Tensor | None:
         """Run the kernel, and return the sinks that it was given."""
@@ -299,27 +305,30 @@ class PagedCase:
             num_queries_per_kv=shape.num_heads // shape.num_kv_heads,
             head_size=shape.head_size,
             dtype=shape.dtype,
-            num_splits=num_splits,
         )
-        num_elements = num_scratch_elements(
-            num_sequences=num_rows,
-            num_heads=shape.num_heads,
-            head_size=shape.head_size,
+        options = options_of(shape, feature, self.device)
+        items = decode_items(
+            shape.num_heads,
+            self.cache[:, 1],
+            self._on_device(self.seq_lens),
+            self.tables,
+            tuning,
             num_splits=num_splits,
+            window=options.window_left + 1 if options.window_left >= 0 else None,
         )
         paged_decode(
             query[:num_rows],
             self.cache[:, 1],
-            seq_lens=self._on_device(self.seq_lens),
             block_tables=self.tables.to(self.device),
-            options=options_of(shape, feature, self.device),
-            tuning=replace(tuning, min_split_keys=min_split_keys),
-            scratch=torch.full((num_elements,), torch.nan, device=self.device),
+            items=items,
+            options=options,
+            tuning=tuning,
             out=out[:num_rows],
             lse=lse[:num_rows],
             sinks=sinks,
             new=new,
         )
+        assert not items.scratch.arrivals.any()
         return sinks
 
     def _check_decoded(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 import triton
@@ -9,10 +11,14 @@ import triton.language as tl
 
 from attention.kernels.triton.cache_write import cache_write
 from attention.kernels.triton.options import AttentionOptions
-from attention.kernels.triton.paged_decode import PagedDecode, num_scratch_elements, paged_decode
+from attention.kernels.triton.paged_decode import PagedDecode, paged_decode
 from attention.kernels.triton.repeated_launch import RepeatedLaunch
 from attention.kernels.triton.tuning import default_decode_tuning
+from tests.attention.kernels.decode_items import decode_items
 from tests.attention.kernels.paged_case import FEATURES, HEADS, PagedCase, Shape
+
+if TYPE_CHECKING:
+    from attention.kernels.decode_items import DecodeItems
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,7 +37,7 @@ def test_every_feature_equals_the_reference(feature: str, dtype: torch.dtype) ->
     case.check_chunks([300, 1, 333, 10], FEATURES[feature])
     case.check_ragged([300, 1, 333, 10], FEATURES[feature])
     case.check_decode(FEATURES[feature], num_splits=1)
-    case.check_decode(FEATURES[feature], num_splits=5, min_split_keys=128)
+    case.check_decode(FEATURES[feature], num_splits=5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -97,26 +103,25 @@ def test_captured_decode_follows_other_lengths(num_splits: int) -> None:
     shape = Shape(num_heads=8, num_kv_heads=2, head_size=128, dtype=torch.bfloat16)
     case = PagedCase(shape, [1200] * 5)
     query = case.query(5)
-    seq_lens = torch.ones(5, dtype=torch.int32, device="cuda")
     tables = case.tables.cuda()
-    tuning = default_decode_tuning(
-        num_queries_per_kv=4, head_size=128, dtype=torch.bfloat16, num_splits=num_splits
-    )
-    num_elements = num_scratch_elements(
-        num_sequences=5, num_heads=8, head_size=128, num_splits=num_splits
-    )
-    scratch = torch.full((num_elements,), torch.nan, device="cuda")
+    tuning = default_decode_tuning(num_queries_per_kv=4, head_size=128, dtype=torch.bfloat16)
+
+    def items_of(lengths: list[int]) -> DecodeItems:
+        host = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+        cache = case.cache[:, 1]
+        return decode_items(8, cache, host, case.tables, tuning, num_splits=num_splits)
+
+    items = items_of([1] * 5)
 
     def decode() -> torch.Tensor:
         out = torch.empty_like(query)
         paged_decode(
             query,
             case.cache[:, 1],
-            seq_lens=seq_lens,
             block_tables=tables,
+            items=items,
             options=AttentionOptions(scale=0.1, window_right=0),
             tuning=tuning,
-            scratch=scratch,
             out=out,
         )
         return out
@@ -127,7 +132,7 @@ def test_captured_decode_follows_other_lengths(num_splits: int) -> None:
     with torch.cuda.graph(graph):
         captured = decode()
     for lengths in ([1, 15, 16, 17, 0], [1200, 64, 65, 1199, 1024], [0, 0, 0, 0, 3]):
-        seq_lens.copy_(torch.tensor(lengths, dtype=torch.int32))
+        items.words.copy_(items_of(lengths).words)
         graph.replay()
         assert torch.equal(captured, decode())
 
@@ -139,20 +144,19 @@ def test_offsets_of_blocks_may_exceed_32_bits() -> None:
     assert far.numel() > 2**31
     far[-4:] = content
     query = torch.randn(1, 8, 128, dtype=torch.bfloat16, device="cuda")
-    tuning = default_decode_tuning(
-        num_queries_per_kv=1, head_size=128, dtype=torch.bfloat16, num_splits=1
-    )
+    tuning = default_decode_tuning(num_queries_per_kv=1, head_size=128, dtype=torch.bfloat16)
+    seq_lens = torch.tensor([250], dtype=torch.int32, device="cuda")
     outs = []
     for cache, first in ((content, 0), (far, num_blocks - 4)):
         outs.append(torch.empty_like(query))
+        tables = torch.arange(first, first + 4, device="cuda").int()[None]
         paged_decode(
             query,
             cache,
-            seq_lens=torch.tensor([250], dtype=torch.int32, device="cuda"),
-            block_tables=torch.arange(first, first + 4, device="cuda").int()[None],
+            block_tables=tables,
+            items=decode_items(8, cache, seq_lens, tables, tuning),
             options=AttentionOptions(scale=0.1, window_right=0),
             tuning=tuning,
-            scratch=torch.empty(0, device="cuda"),
             out=outs[-1],
         )
     assert torch.equal(*outs)
@@ -187,27 +191,21 @@ def test_repeated_launch_computes_on_the_tensors_of_each() -> None:
 def test_decode_of_several_layers_equals_that_of_each(num_splits: int) -> None:
     shape = (33, 3, 2, 16, 2, 64)
     cache = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-    tuning = default_decode_tuning(
-        num_queries_per_kv=4, head_size=64, dtype=torch.bfloat16, num_splits=num_splits
-    )
+    tuning = default_decode_tuning(num_queries_per_kv=4, head_size=64, dtype=torch.bfloat16)
     seq_lens = torch.tensor([250, 1, 70], dtype=torch.int32, device="cuda")
     block_tables = torch.randperm(32, device="cuda").int().add(1).repeat(3, 1)
     options = AttentionOptions(scale=0.1, window_right=0)
-    scratch = torch.empty(
-        num_scratch_elements(num_sequences=3, num_heads=8, head_size=64, num_splits=num_splits),
-        device="cuda",
-    )
+    items = decode_items(8, cache[:, 0], seq_lens, block_tables, tuning, num_splits=num_splits)
     queries = torch.randn(3, 5, 8, 64, device="cuda", dtype=torch.bfloat16)[:, 1:4]
     outs, expected = torch.zeros_like(queries), torch.zeros_like(queries)
     decode = PagedDecode(
         queries[0],
         cache[:, 0],
         outs[0],
-        seq_lens=seq_lens,
         block_tables=block_tables,
+        items=items,
         options=options,
         tuning=tuning,
-        scratch=scratch,
     )
     for layer in range(3):
         blocks = cache[:, layer]
@@ -216,11 +214,10 @@ def test_decode_of_several_layers_equals_that_of_each(num_splits: int) -> None:
         paged_decode(
             queries[layer],
             blocks,
-            seq_lens=seq_lens,
             block_tables=block_tables,
+            items=items,
             options=options,
             tuning=tuning,
-            scratch=scratch,
             out=expected[layer],
         )
     assert torch.equal(outs, expected)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from attention.kernels.triton.tuning import default_num_splits
 from tests.attention.kernels.paged_case import (
     DEVICE,
     FEATURES,
@@ -21,7 +20,7 @@ def test_every_feature_equals_the_reference(feature: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "num_splits", or_slow([1, 2, 3, 4, 5, 6, 7, 8, 11], slow=[2, 4, 5, 6, 7, 11])
+    "num_splits", or_slow([1, 2, 3, 4, 5, 6, 7, 8, 11], slow=[2, 4, 5, 6, 7, 8])
 )
 @pytest.mark.parametrize("feature", ["causal", "window", "sinks"])
 def test_every_number_of_splits_equals_the_reference(feature: str, num_splits: int) -> None:
@@ -30,10 +29,10 @@ def test_every_number_of_splits_equals_the_reference(feature: str, num_splits: i
     case.check_decode(FEATURES[feature], num_splits=num_splits)
 
 
-@pytest.mark.parametrize("min_split_keys", [1, 64, 100, 1000])
-def test_splits_have_a_minimum_number_of_keys(min_split_keys: int) -> None:
-    case = PagedCase(Shape(num_heads=2, num_kv_heads=1), [300, 70])
-    case.check_decode({}, num_splits=4, min_split_keys=min_split_keys)
+def test_parts_that_do_not_fit_registers_are_merged_in_turns() -> None:
+    # With ALiBi the last keys have the largest weights.
+    case = PagedCase(Shape(num_heads=2, num_kv_heads=1), [400])
+    case.check_decode({"has_alibi": True}, num_splits=25)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -93,21 +92,6 @@ def test_padding_rows_get_zeros_and_read_nothing(num_splits: int, feature: str) 
     case.check_decode(FEATURES[feature], num_splits=num_splits)
 
 
-def test_number_of_splits_fills_the_gpu_within_reason() -> None:
-    def splits(num_sequences: int, max_seq_len: int) -> int:
-        return default_num_splits(
-            num_sequences=num_sequences,
-            num_kv_heads=8,
-            max_seq_len=max_seq_len,
-            num_multiprocessors=132,
-        )
-
-    assert splits(1, 100) == 1
-    assert splits(1, 2048) == 8
-    assert splits(1, 100_000) == 49
-    assert splits(1000, 100_000) == 1
-
-
 @pytest.mark.parametrize("feature", ["causal", "left window", "sinks and cap"])
 @pytest.mark.parametrize(
     ("num_splits", "head_size"), or_slow([(1, 32), (3, 16), (8, 128)], slow=[(8, 128)])
@@ -138,3 +122,28 @@ def test_new_tokens_in_half_precision(dtype: torch.dtype) -> None:
 
 def test_a_new_token_without_a_slot_is_not_written() -> None:
     PagedCase(Shape(), [20, 35]).check_new_tokens({}, num_splits=2, unwritten=1)
+
+
+SHARED = [([0, 2, 3, 4, 6], 20), ([1, 7], 17)]
+"""Sequences of `_SHARED_LENS` and the blocks of 16 keys that they share."""
+_SHARED_LENS = [321, 300, 340, 390, 500, 400, 470, 273]
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize(
+    "feature", or_slow(["causal", "sinks", "cap and ALiBi", "window"], slow=["window"])
+)
+def test_shared_prefixes_equal_the_reference(feature: str, num_splits: int) -> None:
+    case = PagedCase(Shape(), _SHARED_LENS, shared=SHARED)
+    case.check_decode(FEATURES[feature], num_splits=num_splits)
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), or_slow(HEADS, slow=HEADS[2:]))
+def test_shared_prefixes_with_every_ratio_of_heads(num_heads: int, num_kv_heads: int) -> None:
+    shape = Shape(num_heads=num_heads, num_kv_heads=num_kv_heads)
+    PagedCase(shape, _SHARED_LENS, shared=SHARED).check_decode({}, num_splits=5)
+
+
+def test_new_tokens_behind_shared_prefixes() -> None:
+    case = PagedCase(Shape(), _SHARED_LENS, shared=SHARED)
+    case.check_new_tokens(FEATURES["sinks"], num_splits=5)

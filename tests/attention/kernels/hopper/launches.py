@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attention.kernels.decode_items import NUM_ITEM_WORDS, DecodeItems, DecodeScratch
 from attention.kernels.new_tokens import NewTokens, Rotary
 from attention.kernels.triton.experts import choose_experts, expert_sums, mxfp4_row_bytes
 from attention.kernels.triton.fp8_rows import quantize_blocks, quantize_rows
@@ -28,7 +29,7 @@ from attention.kernels.triton.gemm.skinny import (
 )
 from attention.kernels.triton.options import AttentionOptions
 from attention.kernels.triton.paged_attention import paged_attention
-from attention.kernels.triton.paged_decode import num_scratch_elements, paged_decode
+from attention.kernels.triton.paged_decode import paged_decode
 from attention.kernels.triton.token_rows import (
     add_norm,
     norm_heads,
@@ -192,7 +193,7 @@ def attention(
     cache_type: torch.dtype = BF16,
     window_left: int = -1,
 ) -> None:
-    """Attend from chunks, and from decodes in one and in several splits."""
+    """Attend from chunks and from decodes."""
     num_kv_heads, block_size, batch = 8, 16, 64
     cache = tensor(1024, 2, block_size, num_kv_heads, head_size, dtype=cache_type)
     sinks = tensor(num_heads, dtype=torch.float32) if has_sinks else None
@@ -206,28 +207,29 @@ def attention(
         key, places = tensor(batch, num_kv_heads, head_size), tensor(batch, dtype=torch.int64)
         table = tensor(4096, head_size, dtype=torch.float32)
         new = NewTokens(key, key, places, Rotary(places, table))
-    for num_splits in (1, 8):
-        tuning = default_decode_tuning(
-            num_queries_per_kv=num_heads // num_kv_heads,
-            head_size=head_size,
-            dtype=BF16,
-            num_splits=num_splits,
-        )
-        num_elements = num_scratch_elements(
-            num_sequences=batch, num_heads=num_heads, head_size=head_size, num_splits=num_splits
-        )
-        paged_decode(
-            query,
-            cache,
-            seq_lens=lens,
-            block_tables=tables,
-            options=options,
-            tuning=tuning,
-            scratch=tensor(max(1, num_elements), dtype=torch.float32),
-            out=torch.empty_like(query),
-            sinks=sinks,
-            new=new,
-        )
+    tuning = default_decode_tuning(
+        num_queries_per_kv=num_heads // num_kv_heads, head_size=head_size, dtype=BF16
+    )
+    rows_per_item = tuning.tile_vectors * num_kv_heads // num_heads
+    items = DecodeItems(
+        tensor(batch, NUM_ITEM_WORDS * (1 + rows_per_item), dtype=INT),
+        batch,
+        DecodeScratch(
+            tensor(batch * num_heads * (head_size + 1), dtype=torch.float32),
+            tensor(batch * num_kv_heads, dtype=INT),
+        ),
+    )
+    paged_decode(
+        query,
+        cache,
+        block_tables=tables,
+        items=items,
+        options=options,
+        tuning=tuning,
+        out=torch.empty_like(query),
+        sinks=sinks,
+        new=new,
+    )
     prompt = tensor(2048, num_heads, head_size)
     paged_attention(
         prompt,

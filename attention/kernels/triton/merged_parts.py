@@ -1,0 +1,78 @@
+"""Merges the parts of a result, each over some of the keys of a sequence."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["merge_parts"]
+
+_MERGED_PARTS = tl.constexpr(4)
+"""Parts that are in registers at a time."""
+
+
+@triton.jit
+def merge_parts(
+    parts: tl.tensor,
+    part_lse: tl.tensor,
+    out: tl.tensor,
+    lse: tl.tensor,
+    sinks: tl.tensor,
+    first_part: tl.tensor,
+    num_parts: tl.tensor,
+    num_heads: tl.tensor,
+    first_head: tl.tensor,
+    out_head_stride: tl.tensor,
+    has_sinks: tl.constexpr,
+    has_lse: tl.constexpr,
+    num_merged_heads: tl.constexpr,
+    head_size: tl.constexpr,
+    padded_size: tl.constexpr,
+) -> None:
+    """Write adjacent heads of one row from its parts, weighted by their sums of exponentials.
+
+    Pointers: parts `[num_parts, num_heads, head_size]` and part_lse `[num_parts, num_heads]`,
+    float32, of which those of the row begin at `first_part`, counted in heads; out `[num_heads,
+    head_size]` and lse `[num_heads]` float32, of the row; sinks `[num_heads]` float32. Other
+    programs may have written the parts, which are therefore read from the L2 cache.
+    """
+    padded_heads: tl.constexpr = triton.next_power_of_2(num_merged_heads)
+    some_heads = tl.arange(0, padded_heads)
+    is_head = some_heads < num_merged_heads
+    heads = first_head + some_heads
+    dims = tl.arange(0, padded_size)
+    top = tl.full([padded_heads], float("-inf"), tl.float32)
+    total = tl.zeros([padded_heads], tl.float32)
+    merged = tl.zeros([padded_heads, padded_size], tl.float32)
+    if has_sinks:
+        top = tl.load(sinks + heads, mask=is_head, other=0.0)
+        total += 1.0
+    for first in range(0, num_parts, _MERGED_PARTS):
+        some = first + tl.arange(0, _MERGED_PARTS)
+        indices = first_part + some[:, None] * num_heads + heads[None, :]
+        is_part = (some < num_parts)[:, None] & is_head[None, :]
+        some_lse = tl.load(
+            part_lse + indices, mask=is_part, other=float("-inf"), cache_modifier=".cg"
+        )
+        some_parts = tl.load(
+            parts + indices[:, :, None] * head_size + dims[None, None, :],
+            mask=is_part[:, :, None] & (dims[None, None, :] < head_size),
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        higher = tl.maximum(top, tl.max(some_lse, 0))
+        # Every part has keys, but heads that pad have none.
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp(some_lse - base[None, :])
+        shrink = tl.exp(top - base)
+        merged = merged * shrink[:, None] + tl.sum(some_parts * weights[:, :, None], 0)
+        total = total * shrink + tl.sum(weights, 0)
+        top = higher
+    total = tl.where(total == 0.0, 1.0, total)
+    tl.store(
+        out + (heads * out_head_stride)[:, None] + dims[None, :],
+        (merged / total[:, None]).to(out.dtype.element_ty),
+        mask=is_head[:, None] & (dims[None, :] < head_size),
+    )
+    if has_lse:
+        tl.store(lse + heads, top + tl.log(total), mask=is_head)
