@@ -12,9 +12,9 @@ from attention.gpu.decodes.scheduler import DecodeScheduler
 from attention.gpu.decodes.splits import SplitCosts
 from attention.gpu.layer_kernels import LayerCache, LayerKernels
 from attention.kernels.new_tokens import NewTokens
+from attention.kernels.triton.decodes.paged_decode import PagedDecode
 from attention.kernels.triton.options import AttentionOptions
 from attention.kernels.triton.paged_attention import paged_attention
-from attention.kernels.triton.paged_decode import PagedDecode
 from attention.kernels.triton.ragged_attention import ragged_attention
 from attention.kernels.triton.tuning import (
     PagedAttentionTuning,

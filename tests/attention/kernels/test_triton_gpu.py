@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from attention.kernels.triton.cache_write import cache_write
+from attention.kernels.triton.decodes.paged_decode import PagedDecode, paged_decode
 from attention.kernels.triton.options import AttentionOptions
-from attention.kernels.triton.paged_decode import PagedDecode, paged_decode
 from attention.kernels.triton.repeated_launch import RepeatedLaunch
 from attention.kernels.triton.tuning import default_decode_tuning
 from tests.attention.kernels.decode_items import decode_items

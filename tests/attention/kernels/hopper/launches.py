@@ -9,6 +9,7 @@ import torch
 
 from attention.kernels.decode_items import NUM_ITEM_WORDS, DecodeItems, DecodeScratch
 from attention.kernels.new_tokens import NewTokens, Rotary
+from attention.kernels.triton.decodes.paged_decode import paged_decode
 from attention.kernels.triton.experts import choose_experts, expert_sums, mxfp4_row_bytes
 from attention.kernels.triton.fp8_rows import quantize_blocks, quantize_rows
 from attention.kernels.triton.gate import quantized_gated
@@ -29,7 +30,6 @@ from attention.kernels.triton.gemm.skinny import (
 )
 from attention.kernels.triton.options import AttentionOptions
 from attention.kernels.triton.paged_attention import paged_attention
-from attention.kernels.triton.paged_decode import paged_decode
 from attention.kernels.triton.token_rows import (
     add_norm,
     norm_heads,

@@ -13,14 +13,14 @@ import triton
 import triton.language as tl
 
 from attention.kernels.decode_items import NUM_ITEM_WORDS
+from attention.kernels.triton.decodes.merged_parts import merge_parts
+from attention.kernels.triton.decodes.rotated_vectors import load_rotated_vectors
 from attention.kernels.triton.dependent_launch import (
     can_depend,
     launch_options,
     wait_for_inputs,
 )
-from attention.kernels.triton.merged_parts import merge_parts
 from attention.kernels.triton.repeated_launch import RepeatedLaunch
-from attention.kernels.triton.rotated_vectors import load_rotated_vectors
 from attention.kernels.triton.tiles import (
     attend,
     count_sinks,

@@ -1,0 +1,1 @@
+"""Attention of decodes over the paged cache."""
