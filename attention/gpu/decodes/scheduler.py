@@ -50,7 +50,7 @@ class DecodeScheduler:
         `seq_lens` is `[num_rows]`, 0 for padding, and `block_tables` `[num_rows, width]`.
         """
         num_rows, params = len(seq_lens), self._params
-        if self._is_graph and num_rows == 1:
+        if self._is_graph and num_rows == 1 and self._division.rows_per_item > 1:
             # Its kernel is simpler.
             self._division = replace(self._division, rows_per_item=1)
         words = self._upload(self._division.items(seq_lens, block_tables), num_rows)

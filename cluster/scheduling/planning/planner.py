@@ -12,7 +12,6 @@ from cluster.scheduling.costs.pace import Pace
 from cluster.scheduling.costs.swap_costs import SwapCosts
 from cluster.scheduling.kv_manager import KvManager
 from cluster.scheduling.passing import MAX_PASSED
-from cluster.scheduling.planning.decode_order import DecodeOrder
 from cluster.scheduling.planning.passed_items import PassedItems
 from cluster.scheduling.planning.plan_draft import PlanDraft
 from cluster.scheduling.planning.preemptor import Preemptor
@@ -44,7 +43,6 @@ class Planner:
         self._pace = pace
         self._table = sequence_table
         self._config = config
-        self._decode_order = DecodeOrder()
         self._room = RoomRule(kv, sequence_table)
         self._preemptor = Preemptor(
             kv, sequence_table, self._room, preemption=config.preemption, swap_costs=swap_costs
@@ -112,7 +110,6 @@ class Planner:
             positions.append(position)
             sequence.num_computed = position + 1
         draft.budget -= len(decodes)
-        self._decode_order.sort(draft)
         return prefills
 
     def _prepare_decode(self, sequence: Sequence, draft: PlanDraft) -> bool:
