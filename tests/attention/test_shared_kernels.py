@@ -1,5 +1,6 @@
 """The shared kernels through the whole GPU path of a backend, interpreted on a CPU."""
 
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -7,7 +8,9 @@ import pytest
 import torch
 
 from attention.abstract import AttentionMetadata, AttentionParams, AttentionType
+from attention.gpu.decodes.memory import DecodeMemory
 from attention.gpu.metadata import GpuMetadata, GpuMetadataBuilder
+from attention.kernels.decode_items import DecodeScratch
 from attention.kernels.new_tokens import Rotary
 from attention.params import KV_CACHE_DTYPES
 from pagedray.model_config import RopeConfig
@@ -135,6 +138,36 @@ def test_buffers_of_the_caller_are_filled() -> None:
     assert others["seq_lens"].tolist() == [6, 0]
     assert others["slot_mapping"].tolist() == [int(live.batch.slot_mapping[0]), -1]
     assert others["block_tables"][0, :2].tolist() == a.blocks
+
+
+class LentMemory(DecodeMemory):
+    """Knows what of the memory that it has lent still exists."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.lent: list[weakref.ref[torch.Tensor]] = []
+
+    def reserve(self, num_elements: int, num_arrivals: int) -> DecodeScratch:
+        scratch = super().reserve(num_elements, num_arrivals)
+        self.lent.append(weakref.ref(scratch.parts))
+        return scratch
+
+
+def test_graph_keeps_the_memory_that_it_was_captured_with() -> None:
+    # Layers without a window merge more parts, for which the memory grows.
+    rig = rig_of(params_of(sliding_window=5), params_of())
+    a = rig.sequence()
+    rig.step(prefills=[(a, 9)])
+    memory = LentMemory(rig.spec.device)
+    spec = replace(rig.spec, max_seq_len=32)
+    builder = SharedBackend.get_builder_cls()(spec, graph_batch_size=4, memory=memory)
+    builder.build(rig.batch([], [])).prepare_step()
+    captured = [ref() for ref in memory.lent]
+    assert len({id(parts) for parts in captured}) == 2
+    del captured
+    for _ in range(2):
+        builder.build(rig.batch([], [a])).prepare_step()
+        assert all(ref() is not None for ref in memory.lent[:2])
 
 
 @pytest.mark.parametrize("graph_batch_size", [None, 4])

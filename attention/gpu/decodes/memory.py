@@ -10,7 +10,7 @@ __all__ = ["DecodeMemory"]
 class DecodeMemory:
     """Lends the same memory to all decodes that are launched on one stream.
 
-    A captured graph holds the addresses that it was lent, also if later ones need more.
+    Memory that others have outgrown is kept by whoever was lent it.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from attention.gpu.decodes.memory import DecodeMemory
     from attention.gpu.decodes.schedule import DecodeDivision
+    from attention.kernels.decode_items import DecodeScratch
     from attention.params import AttentionParams
 
 __all__ = ["DecodeScheduler"]
@@ -25,7 +26,10 @@ _WORDS_PER_COPY = 2
 
 
 class DecodeScheduler:
-    """Uploads one schedule at a time; a captured graph has a scheduler of its own."""
+    """Uploads one schedule at a time; a captured graph has a scheduler of its own.
+
+    It keeps the memory that the graph was captured with.
+    """
 
     def __init__(
         self,
@@ -41,6 +45,7 @@ class DecodeScheduler:
         self._params = params
         self._memory = memory
         self._is_graph = is_graph
+        self._scratch: DecodeScratch | None = None
         self._pinned = PinnedRing(device)
         self._on_device = torch.empty(0, dtype=torch.int64, device=device)
 
@@ -55,10 +60,13 @@ class DecodeScheduler:
             self._division = replace(self._division, rows_per_item=1)
         words = self._upload(self._division.items(seq_lens, block_tables), num_rows)
         max_parts = self._division.max_parts(num_rows)
-        scratch = self._memory.reserve(
-            max_parts * params.num_heads * (params.head_size + 1), num_rows * params.num_kv_heads
-        )
-        return DecodeItems(words, max_parts, scratch)
+        # A captured graph holds the addresses, and the memory's owner only those lent last.
+        if self._scratch is None or not self._is_graph:
+            self._scratch = self._memory.reserve(
+                max_parts * params.num_heads * (params.head_size + 1),
+                num_rows * params.num_kv_heads,
+            )
+        return DecodeItems(words, max_parts, self._scratch)
 
     def _upload(self, items: NDArray[np.int32], num_rows: int) -> torch.Tensor:
         size, num_words = items.size, items.shape[1]
