@@ -5,33 +5,28 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from pagedray.batch import EmbedPlan, StepPlan
-from pagedray.config import AttentionReport, CacheSize
+from pagedray.config import AttentionReport
 from pagedray.errors import DeviceError, StartupError
 from pagedray.pool_report import PoolReport
-from pagedray.rank_progress import Phase
-from pagedray.system.host_memory import host_memory_bytes
-from workers.memory_profile import (
-    allow_all_tokens,
-    free_host_bytes,
-    host_pool_bytes,
-    largest_steps,
-)
+from workers.cache_sizing import cache_size, free_host_bytes, num_staging
+from workers.graph_sizes import GraphSizes, graph_sizes
+from workers.memory_profile import MemoryProfile
 from workers.models.decoder import Decoder
 from workers.models.self_attention import attention_spec
 from workers.roof import measure_roof
-from workers.runner.cuda_graphs import DecodeGraphs, graph_batch_sizes
+from workers.runner.cuda_graphs import DecodeGraphs
 from workers.runner.disk_jobs import DiskJobs
 from workers.runner.input_batch import InputBatch
 from workers.runner.kept_pool.checksum_jobs import ChecksumJobs
 from workers.runner.kept_pool.pool_mapper import PoolMapper
-from workers.runner.kv_cache import KVCache, block_bytes, make_host_pool, num_staging_blocks
+from workers.runner.kv_cache import KVCache, block_bytes, make_host_pool
 from workers.runner.model_runner import ModelRunner, PendingTokens
-from workers.runner.piece_graphs import PieceGraphs, piece_sizes
+from workers.runner.piece_graphs import PieceGraphs
 from workers.runner.token_table import TokenTable
 from workers.sampler import Sampler
 from workers.weights.cache_format import with_cache_format
@@ -43,7 +38,7 @@ from workers.worker import Worker, release_gpu_memory
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pagedray.config import EngineConfig
+    from pagedray.config import CacheSize, EngineConfig
     from pagedray.rank_roof import RankRoof
     from workers.parallel.group import ParallelGroup
     from workers.runner.host_pool import HostPool
@@ -51,20 +46,6 @@ if TYPE_CHECKING:
 __all__ = ["DecoderWorker"]
 
 logger = logging.getLogger(__name__)
-
-
-class _GraphSizes(NamedTuple):
-    """The sizes of the captured graphs, ascending."""
-
-    decodes: list[int]
-    """In rows."""
-    pieces: list[int]
-    """In tokens."""
-
-
-_NO_GRAPHS = _GraphSizes([], [])
-_MOST_CPU_BLOCKS = 4
-"""CPU blocks for each device block at most, if no option gives their number."""
 
 
 class DecoderWorker(Worker):
@@ -105,40 +86,11 @@ class DecoderWorker(Worker):
     def available_cache(self, max_num_seqs: int) -> CacheSize:
         self._config = self._config.with_max_num_seqs(max_num_seqs)
         self._check_disk_folder()
-        num_bytes = block_bytes(self._spec)
-        blocks_per_sequence = -(-self._config.max_model_len // self._config.cache.block_size)
-        # Room for every row at its maximum length, and as much again for cached prefixes.
-        num_useful = 2 * max_num_seqs * blocks_per_sequence
-        num_blocks = self._config.cache.num_blocks
-        if num_blocks is None:
-            memory = self._cache_bytes()
-            num_blocks = memory // num_bytes
-            num_blocks = min(num_useful, num_blocks - self._num_staging_blocks(num_blocks))
-            if num_blocks < 2:
-                raise DeviceError(
-                    f"Only {memory} bytes of {self._device.type} memory are left for the KV "
-                    f"cache, which needs at least two blocks of {num_bytes} bytes; use a smaller "
-                    "model, more ranks, a lower --max-num-seqs or --max-num-batched-tokens, or a "
-                    "higher --memory-fraction."
-                )
-        num_cpu_blocks = self._config.cache.num_cpu_blocks
-        if num_cpu_blocks is None:
-            num_most = num_blocks * (_MOST_CPU_BLOCKS if self._device.type == "cuda" else 1)
-            num_cpu_blocks = min(num_most, host_pool_bytes(self._config) // num_bytes)
-        num_host_blocks = num_cpu_blocks + (num_blocks if self._device.type == "cpu" else 0)
-        num_ranks = self._group.num_neighbors
-        needed = num_host_blocks * num_bytes * num_ranks
-        if needed > (limit := host_memory_bytes()):
-            raise DeviceError(
-                f"The caches of {num_ranks} {'rank' if num_ranks == 1 else 'ranks'} need "
-                f"{needed / 2**30:.1f} GiB of host memory, but there are only "
-                f"{limit / 2**30:.1f} GiB; use a lower --num-blocks or --num-cpu-blocks."
-            )
-        return CacheSize(
-            num_blocks=num_blocks,
-            num_cpu_blocks=num_cpu_blocks,
-            block_bytes=num_bytes,
-            max_num_seqs=max_num_seqs,
+        return cache_size(
+            self._config,
+            self._spec,
+            free_bytes=self._free_bytes,
+            num_neighbors=self._group.num_neighbors,
         )
 
     @property
@@ -229,14 +181,16 @@ class DecoderWorker(Worker):
                 mapper=self._pool_mapper,
                 note_unpinned=self._group.progress.note_unpinned,
             )
+            staging = 0
             if num_cpu_blocks:
                 self._host_pool = host_pool
+                staging = num_staging(self._config, self._spec, num_blocks)
             return KVCache(
                 self._backend,
                 self._spec,
                 num_blocks=num_blocks,
                 host_pool=host_pool,
-                num_staging=self._num_staging_blocks(num_blocks) if num_cpu_blocks else 0,
+                num_staging=staging,
             )
         except (MemoryError, OSError, RuntimeError) as error:
             raise DeviceError(
@@ -274,7 +228,7 @@ class DecoderWorker(Worker):
             ) from error
         return table, batch, sampler
 
-    def _make_runner(self, cache: KVCache, sizes: _GraphSizes) -> ModelRunner:
+    def _make_runner(self, cache: KVCache, sizes: GraphSizes) -> ModelRunner:
         """Return what runs steps on a cache, with graphs of these sizes, which are not captured."""
         assert self._model is not None
         table, batch, sampler = self._make_rows()
@@ -335,74 +289,18 @@ class DecoderWorker(Worker):
             self._checksum_jobs.close()
         self._disk_jobs = self._checksum_jobs = None
 
-    def _num_staging_blocks(self, num_blocks: int) -> int:
-        """Return how many blocks a pool of so many has for evicted content."""
-        cache = self._config.cache
-        if not (cache.enable_prefix_cache and cache.enable_cpu_prefix_cache):
-            return 0
-        return 0 if cache.num_cpu_blocks == 0 else num_staging_blocks(self._spec, num_blocks)
-
-    @property
-    def _graph_sizes(self) -> _GraphSizes:
-        if self._device.type != "cuda" or self._config.enforce_eager:
-            return _NO_GRAPHS
-        scheduler = self._config.scheduler
-        decodes = []
-        if self._backend.supports_graph_capture:
-            decodes = graph_batch_sizes(self._config.max_num_seqs)
-        max_tokens = min(self._config.max_graph_tokens, scheduler.max_num_batched_tokens)
-        return _GraphSizes(decodes, piece_sizes(max_tokens))
-
-    def _cache_bytes(self) -> int:
+    def _free_bytes(self) -> int:
         """Return the bytes that the device pool may take."""
         if self._device.type == "cpu":
             return free_host_bytes(self._config)
-        step_bytes = self._step_bytes() + self._graph_bytes()
-        free, total = torch.cuda.mem_get_info(self._device)
-        kept = (1.0 - self._config.cache.memory_fraction) * total
-        return max(0, int(free - step_bytes - kept))
+        profile = MemoryProfile(
+            self._config,
+            self._device,
+            self._group.progress,
+            lambda sizes: self._make_runner(self._make_cache(1, 0), sizes),
+        )
+        return profile.free_bytes(self._graph_sizes)
 
-    def _step_bytes(self) -> int:
-        """Run the largest steps; return the bytes they take of a GPU beside weights and cache.
-
-        All ranks of a group must do this at the same time.
-        """
-        self._group.progress.enter(Phase.PROFILING)
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(self._device)
-        before = torch.cuda.memory_reserved(self._device)
-        runner = self._make_runner(self._make_cache(1, 0), _NO_GRAPHS)
-        for plan in largest_steps(self._config):
-            pending = runner.launch(plan)
-            pending.take_masks(allow_all_tokens(plan, self._config.model.vocab_size))
-            pending.output()
-        step_bytes = torch.cuda.max_memory_reserved(self._device) - before
-        del runner
-        release_gpu_memory()
-        return step_bytes
-
-    def _graph_bytes(self) -> int:
-        """Return the bytes that the captured graphs will take, estimated from the two largest.
-
-        The largest holds the memory pool that all share; each of the others adds its own nodes.
-        """
-        decodes, pieces = self._graph_sizes
-        num_bytes = 0
-        for first, second, count in (
-            (_GraphSizes(decodes[-1:], []), _GraphSizes(decodes[-2:], []), len(decodes)),
-            (_GraphSizes([], pieces[-1:]), _GraphSizes([], pieces[-2:]), len(pieces)),
-        ):
-            if count:
-                shared = self._bytes_of_graphs(first)
-                per_size = max(0, self._bytes_of_graphs(second) - shared)
-                num_bytes += shared + per_size * (count - 1)
-        return num_bytes
-
-    def _bytes_of_graphs(self, sizes: _GraphSizes) -> int:
-        before, _ = torch.cuda.mem_get_info(self._device)
-        runner = self._make_runner(self._make_cache(1, 0), sizes)
-        runner.capture_graphs()
-        after, _ = torch.cuda.mem_get_info(self._device)
-        del runner
-        release_gpu_memory()
-        return before - after
+    @property
+    def _graph_sizes(self) -> GraphSizes:
+        return graph_sizes(self._config, self._device, self._backend)

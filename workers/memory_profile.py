@@ -1,46 +1,92 @@
-"""What the KV cache of a rank may take: the plans that show what steps need, and host memory."""
+"""What steps and graphs take of a GPU beside weights and cache, measured by running them."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from pagedray.batch import SequencePlan, SequenceStart, StepMasks, StepPlan
+from pagedray.rank_progress import Phase
 from pagedray.request import MAX_LOGPROBS, SamplingParams
-from pagedray.system.host_memory import available_host_bytes
+from workers.graph_sizes import NO_GRAPHS, GraphSizes
 from workers.sampling.masks import num_mask_bytes
+from workers.worker import release_gpu_memory
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pagedray.config import EngineConfig
+    from pagedray.rank_progress import ProgressWord
+    from workers.runner.model_runner import ModelRunner
 
-__all__ = [
-    "MAX_HOST_POOL_BYTES",
-    "allow_all_tokens",
-    "free_host_bytes",
-    "host_pool_bytes",
-    "largest_steps",
-]
-
-MAX_HOST_POOL_BYTES = 4 * 2**30
-"""Limit of the pools of a CPU whose size no option gives."""
-_MAX_PINNED_BYTES = 64 * 2**30
-"""Limit of a CPU pool beside a GPU whose size no option gives."""
-_PINNED_PART = 4
-"""All CPU pools of a node take one in so many of its available bytes."""
+__all__ = ["MemoryProfile", "allow_all_tokens", "largest_steps"]
 
 
-def free_host_bytes(config: EngineConfig) -> int:
-    """Return the bytes of host memory that the cache of one rank may take."""
-    share = available_host_bytes() // 2 // config.parallel.tensor_parallel_size
-    return min(MAX_HOST_POOL_BYTES, int(share * config.cache.memory_fraction))
+class MemoryProfile:
+    """Measures the memory of a GPU. All ranks of a group must do so at the same time."""
 
+    def __init__(
+        self,
+        config: EngineConfig,
+        device: torch.device,
+        progress: ProgressWord,
+        make_runner: Callable[[GraphSizes], ModelRunner],
+    ) -> None:
+        """`make_runner` returns what runs steps on a cache of one block."""
+        self._config = config
+        self._device = device
+        self._progress = progress
+        self._make_runner = make_runner
 
-def host_pool_bytes(config: EngineConfig) -> int:
-    """Return the bytes of the CPU pool of one rank if no option gives its size."""
-    if config.parallel.device == "cpu":
-        return MAX_HOST_POOL_BYTES // 4
-    # The ranks of a group may be on several nodes; then the pools are smaller than they could be.
-    share = available_host_bytes() // _PINNED_PART // config.parallel.tensor_parallel_size
-    return min(_MAX_PINNED_BYTES, share)
+    def free_bytes(self, sizes: GraphSizes) -> int:
+        """Return the bytes that the cache may take beside steps and graphs of these sizes."""
+        needed = self._step_bytes() + self._graph_bytes(sizes)
+        free, total = torch.cuda.mem_get_info(self._device)
+        kept = (1.0 - self._config.cache.memory_fraction) * total
+        return max(0, int(free - needed - kept))
+
+    def _step_bytes(self) -> int:
+        """Return the bytes of the largest steps."""
+        self._progress.enter(Phase.PROFILING)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_reserved(self._device)
+        runner = self._make_runner(NO_GRAPHS)
+        for plan in largest_steps(self._config):
+            pending = runner.launch(plan)
+            pending.take_masks(allow_all_tokens(plan, self._config.model.vocab_size))
+            pending.output()
+        step_bytes = torch.cuda.max_memory_reserved(self._device) - before
+        del runner
+        release_gpu_memory()
+        return step_bytes
+
+    def _graph_bytes(self, sizes: GraphSizes) -> int:
+        """Return the bytes of the captured graphs, estimated from the two largest of each kind.
+
+        The largest holds the memory pool that all share; each of the others adds its own nodes.
+        """
+        decodes, pieces = sizes
+        num_bytes = 0
+        for first, second, count in (
+            (GraphSizes(decodes[-1:], []), GraphSizes(decodes[-2:], []), len(decodes)),
+            (GraphSizes([], pieces[-1:]), GraphSizes([], pieces[-2:]), len(pieces)),
+        ):
+            if count:
+                shared = self._bytes_of_graphs(first)
+                per_size = max(0, self._bytes_of_graphs(second) - shared)
+                num_bytes += shared + per_size * (count - 1)
+        return num_bytes
+
+    def _bytes_of_graphs(self, sizes: GraphSizes) -> int:
+        before, _ = torch.cuda.mem_get_info(self._device)
+        runner = self._make_runner(sizes)
+        runner.capture_graphs()
+        after, _ = torch.cuda.mem_get_info(self._device)
+        del runner
+        release_gpu_memory()
+        return before - after
 
 
 def largest_steps(config: EngineConfig) -> list[StepPlan]:

@@ -96,31 +96,6 @@ def test_closed_worker_holds_no_weights(worker: DecoderWorker) -> None:
     assert model() is None
 
 
-class StagingWorker(DecoderWorker):
-    """A worker whose pool has one staging block in eight, as on a GPU."""
-
-    def _num_staging_blocks(self, num_blocks: int) -> int:
-        return num_blocks // 8
-
-    def _cache_bytes(self) -> int:
-        return 64 * block_bytes(self._spec)
-
-
-@pytest.mark.parametrize(("max_num_seqs", "num_blocks"), [(2, 32), (3, 48), (4, 56), (64, 56)])
-def test_staging_blocks_take_place_only_where_memory_limits_the_pool(
-    max_num_seqs: int, num_blocks: int
-) -> None:
-    options = EngineOptions(
-        device="cpu",
-        num_threads=1,
-        load_format="dummy",
-        block_size=16,
-        max_model_len=128,
-    )
-    worker = StagingWorker(engine_config(TINY_LLAMA, options), SoloGroup())
-    assert worker.available_cache(max_num_seqs).num_blocks == num_blocks
-
-
 def test_a_folder_for_blocks_is_needed_at_the_start_only(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     options = EngineOptions(
