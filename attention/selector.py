@@ -36,19 +36,19 @@ def select_backend(name: str, spec: AttentionSpec) -> type[AttentionBackend]:
     backends = _ON_GPU if spec.device.type == "cuda" else _ON_CPU
     if name in backends and not (backend := backends[name]).check(spec):
         return backend
-    reasons = {other: backend.check(spec) for other, backend in backends.items()}
+    reasons = {other: "; ".join(backend.check(spec)) for other, backend in backends.items()}
     supported = [other for other, problems in reasons.items() if not problems]
-    if name != AUTO:
-        problems = reasons.get(name, ("there is no such backend",))
-        raise ValueError(f"{_refusal(name, problems)} {_alternatives(supported)}")
-    if not supported:
-        refusals = " ".join(_refusal(*refusal) for refusal in reasons.items())
+    if name == AUTO and supported:
+        return backends[supported[0]]
+    if name == AUTO:
+        refusals = " ".join(f"{other}: {problems}." for other, problems in reasons.items())
         raise ValueError(f"No attention backend supports this configuration. {refusals}")
-    return backends[supported[0]]
-
-
-def _refusal(name: str, reasons: Sequence[str]) -> str:
-    return f"Attention backend {name!r} refuses: {'; '.join(reasons)}."
+    refusal = f"Unknown attention backend {name!r}."
+    if name in reasons:
+        refusal = (
+            f"Attention backend {name!r} does not support this configuration: {reasons[name]}."
+        )
+    raise ValueError(f"{refusal} {_alternatives(supported)}")
 
 
 def _alternatives(names: Sequence[str]) -> str:
