@@ -34,6 +34,8 @@ __all__ = [
 
 _CHUNK = 4096
 """Scores of a row are divided among programs in whole chunks."""
+_TILE = 1024
+"""Scores that a program reads at a time."""
 _PROGRAMS = 2048
 """About as many programs as are launched for a pass over the rows."""
 _PASSES = 4
@@ -44,20 +46,18 @@ _SHIFTS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 """Lower bits of a float32 that scores of the dtype leave zero."""
 
 
-def choose_greedy(scores: torch.Tensor, indices: torch.Tensor, *, tile: int = 1024) -> torch.Tensor:
+def choose_greedy(scores: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """Return the likeliest tokens of `scores[indices]`, int64; -1 for a broken row."""
     rows = _Rows.of(scores, indices)
-    maxima, out = rows.find_maxima(tile), rows.empty(torch.int64)
+    maxima, out = rows.find_maxima(), rows.empty(torch.int64)
     _take_maxima(maxima, out, splits=rows.splits)
     return out
 
 
-def find_leaders(
-    scores: torch.Tensor, indices: torch.Tensor, first_id: int, *, tile: int = 1024
-) -> torch.Tensor:
+def find_leaders(scores: torch.Tensor, indices: torch.Tensor, first_id: int) -> torch.Tensor:
     """Return the largest key of `scores[indices]` and its id, counted from `first_id`, int64."""
     rows = _Rows.of(scores, indices)
-    maxima, out = rows.find_maxima(tile), rows.empty(torch.int64)
+    maxima, out = rows.find_maxima(), rows.empty(torch.int64)
     join_maxima[(rows.num_rows,)](maxima, out, splits=rows.splits, first_id=first_id, num_warps=1)
     return out
 
@@ -80,7 +80,7 @@ def _take_maxima(maxima: torch.Tensor, out: torch.Tensor, *, splits: int) -> Non
 
 
 def choose_unfiltered(
-    scores: torch.Tensor, indices: torch.Tensor, parameters: torch.Tensor, *, tile: int = 1024
+    scores: torch.Tensor, indices: torch.Tensor, parameters: torch.Tensor
 ) -> torch.Tensor:
     """Return tokens drawn from `scores[indices]`, int64; -1 for a broken row.
 
@@ -89,10 +89,10 @@ def choose_unfiltered(
     """
     assert parameters.shape == (NUM_PARAMETERS, len(indices))
     rows = _Rows.of(scores, indices)
-    maxima, out = rows.find_maxima(tile), rows.empty(torch.int64)
+    maxima, out = rows.find_maxima(), rows.empty(torch.int64)
     chunk_sums = rows.empty(torch.int64, MAX_SPLITS.value)
     common = (scores, indices, parameters, maxima, chunk_sums)
-    sizes = {"splits": rows.splits, "tile": tile, "num_warps": 4}
+    sizes = {"splits": rows.splits, "tile": _TILE, "num_warps": 4}
     sum_chunks[(rows.num_rows, rows.splits)](*common, *rows.shape, **sizes)
     draw_unfiltered[(rows.num_rows,)](*common, out, *rows.shape, **sizes)
     return out
@@ -105,8 +105,6 @@ def choose_filtered(
     *,
     sample_size: int,
     capacity: int,
-    tile: int = 1024,
-    passes: int = _PASSES,
 ) -> torch.Tensor:
     """Return tokens drawn from what min_p, top_k and top_p leave; see `choose_unfiltered`.
 
@@ -117,7 +115,7 @@ def choose_filtered(
     rows = _Rows.of(scores, indices)
     num_rows, vocab_size = rows.num_rows, scores.shape[1]
     sample_size = min(sample_size, max(_SAMPLE_RUN, triton.next_power_of_2(vocab_size)))
-    maxima, out = rows.find_maxima(tile), rows.empty(torch.int64)
+    maxima, out = rows.find_maxima(), rows.empty(torch.int64)
     kept = rows.empty(torch.int64, 2, MAX_SPLITS.value)
     brackets, sums = rows.empty(torch.int64, 4, 8), rows.empty(torch.int64, 2, 8)
     edge_keys, edges = rows.empty(torch.int32, 8), rows.empty(torch.float32, 8)
@@ -143,7 +141,7 @@ def choose_filtered(
         capacity=capacity,
         **search,
     )
-    for _ in range(passes):
+    for _ in range(_PASSES):
         sum_above[grid](*common, edges, sums, open_flags, *rows.shape, **read, num_warps=4)
         narrow_brackets[(num_rows,)](
             parameters, maxima, *state, sample, capacity=capacity, **search
@@ -167,7 +165,7 @@ def choose_filtered(
         *rows.shape,
         splits=splits,
         capacity=capacity,
-        tile=4 * tile,
+        tile=4 * _TILE,
         shift=shift,
         num_warps=8,
     )
@@ -195,7 +193,7 @@ class _Rows:
         assert num_rows > 0
         splits = min(triton.cdiv(vocab_size, _CHUNK), MAX_SPLITS.value, _PROGRAMS // num_rows)
         splits = max(1, splits, triton.cdiv(vocab_size, MAX_SPLIT_SIZE))
-        split_size = triton.cdiv(triton.cdiv(vocab_size, splits), 1024) * 1024
+        split_size = triton.cdiv(triton.cdiv(vocab_size, splits), _TILE) * _TILE
         shape = scores.stride(0), vocab_size, split_size
         return cls(scores=scores, indices=indices, num_rows=num_rows, splits=splits, shape=shape)
 
@@ -203,7 +201,7 @@ class _Rows:
         """Return memory of the kernels, `[num_rows, ...]`."""
         return torch.empty((self.num_rows, *shape), dtype=dtype, device=self.scores.device)
 
-    def find_maxima(self, tile: int) -> torch.Tensor:
+    def find_maxima(self) -> torch.Tensor:
         """Return the largest key and its id of each part of each row."""
         maxima = self.empty(torch.int64, MAX_SPLITS.value)
         find_maxima[(self.num_rows, self.splits)](
@@ -212,7 +210,7 @@ class _Rows:
             maxima,
             *self.shape,
             splits=self.splits,
-            tile=tile,
+            tile=_TILE,
             num_warps=4,
         )
         return maxima
