@@ -12,36 +12,40 @@ from workers.models.config_json.config_file import ConfigFile
 from workers.models.config_json.ignored_fields import check_all_read
 from workers.models.config_json.quantization import read_quantization, with_quantization
 from workers.models.families.bert import BERT, ROBERTA
-from workers.models.families.bloom import BLOOM
-from workers.models.families.cohere2 import COHERE2
-from workers.models.families.ernie4_5 import ERNIE4_5
-from workers.models.families.gemma import GEMMA
-from workers.models.families.gemma2 import GEMMA2
-from workers.models.families.gemma3 import GEMMA3
-from workers.models.families.glm4 import GLM, GLM4
-from workers.models.families.gpt_oss import GPT_OSS
-from workers.models.families.granite import GRANITE
-from workers.models.families.granite_moe import GRANITE_MOE, GRANITE_MOE_SHARED, GRANITE_MOE_SWA
-from workers.models.families.llama import LLAMA
-from workers.models.families.ministral import MINISTRAL
-from workers.models.families.ministral3 import MINISTRAL3
-from workers.models.families.mistral import MISTRAL
-from workers.models.families.mixtral import MIXTRAL
-from workers.models.families.mpt import MPT
+from workers.models.families.dense.bloom import BLOOM
+from workers.models.families.dense.cohere2 import COHERE2
+from workers.models.families.dense.ernie4_5 import ERNIE4_5
+from workers.models.families.dense.gemma import GEMMA
+from workers.models.families.dense.gemma2 import GEMMA2
+from workers.models.families.dense.gemma3 import GEMMA3
+from workers.models.families.dense.glm4 import GLM, GLM4
+from workers.models.families.dense.granite import GRANITE
+from workers.models.families.dense.llama import LLAMA
+from workers.models.families.dense.ministral import MINISTRAL
+from workers.models.families.dense.ministral3 import MINISTRAL3
+from workers.models.families.dense.mistral import MISTRAL
+from workers.models.families.dense.mpt import MPT
+from workers.models.families.dense.olmo2 import OLMO2
+from workers.models.families.dense.olmo3 import OLMO3
+from workers.models.families.dense.phi3 import PHI3
+from workers.models.families.dense.qwen2 import QWEN2
+from workers.models.families.dense.qwen3 import QWEN3
+from workers.models.families.dense.seed_oss import SEED_OSS
+from workers.models.families.dense.smollm3 import SMOLLM3
+from workers.models.families.dense.starcoder2 import STARCODER2
+from workers.models.families.experts.gpt_oss import GPT_OSS
+from workers.models.families.experts.granite_moe import (
+    GRANITE_MOE,
+    GRANITE_MOE_SHARED,
+    GRANITE_MOE_SWA,
+)
+from workers.models.families.experts.mixtral import MIXTRAL
+from workers.models.families.experts.olmoe import OLMOE
+from workers.models.families.experts.qwen3_moe import QWEN3_MOE
 from workers.models.families.multimodal.gemma3 import GEMMA3_MULTIMODAL
 from workers.models.families.multimodal.mistral3 import MISTRAL3
 from workers.models.families.multimodal.qwen2_5_vl import QWEN2_5_VL
 from workers.models.families.multimodal.qwen3_vl import QWEN3_VL
-from workers.models.families.olmo2 import OLMO2
-from workers.models.families.olmo3 import OLMO3
-from workers.models.families.olmoe import OLMOE
-from workers.models.families.phi3 import PHI3
-from workers.models.families.qwen2 import QWEN2
-from workers.models.families.qwen3 import QWEN3
-from workers.models.families.qwen3_moe import QWEN3_MOE
-from workers.models.families.seed_oss import SEED_OSS
-from workers.models.families.smollm3 import SMOLLM3
-from workers.models.families.starcoder2 import STARCODER2
 from workers.models.format_cuts import check_cuts
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from workers.models.config_json.family import Family
-from workers.models.families.ministral3 import read_ministral3
-from workers.models.families.mistral import read_mistral
+from workers.models.families.dense.ministral3 import read_ministral3
+from workers.models.families.dense.mistral import read_mistral
 from workers.models.families.multimodal.text_part import (
     TEXT_SECTION,
     as_text_part,

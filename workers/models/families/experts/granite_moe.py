@@ -14,7 +14,7 @@ from workers.models.config_json.experts import experts_of
 from workers.models.config_json.family import Family
 from workers.models.config_json.limits import MAX_SIZE, MAX_THETA
 from workers.models.config_json.sliding_windows import windows_by_layer_type
-from workers.models.families.granite import granite_config
+from workers.models.families.dense.granite import granite_config
 
 if TYPE_CHECKING:
     from pagedray.model_config import ModelConfig

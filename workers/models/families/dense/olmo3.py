@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from workers.models.config_json.family import Family
 from workers.models.config_json.rope_section import longest_context, ropes_by_layer_type
 from workers.models.config_json.sliding_windows import windows_by_layer_type
-from workers.models.families.olmo2 import olmo_config
+from workers.models.families.dense.olmo2 import olmo_config
 
 if TYPE_CHECKING:
     from pagedray.model_config import ModelConfig
