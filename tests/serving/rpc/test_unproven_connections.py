@@ -218,22 +218,20 @@ async def test_a_defect_does_not_end_the_watch(caplog: pytest.LogCaptureFixture)
 
 
 def test_newest_connections_end_if_a_host_sends_much_on_many() -> None:
+    # All that a host may send, and eight stalled connections.
+    num_kept = 2**21 // 15_000 + 8
     with socket.create_server(("127.0.0.1", 0), backlog=256) as listener, ExitStack() as stack:
         port = listener.getsockname()[1]
         watch = ConnectionWatch(port, ConnectionLimits(), ProvenConnections())
-        accepted = []
-        for _ in range(200):
-            client = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-            client.sendall(bytes(15_000))
-            accepted.append(stack.enter_context(listener.accept()[0]))
-        wait_for(lambda: all(num_received_bytes(one.fileno()) == 15_000 for one in accepted))
+        # Those that one look finds first are of one age, in whatever order their descriptors are.
+        older = [_accepted(listener, stack, sent=bytes(15_000)) for _ in range(num_kept)]
         for _ in range(2):
             watch.close_excess()
-        num_kept = 2**21 // 15_000
-        # Of further ones eight are stalled.
-        assert [_is_ended(one) for one in accepted] == [
-            place >= num_kept + 8 for place in range(200)
-        ]
+        newer = [_accepted(listener, stack, sent=bytes(15_000)) for _ in range(50)]
+        for _ in range(2):
+            watch.close_excess()
+        assert [_is_ended(one) for one in older] == [False] * num_kept
+        assert [_is_ended(one) for one in newer] == [True] * 50
 
 
 def test_a_look_at_many_connections_takes_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,6 +253,15 @@ def test_a_look_at_many_connections_takes_pauses(monkeypatch: pytest.MonkeyPatch
         del slept_s[:]
         watch.close_excess()
     assert len(slept_s) >= 2
+
+
+def _accepted(listener: socket.socket, stack: ExitStack, sent: bytes) -> socket.socket:
+    """Return the server's end of another connection, which has received what was sent."""
+    client = stack.enter_context(socket.create_connection(listener.getsockname()))
+    client.sendall(sent)
+    accepted = stack.enter_context(listener.accept()[0])
+    wait_for(lambda: num_received_bytes(accepted.fileno()) == len(sent))
+    return accepted
 
 
 def _is_ended(connection: socket.socket) -> bool:
