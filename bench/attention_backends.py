@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from attention.abstract import AttentionBackend
-    from attention.gpu.layer_kernels import LayerKernels
+    from attention.gpu.layer_kernels import LayerKernels, LayerSet
 
 NUM_LAYERS = 8
 SEQ_LEN = 2048
@@ -72,10 +72,10 @@ class Row:
 class SharedBuilder(TorchSDPAGpuMetadataBuilder):
     """Plans for the shared kernels alone."""
 
-    def _make_kernels(self, params: AttentionParams, *, is_graph: bool) -> LayerKernels:
+    def _make_kernels(self, layers: LayerSet) -> LayerKernels:
         from attention.gpu.shared_kernels import SharedKernels
 
-        return SharedKernels(params, self._spec, is_graph=is_graph, memory=self._memory)
+        return SharedKernels(layers)
 
 
 class SharedKernelBackend(TorchSDPAGpuBackend):

@@ -4,7 +4,7 @@ from attention.abstract import AttentionParams, AttentionSpec, AttentionType
 from attention.flashinfer.pages import PageUploader
 from attention.flashinfer.unsupported import reason_for_shared
 from attention.gpu.decodes.memory import DecodeMemory
-from attention.gpu.layer_kernels import LayerKernels
+from attention.gpu.layer_kernels import LayerKernels, LayerSet
 from attention.gpu.metadata import GpuMetadataBuilder
 from attention.gpu.unified_op import define_op
 
@@ -37,23 +37,21 @@ class FlashInferMetadataBuilder(GpuMetadataBuilder):
         parts = "prefill", "prefill_ragged", "decode"
         return {} if reason is None else dict.fromkeys(parts, reason)
 
-    def _make_kernels(self, params: AttentionParams, *, is_graph: bool) -> LayerKernels:
+    def _make_kernels(self, layers: LayerSet) -> LayerKernels:
         # Imported here because one needs Triton, and the other the library.
-        if reason_for_shared(params) is not None:
+        if reason_for_shared(layers.params) is not None:
             from attention.gpu.shared_kernels import SharedKernels
 
-            return SharedKernels(params, self._spec, is_graph=is_graph, memory=self._memory)
+            return SharedKernels(layers)
 
-        uploader = self._uploaders[params.attention_type is AttentionType.ENCODER_DECODER]
-        return self._make_library_kernels(params, is_graph=is_graph, uploader=uploader)
+        is_cross = layers.params.attention_type is AttentionType.ENCODER_DECODER
+        return self._make_library_kernels(layers, self._uploaders[is_cross])
 
-    def _make_library_kernels(
-        self, params: AttentionParams, *, is_graph: bool, uploader: PageUploader
-    ) -> LayerKernels:
+    def _make_library_kernels(self, layers: LayerSet, uploader: PageUploader) -> LayerKernels:
         """Return the kernels of layers that the library supports."""
         from attention.flashinfer.layer_kernels import FlashInferKernels
 
-        return FlashInferKernels(params, self._spec, is_graph=is_graph, uploader=uploader)
+        return FlashInferKernels(layers, uploader)
 
 
 class HybridMetadataBuilder(FlashInferMetadataBuilder):
@@ -65,12 +63,8 @@ class HybridMetadataBuilder(FlashInferMetadataBuilder):
         reasons = super()._reasons_for_shared(params)
         return {"decode": "they read the cache faster than FlashInfer", **reasons}
 
-    def _make_library_kernels(
-        self, params: AttentionParams, *, is_graph: bool, uploader: PageUploader
-    ) -> LayerKernels:
+    def _make_library_kernels(self, layers: LayerSet, uploader: PageUploader) -> LayerKernels:
         # Imported here because it needs Triton and the library.
         from attention.flashinfer.layer_kernels import HybridKernels
 
-        return HybridKernels(
-            params, self._spec, is_graph=is_graph, uploader=uploader, memory=self._memory
-        )
+        return HybridKernels(layers, uploader)

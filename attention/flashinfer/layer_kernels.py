@@ -6,11 +6,10 @@ from attention.flashinfer.decode import FlashInferDecode
 from attention.flashinfer.pages import PageUploader
 from attention.flashinfer.prefill import PagedPrefill, RaggedPrefill
 from attention.gpu.batch import GpuBatch, SubBatch
-from attention.gpu.decodes.memory import DecodeMemory
-from attention.gpu.layer_kernels import LayerCache, LayerKernels
+from attention.gpu.layer_kernels import LayerCache, LayerKernels, LayerSet
 from attention.gpu.shared_kernels import SharedKernels
 from attention.kernels.new_tokens import NewTokens
-from attention.params import AttentionParams, AttentionSpec, AttentionType
+from attention.params import AttentionType
 
 __all__ = ["FlashInferKernels", "HybridKernels"]
 
@@ -18,16 +17,10 @@ __all__ = ["FlashInferKernels", "HybridKernels"]
 class _FlashInferPrefills(LayerKernels):
     """Prefills by the library: those of a step are planned ahead, others when they are run."""
 
-    def __init__(
-        self,
-        params: AttentionParams,
-        spec: AttentionSpec,
-        *,
-        is_graph: bool,
-        uploader: PageUploader,
-    ) -> None:
+    def __init__(self, layers: LayerSet, uploader: PageUploader) -> None:
         """`uploader` is shared by all layers that see the same keys."""
-        super().__init__(params, spec, is_graph=is_graph)
+        super().__init__(layers)
+        params, spec = layers.params, layers.spec
         self._uploader = uploader
         self._is_cross = params.attention_type is AttentionType.ENCODER_DECODER
         self._is_encoder = params.attention_type is AttentionType.ENCODER
@@ -87,16 +80,9 @@ class _FlashInferPrefills(LayerKernels):
 class FlashInferKernels(_FlashInferPrefills):
     """Prefills and decodes by the library."""
 
-    def __init__(
-        self,
-        params: AttentionParams,
-        spec: AttentionSpec,
-        *,
-        is_graph: bool,
-        uploader: PageUploader,
-    ) -> None:
-        super().__init__(params, spec, is_graph=is_graph, uploader=uploader)
-        self._decode = FlashInferDecode(self.params, self.spec, is_graph=self.is_graph)
+    def __init__(self, layers: LayerSet, uploader: PageUploader) -> None:
+        super().__init__(layers, uploader)
+        self._decode = FlashInferDecode(layers.params, layers.spec, is_graph=layers.is_graph)
 
     @property
     def providers(self) -> dict[str, str]:
@@ -128,17 +114,9 @@ class FlashInferKernels(_FlashInferPrefills):
 class HybridKernels(_FlashInferPrefills):
     """Prefills by the library; decodes by the shared kernel, which needs no plan of pages."""
 
-    def __init__(
-        self,
-        params: AttentionParams,
-        spec: AttentionSpec,
-        *,
-        is_graph: bool,
-        uploader: PageUploader,
-        memory: DecodeMemory,
-    ) -> None:
-        super().__init__(params, spec, is_graph=is_graph, uploader=uploader)
-        self._shared = SharedKernels(params, spec, is_graph=is_graph, memory=memory)
+    def __init__(self, layers: LayerSet, uploader: PageUploader) -> None:
+        super().__init__(layers, uploader)
+        self._shared = SharedKernels(layers)
 
     @property
     def providers(self) -> dict[str, str]:

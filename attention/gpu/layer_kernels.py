@@ -7,10 +7,11 @@ from functools import cached_property
 import torch
 
 from attention.gpu.batch import GpuBatch, SubBatch
+from attention.gpu.decodes.memory import DecodeMemory
 from attention.kernels.new_tokens import NewTokens
 from attention.params import AttentionParams, AttentionSpec
 
-__all__ = ["LayerCache", "LayerKernels"]
+__all__ = ["LayerCache", "LayerKernels", "LayerSet"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,8 +38,20 @@ class LayerCache:
         return self.blocks[:, 1]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerSet:
+    """Layers with equal parameters, whose kernels are planned together."""
+
+    params: AttentionParams
+    spec: AttentionSpec
+    is_graph: bool
+    """Whether plans are for a captured graph, whose shapes and addresses are fixed."""
+    memory: DecodeMemory
+    """Lent to all that is launched on the same stream."""
+
+
 class LayerKernels(ABC):
-    """Plans each step once for a set of layers with equal parameters, and computes each layer.
+    """Plans each step once for a set of layers, and computes each of them.
 
     Queries and results are `[num_tokens, num_heads, head_size]`, keys and values `[num_tokens,
     num_kv_heads, head_size]`. Tokens may be strided, except those of a result. Results are written
@@ -46,11 +59,10 @@ class LayerKernels(ABC):
     for layers without them.
     """
 
-    def __init__(self, params: AttentionParams, spec: AttentionSpec, *, is_graph: bool) -> None:
-        """`is_graph`: plans are for a captured graph, whose shapes and addresses are fixed."""
-        self.params = params
-        self.spec = spec
-        self.is_graph = is_graph
+    def __init__(self, layers: LayerSet) -> None:
+        self.params = layers.params
+        self.spec = layers.spec
+        self.is_graph = layers.is_graph
 
     @property
     @abstractmethod

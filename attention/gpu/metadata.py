@@ -17,7 +17,7 @@ from attention.abstract import (
 )
 from attention.gpu.batch import GpuBatch, GpuBatchUploader, SubBatch
 from attention.gpu.decodes.memory import DecodeMemory
-from attention.gpu.layer_kernels import LayerCache, LayerKernels
+from attention.gpu.layer_kernels import LayerCache, LayerKernels, LayerSet
 from attention.gpu.unified_op import AttentionOp, handle_of
 from attention.kernels.new_tokens import NewTokens, Rotary
 
@@ -223,15 +223,17 @@ class GpuMetadataBuilder(AttentionMetadataBuilder):
         """
         super().__init__(spec)
         self._graph_batch_size = graph_batch_size
-        self._memory = memory or DecodeMemory(spec.device)
         is_graph = graph_batch_size is not None
         if is_graph and spec.max_seq_len is None:
             raise ValueError("max_seq_len is None, but captured graphs require it.")
         self._uploader = GpuBatchUploader(
             spec.device, max_seq_len=spec.max_seq_len if is_graph else None
         )
+        memory = memory or DecodeMemory(spec.device)
         kernels = {
-            params: self._make_kernels(params, is_graph=is_graph)
+            params: self._make_kernels(
+                LayerSet(params=params, spec=spec, is_graph=is_graph, memory=memory)
+            )
             for params in dict.fromkeys(layer.plan_key for layer in spec.layers)
         }
         self._kernels = tuple(kernels.values())
@@ -241,8 +243,8 @@ class GpuMetadataBuilder(AttentionMetadataBuilder):
         self._layer_caches: dict[int, LayerCache] = {}
 
     @abstractmethod
-    def _make_kernels(self, params: AttentionParams, *, is_graph: bool) -> LayerKernels:
-        """Return the kernels of the layers with these parameters."""
+    def _make_kernels(self, layers: LayerSet) -> LayerKernels:
+        """Return the kernels of these layers."""
 
     @property
     def kernels(self) -> tuple[LayerKernels, ...]:

@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from attention.gpu.batch import SubBatch
-from attention.gpu.decodes.memory import DecodeMemory
+from attention.gpu.layer_kernels import LayerSet
 from attention.gpu.shared_kernels import SharedKernels
 from attention.params import AttentionParams, AttentionSpec
 
@@ -20,16 +20,9 @@ _HEAD_STEP = 8
 class TorchSDPAKernels(SharedKernels):
     """Sequences of equal length and without context by torch, all else by the shared kernels."""
 
-    def __init__(
-        self,
-        params: AttentionParams,
-        spec: AttentionSpec,
-        *,
-        is_graph: bool,
-        memory: DecodeMemory,
-    ) -> None:
-        super().__init__(params, spec, is_graph=is_graph, memory=memory)
-        self._uses_torch = _supports(params, spec)
+    def __init__(self, layers: LayerSet) -> None:
+        super().__init__(layers)
+        self._uses_torch = _supports(layers.params, layers.spec)
 
     @property
     def providers(self) -> dict[str, str]:

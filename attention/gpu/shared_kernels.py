@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from attention.gpu.batch import GpuBatch, SubBatch
-from attention.gpu.decodes.memory import DecodeMemory
 from attention.gpu.decodes.schedule import DecodeDivision
 from attention.gpu.decodes.scheduler import DecodeScheduler
 from attention.gpu.decodes.splits import SplitCosts
-from attention.gpu.layer_kernels import LayerCache, LayerKernels
+from attention.gpu.layer_kernels import LayerCache, LayerKernels, LayerSet
 from attention.kernels.new_tokens import NewTokens
 from attention.kernels.triton.decodes.paged_decode import PagedDecode
 from attention.kernels.triton.options import AttentionOptions
@@ -21,7 +20,7 @@ from attention.kernels.triton.tuning import (
     default_decode_tuning,
     next_power_of_two,
 )
-from attention.params import AttentionParams, AttentionSpec
+from attention.params import AttentionParams
 
 if TYPE_CHECKING:
     from attention.kernels.decode_items import DecodeItems
@@ -37,16 +36,9 @@ _SATURATING_PROGRAMS = 1.75
 class SharedKernels(LayerKernels):
     """Runs the shared kernels; decodes are scheduled in each step, and nothing else is planned."""
 
-    def __init__(
-        self,
-        params: AttentionParams,
-        spec: AttentionSpec,
-        *,
-        is_graph: bool,
-        memory: DecodeMemory,
-    ) -> None:
-        """`memory` is shared by what is launched on the same stream."""
-        super().__init__(params, spec, is_graph=is_graph)
+    def __init__(self, layers: LayerSet) -> None:
+        super().__init__(layers)
+        params, spec = layers.params, layers.spec
         slopes = params.alibi_slopes
         self._options = AttentionOptions(
             scale=params.scale,
@@ -64,7 +56,9 @@ class SharedKernels(LayerKernels):
             dtype=spec.dtype,
         )
         division = decode_division(params, self._tuning, spec.block_size, spec.device)
-        self._scheduler = DecodeScheduler(division, params, memory, spec.device, is_graph=is_graph)
+        self._scheduler = DecodeScheduler(
+            division, params, layers.memory, spec.device, is_graph=layers.is_graph
+        )
         self._planned: tuple[SubBatch, DecodeItems] | None = None
         self._decode: PagedDecode | None = None
 

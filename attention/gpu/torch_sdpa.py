@@ -1,7 +1,6 @@
 """The torch_sdpa backend on a GPU: torch and the shared kernels, and no library."""
 
-from attention.abstract import AttentionParams
-from attention.gpu.layer_kernels import LayerKernels
+from attention.gpu.layer_kernels import LayerKernels, LayerSet
 from attention.gpu.metadata import GpuMetadataBuilder
 from attention.gpu.unified_op import define_op
 
@@ -13,8 +12,8 @@ class TorchSDPAGpuMetadataBuilder(GpuMetadataBuilder):
 
     op = define_op("unified_torch_sdpa")
 
-    def _make_kernels(self, params: AttentionParams, *, is_graph: bool) -> LayerKernels:
+    def _make_kernels(self, layers: LayerSet) -> LayerKernels:
         # Imported here because it needs Triton.
         from attention.gpu.sdpa_kernels import TorchSDPAKernels
 
-        return TorchSDPAKernels(params, self._spec, is_graph=is_graph, memory=self._memory)
+        return TorchSDPAKernels(layers)

@@ -1,7 +1,7 @@
 """The builder of the xFormers backend; imports the library when it makes kernels."""
 
 from attention.abstract import AttentionParams
-from attention.gpu.layer_kernels import LayerKernels
+from attention.gpu.layer_kernels import LayerKernels, LayerSet
 from attention.gpu.metadata import GpuMetadataBuilder
 from attention.gpu.unified_op import define_op
 from attention.xformers.unsupported import unsupported_by_decode, unsupported_by_prefill
@@ -24,8 +24,8 @@ class XFormersMetadataBuilder(GpuMetadataBuilder):
             if feature is not None
         }
 
-    def _make_kernels(self, params: AttentionParams, *, is_graph: bool) -> LayerKernels:
+    def _make_kernels(self, layers: LayerSet) -> LayerKernels:
         # Imported here because it needs Triton and the library.
         from attention.xformers.layer_kernels import XFormersKernels
 
-        return XFormersKernels(params, self._spec, is_graph=is_graph, memory=self._memory)
+        return XFormersKernels(layers)

@@ -5,11 +5,10 @@ from typing import NamedTuple
 import torch
 
 from attention.gpu.batch import GpuBatch, SubBatch
-from attention.gpu.decodes.memory import DecodeMemory
-from attention.gpu.layer_kernels import LayerCache
+from attention.gpu.layer_kernels import LayerCache, LayerSet
 from attention.gpu.shared_kernels import SharedKernels
 from attention.kernels.new_tokens import NewTokens
-from attention.params import AttentionParams, AttentionSpec
+from attention.params import AttentionParams
 from attention.xformers.decode import PagedDecodes
 from attention.xformers.ragged import RaggedAttention
 from attention.xformers.unsupported import unsupported_by_decode, unsupported_by_prefill
@@ -30,21 +29,15 @@ class _KeyTables(NamedTuple):
 class XFormersKernels(SharedKernels):
     """FlashAttention 2 for prefills and split-k for decodes, or the shared kernels."""
 
-    def __init__(
-        self,
-        params: AttentionParams,
-        spec: AttentionSpec,
-        *,
-        is_graph: bool,
-        memory: DecodeMemory,
-    ) -> None:
-        super().__init__(params, spec, is_graph=is_graph, memory=memory)
+    def __init__(self, layers: LayerSet) -> None:
+        super().__init__(layers)
+        params, spec = layers.params, layers.spec
         self._ragged: RaggedAttention | None = None
         if unsupported_by_prefill(params) is None:
             self._ragged = RaggedAttention(params)
         self._decodes: PagedDecodes | None = None
         if unsupported_by_decode(params, spec) is None:
-            self._decodes = PagedDecodes(params, spec, is_graph=is_graph)
+            self._decodes = PagedDecodes(params, spec, is_graph=layers.is_graph)
 
     @property
     def providers(self) -> dict[str, str]:

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 from attention.abstract import AttentionSpec
 from attention.gpu.backend import GpuBackend
+from attention.gpu.layer_kernels import LayerSet
 from attention.gpu.metadata import GpuMetadataBuilder
 from attention.gpu.shared_kernels import SharedKernels
 from attention.gpu.unified_op import define_op
-from attention.params import AttentionParams
 
 __all__ = ["SharedBackend"]
 
@@ -15,8 +15,8 @@ __all__ = ["SharedBackend"]
 class _Builder(GpuMetadataBuilder):
     op = define_op("unified_shared_test")
 
-    def _make_kernels(self, params: AttentionParams, *, is_graph: bool) -> SharedKernels:
-        return SharedKernels(params, self._spec, is_graph=is_graph, memory=self._memory)
+    def _make_kernels(self, layers: LayerSet) -> SharedKernels:
+        return SharedKernels(layers)
 
 
 class SharedBackend(GpuBackend):

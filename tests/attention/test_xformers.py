@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from attention.abstract import AttentionParams, AttentionSpec, AttentionType
+from attention.gpu.layer_kernels import LayerSet
 from attention.gpu_backends import XFormersBackend
 from attention.selector import select_backend
 from attention.xformers.builder import XFormersMetadataBuilder
@@ -95,10 +96,10 @@ def test_decodes_are_shared_for_a_reason(
 class FakeKernels(SimpleNamespace):
     """Stands for the kernels of layers, which need the library."""
 
-    def __init__(self, params: AttentionParams, *, is_graph: bool) -> None:
-        provider = "xformers" if params.soft_cap is None else "shared"
+    def __init__(self, layers: LayerSet) -> None:
+        provider = "xformers" if layers.params.soft_cap is None else "shared"
         super().__init__(
-            params=params,
+            params=layers.params,
             providers=dict.fromkeys(("prefill", "prefill_ragged", "decode"), provider),
         )
 
