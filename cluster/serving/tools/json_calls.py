@@ -274,7 +274,8 @@ class NamedReader(TurnReader):
     """The arguments of a tool that must be called."""
 
     def _step(self, *, is_end: bool) -> bool:
-        if not self.num_calls:
+        if self._buffer and not self.num_calls:
+            # Not before: the turn's reasoning comes first.
             (name,) = self._tools
             self._begin_call(name)
         self._write_arguments(self._take(len(self._buffer)))

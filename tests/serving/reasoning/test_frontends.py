@@ -218,6 +218,51 @@ def test_messages_have_thinking_blocks(thinking_server: Server) -> None:
     assert signatures == [sum("thinking" in delta for delta in deltas)]
 
 
+FORCED = f"<think>\n{THOUGHT}\n</think>\n\n" + '{"a": 1}'
+
+
+def test_a_forced_call_is_an_item_behind_the_reasoning(
+    thinking_server: Server, client: openai.OpenAI
+) -> None:
+    say(thinking_server, FORCED)
+    tools: list[Any] = [{"type": "function", "strict": None, **FUNCTION}]
+    choice: Any = {"type": "function", "name": "look"}
+    ask = {"model": "tiny", "input": "hi", "tools": tools, "tool_choice": choice}
+    whole = client.responses.create(**ask)
+    events = list(client.responses.create(**ask, stream=True))
+    final: Any = events[-1]
+    for response in (whole, final.response):
+        reasoning, call = response.output
+        assert (reasoning.type, reasoning.content[0].text) == ("reasoning", THOUGHT)
+        assert (call.type, call.name, call.arguments) == ("function_call", "look", '{"a": 1}')
+    kinds = [event.type for event in events]
+    ended = kinds.index("response.reasoning_text.done")
+    assert ended < kinds.index("response.function_call_arguments.delta")
+
+
+def test_a_forced_call_is_a_block_behind_the_thoughts(thinking_server: Server) -> None:
+    thinking_server.engine.reset()
+    say(thinking_server, FORCED)
+    body = {
+        "model": "tiny",
+        "max_tokens": 512,
+        "messages": ASK,
+        "tools": [{"name": "look", "input_schema": {"type": "object"}}],
+        "tool_choice": {"type": "tool", "name": "look"},
+    }
+    url = f"{thinking_server.url}/v1/messages"
+    thoughts, call = httpx.post(url, json=body, timeout=20).json()["content"]
+    assert thoughts["thinking"] == THOUGHT
+    assert (call["type"], call["name"], call["input"]) == ("tool_use", "look", {"a": 1})
+    streamed = httpx.post(url, json=body | {"stream": True}, timeout=20).text
+    events = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: ")]
+    deltas = [event for event in events if event["type"] == "content_block_delta"]
+    assert "".join(one["delta"].get("thinking", "") for one in deltas) == THOUGHT
+    parts = [one for one in deltas if one["delta"]["type"] == "input_json_delta"]
+    assert {one["index"] for one in parts} == {1}
+    assert "".join(one["delta"]["partial_json"] for one in parts) == '{"a": 1}'
+
+
 def test_grpc_separates_reasoning(thinking_server: Server) -> None:
     thinking_server.engine.reset()
     say(thinking_server, TEXT)
