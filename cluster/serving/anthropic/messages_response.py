@@ -86,11 +86,14 @@ class MessagesResponse(EventResponse):
         """The start of an event with text of the open block."""
 
     def _collect(self, delta: TurnDelta) -> None:
+        continued, begun = delta.split_calls()
+        for call in continued:
+            self._blocks[-1].pieces.append(call.arguments)
         for kind, text in _texts(delta):
             if not self._blocks or self._blocks[-1].kind != kind:
                 self._blocks.append(_Block(kind))
             self._blocks[-1].pieces.append(text)
-        for call in delta.calls:
+        for call in begun:
             if call.name is not None:
                 self._blocks.append(_Block("tool_use", call.id, call.name))
             self._blocks[-1].pieces.append(call.arguments)
@@ -125,11 +128,13 @@ class MessagesResponse(EventResponse):
         return b"".join(events)
 
     def _write_delta(self, delta: TurnDelta, events: list[bytes]) -> None:
+        continued, begun = delta.split_calls()
+        events += (self._piece(call.arguments) for call in continued)
         for kind, text in _texts(delta):
             if self._open != kind:
                 self._open_block(_Block(kind), events)
             events.append(self._piece(text))
-        for call in delta.calls:
+        for call in begun:
             if call.name is not None:
                 self._open_block(_Block("tool_use", call.id, call.name), events)
             if call.arguments:

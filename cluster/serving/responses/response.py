@@ -132,13 +132,16 @@ class ResponsesResponse(EventResponse):
 
     def _add(self, delta: TurnDelta, events: list[bytes] | None) -> None:
         """Add what the turn gained to the items, and its events."""
+        continued, begun = delta.split_calls()
+        for call in continued:
+            self._add_text(call.arguments, events)
         texts: dict[_Kind, str] = {"reasoning": delta.reasoning, "message": delta.content}
         for kind, text in texts.items():
             if text:
                 if not self._is_open or self._items[-1].kind != kind:
                     self._begin_item(kind, events)
                 self._add_text(text, events)
-        for call in delta.calls:
+        for call in begun:
             if call.name is not None:
                 function = self._names.get(call.name) or FunctionName(call.name)
                 self._begin_item("function_call", events, call_id=call.id, function=function)

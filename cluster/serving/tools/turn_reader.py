@@ -34,11 +34,19 @@ class ToolCallDelta:
 
 @dataclass(slots=True)
 class TurnDelta:
-    """What a turn gained: its reasoning comes before all else."""
+    """What a turn gained: its reasoning comes first, then content, then calls that begin."""
 
     content: str = ""
     calls: list[ToolCallDelta] = field(default_factory=list)
     reasoning: str = ""
+
+    def split_calls(self) -> tuple[list[ToolCallDelta], list[ToolCallDelta]]:
+        """Return what belongs to a call that has begun before, and the calls that begin.
+
+        The former comes before all else of the delta.
+        """
+        number = next((i for i, call in enumerate(self.calls) if call.name is not None), None)
+        return self.calls[:number], [] if number is None else self.calls[number:]
 
 
 class TurnReader(ABC):
