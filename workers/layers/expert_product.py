@@ -11,7 +11,7 @@ from workers.layers.activation import clamped_gate
 from workers.layers.linear_kernels import make_linear_kernel
 
 if TYPE_CHECKING:
-    from pagedray.model_config import ExpertsConfig
+    from workers.layers.expert_part import ExpertPart
     from workers.layers.formats.mxfp4 import Mxfp4Matrix
     from workers.layers.linear_kernels import LinearKernel
     from workers.layers.router import Choice
@@ -26,18 +26,8 @@ class ExpertProduct(ABC):
     """
 
     @abstractmethod
-    def __init__(
-        self,
-        config: ExpertsConfig,
-        *,
-        ours: range,
-        hidden_size: int,
-        intermediate_size: int,
-        has_output_bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        """`ours` are the experts of this rank, of which it has `intermediate_size` columns."""
+    def __init__(self, part: ExpertPart) -> None:
+        """Allocate the weights of a rank's part."""
 
     @abstractmethod
     def gate_up(self, expert: int) -> torch.Tensor | Mxfp4Matrix:
@@ -74,28 +64,18 @@ class ExpertProduct(ABC):
 class LinearExperts(ExpertProduct):
     """One expert after the other, by the kernels of linear layers, for CPUs."""
 
-    def __init__(
-        self,
-        config: ExpertsConfig,
-        *,
-        ours: range,
-        hidden_size: int,
-        intermediate_size: int,
-        has_output_bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        def kernels(out_size: int, in_size: int, *, has_bias: bool) -> list[LinearKernel]:
+    def __init__(self, part: ExpertPart) -> None:
+        def kernels(shape: tuple[int, int], *, has_bias: bool) -> list[LinearKernel]:
             return [
-                make_linear_kernel(out_size, in_size, has_bias=has_bias, dtype=dtype, device=device)
-                for _ in ours
+                make_linear_kernel(*shape, has_bias=has_bias, dtype=part.dtype, device=part.device)
+                for _ in part.experts
             ]
 
-        self._experts = ours
-        self._num_experts = config.num_experts
-        self._gate = config.gate
-        self._gate_up = kernels(2 * intermediate_size, hidden_size, has_bias=config.has_bias)
-        self._down = kernels(hidden_size, intermediate_size, has_bias=has_output_bias)
+        self._experts = part.experts
+        self._num_experts = part.config.num_experts
+        self._gate = part.config.gate
+        self._gate_up = kernels(part.gate_up_shape, has_bias=part.config.has_bias)
+        self._down = kernels(part.down_shape, has_bias=part.has_output_bias)
 
     def gate_up(self, expert: int) -> torch.Tensor:
         return self._gate_up[expert].weight
@@ -145,41 +125,19 @@ class LinearExperts(ExpertProduct):
 class StackedExperts(ExpertProduct):
     """All experts at once, by kernels whose tiles have rows of one expert each, for GPUs."""
 
-    def __init__(
-        self,
-        config: ExpertsConfig,
-        *,
-        ours: range,
-        hidden_size: int,
-        intermediate_size: int,
-        has_output_bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        def biases(size: int) -> torch.Tensor:
-            return torch.empty(len(ours), size, dtype=dtype, device=device)
+    def __init__(self, part: ExpertPart) -> None:
+        def biases(shape: tuple[int, int]) -> torch.Tensor:
+            return torch.empty(len(part.experts), shape[0], dtype=part.dtype, device=part.device)
 
-        self._first_expert = ours.start
-        self._gate = config.gate
-        self._gate_up_bias = biases(2 * intermediate_size) if config.has_bias else None
-        self._down_bias = biases(hidden_size) if has_output_bias else None
-        self._allocate(
-            (len(ours), 2 * intermediate_size, hidden_size),
-            (len(ours), hidden_size, intermediate_size),
-            dtype=dtype,
-            device=device,
-        )
+        self._first_expert = part.experts.start
+        self._gate = part.config.gate
+        self._gate_up_bias = biases(part.gate_up_shape) if part.config.has_bias else None
+        self._down_bias = biases(part.down_shape) if part.has_output_bias else None
+        self._allocate(part)
 
     @abstractmethod
-    def _allocate(
-        self,
-        gate_up: tuple[int, int, int],
-        down: tuple[int, int, int],
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        """Allocate weights of these shapes, for rows of a dtype."""
+    def _allocate(self, part: ExpertPart) -> None:
+        """Allocate the weights of both projections."""
 
     @property
     def num_bytes(self) -> int:
@@ -228,16 +186,11 @@ class StackedExperts(ExpertProduct):
 class GroupedExperts(StackedExperts):
     """Weights of the dtype of the rows."""
 
-    def _allocate(
-        self,
-        gate_up: tuple[int, int, int],
-        down: tuple[int, int, int],
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self._gate_up = torch.empty(gate_up, dtype=dtype, device=device)
-        self._down = torch.empty(down, dtype=dtype, device=device)
+    def _allocate(self, part: ExpertPart) -> None:
+        self._gate_up, self._down = (
+            torch.empty(len(part.experts), *shape, dtype=part.dtype, device=part.device)
+            for shape in (part.gate_up_shape, part.down_shape)
+        )
 
     def _weights(self) -> tuple[torch.Tensor, ...]:
         return self._gate_up, self._down

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from attention.kernels.quantized_rows import QuantizedRows
 from attention.kernels.unnormed_row import UnnormedRow
 from pagedray.rank_roof import WeightWork
+from workers.layers.expert_part import ExpertPart
 from workers.layers.expert_tensors import ExpertTensors
-from workers.layers.mxfp4_experts import expert_product_class
+from workers.layers.mxfp4_experts import make_expert_product
 from workers.layers.router import Router
 from workers.layers.weight import Layer
 
@@ -60,14 +61,16 @@ class ExpertLayer(Layer):
         self._router = Router(
             f"{prefix}.{names.router}", experts, hidden_size=hidden_size, dtype=dtype, device=device
         )
-        self._product = expert_product_class(experts, dtype, device)(
-            experts,
-            ours=self._tensors.experts,
-            hidden_size=hidden_size,
-            intermediate_size=self._tensors.intermediate_size,
-            has_output_bias=self._tensors.has_output_bias,
-            dtype=dtype,
-            device=device,
+        self._product = make_expert_product(
+            ExpertPart(
+                config=experts,
+                experts=self._tensors.experts,
+                hidden_size=hidden_size,
+                intermediate_size=self._tensors.intermediate_size,
+                has_output_bias=self._tensors.has_output_bias,
+                dtype=dtype,
+                device=device,
+            )
         )
 
     def takes_quantized(self, num_rows: int) -> bool:

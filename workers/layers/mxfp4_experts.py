@@ -16,28 +16,23 @@ from workers.layers.expert_product import (
 from workers.layers.formats.mxfp4 import Mxfp4Matrix, dequantized_mxfp4
 
 if TYPE_CHECKING:
-    from pagedray.model_config import ExpertsConfig
+    from workers.layers.expert_part import ExpertPart
     from workers.layers.router import Choice
 
-__all__ = ["DequantizedExperts", "Mxfp4Experts", "expert_product_class"]
+__all__ = ["DequantizedExperts", "Mxfp4Experts", "make_expert_product"]
 
 
 class Mxfp4Experts(StackedExperts):
     """Weights stay in mxfp4, and are dequantized in registers; for rows in bfloat16."""
 
-    def _allocate(
-        self,
-        gate_up: tuple[int, int, int],
-        down: tuple[int, int, int],
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        assert dtype == torch.bfloat16
-        self._gate_up = Mxfp4Matrix.empty(*gate_up, device=device)
-        self._down = Mxfp4Matrix.empty(*down, device=device)
-        self._gate_up_numbers = self._down_numbers = torch.empty(0, device=device)
-        self._gate_up_scales = self._down_scales = torch.empty(0, device=device)
+    def _allocate(self, part: ExpertPart) -> None:
+        assert part.dtype == torch.bfloat16
+        self._gate_up, self._down = (
+            Mxfp4Matrix.empty(len(part.experts), *shape, device=part.device)
+            for shape in (part.gate_up_shape, part.down_shape)
+        )
+        self._gate_up_numbers = self._down_numbers = torch.empty(0, device=part.device)
+        self._gate_up_scales = self._down_scales = torch.empty(0, device=part.device)
 
     def _weights(self) -> tuple[torch.Tensor, ...]:
         return (
@@ -78,29 +73,11 @@ class Mxfp4Experts(StackedExperts):
 class DequantizedExperts(ExpertProduct):
     """Weights are dequantized when they are loaded."""
 
-    def __init__(
-        self,
-        config: ExpertsConfig,
-        *,
-        ours: range,
-        hidden_size: int,
-        intermediate_size: int,
-        has_output_bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self._plain = _plain_class(device)(
-            config,
-            ours=ours,
-            hidden_size=hidden_size,
-            intermediate_size=intermediate_size,
-            has_output_bias=has_output_bias,
-            dtype=dtype,
-            device=device,
-        )
+    def __init__(self, part: ExpertPart) -> None:
+        self._plain = _plain_class(part.device)(part)
         self._gate_up, self._down = (
-            [Mxfp4Matrix.empty(*shape, device=device) for _ in ours]
-            for shape in ((2 * intermediate_size, hidden_size), (hidden_size, intermediate_size))
+            [Mxfp4Matrix.empty(*shape, device=part.device) for _ in part.experts]
+            for shape in (part.gate_up_shape, part.down_shape)
         )
 
     def gate_up(self, expert: int) -> Mxfp4Matrix:
@@ -132,15 +109,13 @@ class DequantizedExperts(ExpertProduct):
         self._plain.finalize()
 
 
-def expert_product_class(
-    config: ExpertsConfig, dtype: torch.dtype, device: torch.device
-) -> type[ExpertProduct]:
-    """Return the class for the stored weights, the dtype of rows and a device."""
-    if not config.is_mxfp4:
-        return _plain_class(device)
+def make_expert_product(part: ExpertPart) -> ExpertProduct:
+    """Return the product for the stored weights, the dtype of rows and the device."""
+    if not part.config.is_mxfp4:
+        return _plain_class(part.device)(part)
     # CPUs, and products in other dtypes, have no kernel for it.
-    is_multiplied = device.type == "cuda" and dtype == torch.bfloat16
-    return Mxfp4Experts if is_multiplied else DequantizedExperts
+    is_multiplied = part.device.type == "cuda" and part.dtype == torch.bfloat16
+    return Mxfp4Experts(part) if is_multiplied else DequantizedExperts(part)
 
 
 def _packed(matrix: Mxfp4Matrix) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from pagedray.model_config import ClampedGate, ExpertsConfig, TensorNames
+from workers.layers.expert_part import ExpertPart
 from workers.layers.expert_product import GroupedExperts, LinearExperts
 from workers.layers.experts import ExpertLayer
 from workers.layers.formats.mxfp4 import SCALE, Mxfp4Matrix
@@ -201,13 +202,15 @@ def test_grouped_experts_compute_what_single_ones_do(num_rows: int, config: Expe
     pytest.importorskip("triton")
     products = [
         kind(
-            config,
-            ours=range(2, 6),
-            hidden_size=HIDDEN,
-            intermediate_size=20,
-            has_output_bias=config.has_bias,
-            dtype=torch.float32,
-            device=device,
+            ExpertPart(
+                config=config,
+                experts=range(2, 6),
+                hidden_size=HIDDEN,
+                intermediate_size=20,
+                has_output_bias=config.has_bias,
+                dtype=torch.float32,
+                device=device,
+            )
         )
         for kind, device in ((LinearExperts, CPU), (GroupedExperts, TRITON_DEVICE))
     ]
@@ -239,13 +242,15 @@ def test_products_in_mxfp4_are_those_of_dequantized_weights(num_rows: int) -> No
     pytest.importorskip("triton")
     products = [
         kind(
-            CLAMPED,
-            ours=range(2, 6),
-            hidden_size=96,
-            intermediate_size=64,
-            has_output_bias=True,
-            dtype=torch.bfloat16,
-            device=device,
+            ExpertPart(
+                config=CLAMPED,
+                experts=range(2, 6),
+                hidden_size=96,
+                intermediate_size=64,
+                has_output_bias=True,
+                dtype=torch.bfloat16,
+                device=device,
+            )
         )
         for kind, device in ((DequantizedExperts, CPU), (Mxfp4Experts, TRITON_DEVICE))
     ]

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from pagedray.model_config import ExpertsConfig
 from pagedray.weight_format import Fp8Format, Int4Format
 from tests.int4_tensors import Int4Tensors
+from workers.layers.expert_part import ExpertPart
 from workers.layers.formats.fp8_linear import Fp8Linear
 from workers.layers.formats.fp8_weight import Fp8Weight
 from workers.layers.formats.int4_linear import GpuInt4Linear
@@ -54,14 +55,17 @@ def test_int4_has_half_a_byte_for_each_number_and_a_word_for_each_group(tmp_path
 
 
 def test_mxfp4_has_half_a_byte_for_each_number_and_one_for_each_block() -> None:
+    config = ExpertsConfig(num_experts=3, num_chosen=2, intermediate_size=32, is_renormalized=True)
     product = Mxfp4Experts(
-        ExpertsConfig(num_experts=3, num_chosen=2, intermediate_size=32, is_renormalized=True),
-        ours=range(3),
-        hidden_size=64,
-        intermediate_size=32,
-        has_output_bias=False,
-        dtype=torch.bfloat16,
-        device=DEVICE,
+        ExpertPart(
+            config=config,
+            experts=range(3),
+            hidden_size=64,
+            intermediate_size=32,
+            has_output_bias=False,
+            dtype=torch.bfloat16,
+            device=DEVICE,
+        )
     )
     product.finalize()
     num_numbers = 3 * (2 * 32 * 64 + 64 * 32)
