@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -12,6 +11,11 @@ from cluster.cli.bench.latencies import GOALS, METRICS
 from cluster.cli.bench.target import Backend
 from cluster.cli.client_flags import add_client_flags
 from cluster.cli.flag_values import count, number
+from cluster.cli.random_request_flags import (
+    MOST_REQUESTS,
+    add_random_requests,
+    add_request_rate,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,7 +23,6 @@ if TYPE_CHECKING:
 __all__ = ["add_bench_flags"]
 
 _ALIASES = {"vllm": "openai", "vllm-chat": "openai-chat"}
-_MOST_REQUESTS = 10_000_000
 _MOST_TOKENS = 10_000_000
 
 
@@ -107,32 +110,7 @@ def _add_dataset(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--dataset-path", type=Path, metavar="FILE", help="ShareGPT conversations in JSON."
     )
-    group.add_argument(
-        "--num-prompts",
-        type=count(1, _MOST_REQUESTS),
-        default=1000,
-        metavar="N",
-        help="Number of requests.",
-    )
-    for flag, default, what in (
-        ("--random-input-len", 1024, "Tokens of a random prompt."),
-        ("--random-output-len", 128, "Tokens to generate for a random prompt."),
-        ("--random-prefix-len", 0, "Further tokens that all random prompts begin with."),
-    ):
-        group.add_argument(
-            flag,
-            type=count(min(default, 1), _MOST_TOKENS),
-            default=default,
-            metavar="N",
-            help=what,
-        )
-    group.add_argument(
-        "--random-range-ratio",
-        type=number(0.0, 1.0),
-        default=0.0,
-        metavar="R",
-        help="Lengths are uniform from 1 - R to 1 + R times the length.",
-    )
+    add_random_requests(group)
     group.add_argument(
         "--sharegpt-output-len",
         type=count(1, _MOST_TOKENS),
@@ -143,13 +121,7 @@ def _add_dataset(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_load(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--request-rate",
-        type=number(1e-6, math.inf),
-        default=math.inf,
-        metavar="R",
-        help="Requests per second, at random intervals; inf sends all at once.",
-    )
+    add_request_rate(group)
     group.add_argument(
         "--burstiness",
         type=number(1e-3, 1e6),
@@ -160,13 +132,13 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--max-concurrency",
-        type=count(1, _MOST_REQUESTS),
+        type=count(1, MOST_REQUESTS),
         metavar="N",
         help="Most requests in flight. (default: no limit)",
     )
     group.add_argument(
         "--num-warmups",
-        type=count(1, _MOST_REQUESTS),
+        type=count(1, MOST_REQUESTS),
         default=1,
         metavar="N",
         help="Requests before the measured ones, one after another.",

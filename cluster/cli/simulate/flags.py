@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from cluster.cli.flag_values import count, number
+from cluster.cli.random_request_flags import add_random_requests, add_request_rate
 from cluster.simulation.step_cost import MOST_TOKENS
 from pagedray.config import DEFAULT_MAX_NUM_SEQS, Preemption, SchedulerConfig
 
@@ -35,25 +35,9 @@ def _add_requests(group: argparse._ArgumentGroup) -> None:
         help="Requests in JSON lines, in place of random ones: arrival_s, num_prompt_tokens and "
         "num_output_tokens, and optionally tenant, prefix and num_prefix_tokens.",
     )
-    group.add_argument(
-        "--request-rate",
-        type=number(1e-6, math.inf),
-        default=math.inf,
-        metavar="R",
-        help="Requests per second, at random intervals; inf sends all at once.",
-    )
-    group.add_argument(
-        "--random-range-ratio",
-        type=number(0.0, 1.0),
-        default=0.0,
-        metavar="R",
-        help="Lengths are uniform from 1 - R to 1 + R times the length.",
-    )
+    add_request_rate(group)
+    add_random_requests(group)
     for flag, low, high, default, what in (
-        ("--num-prompts", 1, 10**7, 1000, "Number of requests."),
-        ("--random-input-len", 1, MOST_TOKENS, 1024, "Tokens of a prompt."),
-        ("--random-output-len", 1, MOST_TOKENS, 128, "Tokens to generate."),
-        ("--random-prefix-len", 0, MOST_TOKENS, 0, "Further tokens that prompts begin with."),
         ("--num-prefixes", 1, 10**6, 1, "Different ones of these, drawn at random."),
         ("--num-tenants", 1, 10**6, 1, "Tenants, which share no prefixes, drawn at random."),
         ("--seed", 0, 2**63 - 1, 0, "Of lengths, intervals, prefixes and tenants."),

@@ -1,0 +1,51 @@
+"""The flags of random requests and their rate, as load tests and simulations take them."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from cluster.cli.flag_values import count, number
+
+if TYPE_CHECKING:
+    import argparse
+
+__all__ = ["MOST_REQUESTS", "add_random_requests", "add_request_rate"]
+
+MOST_REQUESTS = 10_000_000
+_MOST_TOKENS = 10_000_000
+
+
+def add_random_requests(group: argparse._ArgumentGroup) -> None:
+    """Add the number of requests and their lengths."""
+    for flag, least, most, default, what in (
+        ("--num-prompts", 1, MOST_REQUESTS, 1000, "Number of requests."),
+        ("--random-input-len", 1, _MOST_TOKENS, 1024, "Tokens of a random prompt."),
+        ("--random-output-len", 1, _MOST_TOKENS, 128, "Tokens to generate for a random prompt."),
+        (
+            "--random-prefix-len",
+            0,
+            _MOST_TOKENS,
+            0,
+            "Further tokens that random prompts share at their beginning.",
+        ),
+    ):
+        group.add_argument(flag, type=count(least, most), default=default, metavar="N", help=what)
+    group.add_argument(
+        "--random-range-ratio",
+        type=number(0.0, 1.0),
+        default=0.0,
+        metavar="R",
+        help="Lengths are uniform from 1 - R to 1 + R times the length.",
+    )
+
+
+def add_request_rate(group: argparse._ArgumentGroup) -> None:
+    """Add how often a request is sent."""
+    group.add_argument(
+        "--request-rate",
+        type=number(1e-6, math.inf),
+        default=math.inf,
+        metavar="R",
+        help="Requests per second, at random intervals; inf sends all at once.",
+    )
