@@ -202,8 +202,13 @@ class RankLifecycle:
             self._worker = make_worker(self._config, self._group, device)
             if memory is not None:
                 self._worker.use_pool_memory(memory)
-        with self._timed("weights"):
-            self._worker.load_weights(self._report_loading)
+        try:
+            with self._timed("weights"):
+                self._worker.load_weights(self._report_loading)
+        except BaseException:
+            # What it has allocated is needed by the next attempt.
+            self._worker = self._group = None
+            raise
 
     def _summed_rows(self) -> RowShape | None:
         """Return the rows that the one-shot kernel sums over the ranks, or None if NCCL does."""
