@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 from cluster.serving.http.schema import read_part
-from cluster.serving.inputs import ChatPrompt, Prompt
+from cluster.serving.inputs import Prompt
 from cluster.serving.intake.steps import finish
 from cluster.serving.openai.bodies.messages import Message, read_messages
 from cluster.serving.openai.bodies.tool_fields import read_tools
+from cluster.serving.text.templates.chat_prompt import ChatPrompt
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from cluster.serving.text.templates.chat_template import ChatMessage
+    from cluster.serving.text.templates.chat_prompt import ChatMessage
 
 __all__ = [
     "Conversation",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from cluster.serving.continuation import Continuation
-from cluster.serving.text.templates.chat_template import ChatMessage
+from cluster.serving.text.templates.chat_prompt import ChatPrompt
 from pagedray.batch import Pooling
 
 __all__ = [
@@ -16,7 +16,6 @@ __all__ = [
     "MAX_TIMEOUT_S",
     "Arrival",
     "CallOrigin",
-    "ChatPrompt",
     "EmbeddingInput",
     "Frontend",
     "GenerationInput",
@@ -61,23 +60,6 @@ class Arrival:
     client_id: str | None = None
     """The client's own id of the call."""
     origin: CallOrigin = CallOrigin()
-
-
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
-    """A conversation for the model to continue."""
-
-    messages: tuple[ChatMessage, ...]
-    tools: tuple[Mapping[str, object], ...] = ()
-    """Tools in the format of chat templates: `{"type": "function", "function": ...}`."""
-    adds_generation_prompt: bool = True
-    """Whether the rendered text ends with the start of an assistant turn."""
-    continues_final_message: bool = False
-    """Whether the model continues the text of the last message, in that message's role."""
-    variables: Mapping[str, object] = field(default_factory=dict)
-    """Further variables of the chat template."""
-    template: str | None = None
-    """The source of a chat template in place of the model's."""
 
 
 @dataclass(frozen=True, slots=True)

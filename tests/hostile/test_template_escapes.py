@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.serving.text.templates.chat_template import ChatMessage, ChatTemplate
+from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
+from cluster.serving.text.templates.chat_template import ChatTemplate
 from pagedray.errors import CheckpointError, InvalidRequestError
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ ROADS = (
 
 
 def rendered(source: str) -> str:
-    return ChatTemplate(source, {}, origin="here").render([ChatMessage("user", "x")])
+    return ChatTemplate(source, {}, origin="here").render(ChatPrompt((ChatMessage("user", "x"),)))
 
 
 @pytest.mark.parametrize("road", ROADS)

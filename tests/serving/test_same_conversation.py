@@ -11,10 +11,9 @@ import grpc
 import httpx
 import pytest
 
-from cluster.serving.inputs import ChatPrompt
 from cluster.serving.ray_serve.handle import ServeHandle
 from cluster.serving.ray_serve.pace import Pace
-from cluster.serving.text.templates.chat_template import ChatMessage
+from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
 from pagedray.errors import InvalidRequestError
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc

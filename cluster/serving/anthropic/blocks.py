@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, JsonValue
 
 from cluster.serving.http.schema import BodyPart, missing_field, named_schema, read_part
-from cluster.serving.text.templates.chat_template import ChatMessage, MessageToolCall
+from cluster.serving.text.templates.chat_prompt import ChatMessage, MessageToolCall
 from cluster.serving.tools.call_id import MAX_ID_LENGTH, check_id
 from pagedray.errors import InvalidRequestError
 

@@ -13,11 +13,11 @@ from cluster.serving.anthropic.blocks import (
     read_text,
 )
 from cluster.serving.http.schema import Body, BodyPart, Defaults, named_schema, read_part
-from cluster.serving.inputs import ChatPrompt, GenerationInput, TokenizeInput
+from cluster.serving.inputs import GenerationInput, TokenizeInput
 from cluster.serving.json_text import json_text
 from cluster.serving.openai.bodies.chat_body import MAX_MESSAGES
 from cluster.serving.openai.bodies.generation_body import bounds
-from cluster.serving.text.templates.chat_template import ChatMessage
+from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
 from cluster.serving.text.templates.template_arguments import Effort, TemplateArguments
 from cluster.serving.tools.tool import MAX_TOOLS, Tool
 from cluster.serving.tools.tool_choice import ToolChoice, ToolUse, read_each_tool

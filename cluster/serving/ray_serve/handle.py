@@ -15,11 +15,11 @@ from cluster.serving.beams.input import check_beam_sampling, check_length_penalt
 from cluster.serving.inputs import (
     MAX_TIMEOUT_S,
     CallOrigin,
-    ChatPrompt,
     EmbeddingInput,
     GenerationInput,
     ScoreInput,
 )
+from cluster.serving.text.templates.chat_prompt import ChatPrompt
 from cluster.serving.validation.embedding_validator import MAX_PROMPTS
 from pagedray.errors import InvalidRequestError
 from pagedray.nearest_name import nearest_name

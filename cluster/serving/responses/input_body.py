@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from cluster.serving.http.schema import Body, BodyPart, named_schema, read_part
-from cluster.serving.inputs import ChatPrompt
 from cluster.serving.json_text import json_text
 from cluster.serving.openai.bodies.chat_body import MAX_MESSAGES
 from cluster.serving.responses.items import ITEMS, read_items
-from cluster.serving.text.templates.chat_template import ChatMessage
+from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
 from cluster.serving.text.templates.template_arguments import Effort, TemplateArguments
 from cluster.serving.tools.tool import MAX_TOOLS
 from cluster.serving.tools.tool_choice import ToolChoice, ToolUse

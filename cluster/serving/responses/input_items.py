@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from cluster.serving.responses.query import check_include, read_query
-from cluster.serving.text.templates.chat_template import ChatMessage, MessageToolCall
+from cluster.serving.text.templates.chat_prompt import ChatMessage, MessageToolCall
 from pagedray.errors import InvalidRequestError
 from pagedray.shown_value import shown_value
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from cluster.serving.openai.bodies.chat_body import MAX_MESSAGES
 from cluster.serving.responses.response_ids import id_of_response, replica_of
 from cluster.serving.responses.stored_responses import StoredTurn
-from cluster.serving.text.templates.chat_template import ChatMessage
+from cluster.serving.text.templates.chat_prompt import ChatMessage
 from pagedray.errors import InvalidRequestError, UnknownPreviousError, UnknownResponseError
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from cluster.serving.intake.steps import Steps
-    from cluster.serving.text.templates.chat_template import ChatMessage
+    from cluster.serving.text.templates.chat_prompt import ChatMessage
     from cluster.serving.tools.tool_choice import ToolUse
 
 __all__ = ["Echo", "InputTokensBody", "ResponsesBody"]

@@ -12,7 +12,7 @@ from cluster.serving.memory.tenant_bytes import BufferLimits, TenantBytes
 from pagedray.errors import InvalidRequestError, UnknownPreviousError, UnknownResponseError
 
 if TYPE_CHECKING:
-    from cluster.serving.text.templates.chat_template import ChatMessage
+    from cluster.serving.text.templates.chat_prompt import ChatMessage
 
 __all__ = ["StoreLimits", "StoredResponses", "StoredTurn"]
 

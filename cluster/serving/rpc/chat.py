@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
-from cluster.serving.inputs import ChatPrompt
 from cluster.serving.intake.limits import check_num_messages
 from cluster.serving.json_body import read_json
 from cluster.serving.rpc.requests import check_size, generation_input, tokenize_input
 from cluster.serving.rpc.responses import finish_reason, logprobs_of, stop_reason, write_frame
-from cluster.serving.text.templates.chat_template import ChatMessage, MessageToolCall
+from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt, MessageToolCall
 from cluster.serving.text.templates.template_arguments import TemplateArguments
 from cluster.serving.tools.tool import MAX_TOOLS, Tool
 from cluster.serving.tools.tool_choice import ToolChoice, ToolUse

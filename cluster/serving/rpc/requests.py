@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from google.protobuf.duration_pb2 import Duration
 
     from cluster.serving.auth.tenant import Tenant
-    from cluster.serving.inputs import ChatPrompt
     from cluster.serving.intake.limits import RequestSize
     from cluster.serving.intake.steps import Steps
     from cluster.serving.rpc.call import RpcCall
+    from cluster.serving.text.templates.chat_prompt import ChatPrompt
     from pagedray.batch import Pooling
 
 __all__ = [

@@ -11,14 +11,14 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Encoding, Tokenizer
 
-from cluster.serving.text.templates.chat_template import ChatMessage, MessageToolCall
+from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt, MessageToolCall
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -51,17 +51,6 @@ class MarkedText:
         return _restored(self.text, self.originals)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MarkedChat:
-    """A conversation with marks for texts of the client."""
-
-    messages: Sequence[ChatMessage]
-    tools: Sequence[Mapping[str, object]]
-    variables: Mapping[str, object]
-    originals: Mapping[str, str]
-    """The text that each mark stands for."""
-
-
 class LiteralTokens:
     """Marks special tokens in conversations, and encodes what was rendered from them."""
 
@@ -80,22 +69,18 @@ class LiteralTokens:
         }
 
     def mark(
-        self,
-        messages: Sequence[ChatMessage],
-        tools: Sequence[Mapping[str, object]],
-        variables: Mapping[str, object],
-        *,
-        pauses: ThreadPauses | None = None,
-    ) -> MarkedChat:
+        self, prompt: ChatPrompt, *, pauses: ThreadPauses | None = None
+    ) -> tuple[ChatPrompt, Mapping[str, str]]:
         """Return a conversation with marks, and the text that each stands for."""
         marker = _Marker(self._finder, pauses)
-        return MarkedChat(
-            messages=[marker.mark_message(message) for message in messages],
-            tools=[marker.mark_value(tool) for tool in tools],
+        marked = replace(
+            prompt,
+            messages=tuple(map(marker.mark_message, prompt.messages)),
+            tools=tuple(map(marker.mark_value, prompt.tools)),
             # The names are those of the template.
-            variables={name: marker.mark_value(value) for name, value in variables.items()},
-            originals=marker.originals,
+            variables={name: marker.mark_value(value) for name, value in prompt.variables.items()},
         )
+        return marked, marker.originals
 
     def encode(self, marked: MarkedText) -> list[int]:
         """Return the token ids of a rendered conversation, without holding the interpreter's lock.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Self
 
 import tokenizers
@@ -16,7 +15,7 @@ from cluster.serving.text.converted_tokenizer import converted_tokenizer, conver
 from cluster.serving.text.infilling import detect_infilling
 from cluster.serving.text.library_panics import panics_as_errors
 from cluster.serving.text.literal_tokens import LiteralTokens, MarkedText
-from cluster.serving.text.templates.chat_template import ChatMessage
+from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
 from cluster.serving.text.templates.template_files import ChatTemplates
 from cluster.serving.text.token_bytes import TokenBytes
 from pagedray.errors import CheckpointError, InvalidRequestError
@@ -136,9 +135,9 @@ class Tokenizer:
     @panics_as_errors()
     def mark_texts(self, texts: Sequence[str]) -> tuple[list[str], Mapping[str, str]]:
         """Return texts with marks for their special tokens, and what each mark stands for."""
-        messages = [ChatMessage(role="user", content=text) for text in texts]
-        marked = self._marker().mark(messages, (), {})
-        return [message.content for message in marked.messages], marked.originals
+        messages = tuple(ChatMessage(role="user", content=text) for text in texts)
+        marked, originals = self._marker().mark(ChatPrompt(messages))
+        return [message.content for message in marked.messages], originals
 
     @panics_as_errors()
     def encode_marked(self, marked: MarkedText) -> list[int]:
@@ -157,12 +156,8 @@ class Tokenizer:
 
     def render_chat(
         self,
-        messages: Sequence[ChatMessage],
+        prompt: ChatPrompt,
         *,
-        tools: Sequence[Mapping[str, object]] = (),
-        adds_generation_prompt: bool = True,
-        continues_final_message: bool = False,
-        variables: Mapping[str, object] = MappingProxyType({}),
         template: ChatTemplate | None = None,
         pauses: ThreadPauses | None = None,
     ) -> str:
@@ -172,25 +167,14 @@ class Tokenizer:
         InvalidRequestError.
         """
         if template is None:
-            template = self._template_for(tools)
-        return template.render(
-            messages,
-            tools=tools,
-            adds_generation_prompt=adds_generation_prompt,
-            continues_final_message=continues_final_message,
-            variables=variables,
-            pauses=pauses,
-        )
+            template = self._template_for(prompt)
+        return template.render(prompt, pauses=pauses)
 
     @panics_as_errors()
     def render_marked_chat(
         self,
-        messages: Sequence[ChatMessage],
+        prompt: ChatPrompt,
         *,
-        tools: Sequence[Mapping[str, object]] = (),
-        adds_generation_prompt: bool = True,
-        continues_final_message: bool = False,
-        variables: Mapping[str, object] = MappingProxyType({}),
         template: ChatTemplate | None = None,
         marks_special_tokens: bool,
         pauses: ThreadPauses | None = None,
@@ -201,26 +185,15 @@ class Tokenizer:
         """
         originals: Mapping[str, str] = {}
         if marks_special_tokens and (self._templates is not None or template is not None):
-            marked = self._marker().mark(messages, tools, variables, pauses=pauses)
-            messages, tools, variables = marked.messages, marked.tools, marked.variables
-            originals = marked.originals
-        text = self.render_chat(
-            messages,
-            tools=tools,
-            adds_generation_prompt=adds_generation_prompt,
-            continues_final_message=continues_final_message,
-            variables=variables,
-            template=template,
-            pauses=pauses,
-        )
-        return MarkedText(text, originals)
+            prompt, originals = self._marker().mark(prompt, pauses=pauses)
+        return MarkedText(self.render_chat(prompt, template=template, pauses=pauses), originals)
 
-    def _template_for(self, tools: Sequence[Mapping[str, object]]) -> ChatTemplate:
+    def _template_for(self, prompt: ChatPrompt) -> ChatTemplate:
         if self._templates is None:
             raise InvalidRequestError(
                 "The model has no chat template; use the completions API.", param="messages"
             )
-        return self._templates.template_for(tools)
+        return self._templates.template_for(prompt.tools)
 
     def template_variables(self, *, has_tools: bool) -> frozenset[str]:
         """Return the variables of the chat template that a request may set; none without one."""

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cluster.serving.inputs import ChatPrompt, InfillPrompt, Prompt
+from cluster.serving.inputs import InfillPrompt, Prompt
 from cluster.serving.intake.limits import IntakeLimits, check_num_messages, request_size
 from cluster.serving.text.literal_tokens import MarkedText
+from cluster.serving.text.templates.chat_prompt import ChatPrompt
 from cluster.serving.validation.rerank_prompt import rerank_prompt
 from pagedray.errors import ContextLengthError, InvalidRequestError
 from pagedray.request import check_token_ids
@@ -233,11 +234,7 @@ class PromptReader:
         self, prompt: ChatPrompt, template: ChatTemplate | None, pauses: ThreadPauses | None = None
     ) -> MarkedText:
         return self._tokenizer.render_marked_chat(
-            prompt.messages,
-            tools=prompt.tools,
-            adds_generation_prompt=prompt.adds_generation_prompt,
-            continues_final_message=prompt.continues_final_message,
-            variables=prompt.variables,
+            prompt,
             template=template,
             marks_special_tokens=self._marks_special_tokens,
             pauses=pauses,

@@ -14,13 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from cluster.serving.beams.step import check_beams_fit
-from cluster.serving.inputs import (
-    ChatPrompt,
-    GenerationInput,
-    InfillPrompt,
-    Prompt,
-    TokenizeInput,
-)
+from cluster.serving.inputs import GenerationInput, InfillPrompt, Prompt, TokenizeInput
 from cluster.serving.model_name import check_model_name
 from cluster.serving.reasoning.formats import (
     detect_reasoning,
@@ -28,6 +22,7 @@ from cluster.serving.reasoning.formats import (
     reasoning_of,
     with_headers,
 )
+from cluster.serving.text.templates.chat_prompt import ChatPrompt
 from cluster.serving.text.templates.request_templates import RequestTemplates
 from cluster.serving.validation.bad_words import BadWordReader
 from cluster.serving.validation.call_checks import check_call, check_num_sequences

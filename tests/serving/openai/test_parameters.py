@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from cluster.serving.openai.bodies.parameters import IGNORED
-from cluster.serving.text.templates.chat_template import ChatMessage, ChatTemplate
+from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
+from cluster.serving.text.templates.chat_template import ChatTemplate
 from cluster.serving.text.tokenizer import Tokenizer
 from tests.serving.checkpoint import write_tokenizer
 from tests.serving.conftest import Server
@@ -101,7 +102,7 @@ def test_special_tokens_in_variables_are_text(template_server: Server) -> None:
 def test_template_names_its_variables() -> None:
     template = ChatTemplate(TEMPLATE + "{{ bos_token }}", {"bos_token": "<s>"}, origin="test")
     assert template.variables == {"documents", "enable_thinking", "reasoning_effort"}
-    assert template.render([ChatMessage("user", "x")], variables={}).endswith("x<s>")
+    assert template.render(ChatPrompt((ChatMessage("user", "x"),))).endswith("x<s>")
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])

@@ -8,10 +8,10 @@ import pytest
 
 from cluster.serving.auth.authenticator import Authenticator
 from cluster.serving.auth.key_file import digest_of, new_key
-from cluster.serving.inputs import ChatPrompt
 from cluster.serving.ray_serve.grpc_frontend import ServeGrpc
 from cluster.serving.ray_serve.handle import ServeHandle
 from cluster.serving.ray_serve.pace import Pace
+from cluster.serving.text.templates.chat_prompt import ChatPrompt
 from pagedray.errors import AuthenticationError, PagedRayError
 from pagedray.v1 import pagedray_pb2 as pb
 from tests.serving.grpc_frontend import grpc_frontend

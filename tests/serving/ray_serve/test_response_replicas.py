@@ -11,7 +11,7 @@ import pytest
 
 from cluster.serving.responses.response_store import Kept, ResponseStore
 from cluster.serving.responses.stored_responses import StoredResponses, StoredTurn, StoreLimits
-from cluster.serving.text.templates.chat_template import ChatMessage
+from cluster.serving.text.templates.chat_prompt import ChatMessage
 from cluster.serving.text.tokenizer import Tokenizer
 from pagedray.errors import EngineError
 from tests.serving.checkpoint import write_tokenizer

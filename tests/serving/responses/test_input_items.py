@@ -18,7 +18,7 @@ from openai.types.responses import (
 from cluster.serving.intake.steps import finish
 from cluster.serving.responses.input_items import ItemsQuery, items_page, size_of_items
 from cluster.serving.responses.stored_responses import StoreLimits
-from cluster.serving.text.templates.chat_template import ChatMessage, MessageToolCall
+from cluster.serving.text.templates.chat_prompt import ChatMessage, MessageToolCall
 from tests.load.tenant_keys import write_keys
 from tests.serving.conftest import Server
 from tests.serving.responses.test_responses import CALL, OUTPUT, TOOL, say, tool_server

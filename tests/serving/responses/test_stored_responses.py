@@ -12,7 +12,7 @@ from openai.types.responses import ResponseCompletedEvent, ResponseCreatedEvent
 
 from cluster.serving.memory.tenant_bytes import BufferLimits
 from cluster.serving.responses.stored_responses import StoredResponses, StoredTurn, StoreLimits
-from cluster.serving.text.templates.chat_template import ChatMessage, MessageToolCall
+from cluster.serving.text.templates.chat_prompt import ChatMessage, MessageToolCall
 from pagedray.errors import InvalidRequestError, UnknownPreviousError, UnknownResponseError
 from tests.load.tenant_keys import write_keys
 from tests.serving.conftest import Server

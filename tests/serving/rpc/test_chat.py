@@ -10,11 +10,11 @@ import pytest
 
 from cluster.serving.auth.tenant import ANONYMOUS
 from cluster.serving.calls.generation_call import GenerationOutput, Usage
-from cluster.serving.inputs import ChatPrompt
 from cluster.serving.intake.limits import LARGEST
 from cluster.serving.intake.steps import finish
 from cluster.serving.rpc.call import RpcCall
 from cluster.serving.rpc.chat import Chat
+from cluster.serving.text.templates.chat_prompt import ChatPrompt
 from cluster.serving.text.text_stream import SequenceOutput
 from pagedray.errors import InvalidRequestError
 from pagedray.request import FinishReason, Structure

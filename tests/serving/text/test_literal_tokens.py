@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from cluster.serving.text.templates.chat_template import ChatMessage, MessageToolCall
+from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt, MessageToolCall
 from cluster.serving.text.tokenizer import Tokenizer
 from pagedray.errors import InvalidRequestError
 from tests.serving.checkpoint import write_tokenizer
@@ -103,7 +103,9 @@ class Pair:
         self.specials = {token.content: one for one, token in added.items() if token.special}
 
     def encode(self, messages: Sequence[ChatMessage], *, is_marked: bool = True) -> list[int]:
-        marked = self.ours.render_marked_chat(messages, marks_special_tokens=is_marked)
+        marked = self.ours.render_marked_chat(
+            ChatPrompt(tuple(messages)), marks_special_tokens=is_marked
+        )
         return self.ours.encode_marked(marked)
 
 
@@ -163,8 +165,9 @@ def with_tools(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def special_ids(tokenizer: Tokenizer, message: ChatMessage, **tool: object) -> list[int]:
-    tools = [{"type": "function", "function": tool}] if tool else []
-    marked = tokenizer.render_marked_chat([message], tools=tools, marks_special_tokens=True)
+    tools = ({"type": "function", "function": tool},) if tool else ()
+    prompt = ChatPrompt((message,), tools)
+    marked = tokenizer.render_marked_chat(prompt, marks_special_tokens=True)
     token_ids = tokenizer.encode_marked(marked)
     # Token 0 is the one of unknown characters.
     return [one for one in token_ids if one and tokenizer.token_bytes.is_special(one)]
@@ -211,7 +214,9 @@ def test_a_template_that_cuts_a_special_token_is_refused(cut: str, tmp_path: Pat
     settings = {"chat_template": "{{ messages[0].content" + cut}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     tokenizer = Tokenizer.from_folder(tmp_path)
-    marked = tokenizer.render_marked_chat([ChatMessage("user", "<s>")], marks_special_tokens=True)
+    marked = tokenizer.render_marked_chat(
+        ChatPrompt((ChatMessage("user", "<s>"),)), marks_special_tokens=True
+    )
     with pytest.raises(InvalidRequestError, match="template cuts"):
         tokenizer.encode_marked(marked)
 
@@ -225,8 +230,12 @@ def test_a_special_token_without_other_tokens_is_refused(tmp_path: Path) -> None
     settings = {"chat_template": "{{ messages[0].content }}"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     tokenizer = Tokenizer.from_folder(tmp_path)
-    unknown = tokenizer.render_marked_chat([ChatMessage("user", "a?<a")], marks_special_tokens=True)
+    unknown = tokenizer.render_marked_chat(
+        ChatPrompt((ChatMessage("user", "a?<a"),)), marks_special_tokens=True
+    )
     assert tokenizer.encode_marked(unknown) == [3, 0, 3]
-    marked = tokenizer.render_marked_chat([ChatMessage("user", "a<s>")], marks_special_tokens=True)
+    marked = tokenizer.render_marked_chat(
+        ChatPrompt((ChatMessage("user", "a<s>"),)), marks_special_tokens=True
+    )
     with pytest.raises(InvalidRequestError, match="cannot represent as ordinary text"):
         tokenizer.encode_marked(marked)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from cluster.serving.text.templates.chat_template import ChatMessage
+from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
 from cluster.serving.text.tokenizer import Tokenizer
 from pagedray.errors import CheckpointError, InvalidRequestError
 
@@ -54,7 +54,12 @@ def rendered_by_both(
     continues: bool = False,
 ) -> tuple[str, str]:
     ours = Tokenizer.from_folder(folder).render_chat(
-        messages, tools=tools, adds_generation_prompt=False, continues_final_message=continues
+        ChatPrompt(
+            tuple(messages),
+            tuple(tools),
+            adds_generation_prompt=False,
+            continues_final_message=continues,
+        )
     )
     text = theirs(folder).apply_chat_template(
         [{"role": one.role, "content": one.content} for one in messages],
@@ -91,7 +96,7 @@ def test_a_template_for_tools_alone_refuses_other_conversations(copy: Path) -> N
     ours, expected = rendered_by_both(copy, [ChatMessage("user", "x")], TOOLS)
     assert ours == expected
     with pytest.raises(InvalidRequestError, match="no chat template for conversations without"):
-        Tokenizer.from_folder(copy).render_chat([ChatMessage("user", "x")])
+        Tokenizer.from_folder(copy).render_chat(ChatPrompt((ChatMessage("user", "x"),)))
 
 
 @pytest.mark.parametrize("templates", [3, ["x"], [{"name": "default"}]])
@@ -143,7 +148,9 @@ def test_a_final_message_of_which_a_part_is_omitted_cannot_be_continued(copy: Pa
     configure(copy, chat_template=HALVING)
     messages = [ChatMessage("assistant", "thought</think>said")]
     with pytest.raises(InvalidRequestError, match="omits the final message or a part of it"):
-        Tokenizer.from_folder(copy).render_chat(messages, continues_final_message=True)
+        Tokenizer.from_folder(copy).render_chat(
+            ChatPrompt(tuple(messages), continues_final_message=True)
+        )
     with pytest.raises(ValueError, match="does not appear in the chat"):
         rendered_by_both_theirs(copy, messages)
 

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.serving.text.templates.chat_template import ChatMessage
+from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
 from cluster.serving.text.thread_pauses import ThreadPauses
 
 if TYPE_CHECKING:
     from cluster.serving.text.tokenizer import Tokenizer
 
 PROPERTIES = {f"<{number}>": {"type": "string"} for number in range(2000)}
-TOOLS = [{"type": "function", "function": {"name": "f", "parameters": PROPERTIES}}] * 5
-MESSAGES = [ChatMessage("user", "x")]
+TOOLS = ({"type": "function", "function": {"name": "f", "parameters": PROPERTIES}},) * 5
+MESSAGES = (ChatMessage("user", "x"),)
 
 
 @pytest.fixture
@@ -35,17 +35,18 @@ def slept_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_marking_of_tools_takes_pauses(tokenizer: Tokenizer, slept_s: list[float]) -> None:
-    tokenizer.render_marked_chat(MESSAGES, tools=TOOLS, marks_special_tokens=True)
+    prompt = ChatPrompt(MESSAGES, TOOLS)
+    tokenizer.render_marked_chat(prompt, marks_special_tokens=True)
     assert not slept_s
     pauses = ThreadPauses(are_long=False)
-    tokenizer.render_marked_chat(MESSAGES, tools=TOOLS, marks_special_tokens=True, pauses=pauses)
+    tokenizer.render_marked_chat(prompt, marks_special_tokens=True, pauses=pauses)
     assert len(slept_s) >= 5
 
 
 def test_templates_take_pauses(tokenizer: Tokenizer, slept_s: list[float]) -> None:
-    messages = MESSAGES * 4096
-    tokenizer.render_chat(messages)
+    prompt = ChatPrompt(MESSAGES * 4096)
+    tokenizer.render_chat(prompt)
     assert not slept_s
-    tokenizer.render_chat(messages, pauses=ThreadPauses(are_long=True))
+    tokenizer.render_chat(prompt, pauses=ThreadPauses(are_long=True))
     assert len(slept_s) >= 5
     assert min(slept_s) > ThreadPauses(are_long=False).pause_s

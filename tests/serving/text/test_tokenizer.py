@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, cast
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from cluster.serving.text.templates.chat_template import ChatMessage, ChatTemplate
+from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
+from cluster.serving.text.templates.chat_template import ChatTemplate
 from cluster.serving.text.tokenizer import Tokenizer
 from pagedray.errors import CheckpointError, InvalidRequestError
 
@@ -56,14 +57,14 @@ def test_time_to_encode_is_linear(tokenizer: Tokenizer) -> None:
 
 
 def test_chat_is_rendered_by_the_checkpoints_template(tokenizer: Tokenizer) -> None:
-    text = tokenizer.render_chat([ChatMessage("user", "hi")])
+    text = tokenizer.render_chat(ChatPrompt((ChatMessage("user", "hi"),)))
     assert text == "<s><|user|>hi</s><|assistant|>"
 
 
 def test_template_may_refuse_messages(tokenizer: Tokenizer) -> None:
-    messages = [ChatMessage("user", "hi"), ChatMessage("system", "no")]
+    messages = ChatMessage("user", "hi"), ChatMessage("system", "no")
     with pytest.raises(InvalidRequestError, match="The system speaks first"):
-        tokenizer.render_chat(messages)
+        tokenizer.render_chat(ChatPrompt(messages))
 
 
 def test_template_has_the_helpers_that_templates_expect() -> None:
@@ -72,7 +73,7 @@ def test_template_has_the_helpers_that_templates_expect() -> None:
         "{% continue %}{% endfor %}{{ strftime_now('%Y') | length }}"
     )
     template = ChatTemplate(source, {}, origin="here")
-    assert template.render([ChatMessage("user", "\u00e9<")]) == (
+    assert template.render(ChatPrompt((ChatMessage("user", "\u00e9<"),))) == (
         '{"role": "user", "content": "\u00e9<"}4'
     )
 
@@ -87,18 +88,20 @@ def test_tojson_has_the_options_of_transformers() -> None:
         "tuple[list[str], object]", render_jinja_template([messages], chat_template=source)
     )
     template = ChatTemplate(source, {}, origin="here")
-    assert [template.render([ChatMessage("user", "\u00e9<")])] == rendered
+    assert [template.render(ChatPrompt((ChatMessage("user", "\u00e9<"),)))] == rendered
 
 
 def test_template_runs_in_a_sandbox() -> None:
     source = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
     with pytest.raises(InvalidRequestError):
-        ChatTemplate(source, {}, origin="here").render([])
+        ChatTemplate(source, {}, origin="here").render(ChatPrompt(()))
 
 
 def test_jinja_file_comes_before_the_settings(copy: Path) -> None:
     (copy / "chat_template.jinja").write_text("{{ eos_token }}{{ messages[0].content }}")
-    assert Tokenizer.from_folder(copy).render_chat([ChatMessage("user", "x")]) == "</s>x"
+    assert (
+        Tokenizer.from_folder(copy).render_chat(ChatPrompt((ChatMessage("user", "x"),))) == "</s>x"
+    )
 
 
 def test_named_templates_give_the_default_one(copy: Path) -> None:
@@ -109,13 +112,13 @@ def test_named_templates_give_the_default_one(copy: Path) -> None:
         {"name": "default", "template": "d"},
     ]
     path.write_text(json.dumps(settings))
-    assert Tokenizer.from_folder(copy).render_chat([]) == "d"
+    assert Tokenizer.from_folder(copy).render_chat(ChatPrompt(())) == "d"
 
 
 def test_model_without_template_refuses_chat(copy: Path) -> None:
     (copy / "tokenizer_config.json").unlink()
     with pytest.raises(InvalidRequestError, match="no chat template"):
-        Tokenizer.from_folder(copy).render_chat([ChatMessage("user", "x")])
+        Tokenizer.from_folder(copy).render_chat(ChatPrompt((ChatMessage("user", "x"),)))
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 
-from cluster.serving.inputs import ChatPrompt
-from cluster.serving.text.templates.chat_template import ChatMessage, MessageToolCall
+from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt, MessageToolCall
 from cluster.serving.text.text_pool import TextPool
 from cluster.serving.validation.prompt_reader import PromptReader
 from tests.serving.conftest import engine_config

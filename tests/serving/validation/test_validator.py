@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.serving.inputs import ChatPrompt, EmbeddingInput, GenerationInput
-from cluster.serving.text.templates.chat_template import ChatMessage
+from cluster.serving.inputs import EmbeddingInput, GenerationInput
+from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
 from cluster.serving.text.text_pool import TextPool
 from cluster.serving.validation.embedding_validator import EmbeddingValidator
 from cluster.serving.validation.validator import Validator

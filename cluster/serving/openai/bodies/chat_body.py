@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import FailFast, Field
 
 from cluster.serving.http.schema import Defaults, named_schema, renamed
-from cluster.serving.inputs import ChatPrompt, GenerationInput
+from cluster.serving.inputs import GenerationInput
 from cluster.serving.openai.bodies.generation_body import GenerationBody, bounds
 from cluster.serving.openai.bodies.messages import Message, read_messages
 from cluster.serving.openai.bodies.parameters import (
@@ -25,6 +25,7 @@ from cluster.serving.openai.bodies.tool_fields import (
     read_tools,
     tools_field,
 )
+from cluster.serving.text.templates.chat_prompt import ChatPrompt
 from cluster.serving.text.templates.template_arguments import (
     MAX_DOCUMENTS,
     Effort,

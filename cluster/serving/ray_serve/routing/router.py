@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 from ray.serve.request_router import RequestRouter, RunningReplica
 
-from cluster.serving.inputs import ChatPrompt
 from cluster.serving.ray_serve.routing.affinity import Owners, RoutingKey, prefix_key
 from cluster.serving.ray_serve.routing.handle_stream import HandleRequest, HandleStream, generates
 from cluster.serving.ray_serve.routing.placement import (
@@ -27,6 +26,7 @@ from cluster.serving.ray_serve.routing.proxied_call import current_call
 from cluster.serving.ray_serve.routing.renewals import Renewals
 from cluster.serving.ray_serve.routing.replica_reads import ReplicaReads
 from cluster.serving.ray_serve.routing.replica_watch import ReplicaWatch
+from cluster.serving.text.templates.chat_prompt import ChatPrompt
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

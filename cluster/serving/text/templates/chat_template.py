@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import jinja2
@@ -25,36 +23,12 @@ from cluster.serving.text.templates.template_code import (
 from pagedray.errors import CheckpointError, InvalidRequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
+    from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
     from cluster.serving.text.thread_pauses import ThreadPauses
 
-__all__ = ["ChatMessage", "ChatTemplate", "MessageToolCall"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MessageToolCall:
-    """A tool call of an earlier turn of the assistant."""
-
-    id: str
-    name: str
-    arguments: Mapping[str, object]
-
-
-@dataclass(frozen=True, slots=True)
-class ChatMessage:
-    """One turn of a conversation."""
-
-    role: str
-    content: str
-    tool_calls: tuple[MessageToolCall, ...] = ()
-    """The tool calls of an assistant's turn."""
-    tool_call_id: str | None = None
-    """In a tool's turn, the id of its call."""
-    name: str | None = None
-    """The name of the author; in a tool's turn, of the tool."""
-    reasoning: str | None = None
-    """What the model thought before an assistant's turn."""
+__all__ = ["ChatTemplate"]
 
 
 class ChatTemplate:
@@ -93,37 +67,22 @@ class ChatTemplate:
         self.variables = code.variables - own
         """The variables that it reads and that a request may set."""
 
-    def render(
-        self,
-        messages: Sequence[ChatMessage],
-        *,
-        tools: Sequence[Mapping[str, object]] = (),
-        adds_generation_prompt: bool = True,
-        continues_final_message: bool = False,
-        variables: Mapping[str, object] = MappingProxyType({}),
-        pauses: ThreadPauses | None = None,
-    ) -> str:
-        """Return the prompt for the next turn, or for the rest of the last one.
+    def render(self, prompt: ChatPrompt, *, pauses: ThreadPauses | None = None) -> str:
+        """Return the text for the next turn, or for the rest of the last one.
 
-        `variables` are some of those that the template reads. The thread takes the pauses, if any.
-
-        Raises InvalidRequestError if the template rejects the messages.
+        The thread takes the pauses, if any. Raises InvalidRequestError if the template rejects the
+        messages.
         """
         self._environment.start_rendering(pauses)
-        if self._has_channels:
-            messages = _in_channels(messages)
+        messages = _in_channels(prompt.messages) if self._has_channels else prompt.messages
         written = [_for_template(message) for message in messages]
-        mark = secrets.token_hex(16) if continues_final_message and written else None
+        mark = secrets.token_hex(16) if prompt.continues_final_message and written else None
         if mark is None:
-            return self._render(
-                written, tools, variables, adds_generation_prompt=adds_generation_prompt
-            )
+            return self._render(prompt, written)
         content = str(written[-1]["content"])
         # The space shows whether the template keeps spaces around messages.
         written[-1]["content"] = f"{content}{mark} "
-        text = self._render(
-            written, tools, variables, adds_generation_prompt=adds_generation_prompt
-        )
+        text = self._render(prompt, written)
         begin = text.rfind(mark)
         if begin < 0 or content.strip() not in text:
             raise InvalidRequestError(
@@ -133,22 +92,15 @@ class ChatTemplate:
         is_kept = text.startswith(" ", begin + len(mark))
         return text[:begin] if is_kept else text[:begin].rstrip()
 
-    def _render(
-        self,
-        messages: Sequence[Mapping[str, object]],
-        tools: Sequence[Mapping[str, object]],
-        variables: Mapping[str, object],
-        *,
-        adds_generation_prompt: bool,
-    ) -> str:
+    def _render(self, prompt: ChatPrompt, messages: Sequence[Mapping[str, object]]) -> str:
         try:
             return self._template.render(
                 {
                     "documents": None,
-                    **variables,
+                    **prompt.variables,
                     "messages": messages,
-                    "add_generation_prompt": adds_generation_prompt,
-                    "tools": list(tools) or None,
+                    "add_generation_prompt": prompt.adds_generation_prompt,
+                    "tools": list(prompt.tools) or None,
                     **self._special_tokens,
                 }
             )

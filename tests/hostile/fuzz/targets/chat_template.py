@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 
-from cluster.serving.text.templates.chat_template import ChatMessage, ChatTemplate, MessageToolCall
+from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt, MessageToolCall
+from cluster.serving.text.templates.chat_template import ChatTemplate
 from pagedray.errors import CheckpointError, InvalidRequestError
 from tests.hostile.fuzz.target import Target, check_message
 from tests.system.server_process import TINY_LLAMA
@@ -33,7 +34,7 @@ def run(data: bytes) -> None:
         check_message(error)
         return
     try:
-        text = template.render(_MESSAGES, tools=(_TOOL,))
+        text = template.render(ChatPrompt(_MESSAGES, (_TOOL,)))
     except InvalidRequestError as error:
         check_message(error)
         return

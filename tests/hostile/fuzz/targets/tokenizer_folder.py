@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from cluster.serving.text.library_panics import LibraryPanicError
-from cluster.serving.text.templates.chat_template import ChatMessage
+from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
 from cluster.serving.text.tokenizer import Tokenizer
 from pagedray.errors import CheckpointError, InvalidRequestError
 from tests.hostile.fuzz.scratch import scratch_folder
@@ -81,7 +81,8 @@ def run(data: bytes) -> None:
         return
     try:
         marked = tokenizer.render_marked_chat(
-            [ChatMessage(role="user", content="ab <s> \u00e9")], marks_special_tokens=True
+            ChatPrompt((ChatMessage(role="user", content="ab <s> \u00e9"),)),
+            marks_special_tokens=True,
         )
         tokenizer.decode(tokenizer.encode_marked(marked))
         tokenizer.decode(tokenizer.encode("ab ba\n"))

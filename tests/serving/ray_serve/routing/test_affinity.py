@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from cluster.serving.inputs import ChatPrompt
 from cluster.serving.ray_serve.routing.affinity import Owners, RoutingKey, prefix_key
-from cluster.serving.text.templates.chat_template import ChatMessage
+from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
 
 
 def test_later_turns_of_a_conversation_keep_its_key() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from cluster.serving.text.templates.chat_template import ChatMessage
+from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
 from cluster.serving.text.templates.compiler_client import CompilerClient
 from cluster.serving.text.templates.request_templates import RequestTemplates
 from cluster.serving.text.templates.template_code import TemplateCode, compile_template
@@ -28,7 +28,7 @@ SOURCES = (
     "{{ ns.n ~ '|' ~ bos_token }}{{ messages[0]['content'][::-1] }}\u00e9\U0001f600",
 )
 LONGEST = "{{" + "a<" * 16_000 + "a}}"
-MESSAGES = [ChatMessage("user", " hello "), ChatMessage("assistant", "x")]
+MESSAGES = (ChatMessage("user", " hello "), ChatMessage("assistant", "x"))
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ async def test_templates_render_as_those_of_transformers(
             [conversation], chat_template=source, bos_token="<s>", add_generation_prompt=True
         ),
     )
-    assert [template.render(MESSAGES)] == expected
+    assert [template.render(ChatPrompt(MESSAGES))] == expected
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ async def test_compilation_ends_at_its_limit_of_cpu_time() -> None:
         await templates.template_of(LONGEST, "ann")
     # The process remains.
     template = await templates.template_of("a", "ann")
-    assert template.render([]) == "a"
+    assert template.render(ChatPrompt(())) == "a"
     templates.close()
 
 
@@ -105,7 +105,7 @@ async def test_process_is_started_again_after_it_died() -> None:
         template = await templates.template_of("b", "ann")
     except EngineError:
         template = await templates.template_of("b", "ann")
-    assert template.render([]) == "b"
+    assert template.render(ChatPrompt(())) == "b"
     templates.close()
 
 

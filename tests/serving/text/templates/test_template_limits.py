@@ -8,7 +8,8 @@ import tracemalloc
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from cluster.serving.text.templates.chat_template import ChatMessage, ChatTemplate
+from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
+from cluster.serving.text.templates.chat_template import ChatTemplate
 from cluster.serving.text.templates.template_limits import LimitedEnvironment
 from pagedray.errors import CheckpointError, InvalidRequestError
 
@@ -88,7 +89,9 @@ LIMITS = (
 )
 def test_a_template_cannot_run_for_ever(source: str) -> None:
     with pytest.raises((InvalidRequestError, CheckpointError), match=LIMITS):
-        ChatTemplate(source, {}, origin="here", cpu_s=0.1).render([ChatMessage("user", "x")])
+        ChatTemplate(source, {}, origin="here", cpu_s=0.1).render(
+            ChatPrompt((ChatMessage("user", "x"),))
+        )
 
 
 BIG = "{% set big = 'x' * 262144 %}{% set ns = namespace(a=[big]) %}"
@@ -136,7 +139,7 @@ def test_a_refused_operation_takes_no_memory(source: str) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(InvalidRequestError):
-            template.render([ChatMessage("user", "x")])
+            template.render(ChatPrompt((ChatMessage("user", "x"),)))
         assert tracemalloc.get_traced_memory()[1] < 2**25
     finally:
         tracemalloc.stop()
@@ -146,7 +149,7 @@ def test_parts_of_texts_are_counted() -> None:
     macro = "{% macro m(n, s) %}{% if n %}{{ m(n - 1, s[1:]) }}{% endif %}{% endmacro %}"
     template = ChatTemplate(macro + WORDS + "{{ m(20, ns.a) }}", {}, origin="here")
     with pytest.raises(InvalidRequestError, match="too much text"):
-        template.render([ChatMessage("user", "x")])
+        template.render(ChatPrompt((ChatMessage("user", "x"),)))
 
 
 @pytest.mark.parametrize(
@@ -154,7 +157,7 @@ def test_parts_of_texts_are_counted() -> None:
 )
 def test_what_no_prompt_needs_is_not_there(name: str) -> None:
     with pytest.raises((InvalidRequestError, CheckpointError)):
-        ChatTemplate(f"{{{{ {name} }}}}", {}, origin="here").render([])
+        ChatTemplate(f"{{{{ {name} }}}}", {}, origin="here").render(ChatPrompt(()))
 
 
 USUAL = (
@@ -184,7 +187,7 @@ def test_limits_change_no_text() -> None:
     plain = [{"role": one.role, "content": one.content} for one in messages]
     expected = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     expected.filters["tojson"] = lambda value, indent=None: json.dumps(value, indent=indent)
-    assert ChatTemplate(USUAL, {}, origin="here").render(messages) == (
+    assert ChatTemplate(USUAL, {}, origin="here").render(ChatPrompt(tuple(messages))) == (
         expected.from_string(USUAL).render(messages=plain)
     )
 
@@ -198,15 +201,9 @@ def test_time_is_counted_for_each_rendering() -> None:
 
 
 def test_long_conversations_are_rendered() -> None:
-    messages = [ChatMessage("user", "word " * 200) for _ in range(4000)]
-    assert (
-        len(
-            ChatTemplate(USUAL.replace("{%- set ns.text", "{%- set x"), {}, origin="x").render(
-                messages
-            )
-        )
-        > 4_000_000
-    )
+    messages = tuple(ChatMessage("user", "word " * 200) for _ in range(4000))
+    template = ChatTemplate(USUAL.replace("{%- set ns.text", "{%- set x"), {}, origin="x")
+    assert len(template.render(ChatPrompt(messages))) > 4_000_000
 
 
 def test_compiling_keeps_no_large_text_of_constants() -> None:
@@ -215,4 +212,4 @@ def test_compiling_keeps_no_large_text_of_constants() -> None:
     template = ChatTemplate(source, {}, origin="here")
     kept = template._template.root_render_func.__code__.co_consts
     assert max(len(one) for one in kept if isinstance(one, str)) < 2**18
-    assert len(template.render([])) == 4 * 30_000 * 100
+    assert len(template.render(ChatPrompt(()))) == 4 * 30_000 * 100
