@@ -14,14 +14,20 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = ["can_depend", "dependent_launch", "launch_options", "wait_for_inputs"]
+__all__ = [
+    "can_depend",
+    "dependent_launch",
+    "launch_options",
+    "start_next_kernel",
+    "wait_for_inputs",
+]
 
 _HOPPER = (9, 0)
 
 
 @triton.jit
-def wait_for_inputs(is_dependent: tl.constexpr) -> None:
-    """Let the next kernel start, and wait for those before this one.
+def wait_for_inputs(is_dependent: tl.constexpr, starts_next: tl.constexpr = True) -> None:
+    """Let the next kernel start, unless not `starts_next`, and wait for those before this one.
 
     A program must call this before it writes anything, or reads anything but weights and what was
     uploaded before the step (which no kernel of this kind does); it may return without only if
@@ -30,8 +36,19 @@ def wait_for_inputs(is_dependent: tl.constexpr) -> None:
     It starts when all programs of this one run, and so takes no place that one of them needs.
     """
     if is_dependent:
-        gdc_launch_dependents()
+        if starts_next:
+            gdc_launch_dependents()
         gdc_wait()
+
+
+@triton.jit
+def start_next_kernel(is_dependent: tl.constexpr) -> None:
+    """Let the next kernel start, in a kernel that has waited without doing so.
+
+    The next kernel reads its first weights at once, which delays what this one reads until then.
+    """
+    if is_dependent:
+        gdc_launch_dependents()
 
 
 def dependent_launch(device: torch.device) -> dict[str, bool]:

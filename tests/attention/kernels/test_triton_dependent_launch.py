@@ -35,7 +35,7 @@ def dependent_kernels() -> dict[str, ast.FunctionDef]:
         for function in ast.parse(path.read_text()).body
         if isinstance(function, ast.FunctionDef)
         and "is_dependent" in [argument.arg for argument in function.args.args]
-        and function.name != "wait_for_inputs"
+        and function.name not in ("start_next_kernel", "wait_for_inputs")
     }
 
 
@@ -69,6 +69,10 @@ def test_a_kernel_waits_before_it_touches_what_others_write(name: str) -> None:
         if isinstance(statement, ast.Expr) and called_names(statement) == ["wait_for_inputs"]
     ]
     assert len(waits) == 1
+    starts_later = "starts_next=False" in ast.unparse(body[waits[0]])
+    starts = [called_names(statement) == ["start_next_kernel"] for statement in body]
+    assert starts_later == any(starts[waits[0] :])
+    assert sum(starts) == starts_later
     for statement in body[: waits[0]]:
         # A program without work may return, if the schedule gives others of its kernel some.
         assert name in UPLOADED or not any(

@@ -7,9 +7,6 @@ import triton.language as tl
 
 __all__ = ["merge_parts"]
 
-_MERGED_PARTS = tl.constexpr(4)
-"""Parts that are in registers at a time."""
-
 
 @triton.jit
 def merge_parts(
@@ -28,13 +25,15 @@ def merge_parts(
     num_merged_heads: tl.constexpr,
     head_size: tl.constexpr,
     padded_size: tl.constexpr,
+    parts_at_once: tl.constexpr,
 ) -> None:
     """Write adjacent heads of one row from its parts, weighted by their sums of exponentials.
 
     Pointers: parts `[num_parts, num_heads, head_size]` and part_lse `[num_parts, num_heads]`,
     float32, of which those of the row begin at `first_part`, counted in heads; out `[num_heads,
     head_size]` and lse `[num_heads]` float32, of the row; sinks `[num_heads]` float32. Other
-    programs may have written the parts, which are therefore read from the L2 cache.
+    programs may have written the parts, which are therefore read from the L2 cache, so many at once
+    (a power of two) as registers hold.
     """
     padded_heads: tl.constexpr = triton.next_power_of_2(num_merged_heads)
     some_heads = tl.arange(0, padded_heads)
@@ -47,8 +46,8 @@ def merge_parts(
     if has_sinks:
         top = tl.load(sinks + heads, mask=is_head, other=0.0)
         total += 1.0
-    for first in range(0, num_parts, _MERGED_PARTS):
-        some = first + tl.arange(0, _MERGED_PARTS)
+    for first in range(0, num_parts, parts_at_once):
+        some = first + tl.arange(0, parts_at_once)
         indices = first_part + some[:, None] * num_heads + heads[None, :]
         is_part = (some < num_parts)[:, None] & is_head[None, :]
         some_lse = tl.load(

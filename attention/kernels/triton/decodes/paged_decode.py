@@ -18,6 +18,7 @@ from attention.kernels.triton.decodes.rotated_vectors import load_rotated_vector
 from attention.kernels.triton.dependent_launch import (
     can_depend,
     launch_options,
+    start_next_kernel,
     wait_for_inputs,
 )
 from attention.kernels.triton.repeated_launch import RepeatedLaunch
@@ -142,7 +143,7 @@ def _attend_item(
             angles = tl.load(positions + rows, mask=is_vector, other=0) * head_size
         slot = tl.load(slots + first_row)
     # What is read so far was there before the step began.
-    wait_for_inputs(is_dependent)
+    wait_for_inputs(is_dependent, starts_next=False)
 
     block_stride, token_stride, head_stride = wide_strides(
         block_stride, token_stride, head_stride, stride_unit
@@ -169,6 +170,8 @@ def _attend_item(
     else:
         q = load_vectors(query, queries, is_vector, False, head_size, padded_size)
     q = q.to(operand_type)
+    # Not before, since to read a query takes several reads in turn.
+    start_next_kernel(is_dependent)
     weighted, top, total = attend(
         tl.zeros([tile_vectors, padded_size], tl.float32),
         tl.full([tile_vectors], float("-inf"), tl.float32),
@@ -225,6 +228,9 @@ def _attend_item(
             mask=is_stored,
         )
         tl.store(part_lse + part_heads, result_lse, mask=is_vector)
+        # A single row has few programs, which may therefore use more registers.
+        lone: tl.constexpr = 32 // triton.next_power_of_2(num_queries_per_kv)
+        parts_at_once: tl.constexpr = max(4, lone) if rows_per_item == 1 else 4
         # All threads have stored before one of them counts the part.
         tl.debug_barrier()
         for place in range(0, num_rows):
@@ -250,6 +256,7 @@ def _attend_item(
                     num_queries_per_kv,
                     head_size,
                     padded_size,
+                    parts_at_once,
                 )
 
 
