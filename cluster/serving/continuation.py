@@ -81,6 +81,8 @@ class Continuation:
     """The prompt tokens found in the prefix cache when it began."""
     sequences: tuple[SequenceProgress, ...] = ()
     """All sequences of the call in order, with all their tokens; empty if there are no tokens."""
+    num_events: int = 0
+    """Events that the client has received, over HTTP; some APIs number them."""
 
     def secret(self, purpose: str) -> str:
         """Return 32 hexadecimal digits that are the same in any replica and unknown to clients."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
 
     from cluster.serving.calls.open_calls import OpenCall
-    from cluster.serving.continuation import Encoded
+    from cluster.serving.continuation import Continuation, Encoded
     from cluster.serving.engine_client import EngineClient, EngineStream
     from cluster.serving.inputs import GenerationInput
     from cluster.serving.memory.output_buffer import OutputBuffer
@@ -122,6 +122,11 @@ class GenerationCall:
         )
         watch.note_open(call.id)
         self._start_timer()
+
+    @property
+    def continuation(self) -> Continuation | None:
+        """What makes the call the same in other replicas; None if there are none."""
+        return self._continuation
 
     @property
     def id(self) -> str:

@@ -34,6 +34,8 @@ class EventResponse(ABC):
         self._generation = generation
         self._turns = turns
         self._turn = turns.begin_turn() if turns.are_read else None
+        self._num_events = 0
+        """Events that were written, in an API that numbers them."""
 
     async def complete(self, buffer: OutputBuffer) -> Sequence[bytes]:
         """Return the response once it is complete. Raises PagedRayError.
@@ -65,8 +67,10 @@ class EventResponse(ABC):
     async def events(self) -> AsyncGenerator[bytes | tuple[bytes, ...]]:
         """Yield server-sent events, large ones in parts; an error becomes the last one."""
         if self._generation.replayed is not None:
-            # The client has received these events.
+            # The client has received these events, perhaps in smaller pieces.
             self._written(self._generation.replayed)
+            assert self._generation.continuation is not None
+            self._num_events = self._generation.continuation.num_events
         try:
             async with aclosing(self._generation.outputs()) as outputs:
                 async for output in outputs:

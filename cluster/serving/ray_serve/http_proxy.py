@@ -173,7 +173,6 @@ class _Response:
         self._is_event_stream = False
         """Whether the current replica sends events."""
         self._has_ended = False
-        self._num_events = 0
         self._has_names = False
         """Whether the events of the stream have names, so that none of them is `[DONE]`."""
         self._is_done = False
@@ -223,7 +222,7 @@ class _Response:
             for message in self._kept:
                 await self._send(message)
         elif self._is_stream:
-            last = last_events(self._path, self._error, num_events=self._num_events)
+            last = last_events(self._path, self._error, num_events=self._call.num_events)
             await self._send({"type": "http.response.body", "body": last, "more_body": False})
         # An incomplete JSON response ends with its connection.
 
@@ -269,7 +268,7 @@ class _Response:
         body = message.get("body", b"")
         if body:
             self._has_names = self._has_names or body.startswith(b"event: ")
-            self._num_events += body.count(b"\n\n")
+            self._call.num_events += body.count(b"\n\n")
             self._is_done = self._call.is_complete if self._has_names else body.endswith(DONE)
             if progress is None:
                 # How far the client has come is unknown.

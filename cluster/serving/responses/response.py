@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cluster.serving.responses.responses_body import Echo
     from cluster.serving.servicer import GenerationCall, GenerationOutput, Usage
     from cluster.serving.text.text_stream import SequenceOutput
-    from cluster.serving.tools.turn_reader import TurnDelta
+    from cluster.serving.tools.turn_reader import ToolCallDelta, TurnDelta
     from cluster.serving.tools.turns import Turns
     from pagedray.errors import PagedRayError
 
@@ -27,6 +27,7 @@ __all__ = ["ResponsesResponse"]
 _encode = msgspec.json.Encoder().encode
 
 _LARGE_BYTES = 2**14
+_CALL_PREFIX = "call_"
 
 _Kind = Literal["message", "reasoning", "function_call"]
 _PREFIXES: Mapping[_Kind, str] = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
@@ -103,7 +104,6 @@ class ResponsesResponse(EventResponse):
             **echo.fields,
         }
         self._items: list[_Item] = []
-        self._number = 0
         self._is_open = False
         """Whether the last item is being written."""
 
@@ -112,8 +112,8 @@ class ResponsesResponse(EventResponse):
 
     def _written(self, output: GenerationOutput) -> bytes | tuple[bytes, ...]:
         events: list[bytes] = []
-        is_repeating = not self._number
-        if not self._number:
+        is_repeating = not self._num_events
+        if not self._num_events:
             started = self._parts({"status": "in_progress", "output": [], "usage": None})
             self._write_response("created", started, events)
             self._write_response("in_progress", started, events)
@@ -144,9 +144,20 @@ class ResponsesResponse(EventResponse):
         for call in begun:
             if call.name is not None:
                 function = self._names.get(call.name) or FunctionName(call.name)
-                self._begin_item("function_call", events, call_id=call.id, function=function)
+                self._begin_item(
+                    "function_call", events, call_id=self._call_id(call), function=function
+                )
             if call.arguments:
                 self._add_text(call.arguments, events)
+
+    def _call_id(self, call: ToolCallDelta) -> str | None:
+        """Return the id of a call, which is the same in a replica that continues the response."""
+        continuation = self._generation.continuation
+        if continuation is None or call.id is None:
+            return call.id
+        secret = continuation.secret(f"call {call.index}")
+        prefix = _CALL_PREFIX if call.id.startswith(_CALL_PREFIX) else ""
+        return prefix + secret[: len(call.id) - len(prefix)]
 
     def _add_text(self, text: str, events: list[bytes] | None) -> None:
         item = self._items[-1]
@@ -210,19 +221,19 @@ class ResponsesResponse(EventResponse):
         """Add an event to those of a stream; a response that is not streamed has none."""
         if events is None:
             return
-        written = _encode({"type": kind, "sequence_number": self._number, **fields})
-        self._number += 1
+        written = _encode({"type": kind, "sequence_number": self._num_events, **fields})
+        self._num_events += 1
         events.append(b"event: %b\ndata: %b\n\n" % (kind.encode(), written))
 
     def _write_response(self, kind: str, parts: Sequence[bytes], events: list[bytes]) -> None:
         """Add an event with the response."""
         events.append(
             b'event: response.%b\ndata: {"type":"response.%b","sequence_number":%d,"response":'
-            % (kind.encode(), kind.encode(), self._number)
+            % (kind.encode(), kind.encode(), self._num_events)
         )
         events += parts
         events.append(b"}\n\n")
-        self._number += 1
+        self._num_events += 1
 
     def _parts(self, fields: Json) -> tuple[bytes, ...]:
         """Return the response in JSON."""

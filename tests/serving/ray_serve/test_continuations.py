@@ -314,6 +314,92 @@ async def test_a_cut_event_stream_is_equal(
         assert read_http(await over_http(serve, path, body)) == whole
 
 
+ANSWERS: dict[str, tuple[str, dict[str, Any]]] = {  # Any: fields of several types
+    "responses": (
+        "/v1/responses",
+        {
+            "input": ASK,
+            "max_output_tokens": 200,
+            "tools": [{"type": "function", "strict": None, **tool["function"]} for tool in TOOLS],
+        },
+    ),
+    "messages": (
+        "/v1/messages",
+        {
+            "messages": ASK,
+            "max_tokens": 200,
+            "tools": [{"name": name, "input_schema": {}} for name in ("weather", "time")],
+        },
+    ),
+}
+
+
+def read_events(received: list[Any]) -> list[Any]:  # Any: ASGI messages, JSON
+    """Return the events of a stream whose events have names."""
+    events = b"".join(one["body"] for one in received[1:]).decode().split("\n\n")
+    assert events[-1] == ""
+    return [json.loads(one.partition("\ndata: ")[2]) for one in events[:-1]]
+
+
+def read_responses(events: list[Any]) -> list[Any]:  # Any: JSON
+    """Return the items that a stream of Responses builds up, each with its text."""
+    assert [event["sequence_number"] for event in events] == [*range(len(events))]
+    assert len({event["response"]["id"] for event in events if "response" in event}) == 1
+    items: list[dict[str, Any]] = []  # Any: JSON
+    for event in events:
+        if event["type"] == "response.output_item.added":
+            assert event["output_index"] == len(items)
+            items.append({**event["item"], "arguments": "", "text": ""})
+        elif event["type"].endswith(".delta"):
+            is_call = event["type"].startswith("response.function_call")
+            items[event["output_index"]]["arguments" if is_call else "text"] += event["delta"]
+    names = "type", "id", "call_id", "name"
+    shown = [[item.get(name) for name in names] for item in items]
+    final = events[-1]["response"]["output"]
+    # A client may answer the calls of the stream, and others those of the last event.
+    assert [[item.get(name) for name in names] for item in final] == shown
+    return [(item["type"], item.get("name"), item["arguments"], item["text"]) for item in items]
+
+
+def read_messages(events: list[Any]) -> list[Any]:  # Any: JSON
+    """Return the blocks that a stream of Messages builds up."""
+    assert [event["type"] for event in events].count("message_start") == 1
+    blocks: list[list[str]] = []
+    num_ended = 0
+    for event in events:
+        if event["type"] == "content_block_start":
+            assert event["index"] == len(blocks) == num_ended
+            block = event["content_block"]
+            blocks.append([block["type"], block.get("name", ""), ""])
+        elif event["type"] == "content_block_delta":
+            assert event["index"] == num_ended
+            delta = event["delta"]
+            assert delta["type"] == (
+                "text_delta" if blocks[-1][0] == "text" else "input_json_delta"
+            )
+            blocks[-1][2] += delta.get("text", "") + delta.get("partial_json", "")
+        elif event["type"] == "content_block_stop":
+            num_ended += 1
+    assert num_ended == len(blocks)
+    return blocks
+
+
+@pytest.mark.parametrize("api", ANSWERS)
+async def test_a_cut_stream_of_named_events_is_equal(
+    serve: FailingReplicas, replicas: list[Replica], api: str
+) -> None:
+    path, body = ANSWERS[api]
+    body = {"model": "tiny", "stream": True, **body}
+    read = read_responses if api == "responses" else read_messages
+    whole = read(read_events(await over_http(serve, path, body)))
+    assert len(whole) == 3
+    chance = random.Random(4)
+    for _ in range(NUM_RUNS):
+        reset(replicas)
+        serve.cuts = some_cuts(chance, 40)
+        assert read(read_events(await over_http(serve, path, body))) == whole
+
+
 async def test_a_call_without_a_seed_keeps_the_one_it_began_with(
     serve: FailingReplicas, replicas: list[Replica]
 ) -> None:

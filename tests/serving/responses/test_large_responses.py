@@ -34,7 +34,9 @@ async def test_only_events_that_repeat_the_request_are_in_parts(
             yield output(text)
         yield output("d", FinishReason.STOP)
 
-    call: Any = SimpleNamespace(id="r", replayed=None, outputs=outputs)  # Any: a part of it
+    call: Any = SimpleNamespace(
+        id="r", replayed=None, continuation=None, outputs=outputs
+    )  # Any: a part of it
     large = b'"instructions":"%b"' % (b"x" * num_bytes)
     response = ResponsesResponse(
         call,

@@ -64,7 +64,7 @@ def response_of(make: Callable[[Any, Turns], EventResponse], pieces: list[str]) 
                 sequences=(sequence,), usage=usage, is_last=number == len(pieces)
             )
 
-    call = SimpleNamespace(id="r", replayed=None, outputs=outputs)
+    call = SimpleNamespace(id="r", replayed=None, continuation=None, outputs=outputs)
     use = ToolUse([Tool(name="look", parameters={})], ToolChoice(), tool_format="hermes")
     return make(call, Turns(use))
 

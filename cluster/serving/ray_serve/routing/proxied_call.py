@@ -86,6 +86,8 @@ class ProxiedCall:
         self._created_s = int(time.time())
         self._begun_s = time.monotonic()
         self.num_sequences = 1
+        self.num_events = 0
+        """Events that the client has received, if it receives any."""
         self._sequences: dict[int, _Tokens] = {}
         self._num_cached_tokens = 0
         self._num_continuations = 0
@@ -160,6 +162,7 @@ class ProxiedCall:
             replica=self._first_replica,
             num_cached_tokens=self._num_cached_tokens,
             sequences=sequences if has_tokens else (),
+            num_events=self.num_events,
         )
 
     @asynccontextmanager
