@@ -182,7 +182,8 @@ def _show_cache(port: int) -> None:
         for sample in family.samples:
             if "block" in sample.name or "prefix" in sample.name:
                 labels = ",".join(f"{key}={value}" for key, value in sample.labels.items())
-                print(f"{sample.name}{{{labels}}} {sample.value:g}")
+                name = f"{sample.name}{{{labels}}}" if labels else sample.name
+                print(f"{name} {sample.value:g}")
 
 
 def _stop(server: subprocess.Popen[bytes]) -> None:

@@ -113,7 +113,8 @@ def _ask(namespace: str | None) -> list[Object]:
     if done.returncode != 0:
         # Lines of its log may come before its message.
         reason = (done.stderr.strip().splitlines() or ["it gives no reason"])[-1]
-        raise StartupError(f"kubectl failed: {reason.rstrip('.'):.{_MAX_REASON}}.")
+        reason = reason.rstrip(".")[:_MAX_REASON]
+        raise StartupError(f"kubectl failed: {reason}{'' if reason.endswith('?') else '.'}")
     return _objects(done.stdout, "kubectl")
 
 

@@ -412,17 +412,27 @@ def test_kubectl_is_asked_for_the_namespace(
     assert "--namespace llm" in (tmp_path / "asked").read_text()
 
 
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("It was refused", "It was refused."),
+        ("It was refused.", "It was refused."),
+        ("Refused - is the port right?", "Refused - is the port right?"),
+    ],
+)
 def test_kubectl_says_why_it_fails(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    said: str,
+    shown: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     program = tmp_path / "kubectl"
-    program.write_text(
-        "#!/bin/sh\necho 'E1126 1 memcache.go' >&2\necho 'It was refused' >&2\nexit 1\n"
-    )
+    program.write_text(f"#!/bin/sh\necho 'E1126 1 memcache.go' >&2\necho '{said}' >&2\nexit 1\n")
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert main(["deploy", "status"]) == 2
-    assert capsys.readouterr().err == "pagedray: error: kubectl failed: It was refused.\n"
+    assert capsys.readouterr().err == f"pagedray: error: kubectl failed: {shown}\n"
 
 
 @pytest.mark.parametrize(
