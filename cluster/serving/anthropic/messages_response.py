@@ -11,6 +11,7 @@ from pydantic_core import from_json
 from cluster.serving.anthropic.errors import anthropic_error
 from cluster.serving.http.errors import Json, refusal_body
 from cluster.serving.openai.event_response import EventResponse
+from cluster.serving.tools.turn_reader import TextDelta
 from pagedray.request import FinishReason
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ _REASONS = {
 _encode = msgspec.json.Encoder().encode
 
 _Kind = Literal["text", "thinking", "tool_use"]
+_KINDS: dict[str, _Kind] = {"reasoning": "thinking", "content": "text"}
 
 
 @dataclass(slots=True)
@@ -86,17 +88,16 @@ class MessagesResponse(EventResponse):
         """The start of an event with text of the open block."""
 
     def _collect(self, delta: TurnDelta) -> None:
-        continued, begun = delta.split_calls()
-        for call in continued:
-            self._blocks[-1].pieces.append(call.arguments)
-        for kind, text in _texts(delta):
-            if not self._blocks or self._blocks[-1].kind != kind:
-                self._blocks.append(_Block(kind))
-            self._blocks[-1].pieces.append(text)
-        for call in begun:
-            if call.name is not None:
-                self._blocks.append(_Block("tool_use", call.id, call.name))
-            self._blocks[-1].pieces.append(call.arguments)
+        for part in delta.parts:
+            if isinstance(part, TextDelta):
+                kind = _KINDS[part.kind]
+                if not self._blocks or self._blocks[-1].kind != kind:
+                    self._blocks.append(_Block(kind))
+                self._blocks[-1].pieces.append(part.text)
+                continue
+            if part.name is not None:
+                self._blocks.append(_Block("tool_use", part.id, part.name))
+            self._blocks[-1].pieces.append(part.arguments)
 
     def _whole(self, last: SequenceOutput, usage: Usage) -> tuple[bytes]:
         message = self._message([block.as_json() for block in self._blocks], usage)
@@ -128,17 +129,17 @@ class MessagesResponse(EventResponse):
         return b"".join(events)
 
     def _write_delta(self, delta: TurnDelta, events: list[bytes]) -> None:
-        continued, begun = delta.split_calls()
-        events += (self._piece(call.arguments) for call in continued)
-        for kind, text in _texts(delta):
-            if self._open != kind:
-                self._open_block(_Block(kind), events)
-            events.append(self._piece(text))
-        for call in begun:
-            if call.name is not None:
-                self._open_block(_Block("tool_use", call.id, call.name), events)
-            if call.arguments:
-                events.append(self._piece(call.arguments))
+        for part in delta.parts:
+            if isinstance(part, TextDelta):
+                kind = _KINDS[part.kind]
+                if self._open != kind:
+                    self._open_block(_Block(kind), events)
+                events.append(self._piece(part.text))
+                continue
+            if part.name is not None:
+                self._open_block(_Block("tool_use", part.id, part.name), events)
+            if part.arguments:
+                events.append(self._piece(part.arguments))
 
     def _piece(self, text: str) -> bytes:
         return self._piece_begin + _encode(text) + b"}}\n\n"
@@ -197,12 +198,6 @@ _DELTAS: dict[_Kind, tuple[bytes, bytes]] = {
     "thinking": (b"thinking_delta", b"thinking"),
     "tool_use": (b"input_json_delta", b"partial_json"),
 }
-
-
-def _texts(delta: TurnDelta) -> list[tuple[_Kind, str]]:
-    """Return the texts that a turn gained, in their order."""
-    texts: list[tuple[_Kind, str]] = [("thinking", delta.reasoning), ("text", delta.content)]
-    return [(kind, text) for kind, text in texts if text]
 
 
 def _event(kind: str, fields: Json) -> bytes:

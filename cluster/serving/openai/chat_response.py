@@ -119,7 +119,10 @@ class ChatCompletionResponse(GenerationResponse):
             calls[delta.index].arguments.append(delta.arguments)
 
     def _delta(self, sequence: SequenceOutput, choice: ResponseChoice) -> Json:
-        read = TurnDelta(sequence.text) if choice.turn is None else choice.turn.read(sequence)
+        if choice.turn is None:
+            read = TurnDelta(content=sequence.text)
+        else:
+            read = choice.turn.read(sequence)
         delta: Json = {"role": "assistant"} if choice.is_new else {}
         if read.reasoning:
             delta |= _both_names(read.reasoning)

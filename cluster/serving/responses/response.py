@@ -9,6 +9,7 @@ import msgspec
 
 from cluster.serving.openai.event_response import EventResponse
 from cluster.serving.responses.function_tools import FunctionName
+from cluster.serving.tools.turn_reader import TextDelta
 from pagedray.request import FinishReason
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ _LARGE_BYTES = 2**14
 _CALL_PREFIX = "call_"
 
 _Kind = Literal["message", "reasoning", "function_call"]
+_KINDS: Mapping[str, _Kind] = {"reasoning": "reasoning", "content": "message"}
 _PREFIXES: Mapping[_Kind, str] = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 _EVENTS: Mapping[_Kind, str] = {
     "message": "response.output_text",
@@ -132,23 +134,20 @@ class ResponsesResponse(EventResponse):
 
     def _add(self, delta: TurnDelta, events: list[bytes] | None) -> None:
         """Add what the turn gained to the items, and its events."""
-        continued, begun = delta.split_calls()
-        for call in continued:
-            self._add_text(call.arguments, events)
-        texts: dict[_Kind, str] = {"reasoning": delta.reasoning, "message": delta.content}
-        for kind, text in texts.items():
-            if text:
+        for part in delta.parts:
+            if isinstance(part, TextDelta):
+                kind = _KINDS[part.kind]
                 if not self._is_open or self._items[-1].kind != kind:
                     self._begin_item(kind, events)
-                self._add_text(text, events)
-        for call in begun:
-            if call.name is not None:
-                function = self._names.get(call.name) or FunctionName(call.name)
+                self._add_text(part.text, events)
+                continue
+            if part.name is not None:
+                function = self._names.get(part.name) or FunctionName(part.name)
                 self._begin_item(
-                    "function_call", events, call_id=self._call_id(call), function=function
+                    "function_call", events, call_id=self._call_id(part), function=function
                 )
-            if call.arguments:
-                self._add_text(call.arguments, events)
+            if part.arguments:
+                self._add_text(part.arguments, events)
 
     def _call_id(self, call: ToolCallDelta) -> str | None:
         """Return the id of a call, which is the same in a replica that continues the response."""

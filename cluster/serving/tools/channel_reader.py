@@ -170,7 +170,7 @@ class ChannelReader(TurnReader):
             if text and self._is_next_line:
                 text, self._is_next_line = f"\n{text}", False
             self._has_reasoning = self._has_reasoning or bool(text)
-            self._delta.reasoning += text
+            self._delta.add_text("reasoning", text)
         elif self._where == "call":
             self._write_call(text)
         else:
@@ -197,8 +197,7 @@ class ChannelReader(TurnReader):
             self._add(self._answer.read_piece(text), self._answer)
 
     def _add(self, read: TurnDelta, answer: TurnReader) -> None:
-        self._delta.calls += read.calls
-        self._delta.content += read.content
+        self._delta.add_delta(read)
         self.num_calls = answer.num_calls
 
 

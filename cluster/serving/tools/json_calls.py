@@ -202,8 +202,7 @@ class MistralReader(TurnReader):
         text = self._take(len(self._buffer))
         deltas = [self._list.read_piece(text), *([self._list.flush()] if is_end else [])]
         for delta in deltas:
-            self._delta.calls += delta.calls
-            self._delta.content += delta.content
+            self._delta.add_delta(delta)
         self.num_calls = self._list.num_calls
 
     def _step_name(self, *, is_end: bool) -> bool:

@@ -6,12 +6,12 @@ import secrets
 import string
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
 
 from cluster.serving.text.marks import overlap
 
-__all__ = ["ToolCallDelta", "ToolSchemas", "TurnDelta", "TurnReader"]
+__all__ = ["TextDelta", "ToolCallDelta", "ToolSchemas", "TurnDelta", "TurnReader"]
 
 ToolSchemas: TypeAlias = Mapping[str, Mapping[str, object]]
 """The JSON schemas of the arguments of tools, by their names."""
@@ -32,21 +32,62 @@ class ToolCallDelta:
     """New text of the JSON arguments."""
 
 
-@dataclass(slots=True)
+class TextDelta(NamedTuple):
+    """New text of one kind."""
+
+    kind: Literal["reasoning", "content"]
+    text: str
+
+
 class TurnDelta:
-    """What a turn gained: its reasoning comes first, then content, then calls that begin."""
+    """What a turn gained, in its order, which does not depend on the sizes of outputs."""
 
-    content: str = ""
-    calls: list[ToolCallDelta] = field(default_factory=list)
-    reasoning: str = ""
+    __slots__ = ("parts",)
 
-    def split_calls(self) -> tuple[list[ToolCallDelta], list[ToolCallDelta]]:
-        """Return what belongs to a call that has begun before, and the calls that begin.
+    def __init__(self, *, reasoning: str = "", content: str = "") -> None:
+        self.parts: list[TextDelta | ToolCallDelta] = []
+        self.add_text("reasoning", reasoning)
+        self.add_text("content", content)
 
-        The former comes before all else of the delta.
-        """
-        number = next((i for i, call in enumerate(self.calls) if call.name is not None), None)
-        return self.calls[:number], [] if number is None else self.calls[number:]
+    @property
+    def reasoning(self) -> str:
+        return self._text("reasoning")
+
+    @property
+    def content(self) -> str:
+        return self._text("content")
+
+    @property
+    def calls(self) -> list[ToolCallDelta]:
+        return [part for part in self.parts if isinstance(part, ToolCallDelta)]
+
+    def add_text(self, kind: Literal["reasoning", "content"], text: str) -> None:
+        """Add text behind all else; an empty one is no part."""
+        if text:
+            self.parts.append(TextDelta(kind, text))
+
+    def add_call(self, call: ToolCallDelta) -> None:
+        """Add a part of a call behind all else."""
+        self.parts.append(call)
+
+    def add_delta(self, other: TurnDelta) -> None:
+        """Add what the turn gained then."""
+        self.parts += other.parts
+
+    def drop_reasoning(self) -> None:
+        """Leave its reasoning out."""
+        self.parts = [
+            part
+            for part in self.parts
+            if isinstance(part, ToolCallDelta) or part.kind != "reasoning"
+        ]
+
+    def _text(self, kind: Literal["reasoning", "content"]) -> str:
+        return "".join(
+            part.text
+            for part in self.parts
+            if not isinstance(part, ToolCallDelta) and part.kind == kind
+        )
 
 
 class TurnReader(ABC):
@@ -81,7 +122,7 @@ class TurnReader(ABC):
         while self._step(is_end=is_end):
             pass
         if is_end and not self.num_calls:
-            self._delta.content += self._held_space
+            self._delta.add_text("content", self._held_space)
         return self._delta
 
     @abstractmethod
@@ -104,7 +145,7 @@ class TurnReader(ABC):
             self._held_space += content
             return
         self._has_content = True
-        self._delta.content += self._held_space + kept
+        self._delta.add_text("content", self._held_space + kept)
         self._held_space = content[len(kept) :]
 
     def _write_until(self, mark: str, *, is_end: bool) -> bool:
@@ -122,13 +163,13 @@ class TurnReader(ABC):
         self.num_calls += 1
         self._held_space = ""
         if not self._is_dropped():
-            self._delta.calls.append(
+            self._delta.add_call(
                 ToolCallDelta(index=self.num_calls - 1, id=self._new_id(), name=name)
             )
 
     def _write_arguments(self, arguments: str) -> None:
         if arguments and not self._is_dropped():
-            self._delta.calls.append(ToolCallDelta(index=self.num_calls - 1, arguments=arguments))
+            self._delta.add_call(ToolCallDelta(index=self.num_calls - 1, arguments=arguments))
 
     def _is_dropped(self) -> bool:
         return self.num_calls > 1 and not self._is_parallel

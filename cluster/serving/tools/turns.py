@@ -108,17 +108,15 @@ class Turn:
         if self._reasoning is not None:
             reasoning, text = self._reasoning.read_piece(text, is_last=is_last)
         if self._calls is None:
-            read = TurnDelta(content=text, reasoning=reasoning)
+            read = TurnDelta(reasoning=reasoning, content=text)
         else:
-            read = self._calls.read_piece(text)
-            read.reasoning += reasoning
+            read = TurnDelta(reasoning=reasoning)
+            read.add_delta(self._calls.read_piece(text))
             if is_last:
-                rest = self._calls.flush(is_cut_off=output.finish_reason is not FinishReason.STOP)
-                read.content += rest.content
-                read.calls += rest.calls
-                read.reasoning += rest.reasoning
+                is_cut_off = output.finish_reason is not FinishReason.STOP
+                read.add_delta(self._calls.flush(is_cut_off=is_cut_off))
         if not self._shows_reasoning:
-            read.reasoning = ""
+            read.drop_reasoning()
         return read
 
     def _count_in_channels(self, token_ids: tuple[int, ...], channels: ChannelTokens) -> None:

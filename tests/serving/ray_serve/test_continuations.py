@@ -386,17 +386,19 @@ def read_messages(events: list[Any]) -> list[Any]:  # Any: JSON
 
 @pytest.mark.parametrize("api", ANSWERS)
 async def test_a_cut_stream_of_named_events_is_equal(
-    serve: FailingReplicas, replicas: list[Replica], api: str
+    serve: FailingReplicas, replicas: list[Replica], tool_tokenizer: Tokenizer, api: str
 ) -> None:
     path, body = ANSWERS[api]
     body = {"model": "tiny", "stream": True, **body}
     read = read_responses if api == "responses" else read_messages
+    turn = tool_tokenizer.encode(f"{AUTO} So it is.", add_special_tokens=False)
+    for one in replicas:
+        one.engine.script = lambda request, index: [*turn, EOS]
     whole = read(read_events(await over_http(serve, path, body)))
-    assert len(whole) == 3
+    assert len(whole) == 4
     chance = random.Random(4)
     for _ in range(NUM_RUNS):
-        reset(replicas)
-        serve.cuts = some_cuts(chance, 40)
+        serve.cuts = some_cuts(chance, 90)
         assert read(read_events(await over_http(serve, path, body))) == whole
 
 

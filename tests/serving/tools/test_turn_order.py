@@ -103,7 +103,7 @@ def streamed_items(events: list[Any]) -> list[tuple[str, str]]:
     return [(kinds[index], text.strip()) for index, text in texts.items()]
 
 
-@pytest.mark.parametrize("size", [1, 7, 30, 45, 60])
+@pytest.mark.parametrize("size", [1, 7, 30, 45, 60, 1000])
 @pytest.mark.parametrize("make", [messages_response, responses_response])
 async def test_text_behind_a_call_is_no_part_of_it(
     make: Callable[[Any, Turns], EventResponse], size: int
