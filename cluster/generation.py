@@ -155,7 +155,7 @@ class Collector:
         """`request_id` is what results are called, by default as the request.
 
         `params` decide what becomes of the text; None is their default."""
-        self._request = request
+        self.request = request
         self._token_text = tokenizer.token_bytes.text_of
         self._id = request_id or request.id
         self._prompt = prompt
@@ -217,22 +217,22 @@ class Collector:
         return found
 
     def _result(self, progress: Sequence[_Progress]) -> Generation:
-        has_logprobs = self._request.sampling.logprobs is not None
+        has_logprobs = self.request.sampling.logprobs is not None
         return Generation(
             request_id=self._id,
             prompt=self._prompt,
-            prompt_token_ids=self._request.prompt_token_ids,
+            prompt_token_ids=self.request.prompt_token_ids,
             outputs=tuple(one.completion(has_logprobs=has_logprobs) for one in progress),
             num_cached_tokens=self._num_cached_tokens,
             prompt_logprobs=(
                 None
-                if self._request.sampling.prompt_logprobs is None
+                if self.request.sampling.prompt_logprobs is None
                 else (None, *self._prompt_logprobs)
             ),
         )
 
     def _prompt_ids(self, part: PromptLogprobs) -> tuple[int, ...]:
-        return self._request.prompt_token_ids[part.first_position : part.end]
+        return self.request.prompt_token_ids[part.first_position : part.end]
 
     def _described(self, found: TokenLogprobs | PromptToken, token_id: int) -> dict[int, Logprob]:
         """Return the log-probabilities at one position, by token; the likeliest come first."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from typing import TYPE_CHECKING, Self, Unpack
 
 from tqdm import tqdm
 
 from cluster.engine.controller import Controller
 from cluster.engine.embedder import Embedder
-from cluster.engine.event_buffers import EventBuffer, EventDispatcher
+from cluster.engine.event_buffers import EventDispatcher
 from cluster.engine.open_engine import open_engine
 from cluster.engine.options import engine_config
 from cluster.engine.progress import ProgressLine
@@ -26,6 +25,7 @@ from cluster.llm_prompts import (
     read_stream_prompt,
 )
 from cluster.llm_requests import RequestMaker, run_apart
+from cluster.llm_runner import HELD_POLL_S, RequestRunner
 from cluster.serving.inputs import EmbeddingInput, ScoreInput
 from cluster.serving.text.tokenizer import Tokenizer
 from cluster.serving.validation.embedding_validator import MAX_PROMPTS, EmbeddingValidator
@@ -35,7 +35,7 @@ from pagedray.errors import InvalidRequestError, OverloadedError
 from pagedray.request import Request, SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+    from collections.abc import Generator, Mapping, Sequence
     from concurrent.futures import Future
     from pathlib import Path
     from types import TracebackType
@@ -48,16 +48,12 @@ if TYPE_CHECKING:
     from cluster.engine.stats import EngineStats
     from cluster.llm_options import LLMOptions
     from cluster.sampling_params import SamplingParams as TextParams
-    from cluster.scheduling.event import TokenEvent
-    from cluster.serving.text.text_stream import SequenceOutput
     from pagedray.batch import Pooling
     from pagedray.config import EngineConfig
     from pagedray.model_config import Task
     from pagedray.rank_roof import RankRoof
 
 __all__ = ["LLM", "Completion", "Generation"]
-
-_HELD_POLL_S = 0.05
 
 _VALIDATORS: dict[Task, type[Validator | EmbeddingValidator | ScoreValidator]] = {
     "generate": Validator,
@@ -162,8 +158,8 @@ class LLM:
         with tqdm(total=params.max_tokens, unit="token", disable=not use_tqdm) as bar:
             while requests := searches.step_requests():
                 bar.update()
-                collectors = {one.id: Collector(one, self._tokenizer) for one in requests}
-                searches.take_step(map(first_logprobs, self._completed(collectors, requests)))
+                collectors = [Collector(one, self._tokenizer) for one in requests]
+                searches.take_step(map(first_logprobs, self._runner.complete(collectors)))
         return searches.outputs(self._tokenizer)
 
     def get_default_sampling_params(self) -> TextParams:
@@ -192,17 +188,7 @@ class LLM:
         if params.n != 1:
             raise InvalidRequestError(f"n must be 1 for streaming, not {params.n}.", param="n")
         (request,) = self._validated([read_stream_prompt(prompt)], [params])
-        collector = Collector(request, self._tokenizer, params=params)
-        buffer = self._sink.open_buffer([request], is_watched=True)
-        try:
-            self._controller.submit_request(request)
-            while not collector.is_finished:
-                for event in buffer.take_events():
-                    if text := self._push(collector, [event]).text:
-                        yield text
-        finally:
-            self._controller.abort_request(request.id)
-            self._sink.close_buffer([request])
+        yield from self._runner.stream(Collector(request, self._tokenizer, params=params))
 
     def embed(
         self,
@@ -310,6 +296,10 @@ class LLM:
         return self._engine
 
     @property
+    def _runner(self) -> RequestRunner:
+        return RequestRunner(self._controller, self._sink)
+
+    @property
     def _embedder(self) -> Embedder:
         """The engine, which is an Embedder if the model does not generate text."""
         assert isinstance(self._engine, Embedder)
@@ -330,91 +320,21 @@ class LLM:
                 param="sampling_params",
             )
         requests = self._validated(prompts, params)
-        collectors = {
-            request.id: Collector(
+        collectors = [
+            Collector(
                 request,
                 self._tokenizer,
                 prompt=prompt.value if isinstance(prompt.value, str) else None,
                 params=one,
             )
             for request, prompt, one in zip(requests, prompts, params, strict=True)
-        }
-        return self._completed(collectors, requests, show_progress=show_progress)
-
-    def _completed(
-        self,
-        collectors: dict[str, Collector],
-        requests: Sequence[Request],
-        *,
-        show_progress: bool = False,
-    ) -> list[Generation]:
-        """Run requests, which have a collector each, to their end."""
-        # Stop strings must be looked for as tokens arrive.
-        is_watched = any(request.sampling.stop for request in requests)
-        buffer = self._sink.open_buffer(requests, is_watched=is_watched)
-        try:
-            self._collect(collectors, requests, buffer, show_progress)
-        except BaseException:
-            for request in requests:
-                self._controller.abort_request(request.id)
-            raise
-        finally:
-            self._sink.close_buffer(requests)
-        return [collectors[request.id].generation() for request in requests]
+        ]
+        return self._runner.complete(collectors, show_progress=show_progress)
 
     def _validated(
         self, prompts: Sequence[SaltedPrompt], params: Sequence[SamplingParams]
     ) -> list[Request]:
         return run_apart(self._requests.make(prompts, params))
-
-    def _collect(
-        self,
-        collectors: dict[str, Collector],
-        requests: Sequence[Request],
-        buffer: EventBuffer,
-        show_progress: bool,
-    ) -> None:
-        waiting = iter(requests)
-        held = self._submit_all(waiting)
-        num_open = len(requests)
-        with tqdm(total=num_open, unit="prompt", disable=not show_progress) as bar:
-            while num_open:
-                # A queue filled by other calls drains without an event for this one.
-                taken = buffer.take_events(None if held is None else _HELD_POLL_S)
-                for events in _by_sequence(taken):
-                    collector = collectors[events[0].request_id]
-                    if collector.is_finished:
-                        continue
-                    self._push(collector, events)
-                    if collector.is_finished:
-                        num_open -= 1
-                        bar.update()
-                if held is not None:
-                    held = self._submit_all([held]) or self._submit_all(waiting)
-
-    def _submit_all(self, requests: Iterable[Request]) -> Request | None:
-        """Submit until the queue is full; return the first request that did not fit."""
-        for request in requests:
-            try:
-                self._controller.submit_request(request)
-            except OverloadedError:
-                return request
-        return None
-
-    def _push(self, collector: Collector, events: Sequence[TokenEvent]) -> SequenceOutput:
-        output, last = collector.push_events(events), events[-1]
-        if output.finish_reason is not None and last.finish_reason is None:
-            # A stop string ended it, which the engine does not see.
-            self._controller.finish_sequence(last.request_id, last.index)
-        return output
-
-
-def _by_sequence(events: Iterable[TokenEvent]) -> Collection[Sequence[TokenEvent]]:
-    """Return the events of each sequence, which are converted to text at once."""
-    found: defaultdict[tuple[str, int], list[TokenEvent]] = defaultdict(list)
-    for event in events:
-        found[event.request_id, event.index].append(event)
-    return found.values()
 
 
 def _ignore_progress(what: str, fraction: float) -> None:
@@ -427,4 +347,4 @@ def _submitted(embedder: Embedder, request: EmbeddingRequest) -> Future[NDArray[
         try:
             return embedder.submit_request(request)
         except OverloadedError:
-            time.sleep(_HELD_POLL_S)
+            time.sleep(HELD_POLL_S)
