@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from attention.gpu.decodes.shared_prefixes import find_shared_prefixes
+from attention.gpu.decodes.kept_prefixes import KeptPrefixes
 from attention.gpu.decodes.splits import SplitCosts
 from attention.kernels.decode_items import NUM_ITEM_WORDS
 
 if TYPE_CHECKING:
-    from attention.gpu.decodes.shared_prefixes import SharedPrefix
+    from attention.gpu.decodes.shared_prefixes import SharedPrefixes
 
 __all__ = ["DecodeDivision"]
 
@@ -32,8 +32,8 @@ _MIN_SHARED_TILES = 4
 class _Units:
     """Ranges of keys before they are split: those that rows share, then one of each row."""
 
-    rows: _Ints
-    """`[num_units, any]`, -1 behind the last row."""
+    shared_rows: NDArray[np.int64]
+    """`[num_shared, rows_per_item]`, -1 behind the last row."""
     starts: _Ints
     """First tiles, `[num_units]`."""
     ends: _Ints
@@ -59,30 +59,37 @@ class DecodeDivision:
 
     def max_items(self, num_rows: int) -> int:
         """Return an upper bound of items, from which the grid of a captured graph follows."""
-        return self.costs.max_items(num_rows + self._max_chunks(num_rows))
+        return self.costs.max_items(num_rows + self._max_shared(num_rows))
 
     def max_parts(self, num_rows: int) -> int:
         """Return an upper bound of the parts that are merged."""
         num_extra = self.max_items(num_rows) - num_rows
-        if self._max_chunks(num_rows):
+        if self._max_shared(num_rows):
             return num_rows + self.rows_per_item * num_extra
         return 2 * num_extra
 
-    def items(self, seq_lens: _Ints, block_tables: _Ints) -> _Ints:
+    def kept_prefixes(self) -> KeptPrefixes:
+        """Return what finds the prefixes that rows of a step share, for `items`."""
+        min_blocks = -(-_MIN_SHARED_TILES * self.tile_keys // self.block_size)
+        return KeptPrefixes(min_blocks=min_blocks, max_rows=self.rows_per_item)
+
+    def items(self, seq_lens: _Ints, block_tables: _Ints, prefixes: KeptPrefixes) -> _Ints:
         """Return the items of sequences of these lengths, `[num_rows]`; 0 is padding.
 
         `block_tables` is `[num_rows, width]`. The result is `words` of `DecodeItems`. A row of a
         length of 0 has an item too.
         """
         starts, ends = self._tiles(seq_lens)
-        chunks = self._chunks(seq_lens, block_tables)
-        if len(chunks):
-            units, num_parts = self._shared_units(chunks, ends)
-        else:
-            splits = self.costs.splits(ends - starts, self.max_items(len(ends)))
-            rows = np.arange(len(ends), dtype=np.int32)[:, None]
-            units, num_parts = _Units(rows, starts, ends, splits, np.zeros_like(splits)), splits
-        return self._items(units, seq_lens, num_parts)
+        if max_shared := self._max_shared(len(seq_lens)):
+            # The last key of a row is its own: the step writes it.
+            num_blocks = np.minimum((seq_lens - 1) // self.block_size, block_tables.shape[1])
+            shared = prefixes.find(block_tables, num_blocks)
+            if len(shared.rows):
+                return self._items(*self._shared_units(shared, max_shared, ends), seq_lens)
+        splits = self.costs.splits(ends - starts, self.max_items(len(ends)))
+        no_rows = np.zeros((0, self.rows_per_item), dtype=np.int64)
+        units = _Units(no_rows, starts, ends, splits, np.zeros_like(splits))
+        return self._items(units, splits, seq_lens)
 
     def _tiles(self, seq_lens: _Ints) -> tuple[_Ints, _Ints]:
         """Return the first tile and the tile behind the last of each row, `[num_rows]` each."""
@@ -91,30 +98,39 @@ class DecodeDivision:
             return np.zeros_like(ends), ends
         return np.maximum(seq_lens - self.window, 0) // self.tile_keys, ends
 
-    def _shared_units(self, chunks: _Ints, ends: _Ints) -> tuple[_Units, _Ints]:
-        """Return the units of rows of which those of each chunk share tiles, and parts by row."""
-        num_chunks, num_rows = len(chunks), len(ends)
-        chunk_tiles, chunk_rows = chunks[:, 0], chunks[:, 1:]
-        is_row = chunk_rows >= 0
-        shared_rows, counts = chunk_rows[is_row], is_row.sum(axis=1)
-        shared_tiles, shared_parts = np.zeros_like(ends), np.zeros_like(ends)
-        shared_tiles[shared_rows] = np.repeat(chunk_tiles, counts)
-        rows = np.full((num_chunks + num_rows, self.rows_per_item), -1, dtype=np.int32)
-        rows[:num_chunks] = chunk_rows
-        rows[num_chunks:, 0] = np.arange(num_rows)
-        starts = np.concatenate((np.zeros_like(chunk_tiles), shared_tiles))
-        ends = np.concatenate((chunk_tiles, ends))
-        splits = self.costs.splits(ends - starts, self.max_items(num_rows))
-        shared_parts[shared_rows] = np.repeat(splits[:num_chunks], counts)
-        first_parts = np.concatenate((np.zeros_like(chunk_tiles), shared_parts))
-        units = _Units(rows, starts, ends, splits, first_parts)
-        return units, shared_parts + splits[num_chunks:]
+    def _max_shared(self, num_rows: int) -> int:
+        """Return an upper bound of the ranges that rows share."""
+        if self.rows_per_item == 1 or self.window is not None or num_rows == 1:
+            return 0
+        return -(-num_rows // self.rows_per_item)
 
-    def _items(self, units: _Units, seq_lens: _Ints, num_parts: _Ints) -> _Ints:
+    def _shared_units(
+        self, shared: SharedPrefixes, max_shared: int, ends: _Ints
+    ) -> tuple[_Units, _Ints]:
+        """Return the units of rows that share prefixes, and the number of parts of each row."""
+        # What saves most comes first, should there be too many.
+        set_rows = shared.rows[:max_shared]
+        num_keys = shared.num_blocks[:max_shared] * self.block_size
+        set_tiles = (num_keys // self.tile_keys).astype(np.int32)
+        is_row = set_rows >= 0
+        rows, counts = set_rows[is_row], is_row.sum(axis=1)
+        shared_tiles, shared_parts = np.zeros_like(ends), np.zeros_like(ends)
+        shared_tiles[rows] = np.repeat(set_tiles, counts)
+        starts = np.concatenate((np.zeros_like(set_tiles), shared_tiles))
+        splits = self.costs.splits(
+            np.concatenate((set_tiles, ends)) - starts, self.max_items(len(ends))
+        )
+        shared_parts[rows] = np.repeat(splits[: len(set_rows)], counts)
+        first_parts = np.concatenate((np.zeros_like(set_tiles), shared_parts))
+        ends = np.concatenate((set_tiles, ends))
+        units = _Units(set_rows, starts, ends, splits, first_parts)
+        return units, shared_parts + splits[len(set_rows) :]
+
+    def _items(self, units: _Units, num_parts: _Ints, seq_lens: _Ints) -> _Ints:
         """Return the items of units, the longest first, since the last to start should be short.
 
         Those of one prefix stay together, so that its keys are still in the L2 cache for the
-        second one. `num_parts` is `[num_rows]`.
+        second one. `num_parts` and `seq_lens` are `[num_rows]`.
         """
         tiles = units.ends - units.starts
         if units.splits.max(initial=1) == 1:
@@ -133,44 +149,20 @@ class DecodeDivision:
             starts = units.starts[chosen] + firsts[order]
             ends = units.starts[chosen] + lasts[order]
             parts = units.first_parts[chosen] + ordinals[order]
-        rows = units.rows[chosen]
         merged = np.where(num_parts > 1, num_parts, 0)
-        first_parts = np.cumsum(merged) - merged
-        shape = len(chosen), 1 + self.rows_per_item, NUM_ITEM_WORDS
-        items = np.zeros(shape, dtype=np.int32)
-        items[:, 0, 0] = (rows >= 0).sum(axis=1)
+        row_words = np.empty((len(seq_lens), NUM_ITEM_WORDS), dtype=np.int32)
+        row_words[:, 0] = np.arange(len(seq_lens))
+        row_words[:, 1] = seq_lens
+        row_words[:, 2] = np.cumsum(merged) - merged
+        row_words[:, 3] = num_parts
+        num_shared = len(units.shared_rows)
+        items = np.zeros((len(chosen), 1 + self.rows_per_item, NUM_ITEM_WORDS), dtype=np.int32)
+        items[:, 0, 0] = 1
         items[:, 0, 1], items[:, 0, 2], items[:, 0, 3] = starts, ends, parts
-        places = items[:, 1 : 1 + rows.shape[1]]
-        places[..., 0], places[..., 1] = rows, seq_lens[rows]
-        places[..., 2], places[..., 3] = first_parts[rows], num_parts[rows]
+        items[:, 1] = row_words.take(chosen - num_shared, axis=0)
+        if num_shared:
+            places = np.flatnonzero(chosen < num_shared)
+            rows = units.shared_rows[chosen[places]]
+            items[places, 0, 0] = (rows >= 0).sum(axis=1)
+            items[places, 1:] = row_words.take(rows, axis=0)
         return items.reshape(len(chosen), -1)
-
-    def _max_chunks(self, num_rows: int) -> int:
-        if self.rows_per_item == 1 or self.window is not None or num_rows == 1:
-            return 0
-        return -(-num_rows // self.rows_per_item)
-
-    def _chunks(self, seq_lens: _Ints, block_tables: _Ints) -> _Ints:
-        """Return tiles that rows share, and these rows, `[num_chunks, 1 + rows_per_item]`.
-
-        Rows are -1 behind the last. What saves most comes first, should there be too many.
-        """
-        chunks: list[_Ints] = []
-        limit = self._max_chunks(len(seq_lens))
-        for prefix in self._prefixes(seq_lens, block_tables) if limit else []:
-            tiles = prefix.num_blocks * self.block_size // self.tile_keys
-            for first in range(0, len(prefix.rows) - 1, self.rows_per_item):
-                rows = prefix.rows[first : first + self.rows_per_item]
-                chunk = np.full(1 + self.rows_per_item, -1, dtype=np.int32)
-                chunk[0] = tiles
-                chunk[1 : 1 + len(rows)] = rows
-                chunks.append(chunk)
-        shape = -1, 1 + self.rows_per_item
-        return np.array(chunks[:limit], dtype=np.int32).reshape(shape)
-
-    def _prefixes(self, seq_lens: _Ints, block_tables: _Ints) -> list[SharedPrefix]:
-        # The last key of a row is its own: the step writes it.
-        num_blocks = np.minimum((seq_lens - 1) // self.block_size, block_tables.shape[1])
-        min_blocks = -(-_MIN_SHARED_TILES * self.tile_keys // self.block_size)
-        prefixes = find_shared_prefixes(block_tables, num_blocks, min_blocks=min_blocks)
-        return sorted(prefixes, key=lambda one: one.num_saved_blocks, reverse=True)

@@ -42,6 +42,7 @@ class DecodeScheduler:
     ) -> None:
         """`is_graph`: steps have the same number of rows, and their items the same addresses."""
         self._division = division
+        self._prefixes = division.kept_prefixes()
         self._params = params
         self._memory = memory
         self._is_graph = is_graph
@@ -58,7 +59,8 @@ class DecodeScheduler:
         if self._is_graph and num_rows == 1 and self._division.rows_per_item > 1:
             # Its kernel is simpler.
             self._division = replace(self._division, rows_per_item=1)
-        words = self._upload(self._division.items(seq_lens, block_tables), num_rows)
+        items = self._division.items(seq_lens, block_tables, self._prefixes)
+        words = self._upload(items, num_rows)
         max_parts = self._division.max_parts(num_rows)
         # A captured graph holds the addresses, and the memory's owner only those lent last.
         if self._scratch is None or not self._is_graph:

@@ -52,12 +52,18 @@ def division_of(num_slots: int, rows_per_item: int = 1) -> DecodeDivision:
     )
 
 
+def items_of(
+    division: DecodeDivision, lens: NDArray[np.int32], tables: NDArray[np.int32]
+) -> NDArray[np.int32]:
+    return division.items(lens, tables, division.kept_prefixes())
+
+
 @settings(deadline=None)
 @given(step=steps(), division=divisions)
 def test_every_row_reads_each_of_its_tiles_once(step: Step, division: DecodeDivision) -> None:
     lens, tables = step
     num_rows = len(lens)
-    items = division.items(lens, tables).reshape(-1, 1 + division.rows_per_item, NUM_ITEM_WORDS)
+    items = items_of(division, lens, tables).reshape(-1, 1 + division.rows_per_item, NUM_ITEM_WORDS)
     assert len(items) <= division.max_items(num_rows)
     ranges: dict[int, dict[int, tuple[int, int]]] = {row: {} for row in range(num_rows)}
     places: dict[int, tuple[int, int]] = {}
@@ -110,7 +116,7 @@ def test_splits_are_fair_and_fit(tiles: list[int], costs: SplitCosts, num_spare:
 def test_few_long_rows_are_split_and_even_ones_that_fill_the_gpu_are_not() -> None:
     def num_items(lens: list[int]) -> int:
         tables = np.zeros((len(lens), 400), dtype=np.int32)
-        return len(division_of(66).items(np.array(lens, dtype=np.int32), tables))
+        return len(items_of(division_of(66), np.array(lens, dtype=np.int32), tables))
 
     assert num_items([300]) == 5
     assert num_items([20_000]) == 63
@@ -127,7 +133,7 @@ def test_prefixes_are_read_once_for_as_many_rows_as_fit() -> None:
     tables[32, :40] = tables[0, :40]
     for first in (0, 16):
         tables[first : first + 16, :128] = tables[first, :128]
-    items = division_of(1, rows_per_item=4).items(lens, tables)
+    items = items_of(division_of(1, rows_per_item=4), lens, tables)
     shared = items[items[:, 0] > 1]
     assert shared[:, 0].tolist() == [4] * 8
     assert shared[:, 1:3].tolist() == [[0, 32]] * 8
@@ -140,7 +146,7 @@ def test_prefixes_are_read_once_for_as_many_rows_as_fit() -> None:
 def test_rows_without_a_common_prefix_share_nothing() -> None:
     lens = np.array([700, 0, 300], dtype=np.int32)
     tables = np.arange(3 * 44, dtype=np.int32).reshape(3, 44)
-    items = division_of(2, rows_per_item=4).items(lens, tables)
+    items = items_of(division_of(2, rows_per_item=4), lens, tables)
     # 16 tiles in 2 slots: of 8 at most, the longest first.
     assert items[:, :4].tolist() == [[1, 5, 11, 1], [1, 0, 5, 0], [1, 0, 5, 0], [1, 0, 0, 0]]
     # Row, keys, first part and parts.

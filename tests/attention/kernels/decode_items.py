@@ -56,7 +56,8 @@ def decode_items(
         window=window,
     )
     lens = seq_lens.cpu().numpy()
-    items = torch.from_numpy(division.items(lens, tables.cpu().numpy()))
+    prefixes = division.kept_prefixes()
+    items = torch.from_numpy(division.items(lens, tables.cpu().numpy(), prefixes))
     words = torch.zeros(division.max_items(len(lens)), items.shape[1], dtype=torch.int32)
     words[: len(items)] = items
     max_parts = division.max_parts(len(lens))
