@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import closing, contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from cluster.serving.admission import Admission
 from cluster.serving.auth.authenticator import Authenticator
-from cluster.serving.calls.embedding_call import EmbeddingCall, EmbeddingOutput
+from cluster.serving.calls.embedding_call import EmbeddingOutput
 from cluster.serving.calls.generation_call import GenerationCall, GenerationOutput, Usage
 from cluster.serving.calls.open_calls import OpenCall, OpenCalls
 from cluster.serving.inputs import MAX_CLIENT_ID_LENGTH, GenerationInput
@@ -24,10 +22,11 @@ from cluster.serving.intake.limits import IntakeLimits
 from cluster.serving.memory.memory_trimmer import MemoryTrimmer
 from cluster.serving.memory.output_buffer import OutputBuffers
 from cluster.serving.memory.reader_limits import ReaderLimits
+from cluster.serving.pooling_calls import PoolingCalls
 from cluster.serving.resume.registry import ResumableStreams
 from cluster.serving.server_info import own_loads, server_info, server_loads
 from cluster.serving.telemetry.call_log import log_call
-from cluster.serving.telemetry.call_watch import CallObserver, CallWatch
+from cluster.serving.telemetry.call_watch import CallObserver
 from cluster.serving.telemetry.ignored_parameters import IgnoredParameters
 from cluster.serving.telemetry.load_history import LoadRecorder
 from cluster.serving.telemetry.metrics import Metrics
@@ -41,25 +40,23 @@ from pagedray.errors import (
     ForbiddenError,
     InvalidRequestError,
     OverloadedError,
-    PagedRayError,
 )
 from pagedray.request import check_token_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterator, Sequence
+    from collections.abc import Sequence
 
-    from cluster.engine.embedding_job import EmbeddingRequest
     from cluster.serving.auth.tenant import Tenant
     from cluster.serving.engine_client import EngineClient
     from cluster.serving.inputs import Arrival, EmbeddingInput, Frontend, ScoreInput, TokenizeInput
     from cluster.serving.reasoning.formats import ReasoningFormat
     from cluster.serving.server_info import ServerInfo, ServerLoads
+    from cluster.serving.telemetry.call_watch import CallWatch
     from cluster.serving.telemetry.load_history import LoadHistory
     from cluster.serving.telemetry.tracing import Tracer
     from cluster.serving.text.tokenizer import Tokenizer
     from cluster.serving.tools.tool_calls import ToolCallFormat
     from pagedray.config import EngineConfig
-    from pagedray.model_config import Task
     from pagedray.request import Request
 
 __all__ = ["EmbeddingOutput", "GenerationCall", "GenerationOutput", "Servicer", "Usage"]
@@ -142,6 +139,9 @@ class Servicer:
             num_stream_bytes=lambda: self.resumables.num_bytes,
         )
         self._admission = Admission(client, config.model, self.authenticator, self.buffers)
+        self._pooling = PoolingCalls(
+            client, admission=self._admission, calls=self._calls, observer=self.observer
+        )
         self._started_s = time.monotonic()
 
     @property
@@ -228,7 +228,7 @@ class Servicer:
         `entered` is the call if a frontend has counted it already. Raises RequestError or
         EngineError; then nothing was submitted.
         """
-        with self._watch(given.arrival) as watch:
+        with self.observer.watched(given.arrival) as watch:
             self._admission.check_task("generate")
             tenant = self._admission.admit(given)
             if given.is_resumable:
@@ -253,45 +253,16 @@ class Servicer:
         `entered` is the call if a frontend has counted it already. Raises RequestError or
         EngineError.
         """
-        return await self._pool("embed", given, self._embedding_validator.validate(given), entered)
+        validating = self._embedding_validator.validate(given)
+        return await self._pooling.run_call("embed", given, validating, entered)
 
     async def score(self, given: ScoreInput, entered: OpenCall | None = None) -> EmbeddingOutput:
         """Return the scores of pairs of texts as vectors of one number.
 
         Otherwise as `embed`.
         """
-        return await self._pool("score", given, self._score_validator.validate(given), entered)
-
-    async def _pool(
-        self,
-        task: Task,
-        given: EmbeddingInput | ScoreInput,
-        validating: Coroutine[None, None, EmbeddingRequest],
-        entered: OpenCall | None,
-    ) -> EmbeddingOutput:
-        # A call may be rejected before its validation begins.
-        with closing(validating), self._watch(given.arrival) as watch:
-            self._admission.check_task(task)
-            tenant = self._admission.admit(given)
-            call = entered or self._calls.enter_call(tenant)
-            try:
-                call.begin()
-                request = await validating
-                num_tokens = request.num_tokens
-                watch.note_validated(num_tokens)
-                call.reserve_tokens(num_prompt_tokens=num_tokens, num_tokens=num_tokens)
-                # Tokenizing took time, in which a drain may have begun.
-                self._admission.check_phase()
-                request = replace(request, weight=tenant.weight)
-                call.task = embedding = EmbeddingCall(
-                    self.client.embedding_engine.submit_request(request)
-                )
-                watch.note_open("")
-                vectors = await embedding.vectors(given.deadline_s)
-                watch.note_end("stop")
-                return EmbeddingOutput(vectors=vectors, num_prompt_tokens=num_tokens)
-            finally:
-                call.close()
+        validating = self._score_validator.validate(given)
+        return await self._pooling.run_call("score", given, validating, entered)
 
     async def tokenize(self, given: TokenizeInput) -> tuple[int, ...]:
         """Return the token ids of a text or a conversation. Raises RequestError."""
@@ -360,16 +331,6 @@ class Servicer:
 
     def _uptime_s(self) -> float:
         return time.monotonic() - self._started_s
-
-    @contextmanager
-    def _watch(self, arrival: Arrival) -> Iterator[CallWatch]:
-        """Watch a call; an error that is raised inside ends it."""
-        watch = self.observer.watch_call(arrival)
-        try:
-            yield watch
-        except BaseException as error:
-            watch.note_end(error if isinstance(error, PagedRayError) else "cancelled")
-            raise
 
     def _id_of(self, given: GenerationInput, requests: tuple[Request, ...], call: OpenCall) -> str:
         """Return the id of a new call; a call that it continues here ends.

@@ -6,18 +6,19 @@ It costs some microseconds a call, and a fraction of one an output.
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from cluster.serving.inputs import MAX_CLIENT_ID_LENGTH
 from cluster.serving.telemetry.call_report import CallReport, outcome_of
+from pagedray.errors import PagedRayError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from cluster.serving.inputs import Arrival
     from cluster.serving.telemetry.load_history import LoadRecorder
     from cluster.serving.telemetry.metrics import Metrics
-    from pagedray.errors import PagedRayError
     from pagedray.request import Request
 
 __all__ = ["CallObserver", "CallWatch"]
@@ -42,6 +43,16 @@ class CallObserver:
     def watch_call(self, arrival: Arrival) -> CallWatch:
         """Return the watch of a call that has just arrived."""
         return CallWatch(self, arrival)
+
+    @contextmanager
+    def watched(self, arrival: Arrival) -> Iterator[CallWatch]:
+        """Watch a call that has just arrived; an error that is raised inside ends it."""
+        watch = self.watch_call(arrival)
+        try:
+            yield watch
+        except BaseException as error:
+            watch.note_end(error if isinstance(error, PagedRayError) else "cancelled")
+            raise
 
     def report_call(self, report: CallReport) -> None:
         """Count a call and pass its report to the listeners."""
