@@ -21,6 +21,11 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from cluster.serving.connections.client_host import client_host
 from cluster.serving.http.errors import error_body
 from cluster.serving.http.read_lines import read_line
+from cluster.serving.http.request_head import (
+    head_without_upgrade,
+    is_ambiguous,
+    num_head_bytes,
+)
 from cluster.serving.telemetry.line_limit import LineLimit
 
 if TYPE_CHECKING:
@@ -58,7 +63,6 @@ _SHORT_HEAD_BYTES = 2**12
 _RECEIVED_BYTES = 2**16
 """Bytes of a body that are taken from the system before the application counts them."""
 _NO_LINGER = struct.pack("ii", 1, 0)
-_VERSIONS = ("1.0", "1.1")
 
 
 class _InvalidRequestError(Exception):
@@ -211,14 +215,15 @@ class HttpConnection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        if _num_bytes(self.url, self.headers) > MAX_HEAD_BYTES:
+        if num_head_bytes(self.url, self.headers) > MAX_HEAD_BYTES:
             self._has_long_head = True
             raise _InvalidRequestError
         self._num_held_bytes = 0
         self._has_head = True
         if self.parser.should_upgrade():
             return
-        self._check_head()
+        if is_ambiguous(self.parser.get_http_version(), self.headers):
+            raise _InvalidRequestError
         super().on_headers_complete()
         if self.expect_100_continue:
             # A client that is answered before it sends its body may or may not send it then.
@@ -256,35 +261,18 @@ class HttpConnection(HttpToolsProtocol):
         except httptools.HttpParserUpgrade as upgrade:
             # A server that does not support the other protocol ignores the upgrade, but the parser
             # stops at it: the head is parsed again without it.
-            head = self._head_without_upgrade()
+            head = head_without_upgrade(
+                self.parser.get_method(),
+                self.url,
+                self.parser.get_http_version(),
+                self.headers,
+            )
             self.parser = httptools.HttpRequestParser(self)
             try:
                 self.parser.feed_data(head + data[upgrade.args[0] :])
             except httptools.HttpParserUpgrade as another:
                 # CONNECT always is an upgrade.
                 raise httptools.HttpParserError from another
-
-    def _head_without_upgrade(self) -> bytes:
-        method = self.parser.get_method()
-        version = self.parser.get_http_version().encode()
-        lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
-        lines += [b"%b: %b" % (name, value) for name, value in self.headers if name != b"upgrade"]
-        return b"\r\n".join((*lines, b"", b""))
-
-    def _check_head(self) -> None:
-        """Raise, which makes the parser fail, if another parser might read the head differently."""
-        names = [name for name, _ in self.headers]
-        version = self.parser.get_http_version()
-        num_hosts = names.count(b"host")
-        if version not in _VERSIONS or num_hosts > 1 or (version == "1.1" and not num_hosts):
-            raise _InvalidRequestError
-        if b"transfer-encoding" in names:
-            coding = dict(self.headers)[b"transfer-encoding"]
-            if names.count(b"transfer-encoding") > 1 or coding.lower() != b"chunked":
-                raise _InvalidRequestError
-            # HTTP/1.0 has no chunks, so a proxy may take what follows the head for all of the body.
-            if version == "1.0":
-                raise _InvalidRequestError
 
     @property
     def _has_small_chunks(self) -> bool:
@@ -411,8 +399,3 @@ def connection_kind(
         "held": _HeldBytes(),
     }
     return type("HttpConnection", (HttpConnection,), members)
-
-
-def _num_bytes(url: bytes, headers: list[tuple[bytes, bytes]]) -> int:
-    """Return the approximate size of a head, including separators."""
-    return len(url) + sum(len(name) + len(value) + 4 for name, value in headers)
