@@ -93,6 +93,8 @@ class GpuBatchUploader:
         self._max_seq_len = max_seq_len
         self._pinned = PinnedRing(device)
         self._on_device = torch.empty(0, dtype=torch.int64, device=device)
+        self._layout: list[tuple[tuple[int, ...], np.dtype[Any]]] = []
+        self._tensors: list[torch.Tensor] = []
         self._latest: GpuBatch | None = None
 
     def upload(self, batch: AttentionBatch) -> GpuBatch:
@@ -164,19 +166,24 @@ class GpuBatchUploader:
             capacity = 1 << (num_words - 1).bit_length()
             self._on_device = torch.empty(capacity, dtype=torch.int64, device=self._device)
         with self._pinned.next_buffer(num_words) as words:
-            host = words.view(torch.uint8).numpy()
+            host = words.numpy().view(np.uint8)
             for array, offset in zip(arrays, offsets, strict=False):
                 host[offset : offset + array.nbytes] = (
                     np.ascontiguousarray(array).reshape(-1).view(np.uint8)
                 )
             copy_from_host(self._on_device[:num_words], words)
-        on_device = self._on_device.view(torch.uint8)
-        return [
-            on_device[offset : offset + array.nbytes]
-            .view(torch.int64 if array.dtype == np.int64 else torch.int32)
-            .view(array.shape)
-            for array, offset in zip(arrays, offsets, strict=False)
-        ]
+        # A larger buffer has another layout, too.
+        layout = [(array.shape, array.dtype) for array in arrays]
+        if layout != self._layout:
+            self._layout = layout
+            on_device = self._on_device.view(torch.uint8)
+            self._tensors = [
+                on_device[offset : offset + array.nbytes]
+                .view(torch.int64 if array.dtype == np.int64 else torch.int32)
+                .view(array.shape)
+                for array, offset in zip(arrays, offsets, strict=False)
+            ]
+        return self._tensors
 
 
 class _HostSubBatch:
