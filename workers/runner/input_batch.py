@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pagedray.batch import SequenceStart, StepPlan
+    from pagedray.decodes import Decodes
     from workers.runner.token_table import TokenTable
 
 __all__ = ["InputBatch", "StepInputs"]
@@ -99,6 +100,8 @@ class InputBatch:
 
         On a CPU, generated tokens that are computed again are decodes, behind all prefills.
         """
+        if not plan.chunks:
+            return self._decode_inputs(plan.decodes)
         rows, first_positions, num_tokens, is_sampled = _columns(plan)
         size = len(rows)
         described = np.flatnonzero(self._num_prompt_logprobs[rows] != _NO_LOGPROBS)
@@ -143,15 +146,37 @@ class InputBatch:
                 num_prefills=int((num_tokens > 1).sum()),
                 query_lens=num_tokens.astype(np.int32),
                 seq_lens=seq_lens.astype(np.int32),
-                block_tables=self._block_tables[
-                    rows, : -(-int(seq_lens.max()) // self._block_size)
-                ],
+                block_tables=self._tables(rows, seq_lens),
                 slot_mapping=self._slots(token_rows, positions),
             ),
             sampled_rows=sampled_rows.tolist(),
             sampled_positions=sampled_positions.tolist(),
             sampled_places=(device_rows, device_places),
             prompt_chunks=tuple(chunks),
+        )
+
+    def _decode_inputs(self, decodes: Decodes) -> StepInputs:
+        """Return what `prepare_inputs` does, in less time, for a step of decodes alone."""
+        rows = np.frombuffer(decodes.rows, np.int32).astype(np.int64)
+        positions = np.frombuffer(decodes.positions, np.int32).astype(np.int64)
+        ends = positions + 1
+        token_ids, device_positions, sampled_places = self._table.begin_step(
+            rows, positions, rows, ends
+        )
+        return StepInputs(
+            token_ids=token_ids,
+            positions=device_positions,
+            logits_indices=None,
+            attention=AttentionBatch(
+                num_prefills=0,
+                query_lens=np.ones(len(rows), dtype=np.int32),
+                seq_lens=ends.astype(np.int32),
+                block_tables=self._tables(rows, ends),
+                slot_mapping=self._slots(rows, positions),
+            ),
+            sampled_rows=rows.tolist(),
+            sampled_positions=ends.tolist(),
+            sampled_places=(sampled_places[0], sampled_places[1]),
         )
 
     def append_sampled(self, inputs: StepInputs, token_ids: torch.Tensor) -> torch.Tensor:
@@ -207,6 +232,10 @@ class InputBatch:
         parts.sort(key=lambda part: part[2] == 1)
         owners, starts, lengths = np.array(parts, dtype=np.int64).T
         return owners, starts, lengths
+
+    def _tables(self, rows: _Ints, seq_lens: _Ints) -> NDArray[np.int32]:
+        """Return the block tables of rows, as wide as the longest sequence needs."""
+        return self._block_tables[rows, : -(-int(seq_lens.max()) // self._block_size)]
 
     def _slots(
         self, token_rows: NDArray[np.int64], positions: NDArray[np.int64]
