@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attention.kernels.expert_weights import ExpertWeights
 from attention.kernels.triton.experts import choose_experts, expert_sums
 from bench.engine import write_results
 
@@ -88,9 +89,7 @@ def main() -> int:
     return 0
 
 
-def _row(
-    name: str, num_rows: int, layers: list[tuple[torch.Tensor, torch.Tensor]], bytes_per_us: float
-) -> Row:
+def _row(name: str, num_rows: int, layers: list[ExpertWeights], bytes_per_us: float) -> Row:
     shape = SHAPES[name]
     inputs = []
     for _ in range(NUM_CALLS):
@@ -100,7 +99,7 @@ def _row(
 
     def call(index: int) -> None:
         x, experts, weights = inputs[index]
-        expert_sums(x, experts, weights, *layers[index % NUM_LAYERS], first_expert=0)
+        expert_sums(x, experts, weights, layers[index % NUM_LAYERS])
 
     us = _us(call)
     num_read = round(statistics.mean(len(experts.unique()) for _, experts, _ in inputs))
@@ -148,15 +147,16 @@ def _copied_bytes_per_us() -> float:
     return 2 * source.numel() / _replayed_us(graph)
 
 
-def _layer(shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return random weights of all experts, gate and up projection in one."""
+def _layer(shape: Shape) -> ExpertWeights:
+    """Return random weights of all experts."""
 
     def randn(*size: int) -> torch.Tensor:
         return torch.randn(*size, device=DEVICE, dtype=torch.bfloat16).div_(size[-1] ** 0.5)
 
-    return (
-        randn(shape.num_experts, 2 * shape.inner_size, shape.hidden_size),
-        randn(shape.num_experts, shape.hidden_size, shape.inner_size),
+    return ExpertWeights(
+        first_expert=0,
+        gate_up=randn(shape.num_experts, 2 * shape.inner_size, shape.hidden_size),
+        down=randn(shape.num_experts, shape.hidden_size, shape.inner_size),
     )
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attention.kernels.expert_weights import ExpertWeights
 from workers.layers.activation import clamped_gate
 from workers.layers.linear_kernels import make_linear_kernel
 
@@ -57,7 +58,8 @@ class ExpertProduct(ABC):
     def num_bytes(self) -> int:
         """The bytes of all weights and biases; must be read after `finalize`."""
 
-    def finalize(self) -> None:  # noqa: B027  # Stacked weights stay as they are.
+    @abstractmethod
+    def finalize(self) -> None:
         """Convert the loaded weights into the layout of the kernels."""
 
 
@@ -133,20 +135,18 @@ class StackedExperts(ExpertProduct):
         self._gate = part.config.gate
         self._gate_up_bias = biases(part.gate_up_shape) if part.config.has_bias else None
         self._down_bias = biases(part.down_shape) if part.has_output_bias else None
+        self._stored: ExpertWeights | None = None
+        """What the kernels read; None before `finalize`."""
         self._allocate(part)
 
     @abstractmethod
     def _allocate(self, part: ExpertPart) -> None:
-        """Allocate the weights of both projections."""
+        """Allocate where the weights of both projections are loaded."""
 
     @property
     def num_bytes(self) -> int:
-        tensors = (*self._weights(), self._gate_up_bias, self._down_bias)
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
-
-    @abstractmethod
-    def _weights(self) -> tuple[torch.Tensor, ...]:
-        """Return what the kernels read of both projections."""
+        assert self._stored is not None
+        return self._stored.num_bytes
 
     def gate_up_bias(self, expert: int) -> torch.Tensor | None:
         return None if self._gate_up_bias is None else self._gate_up_bias[expert]
@@ -154,27 +154,26 @@ class StackedExperts(ExpertProduct):
     def down_bias(self, expert: int) -> torch.Tensor | None:
         return None if self._down_bias is None else self._down_bias[expert]
 
-    def _sums(
+    def __call__(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
+        # Triton is absent on machines without a GPU.
+        from attention.kernels.triton.experts import expert_sums
+
+        assert self._stored is not None
+        return expert_sums(x, choice.experts, choice.weights, self._stored)
+
+    def _store(
         self,
-        x: torch.Tensor,
-        choice: Choice,
         gate_up: torch.Tensor,
         down: torch.Tensor,
         *,
         gate_up_scales: torch.Tensor | None = None,
         down_scales: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return the weighted sums, of weights in the layouts of the kernels."""
-        # Triton is absent on machines without a GPU.
-        from attention.kernels.triton.experts import expert_sums
-
-        return expert_sums(
-            x,
-            choice.experts,
-            choice.weights,
-            gate_up,
-            down,
+    ) -> None:
+        """Keep the weights in the layouts of the kernels."""
+        self._stored = ExpertWeights(
             first_expert=self._first_expert,
+            gate_up=gate_up,
+            down=down,
             gate_up_scales=gate_up_scales,
             down_scales=down_scales,
             gate_up_bias=self._gate_up_bias,
@@ -192,14 +191,11 @@ class GroupedExperts(StackedExperts):
             for shape in (part.gate_up_shape, part.down_shape)
         )
 
-    def _weights(self) -> tuple[torch.Tensor, ...]:
-        return self._gate_up, self._down
-
     def gate_up(self, expert: int) -> torch.Tensor:
         return self._gate_up[expert]
 
     def down(self, expert: int) -> torch.Tensor:
         return self._down[expert]
 
-    def __call__(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
-        return self._sums(x, choice, self._gate_up, self._down)
+    def finalize(self) -> None:
+        self._store(self._gate_up, self._down)

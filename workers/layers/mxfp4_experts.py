@@ -31,16 +31,6 @@ class Mxfp4Experts(StackedExperts):
             Mxfp4Matrix.empty(len(part.experts), *shape, device=part.device)
             for shape in (part.gate_up_shape, part.down_shape)
         )
-        self._gate_up_numbers = self._down_numbers = torch.empty(0, device=part.device)
-        self._gate_up_scales = self._down_scales = torch.empty(0, device=part.device)
-
-    def _weights(self) -> tuple[torch.Tensor, ...]:
-        return (
-            self._gate_up_numbers,
-            self._gate_up_scales,
-            self._down_numbers,
-            self._down_scales,
-        )
 
     def gate_up(self, expert: int) -> Mxfp4Matrix:
         return self._gate_up[expert]
@@ -48,24 +38,18 @@ class Mxfp4Experts(StackedExperts):
     def down(self, expert: int) -> Mxfp4Matrix:
         return self._down[expert]
 
-    def __call__(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
-        return self._sums(
-            x,
-            choice,
-            self._gate_up_numbers,
-            self._down_numbers,
-            gate_up_scales=self._gate_up_scales,
-            down_scales=self._down_scales,
-        )
-
     def finalize(self) -> None:
         # The kernels read the scales of a block of inputs, for adjacent outputs.
-        self._gate_up_scales, self._down_scales = (
+        gate_up_scales, down_scales = (
             matrix.scales.view(torch.uint8).transpose(1, 2).contiguous()
             for matrix in (self._gate_up, self._down)
         )
-        self._gate_up_numbers = _packed(self._gate_up)
-        self._down_numbers = _packed(self._down)
+        self._store(
+            _packed(self._gate_up),
+            _packed(self._down),
+            gate_up_scales=gate_up_scales,
+            down_scales=down_scales,
+        )
         # What the kernels do not read would stay in memory.
         self._gate_up = self._down = Mxfp4Matrix.empty(0, 0, device=self._gate_up.blocks.device)
 

@@ -7,6 +7,8 @@ depends on shapes alone and nothing is read by the host, so that CUDA graphs can
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
@@ -26,6 +28,9 @@ from attention.kernels.triton.experts.tuning import ExpertTuning, default_expert
 from attention.kernels.triton.tiles import dot_type
 from attention.kernels.triton.tuning import next_power_of_two
 
+if TYPE_CHECKING:
+    from attention.kernels.expert_weights import ExpertWeights
+
 __all__ = [
     "MAX_MXFP4_ROW_PAIRS",
     "MAX_ROW_PAIRS",
@@ -43,68 +48,43 @@ def expert_sums(
     x: torch.Tensor,
     experts: torch.Tensor,
     weights: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    stored: ExpertWeights,
     *,
-    first_expert: int,
-    gate_up_scales: torch.Tensor | None = None,
-    down_scales: torch.Tensor | None = None,
-    gate_up_bias: torch.Tensor | None = None,
-    down_bias: torch.Tensor | None = None,
-    clamp: tuple[float, float] | None = None,
     tuning: ExpertTuning | None = None,
 ) -> torch.Tensor:
     """Return the weighted sum of each row's experts, `[num_rows, hidden_size]`.
 
     x is `[num_rows, hidden_size]`; experts integers and weights float32, `[num_rows, num_chosen]`.
-    gate_up is `[num_experts, 2 * inner_size, hidden_size]` and down `[num_experts, hidden_size,
-    inner_size]`, of the experts from `first_expert` on; rows add nothing for other experts. Biases
-    are `[num_experts, 2 * inner_size]` and `[num_experts, hidden_size]`. `clamp` is the alpha and
-    the limit of a `ClampedGate`; without it, gate and up projection are joined by SiLU.
-
-    With scales, weights are in mxfp4, as `packed_mxfp4` of `mxfp4.py` returns them. Scales are the
-    exponents of blocks of 32 inputs, uint8 `[num_experts, hidden_size / 32, 2 * inner_size]` and
-    `[num_experts, inner_size / 32, hidden_size]`; on GPUs x is in bfloat16.
+    In mxfp4 on GPUs, x is in bfloat16.
     """
     num_rows, hidden_size = x.shape
     num_chosen = experts.shape[1]
-    num_experts, inner_size = len(gate_up), gate_up.shape[1] // 2
-    is_mxfp4 = gate_up_scales is not None
-    assert is_mxfp4 == (down_scales is not None)
+    num_experts, inner_size, is_mxfp4 = stored.num_experts, stored.inner_size, stored.is_mxfp4
+    assert is_mxfp4 == (stored.down_scales is not None)
     gate_up_row, down_row = hidden_size, inner_size
     if is_mxfp4:
         assert x.dtype == torch.bfloat16 or not x.is_cuda
         gate_up_row, down_row = mxfp4_row_bytes(hidden_size), mxfp4_row_bytes(inner_size)
-    assert gate_up.shape == (num_experts, 2 * inner_size, gate_up_row)
-    assert down.shape == (num_experts, hidden_size, down_row)
+    assert stored.gate_up.shape == (num_experts, 2 * inner_size, gate_up_row)
+    assert stored.down.shape == (num_experts, hidden_size, down_row)
     assert x.stride(1) == 1
-    assert gate_up.is_contiguous()
-    assert down.is_contiguous()
-    assert gate_up_bias is None or gate_up_bias.is_contiguous()
-    assert down_bias is None or down_bias.is_contiguous()
+    assert stored.gate_up.is_contiguous()
+    assert stored.down.is_contiguous()
+    assert stored.gate_up_bias is None or stored.gate_up_bias.is_contiguous()
+    assert stored.down_bias is None or stored.down_bias.is_contiguous()
     num_pairs = num_rows * num_chosen
     out = x.new_empty((num_rows, hidden_size))
     if not num_pairs:
         return out
     experts, weights = experts.contiguous(), weights.contiguous()
     if tuning is None and num_pairs <= (MAX_MXFP4_ROW_PAIRS if is_mxfp4 else MAX_ROW_PAIRS):
-        return row_expert_sums(
-            x,
-            experts,
-            weights,
-            gate_up,
-            down,
-            first_expert=first_expert,
-            gate_up_scales=gate_up_scales,
-            down_scales=down_scales,
-            gate_up_bias=gate_up_bias,
-            down_bias=down_bias,
-            clamp=clamp,
-        )
+        return row_expert_sums(x, experts, weights, stored)
     tuning = tuning or default_expert_tuning(
         num_pairs=num_pairs, num_experts=num_experts, dtype=x.dtype, is_mxfp4=is_mxfp4
     )
-    pairs, starts = grouped_pairs(experts, first_expert=first_expert, num_experts=num_experts)
+    pairs, starts = grouped_pairs(
+        experts, first_expert=stored.first_expert, num_experts=num_experts
+    )
     # Only the last tile of an expert is not full.
     num_tiles = num_pairs // tuning.tile_pairs + min(num_pairs, num_experts)
     inner = x.new_empty((num_pairs, inner_size))
@@ -127,40 +107,40 @@ def expert_sums(
         "num_stages": tuning.num_stages,
         **dependent_launch(x.device),
     }
-    alpha, limit = clamp or (0.0, 0.0)
+    alpha, limit = stored.clamp or (0.0, 0.0)
     _gate_up[(triton.cdiv(inner_size, tuning.tile_columns), num_tiles)](
         x,
-        gate_up,
-        gate_up if gate_up_scales is None else gate_up_scales,
-        x if gate_up_bias is None else gate_up_bias,
+        stored.gate_up,
+        stored.gate_up if stored.gate_up_scales is None else stored.gate_up_scales,
+        x if stored.gate_up_bias is None else stored.gate_up_bias,
         inner,
         *where,
         x.stride(0),
         num_chosen,
         row_size=gate_up_row,
-        has_bias=gate_up_bias is not None,
-        is_clamped=clamp is not None,
+        has_bias=stored.gate_up_bias is not None,
+        is_clamped=stored.clamp is not None,
         alpha=alpha,
         limit=limit,
         **tiling,
     )
     _down[(triton.cdiv(hidden_size, tuning.tile_columns), num_tiles)](
         inner,
-        down,
-        down if down_scales is None else down_scales,
-        inner if down_bias is None else down_bias,
+        stored.down,
+        stored.down if stored.down_scales is None else stored.down_scales,
+        inner if stored.down_bias is None else stored.down_bias,
         weights,
         parts,
         *where,
         row_size=down_row,
-        has_bias=down_bias is not None,
+        has_bias=stored.down_bias is not None,
         **tiling,
     )
     _sum[(num_rows, triton.cdiv(hidden_size, _SUM_TILE))](
         parts,
         experts,
         out,
-        first_expert,
+        stored.first_expert,
         hidden_size,
         num_experts=num_experts,
         num_chosen=num_chosen,

@@ -9,6 +9,8 @@ and with these kernels: 3295 and 1997 (`python -m bench.account --shape gpt-oss-
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
@@ -21,6 +23,9 @@ from attention.kernels.triton.gemm.row_product import (
     add_row_product,
     weight_vectors,
 )
+
+if TYPE_CHECKING:
+    from attention.kernels.expert_weights import ExpertWeights
 
 __all__ = ["row_expert_sums"]
 
@@ -239,22 +244,14 @@ def row_expert_sums(
     x: torch.Tensor,
     experts: torch.Tensor,
     weights: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    *,
-    first_expert: int,
-    gate_up_scales: torch.Tensor | None,
-    down_scales: torch.Tensor | None,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-    clamp: tuple[float, float] | None,
+    stored: ExpertWeights,
 ) -> torch.Tensor:
     """Return what `expert_sums` returns, for the same arguments."""
     num_rows, hidden_size = x.shape
     num_chosen = experts.shape[1]
-    inner_size = gate_up.shape[1] // 2
-    is_mxfp4 = gate_up_scales is not None
-    if is_mxfp4:
+    inner_size = stored.inner_size
+    gate_up, down = stored.gate_up, stored.down
+    if stored.is_mxfp4:
         gate_up, down = gate_up.view(torch.int32), down.view(torch.int32)
     inner = x.new_empty((num_rows * num_chosen, inner_size))
     out = x.new_empty((num_rows, hidden_size))
@@ -262,8 +259,8 @@ def row_expert_sums(
         "num_chosen": num_chosen,
         "hidden_size": hidden_size,
         "inner_size": inner_size,
-        "num_experts": len(gate_up),
-        "kind": "mxfp4" if is_mxfp4 else "plain",
+        "num_experts": stored.num_experts,
+        "kind": "mxfp4" if stored.is_mxfp4 else "plain",
         "half": MXFP4_HALF,
         # The interpreter has no inline assembly.
         "unpacks": x.is_cuda,
@@ -274,18 +271,18 @@ def row_expert_sums(
         "num_warps": _NUM_WARPS,
         **launch_options(x.device),
     }
-    alpha, limit = clamp or (0.0, 0.0)
+    alpha, limit = stored.clamp or (0.0, 0.0)
     _gate_up_rows[(triton.cdiv(inner_size, _TILE_COLUMNS), num_rows * num_chosen)](
         x,
         gate_up,
-        gate_up if gate_up_scales is None else gate_up_scales,
-        x if gate_up_bias is None else gate_up_bias,
+        gate_up if stored.gate_up_scales is None else stored.gate_up_scales,
+        x if stored.gate_up_bias is None else stored.gate_up_bias,
         inner,
         experts,
-        first_expert,
+        stored.first_expert,
         x.stride(0),
-        has_bias=gate_up_bias is not None,
-        is_clamped=clamp is not None,
+        has_bias=stored.gate_up_bias is not None,
+        is_clamped=stored.clamp is not None,
         alpha=alpha,
         limit=limit,
         row_size=gate_up.shape[2],
@@ -294,13 +291,13 @@ def row_expert_sums(
     _down_rows[(triton.cdiv(hidden_size, _TILE_COLUMNS), num_rows)](
         inner,
         down,
-        down if down_scales is None else down_scales,
-        inner if down_bias is None else down_bias,
+        down if stored.down_scales is None else stored.down_scales,
+        inner if stored.down_bias is None else stored.down_bias,
         weights,
         out,
         experts,
-        first_expert,
-        has_bias=down_bias is not None,
+        stored.first_expert,
+        has_bias=stored.down_bias is not None,
         row_size=down.shape[2],
         **common,
     )

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from attention.kernels.expert_weights import ExpertWeights
 from attention.kernels.triton.experts import (
     MAX_ROW_PAIRS,
     ExpertTuning,
@@ -74,15 +75,10 @@ class ExpertCase:
 
     def sums_of(self, part: slice, tuning: ExpertTuning | None = TUNING) -> torch.Tensor:
         """Return what the rank that has some of the experts computes."""
-        return expert_sums(
-            self.x,
-            self.experts,
-            self.weights,
-            self.gate_up[part],
-            self.down[part],
-            first_expert=part.start,
-            tuning=tuning,
+        stored = ExpertWeights(
+            first_expert=part.start, gate_up=self.gate_up[part], down=self.down[part]
         )
+        return expert_sums(self.x, self.experts, self.weights, stored, tuning=tuning)
 
     def expected(self) -> torch.Tensor:
         """Return the sums in float64, one pair at a time."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attention.kernels.decode_items import NUM_ITEM_WORDS, DecodeItems, DecodeScratch
+from attention.kernels.expert_weights import ExpertWeights
 from attention.kernels.new_tokens import NewTokens, Rotary
 from attention.kernels.triton.decodes.paged_decode import paged_decode
 from attention.kernels.triton.experts import choose_experts, expert_sums, mxfp4_row_bytes
@@ -64,32 +65,33 @@ def experts(dtype: torch.dtype) -> None:
         chosen, weights = choose_experts(
             tensor(num_rows, 128, dtype=dtype), 8, is_renormalized=True
         )
-        expert_sums(
-            x,
-            chosen,
-            weights,
-            tensor(128, 2 * 64, 256, dtype=dtype),
-            tensor(128, 256, 64, dtype=dtype),
+        stored = ExpertWeights(
             first_expert=0,
+            gate_up=tensor(128, 2 * 64, 256, dtype=dtype),
+            down=tensor(128, 256, 64, dtype=dtype),
         )
+        expert_sums(x, chosen, weights, stored)
 
 
 def mxfp4_experts() -> None:
     """The same with weights in mxfp4, biases and clamped gates, as gpt-oss-20b has them."""
     size, num_experts = 2880, 32
+    stored = ExpertWeights(
+        first_expert=0,
+        gate_up=tensor(num_experts, 2 * size, mxfp4_row_bytes(size), dtype=torch.uint8),
+        down=tensor(num_experts, size, mxfp4_row_bytes(size), dtype=torch.uint8),
+        gate_up_scales=tensor(num_experts, size // 32, 2 * size, dtype=torch.uint8),
+        down_scales=tensor(num_experts, size // 32, size, dtype=torch.uint8),
+        gate_up_bias=tensor(num_experts, 2 * size),
+        down_bias=tensor(num_experts, size),
+        clamp=(1.702, 7.0),
+    )
     for num_rows in (1, 40, 256, 4096):
         expert_sums(
             tensor(num_rows, size),
             tensor(num_rows, 4, dtype=INT),
             tensor(num_rows, 4, dtype=torch.float32),
-            tensor(num_experts, 2 * size, mxfp4_row_bytes(size), dtype=torch.uint8),
-            tensor(num_experts, size, mxfp4_row_bytes(size), dtype=torch.uint8),
-            first_expert=0,
-            gate_up_scales=tensor(num_experts, size // 32, 2 * size, dtype=torch.uint8),
-            down_scales=tensor(num_experts, size // 32, size, dtype=torch.uint8),
-            gate_up_bias=tensor(num_experts, 2 * size),
-            down_bias=tensor(num_experts, size),
-            clamp=(1.702, 7.0),
+            stored,
         )
 
 
