@@ -122,7 +122,8 @@ class BeamStream:
 
     def _events(self) -> Iterator[TokenEvent]:
         for request, search in self._searches:
-            for index in range(request.sampling.n):
+            # The client of a call that continues here has the others.
+            for index in request.open_indices:
                 if self._cut is None and index < len(search.best):
                     yield self._event_of(request, index, search.best[index][1])
                 else:

@@ -47,13 +47,21 @@ class Engine:
 class Call:
     """A call of two beams for each of two prompts, and its engine."""
 
-    def __init__(self) -> None:
+    def __init__(self, generated: tuple[tuple[int, ...] | None, ...] = ()) -> None:
+        """`generated` are the tokens of each sequence of a prompt that its client has."""
         self.engine = Engine()
         self._client = EngineClient(asyncio.get_running_loop())
         self._client.attach_generation_engine(self.engine)  # type: ignore[arg-type]  # a part of it
         sampling = SamplingParams(n=2, max_tokens=3)
         requests = [
-            Request(id=name, prompt_token_ids=(1,), sampling=sampling, seed=0, eos_token_ids=(EOS,))
+            Request(
+                id=name,
+                prompt_token_ids=(1,),
+                sampling=sampling,
+                seed=0,
+                eos_token_ids=(EOS,),
+                generated_token_ids=generated,
+            )
             for name in "ab"
         ]
         self.stream = BeamStream(self._client, requests, length_penalty=1.0)
@@ -95,6 +103,15 @@ async def test_a_search_of_three_steps_has_its_events_at_the_end() -> None:
     assert events[0].token_ids == (5, 5, 5)
     with pytest.raises(StopAsyncIteration):
         await anext(call.stream)
+
+
+async def test_a_call_that_continues_has_the_beams_that_its_client_lacks() -> None:
+    call = Call(generated=(None, ()))
+    for _ in range(3):
+        await call.end_step()
+    events = await call.reading + [event async for some in call.stream for event in some]
+    assert [(event.request_id, event.index) for event in events] == [("a", 1), ("b", 1)]
+    assert events[0].token_ids == (5, 5, 6)
 
 
 async def test_other_tasks_run_between_the_beams_of_a_result() -> None:

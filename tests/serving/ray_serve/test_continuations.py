@@ -314,6 +314,23 @@ async def test_a_cut_event_stream_is_equal(
         assert read_http(await over_http(serve, path, body)) == whole
 
 
+async def test_each_beam_arrives_once(serve: FailingReplicas, replicas: list[Replica]) -> None:
+    beams = {
+        "prompt": ["hello", "you"],
+        "n": 3,
+        "max_tokens": 4,
+        "use_beam_search": True,
+        "seed": 7,
+    }
+    body = {"model": "tiny", "stream": True, "stream_options": {"include_usage": True}, **beams}
+    whole = read_http(await over_http(serve, "/v1/completions", body))
+    assert len(whole["choices"]) == 6
+    for cut in range(6):
+        reset(replicas)
+        serve.cuts = [(cut, "died")]
+        assert read_http(await over_http(serve, "/v1/completions", body)) == whole
+
+
 ANSWERS: dict[str, tuple[str, dict[str, Any]]] = {  # Any: fields of several types
     "responses": (
         "/v1/responses",
