@@ -118,11 +118,11 @@ class Sampler:
             self._choice.unfiltered(scores, indices, draws)
             self._choice.filtered(scores, indices, draws)
 
-    def has_masked(self, rows: Sequence[int]) -> bool:
+    def has_masked(self, rows: Sequence[int] | IntArray) -> bool:
         """Whether any of these rows samples under a mask."""
         return bool((self._rows.needs(np.array(rows, dtype=np.int64)) & Need.MASK).any())
 
-    def is_greedy(self, rows: Sequence[int]) -> bool:
+    def is_greedy(self, rows: Sequence[int] | IntArray) -> bool:
         """Whether all these rows take their likeliest token, and report no more than that."""
         return not self._rows.needs(np.array(rows, dtype=np.int64)).any()
 
@@ -144,7 +144,11 @@ class Sampler:
 
     @torch.no_grad()
     def sample(
-        self, logits: Tensor, rows: Sequence[int], positions: Sequence[int], masks: bytes = b""
+        self,
+        logits: Tensor,
+        rows: Sequence[int] | IntArray,
+        positions: Sequence[int] | IntArray,
+        masks: bytes = b"",
     ) -> Sampled:
         """Return the tokens at these positions of these rows; may overwrite the logits.
 

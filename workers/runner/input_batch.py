@@ -44,10 +44,10 @@ class StepInputs:
     """int64, on the device: the tokens whose logits are computed, those of sampled rows before
     those of `prompt_chunks`; None is all, one for each sampled row."""
     attention: AttentionBatch
-    sampled_rows: list[int]
-    """The rows of the batch that sample a token."""
-    sampled_positions: list[int]
-    """Positions of the sampled tokens."""
+    sampled_rows: _Ints
+    """The rows of the batch that sample a token, `[num_sampled]` on the host."""
+    sampled_positions: _Ints
+    """Positions of the sampled tokens, as `sampled_rows`."""
     sampled_places: tuple[torch.Tensor, torch.Tensor]
     """The same rows and positions on the device, `[num_sampled]` int64 each."""
     prompt_chunks: tuple[PromptChunk, ...] = ()
@@ -149,8 +149,8 @@ class InputBatch:
                 block_tables=self._tables(rows, seq_lens),
                 slot_mapping=self._slots(token_rows, positions),
             ),
-            sampled_rows=sampled_rows.tolist(),
-            sampled_positions=sampled_positions.tolist(),
+            sampled_rows=sampled_rows,
+            sampled_positions=sampled_positions,
             sampled_places=(device_rows, device_places),
             prompt_chunks=tuple(chunks),
         )
@@ -174,8 +174,8 @@ class InputBatch:
                 block_tables=self._tables(rows, ends),
                 slot_mapping=self._slots(rows, positions),
             ),
-            sampled_rows=rows.tolist(),
-            sampled_positions=ends.tolist(),
+            sampled_rows=rows,
+            sampled_positions=ends,
             sampled_places=(sampled_places[0], sampled_places[1]),
         )
 

@@ -191,7 +191,7 @@ class ModelRunner:
                     lambda rows: self._model.logits(rows).whole(),
                 )
                 hidden = hidden[:num_sampled]
-            if inputs.sampled_rows:
+            if len(inputs.sampled_rows):
                 needs_masks = self._sampler.has_masked(inputs.sampled_rows)
                 sample = partial(self._sample, inputs, self._choose(inputs, hidden))
         return PendingTokens(
