@@ -115,6 +115,7 @@ class GenerationResponse(ABC):
             num_listed=self._options.num_prompt_logprobs,
             num_echoed=self._options.num_echoed_logprobs,
             echoed_texts=self._options.echoed_texts,
+            aborted=self._aborted_prompts(),
             token_bytes=self._token_bytes,
             token_text=self._token_text,
             buffer=buffer,
@@ -132,6 +133,14 @@ class GenerationResponse(ABC):
             parts += [self._complete_choice(choice, prompts), b","]
         parts[-1] = b'],"usage":%b}' % _encode(self._usage(usage))
         return parts
+
+    def _aborted_prompts(self) -> set[int]:
+        """Return the indices of the prompts of aborted choices."""
+        return {
+            index // self._options.num_per_prompt
+            for index, choice in self._choices.items()
+            if choice.last is not None and choice.last.finish_reason is FinishReason.ABORT
+        }
 
     def _returned(self) -> Iterator[ResponseChoice]:
         """Remove all choices, and yield those of the response in order."""

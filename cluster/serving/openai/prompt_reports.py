@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from typing import TYPE_CHECKING, Self
 
 import msgspec
@@ -11,7 +11,15 @@ from cluster.serving.openai.text_offsets import TextOffsets
 from pagedray.errors import EngineError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import (
+        Awaitable,
+        Callable,
+        Collection,
+        Iterable,
+        Iterator,
+        Mapping,
+        Sequence,
+    )
 
     from cluster.serving.http.errors import Json
     from cluster.serving.intake.steps import Steps
@@ -58,6 +66,7 @@ class PromptReports:
         num_listed: int | None,
         num_echoed: int | None,
         echoed_texts: Sequence[str],
+        aborted: Collection[int],
         token_bytes: TokenBytes,
         token_text: Callable[[int], str],
         buffer: OutputBuffer,
@@ -67,15 +76,15 @@ class PromptReports:
 
         `run` returns the result of steps that handle about so many bytes, in turn with others.
         `num_listed` and `num_echoed` are the numbers of likeliest tokens of the two forms; None
-        disables one. `echoed_texts` are those of the prompts, if they are echoed. Raises
-        PagedRayError.
+        disables one. `echoed_texts` are those of the prompts, if they are echoed. Of prompts that
+        were `aborted`, by their indices, nothing may be known. Raises PagedRayError.
         """
         reports = cls()
         if num_listed is None and num_echoed is None:
             return reports
         for index, token_ids in enumerate(prompts):
             writer = _Writer(
-                _tokens_of(token_ids, found.get(index, ())),
+                _tokens_of(token_ids, found.get(index, ()), is_aborted=index in aborted),
                 num_listed=num_listed,
                 num_echoed=num_echoed,
                 text=echoed_texts[index] if echoed_texts else "",
@@ -147,10 +156,12 @@ def finite(logprob: float) -> float:
 
 
 def _tokens_of(
-    token_ids: Sequence[int], found: Sequence[PromptLogprobs]
+    token_ids: Sequence[int], found: Sequence[PromptLogprobs], *, is_aborted: bool
 ) -> Iterator[tuple[int, PromptToken | None]]:
     """Yield the tokens of a prompt with what is known of each; nothing of the first one."""
     if (found[-1].end if found else 1) != len(token_ids):
+        if is_aborted:
+            return zip(token_ids, repeat(None))
         raise EngineError("The log-probabilities of the prompt were lost; send the request again.")
     known: Iterable[PromptToken | None] = chain.from_iterable(one.tokens() for one in found)
     return zip(token_ids, chain([None], known), strict=True)

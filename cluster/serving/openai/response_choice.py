@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from cluster.serving.openai.text_offsets import TextOffsets
@@ -68,5 +69,8 @@ class ResponseChoice:
     """The tokens of a complete choice, if they are asked for."""
 
     def mean_logprob(self) -> float:
-        """Return the mean log-probability of its tokens, by which choices are compared."""
-        return self.sum_logprobs / max(self.num_tokens, 1)
+        """Return the mean log-probability of its tokens, by which choices are compared.
+
+        It is the lowest of all without tokens, as those of an aborted call may be.
+        """
+        return self.sum_logprobs / self.num_tokens if self.num_tokens else -math.inf
