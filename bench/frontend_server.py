@@ -23,6 +23,7 @@ from cluster.engine.stats import EngineStats
 from cluster.scheduling.event import TokenEvent
 from cluster.scheduling.stats import SchedulerStats
 from cluster.serving.engine_client import EngineClient
+from cluster.serving.frontend_options import FrontendOptions
 from cluster.serving.frontends import Frontends
 from cluster.serving.text.tokenizer import Tokenizer
 from pagedray.config import AttentionReport, EngineConfig
@@ -173,7 +174,8 @@ async def start_frontends(counter: TokenCounter) -> tuple[Frontends, PacedEngine
     engine = PacedEngine(client, counter)
     client.attach_generation_engine(engine)
     tokenizer = Tokenizer.from_folder(MODEL)
-    frontends = Frontends(client, tokenizer, _config(), host="127.0.0.1", grpc_port=0, http_port=0)
+    options = FrontendOptions(host="127.0.0.1", grpc_port=0, http_port=0)
+    frontends = Frontends(client, tokenizer, _config(), options)
     await frontends.start_servers()
     await frontends.set_ready()
     return frontends, engine

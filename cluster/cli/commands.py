@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
+    from cluster.serving.frontend_options import FrontendOptions
     from pagedray.config import EngineConfig
 
 __all__ = ["main"]
@@ -81,12 +82,7 @@ def _serve(parsed: argparse.Namespace) -> int:
     from cluster.cli.server import Server
     from cluster.serving.auth.authenticator import Authenticator
     from cluster.serving.connections.tls import certificate_store
-    from cluster.serving.http.allowed_origins import AllowedOrigins
-    from cluster.serving.intake.limits import IntakeLimits
-    from cluster.serving.memory.reader_limits import ReaderLimits
-    from cluster.serving.memory.tenant_bytes import BufferLimits
     from cluster.serving.model_name import with_served_names
-    from cluster.serving.responses.stored_responses import StoreLimits
     from cluster.serving.telemetry.log_lines import logging_to
     from cluster.serving.telemetry.tracing import otlp_tracer
 
@@ -96,34 +92,10 @@ def _serve(parsed: argparse.Namespace) -> int:
     with logging_to(form=parsed.log_format, level=parsed.log_level):
         server = Server(
             config,
-            host=parsed.host,
-            grpc_port=parsed.grpc_port,
-            http_port=parsed.http_port,
+            _frontend_options(parsed),
             authenticator=Authenticator(parsed.api_keys, keys=parsed.api_key or ()),
             certificates=certificate_store(parsed.tls_cert, parsed.tls_key, parsed.tls_client_ca),
             tracer=otlp_tracer(parsed.otlp_endpoint),
-            tool_format=parsed.tool_call_format,
-            reasoning_format=parsed.reasoning_format,
-            reader_limits=ReaderLimits(
-                write_timeout_s=parsed.write_timeout_s,
-                unread_buffer=BufferLimits(parsed.unread_output_mib * 2**20),
-                resume_grace_s=parsed.resume_grace_s or None,
-                resumes_anonymous=parsed.resume_anonymous,
-                resume_buffer=BufferLimits(parsed.resume_buffer_mib * 2**20),
-            ),
-            allowed_hosts=parsed.allowed_hosts or (),
-            intake_limits=IntakeLimits(
-                read_timeout_s=parsed.read_timeout_s,
-                received=BufferLimits(parsed.receive_buffer_mib * 2**20),
-                request_bytes=None
-                if parsed.max_request_kib is None
-                else parsed.max_request_kib * 2**10,
-            ),
-            strict_parameters=parsed.strict_parameters,
-            allowed_origins=AllowedOrigins(parsed.allowed_origins or ()),
-            store_limits=StoreLimits(
-                parsed.stored_responses, BufferLimits(parsed.stored_responses_mib * 2**20)
-            ),
             drain_s=parsed.drain_s,
         )
         code = server.serve_until_stopped()
@@ -131,6 +103,47 @@ def _serve(parsed: argparse.Namespace) -> int:
         # Ray's exit handlers would wait for the processes that have ended.
         os._exit(code)
     return code
+
+
+def _frontend_options(parsed: argparse.Namespace) -> FrontendOptions:
+    from cluster.serving.call_options import CallOptions
+    from cluster.serving.frontend_options import FrontendOptions
+    from cluster.serving.http.allowed_origins import AllowedOrigins
+    from cluster.serving.intake.limits import IntakeLimits
+    from cluster.serving.memory.reader_limits import ReaderLimits
+    from cluster.serving.memory.tenant_bytes import BufferLimits
+    from cluster.serving.responses.stored_responses import StoreLimits
+
+    def buffer(mib: int) -> BufferLimits:
+        return BufferLimits(mib * 2**20)
+
+    kib = parsed.max_request_kib
+    calls = CallOptions(
+        tool_format=parsed.tool_call_format,
+        reasoning_format=parsed.reasoning_format,
+        reader_limits=ReaderLimits(
+            write_timeout_s=parsed.write_timeout_s,
+            unread_buffer=buffer(parsed.unread_output_mib),
+            resume_grace_s=parsed.resume_grace_s or None,
+            resumes_anonymous=parsed.resume_anonymous,
+            resume_buffer=buffer(parsed.resume_buffer_mib),
+        ),
+        intake_limits=IntakeLimits(
+            read_timeout_s=parsed.read_timeout_s,
+            received=buffer(parsed.receive_buffer_mib),
+            request_bytes=None if kib is None else kib * 2**10,
+        ),
+        strict_parameters=parsed.strict_parameters,
+    )
+    return FrontendOptions(
+        host=parsed.host,
+        grpc_port=parsed.grpc_port,
+        http_port=parsed.http_port,
+        calls=calls,
+        allowed_hosts=tuple(parsed.allowed_hosts or ()),
+        allowed_origins=AllowedOrigins(parsed.allowed_origins or ()),
+        store_limits=StoreLimits(parsed.stored_responses, buffer(parsed.stored_responses_mib)),
+    )
 
 
 def _generate(parsed: argparse.Namespace) -> int:

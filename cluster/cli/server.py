@@ -24,13 +24,8 @@ if TYPE_CHECKING:
     from cluster.engine.step_loop import StepLoop
     from cluster.serving.auth.authenticator import Authenticator
     from cluster.serving.connections.tls import CertificateStore
-    from cluster.serving.http.allowed_origins import AllowedOrigins
-    from cluster.serving.intake.limits import IntakeLimits
-    from cluster.serving.memory.reader_limits import ReaderLimits
-    from cluster.serving.reasoning.formats import ReasoningFormat
-    from cluster.serving.responses.stored_responses import StoreLimits
+    from cluster.serving.frontend_options import FrontendOptions
     from cluster.serving.telemetry.tracing import Tracer
-    from cluster.serving.tools.tool_calls import ToolCallFormat
     from pagedray.config import EngineConfig
 
 __all__ = ["Server"]
@@ -51,42 +46,19 @@ class Server:
     def __init__(
         self,
         config: EngineConfig,
+        options: FrontendOptions,
         *,
-        host: str,
-        grpc_port: int,
-        http_port: int,
         authenticator: Authenticator,
         certificates: CertificateStore | None = None,
         tracer: Tracer | None = None,
-        tool_format: ToolCallFormat | None = None,
-        reasoning_format: ReasoningFormat | None = None,
-        reader_limits: ReaderLimits,
-        allowed_hosts: tuple[str, ...] = (),
-        intake_limits: IntakeLimits,
-        strict_parameters: bool,
-        allowed_origins: AllowedOrigins,
-        store_limits: StoreLimits,
         drain_s: float,
     ) -> None:
-        """`drain_s` is the time that running requests have after SIGTERM.
-
-        A `tool_format` or `reasoning_format` of None is detected from the chat template.
-        """
+        """`drain_s` is the time that running requests have after SIGTERM."""
         self._config = config
-        self._host = host
-        self._grpc_port = grpc_port
-        self._http_port = http_port
+        self._options = options
         self._authenticator = authenticator
         self._certificates = certificates
         self._tracer = tracer
-        self._tool_format = tool_format
-        self._reasoning_format = reasoning_format
-        self._reader_limits = reader_limits
-        self._allowed_hosts = allowed_hosts
-        self._intake_limits = intake_limits
-        self._strict_parameters = strict_parameters
-        self._allowed_origins = allowed_origins
-        self._store_limits = store_limits
         self._drain_s = drain_s
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -107,10 +79,10 @@ class Server:
         loop.add_signal_handler(signal.SIGINT, self._end, min(self._drain_s, _INTERRUPT_DRAIN_S))
         if self._authenticator.requires_keys:
             loop.add_signal_handler(signal.SIGHUP, self._authenticator.reload)
-        elif self._host not in _LOOPBACKS:
+        elif self._options.host not in _LOOPBACKS:
             logger.warning(
                 "Every client that can reach %s has access; set --api-keys to require a key.",
-                self._host,
+                self._options.host,
             )
         client = EngineClient(loop)
         model = self._config.model
@@ -119,20 +91,10 @@ class Server:
             client,
             tokenizer,
             self._config,
-            host=self._host,
-            grpc_port=self._grpc_port,
-            http_port=self._http_port,
+            self._options,
             authenticator=self._authenticator,
             certificates=self._certificates,
             tracer=self._tracer,
-            tool_format=self._tool_format,
-            reasoning_format=self._reasoning_format,
-            reader_limits=self._reader_limits,
-            allowed_hosts=self._allowed_hosts,
-            intake_limits=self._intake_limits,
-            strict_parameters=self._strict_parameters,
-            allowed_origins=self._allowed_origins,
-            store_limits=self._store_limits,
         )
         # Ports are bound before the model is loaded, so that a port in use fails at once.
         await frontends.start_servers()
@@ -213,7 +175,7 @@ class Server:
     def _announce(self, frontends: Frontends, engine: Controller | Embedder) -> None:
         model = self._config.model
         s = "" if self._certificates is None else "s"
-        url = f"http{s}://{self._host}:{frontends.http_port}"
+        url = f"http{s}://{self._options.host}:{frontends.http_port}"
         print(
             *ready_lines(self._config, engine.stats()),
             f"Page {url}/  API {url}/docs  metrics {url}/metrics",
@@ -221,7 +183,7 @@ class Server:
         )
         print(
             f"Ready: {model.name} at {url}/v1 "
-            f"and grpc{s}://{self._host}:{frontends.grpc_port}. Press Ctrl-C to stop.",
+            f"and grpc{s}://{self._options.host}:{frontends.grpc_port}. Press Ctrl-C to stop.",
             flush=True,
         )
 

@@ -16,20 +16,14 @@ from cluster.serving.rpc.server import GrpcServer
 from cluster.serving.servicer import Servicer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from cluster.serving.auth.authenticator import Authenticator
     from cluster.serving.connections.tls import CertificateStore
     from cluster.serving.engine_client import EngineClient
-    from cluster.serving.http.allowed_origins import AllowedOrigins
-    from cluster.serving.intake.limits import IntakeLimits
-    from cluster.serving.memory.reader_limits import ReaderLimits
-    from cluster.serving.reasoning.formats import ReasoningFormat
-    from cluster.serving.responses.stored_responses import StoreLimits
+    from cluster.serving.frontend_options import FrontendOptions
+    from cluster.serving.http.app import HttpApp
     from cluster.serving.telemetry.tracing import Tracer
     from cluster.serving.text.text_pool import TextPool
     from cluster.serving.text.tokenizer import Tokenizer
-    from cluster.serving.tools.tool_calls import ToolCallFormat
     from pagedray.config import EngineConfig
 
 __all__ = ["Frontends"]
@@ -46,73 +40,42 @@ class Frontends:
         client: EngineClient,
         tokenizer: Tokenizer,
         config: EngineConfig,
+        options: FrontendOptions,
         *,
-        host: str,
-        grpc_port: int | None,
-        http_port: int | None,
         text_pool: TextPool | None = None,
         authenticator: Authenticator | None = None,
         certificates: CertificateStore | None = None,
         tracer: Tracer | None = None,
-        tool_format: ToolCallFormat | None = None,
-        reasoning_format: ReasoningFormat | None = None,
-        reader_limits: ReaderLimits | None = None,
-        allowed_hosts: Iterable[str] = (),
-        intake_limits: IntakeLimits | None = None,
-        strict_parameters: bool = False,
-        allowed_origins: AllowedOrigins | None = None,
-        store_limits: StoreLimits | None = None,
     ) -> None:
-        """Port 0 lets the system choose; None disables the frontend.
-
-        Without certificates, TLS is disabled. Without keys, HTTP answers for `allowed_hosts`
-        besides IP addresses, `localhost` and `host`. `strict_parameters` refuses parameters that
-        would be ignored. Web pages of `allowed_origins` may use HTTP from a browser. Responses of
-        /v1/responses are not stored if `store_limits` is None.
-        """
+        """Without certificates, TLS is disabled."""
         self.servicer = Servicer(
             client,
             tokenizer,
             config,
+            options.calls,
             text_pool=text_pool,
             authenticator=authenticator,
             tracer=tracer,
-            tool_format=tool_format,
-            reasoning_format=reasoning_format,
-            reader_limits=reader_limits,
-            intake_limits=intake_limits,
-            strict_parameters=strict_parameters,
         )
         limits = connection_limits()
         self._grpc = (
             None
-            if grpc_port is None
+            if options.grpc_port is None
             else GrpcServer(
                 self.servicer,
-                host=host,
-                port=grpc_port,
+                host=options.host,
+                port=options.grpc_port,
                 certificates=certificates,
                 limits=limits,
             )
         )
         self._http = (
             None
-            if http_port is None
+            if options.http_port is None
             else HttpServer(
-                build_http_app(
-                    self.servicer,
-                    allowed_hosts=AllowedHosts(
-                        allowed_hosts, own_name=host, origins=allowed_origins
-                    ),
-                    allowed_origins=allowed_origins,
-                    store=(
-                        None
-                        if store_limits is None
-                        else ResponseStore(StoredResponses(store_limits))
-                    ),
-                ),
-                host=host,
-                port=http_port,
+                _http_app(self.servicer, options),
+                host=options.host,
+                port=options.http_port,
                 certificates=certificates,
                 limits=limits,
             )
@@ -182,3 +145,13 @@ class Frontends:
             if is_ready is not was_ready:
                 await server.set_serving(is_ready)
                 was_ready = is_ready
+
+
+def _http_app(servicer: Servicer, options: FrontendOptions) -> HttpApp:
+    origins, limits = options.allowed_origins, options.store_limits
+    return build_http_app(
+        servicer,
+        allowed_hosts=AllowedHosts(options.allowed_hosts, own_name=options.host, origins=origins),
+        allowed_origins=origins,
+        store=None if limits is None else ResponseStore(StoredResponses(limits)),
+    )

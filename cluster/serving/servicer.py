@@ -13,15 +13,14 @@ import msgspec
 
 from cluster.serving.admission import Admission
 from cluster.serving.auth.authenticator import Authenticator
+from cluster.serving.call_options import CallOptions
 from cluster.serving.calls.embedding_call import EmbeddingOutput
 from cluster.serving.calls.generation_call import GenerationCall, GenerationOutput, Usage
 from cluster.serving.calls.open_calls import OpenCall, OpenCalls
 from cluster.serving.inputs import MAX_CLIENT_ID_LENGTH, GenerationInput
 from cluster.serving.intake.intake import Intake
-from cluster.serving.intake.limits import IntakeLimits
 from cluster.serving.memory.memory_trimmer import MemoryTrimmer
 from cluster.serving.memory.output_buffer import OutputBuffers
-from cluster.serving.memory.reader_limits import ReaderLimits
 from cluster.serving.pooling_calls import PoolingCalls
 from cluster.serving.resume.registry import ResumableStreams
 from cluster.serving.server_info import own_loads, server_info, server_loads
@@ -49,13 +48,11 @@ if TYPE_CHECKING:
     from cluster.serving.auth.tenant import Tenant
     from cluster.serving.engine_client import EngineClient
     from cluster.serving.inputs import Arrival, EmbeddingInput, Frontend, ScoreInput, TokenizeInput
-    from cluster.serving.reasoning.formats import ReasoningFormat
     from cluster.serving.server_info import ServerInfo, ServerLoads
     from cluster.serving.telemetry.call_watch import CallWatch
     from cluster.serving.telemetry.load_history import LoadHistory
     from cluster.serving.telemetry.tracing import Tracer
     from cluster.serving.text.tokenizer import Tokenizer
-    from cluster.serving.tools.tool_calls import ToolCallFormat
     from pagedray.config import EngineConfig
     from pagedray.request import Request
 
@@ -75,22 +72,17 @@ class Servicer:
         client: EngineClient,
         tokenizer: Tokenizer,
         config: EngineConfig,
+        options: CallOptions | None = None,
         *,
         text_pool: TextPool | None = None,
         tracer: Tracer | None = None,
         authenticator: Authenticator | None = None,
-        tool_format: ToolCallFormat | None = None,
-        reasoning_format: ReasoningFormat | None = None,
-        reader_limits: ReaderLimits | None = None,
-        intake_limits: IntakeLimits | None = None,
-        strict_parameters: bool = False,
     ) -> None:
         """Long texts are tokenized in `text_pool`, which the servicer closes.
 
-        Without an `authenticator` no key is required. A `tool_format` or `reasoning_format` of
-        None is detected in the model's chat template. `strict_parameters` refuses those that would
-        be ignored.
+        Without an `authenticator` no key is required.
         """
+        options = CallOptions() if options is None else options
         self.client = client
         self.tokenizer = tokenizer
         self.config = config
@@ -102,27 +94,29 @@ class Servicer:
             TextPool(do_others_wait=self._calls.has_others) if text_pool is None else text_pool
         )
         self.metrics = Metrics(client, config)
-        self.ignored = IgnoredParameters(self.metrics.count_ignored, is_strict=strict_parameters)
+        self.ignored = IgnoredParameters(
+            self.metrics.count_ignored, is_strict=options.strict_parameters
+        )
         """What HTTP clients send and is ignored."""
         self.validator = Validator(
             config,
             tokenizer,
             text_pool=self._text_pool,
-            reasoning_format=reasoning_format,
+            reasoning_format=options.reasoning_format,
             note_compile=self.metrics.count_compile,
         )
         self._embedding_validator = EmbeddingValidator(config, tokenizer, text_pool=self._text_pool)
         self._score_validator = ScoreValidator(config, tokenizer, text_pool=self._text_pool)
-        self.tool_format = tool_format or detect_format(tokenizer.template_source)
+        self.tool_format = options.tool_format or detect_format(tokenizer.template_source)
         """How the model writes tool calls; None if unknown."""
         listeners = [log_call] if tracer is None else [tracer.trace, log_call]
         self._recorder = LoadRecorder(self.metrics.between_tokens)
         self.observer = CallObserver(self.metrics, self._recorder, config.model.name, listeners)
-        self.reader_limits = ReaderLimits() if reader_limits is None else reader_limits
+        self.reader_limits = options.reader_limits
         trimmer = MemoryTrimmer()
         self.intake = Intake(
             config,
-            IntakeLimits() if intake_limits is None else intake_limits,
+            options.intake_limits,
             has_streams=lambda: len(self._calls) > 0,
             has_others=self._calls.has_others,
             note_freed=trimmer.note_freed,

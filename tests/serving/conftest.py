@@ -14,8 +14,11 @@ import openai
 import pytest
 
 from cluster.serving.auth.authenticator import Authenticator
+from cluster.serving.call_options import CallOptions
 from cluster.serving.engine_client import EngineClient
+from cluster.serving.frontend_options import FrontendOptions
 from cluster.serving.frontends import Frontends
+from cluster.serving.memory.reader_limits import ReaderLimits
 from cluster.serving.text.tokenizer import Tokenizer
 from pagedray.config import EngineConfig
 from pagedray.model_config import ModelConfig
@@ -29,7 +32,6 @@ if TYPE_CHECKING:
 
     from cluster.serving.connections.tls import CertificateStore
     from cluster.serving.http.allowed_origins import AllowedOrigins
-    from cluster.serving.memory.reader_limits import ReaderLimits
     from cluster.serving.responses.stored_responses import StoreLimits
     from pagedray.request import Request
 
@@ -79,16 +81,20 @@ class Server:
             self.client,
             tokenizer,
             self.config(context),
-            host="127.0.0.1",
-            grpc_port=0,
-            http_port=0,
+            FrontendOptions(
+                host="127.0.0.1",
+                grpc_port=0,
+                http_port=0,
+                calls=CallOptions(
+                    reader_limits=reader_limits or ReaderLimits(),
+                    strict_parameters=strict_parameters,
+                ),
+                allowed_hosts=allowed_hosts,
+                allowed_origins=allowed_origins,
+                store_limits=store_limits,
+            ),
             authenticator=None if key_file is None else Authenticator(key_file),
-            reader_limits=reader_limits,
             certificates=certificates,
-            allowed_hosts=allowed_hosts,
-            strict_parameters=strict_parameters,
-            allowed_origins=allowed_origins,
-            store_limits=store_limits,
         )
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
 

@@ -13,6 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.serving.engine_client import EngineClient
+from cluster.serving.frontend_options import FrontendOptions
 from cluster.serving.frontends import Frontends
 from cluster.serving.inputs import GenerationInput
 from pagedray.errors import DeviceError, EngineError, ShuttingDownError
@@ -56,9 +57,7 @@ def _frontends(
         client,
         tokenizer,
         engine_config(),
-        host="127.0.0.1",
-        grpc_port=grpc_port,
-        http_port=http_port,
+        FrontendOptions(host="127.0.0.1", grpc_port=grpc_port, http_port=http_port),
     )
 
 

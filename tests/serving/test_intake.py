@@ -12,7 +12,9 @@ import pytest
 
 from cluster.serving.auth.authenticator import Authenticator
 from cluster.serving.auth.key_file import digest_of, new_key
+from cluster.serving.call_options import CallOptions
 from cluster.serving.engine_client import EngineClient
+from cluster.serving.frontend_options import FrontendOptions
 from cluster.serving.frontends import Frontends
 from cluster.serving.intake.limits import IntakeLimits
 from cluster.serving.memory.tenant_bytes import BufferLimits
@@ -119,11 +121,10 @@ async def hostile(
         client,
         tokenizer,
         engine_config(),
-        host="127.0.0.1",
-        grpc_port=0,
-        http_port=0,
+        FrontendOptions(
+            host="127.0.0.1", grpc_port=0, http_port=0, calls=CallOptions(intake_limits=limits)
+        ),
         authenticator=Authenticator(path),
-        intake_limits=limits,
     )
     await frontends.start_servers()
     await frontends.set_ready()

@@ -16,6 +16,7 @@ import httpx
 import pytest
 from starlette.responses import Response
 
+from cluster.serving.call_options import CallOptions
 from cluster.serving.connections.tls import certificate_store
 from cluster.serving.engine_client import EngineClient
 from cluster.serving.http.app import HttpApp
@@ -177,7 +178,7 @@ async def test_complete_response_that_is_not_read_is_disconnected(tokenizer: Tok
 
     client = EngineClient(asyncio.get_running_loop())
     limits = ReaderLimits(write_timeout_s=WRITE_TIMEOUT_S)
-    servicer = Servicer(client, tokenizer, engine_config(), reader_limits=limits)
+    servicer = Servicer(client, tokenizer, engine_config(), CallOptions(reader_limits=limits))
     endpoint = Endpoint(method="GET", path="/big", handler=big, access=Access.PUBLIC)
     app = HttpApp(servicer, (endpoint,), read_timeout_s=1.0)
     server = HttpServer(app, host="127.0.0.1", port=0)
@@ -205,7 +206,7 @@ async def test_invalid_request_of_a_client_that_does_not_read_is_disconnected(
 
     client = EngineClient(asyncio.get_running_loop())
     limits = ReaderLimits(write_timeout_s=WRITE_TIMEOUT_S)
-    servicer = Servicer(client, tokenizer, engine_config(), reader_limits=limits)
+    servicer = Servicer(client, tokenizer, engine_config(), CallOptions(reader_limits=limits))
     endpoint = Endpoint(method="GET", path="/small", handler=small, access=Access.PUBLIC)
     server = HttpServer(
         HttpApp(servicer, (endpoint,), read_timeout_s=5.0), host="127.0.0.1", port=0

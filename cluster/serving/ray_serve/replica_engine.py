@@ -18,6 +18,7 @@ from cluster.engine.open_engine import open_engine
 from cluster.engine.options import engine_config
 from cluster.serving.auth.authenticator import Authenticator
 from cluster.serving.auth.tenant import ANONYMOUS
+from cluster.serving.call_options import CallOptions
 from cluster.serving.engine_client import EngineClient
 from cluster.serving.model_name import with_served_names
 from cluster.serving.ray_serve.autoscaling import ReplicaLoad
@@ -62,10 +63,11 @@ class ReplicaEngine:
             self._client,
             Tokenizer.from_folder(model.folder, pools=model.pools),
             config,
+            CallOptions(
+                tool_format=options.tool_call_format, reasoning_format=options.reasoning_format
+            ),
             authenticator=self._authenticator,
             tracer=self._tracer,
-            tool_format=options.tool_call_format,
-            reasoning_format=options.reasoning_format,
         )
         self._watch = ProgressWatch(
             stall_timeout_s=options.stall_timeout_s, replace_timeout_s=_REPLACE_TIMEOUT_S

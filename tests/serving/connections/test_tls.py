@@ -12,6 +12,7 @@ import pytest
 
 from cluster.serving.connections.tls import CertificateStore, TlsFiles, certificate_store
 from cluster.serving.engine_client import EngineClient
+from cluster.serving.frontend_options import FrontendOptions
 from cluster.serving.frontends import Frontends
 from pagedray.errors import StartupError
 from tests.serving.certificates import Authority
@@ -185,9 +186,7 @@ async def test_http_frontend_speaks_tls(files: TlsFiles, tokenizer: Tokenizer) -
         client,
         tokenizer,
         engine_config(),
-        host="127.0.0.1",
-        grpc_port=None,
-        http_port=0,
+        FrontendOptions(host="127.0.0.1", grpc_port=None, http_port=0),
         certificates=certificates,
     )
     await frontends.start_servers()

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from cluster.serving.engine_client import EngineClient
+from cluster.serving.frontend_options import FrontendOptions
 from cluster.serving.frontends import Frontends
 from cluster.serving.text.text_pool import TextPool
 from pagedray.errors import OverloadedError, ShuttingDownError
@@ -229,9 +230,7 @@ async def test_frontends_refuse_long_texts_when_too_many_wait(
         client,
         tokenizer,
         engine_config(),
-        host="127.0.0.1",
-        grpc_port=0,
-        http_port=0,
+        FrontendOptions(host="127.0.0.1", grpc_port=0, http_port=0),
         text_pool=pool,
     )
     await frontends.start_servers()

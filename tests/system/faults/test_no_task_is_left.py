@@ -16,6 +16,7 @@ from cluster.engine.controller import Controller
 from cluster.engine.open_engine import make_executor
 from cluster.engine.options import EngineOptions, engine_config
 from cluster.serving.engine_client import EngineClient
+from cluster.serving.frontend_options import FrontendOptions
 from cluster.serving.frontends import Frontends
 from cluster.serving.text.tokenizer import Tokenizer
 from pagedray.v1 import pagedray_pb2 as pb
@@ -46,7 +47,8 @@ async def served() -> AsyncIterator[Served]:
     )
     client = EngineClient(asyncio.get_running_loop())
     tokenizer = Tokenizer.from_folder(TINY_LLAMA)
-    frontends = Frontends(client, tokenizer, config, host="127.0.0.1", grpc_port=0, http_port=0)
+    options = FrontendOptions(host="127.0.0.1", grpc_port=0, http_port=0)
+    frontends = Frontends(client, tokenizer, config, options)
     executor = make_executor(config, lambda what, fraction: None)
     controller = Controller(config, executor, client)
     controller.start_steps()

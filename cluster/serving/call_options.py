@@ -1,0 +1,26 @@
+"""How calls are read and limited, whatever their protocol."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cluster.serving.intake.limits import IntakeLimits
+from cluster.serving.memory.reader_limits import ReaderLimits
+from cluster.serving.reasoning.formats import ReasoningFormat
+from cluster.serving.tools.tool_calls import ToolCallFormat
+
+__all__ = ["CallOptions"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallOptions:
+    """The options of a servicer."""
+
+    tool_format: ToolCallFormat | None = None
+    """How the model writes tool calls; None is detected in its chat template."""
+    reasoning_format: ReasoningFormat | None = None
+    """How the model marks its reasoning; None is detected in its chat template."""
+    reader_limits: ReaderLimits = field(default_factory=ReaderLimits)
+    intake_limits: IntakeLimits = field(default_factory=IntakeLimits)
+    strict_parameters: bool = False
+    """Whether parameters that would be ignored are refused."""

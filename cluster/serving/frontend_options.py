@@ -1,0 +1,29 @@
+"""Where the frontends of a replica listen, and what they offer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cluster.serving.call_options import CallOptions
+from cluster.serving.http.allowed_origins import AllowedOrigins
+from cluster.serving.responses.stored_responses import StoreLimits
+
+__all__ = ["FrontendOptions"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FrontendOptions:
+    """The options of the frontends in one process."""
+
+    host: str
+    grpc_port: int | None
+    """0 lets the system choose; None disables the frontend."""
+    http_port: int | None
+    """As that of gRPC."""
+    calls: CallOptions = field(default_factory=CallOptions)
+    allowed_hosts: tuple[str, ...] = ()
+    """Hosts for which HTTP answers without keys, besides IP addresses, `localhost` and `host`."""
+    allowed_origins: AllowedOrigins | None = None
+    """Whose web pages may use HTTP from a browser."""
+    store_limits: StoreLimits | None = None
+    """Of the responses of /v1/responses; None stores none."""
