@@ -186,6 +186,8 @@ class FakeEngine:
             reason = FinishReason.STOP
         elif sequence.num_sent >= sampling.max_tokens:
             reason = FinishReason.LENGTH
+        # A prompt is computed again where its request continues.
+        num_told = sequence.num_sent - _num_generated(request, sequence.index)
         return TokenEvent(
             request.id,
             sequence.index,
@@ -197,7 +199,7 @@ class FakeEngine:
             len(request.prompt_token_ids),
             sequence.started_s,
             prompt_logprobs=_prompt_logprobs(request)
-            if (sequence.index, sequence.num_sent) == (self.describing_index, self.describing_token)
+            if (sequence.index, num_told) == (self.describing_index, self.describing_token)
             else (),
         )
 

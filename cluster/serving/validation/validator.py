@@ -271,4 +271,9 @@ def _continued(request: Request, continuation: Continuation | None, prompt_index
     sampling = request.sampling
     generated = continuation.generated_token_ids(prompt_index, sampling.n)
     seed = continuation.seed_of(prompt_index) if sampling.seed is None else sampling.seed
-    return msgspec.structs.replace(request, seed=seed, generated_token_ids=generated)
+    if generated and generated[0] != ():
+        # The client got them with the first token.
+        sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+    return msgspec.structs.replace(
+        request, sampling=sampling, seed=seed, generated_token_ids=generated
+    )

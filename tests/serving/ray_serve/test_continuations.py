@@ -35,6 +35,7 @@ GENERATIONS: dict[str, dict[str, Any]] = {  # Any: fields of several types
     "logprobs": {"max_tokens": 30, "ignore_eos": True, "n": 2, "logprobs": 2},
     "stop": {"stop": ["says h\u00e9llo \u4f60", "zz"], "n": 2, "min_tokens": 3},
     "end of text": {"max_tokens": 200},
+    "prompt": {"max_tokens": 30, "ignore_eos": True, "n": 2, "prompt_logprobs": 1},
     "stop token": {"stop_token_ids": [104], "include_stop": True},
 }
 BODIES: dict[str, dict[str, Any]] = {  # Any: fields of several types
