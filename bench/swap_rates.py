@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from bench.swap_engine import wait_until_pinned
 from cluster.engine.options import EngineOptions, engine_config
-from pagedray.batch import BlockCopy, SequencePlan, SequenceStart, StepPlan
+from pagedray.batch import BlockCopy, SequencePlan, SequenceStart, StepPlan, pack_token_ids
 from pagedray.request import SamplingParams
 from workers.decoder_worker import DecoderWorker
 from workers.parallel.group import SoloGroup
@@ -157,7 +157,7 @@ class _Bench:
         starts = [
             SequenceStart(
                 row,
-                [5] * CONTEXT,
+                pack_token_ids([5] * CONTEXT),
                 CONTEXT,
                 list(range(row * self._row_blocks, (row + 1) * self._row_blocks)),
                 SAMPLING[sampling],

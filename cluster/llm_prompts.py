@@ -124,7 +124,7 @@ def _token_ids(given: object, param: str) -> tuple[int, ...]:
     if isinstance(given, Sequence) or hasattr(given, "__iter__"):
         try:
             # Arrays of other libraries hold their own integers.
-            return tuple(operator.index(one) for one in given)
+            return tuple(map(operator.index, given))
         except TypeError:
             pass
     raise InvalidRequestError(f"{param} must be texts or lists of token ids.", param=param)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pagedray.batch import SequencePlan, SequenceStart, StepMasks, StepPlan
+from pagedray.batch import SequencePlan, SequenceStart, StepMasks, StepPlan, pack_token_ids
 from pagedray.rank_progress import Phase
 from pagedray.request import MAX_LOGPROBS, SamplingParams
 from workers.graph_sizes import NO_GRAPHS, GraphSizes
@@ -109,7 +109,7 @@ def largest_steps(config: EngineConfig) -> list[StepPlan]:
         StepPlan(
             step=step,
             starts=[
-                SequenceStart(row, [0], 1, [], sampling, row, 0, is_masked=True)
+                SequenceStart(row, pack_token_ids([0]), 1, [], sampling, row, 0, is_masked=True)
                 for row in range(num_rows)
             ],
             chunks=[

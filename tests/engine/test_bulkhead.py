@@ -93,8 +93,10 @@ def clean(rig: Rig) -> dict[str, list[int]]:
 def is_marked(argument: object) -> bool:
     """Whether a method was called for the marked request."""
     match argument:
-        case Sequence() | SequenceStart():
+        case Sequence():
             return MARKED_TOKEN in argument.token_ids
+        case SequenceStart():
+            return MARKED_TOKEN in array("i", argument.token_ids)
         case list() | array():
             return MARKED_TOKEN in argument
         case _:
@@ -102,7 +104,8 @@ def is_marked(argument: object) -> bool:
 
 
 STAGES: dict[str, tuple[type, str]] = {
-    "hash": (PrefixCache, "key_after"),
+    "hash": (PrefixCache, "find_prefix"),
+    "hash a full block": (PrefixCache, "key_after"),
     "admit": (KvManager, "admit"),
     "allocate for a chunk": (KvManager, "extend"),
     "allocate for a token": (KvManager, "append"),

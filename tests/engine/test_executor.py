@@ -10,7 +10,7 @@ import pytest
 
 from cluster.engine.local_executor import LocalExecutor
 from cluster.engine.options import EngineOptions, engine_config
-from pagedray.batch import BlockCopy, SequencePlan, SequenceStart, StepPlan
+from pagedray.batch import BlockCopy, SequencePlan, SequenceStart, StepPlan, pack_token_ids
 from pagedray.errors import WorkerError
 from pagedray.request import SamplingParams
 from tests.system.server_process import TINY_LLAMA
@@ -33,7 +33,9 @@ def config() -> EngineConfig:
 
 def test_step_reports_the_times_of_its_swaps_and_its_forward_pass() -> None:
     executor = LocalExecutor(config(), lambda what, fraction: None)
-    start = SequenceStart(0, [5, 6, 7], 3, [1], SamplingParams(temperature=0.0), 0, 0)
+    start = SequenceStart(
+        0, pack_token_ids([5, 6, 7]), 3, [1], SamplingParams(temperature=0.0), 0, 0
+    )
     executor.submit_plan(StepPlan(0, [SequencePlan(0, 0, 3, True)], [start]))
     prefill = executor.collect_output()
     # An output has the time of all copies that have ended before it is taken.
@@ -95,11 +97,13 @@ def test_failed_rank_gets_a_new_cache_and_keeps_its_model() -> None:
     worker = executor._worker
     assert isinstance(worker, DecoderWorker)
     model, old_runner = worker._model, weakref.ref(worker._runner)
-    start = SequenceStart(0, [5, 6, 7], 3, [1], SamplingParams(temperature=0.0), 0, 0)
+    start = SequenceStart(
+        0, pack_token_ids([5, 6, 7]), 3, [1], SamplingParams(temperature=0.0), 0, 0
+    )
     good = StepPlan(0, [SequencePlan(0, 0, 3, True)], [start])
     executor.submit_plan(good)
     expected = executor.collect_output().token_ids
-    bad = SequenceStart(1, [10**6], 1, [2], SamplingParams(), 0, 0)
+    bad = SequenceStart(1, pack_token_ids([10**6]), 1, [2], SamplingParams(), 0, 0)
     executor.submit_plan(StepPlan(1, [SequencePlan(1, 0, 1, True)], [bad]))
     executor.submit_plan(StepPlan(2, [SequencePlan(1, 1, 1, True)]))
     with pytest.raises(WorkerError, match=r"Rank 0 failed: IndexError: ") as caught:
@@ -117,11 +121,11 @@ def test_failed_rank_gets_a_new_cache_and_keeps_its_model() -> None:
 
 def test_rank_that_waits_for_masks_can_be_restarted() -> None:
     executor = LocalExecutor(config(), lambda what, fraction: None)
-    masked = SequenceStart(0, [5], 1, [1], SamplingParams(), 0, 0, (), True)
+    masked = SequenceStart(0, pack_token_ids([5]), 1, [1], SamplingParams(), 0, 0, (), True)
     for step in range(2):
         executor.submit_plan(StepPlan(step, [SequencePlan(0, 0, 1, True)], [masked]))
     executor.restart_ranks()
-    start = SequenceStart(0, [5], 1, [1], SamplingParams(), 0, 0)
+    start = SequenceStart(0, pack_token_ids([5]), 1, [1], SamplingParams(), 0, 0)
     executor.submit_plan(StepPlan(0, [SequencePlan(0, 0, 1, True)], [start]))
     assert len(executor.collect_output().token_ids) == 1
     executor.close()

@@ -24,6 +24,7 @@ from pagedray.batch import (
     StepPlan,
     WorkerFailure,
     WorkerMessage,
+    pack_token_ids,
 )
 from pagedray.channel import ChannelClosedError, StepChannel
 from pagedray.errors import WorkerError
@@ -62,7 +63,9 @@ def frame(message: object) -> bytes:
 
 
 def large_plan(step: int, num_tokens: int) -> StepPlan:
-    start = SequenceStart(0, [2**31 - 1] * num_tokens, num_tokens, [], SamplingParams(), 0, 0)
+    start = SequenceStart(
+        0, pack_token_ids([2**31 - 1] * num_tokens), num_tokens, [], SamplingParams(), 0, 0
+    )
     return StepPlan(step, [], [start])
 
 

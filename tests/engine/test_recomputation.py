@@ -7,7 +7,7 @@ import torch
 
 from cluster.engine.local_executor import LocalExecutor
 from cluster.engine.options import EngineOptions, engine_config
-from pagedray.batch import SequencePlan, SequenceStart, StepPlan
+from pagedray.batch import SequencePlan, SequenceStart, StepPlan, pack_token_ids
 from pagedray.request import SamplingParams
 from tests.system.server_process import TINY_LLAMA
 from workers.decoder_worker import DecoderWorker
@@ -21,7 +21,7 @@ BLOCKS = list(range(NUM_BLOCKS))
 
 def start(row: int, token_ids: list[int], blocks: list[int]) -> SequenceStart:
     params = SamplingParams(temperature=1.0)
-    return SequenceStart(row, token_ids, len(PROMPT), blocks, params, 5, 0)
+    return SequenceStart(row, pack_token_ids(token_ids), len(PROMPT), blocks, params, 5, 0)
 
 
 def generate(executor: LocalExecutor) -> list[int]:

@@ -22,6 +22,7 @@ from pagedray.batch import (
     StepAck,
     StepOutput,
     StepPlan,
+    pack_token_ids,
 )
 from pagedray.channel import (
     ChannelClosedError,
@@ -47,7 +48,9 @@ def listener(request: pytest.FixtureRequest) -> Iterator[StepListener]:
 def test_plan_and_output_arrive_as_they_were_sent(listener: StepListener) -> None:
     worker = connect(listener.endpoint, 0, SECRET, 5.0)
     (controller,) = listener.accept(1, SECRET, 5.0)
-    start = SequenceStart(3, [1, 2, 3], 3, [7], SamplingParams(logit_bias={5: -1.5}, seed=1), 9, 0)
+    start = SequenceStart(
+        3, pack_token_ids([1, 2, 3]), 3, [7], SamplingParams(logit_bias={5: -1.5}, seed=1), 9, 0
+    )
     decodes = Decodes.pack([1, 2], [4, 9], [1], [8])
     plan = StepPlan(
         4, [SequencePlan(3, 0, 3, True, (7,))], [start], decodes, copies=[BlockCopy(1, 2)]
@@ -64,8 +67,8 @@ def test_plan_and_output_arrive_as_they_were_sent(listener: StepListener) -> Non
 def test_message_larger_than_a_socket_buffer_arrives_whole(listener: StepListener) -> None:
     worker = connect(listener.endpoint, 0, SECRET, 5.0)
     (controller,) = listener.accept(1, SECRET, 5.0)
-    tokens = list(range(1_000_000))
-    start = SequenceStart(0, tokens, len(tokens), [], SamplingParams(), 0, 0)
+    tokens = pack_token_ids(range(1_000_000))
+    start = SequenceStart(0, tokens, 1_000_000, [], SamplingParams(), 0, 0)
 
     sender = threading.Thread(target=controller.send, args=(StepPlan(0, [], [start]),))
     sender.start()

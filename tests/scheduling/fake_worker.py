@@ -11,6 +11,7 @@ From a position on, the values of a sequence may be bad, as NaN is: whatever is 
 them is bad too, and so are the logits.
 """
 
+from array import array
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from pagedray.batch import (
     SequenceStart,
     StepOutput,
     StepPlan,
+    pack_token_ids,
 )
 from pagedray.request import FinishReason, Request
 
@@ -95,17 +97,22 @@ def undisturbed(
     return token_ids[num_prompt_tokens:], FinishReason.LENGTH
 
 
+def known_tokens(start: SequenceStart) -> list[int]:
+    """Return the tokens with which a sequence starts."""
+    return array("i", start.token_ids).tolist()
+
+
 class _Row:
     """The worker's state of a sequence."""
 
     def __init__(self, start: SequenceStart, tenant: str) -> None:
         self.start = start
-        self.token_ids = list(start.token_ids)
+        self.token_ids = known_tokens(start)
         self.block_ids = list(start.block_ids)
         self.bad: BadValue | None = None
         """What it has read or computed, if that is bad."""
         self.has_read_hits = False
-        self.chain = fingerprints(tenant, start.token_ids)
+        self.chain = fingerprints(tenant, self.token_ids)
 
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)
@@ -257,10 +264,10 @@ class FakeWorker:
         assert len(set(start.block_ids)) == len(start.block_ids)
         if start.donor_row >= 0:
             donor = self.rows[start.donor_row]
-            assert start.token_ids == []
+            assert start.token_ids == b""
             assert donor.start.seed == start.seed
             prompt = donor.token_ids[: start.num_prompt_tokens]
-            start = msgspec.structs.replace(start, token_ids=prompt)
+            start = msgspec.structs.replace(start, token_ids=pack_token_ids(prompt))
         self.rows[start.row] = _Row(start, self.tenants[start.seed])
 
     def _copy_blocks(self, plan: StepPlan) -> None:

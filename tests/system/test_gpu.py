@@ -12,7 +12,7 @@ import torch
 
 from cluster.engine.options import EngineOptions, engine_config
 from pagedray import LLM, SamplingParams
-from pagedray.batch import SequencePlan, SequenceStart, StepPlan
+from pagedray.batch import SequencePlan, SequenceStart, StepPlan, pack_token_ids
 from tests.checkpoints import CASES, Case, save_checkpoint, save_word_tokenizer
 from tests.family_cases import MOE_CASES
 from tests.greedy import (
@@ -145,7 +145,9 @@ def test_output_does_not_wait_for_the_step_behind_it(tmp_path: Path) -> None:
     worker.load_weights(lambda done, total: None)
     worker.allocate_cache(8, 0)
     worker.capture_graphs()
-    start = SequenceStart(0, [1, 2, 3], 3, [0], SamplingParams(temperature=0.0), 0, 0)
+    start = SequenceStart(
+        0, pack_token_ids([1, 2, 3]), 3, [0], SamplingParams(temperature=0.0), 0, 0
+    )
     first = worker.launch(StepPlan(0, [SequencePlan(0, 0, 3, is_sampled=True)], [start]))
     torch.cuda._sleep(400_000_000)
     second = worker.launch(StepPlan(1, [SequencePlan(0, 3, 1, is_sampled=True)]))
@@ -163,7 +165,7 @@ def test_graphs_captured_by_steps_in_a_later_epoch_give_the_same_tokens(tmp_path
     def tokens(num_rows: int) -> list[list[int]]:
         sampling = SamplingParams(temperature=0.0)
         starts = [
-            SequenceStart(row, [3 + row, 5, 7], 3, [2 * row], sampling, row, 0)
+            SequenceStart(row, pack_token_ids([3 + row, 5, 7]), 3, [2 * row], sampling, row, 0)
             for row in range(num_rows)
         ]
         plans = [StepPlan(0, [SequencePlan(s.row, 0, 3, is_sampled=True) for s in starts], starts)]

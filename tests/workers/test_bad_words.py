@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from pagedray.batch import SequenceStart
+from pagedray.batch import SequenceStart, pack_token_ids
 from pagedray.request import SamplingParams
 from workers.sampler import Sampler
 
@@ -44,7 +44,14 @@ def started(
     sampler: Sampler, row: int, output: Sequence[int], words: Sequence[tuple[int, ...]]
 ) -> None:
     start = SequenceStart(
-        row, [*PROMPT, *output], len(PROMPT), [], GREEDY, 7, 0, bad_token_ids=tuple(words)
+        row,
+        pack_token_ids([*PROMPT, *output]),
+        len(PROMPT),
+        [],
+        GREEDY,
+        7,
+        0,
+        bad_token_ids=tuple(words),
     )
     sampler.start(start)
 

@@ -11,7 +11,7 @@ import torch
 
 from cluster.engine.options import EngineOptions, engine_config
 from pagedray import LLM, SamplingParams
-from pagedray.batch import SequencePlan, SequenceStart, StepPlan
+from pagedray.batch import SequencePlan, SequenceStart, StepPlan, pack_token_ids
 from tests.checkpoints import save_word_tokenizer
 from workers.decoder_worker import DecoderWorker
 from workers.parallel.group import SoloGroup
@@ -187,7 +187,7 @@ def mixed_plans() -> list[StepPlan]:
         starts = [
             SequenceStart(
                 one.row,
-                tokens[one.row],
+                pack_token_ids(tokens[one.row]),
                 prompts[one.row],
                 list(range(1 + one.row * BLOCKS_PER_ROW, 1 + (one.row + 1) * BLOCKS_PER_ROW)),
                 SamplingParams(temperature=0.0),

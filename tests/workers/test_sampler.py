@@ -22,7 +22,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from pagedray.batch import SequenceStart, TokenLogprobs
+from pagedray.batch import SequenceStart, TokenLogprobs, pack_token_ids
 from pagedray.request import SamplingParams
 from workers.sampler import Sampler
 from workers.sampling.choice import Choice, Draws
@@ -78,7 +78,7 @@ def make_start(
 ) -> SequenceStart:
     return SequenceStart(
         row=row,
-        token_ids=[*prompt, *output],
+        token_ids=pack_token_ids([*prompt, *output]),
         num_prompt_tokens=len(prompt),
         block_ids=[],
         sampling=sampling,

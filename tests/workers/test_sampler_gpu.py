@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from pagedray.batch import SequenceStart
+from pagedray.batch import SequenceStart, pack_token_ids
 from pagedray.request import SamplingParams
 from workers.sampler import Sampled, Sampler
 
@@ -36,7 +36,7 @@ def run(device: torch.device, kinds: list[SamplingParams], logits: torch.Tensor)
     sampler = Sampler(max_num_rows=len(kinds), vocab_size=VOCAB_SIZE, device=device)
     rows = list(range(len(kinds)))
     for row, sampling in enumerate(kinds):
-        sampler.start(SequenceStart(row, [1, 2, 3], 3, [], sampling, row, 0, (2,)))
+        sampler.start(SequenceStart(row, pack_token_ids([1, 2, 3]), 3, [], sampling, row, 0, (2,)))
     logits = logits.to(device)
     return [sampler.sample(logits[i], rows, [3 + i] * len(rows)) for i in range(NUM_STEPS)]
 

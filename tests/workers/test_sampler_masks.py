@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from pagedray.batch import SequenceStart
+from pagedray.batch import SequenceStart, pack_token_ids
 from pagedray.request import SamplingParams
 from workers.sampler import Sampler
 from workers.sampling.masks import apply_masks, num_mask_bytes
@@ -23,7 +23,7 @@ def mask_of(*token_ids: int) -> bytes:
 
 def started(sampler: Sampler, row: int, *, is_masked: bool, **sampling: object) -> None:
     params = SamplingParams(**sampling)  # type: ignore[arg-type]  # any field
-    sampler.start(SequenceStart(row, [5], 1, [], params, 9, 0, (3,), is_masked))
+    sampler.start(SequenceStart(row, pack_token_ids([5]), 1, [], params, 9, 0, (3,), is_masked))
 
 
 def sampler_of(*, is_masked: bool = True, **sampling: object) -> Sampler:

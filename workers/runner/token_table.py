@@ -57,12 +57,12 @@ class TokenTable:
         """Return tokens of a row, from position `first` to before `end`, as `[end - first]`."""
         return self._tokens[row, first:end]
 
-    def start_rows(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
-        """Write the first tokens of rows."""
-        sizes = [len(prompt) for prompt in prompts]
+    def start_rows(self, rows: Sequence[int], prompts: Sequence[bytes]) -> None:
+        """Write the first tokens of rows, packed as in `SequenceStart`."""
+        token_ids = np.frombuffer(b"".join(prompts), np.int32)
+        sizes = [len(prompt) // token_ids.itemsize for prompt in prompts]
         with self._prompts.next_buffer(sum(sizes)) as words:
-            for part, prompt in zip(words.split(sizes), prompts, strict=True):
-                part.numpy()[:] = prompt
+            words.numpy()[:] = token_ids
             uploaded = torch.empty(sum(sizes), dtype=torch.int64, device=self._device)
             copy_from_host(uploaded, words)
         for row, part in zip(rows, uploaded.split(sizes), strict=True):

@@ -64,7 +64,7 @@ class BadWords:
         self._words_by_row[start.row] = words
         self._words = None
         tokens = np.full(_LENGTH, _NONE, dtype=np.int32)
-        output = start.token_ids[start.num_prompt_tokens :][-_LENGTH:]
+        output = np.frombuffer(start.token_ids, np.int32)[start.num_prompt_tokens :][-_LENGTH:]
         tokens[_LENGTH - len(output) :] = output
         self._last_tokens[start.row].copy_(upload(tokens, self._device))
 

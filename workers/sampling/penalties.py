@@ -17,8 +17,6 @@ from torch import Tensor
 from workers.sampling.arrays import IntArray, upload
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from pagedray.batch import SequenceStart
 
 __all__ = ["Penalties", "penalize", "penalize_seen"]
@@ -47,10 +45,11 @@ class Penalties:
             sampling.presence_penalty,
             sampling.frequency_penalty,
         )
-        output_ids = self._known(start.token_ids[start.num_prompt_tokens :])
+        token_ids = np.frombuffer(start.token_ids, np.int32)
+        output_ids = self._known(token_ids[start.num_prompt_tokens :])
         counts = np.bincount(output_ids, minlength=self._vocab_size).astype(np.int32)
         is_seen = np.zeros(self._vocab_size, dtype=np.bool_)
-        is_seen[self._known(start.token_ids)] = True
+        is_seen[self._known(token_ids)] = True
         self._output_counts[slot].copy_(upload(counts, self._device))
         self._is_seen[slot].copy_(upload(is_seen, self._device))
 
@@ -103,9 +102,9 @@ class Penalties:
         with torch.inference_mode(mode=False):
             return torch.zeros(num_slots, self._vocab_size, dtype=dtype, device=self._device)
 
-    def _known(self, token_ids: Sequence[int]) -> IntArray:
+    def _known(self, token_ids: NDArray[np.int32]) -> IntArray:
         # A placeholder, of an image say, has an id but no logit.
-        ids = np.array(token_ids, dtype=np.int64)
+        ids = token_ids.astype(np.int64)
         return ids[(ids >= 0) & (ids < self._vocab_size)]
 
 

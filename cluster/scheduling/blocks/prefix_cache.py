@@ -129,6 +129,50 @@ class PrefixCache:
         assert found is not None
         return block if found.token_bytes == key.token_bytes else None
 
+    def find_prefix(
+        self,
+        keys: list[BlockKey],
+        root: bytes,
+        token_ids: "array[int]",
+        *,
+        num_blocks: int,
+        block_size: int,
+    ) -> list[int]:
+        """Return the blocks of the longest prefix that is in the cache, at most `num_blocks`.
+
+        `token_ids` are uint32 and fill so many blocks. `keys` are those of the first ones, and get
+        more as far as blocks are looked up; `root` is the digest before them, used if there are
+        none. One loop does all of it, since a prompt has hundreds of blocks and the step waits.
+        """
+        block_of, cached_keys, renewed = self._block_of, self._keys, self._renewed
+        num_keys = len(keys)
+        block_bytes = block_size * token_ids.itemsize
+        token_bytes = token_ids.tobytes() if num_keys < num_blocks else b""
+        parent = keys[-1].digest if keys else root
+        hits: list[int] = []
+        for index in range(num_blocks):
+            if index < num_keys:
+                key = keys[index]
+            else:
+                first = index * block_bytes
+                content = token_bytes[first : first + block_bytes]
+                keyed_hash = self._keyed_hash.copy()
+                keyed_hash.update(parent + content)
+                parent = keyed_hash.digest()
+                if renewed:
+                    parent = renewed.get(parent, parent)
+                key = BlockKey(parent, content)
+                keys.append(key)
+            block = block_of.get(key.digest)
+            if block is None:
+                break
+            found = cached_keys[block]
+            assert found is not None
+            if found.token_bytes != key.token_bytes:
+                break
+            hits.append(block)
+        return hits
+
     def add_block(self, key: BlockKey, block: int) -> bool:
         """Add a block; return False if another block has the same key."""
         if key.digest in self._block_of:

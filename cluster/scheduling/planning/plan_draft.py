@@ -99,7 +99,7 @@ class PlanDraft:
         self.starts.append(
             SequenceStart(
                 sequence.row,
-                [] if has_donor else sequence.token_ids.tolist(),
+                b"" if has_donor else sequence.token_ids.tobytes(),
                 sequence.num_prompt_tokens,
                 list(sequence.block_ids),
                 request.sampling,

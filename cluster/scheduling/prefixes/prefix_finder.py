@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = ["PrefixFinder"]
 
-_MIN_HASHED_AHEAD = 4096
-"""Prompt tokens from which on keys are computed before a request is queued; kept, they take up
-more memory than the tokens."""
+_MIN_HASHED_AHEAD = 1024
+"""Prompt tokens from which on keys are computed before a request is queued, so that no step waits
+for it; kept, they take up more memory than the tokens."""
 
 
 class PrefixFinder:
@@ -46,16 +46,16 @@ class PrefixFinder:
 
     def find_blocks(self, sequence: Sequence) -> list[int]:
         """Return the longest prefix of a sequence that is cached on the device, in blocks."""
-        hits: list[int] = []
         if sequence.keys_revision != self._cache.revision:
             sequence.keys = []
             sequence.keys_revision = self._cache.revision
-        for index in range(self.num_shareable(sequence)):
-            block = self._cache.find_block(self.key_at(sequence, index))
-            if block is None:
-                break
-            hits.append(block)
-        return hits
+        return self._cache.find_prefix(
+            sequence.keys,
+            b"" if sequence.keys else self.parent(sequence, 0),
+            sequence.token_ids,
+            num_blocks=self.num_shareable(sequence),
+            block_size=self._block_size,
+        )
 
     def find_cpu_blocks(self, sequence: Sequence, first: int) -> list[int]:
         """Return the blocks from index `first` on that are better copied back than computed.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pagedray.batch import SequencePlan, SequenceStart, StepPlan
+from pagedray.batch import SequencePlan, SequenceStart, StepPlan, pack_token_ids
 from pagedray.decodes import Decodes
 from pagedray.request import SamplingParams
 from workers.runner.input_batch import InputBatch
@@ -26,7 +26,9 @@ def inputs_of(plans: Sequence[StepPlan]) -> list[dict[str, Any]]:  # Any: fields
     )
     batch = InputBatch(table, max_num_rows=4, max_model_len=16, block_size=2, replays_decodes=True)
     starts = [
-        SequenceStart(row, prompt, len(prompt), [2 * row, 2 * row + 1], SamplingParams(), 0, 0)
+        SequenceStart(
+            row, pack_token_ids(prompt), len(prompt), [2 * row, 2 * row + 1], SamplingParams(), 0, 0
+        )
         for row, prompt in PROMPTS.items()
     ]
     chunks = [SequencePlan(row, 0, len(prompt), True) for row, prompt in PROMPTS.items()]
@@ -40,7 +42,7 @@ def inputs_of(plans: Sequence[StepPlan]) -> list[dict[str, Any]]:  # Any: fields
 
 
 def test_decodes_give_the_inputs_of_chunks_of_one_token() -> None:
-    start = SequenceStart(1, [51, 52, 53], 3, [8, 9], SamplingParams(), 0, 0)
+    start = SequenceStart(1, pack_token_ids([51, 52, 53]), 3, [8, 9], SamplingParams(), 0, 0)
     chunk = SequencePlan(1, 0, 3, True)
     plans = [
         StepPlan(1, [], decodes=Decodes.pack([3, 0, 2], [3, 2, 4], [2], [10])),

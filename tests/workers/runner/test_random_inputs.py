@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from pagedray.batch import SequencePlan, SequenceStart, StepPlan
+from pagedray.batch import SequencePlan, SequenceStart, StepPlan, pack_token_ids
 from pagedray.decodes import Decodes
 from pagedray.request import SamplingParams
 from workers.runner.input_batch import InputBatch, StepInputs
@@ -91,7 +91,9 @@ class Rows:
             token_ids, num_prompt_tokens, block_ids, num_cached * block_size, described, rng
         )
         sampling = SamplingParams(prompt_logprobs=number)
-        return SequenceStart(row, token_ids[:], num_prompt_tokens, block_ids[:], sampling, 0, index)
+        return SequenceStart(
+            row, pack_token_ids(token_ids), num_prompt_tokens, block_ids[:], sampling, 0, index
+        )
 
     def note_step(self, plan: StepPlan, sampled: list[int]) -> None:
         """Take what a plan computed and sampled; some sequences end."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from pagedray.batch import pack_token_ids
 from tests.workers.devices import DEVICES
 from workers.runner.token_table import TokenTable
 
@@ -30,7 +31,7 @@ def test_steps_read_prompts_and_sampled_tokens_of_many_rows(device: str) -> None
         started = [row for row in range(NUM_ROWS) if row not in rows or rng.random() < 0.1]
         prompts = [[rng.randrange(1000) for _ in range(rng.randint(1, 20))] for _ in started]
         if started:
-            table.start_rows(started, prompts)
+            table.start_rows(started, [pack_token_ids(prompt) for prompt in prompts])
         truth.update(zip(started, (list(p) for p in prompts), strict=True))
         used = rng.sample(sorted(truth), rng.randint(1, len(truth))) if truth else []
         if not used:

@@ -16,6 +16,7 @@ from pagedray.batch import (
     StepOutput,
     StepPlan,
     WorkerMessage,
+    pack_token_ids,
 )
 from pagedray.channel import ChannelClosedError, StepChannel
 from pagedray.decodes import Decodes
@@ -55,7 +56,7 @@ _PLAN = StepPlan(
     starts=[
         SequenceStart(
             row=0,
-            token_ids=[5, 6, 7],
+            token_ids=pack_token_ids([5, 6, 7]),
             num_prompt_tokens=3,
             block_ids=[1, 2],
             sampling=SamplingParams(temperature=0.5, top_p=0.9, stop=("a",), logit_bias={3: 1.5}),

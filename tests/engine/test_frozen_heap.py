@@ -1,0 +1,69 @@
+"""What is exempt from garbage collection while a call of `LLM` runs."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cluster.frozen_heap import freeze_heap
+from pagedray import LLM, SamplingParams
+from tests.system.server_process import TINY_LLAMA
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(autouse=True)
+def nothing_frozen() -> Iterator[None]:
+    """Other tests of the process may have frozen their objects."""
+    was_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    yield
+    if was_frozen:
+        gc.freeze()
+
+
+def is_collectable(found: object) -> bool:
+    return any(one is found for one in gc.get_objects())
+
+
+def test_what_exists_is_exempt_until_the_end_of_the_context() -> None:
+    before = [[0]]
+    with freeze_heap():
+        after = [[1]]
+        assert (is_collectable(before), is_collectable(after)) == (False, True)
+    assert (is_collectable(before), is_collectable(after)) == (True, True)
+
+
+def test_what_the_caller_has_frozen_remains_so() -> None:
+    before = [[0]]
+    gc.freeze()
+    with freeze_heap():
+        pass
+    assert not is_collectable(before)
+
+
+def test_collections_of_a_call_do_not_traverse_its_prompts() -> None:
+    prompts = [[5] * 20 for _ in range(4)]
+    were_collectable: list[bool] = []
+
+    def watch(phase: str, _: object) -> None:
+        if phase == "start":
+            were_collectable.append(is_collectable(prompts))
+
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    with LLM(TINY_LLAMA, executor="local", device="cpu", show_progress=False) as llm:
+        llm.generate(prompts, params, use_tqdm=False)
+        thresholds = gc.get_threshold()
+        gc.callbacks.append(watch)
+        # A call of this size would not collect.
+        gc.set_threshold(20)
+        try:
+            llm.generate(prompts, params, use_tqdm=False)
+        finally:
+            gc.callbacks.remove(watch)
+            gc.set_threshold(*thresholds)
+    # Only while the prompts are read, before anything runs.
+    assert were_collectable.count(False) > were_collectable.count(True)
