@@ -14,6 +14,7 @@ from cluster.engine.open_engine import open_engine
 from cluster.engine.options import engine_config
 from cluster.engine.progress import ProgressLine
 from cluster.engine.vllm_options import engine_options
+from cluster.frozen_heap import freeze_heap
 from cluster.generation import Collector, Completion, Generation
 from cluster.llm_beams import BeamSearches, BeamSearchOutput, BeamSearchParams, first_logprobs
 from cluster.llm_prompts import (
@@ -113,7 +114,8 @@ class LLM:
         prompt. Raises InvalidRequestError for an invalid prompt or parameter, and EngineError if
         the engine fails; all requests of the call are aborted then.
         """
-        return self._run(read_prompts(prompts), sampling_params, use_tqdm)
+        with freeze_heap():
+            return self._run(read_prompts(prompts), sampling_params, use_tqdm)
 
     def chat(
         self,
@@ -132,14 +134,15 @@ class LLM:
         them. Outputs have what the model reasoned as `reasoning`, and the rest as `content`.
         `chat_template_kwargs` are variables of the chat template. Otherwise as `generate`.
         """
-        given = read_conversations(
-            messages,
-            tools=tools,
-            adds_generation_prompt=add_generation_prompt,
-            continues_final_message=continue_final_message,
-            variables=chat_template_kwargs,
-        )
-        return self._run(given, sampling_params, use_tqdm)
+        with freeze_heap():
+            given = read_conversations(
+                messages,
+                tools=tools,
+                adds_generation_prompt=add_generation_prompt,
+                continues_final_message=continue_final_message,
+                variables=chat_template_kwargs,
+            )
+            return self._run(given, sampling_params, use_tqdm)
 
     def beam_search(
         self,

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from cluster.frozen_heap import freeze_heap
 from pagedray.errors import OverloadedError
 
 if TYPE_CHECKING:
@@ -45,8 +44,7 @@ class RequestRunner:
         is_watched = any(request.sampling.stop for request in requests)
         buffer = self._sink.open_buffer(requests, is_watched=is_watched)
         try:
-            with freeze_heap():
-                self._collect(collectors, buffer, show_progress)
+            self._collect(collectors, buffer, show_progress)
         except BaseException:
             for request in requests:
                 self._controller.abort_request(request.id)

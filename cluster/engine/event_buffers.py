@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import threading
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from cluster.scheduling.event import TokenEvent
     from pagedray.errors import EngineError
     from pagedray.request import Request
 
 __all__ = ["EventBuffer", "EventDispatcher"]
+
+_MANY_EVENTS = 8192
+"""So many are taken before a sequence ends, so that little is left to convert after the last one
+has."""
 
 
 class EventBuffer:
@@ -28,10 +33,12 @@ class EventBuffer:
         self._error: EngineError | None = None
         self._has_news = threading.Condition()
 
-    def put_event(self, event: TokenEvent) -> None:
+    def put_events(self, events: Iterable[TokenEvent]) -> None:
+        """Add at least one event."""
         with self._has_news:
-            self._events.append(event)
-            if self._is_watched or event.finish_reason is not None:
+            first = len(self._events)
+            self._events += events
+            if self._is_worth_taking(first):
                 self._has_news.notify()
 
     def put_error(self, error: EngineError) -> None:
@@ -50,11 +57,14 @@ class EventBuffer:
             return events
 
     def _is_worth_waking(self) -> bool:
-        if self._error is not None:
-            return True
-        if self._is_watched:
-            return bool(self._events)
-        return any(event.finish_reason is not None for event in self._events)
+        return self._error is not None or self._is_worth_taking(0)
+
+    def _is_worth_taking(self, first: int) -> bool:
+        """Return whether the thread is to wake for the events from index `first` on."""
+        events = self._events
+        if self._is_watched or len(events) >= _MANY_EVENTS:
+            return len(events) > first
+        return any(event.finish_reason is not None for event in events[first:])
 
 
 class EventDispatcher:
@@ -79,10 +89,13 @@ class EventDispatcher:
 
     def publish(self, events: Sequence[TokenEvent]) -> None:
         with self._lock:
-            for event in events:
-                buffer = self._buffers.get(event.request_id)
+            # Most steps have events of one call.
+            for buffer, some in groupby(events, self._buffer_of):
                 if buffer is not None:
-                    buffer.put_event(event)
+                    buffer.put_events(some)
+
+    def _buffer_of(self, event: TokenEvent) -> EventBuffer | None:
+        return self._buffers.get(event.request_id)
 
     def fail_all(self, error: EngineError) -> None:
         with self._lock:
