@@ -17,6 +17,7 @@ import msgspec
 from cluster.serving.http.errors import Json, refusal_body
 from cluster.serving.openai.prompt_reports import PromptReports
 from cluster.serving.openai.response_choice import ResponseChoice
+from cluster.serving.text.text_stream import SequenceOutput
 from pagedray.errors import InternalError, PagedRayError
 from pagedray.request import FinishReason
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from cluster.serving.memory.output_buffer import OutputBuffer
     from cluster.serving.openai.response_choice import ResponseOptions
     from cluster.serving.servicer import GenerationCall, GenerationOutput, Usage
-    from cluster.serving.text.text_stream import SequenceOutput
     from cluster.serving.text.token_bytes import TokenBytes
     from cluster.serving.tools.turns import Turn
     from pagedray.batch import TokenLogprobs
@@ -161,6 +161,7 @@ class GenerationResponse(ABC):
             # The client has received these events; they bring the choices to where it was cut off.
             for _ in write(self._generation.replayed):
                 pass
+            self._note_begun_choices()
         try:
             async with aclosing(self._generation.outputs()) as outputs:
                 async for output in outputs:
@@ -213,6 +214,8 @@ class GenerationResponse(ABC):
     def _events(self, output: GenerationOutput) -> Iterator[bytes]:
         for sequence in output.sequences:
             choice = self._choice(sequence)
+            if choice.is_new:
+                yield from self._choices_before(choice.index)
             if not (
                 choice.is_new
                 or not choice.is_plain
@@ -232,6 +235,27 @@ class GenerationResponse(ABC):
                 head,
                 _encode(self._usage(output.usage)),
             )
+
+    def _choices_before(self, index: int) -> Iterator[bytes]:
+        """Begin the choices with lower indices: clients read the first events of all in order.
+
+        Their sequences may begin later.
+        """
+        for lower in range(index):
+            if lower not in self._choices:
+                prompt_index, place = divmod(lower, self._options.num_per_prompt)
+                nothing = SequenceOutput(
+                    prompt_index=prompt_index, index=place, text="", token_ids=()
+                )
+                yield self._full_event(nothing, self._choice(nothing))
+
+    def _note_begun_choices(self) -> None:
+        """Note which choices the client of a call that continues has events of."""
+        continuation = self._generation.continuation
+        assert continuation is not None
+        begun = [one.number for one in continuation.sequences if one.token_ids or one.is_finished]
+        for _ in self._choices_before(max(begun, default=-1) + 1):
+            pass
 
     def _full_event(self, sequence: SequenceOutput, choice: ResponseChoice) -> bytes:
         delta = self._delta(sequence, choice)
