@@ -10,11 +10,11 @@ from tqdm import tqdm
 from cluster.engine.controller import Controller
 from cluster.engine.embedder import Embedder
 from cluster.engine.event_buffers import EventDispatcher
+from cluster.engine.frozen_heap import freeze_heap
 from cluster.engine.open_engine import open_engine
 from cluster.engine.options import engine_config
 from cluster.engine.progress import ProgressLine
 from cluster.engine.vllm_options import engine_options
-from cluster.frozen_heap import freeze_heap
 from cluster.generation import Collector, Completion, Generation
 from cluster.llm_beams import BeamSearches, BeamSearchOutput, BeamSearchParams, first_logprobs
 from cluster.llm_prompts import (

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from cluster.cli.exit_guard import guard_exit
 from cluster.cli.ready_lines import ready_lines
+from cluster.engine.frozen_heap import freeze_heap
 from cluster.engine.open_engine import open_engine
 from cluster.engine.progress import ProgressLine
 from cluster.serving.engine_client import EngineClient
@@ -127,16 +128,15 @@ class Server:
             # What is loaded lives as long as the server; a collection that traverses it would block
             # the event loop for 70 ms.
             gc.collect()
-            gc.freeze()
-            await frontends.set_ready()
-            self._announce(frontends, engine)
-            following = asyncio.create_task(self._follow_outage(engine))
-            await self._until_stopped(engine)
-            await self._drain(frontends)
-            following.cancel()
+            # Device memory of a closed rank is freed by the collector, so not until then.
+            with freeze_heap():
+                await frontends.set_ready()
+                self._announce(frontends, engine)
+                following = asyncio.create_task(self._follow_outage(engine))
+                await self._until_stopped(engine)
+                await self._drain(frontends)
+                following.cancel()
         finally:
-            # Device memory of a closed rank is freed by the collector.
-            gc.unfreeze()
             await asyncio.to_thread(engine.close)
         return _OUTAGE_EXIT if self._has_lost_ray else 0
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.frozen_heap import freeze_heap
+from cluster.engine.frozen_heap import freeze_heap
 from pagedray import LLM, SamplingParams
 from tests.system.server_process import TINY_LLAMA
 

@@ -6,6 +6,7 @@ It owns the placement of ranks, startup and shutdown. It does not know the front
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 from contextlib import ExitStack
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from ray.util.placement_group import get_current_placement_group
 
+from cluster.engine.frozen_heap import freeze_heap
 from cluster.engine.open_engine import open_engine
 from cluster.engine.options import engine_config
 from cluster.serving.auth.authenticator import Authenticator
@@ -73,6 +75,7 @@ class ReplicaEngine:
             stall_timeout_s=options.stall_timeout_s, replace_timeout_s=_REPLACE_TIMEOUT_S
         )
         self._engine: Controller | Embedder | None = None
+        self._frozen = ExitStack()
         # Last, because a constructor that raises is not closed.
         self._log = ExitStack()
         self._log.enter_context(logging_to(form=options.log_format, level=options.log_level))
@@ -104,6 +107,9 @@ class ReplicaEngine:
             make_executor=make_executor,
         )
         self._client.attach_engine(self._engine)
+        # As in `cluster/cli/server.py`.
+        gc.collect()
+        self._frozen.enter_context(freeze_heap())
         self.servicer.set_ready()
 
     def check_progress(self) -> None:
@@ -145,6 +151,8 @@ class ReplicaEngine:
         engine, self._engine = self._engine, None
         tracer, self._tracer = self._tracer, None
         await self.servicer.drain(_CLOSE_GRACE_S if engine is not None else 0.0)
+        # Device memory of a closed rank is freed by the collector.
+        self._frozen.close()
         if engine is not None:
             await asyncio.to_thread(engine.close)
         await self.servicer.close()

@@ -1,4 +1,4 @@
-"""Keeps Python's garbage collector from traversing what a long call does not change."""
+"""Keeps Python's garbage collector from traversing what long calls and servers do not change."""
 
 from __future__ import annotations
 
