@@ -220,6 +220,9 @@ class MaskConnection:
 
     def _forget(self, process: MaskProcess) -> None:
         self._unanswered.clear()
+        # A thread that waits for a process that hangs, to load a grammar, holds the lock.
+        with contextlib.suppress(OSError):
+            process.grammars.shutdown(socket.SHUT_RDWR)
         with self._lock:
             # A thread that loads a grammar may have started another process.
             if self._process is process:
