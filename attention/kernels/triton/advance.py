@@ -11,7 +11,7 @@ __all__ = ["advance"]
 _TILE = 128
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "table_width", "num_rows"])
 def _advance_rows(
     seq_lens: tl.tensor,
     slot_mapping: tl.tensor,

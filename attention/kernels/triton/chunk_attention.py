@@ -51,7 +51,7 @@ class KeyLayout:
         assert self.keys.ndim == (3 if self.block_tables is None else 4)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _attend_chunks(
     query: tl.tensor,
     keys: tl.tensor,

@@ -14,7 +14,7 @@ _TILE_KEYS = 16
 _TILE_ELEMENTS = 256
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _gather_tokens(
     key_cache: tl.tensor,
     value_cache: tl.tensor,

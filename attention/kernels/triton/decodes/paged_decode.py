@@ -47,7 +47,7 @@ _FP8_REGISTERS = 168
 """Of a thread that converts keys from fp8, so that three programs run on a multiprocessor."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _attend_item(
     query: tl.tensor,
     keys: tl.tensor,
