@@ -21,7 +21,7 @@ BEFORE = {
     "zeros",
 }
 """What a kernel may call before it waits: nothing that reads or writes but the read of weights."""
-UPLOADED = {"_attend_item": {"item", "item_words", "row_words", "positions", "slots"}}
+UPLOADED = {"attend_item": {"item", "item_words", "row_words", "positions", "slots"}}
 """Pointers (and sizes) by which kernels read what was uploaded before the step, by name."""
 PLACES = {"first_row", "is_vector", "only", "rows"}
 """What was so read, and says where to read more."""
@@ -85,4 +85,4 @@ def test_a_kernel_waits_before_it_touches_what_others_write(name: str) -> None:
 
 
 def test_all_kernels_of_a_decode_step_are_looked_at() -> None:
-    assert {"_add_norm", "_all_reduce", "_attend_item", "_gemv"} < set(dependent_kernels())
+    assert {"_add_norm", "_all_reduce", "attend_item", "_gemv"} < set(dependent_kernels())

@@ -1,38 +1,16 @@
-"""Attention of one query per sequence over the paged cache.
-
-What a program computes is an item of a schedule on the device, since a captured graph is replayed
-with other lengths: keys of one sequence, or of several that share them.
-"""
+"""Launches the attention of one query per sequence over the paged cache."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import torch
-import triton
-import triton.language as tl
 
 from attention.kernels.decode_items import NUM_ITEM_WORDS
-from attention.kernels.triton.decodes.merged_parts import merge_parts
-from attention.kernels.triton.decodes.rotated_vectors import load_rotated_vectors
-from attention.kernels.triton.dependent_launch import (
-    can_depend,
-    launch_options,
-    start_next_kernel,
-    wait_for_inputs,
-)
+from attention.kernels.triton.decodes.attend_item import attend_item
+from attention.kernels.triton.dependent_launch import can_depend, launch_options
 from attention.kernels.triton.repeated_launch import RepeatedLaunch
-from attention.kernels.triton.tiles import (
-    attend,
-    count_sinks,
-    dot_type,
-    load_slopes,
-    load_vectors,
-    log_sum,
-    mean_values,
-    stride_unit,
-    wide_strides,
-)
+from attention.kernels.triton.tiles import dot_type, stride_unit
 from attention.kernels.triton.tuning import next_power_of_two
 
 if TYPE_CHECKING:
@@ -45,219 +23,6 @@ __all__ = ["PagedDecode", "paged_decode"]
 
 _FP8_REGISTERS = 168
 """Of a thread that converts keys from fp8, so that three programs run on a multiprocessor."""
-
-
-@triton.jit(do_not_specialize=["table_stride"])
-def _attend_item(
-    query: tl.tensor,
-    keys: tl.tensor,
-    values: tl.tensor,
-    out: tl.tensor,
-    lse: tl.tensor,
-    slopes: tl.tensor,
-    sinks: tl.tensor,
-    tables: tl.tensor,
-    items: tl.tensor,
-    parts: tl.tensor,
-    part_lse: tl.tensor,
-    arrivals: tl.tensor,
-    new_keys: tl.tensor,
-    new_values: tl.tensor,
-    slots: tl.tensor,
-    positions: tl.tensor,
-    turns: tl.tensor,
-    query_row_stride: tl.tensor,
-    query_head_stride: tl.tensor,
-    new_key_stride: tl.tensor,
-    new_value_stride: tl.tensor,
-    out_row_stride: tl.tensor,
-    out_head_stride: tl.tensor,
-    lse_row_stride: tl.tensor,
-    block_stride: tl.tensor,
-    token_stride: tl.tensor,
-    head_stride: tl.tensor,
-    table_stride: tl.tensor,
-    window_left: tl.tensor,
-    dot_scale: tl.tensor,
-    cap: tl.tensor,
-    v_scale: tl.tensor,
-    has_left: tl.constexpr,
-    has_cap: tl.constexpr,
-    has_slopes: tl.constexpr,
-    has_sinks: tl.constexpr,
-    has_lse: tl.constexpr,
-    has_new: tl.constexpr,
-    operand_type: tl.constexpr,
-    stride_unit: tl.constexpr,
-    num_queries_per_kv: tl.constexpr,
-    rows_per_item: tl.constexpr,
-    block_size: tl.constexpr,
-    head_size: tl.constexpr,
-    padded_size: tl.constexpr,
-    tile_vectors: tl.constexpr,
-    tile_keys: tl.constexpr,
-    item_words: tl.constexpr,
-    is_dependent: tl.constexpr,
-) -> None:
-    """Attend for the query heads of one KV head of the rows of an item, over the item's keys.
-
-    Launched by `PagedDecode`; grid `(num_kv_heads, num_items)`. Pointers: query `[B, num_heads,
-    head_size]`; keys, values `[num_blocks, block_size, num_kv_heads, head_size]` of the model's
-    dtype or fp8; out `[B, num_heads, head_size]`; lse `[B, num_heads]` float32; slopes, sinks
-    `[num_heads]` float32; tables `[B, width]` int32; items as the words of `DecodeItems`; parts,
-    part_lse and arrivals as in `DecodeScratch`. With `has_new`, the queries are not rotated, and
-    the last keys and values, `[B, num_kv_heads, head_size]`, are written here, at slots `[B]`
-    int64: positions `[B]` int64, turns as `table` of `Rotary`.
-    """
-    # Programs that run at the same time read adjacent heads of the same blocks.
-    kv_head = tl.program_id(0)
-    item = items + tl.program_id(1) * (item_words * (1 + rows_per_item))
-    num_rows = tl.load(item)
-    start = tl.load(item + 1) * tile_keys
-    last_tile = tl.load(item + 2)
-    split = tl.load(item + 3)
-    first_row = tl.load(item + item_words).to(tl.int64)
-    num_keys = tl.load(item + item_words + 1)
-    num_parts = tl.load(item + item_words + 3)
-    vectors = tl.arange(0, tile_vectors)
-    places = vectors // num_queries_per_kv
-    is_vector = places < num_rows
-    if rows_per_item == 1:
-        rows = first_row
-        vector_keys = tl.zeros([tile_vectors], tl.int32) + num_keys
-        first_parts = tl.load(item + item_words + 2)
-    else:
-        row_words = item + item_words * (1 + places)
-        rows = tl.load(row_words, mask=is_vector, other=0).to(tl.int64)
-        vector_keys = tl.load(row_words + 1, mask=is_vector, other=0)
-        first_parts = tl.load(row_words + 2, mask=is_vector, other=0)
-    if num_rows == 0:
-        # At once, since the next kernel can start only where programs of this one leave room.
-        return
-    if has_new:
-        only = tl.zeros([1], tl.int64)
-        angle = tl.load(positions + first_row + only) * head_size
-        if rows_per_item == 1:
-            angles = angle
-        else:
-            angles = tl.load(positions + rows, mask=is_vector, other=0) * head_size
-        slot = tl.load(slots + first_row)
-    # What is read so far was there before the step began.
-    wait_for_inputs(is_dependent, starts_next=False)
-
-    block_stride, token_stride, head_stride = wide_strides(
-        block_stride, token_stride, head_stride, stride_unit
-    )
-    heads = kv_head * num_queries_per_kv + vectors % num_queries_per_kv
-    end = min(last_tile * tile_keys, num_keys)
-    first_key = 0
-    if has_left:
-        first_key = max(num_keys - 1 - window_left, 0)
-    vector_slopes = load_slopes(slopes, heads, is_vector, has_slopes)
-    queries = rows * query_row_stride + heads * query_head_stride
-    if has_new:
-        q = load_rotated_vectors(query, queries, is_vector, turns, angles, head_size)
-        # The program of the last keys alone reads what it writes.
-        if (start < end) & (end == num_keys) & (slot >= 0):
-            place = slot // block_size * block_stride + slot % block_size * token_stride
-            place += kv_head * head_stride + tl.arange(0, head_size)
-            new_key = first_row * new_key_stride + kv_head * head_size + only
-            rotated = load_rotated_vectors(new_keys, new_key, only == 0, turns, angle, head_size)
-            tl.store(keys + place, tl.reshape(rotated, [head_size]))
-            new_value = first_row * new_value_stride + kv_head * head_size
-            tl.store(values + place, tl.load(new_values + new_value + tl.arange(0, head_size)))
-            tl.debug_barrier()
-    else:
-        q = load_vectors(query, queries, is_vector, False, head_size, padded_size)
-    q = q.to(operand_type)
-    # Not before, since to read a query takes several reads in turn.
-    start_next_kernel(is_dependent)
-    weighted, top, total = attend(
-        tl.zeros([tile_vectors, padded_size], tl.float32),
-        tl.full([tile_vectors], float("-inf"), tl.float32),
-        tl.zeros([tile_vectors], tl.float32),
-        q,
-        vector_keys - 1,
-        vector_slopes,
-        keys + kv_head * head_stride,
-        values + kv_head * head_stride,
-        tables + first_row * table_stride,
-        block_stride,
-        token_stride,
-        start,
-        end,
-        first_key,
-        0,
-        0,
-        dot_scale,
-        cap,
-        True,
-        False,
-        False,
-        has_cap,
-        has_slopes,
-        block_size,
-        head_size,
-        padded_size,
-        tile_keys,
-    )
-
-    dims = tl.arange(0, padded_size)
-    is_stored = is_vector[:, None] & (dims[None, :] < head_size)
-    if has_sinks:  # noqa: SIM102  # without sinks nothing of this is compiled
-        if num_parts == 1:
-            weighted, top, total = count_sinks(weighted, top, total, sinks, heads, is_vector)
-    result = mean_values(weighted, total, v_scale)
-    result_lse = log_sum(top, total)
-    if num_parts == 1:
-        out_offsets = rows * out_row_stride + heads * out_head_stride
-        tl.store(
-            out + out_offsets[:, None] + dims[None, :],
-            result.to(out.dtype.element_ty),
-            mask=is_stored,
-        )
-        if has_lse:
-            tl.store(lse + rows * lse_row_stride + heads, result_lse, mask=is_vector)
-    else:
-        num_heads = tl.num_programs(0) * num_queries_per_kv
-        part = first_parts.to(tl.int64) + split
-        part_heads = part * num_heads + heads
-        tl.store(
-            parts + part_heads[:, None] * head_size + dims[None, :],
-            result,
-            mask=is_stored,
-        )
-        tl.store(part_lse + part_heads, result_lse, mask=is_vector)
-        # A single row has few programs, which may therefore use more registers.
-        lone: tl.constexpr = 32 // triton.next_power_of_2(num_queries_per_kv)
-        parts_at_once: tl.constexpr = max(4, lone) if rows_per_item == 1 else 4
-        # All threads have stored before one of them counts the part.
-        tl.debug_barrier()
-        for place in range(0, num_rows):
-            merged = item + item_words * (1 + place)
-            row = tl.load(merged).to(tl.int64)
-            num_row_parts = tl.load(merged + 3)
-            counter = arrivals + row * tl.num_programs(0) + kv_head
-            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_row_parts - 1:
-                tl.store(counter, 0)
-                merge_parts(
-                    parts,
-                    part_lse,
-                    out + row * out_row_stride,
-                    lse + row * lse_row_stride,
-                    sinks,
-                    tl.load(merged + 2).to(tl.int64) * num_heads,
-                    num_row_parts,
-                    num_heads,
-                    kv_head * num_queries_per_kv,
-                    out_head_stride,
-                    has_sinks,
-                    has_lse,
-                    num_queries_per_kv,
-                    head_size,
-                    padded_size,
-                    parts_at_once,
-                )
 
 
 class PagedDecode:
@@ -390,7 +155,7 @@ def _attend_launch(
     tuning: PagedAttentionTuning,
     new: NewTokens | None,
 ) -> RepeatedLaunch:
-    """Return the launch of `_attend_item`."""
+    """Return the launch of `attend_item`."""
     _, num_heads, head_size = query.shape
     _, _, block_size, num_kv_heads, _ = layer_cache.shape
     num_queries_per_kv = num_heads // num_kv_heads
@@ -401,7 +166,7 @@ def _attend_launch(
     unit = stride_unit(layer_cache)
     limits = {"maxnreg": _FP8_REGISTERS} if query.is_cuda and layer_cache.itemsize == 1 else {}
     return RepeatedLaunch(
-        _attend_item,
+        attend_item,
         (num_kv_heads, num_items, 1),
         (
             query.stride(0),
