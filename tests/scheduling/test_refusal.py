@@ -27,6 +27,20 @@ class WatchedCache(PrefixCache):
         self.num_lookups += 1
         return super().find_block(key)
 
+    def find_prefix(
+        self,
+        keys: list[BlockKey],
+        root: bytes,
+        token_ids: "array[int]",
+        *,
+        num_blocks: int,
+        block_size: int,
+    ) -> list[int]:
+        self.num_lookups += 1
+        return super().find_prefix(
+            keys, root, token_ids, num_blocks=num_blocks, block_size=block_size
+        )
+
 
 def make_manager() -> tuple[KvManager, WatchedCache]:
     cache = WatchedCache()
@@ -127,6 +141,7 @@ def test_a_waiting_sequence_looks_up_its_prefix_once() -> None:
     waiting = make_sequence((1,) * 10)
     assert not kv.admit(waiting, num_tokens=10, num_spare=0)
     num_lookups = cache.num_lookups
+    assert num_lookups > 0
     for _ in range(5):
         assert not kv.admit(waiting, num_tokens=10, num_spare=0)
     assert cache.num_lookups == num_lookups

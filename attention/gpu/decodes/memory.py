@@ -10,7 +10,8 @@ __all__ = ["DecodeMemory"]
 class DecodeMemory:
     """Lends the same memory to all decodes that are launched on one stream.
 
-    Memory that others have outgrown is kept by whoever was lent it.
+    If more is needed, new memory is allocated. What was returned before stays valid for as long as
+    the caller holds it.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -37,8 +37,8 @@ async def test_a_process_that_hangs_is_given_up_while_it_loads_a_grammar() -> No
         return pairs[0][0], pairs[1][0]
 
     connection = MaskConnection(connect, max_tenant_bytes=100)
-    nobody: Any = None  # Any: makes no masks here
-    grammar = CompiledGrammar(nobody, 1, b"{}", "", connection.ended_grammar_ids.append)
+    no_source: Any = None  # Any: no masks are made here
+    grammar = CompiledGrammar(no_source, 1, b"{}", "", connection.ended_grammar_ids.append)
     loading = asyncio.create_task(asyncio.to_thread(connection.load_grammar, grammar))
     process = await started(connection)
     # The margin for a reply is 5 s.
