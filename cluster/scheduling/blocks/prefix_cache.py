@@ -83,7 +83,8 @@ class PrefixCache:
     def root(self, tenant: str, salt: str = "") -> bytes:
         """Return the digest before the first block of a tenant's requests with the same salt."""
         digest = self._digest(tenant.encode("utf-8", "surrogatepass"))
-        return self._digest(digest + salt.encode()) if salt else digest
+        # A salt itself might be the tokens of a first block.
+        return self._digest(digest + self._digest(salt.encode())) if salt else digest
 
     def key_after(self, parent: bytes, token_ids: "array[int]") -> BlockKey:
         """Return the key of a full block that follows the block with digest `parent`.

@@ -37,6 +37,15 @@ def test_tenants_share_nothing() -> None:
     assert cache.find_block(cache.key_after(cache.root("b"), tokens(1, 2))) is None
 
 
+def test_salt_that_spells_tokens_is_not_a_block_of_them() -> None:
+    cache = make_cache()
+    first_tokens = tokens(65, 66)
+    salt = first_tokens.tobytes().decode()
+    first = cache.key_after(cache.root("a"), first_tokens)
+    cache.add_block(cache.key_after(first.digest, tokens(3, 4)), 10)
+    assert cache.find_block(cache.key_after(cache.root("a", salt), tokens(3, 4))) is None
+
+
 def test_digests_depend_on_the_process_key() -> None:
     digests = {
         cache.key_after(cache.root("a"), tokens(1, 2)).digest
