@@ -26,16 +26,16 @@ from typing import TYPE_CHECKING, Any
 
 import cluster
 from bench.frontend_server import start_frontends
-from bench.frontends import KINDS, NUM_STREAMS, open_clients
-from bench.token_counter import TokenCounter
+from bench.frontends.kinds import KINDS, NUM_STREAMS, open_clients
+from bench.frontends.token_counter import TokenCounter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
     from bench.frontend_server import PacedEngine
-    from bench.frontends import Kind
-    from bench.stream_clients import StreamClients
+    from bench.frontends.clients import StreamClients
+    from bench.frontends.kinds import Kind
 
 _COUNTED = tuple(cluster.__path__)
 NUM_WARM_UP_STEPS = 3

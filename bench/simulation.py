@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from bench.engine import WORKLOADS, Workload
-from bench.virtual_cases import decodes_beside_prompt
+from bench.scheduler.cases import decodes_beside_prompt
 from cluster.simulation.step_cost import LLAMA_8B_H200
 from cluster.simulation.virtual_replica import VirtualReplica, distinct_prompt
 from pagedray.config import CacheSize, SchedulerConfig

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.virtual_cases import FLOODS, FULL_STEP_S, Flood, first_token_times
+from bench.scheduler.cases import FLOODS, FULL_STEP_S, Flood, first_token_times
 from tests.scheduling.harness import Harness
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.virtual_cases import decodes_beside_prompt
+from bench.scheduler.cases import decodes_beside_prompt
 from pagedray.config import SchedulerConfig
 from pagedray.errors import StartupError
 

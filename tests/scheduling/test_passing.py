@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from bench.virtual_cases import wait_behind_large
-from bench.virtual_time import make_replica
+from bench.scheduler.cases import wait_behind_large
+from bench.scheduler.replica import make_replica
 from cluster.scheduling.passing import GRACE_STEPS
 from cluster.simulation.virtual_replica import VirtualCall, distinct_prompt
 from pagedray.config import Preemption

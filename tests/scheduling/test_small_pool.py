@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.virtual_cases import (
+from bench.scheduler.cases import (
     WORKLOADS,
     Workload,
     throughput_of_pool,

@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bench.swap_engine import wait_until_pinned
+from bench.swap.engine import wait_until_pinned
 from cluster.engine.options import EngineOptions, engine_config
 from pagedray.batch import BlockCopy, SequencePlan, SequenceStart, StepPlan, pack_token_ids
 from pagedray.request import SamplingParams

@@ -8,7 +8,7 @@ as compressed-tensors stores it, unless it is there: with the output head in bfl
 as much as all other weights in int4, and with the head in int8. In llama.cpp's Q4_0 the head is in
 Q6_K, of 6.6 bits. Each engine has a process of its own, and all
 take turns with one request; a waiting process sleeps. `--llama-python` is the interpreter of an
-environment with llama-cpp-python, compiled on this machine, for bench/llama_cpp_server.py.
+environment with llama-cpp-python, compiled on this machine, for llama_cpp_server.py.
 
 A rate is n - 1 tokens over the time of a call for n tokens minus that of a call for one, which is
 the prefill. The ratio is the median over rounds of the ratio within a round.
@@ -29,29 +29,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from compressed_tensors.compressors import pack_to_int32
-from safetensors.torch import load_file, save_file
 
-# `python bench/cpu_int4.py` has only the modules of its own folder on its path.
-sys.path.append(str(Path(__file__).parents[1]))
 from bench.cpu import EngineProcess, PagedRay
-from bench.engine import LLAMA_8B, save_model
+from bench.cpu_int4.checkpoints import BFLOAT16, write_checkpoints
 from bench.machine import cpu_name
-from bench.random_checkpoint import write_checkpoint
 
-LLAMA_1B: dict[str, Any] = {  # Any: JSON values
-    **LLAMA_8B,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "head_dim": 64,
-    "tie_word_embeddings": True,
-}
 PROMPT_TOKENS = 32
 NEW_TOKENS = 48
 LLAMA_CPP = "llama.cpp Q4_0"
-BFLOAT16 = "bfloat16"
-_EMBEDDING = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +92,7 @@ class LlamaCpp:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError("bench/llama_cpp_server.py ended; run it alone to see its errors")
+            raise RuntimeError("llama_cpp_server.py ended; run it alone to see its errors")
         return line
 
 
@@ -121,7 +106,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    folders = _checkpoints(options.folder, options.group_size or [32, 128])
+    folders = write_checkpoints(options.folder, options.group_size or [32, 128])
     engines: dict[str, Timed] = {
         name: EngineProcess(PagedRay, folder, "bfloat16", options.threads)
         for name, folder in folders.items()
@@ -175,68 +160,6 @@ def _measure(engines: dict[str, Timed], rounds: int) -> list[Row]:
         )
         for name, found in rates.items()
     ]
-
-
-def _checkpoints(folder: Path, group_sizes: list[int]) -> dict[str, Path]:
-    """Return the folders of the checkpoints by name, written if they are missing."""
-    plain = folder / "bf16"
-    plain.mkdir(parents=True, exist_ok=True)
-    write_checkpoint(plain, LLAMA_1B)
-    folders = {BFLOAT16: plain}
-    for size in group_sizes:
-        for has_int8_head in (False, True):
-            target = folder / f"int4-{size}{'-head' if has_int8_head else ''}"
-            if not (target / "config.json").exists():
-                _write_int4(plain, target, size, has_int8_head=has_int8_head)
-            name = f"int4, groups of {size}"
-            folders[f"{name}, head in int8" if has_int8_head else name] = target
-    return folders
-
-
-def _write_int4(plain: Path, target: Path, group_size: int, *, has_int8_head: bool) -> None:
-    """Write the checkpoint with linear layers in int4, as compressed-tensors stores them."""
-    target.mkdir(parents=True, exist_ok=True)
-    file_of: dict[str, str] = {}
-    for path in sorted(plain.glob("*.safetensors")):
-        tensors: dict[str, torch.Tensor] = {}
-        for name, tensor in load_file(path).items():
-            if tensor.dim() == 1 or name == _EMBEDDING:
-                tensors[name] = tensor
-            else:
-                tensors |= _packed(name.removesuffix(".weight"), tensor, 4, group_size)
-            if name == _EMBEDDING and has_int8_head:
-                tensors |= _packed("lm_head", tensor, 8, tensor.shape[1])
-        save_file(tensors, target / path.name)
-        file_of |= dict.fromkeys(tensors, path.name)
-    (target / "model.safetensors.index.json").write_text(json.dumps({"weight_map": file_of}))
-    int4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": group_size}
-    groups: dict[str, Any] = {"layers": {"targets": ["re:.*_proj$"], "weights": int4}}
-    if has_int8_head:
-        int8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
-        groups["head"] = {"targets": ["lm_head"], "weights": int8}
-    section = {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "config_groups": groups,
-    }
-    shape = {**LLAMA_1B, "tie_word_embeddings": not has_int8_head}
-    # Last, so that an interrupted run leaves no checkpoint that seems complete.
-    save_model(target, {**shape, "quantization_config": section})
-
-
-def _packed(
-    layer: str, weight: torch.Tensor, num_bits: int, group_size: int
-) -> dict[str, torch.Tensor]:
-    """Return the tensors of a layer, rounded to the nearest numbers."""
-    largest = 2 ** (num_bits - 1) - 1
-    groups = weight.float().view(len(weight), -1, group_size)
-    scales = (groups.abs().amax(2, keepdim=True) / largest).bfloat16()
-    numbers = (groups / scales.float()).round().clamp(-largest - 1, largest).to(torch.int8)
-    return {
-        f"{layer}.weight_packed": pack_to_int32(numbers.view(weight.shape), num_bits=num_bits),
-        f"{layer}.weight_scale": scales.squeeze(2),
-        f"{layer}.weight_shape": torch.tensor(weight.shape),
-    }
 
 
 def _write(

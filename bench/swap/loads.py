@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from bench.engine import MAX_TOKEN_ID
 
 if TYPE_CHECKING:
-    from bench.swap_engine import MeasuredEngine, Reply
+    from bench.swap.engine import MeasuredEngine, Reply
 
 __all__ = ["ConversationLoad", "PoolLoad", "run_conversations", "run_pool"]
 

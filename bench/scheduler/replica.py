@@ -1,4 +1,4 @@
-"""The replica on which `bench/virtual_cases.py` runs its workloads.
+"""The replica on which `bench/scheduler/cases.py` runs its workloads.
 
 A step takes 12 ms and 30 us for each token. A block is copied between the pools in 45 us, beside
 the steps.

@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.line_chart import Chart, draw_charts
+from bench.fleet.line_chart import Chart, draw_charts
 from cluster.serving.ray_serve.routing.affinity import prefix_key
 from cluster.serving.ray_serve.routing.placement import Placement
 from cluster.simulation.fleet import Fleet

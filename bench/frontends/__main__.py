@@ -36,22 +36,19 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import TYPE_CHECKING
 
-from bench.frontend_process import FrontendProcess
-from bench.frontend_server import MODEL_NAME, TOKEN_TEXT
+from bench.frontends.kinds import KINDS, NUM_STREAMS, SERVE_KINDS, open_clients
+from bench.frontends.process import FrontendProcess
+from bench.frontends.serve_cluster import ServeCluster
+from bench.frontends.token_counter import TokenCounter
 from bench.machine import cpu_and_cores
-from bench.ray_serve import ServeCluster
-from bench.stream_clients import EventClients, GrpcClients
-from bench.token_counter import TokenCounter
-from pagedray.v1 import pagedray_pb2 as pb
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from bench.stream_clients import Counts, StreamClients
+    from bench.frontends.clients import Counts
+    from bench.frontends.kinds import Kind
 
 CLIENT_CORE = 1
-MOST_TOKENS = 500_000
-NUM_STREAMS = 64
 LEADS = (1, 2, 8)
 OFFERED_TOKENS_PER_S = 25_000
 MOST_LEAD = 64
@@ -86,40 +83,6 @@ class Row:
     client_cores: float
     target: float | None
     """The required tokens/s."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
-    """A frontend as clients see it."""
-
-    name: str
-    is_grpc: bool
-    path: str
-    target: float
-    shares_connection: bool = True
-
-    def connections(self, num_streams: int) -> int:
-        """Return how many connections so many streams have."""
-        return 1 if self.is_grpc and self.shares_connection else num_streams
-
-
-KINDS = (
-    Kind(name="gRPC Generate", is_grpc=True, path="Generate", target=20_000),
-    Kind(
-        name="gRPC Generate",
-        is_grpc=True,
-        path="Generate",
-        target=20_000,
-        shares_connection=False,
-    ),
-    Kind(name="gRPC Chat", is_grpc=True, path="Chat", target=20_000),
-    Kind(name="SSE completions", is_grpc=False, path="/v1/completions", target=15_000),
-    Kind(name="SSE chat", is_grpc=False, path="/v1/chat/completions", target=15_000),
-)
-SERVE_KINDS = (
-    Kind(name="Ray Serve SSE", is_grpc=False, path="/v1/completions", target=5_000),
-    Kind(name="Ray Serve gRPC", is_grpc=True, path="Generate", target=5_000),
-)
 
 
 def main() -> int:
@@ -294,43 +257,6 @@ def _row(
         engine_cores=None if engine_s is None else engine_s / seconds,
         client_cores=counts.cpu_s / seconds,
         target=kind.target,
-    )
-
-
-def open_clients(
-    kind: Kind, port: int, num_streams: int, counter: TokenCounter, *, model: str = MODEL_NAME
-) -> StreamClients:
-    """Return clients whose streams have been requested."""
-    if kind.is_grpc:
-        sampling = pb.SamplingParams(max_tokens=MOST_TOKENS, ignore_eos=True)
-        turn = pb.ChatMessage(role=pb.CHAT_ROLE_USER, content="x")
-        message = (
-            pb.GenerateRequest(text="x", sampling=sampling)
-            if kind.path == "Generate"
-            else pb.ChatRequest(messages=[turn], sampling=sampling)
-        )
-        return GrpcClients(
-            port,
-            counter,
-            num_streams=num_streams,
-            num_connections=kind.connections(num_streams),
-            path=f"/pagedray.v1.GenerationService/{kind.path}",
-            message=message.SerializeToString(),
-            token_text=TOKEN_TEXT,
-        )
-    prompt = (
-        {"prompt": "x"}
-        if kind.path == "/v1/completions"
-        else {"messages": [{"role": "user", "content": "x"}]}
-    )
-    body = {"model": model, "stream": True, "max_tokens": MOST_TOKENS, "ignore_eos": True, **prompt}
-    return EventClients(
-        port,
-        counter,
-        num_streams=num_streams,
-        path=kind.path,
-        body=json.dumps(body).encode(),
-        token_text=TOKEN_TEXT,
     )
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
-    from bench.token_counter import TokenCounter
+    from bench.frontends.token_counter import TokenCounter
 
 __all__ = ["Counts", "EventClients", "GrpcClients", "StreamClients"]
 

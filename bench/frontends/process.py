@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Self
 
 SERVER_CORE = 0
-HERE = Path(__file__).resolve().parent.parent
+HERE = Path(__file__).resolve().parents[2]
 
 
 class FrontendProcess:

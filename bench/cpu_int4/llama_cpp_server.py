@@ -1,7 +1,7 @@
-"""Decodes with llama.cpp, for bench/cpu_int4.py, in an environment of its own.
+"""Decodes with llama.cpp, for `bench.cpu_int4`, in an environment of its own.
 
     pip install --no-binary llama-cpp-python llama-cpp-python gguf
-    python -m bench.llama_cpp_server --checkpoint /tmp/bf16 --gguf /tmp/q4_0.gguf --threads 2
+    python bench/cpu_int4/llama_cpp_server.py --checkpoint /tmp/bf16 --gguf /tmp/q4.gguf --threads 2
 
 It writes the checkpoint, a Llama in bfloat16, as GGUF, which llama.cpp's own quantizer converts to
 Q4_0, unless the file is there. The order of rows of queries and keys stays as it is, which does not

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
-from bench.virtual_time import BLOCK_S, STEP_S, TOKEN_S, make_replica
+from bench.scheduler.replica import BLOCK_S, STEP_S, TOKEN_S, make_replica
 from cluster.simulation.step_cost import LLAMA_8B_H200
 from cluster.simulation.virtual_replica import VirtualCall, VirtualReplica, distinct_prompt
 from pagedray.config import CacheSize, SchedulerConfig

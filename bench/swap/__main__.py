@@ -22,12 +22,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# `python bench/swap.py` has only the modules of its own folder on its path.
-sys.path.append(str(Path(__file__).parents[1]))
 from bench.engine import SHAPES, save_model, write_results
-from bench.swap_engine import measured_engine
-from bench.swap_loads import ConversationLoad, PoolLoad, run_conversations, run_pool
-from bench.swap_rates import measured_rates
+from bench.swap.engine import measured_engine
+from bench.swap.loads import ConversationLoad, PoolLoad, run_conversations, run_pool
+from bench.swap.rates import measured_rates
 from pagedray.node_memory import NodeMemory
 
 if TYPE_CHECKING:
