@@ -162,8 +162,12 @@ class Servicer:
             self._recorder.start_sampling(lambda: self.client.engine.stats(), self._uptime_s)
 
     def stop_accepting(self) -> None:
-        """Accept no more requests, and report not ready."""
+        """Accept no more requests, and report not ready.
+
+        Calls that wait for a compilation are refused at once: it may take as long as the drain.
+        """
         self._admission.stop()
+        self.validator.stop_accepting()
 
     async def drain(self, grace_s: float) -> None:
         """Accept no more requests, and end those that run longer than `grace_s`."""

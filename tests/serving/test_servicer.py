@@ -27,7 +27,7 @@ from pagedray.errors import (
     OverloadedError,
     ShuttingDownError,
 )
-from pagedray.request import FinishReason
+from pagedray.request import FinishReason, Structure
 from tests.serving.conftest import engine_config
 from tests.serving.fake_engine import FakeEngine
 
@@ -258,6 +258,20 @@ async def test_draining_server_accepts_nothing_and_ends_the_rest(opened: Opened)
         await ended(call)
     call.close()
     await draining
+
+
+async def test_a_drain_refuses_a_call_whose_structure_is_being_compiled(opened: Opened) -> None:
+    # It takes many seconds.
+    rules = " | ".join(f'"{i}" [{chr(0x100 + i)}a-z]{{120}}' for i in range(400))
+    structure = Structure(kind="grammar", text=f"root ::= {rules}")
+    sampling = {"max_tokens": 10, "structure": structure}
+    call = GenerationInput(prompts=((5, 6, 7),), sampling=sampling, tenant="ann")
+    compiling = asyncio.create_task(opened.servicer.start_generation(call))
+    while opened.servicer.num_open_calls == 0:
+        await asyncio.sleep(0.01)
+    await opened.servicer.drain(600.0)
+    with pytest.raises(ShuttingDownError):
+        await compiling
 
 
 class FakeEncoder:

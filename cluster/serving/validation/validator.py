@@ -149,6 +149,12 @@ class Validator:
         if self._request_templates is not None:
             self._request_templates.warm_up()
 
+    def stop_accepting(self) -> None:
+        """End the calls that wait for a structure or a chat template to be compiled."""
+        self._structures.stop_accepting()
+        if self._request_templates is not None:
+            self._request_templates.stop_accepting()
+
     def close(self) -> None:
         """End the processes that compile, if they run; blocks until they have ended."""
         self._structures.close()

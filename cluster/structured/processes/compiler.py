@@ -104,11 +104,15 @@ class StructureCompiler:
         grammar, _ = await asyncio.shield(asyncio.wrap_future(self._submit((tenant, structure))))
         return grammar
 
+    def stop_accepting(self) -> None:
+        """Compile no more structures, and end the calls that wait for one; others go on."""
+        self._threads.close()
+
     def close(self) -> None:
         """End the process and the calls that wait for it. May be called twice."""
         with self._lock:
             self._is_closed = True
-        self._threads.close()
+        self.stop_accepting()
         self._process.close()
         with self._client_lock:
             if self._client is not None:
@@ -135,7 +139,7 @@ class StructureCompiler:
     def _cache_result(self, key: _Key, done: Future[_Loaded]) -> None:
         with self._lock:
             del self._running[key]
-            if done.cancelled() or done.exception() is not None:
+            if done.exception() is not None:
                 return
             self._cache[key] = done.result()
             self._make_room()

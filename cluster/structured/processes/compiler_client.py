@@ -25,7 +25,7 @@ from pagedray.errors import EngineError, ShuttingDownError
 from pagedray.system.child_environment import child_environment
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from cluster.structured.matchers.vocabulary import Vocabulary
     from pagedray.request import Structure
@@ -51,6 +51,8 @@ class CompilerClient:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
+        # Sockets on which compilations are awaited.
+        self._awaited: set[socket.socket] = set()
         self._is_closed = False
 
     @property
@@ -81,7 +83,7 @@ class CompilerClient:
 
     def _compiled(self, structure: Structure) -> Compiled | Refused | Died:
         ours, theirs = socket.socketpair()
-        with ours:
+        with ours, self._awaiting(ours):
             with theirs:
                 self._send(COMPILE, theirs)
             try:
@@ -111,10 +113,24 @@ class CompilerClient:
         return masks, grammars
 
     def close(self) -> None:
-        """End the process. May be called twice."""
+        """End the process, and the wait for compilations. May be called twice."""
         self._is_closed = True
         with self._lock:
             self._end()
+            for one in self._awaited:
+                # The process has forked, and its forks keep the other ends open.
+                one.shutdown(socket.SHUT_RDWR)
+
+    @contextlib.contextmanager
+    def _awaiting(self, connection: socket.socket) -> Iterator[None]:
+        """Let `close` end what waits for a connection."""
+        with self._lock:
+            self._awaited.add(connection)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._awaited.remove(connection)
 
     def _send(self, what: bytes, *sockets: socket.socket) -> None:
         with self._lock:

@@ -36,27 +36,38 @@ class FairThreadPool:
         self._running: Counter[str] = Counter()
         # Tasks by tenant, in the order of turns.
         self._waiting: dict[str, deque[_Task]] = {}
+        # Whoever removes one ends it.
+        self._open: set[Future[Any]] = set()  # Any: of any result
         self._is_closed = False
 
     def submit_task(self, tenant: str, task: Callable[[], Result]) -> Future[Result]:
-        """Run a task of a tenant. Raises OverloadedError or ShuttingDownError."""
+        """Run a task of a tenant; the future cannot be cancelled.
+
+        Raises OverloadedError or ShuttingDownError.
+        """
         future: Future[Result] = Future()
+        future.set_running_or_notify_cancel()
         with self._lock:
             if self._is_closed:
                 raise ShuttingDownError
             self._check_room(tenant)
+            self._open.add(future)
             self._waiting.setdefault(tenant, deque()).append((future, task))
             self._start_tasks()
         return future
 
     def close(self) -> None:
-        """Cancel the tasks that wait. May be called twice."""
+        """End all futures with a ShuttingDownError at once. May be called twice.
+
+        Tasks that wait never run, and the results of those that run are dropped.
+        """
         with self._lock:
             self._is_closed = True
-            waiting = [future for tasks in self._waiting.values() for future, _ in tasks]
             self._waiting.clear()
-        for future in waiting:
-            future.cancel()
+            ended = tuple(self._open)
+            self._open.clear()
+        for future in ended:
+            future.set_exception(ShuttingDownError())
         self._threads.shutdown(wait=False)
 
     def join(self) -> None:
@@ -93,11 +104,14 @@ class FairThreadPool:
 
     def _run(self, tenant: str, future: Future[Result], task: Callable[[], Result]) -> None:
         try:
-            if future.set_running_or_notify_cancel():
-                future.set_result(task())
+            result = task()
         # Any error goes to the waiting thread, as in every executor.
         except BaseException as error:
-            future.set_exception(error)
+            if self._may_end(future):
+                future.set_exception(error)
+        else:
+            if self._may_end(future):
+                future.set_result(result)
         finally:
             with self._lock:
                 self._running[tenant] -= 1
@@ -105,3 +119,11 @@ class FairThreadPool:
                     del self._running[tenant]
                 if not self._is_closed:
                     self._start_tasks()
+
+    def _may_end(self, future: Future[Result]) -> bool:
+        """Return whether the caller ends a future; otherwise `close` has done so."""
+        with self._lock:
+            if future not in self._open:
+                return False
+            self._open.remove(future)
+            return True

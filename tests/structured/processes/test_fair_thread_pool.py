@@ -97,11 +97,21 @@ def test_a_task_that_fails_reports_its_error_and_frees_its_thread(tasks: Tasks) 
     assert next_one.result(TIMEOUT_S) == "a"
 
 
-def test_close_cancels_waiting_tasks(tasks: Tasks) -> None:
+def test_close_ends_all_futures_without_waiting_for_their_tasks(tasks: Tasks) -> None:
     futures = tasks.submit("ann", "a0", "a1", "a2")
+    wait_for(lambda: len(tasks.begun) == 2)
     tasks.threads.close()
-    assert futures[2].cancelled()
+    assert all(isinstance(one.exception(0.0), ShuttingDownError) for one in futures)
     with pytest.raises(ShuttingDownError):
         tasks.submit("ben", "b0")
     tasks.end("a0", "a1")
-    assert [one.result(TIMEOUT_S) for one in futures[:2]] == ["a0", "a1"]
+    tasks.threads.join()
+    assert set(tasks.begun) == {"a0", "a1"}
+
+
+def test_a_cancelled_wait_leaves_its_task_running(tasks: Tasks) -> None:
+    running, waiting = tasks.submit("ann", "a0", "a1", "a2")[1:]
+    assert not running.cancel()
+    assert not waiting.cancel()
+    tasks.end("a0", "a1", "a2")
+    assert [running.result(TIMEOUT_S), waiting.result(TIMEOUT_S)] == ["a1", "a2"]

@@ -144,6 +144,49 @@ def test_a_compilation_that_is_killed_is_reported_as_killed(
     assert str(error) == "The structure compiler was killed by a signal: Killed."
 
 
+def compilations(compiler: StructureCompiler) -> list[psutil.Process]:
+    """Return the processes that compile, without the one that makes masks."""
+    by_depth = sorted(children(compiler), key=lambda one: len(one.parents()))
+    return by_depth[2:]
+
+
+def test_calls_that_wait_for_a_compilation_end_when_no_more_are_accepted(
+    own_compiler: StructureCompiler, tokenizer: Tokenizer
+) -> None:
+    async def stop_while_it_compiles() -> tuple[CompiledGrammar, list[object], int]:
+        grammar = await own_compiler.compile(SMALL)
+        structures = [LARGE, Structure(kind="grammar", text=LARGE.text + ' | "x"'), OTHER, LARGE]
+        running = asyncio.ensure_future(compile_all(own_compiler, *structures))
+        await asyncio.to_thread(wait_for, lambda: len(compilations(own_compiler)) > 0)
+        own_compiler.stop_accepting()
+        return grammar, await running, len(compilations(own_compiler))
+
+    grammar, ends, num_running = asyncio.run(stop_while_it_compiles())
+    assert [type(one) for one in ends] == [ShuttingDownError] * 4
+    assert num_running > 0
+    # Sequences that run go on.
+    assert next_bytes(grammar, tokenizer, "aa") == {b"a"}
+
+
+def test_close_does_not_wait_for_a_compilation(tokenizer: Tokenizer) -> None:
+    limits = CompileLimits(compile_s=600.0, wait_s=600.0)
+    compiler = StructureCompiler(lambda: vocabulary(tokenizer), limits=limits)
+
+    async def close_while_it_compiles() -> tuple[list[object], list[psutil.Process]]:
+        await compiler.compile(SMALL)
+        running = asyncio.ensure_future(compile_all(compiler, LARGE))
+        await asyncio.to_thread(wait_for, lambda: len(compilations(compiler)) > 0)
+        left = compilations(compiler)
+        await asyncio.to_thread(compiler.close)
+        return await running, left
+
+    ends, left = asyncio.run(close_while_it_compiles())
+    assert [type(one) for one in ends] == [ShuttingDownError]
+    assert all(one.is_running() for one in left)
+    for one in left:
+        one.kill()
+
+
 def test_a_dead_process_is_replaced_and_its_grammars_live_on(
     own_compiler: StructureCompiler, tokenizer: Tokenizer
 ) -> None:

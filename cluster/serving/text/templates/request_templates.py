@@ -85,9 +85,13 @@ class RequestTemplates:
         # A call that is cancelled does not cancel the others that wait for the same template.
         return await asyncio.shield(running)
 
+    def stop_accepting(self) -> None:
+        """Compile no more templates, and end the calls that wait for one."""
+        self._threads.close()
+
     def close(self) -> None:
         """End the process and the calls that wait for it. May be called twice."""
-        self._threads.close()
+        self.stop_accepting()
         self._compiler.close()
         self._threads.join()
 
