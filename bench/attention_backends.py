@@ -20,7 +20,6 @@ import json
 import statistics
 import sys
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +32,7 @@ from attention.gpu.metadata import GpuMetadata, GpuMetadataBuilder
 from attention.gpu.torch_sdpa import TorchSDPAGpuMetadataBuilder
 from attention.gpu_backends import FlashInferBackend, TorchSDPAGpuBackend, XFormersBackend
 from attention.layer import Attention
+from bench.command import command_and_date
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -337,8 +337,7 @@ def _print_table(rows: list[Row]) -> None:
 
 def _write(path: Path, rows: list[Row]) -> None:
     results = {
-        "command": " ".join(["python", *sys.argv]),
-        "date": datetime.now(UTC).date().isoformat(),
+        **command_and_date(),
         "gpu": torch.cuda.get_device_name(),
         "versions": {
             "torch": torch.__version__,

@@ -19,12 +19,12 @@ import sys
 import threading
 import time
 from collections import deque
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from bench.command import command_and_date
 from cluster.engine.controller import Controller
 from cluster.engine.executor import Executor, RankHealth
 from pagedray.batch import ControllerMessage, StepOutput, StepPlan, WorkerMessage
@@ -144,8 +144,7 @@ def main() -> int:
         rows.append({"sequences": num_sequences, "median_ms": median * 1e3, "p90_ms": p90 * 1e3})
     if options.output:
         report = {
-            "command": " ".join(["python", *sys.argv]),
-            "date": datetime.now(UTC).date().isoformat(),
+            **command_and_date(),
             "python": platform.python_version(),
             "cores": len(os.sched_getaffinity(0)),
             "rows": rows,

@@ -26,7 +26,6 @@ import tempfile
 import time
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,11 +35,9 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
 from tokenizers.models import WordLevel
 
-from pagedray import LLM, SamplingParams
-
-# `python bench/cpu.py` has only the modules of its own folder on its path.
-sys.path.append(str(Path(__file__).parents[1]))
+from bench.command import command_and_date
 from bench.machine import cpu_name
+from pagedray import LLM, SamplingParams
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -310,8 +307,7 @@ def _print_table(rows: list[Row]) -> None:
 
 def _write(path: Path, rows: list[Row]) -> None:
     results = {
-        "command": " ".join(["python", *sys.argv]),
-        "date": datetime.now(UTC).date().isoformat(),
+        **command_and_date(),
         "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "versions": {

@@ -17,7 +17,6 @@ import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,9 +28,7 @@ from attention.cache import kv_cache_shape
 from attention.layer import Attention
 from attention.params import storage_dtype
 from attention.selector import select_backend
-
-# `python bench/cpu_decode.py` has only the modules of its own folder on its path.
-sys.path.append(str(Path(__file__).parents[1]))
+from bench.command import command_and_date
 from bench.machine import cpu_and_cores
 
 if TYPE_CHECKING:
@@ -172,8 +169,7 @@ def _seconds(run: Callable[[], object]) -> float:
 
 def _write(path: Path, rows: list[Row]) -> None:
     result = {
-        "command": " ".join(["python", *sys.argv]),
-        "date": datetime.now(UTC).date().isoformat(),
+        **command_and_date(),
         "machine": cpu_and_cores(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "rows": [asdict(row) for row in rows],

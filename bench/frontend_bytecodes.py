@@ -18,13 +18,13 @@ import tempfile
 import threading
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cluster
+from bench.command import command_and_date
 from bench.frontend_server import start_frontends
 from bench.frontends.kinds import KINDS, NUM_STREAMS, open_clients
 from bench.frontends.token_counter import TokenCounter
@@ -158,8 +158,7 @@ def main() -> int:
             rows.append(row)
     if options.output:
         report = {
-            "command": " ".join(["python -m bench.frontend_bytecodes", *sys.argv[1:]]),
-            "date": datetime.now(UTC).date().isoformat(),
+            **command_and_date(),
             "versions": {
                 "python": platform.python_version(),
                 **{name: version(name) for name in ("grpcio", "protobuf", "uvicorn")},

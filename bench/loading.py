@@ -27,11 +27,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-# `python bench/loading.py` has only the modules of its own folder on its path.
-sys.path.append(str(Path(__file__).parents[1]))
 from attention.cpu.torch_sdpa import TorchSDPABackend
 from bench.engine import LLAMA_8B, write_results
-from bench.random_checkpoint import write_checkpoint
+from bench.engine.random_checkpoint import write_checkpoint
 from pagedray.config import EngineConfig, ParallelConfig
 from workers.layers.weight import CompositeLayer
 from workers.models.decoder import Decoder

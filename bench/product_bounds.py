@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.account.kernel_rows import READ_BYTES_PER_S
 from bench.engine import SHAPES, WORKLOADS, Workload
-from bench.kernel_account import READ_BYTES_PER_S
 
 _SHAPE = "llama-8b"
 

@@ -33,8 +33,8 @@ import grpc
 import psutil
 
 from bench.engine import MAX_TOKEN_ID, SHAPES, write_results
+from bench.engine.random_checkpoint import write_checkpoint
 from bench.machine import free_port
-from bench.random_checkpoint import write_checkpoint
 from pagedray.v1 import pagedray_pb2, pagedray_pb2_grpc
 
 if TYPE_CHECKING:

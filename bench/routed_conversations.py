@@ -17,10 +17,10 @@ import platform
 import random
 import sys
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bench.command import command_and_date
 from cluster.serving.ray_serve.routing.placement import Placement
 from cluster.simulation.fleet import Fleet
 from cluster.simulation.step_cost import LLAMA_8B_H200
@@ -152,8 +152,7 @@ def main() -> int:
                 print(f"| {' | '.join(map(_cell, rows[-1].values()))} |", flush=True)
     if options.output:
         report = {
-            "command": " ".join(["python -m bench.routed_conversations", *sys.argv[1:]]),
-            "date": datetime.now(UTC).date().isoformat(),
+            **command_and_date(),
             "python": platform.python_version(),
             "rows": rows,
         }

@@ -16,12 +16,12 @@ import platform
 import random
 import sys
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ray.serve._private.common import DeploymentID, ReplicaID, RunningReplicaInfo
 
+from bench.command import command_and_date
 from cluster.serving.ray_serve.routing.affinity import RoutingKey, prefix_key
 from cluster.serving.ray_serve.routing.placement import Placement
 
@@ -59,8 +59,7 @@ def main() -> int:
         )
     if options.output:
         report = {
-            "command": " ".join(["python -m bench.router", *sys.argv[1:]]),
-            "date": datetime.now(UTC).date().isoformat(),
+            **command_and_date(),
             "python": platform.python_version(),
             "rows": rows,
         }

@@ -20,7 +20,6 @@ import random
 import sys
 import time
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,7 @@ import ray
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
-# `python bench/served_conversations.py` has only the modules of its own folder on its path.
-sys.path.append(str(Path(__file__).parents[1]))
+from bench.command import command_and_date
 from bench.frontend_server import MODEL
 from bench.machine import cpu_name, free_port
 from cluster.serving.ray_serve.deployment import PagedRay, deployment_options
@@ -115,8 +113,7 @@ def main() -> int:
         ray.shutdown()
     if options.output:
         report = {
-            "command": " ".join(["python -m bench.served_conversations", *sys.argv[1:]]),
-            "date": datetime.now(UTC).date().isoformat(),
+            **command_and_date(),
             "cpu": cpu_name(),
             "python": platform.python_version(),
             "ray": ray.__version__,

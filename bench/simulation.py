@@ -3,7 +3,7 @@
     python -m bench.simulation --output bench/results/simulation.json
 
 The costs of steps are those of `LLAMA_8B_H200`; workloads and measured figures are those of
-`bench/engine.py`.
+`bench/engine/`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import argparse
 import json
 import platform
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 
+from bench.command import command_and_date
 from bench.engine import WORKLOADS, Workload
 from bench.scheduler.cases import decodes_beside_prompt
 from cluster.simulation.step_cost import LLAMA_8B_H200
@@ -51,8 +51,7 @@ def main() -> int:
         paced.append({"itl_target_ms": target_ms, "p99_itl_ms": p99_ms, "ttft_s": ttft_s})
     if options.output:
         report = {
-            "command": " ".join(["python -m bench.simulation", *sys.argv[1:]]),
-            "date": datetime.now(UTC).date().isoformat(),
+            **command_and_date(),
             "python": platform.python_version(),
             "rows": rows,
             "beside_prompt_of_128000": paced,
@@ -75,7 +74,7 @@ def measured_figure(workload: Workload) -> float:
 
 
 def simulated_figure(workload: Workload) -> float:
-    """Return the same in virtual time, with the configuration of `bench/engine.py`."""
+    """Return the same in virtual time, with the configuration of `bench/engine/`."""
     replica = VirtualReplica(
         SchedulerConfig(
             max_num_seqs=256,

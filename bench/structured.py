@@ -30,7 +30,6 @@ import sys
 import threading
 import time
 from collections import deque
-from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from queue import SimpleQueue
@@ -38,6 +37,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bench.command import command_and_date
 from bench.controller import SimulatedRanks, simulated_config
 from bench.machine import cpu_name
 from cluster.engine.controller import Controller
@@ -180,8 +180,7 @@ def main() -> int:
     options = parser.parse_args()
     vocabulary = _vocabulary(options.vocab_size)
     report: dict[str, Any] = {  # Any: JSON
-        "command": " ".join(["python", "-m", "bench.structured", *sys.argv[1:]]),
-        "date": datetime.now(UTC).date().isoformat(),
+        **command_and_date(),
         "python": platform.python_version(),
         "xgrammar": version("xgrammar"),
         "cpu": cpu_name(),

@@ -20,11 +20,9 @@ from typing import Any
 
 import torch
 
-# `python bench/weights.py` has only the modules of its own folder on its path.
-sys.path.append(str(Path(__file__).parents[1]))
 from attention.cpu.torch_sdpa import TorchSDPABackend
 from bench.engine import LLAMA_8B, write_results
-from bench.random_checkpoint import write_checkpoint
+from bench.engine.random_checkpoint import write_checkpoint
 from pagedray.model_config import Dtype
 from workers.models.decoder import Decoder
 from workers.models.families.registry import read_model_config

@@ -24,12 +24,12 @@ import statistics
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from bench.command import command_and_date
 from bench.cpu import EngineProcess, PagedRay
 from bench.cpu_int4.checkpoints import BFLOAT16, write_checkpoints
 from bench.machine import cpu_name
@@ -98,7 +98,9 @@ class LlamaCpp:
 
 def main() -> int:
     """Measure, print a table and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.cpu_int4", description=__doc__.splitlines()[0] if __doc__ else None
+    )
     parser.add_argument("--folder", type=Path, required=True, help="for the checkpoints, is kept")
     parser.add_argument("--group-size", type=int, action="append", help="of int4 (32 128)")
     parser.add_argument("--llama-python", type=Path, help="leave out llama.cpp without it")
@@ -169,8 +171,7 @@ def _write(
     about: dict[str, Any] | None,  # Any: JSON values
 ) -> None:
     results = {
-        "command": " ".join(["python", *sys.argv]),
-        "date": datetime.now(UTC).date().isoformat(),
+        **command_and_date(),
         "cpu": cpu_name(),
         "threads": options.threads,
         "versions": {"python": platform.python_version(), "torch": torch.__version__},

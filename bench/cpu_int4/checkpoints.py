@@ -10,7 +10,7 @@ from compressed_tensors.compressors import pack_to_int32
 from safetensors.torch import load_file, save_file
 
 from bench.engine import LLAMA_8B, save_model
-from bench.random_checkpoint import write_checkpoint
+from bench.engine.random_checkpoint import write_checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -17,10 +17,10 @@ import platform
 import random
 import sys
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench.command import command_and_date
 from bench.fleet.line_chart import Chart, draw_charts
 from cluster.serving.ray_serve.routing.affinity import prefix_key
 from cluster.serving.ray_serve.routing.placement import Placement
@@ -103,7 +103,9 @@ class _TimedScheduler:
 
 def main() -> int:
     """Run each number of replicas, and print and draw what they cost."""
-    parser = argparse.ArgumentParser(description="Costs by the number of replicas.")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.fleet", description="Costs by the number of replicas."
+    )
     parser.add_argument("--output", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
@@ -115,8 +117,7 @@ def main() -> int:
         print(f"| {' | '.join(f'{value:,.4g}' for value in row.values())} |", flush=True)
     if options.output:
         report = {
-            "command": " ".join(["python -m bench.fleet", *sys.argv[1:]]),
-            "date": datetime.now(UTC).date().isoformat(),
+            **command_and_date(),
             "python": platform.python_version(),
             "rows": rows,
         }

@@ -30,12 +30,12 @@ import sys
 import tempfile
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import TYPE_CHECKING
 
+from bench.command import command_and_date
 from bench.frontends.kinds import KINDS, NUM_STREAMS, SERVE_KINDS, open_clients
 from bench.frontends.process import FrontendProcess
 from bench.frontends.serve_cluster import ServeCluster
@@ -87,7 +87,10 @@ class Row:
 
 def main() -> int:
     """Measure every frontend, or compare it with another checkout, and print a table."""
-    parser = argparse.ArgumentParser(description="Streamed tokens per second over each frontend.")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.frontends",
+        description="Streamed tokens per second over each frontend.",
+    )
     parser.add_argument("--streams", type=int, default=NUM_STREAMS)
     parser.add_argument("--seconds", type=float, help="of each measurement")
     parser.add_argument("--output", type=Path)
@@ -262,8 +265,7 @@ def _row(
 
 def _write(path: Path, rows: list[Row]) -> None:
     report = {
-        "command": " ".join(["python -m bench.frontends", *sys.argv[1:]]),
-        "date": datetime.now(UTC).date().isoformat(),
+        **command_and_date(),
         "machine": cpu_and_cores(),
         "versions": {
             "python": platform.python_version(),

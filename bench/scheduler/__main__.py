@@ -13,9 +13,9 @@ import json
 import platform
 import statistics
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 
+from bench.command import command_and_date
 from bench.scheduler.cases import (
     FLOODS,
     FULL_STEP_S,
@@ -38,7 +38,9 @@ from bench.scheduler.step_times import (
 
 def main() -> int:
     """Measure each case and print a table."""
-    parser = argparse.ArgumentParser(description="Time of the scheduler where much waits.")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.scheduler", description="Time of the scheduler where much waits."
+    )
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     rows = []
@@ -66,8 +68,7 @@ def main() -> int:
         print(f"| {case} | {result:.3f} |")
     if options.output:
         report = {
-            "command": " ".join(["python", *sys.argv]),
-            "date": datetime.now(UTC).date().isoformat(),
+            **command_and_date(),
             "python": platform.python_version(),
             "rows": rows,
             "policy": policy,

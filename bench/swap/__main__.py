@@ -102,7 +102,9 @@ def _rows(part: str, folder: Path, options: argparse.Namespace) -> Iterator[Any]
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.swap", description=__doc__.splitlines()[0] if __doc__ else None
+    )
     parser.add_argument("--part", action="append", choices=PARTS, help="repeatable (all)")
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
     parser.add_argument("--limit-s", type=float, default=90.0, help="for each row (90)")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save_file
 
-from bench.engine import save_model
+from bench.engine.shapes import save_model
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from bench.account.kernel_rows import Launch, Measurement, account_of, print_account
 from bench.engine import MAX_TOKEN_ID, SHAPES, save_model, write_results
-from bench.kernel_account import Launch, Measurement, account_of, print_account
 from pagedray import LLM, SamplingParams
 from workers.runner.cuda_graphs import DecodeGraphs
 from workers.runner.input_batch import InputBatch
@@ -160,7 +160,9 @@ class StepClock:
 
 def main() -> int:
     """Measure every case, print it, and write it if requested."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.account", description=__doc__.splitlines()[0] if __doc__ else None
+    )
     parser.add_argument("--case", action="append", choices=CASES, help="repeatable (all of them)")
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
