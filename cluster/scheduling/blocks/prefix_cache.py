@@ -113,13 +113,14 @@ class PrefixCache:
 
         Blocks that have the old keys are not found by them, and are evicted in time.
         """
-        self.revision += 1
         if len(self._renewed) >= _MAX_RENEWED:
             # This renews every key.
             self._keyed_hash = blake2b(self._digest(b""), digest_size=_DIGEST_BYTES)
             self._renewed.clear()
-            return
-        self._renewed[self._digest(parent + key.token_bytes)] = self._digest(key.digest)
+        else:
+            self._renewed[self._digest(parent + key.token_bytes)] = self._digest(key.digest)
+        # Last: keys that another thread hashes meanwhile are of the revision before.
+        self.revision += 1
 
     def find_block(self, key: BlockKey) -> int | None:
         """Return the block with this key, or None."""

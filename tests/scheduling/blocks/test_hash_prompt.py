@@ -1,8 +1,10 @@
 """Keys of a long prompt that are computed before it is queued."""
 
+from array import array
+
 import pytest
 
-from cluster.scheduling.blocks.prefix_cache import PrefixCache
+from cluster.scheduling.blocks.prefix_cache import PrefixCache, PromptKeys
 from cluster.scheduling.scheduler import Scheduler
 from pagedray.batch import StepOutput
 from pagedray.config import SchedulerConfig
@@ -85,6 +87,36 @@ def test_keys_that_were_renewed_meanwhile_are_not_used() -> None:
     again = make_request("again")
     scheduler.add_request(again)
     assert run(scheduler) == 16
+
+
+class InterruptedCache(PrefixCache):
+    """Hashes a prompt whenever another one is hashed, as another thread may."""
+
+    __slots__ = ("found",)
+
+    found: list[PromptKeys] | None
+
+    def hash_again(self) -> PromptKeys:
+        return self.hash_prompt(array("I", (1, 2, 3, 4)), block_size=2, tenant="one", salt="")
+
+    def _digest(self, content: bytes) -> bytes:
+        found, self.found = self.found, None
+        if found is not None:
+            found.append(self.hash_again())
+            self.found = found
+        return super()._digest(content)
+
+
+def test_keys_hashed_while_others_are_renewed_are_of_the_revision_before() -> None:
+    cache = InterruptedCache(b"key", num_blocks=4, is_enabled=True)
+    cache.found = None
+    (old, _), revision = cache.hash_again()
+    found: list[PromptKeys] = []
+    cache.found = found
+    cache.renew_key(cache.root("one"), old)
+    cache.found = None
+    assert cache.hash_again().keys[0] != old
+    assert [one.revision for one in found if one.keys[0] == old] == [revision] * len(found)
 
 
 @pytest.mark.parametrize("token_id", [2**31, -1])
