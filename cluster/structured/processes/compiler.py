@@ -100,8 +100,11 @@ class StructureCompiler:
                 f"structure has {len(structure.text)} characters; "
                 f"at most {MAX_TEXT_LENGTH} are allowed."
             )
+        loaded = asyncio.wrap_future(self._submit((tenant, structure)))
+        # If the call is cancelled, nothing else looks at the error, which asyncio would log.
+        loaded.add_done_callback(lambda done: done.cancelled() or done.exception())
         # A call that is cancelled does not cancel the others that wait for the same structure.
-        grammar, _ = await asyncio.shield(asyncio.wrap_future(self._submit((tenant, structure))))
+        grammar, _ = await asyncio.shield(loaded)
         return grammar
 
     def stop_accepting(self) -> None:

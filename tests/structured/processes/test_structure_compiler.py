@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -122,6 +123,23 @@ def test_a_structure_that_takes_too_long_is_rejected_and_harms_no_other(
     own_compiler.close()
     with pytest.raises(ShuttingDownError):
         asyncio.run(own_compiler.compile(SMALL))
+
+
+def test_a_structure_that_is_refused_after_its_call_was_cancelled_logs_nothing(
+    compiler: StructureCompiler, caplog: pytest.LogCaptureFixture
+) -> None:
+    refused = Structure(kind="grammar", text="root ::= refused")
+
+    async def cancel_one_of_two_calls() -> None:
+        cancelled, waiting = (asyncio.ensure_future(compiler.compile(refused)) for _ in range(2))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        with pytest.raises(InvalidRequestError):
+            await waiting
+
+    asyncio.run(cancel_one_of_two_calls())
+    gc.collect()
+    assert caplog.records == []
 
 
 def test_a_compilation_that_is_killed_is_reported_as_killed(
