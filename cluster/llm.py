@@ -10,7 +10,7 @@ from tqdm import tqdm
 from cluster.engine.controller import Controller
 from cluster.engine.embedder import Embedder
 from cluster.engine.event_buffers import EventDispatcher
-from cluster.engine.frozen_heap import freeze_heap
+from cluster.engine.frozen_heap import CallFreezer
 from cluster.engine.open_engine import open_engine
 from cluster.engine.options import engine_config
 from cluster.engine.progress import ProgressLine
@@ -98,6 +98,7 @@ class LLM:
         self._validator = kind(config, self._tokenizer)
         self._requests = RequestMaker(self._validator, config, seed)
         self._sink = EventDispatcher()
+        self._freezer = CallFreezer()
         self._engine = open_engine(config, self._sink, report_progress)
 
     def generate(
@@ -114,7 +115,7 @@ class LLM:
         prompt. Raises InvalidRequestError for an invalid prompt or parameter, and EngineError if
         the engine fails; all requests of the call are aborted then.
         """
-        with freeze_heap():
+        with self._freezer.freeze():
             return self._run(read_prompts(prompts), sampling_params, use_tqdm)
 
     def chat(
@@ -134,7 +135,7 @@ class LLM:
         them. Outputs have what the model reasoned as `reasoning`, and the rest as `content`.
         `chat_template_kwargs` are variables of the chat template. Otherwise as `generate`.
         """
-        with freeze_heap():
+        with self._freezer.freeze():
             given = read_conversations(
                 messages,
                 tools=tools,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.engine.frozen_heap import freeze_heap
+from cluster.engine.frozen_heap import CallFreezer, freeze_heap
 from pagedray import LLM, SamplingParams
 from tests.system.server_process import TINY_LLAMA
 
@@ -43,6 +44,63 @@ def test_what_the_caller_has_frozen_remains_so() -> None:
     with freeze_heap():
         pass
     assert not is_collectable(before)
+
+
+class Garbage:
+    """An object that only a collection frees."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+class CollectorClock:
+    """A clock that advances by a second with each full collection."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.num_collections = 0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def note_phase(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "stop" and info["generation"] == 2:
+            self.now_s += 1.0
+            self.num_collections += 1
+
+
+@pytest.fixture
+def clock() -> Iterator[CollectorClock]:
+    clock = CollectorClock()
+    gc.callbacks.append(clock.note_phase)
+    yield clock
+    gc.callbacks.remove(clock.note_phase)
+
+
+def test_calls_collect_garbage_in_a_small_share_of_the_time(clock: CollectorClock) -> None:
+    freezer = CallFreezer(clock)
+    found = []
+    for _ in range(2000):
+        garbage = Garbage()
+        found.append(weakref.ref(garbage))
+        del garbage
+        with freezer.freeze():
+            clock.now_s += 1.0
+    assert clock.num_collections == 4
+    # All but what came after the last collection.
+    assert sum(one() is None for one in found) > 1500
+
+
+def test_garbage_is_left_to_a_caller_who_disabled_its_collection(clock: CollectorClock) -> None:
+    freezer = CallFreezer(clock)
+    gc.disable()
+    try:
+        for _ in range(200):
+            with freezer.freeze():
+                clock.now_s += 1.0
+    finally:
+        gc.enable()
+    assert clock.num_collections == 0
 
 
 def test_collections_of_a_call_do_not_traverse_its_prompts() -> None:
