@@ -30,7 +30,7 @@ from typing import Any, Protocol
 import torch
 
 from bench.command import command_and_date
-from bench.cpu import EngineProcess, PagedRay
+from bench.cpu.engines import EngineProcess, PagedRay
 from bench.cpu_int4.checkpoints import BFLOAT16, write_checkpoints
 from bench.machine import cpu_name
 

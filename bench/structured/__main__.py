@@ -27,19 +27,17 @@ import platform
 import random
 import statistics
 import sys
-import threading
 import time
-from collections import deque
 from importlib.metadata import version
 from pathlib import Path
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bench.command import command_and_date
-from bench.controller import SimulatedRanks, simulated_config
+from bench.controller import simulated_config
 from bench.machine import cpu_name
+from bench.structured.timed_engine import EOS_TOKEN_ID, EndlessSink, TimedExecutor, pick_token
 from cluster.engine.controller import Controller
 from cluster.engine.options import EngineOptions, engine_config
 from cluster.serving.inputs import GenerationInput
@@ -48,18 +46,12 @@ from cluster.serving.validation.validator import Validator
 from cluster.structured.matchers.vocabulary import Vocabulary, vocabulary_of
 from cluster.structured.processes.compiler import StructureCompiler
 from cluster.structured.processes.messages import CompileLimits
-from pagedray.batch import StepOutput
-from pagedray.request import FinishReason, Request, SamplingParams, Structure
+from pagedray.request import Request, SamplingParams, Structure
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from cluster.scheduling.event import TokenEvent
     from cluster.structured.processes.compiled_grammar import CompiledGrammar
-    from pagedray.batch import StepMasks, StepPlan
-    from pagedray.errors import EngineError
 
-_MODEL = Path(__file__).parents[1] / "examples" / "tiny-llama"
+_MODEL = Path(__file__).parents[2] / "examples" / "tiny-llama"
 _SCHEMA = json.dumps(
     {
         "type": "object",
@@ -76,104 +68,18 @@ _STRUCTURES = {
     "json_schema": Structure(kind="json_schema", text=_SCHEMA),
     "regex": Structure(kind="regex", text=r"(?:[a-z]+ )*\d{4}"),
 }
-_EOS = 0
 _NUM_SEQUENCES = 64
-_FORWARD_S = 0.015
 _LEARNING_S = 10.0
 _LIMITS = CompileLimits(compile_s=60.0, wait_s=120.0, mask_s=5.0)
 
 Rows = list[dict[str, Any]]  # Any: names and numbers
 
 
-class TimedExecutor(SimulatedRanks):
-    """A rank whose forward pass takes a given time, and that samples any allowed token."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._plans: SimpleQueue[StepPlan | None] = SimpleQueue()
-        self._masks: SimpleQueue[StepMasks] = SimpleQueue()
-        self._outputs: SimpleQueue[StepOutput] = SimpleQueue()
-        self._masked_rows: set[int] = set()
-        self._generator = random.Random(0)
-        self.step_times: list[tuple[float, int]] = []
-        """When each step ended, and how many sequences it sampled."""
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def submit_plan(self, plan: StepPlan) -> None:
-        self._plans.put(plan)
-
-    def send_masks(self, masks: StepMasks) -> None:
-        self._masks.put(masks)
-
-    def collect_output(self) -> StepOutput:
-        output = self._outputs.get()
-        self._step = output.step
-        return output
-
-    def close(self) -> None:
-        self._plans.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (plan := self._plans.get()) is not None:
-            began_s = time.perf_counter()
-            for start in plan.starts:
-                self._masked_rows.discard(start.row)
-                if start.is_masked:
-                    self._masked_rows.add(start.row)
-            rows = [one.row for one in plan.sequences if one.is_sampled]
-            num_masked = sum(row in self._masked_rows for row in rows)
-            masks = deque(np.array_split(self._words(), num_masked)) if num_masked else deque()
-            token_ids = [
-                _pick(masks.popleft(), self._generator) if row in self._masked_rows else 300
-                for row in rows
-            ]
-            time.sleep(max(0.0, began_s + _FORWARD_S - time.perf_counter()))
-            self.step_times.append((time.perf_counter(), len(rows)))
-            self._outputs.put(StepOutput(plan.step, token_ids))
-
-    def _words(self) -> Any:
-        return np.frombuffer(self._masks.get().words, np.uint32)
-
-
-class EndlessSink:
-    """Replaces each request that ends by a new one, until there were enough steps."""
-
-    def __init__(self) -> None:
-        self.controller: Controller | None = None
-        self.requests: dict[str, Request] = {}
-        self._ids = itertools.count()
-
-    def submit(self, request: Request) -> None:
-        """Submit a request with an id of its own."""
-        assert self.controller is not None
-        named = Request(
-            id=f"{next(self._ids):032x}",
-            prompt_token_ids=request.prompt_token_ids,
-            sampling=request.sampling,
-            seed=request.seed,
-            eos_token_ids=request.eos_token_ids,
-            grammar=request.grammar,
-        )
-        self.requests[named.id] = named
-        self.controller.submit_request(named)
-
-    def publish(self, events: Sequence[TokenEvent]) -> None:
-        """Take the events of one step."""
-        for event in events:
-            if event.finish_reason is FinishReason.ERROR:
-                raise AssertionError("A sequence broke.")
-            if event.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-                self.submit(self.requests.pop(event.request_id))
-
-    def fail_all(self, error: EngineError) -> None:
-        """Ignore the end of the engine."""
-
-
 def main() -> int:
     """Measure, print and write the results."""
-    parser = argparse.ArgumentParser(description="Cost of structured output.")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.structured", description="Cost of structured output."
+    )
     parser.add_argument("--vocab-size", type=int, default=128_256)
     parser.add_argument("--num-steps", type=int, default=200)
     parser.add_argument("--output", type=Path)
@@ -209,11 +115,13 @@ def main() -> int:
 
 def _vocabulary(size: int) -> Vocabulary:
     tokenizer = Tokenizer.from_folder(_MODEL)
-    known = vocabulary_of(tokenizer.token_bytes, size=3072, eos_token_ids=(_EOS,)).tokens
+    known = vocabulary_of(tokenizer.token_bytes, size=3072, eos_token_ids=(EOS_TOKEN_ID,)).tokens
     generator, tokens = random.Random(0), dict.fromkeys(known[261:])
     while len(tokens) < size - 261:
         tokens[generator.choice(known[261:]) + generator.choice(known[261:])] = None
-    return Vocabulary(tokens=(*known[:261], *tokens), eos_token_ids=(_EOS,), special_token_ids={})
+    return Vocabulary(
+        tokens=(*known[:261], *tokens), eos_token_ids=(EOS_TOKEN_ID,), special_token_ids={}
+    )
 
 
 def _first_request(*, is_warm: bool) -> dict[str, Any]:
@@ -278,7 +186,7 @@ def _request(grammar: CompiledGrammar | None, max_tokens: int = 100_000) -> Requ
         prompt_token_ids=(7,),
         sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
         seed=0,
-        eos_token_ids=(_EOS,),
+        eos_token_ids=(EOS_TOKEN_ID,),
         grammar=grammar,
     )
 
@@ -293,8 +201,8 @@ def _masks(name: str, grammar: CompiledGrammar, num_steps: int) -> dict[str, Any
         times_s.append(time.perf_counter() - started_s)
         for index, mask in enumerate(masks):
             assert isinstance(mask, bytes), mask
-            token_id = _pick(np.frombuffer(mask, np.uint32), generator)
-            if token_id == _EOS:
+            token_id = pick_token(np.frombuffer(mask, np.uint32), generator)
+            if token_id == EOS_TOKEN_ID:
                 # A sequence that has ended starts again.
                 asked[index] = grammar.matcher(_request(grammar)), [7]
             else:
@@ -327,24 +235,6 @@ def _times(what: str, times_s: list[float]) -> dict[str, float]:
     p90_ms = sorted(times_s)[len(times_s) * 9 // 10] * 1e3
     print(f"{what}: median {median_ms:.2f} ms, p90 {p90_ms:.2f} ms, of {len(times_s)}", flush=True)
     return {"median_ms": median_ms, "p90_ms": p90_ms}
-
-
-def _pick(words: Any, generator: random.Random) -> int:
-    """Return a token that a mask allows; the end-of-sequence token only if there is no other.
-
-    It is -1 if the mask allows none.
-    """
-    places = np.flatnonzero(words)
-    if not len(places):
-        return -1
-    for _ in range(4):
-        place = int(places[generator.randrange(len(places))])
-        word = int(words[place])
-        bits = [bit for bit in range(32) if word >> bit & 1]
-        token_id = place * 32 + generator.choice(bits)
-        if token_id != _EOS:
-            return token_id
-    return _EOS
 
 
 if __name__ == "__main__":
