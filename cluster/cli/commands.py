@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import sys
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ __all__ = ["main"]
 
 _FAILURE_EXIT = 1
 _INTERRUPT_EXIT = 130
+_STDOUT = 1
 _RAY_DEATH = "^A worker died or was killed while executing a task"
 
 
@@ -41,13 +43,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # A thread that still calls Ray after its end would start another cluster.
     os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     try:
-        return _COMMANDS[parsed.command](parsed)
+        code = _COMMANDS[parsed.command](parsed)
+        print(end="", flush=True)
+    except BrokenPipeError:
+        if not _has_lost_reader():
+            raise
+        # The interpreter would report at its exit what it cannot write.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)
+        return _FAILURE_EXIT
     except PagedRayError as error:
         print(f"pagedray: error: {error}", file=sys.stderr)
         is_mistake = isinstance(error, StartupError | InvalidRequestError)
         return USAGE_EXIT if is_mistake else _FAILURE_EXIT
     except KeyboardInterrupt:
         return _INTERRUPT_EXIT
+    return code
+
+
+def _has_lost_reader() -> bool:
+    """Return whether nothing reads the output any more, as behind `| head`."""
+    output = select.poll()
+    output.register(_STDOUT, 0)
+    return any(events & select.POLLERR for _, events in output.poll(0))
 
 
 def _with_config(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> Sequence[str]:

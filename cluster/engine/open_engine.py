@@ -73,11 +73,11 @@ def _check_context_fits(config: EngineConfig, cache: CacheSize) -> None:
     num_needed = -(-length // block_size)
     if num_needed <= cache.num_blocks:
         return
-    remedy = "a higher --num-blocks"
+    remedy = "or a higher --num-blocks"
     if config.cache.num_blocks is None:
-        remedy = "a higher --memory-fraction, more ranks (--tensor-parallel-size)"
+        remedy = "a higher --memory-fraction, or more ranks (--tensor-parallel-size)"
     raise StartupError(
         f"A context of {length} tokens needs {num_needed} KV blocks of {block_size} tokens, but "
         f"the cache has only {cache.num_blocks}; use --max-model-len "
-        f"{cache.num_blocks * block_size} or less, or {remedy}."
+        f"{cache.num_blocks * block_size} or less, {remedy}."
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 import sys
 from dataclasses import fields
@@ -38,6 +39,21 @@ def test_help_loads_nothing_heavy(command: tuple[str, ...]) -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, check=False
     )
     assert done.stdout.splitlines()[-1] == "LOADED []", done.stderr
+
+
+@pytest.mark.parametrize("is_flushed", [False, True])
+def test_output_that_nothing_reads_ends_a_command_without_a_trace(*, is_flushed: bool) -> None:
+    script = "import sys\nfrom cluster.cli.commands import main\n"
+    if is_flushed:
+        script += "sys.stdout.reconfigure(line_buffering=True)\n"
+    script += "sys.exit(main(['keys', 'new', '--tenant', 'ann']))"
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-c", script], stdout=writing, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 @pytest.mark.parametrize("command", ["serve", "generate", "chat"])

@@ -95,7 +95,9 @@ def _check_answers(address: str) -> None:
 def _check_devices(config: EngineConfig, num_devices: int, whose: str) -> None:
     num_ranks = config.parallel.tensor_parallel_size
     if num_ranks > num_devices:
-        what = "GPUs" if config.parallel.device == "cuda" else "CPU cores"
+        what = "GPU" if config.parallel.device == "cuda" else "CPU core"
+        if num_ranks > 1:
+            what += "s"
         raise DeviceError(
             f"tensor_parallel_size {num_ranks} needs {num_ranks} {what}, but {whose} has "
             f"{num_devices}."
