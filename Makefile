@@ -78,11 +78,11 @@ $(HELM_4): | $(STAMP)
 
 # The chart, rendered by Helm 4 and by the Helm of the other tests.
 helm-4-test: $(HELM) $(HELM_4)
-	@scripts/test -m slow tests/deploy/test_helm_4.py
+	@scripts/test -m slow tests/deploy/helm/test_helm_4.py
 
 # Envoy in front of a Serve application, by the routes that the chart renders.
 gateway-test: $(HELM) $(ENVOY)
-	@scripts/test -m slow tests/deploy/test_gateway.py
+	@scripts/test -m slow tests/deploy/network/test_gateway.py
 
 demo: setup
 	@$(BIN)/python scripts/demo.py

@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 from tests.deploy.kustomize import DEPLOY, Manifest, render, write_overlay
-from tests.deploy.network import Peer, admits
-from tests.deploy.operator_rules import operator_errors
-from tests.deploy.schemas import check
+from tests.deploy.network.policies import Peer, admits
+from tests.deploy.rules.operator_rules import operator_errors
+from tests.deploy.rules.schemas import check
 
 if TYPE_CHECKING:
     from pathlib import Path

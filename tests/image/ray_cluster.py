@@ -18,7 +18,7 @@ import httpx
 import yaml
 
 from cluster.serving.auth.key_file import digest_of, new_key
-from tests.deploy.helm import render_chart
+from tests.deploy.helm.chart import render_chart
 from tests.deploy.kustomize import overlay
 from tests.image.built_image import BuiltImage
 from tests.image.kuberay import CLUSTER, HEAD_SERVICE, head_pod, worker_pod

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 import yaml
 
-from tests.deploy.helm import CHART, VALUES, needs_helm, render_chart, run_helm
+from tests.deploy.helm.chart import CHART, VALUES, needs_helm, render_chart, run_helm
 from tests.deploy.kustomize import DEPLOY
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tests.deploy.helm import needs_helm, render_chart, run_helm
-from tests.deploy.schemas import check
+from tests.deploy.helm.chart import needs_helm, render_chart, run_helm
+from tests.deploy.rules.schemas import check
 
 if TYPE_CHECKING:
     from tests.deploy.kustomize import Manifest

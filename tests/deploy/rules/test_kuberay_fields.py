@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.deploy.kuberay_fields import DIGEST, differences, digest, schema_fields
-from tests.deploy.schemas import custom_resource_schema
+from tests.deploy.rules.kuberay_fields import DIGEST, differences, digest, schema_fields
+from tests.deploy.rules.schemas import custom_resource_schema
 
 LISTS = {"EgressRules", "EnvFrom", "EnvVars", "IngressRules", "IngressTLS", "VolumeMounts"}
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.deploy.kustomize import DEPLOY, Manifest, overlay, render
-from tests.deploy.network import Peer, admits
+from tests.deploy.network.policies import Peer, admits
 
 HEAD = Peer.pod(app="pagedray", component="head")
 WORKER = Peer.pod(app="pagedray", component="worker")

@@ -1,7 +1,7 @@
 """Compares the fields of a RayService in our schema with those of KubeRay's definition.
 
     kubectl get crd rayservices.ray.io -o json > crd.json
-    python -m tests.deploy.kuberay_fields crd.json
+    python -m tests.deploy.rules.kuberay_fields crd.json
 
 The definition, of a megabyte, is not in this repository: `DIGEST` is that of its fields and their
 types at v1.7.0, down to the types of Kubernetes, such as pod templates.
@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from tests.deploy.schemas import custom_resource_schema
+from tests.deploy.rules.schemas import custom_resource_schema
 
 __all__ = ["DIGEST", "Fields", "definition_fields", "differences", "digest", "schema_fields"]
 

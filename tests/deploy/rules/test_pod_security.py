@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from tests.deploy.kustomize import DEPLOY, overlay
-from tests.deploy.network import Peer, admits
-from tests.deploy.pod_security import restricted_violations
-from tests.deploy.schemas import check
+from tests.deploy.network.policies import Peer, admits
+from tests.deploy.rules.pod_security import restricted_violations
+from tests.deploy.rules.schemas import check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tests.deploy.kustomize import DEPLOY, overlay
-from tests.deploy.schemas import check
+from tests.deploy.rules.schemas import check
 
 if TYPE_CHECKING:
     from tests.deploy.kustomize import Manifest

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.deploy.kustomize import overlay
-from tests.deploy.operator_rules import operator_errors
+from tests.deploy.rules.operator_rules import operator_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable

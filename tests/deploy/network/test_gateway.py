@@ -12,8 +12,8 @@ import pytest
 
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
-from tests.deploy.envoy import envoy_config, running_envoy
-from tests.deploy.helm import needs_helm, render_chart
+from tests.deploy.helm.chart import needs_helm, render_chart
+from tests.deploy.network.envoy import envoy_config, running_envoy
 from tests.deploy.serve_demo import ServeDemo, running_demo
 from tests.deploy.tools import needs_tool
 from tests.system.server_process import TINY_LLAMA, free_port

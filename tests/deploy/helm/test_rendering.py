@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from tests.deploy.helm import VALUES, needs_helm, render_chart, run_helm
+from tests.deploy.helm.chart import VALUES, needs_helm, render_chart, run_helm
 from tests.deploy.kustomize import DEPLOY, overlay, render, write_overlay
-from tests.deploy.network import Peer, admits
-from tests.deploy.operator_rules import operator_errors
-from tests.deploy.pod_security import restricted_violations
+from tests.deploy.network.policies import Peer, admits
 from tests.deploy.quantity import seconds_of
-from tests.deploy.schemas import check
+from tests.deploy.rules.operator_rules import operator_errors
+from tests.deploy.rules.pod_security import restricted_violations
+from tests.deploy.rules.schemas import check
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.deploy.helm import needs_helm, render_chart
+from tests.deploy.helm.chart import needs_helm, render_chart
 from tests.deploy.kustomize import DEPLOY, render, write_overlay
-from tests.deploy.published_types import has_published_type, needs_types, type_errors
+from tests.deploy.rules.published_types import has_published_type, needs_types, type_errors
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.deploy.helm import needs_helm, render_chart, run_helm
+from tests.deploy.helm.chart import needs_helm, render_chart, run_helm
 
 pytestmark = needs_helm
 
