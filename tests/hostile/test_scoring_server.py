@@ -19,8 +19,8 @@ from tests.hostile.attack import Target
 from tests.hostile.post_flood import PostFlood
 from tests.load.report import times_ms
 from tests.load.tenant_keys import write_keys
+from tests.system.models.test_rerank import DOCUMENTS, QUERY, save_qwen3
 from tests.system.server_process import ServerProcess
-from tests.system.test_rerank import DOCUMENTS, QUERY, save_qwen3
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -28,7 +28,7 @@ from pagedray.v1 import pagedray_pb2, pagedray_pb2_grpc
 from tests.fakes import wait_for
 from tests.process_ends import still_running
 from tests.system.grpc_streams import GrpcStreams
-from tests.system.ray_listeners import METHODS, answers, listeners
+from tests.system.ray_cluster.ray_listeners import METHODS, answers, listeners
 from tests.system.server_process import TINY_LLAMA, ServerProcess, run_pagedray
 
 if TYPE_CHECKING:

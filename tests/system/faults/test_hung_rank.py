@@ -15,7 +15,7 @@ import pytest
 
 from tests.fakes import wait_for
 from tests.system.grpc_streams import GrpcStreams
-from tests.system.ray_end import check_streams_finish
+from tests.system.ray_cluster.ray_end import check_streams_finish
 from tests.system.server_process import ServerProcess
 
 if TYPE_CHECKING:

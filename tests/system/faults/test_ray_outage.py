@@ -12,7 +12,12 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from tests.system.grpc_streams import GrpcStreams
-from tests.system.ray_end import FINISHED, NUM_STREAMS, assert_ended, check_streams_finish
+from tests.system.ray_cluster.ray_end import (
+    FINISHED,
+    NUM_STREAMS,
+    assert_ended,
+    check_streams_finish,
+)
 from tests.system.server_process import ROOT, ServerProcess
 
 if TYPE_CHECKING:

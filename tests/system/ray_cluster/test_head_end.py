@@ -11,7 +11,7 @@ import pytest
 
 from cluster.cli.deploy.drain_wait import GcsNodes, wait_for_drains
 from tests.fakes import wait_for
-from tests.system.ray_nodes import DRAIN_S, RayNodes
+from tests.system.ray_cluster.ray_nodes import DRAIN_S, RayNodes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jsonschema
@@ -15,13 +14,13 @@ from pagedray import LLM, SamplingParams
 from pagedray.errors import InvalidRequestError
 from pagedray.request import FinishReason, Structure
 from tests.system.rank_processes import rank_processes
+from tests.system.server_process import TINY_LLAMA
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from cluster.llm import Completion, Generation
 
-TINY_LLAMA = Path(__file__).parents[2] / "examples" / "tiny-llama"
 PROMPT = "Some things are"
 SCHEMA = {
     "type": "object",
