@@ -13,7 +13,12 @@ from attention.abstract import AttentionParams, AttentionType
 from attention.gpu.backend import GpuBackend
 from attention.gpu_backends import FlashInferBackend, HybridBackend
 from attention.params import KV_CACHE_DTYPES
-from tests.attention.fake_flashinfer import FakeMemory, FakeScratch, FakeWrapper, fake_modules
+from tests.attention.flashinfer.fake_flashinfer import (
+    FakeMemory,
+    FakeScratch,
+    FakeWrapper,
+    fake_modules,
+)
 from tests.attention.gpu_steps import check_graph_inputs
 from tests.attention.rig import Rig, params_of
 

@@ -7,7 +7,7 @@ from attention.abstract import AttentionType
 from attention.gpu_backends import TorchSDPAGpuBackend
 from tests.attention.gpu_steps import NEEDS_GPU
 from tests.attention.rig import Rig, params_of
-from tests.attention.test_torch_sdpa_matrix import (
+from tests.attention.torch_sdpa.test_matrix import (
     CROSS_FEATURES,
     ENCODER_FEATURES,
     FEATURES,
