@@ -12,7 +12,7 @@ import pytest
 
 from pagedray.errors import LethalRequestError, OverloadedError, WorkerError
 from tests.serving.conftest import CONTEXT
-from tests.serving.failing_sequence import failing_sequence
+from tests.serving.defects.failing_sequence import failing_sequence
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

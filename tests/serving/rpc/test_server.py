@@ -20,7 +20,7 @@ from pagedray.v1 import pagedray_pb2_grpc
 from tests.fakes import wait_for
 from tests.serving.checkpoint import TEXT
 from tests.serving.conftest import CONTEXT
-from tests.serving.failing_sequence import failing_sequence
+from tests.serving.defects.failing_sequence import failing_sequence
 from tests.serving.waiting import wait_until
 
 if TYPE_CHECKING:
