@@ -84,8 +84,13 @@ class ConversationBody(Body):
     """What both endpoints read."""
 
     defaults: ClassVar[Defaults] = {
-        # All thoughts are kept.
-        "context_management": ({"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},),
+        "context_management": (
+            {},
+            {"edits": []},
+            # All thoughts are kept.
+            {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        ),
+        "mcp_servers": ([],),
     }
     ignored: ClassVar[Mapping[str, str]] = {
         "cache_control": "prefixes are cached anyway",

@@ -26,6 +26,11 @@ __all__ = ["Echo", "InputTokensBody", "ResponsesBody"]
 
 _encode = msgspec.json.Encoder().encode
 
+_MAX_LABELS = 16
+_MAX_LABEL_NAME = 64
+_MAX_LABEL_LENGTH = 512
+"""These limits of metadata are OpenAI's."""
+
 
 @dataclass(frozen=True, slots=True)
 class Echo:
@@ -49,7 +54,6 @@ class ResponsesBody(InputBody):
         **{
             name: IGNORED[name]
             for name in (
-                "metadata",
                 "prompt_cache_key",
                 "prompt_cache_options",
                 "prompt_cache_retention",
@@ -87,6 +91,11 @@ class ResponsesBody(InputBody):
     max_output_tokens: int | None = bounds(1)
     temperature: float | None = bounds(0, 100)
     top_p: float | None = bounds(0, 1)
+    metadata: Any = Field(  # Any: strings, within limits that pydantic would report for each
+        None,
+        description=f"Up to {_MAX_LABELS} strings by name, which the response repeats.",
+        json_schema_extra={"type": "object", "additionalProperties": {"type": "string"}},
+    )
     include: Any = Field(  # Any: only known strings
         None,
         description="Ignored, but for log-probabilities, which are refused.",
@@ -95,12 +104,15 @@ class ResponsesBody(InputBody):
     stream: bool = False
 
     def check_fields(self) -> None:
+        if self.metadata is not None:
+            _check_labels(self.metadata)
         if self.include is None:
             return
-        if not isinstance(self.include, list) or LOGPROBS in self.include:
+        if not isinstance(self.include, list):
+            raise InvalidRequestError("include must be a list of strings.", param="include")
+        if LOGPROBS in self.include:
             raise InvalidRequestError(
-                f"include must be a list, and {LOGPROBS} is not supported: use "
-                "/v1/chat/completions.",
+                f"{LOGPROBS} is not supported in include: use /v1/chat/completions.",
                 param="include",
             )
 
@@ -146,11 +158,10 @@ class ResponsesBody(InputBody):
         yield
         text = _encode(self.text or {"format": {"type": "text"}})
         yield
-        parts = (instructions, text, b",".join(tools))
-        large = b'"instructions":%b,"text":%b,"tools":[%b]' % parts
+        parts = (instructions, text, b",".join(tools), _encode(self.metadata or {}))
+        large = b'"instructions":%b,"text":%b,"tools":[%b],"metadata":%b' % parts
         fields = {
             "max_output_tokens": self.max_output_tokens,
-            "metadata": {},
             "parallel_tool_calls": self.parallel_tool_calls,
             "previous_response_id": self.previous_response_id,
             "reasoning": {
@@ -192,3 +203,18 @@ class InputTokensBody(InputBody):
             tools, known_variables=known_variables, note_ignored=note_ignored, earlier=earlier
         )
         return TokenizeInput(prompt=prompt, model=self.model)
+
+
+def _check_labels(labels: object) -> None:
+    """Raise InvalidRequestError unless labels are strings within the limits."""
+    if (
+        not isinstance(labels, dict)
+        or len(labels) > _MAX_LABELS
+        or any(len(name) > _MAX_LABEL_NAME for name in labels)
+        or any(not isinstance(one, str) or len(one) > _MAX_LABEL_LENGTH for one in labels.values())
+    ):
+        raise InvalidRequestError(
+            f"metadata must be an object of at most {_MAX_LABELS} strings of up to "
+            f"{_MAX_LABEL_LENGTH} characters, with names of up to {_MAX_LABEL_NAME}.",
+            param="metadata",
+        )

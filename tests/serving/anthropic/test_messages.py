@@ -207,7 +207,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"name": "a"}]}, "tools.0.input_schema is required."),
     ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "b"}},
      "tool_choice names 'b', which is not in tools."),
-    ({"mcp_servers": []},
+    ({"mcp_servers": [{"type": "url", "url": "https://a.com", "name": "a"}]},
      "mcp_servers is not supported: tools that Anthropic runs are not available."),
     ({"output_config": {"format": {"type": "json_schema"}}},
      "output_config.format.schema is required."),
@@ -267,6 +267,14 @@ def test_other_errors_have_their_shape(tool_server: Server, tmp_path: Path) -> N
 
 def test_hints_are_ignored(tool_server: Server) -> None:
     given = {"metadata": {"user_id": "u"}, "service_tier": "auto"}
+    assert posted(tool_server, BODY | given).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"context_management": {}}, {"context_management": {"edits": []}}, {"mcp_servers": []}],
+)
+def test_values_without_effect_are_accepted(tool_server: Server, given: dict[str, Any]) -> None:
     assert posted(tool_server, BODY | given).status_code == 200
 
 

@@ -120,6 +120,16 @@ def test_response_has_their_shape(tool_server: Server, client: openai.OpenAI) ->
     assert cut.incomplete_details.reason == "max_output_tokens"
 
 
+def test_metadata_is_repeated(client: openai.OpenAI) -> None:
+    labels = {str(number): "é" * 512 for number in range(16)}
+    whole = client.responses.create(model="tiny", input="hi", metadata=labels)
+    assert whole.metadata == client.responses.retrieve(whole.id).metadata == labels
+    events = client.responses.create(model="tiny", input="hi", metadata=labels, stream=True)
+    repeated = [event.response.metadata for event in events if hasattr(event, "response")]
+    assert repeated == [labels] * len(repeated)
+    assert client.responses.create(model="tiny", input="hi").metadata == {}
+
+
 def test_stream_joins_to_the_response(tool_server: Server, client: openai.OpenAI) -> None:
     whole = client.responses.create(model="tiny", input="hi", max_output_tokens=40)
     adapter: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -179,6 +189,13 @@ def test_calls_name_their_namespace(
     assert (call.namespace, call.name, call.arguments) == ("eyes", "look", '{"a": 1}')
 
 
+BAD_METADATA: list[object] = [
+    [],
+    {"a": 1},
+    {"a": "b" * 513},
+    {"a" * 65: "b"},
+    {str(number): "" for number in range(17)},
+]
 CASES: list[tuple[dict[str, Any], str, str]] = [
     ({"input": None}, "input is required.", "input"),
     ({"input": []}, "input must be a string or a list of items that is not empty.", "input"),
@@ -215,8 +232,13 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     ({"text": {"format": {"type": "json_schema", "name": "a"}}},
      "text.format.schema must be a JSON Schema.", "text.format.schema"),
     ({"include": ["message.output_text.logprobs"]},
-     "include must be a list, and message.output_text.logprobs is not supported: use "
-     "/v1/chat/completions.", "include"),
+     "message.output_text.logprobs is not supported in include: use /v1/chat/completions.",
+     "include"),
+    ({"include": "reasoning"}, "include must be a list of strings.", "include"),
+    *[({"metadata": one},
+       "metadata must be an object of at most 16 strings of up to 512 characters, with names of up "
+       "to 64.", "metadata")
+      for one in BAD_METADATA],
     ({"max_output_tokens": 0}, "max_output_tokens must be 1 or more, not 0.", "max_output_tokens"),
     ({"input": "~" * 3000},
      "input has 3008 tokens, but the context length of 1024 allows at most 1023 and one generated "
