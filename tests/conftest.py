@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import importlib.util
 import os
 import re
 import secrets
@@ -36,6 +37,14 @@ os.environ["SSL_CERT_DIR"] = os.devnull
 # Triton decides when it is imported, by whomever, whether it runs kernels on the CPU.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+if importlib.util.find_spec("hypothesis"):
+    from hypothesis import HealthCheck, settings
+
+    # No test fails because the machine is busy.
+    settings.register_profile(
+        "untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("untimed")
 
 
 _NEW_KEY = re.compile(r"pr-[\w-]{40,}|[0-9a-f]{64}")

@@ -88,7 +88,7 @@ def num_frames(data: bytes) -> int:
     return count
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cuts=st.lists(st.integers(0, 200), max_size=30), steps=st.integers(1, 8))
 def test_messages_arrive_however_their_bytes_are_cut(cuts: list[int], steps: int) -> None:
     with closing(Group()) as group:
@@ -130,7 +130,7 @@ def test_rank_that_ends_within_a_frame_is_gone(group: Group) -> None:
         group.channels.exchange(1.0)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     sizes=st.lists(st.sampled_from([0, 10, 40_000, 300_000]), min_size=1, max_size=3),
     chunks=st.lists(st.integers(1, 100_000), min_size=1, max_size=5),

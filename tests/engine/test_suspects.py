@@ -79,7 +79,7 @@ def names(number: int) -> list[str]:
     length=st.integers(1, 29),
     batch=st.sampled_from([7, 64, 1_000]),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_one_poison_ends_alone_within_the_bound(
     number: int, place: int, length: int, batch: int
 ) -> None:
@@ -100,7 +100,7 @@ def test_one_poison_ends_alone_within_the_bound(
     number=st.integers(1, 60),
     batch=st.sampled_from([3, 16, 1_000]),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_only_poisons_are_blamed_whatever_their_number_and_arrival(
     data: st.DataObject, number: int, batch: int
 ) -> None:
@@ -118,7 +118,7 @@ def test_only_poisons_are_blamed_whatever_their_number_and_arrival(
 
 
 @given(kills=st.sets(st.integers(0, 300)), number=st.integers(1, 20))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_deaths_with_steps_between_end_no_request(kills: set[int], number: int) -> None:
     rig = Rig({}, max_length=60)
     for one in names(number):
@@ -148,7 +148,7 @@ def test_a_few_deaths_in_a_row_without_a_step_blame_none_of_many(number: int) ->
     first=st.integers(0, 39),
     second=st.integers(0, 39),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_requests_that_die_only_together_all_finish(number: int, first: int, second: int) -> None:
     requests = names(number)
     pair = {requests[first % number], requests[second % number]}

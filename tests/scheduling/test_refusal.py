@@ -88,7 +88,7 @@ def has_room(kv: KvManager, sequence: Sequence, *, num_tokens: int, num_spare: i
 PROMPTS = [(1, 1, 2, 2, 3, 3, 4), (1, 1, 2, 2, 5, 5, 6, 6, 7), (1, 1, 8, 8), (9,) * 11]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     st.lists(
         st.tuples(st.integers(0, 8), st.integers(0, 3), st.integers(0, 3)),

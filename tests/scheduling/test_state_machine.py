@@ -3,7 +3,7 @@
 from contextlib import suppress
 
 import hypothesis.strategies as st
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from pagedray.config import Preemption
@@ -156,8 +156,6 @@ TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(
     max_examples=100,
     stateful_step_count=40,
-    deadline=None,
     database=None,
     derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow],
 )

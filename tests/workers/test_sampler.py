@@ -270,7 +270,7 @@ def test_draws_follow_the_filtered_distribution(sampler: Sampler, sampling: Samp
     assert_fits(drawn, Reference.of(logits.numpy(), sampling).probabilities)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     seed=st.integers(0, 2**32 - 1),
     vocab_size=st.sampled_from([1, 2, 127, 128, 129, 300, 1500]),
@@ -591,7 +591,7 @@ def run_alone(choice: Choice | None, sampling: SamplingParams, logits: Tensor) -
     return [sample_one(sampler, row, position=3 + i) for i, row in enumerate(logits)]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_tokens_depend_on_neither_batch_nor_row_nor_preemption(data: st.DataObject) -> None:
     choice = data.draw(st.sampled_from([NumpyChoice(), TorchChoice()]))

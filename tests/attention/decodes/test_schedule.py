@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -58,7 +58,6 @@ def items_of(
     return division.items(lens, tables, division.kept_prefixes())
 
 
-@settings(deadline=None)
 @given(step=steps(), division=divisions)
 def test_every_row_reads_each_of_its_tiles_once(step: Step, division: DecodeDivision) -> None:
     lens, tables = step

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from attention.gpu.decodes.kept_prefixes import KeptPrefixes
@@ -110,7 +110,6 @@ def common(one: Row, other: Row) -> int:
     return depth
 
 
-@settings(deadline=None)
 @given(data=st.data(), min_blocks=st.integers(1, 8), max_rows=st.integers(2, 5))
 def test_sets_are_those_of_a_search_row_by_row(
     data: st.DataObject, min_blocks: int, max_rows: int
@@ -134,7 +133,6 @@ def steps(draw: st.DrawFn) -> list[list[Row]]:
     return following
 
 
-@settings(deadline=None)
 @given(steps=steps(), min_blocks=st.integers(1, 8), max_rows=st.integers(2, 5))
 def test_kept_sets_are_those_of_a_search_whatever_changes(
     steps: list[list[Row]], min_blocks: int, max_rows: int
@@ -145,7 +143,6 @@ def test_kept_sets_are_those_of_a_search_whatever_changes(
         assert as_sets(found) == plain_sets(rows, min_blocks, max_rows)
 
 
-@settings(deadline=None)
 @given(steps=steps(), rows_per_item=st.integers(1, 5), num_slots=st.integers(1, 30))
 def test_schedule_with_kept_sets_is_the_one_without(
     steps: list[list[Row]], rows_per_item: int, num_slots: int

@@ -276,7 +276,7 @@ def rules(verdict: Verdict) -> set[str]:
     return set(verdict.rules)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(histories())
 def test_a_right_history_breaks_no_rule(events: list[Event]) -> None:
     verdict = check(events)
@@ -285,14 +285,14 @@ def test_a_right_history_breaks_no_rule(events: list[Event]) -> None:
 
 
 @pytest.mark.parametrize("defect", DEFECTS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(events=histories())
 def test_every_planted_defect_is_found(defect: str, events: list[Event]) -> None:
     plant, expected = DEFECTS[defect]
     assert expected <= rules(check(plant(events)))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(events=histories())
 def test_what_a_fault_explains_is_excused(events: list[Event]) -> None:
     # A refusal while the server heals, and a loss if the fault may end streams.
@@ -301,7 +301,7 @@ def test_what_a_fault_explains_is_excused(events: list[Event]) -> None:
     assert not check(failed(allowed, FAULT_S + 1.0, is_accepted=True)).violations
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(events=histories())
 def test_a_stand_still_that_the_server_reports_is_excused(events: list[Event]) -> None:
     assert not check(stalled(events, is_ready=False)).violations

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from cluster.scheduling.queues.fair_queue import FairQueue, Share
 
 MAX_COST = 50
-FEW = settings(deadline=None, max_examples=50)
+FEW = settings(max_examples=50)
 COSTS = st.lists(st.integers(1, MAX_COST), min_size=1, max_size=20)
 
 

@@ -138,7 +138,7 @@ class QueuePair:
             assert self.queue.first is self.plain.first
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     st.lists(
         st.tuples(st.integers(0, 9), st.sampled_from("abcd"), st.integers(1, 6)),

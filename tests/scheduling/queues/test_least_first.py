@@ -16,7 +16,7 @@ class Member:
         self.key = 0
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.sampled_from("ads+-"), st.integers(0, 7), st.integers(0, 20))))
 def test_the_first_member_has_the_least_key(events: list[tuple[str, int, int]]) -> None:
     members = [Member(number) for number in range(8)]

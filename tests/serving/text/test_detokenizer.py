@@ -83,7 +83,7 @@ def test_broken_bytes_become_replacement_characters_at_once(tokenizer: Tokenizer
         max_size=30,
     )
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_byte_fallback_and_prefix_space_are_what_decoding_all_gives(texts: list[str]) -> None:
     token_ids: list[int] = []
     for text in texts:
@@ -100,14 +100,14 @@ def test_byte_fallback_and_prefix_space_are_what_decoding_all_gives(texts: list[
         max_size=20,
     )
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_invalid_bytes_in_a_row_are_what_decoding_all_gives(token_ids: list[int]) -> None:
     expected = FALLBACK.decode(token_ids, skip_special_tokens=True)
     assert "".join(_pieces(TokenBytes(FALLBACK), token_ids)) == expected
 
 
 @given(data=st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_tokens_that_come_together_are_what_decoding_all_gives(
     tokenizer: Tokenizer, data: st.DataObject
 ) -> None:
