@@ -28,6 +28,8 @@ _NUM_CELLS = 8
 """Cells of a rank: a cache line, which no other rank writes."""
 _WORD, _NUM_BEATS, _NUM_FINISHED, _IS_COMPILING, _PID, _START_TICKS = range(6)
 _COPYING, _NUM_UNPINNED = 6, 7
+_NUM_COUNTS = 1 << 40
+"""A word has a count of the words before it."""
 _NO_INDEX = 0xFFFF
 MAX_INDEX = _NO_INDEX - 1
 """The largest index that a word holds."""
@@ -95,7 +97,7 @@ class RankReport:
     """What a rank has written."""
 
     word: int
-    """Differs from every earlier word of the rank."""
+    """Differs from the last 2**40 words of the rank."""
     num_beats: int
     """Heartbeats of its process; 0 before it has started."""
     num_finished: int
@@ -145,6 +147,7 @@ class ProgressWord:
         """Until `attach` is called, the cells are private to this process."""
         self._cells = _private_cells()
         self._count = 0
+        """Words that were written, modulo `_NUM_COUNTS`."""
         self._num_unpinned = 0
         self._entered = 0
         """The phase and index that were entered last."""
@@ -174,18 +177,15 @@ class ProgressWord:
     def enter(self, phase: Phase, index: int = _NO_INDEX) -> None:
         """Note that the rank enters a phase; `index` is what the phase counts, such as a layer."""
         self._entered = index << 8 | phase
-        self._count += 1
-        self._cells[_WORD] = self._count << 24 | self._entered
+        self._write(self._entered)
 
     def begin_collective(self, phase: Phase) -> None:
         """Note that the rank enters a collective, within the phase that it is in."""
-        self._count += 1
-        self._cells[_WORD] = self._count << 24 | self._entered & 0xFFFF00 | phase
+        self._write(self._entered & 0xFFFF00 | phase)
 
     def end_collective(self) -> None:
         """Note that the rank continues with the phase before."""
-        self._count += 1
-        self._cells[_WORD] = self._count << 24 | self._entered
+        self._write(self._entered)
 
     def finish_step(self, step: int) -> None:
         """Note that the rank has finished a step."""
@@ -212,6 +212,11 @@ class ProgressWord:
     @property
     def word(self) -> int:
         return self._cells[_WORD]
+
+    def _write(self, entered: int) -> None:
+        # A rank that is fast may write all counts within a year.
+        self._count = (self._count + 1) % _NUM_COUNTS
+        self._cells[_WORD] = self._count << 24 | entered
 
 
 class ProgressBoard:

@@ -47,6 +47,17 @@ def test_controller_reads_where_another_process_stands_even_if_it_is_stopped() -
             writer.wait()
 
 
+def test_a_year_of_words_fits_into_the_cell() -> None:
+    progress = ProgressWord()
+    progress._count = 2**40 - 2
+    words = []
+    for _ in range(3):
+        progress.enter(Phase.LAYER, 2)
+        words.append(progress.word)
+    assert len(set(words)) == 3
+    assert {word & 0xFFFFFF for word in words} == {2 << 8 | Phase.LAYER}
+
+
 def test_every_word_differs_from_those_before() -> None:
     with closing(ProgressBoard(1)) as board:
         progress = ProgressWord()
