@@ -89,6 +89,8 @@ class AsyncLLM:
         """By the ids of requests; None until a request has entered the queue."""
         self._aborted: set[str] = set()
         """Those that were aborted before that."""
+        self._turns = asyncio.Lock()
+        """Held by the call that enters the queue next."""
 
     async def generate(
         self,
@@ -218,7 +220,10 @@ class AsyncLLM:
                 prompt=prompt.value if isinstance(prompt.value, str) else None,
                 params=params,
             )
-            async with await _opened(client, [request]) as stream:
+            # One call at a time looks for room: thousands that do keep the event loop busy.
+            async with self._turns:
+                opened = await _opened(client, [request])
+            async with opened as stream:
                 self._streams[request_id] = stream
                 if request_id in self._aborted:
                     stream.abort()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
@@ -58,7 +59,8 @@ class RequestRunner:
         request = collector.request
         buffer = self._sink.open_buffer([request], is_watched=True)
         try:
-            self._controller.submit_request(request)
+            while self._submit_all([request]) is not None:
+                time.sleep(HELD_POLL_S)
             while not collector.is_finished:
                 for event in buffer.take_events():
                     if text := self._push(collector, [event]).text:

@@ -11,7 +11,13 @@ import pytest
 
 import pagedray
 from pagedray import LLM, AsyncLLM, BeamSearchParams, RequestOutputKind, SamplingParams
-from pagedray.errors import DuplicateIdError, EngineError, InvalidRequestError, StartupError
+from pagedray.errors import (
+    DuplicateIdError,
+    EngineError,
+    InvalidRequestError,
+    OverloadedError,
+    StartupError,
+)
 from tests.system.server_process import TINY_LLAMA
 
 if TYPE_CHECKING:
@@ -19,6 +25,7 @@ if TYPE_CHECKING:
 
     from cluster.generation import Generation
     from cluster.llm_beams import BeamSearchOutput
+    from pagedray.request import Request
 
 TEXT = "def read_config(path):"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -209,6 +216,39 @@ def test_requests_are_aborted_before_they_begin(engine: AsyncLLM, runner: asynci
     assert last.outputs[0].finish_reason == "abort"
     assert len(last.outputs[0].token_ids) < ENDLESS.max_tokens  # type: ignore[operator]  # not None
     wait_until_free(engine)
+
+
+def test_calls_that_wait_for_room_take_turns(
+    engine: AsyncLLM, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit = engine._engine.submit_request
+    is_full = True
+    submitted: list[int] = []
+
+    def submit_if_room(request: Request) -> None:
+        submitted.append(request.prompt_token_ids[0])
+        if is_full:
+            raise OverloadedError("The queue is full.")
+        submit(request)
+
+    async def make_room() -> None:
+        nonlocal is_full
+        await asyncio.sleep(0.2)
+        is_full = False
+
+    async def finish_one(token_id: int) -> None:
+        params = SamplingParams(max_tokens=1)
+        async for _ in engine.generate([token_id], params):
+            pass
+
+    async def finish_all() -> None:
+        await asyncio.gather(make_room(), *map(finish_one, range(40)))
+
+    monkeypatch.setattr(engine._engine, "submit_request", submit_if_room)
+    runner.run(finish_all())
+    # Only the first looks again and again whether there is room.
+    assert set(submitted[:-40]) == {0}
+    assert submitted[-40:] == list(range(40))
 
 
 def test_conversations_are_rendered_as_by_llm(

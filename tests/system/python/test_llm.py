@@ -6,12 +6,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from cluster.engine.controller import Controller
 from pagedray import LLM, FinishReason, SamplingParams
-from pagedray.errors import InvalidRequestError
+from pagedray.errors import InvalidRequestError, OverloadedError
 from tests.system.server_process import TINY_LLAMA
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from pagedray.request import Request
 
 SAMPLED = SamplingParams(temperature=0.9, seed=3, max_tokens=24, ignore_eos=True)
 
@@ -83,6 +86,25 @@ def test_stream_that_is_left_early_frees_its_blocks(llm: LLM) -> None:
     stats = llm.stats().scheduler
     assert stats.num_running == 0
     assert stats.num_free_blocks == stats.num_blocks
+
+
+def test_stream_waits_until_the_queue_has_room(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = "".join(llm.stream("class Queue:\n", SAMPLED))
+    engine = llm._engine
+    assert isinstance(engine, Controller)
+    submit = engine.submit_request
+    num_refused = 0
+
+    def submit_third(request: Request) -> None:
+        nonlocal num_refused
+        if num_refused < 2:
+            num_refused += 1
+            raise OverloadedError("The queue is full.")
+        submit(request)
+
+    monkeypatch.setattr(engine, "submit_request", submit_third)
+    assert "".join(llm.stream("class Queue:\n", SAMPLED)) == expected
+    assert num_refused == 2
 
 
 def test_calls_do_not_take_each_others_tokens(llm: LLM) -> None:
