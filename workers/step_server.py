@@ -30,56 +30,90 @@ def serve_steps(
     needs masks gets them before the next plan, and after the outputs of all earlier steps are sent,
     since masks depend on these.
     """
-    pending: deque[PendingStep] = deque()
-    copying: deque[tuple[int, PendingStep]] = deque()
-    disk = worker.disk_jobs
+    _StepServer(worker, channel, progress, is_first=is_first).serve()
 
-    def send(finished: PendingStep) -> None:
+
+class _StepServer:
+    """The steps of a rank that run, and those whose copies do."""
+
+    def __init__(
+        self, worker: Worker, channel: WorkerChannel, progress: ProgressWord, *, is_first: bool
+    ) -> None:
+        self._worker = worker
+        self._channel = channel
+        self._progress = progress
+        self._is_first = is_first
+        self._disk = worker.disk_jobs
+        self._pending: deque[PendingStep] = deque()
+        self._copying: deque[tuple[int, PendingStep]] = deque()
+
+    def serve(self) -> None:
+        """Launch plans and send what has ended until a Shutdown arrives."""
+        self._progress.enter(Phase.IDLE)
+        while True:
+            if self._send_what_ended():
+                continue
+            # Waiting for the step alone would launch the next one too late and leave the device
+            # idle.
+            if self._is_busy and not self._channel.has_message():
+                time.sleep(_POLL_S)
+                continue
+            message = self._channel.receive()
+            if isinstance(message, Shutdown):
+                return
+            assert not isinstance(message, StepMasks)
+            launched = self._worker.launch(message)
+            if launched.needs_masks and not self._receive_masks(launched):
+                return
+            self._progress.enter(Phase.DEVICE)
+            self._pending.append(launched)
+
+    @property
+    def _is_busy(self) -> bool:
+        has_steps = bool(self._pending or self._copying)
+        return has_steps or (self._disk is not None and self._disk.are_pending)
+
+    def _send_what_ended(self) -> bool:
+        """Send an acknowledgement, a report or an output; return False if none is ready."""
+        if self._copying and self._copying[0][1].is_copied:
+            self._channel.send(StepAck(self._copying.popleft()[0]))
+            self._await_copies()
+            return True
+        if self._disk is not None and (report := self._disk.take_report()) is not None:
+            self._channel.send(report)
+            return True
+        if self._pending and (self._pending[0].is_ready or len(self._pending) > 1):
+            self._send_output(self._pending.popleft())
+            return True
+        return False
+
+    def _send_output(self, finished: PendingStep) -> None:
         output = finished.output()
-        progress.enter(Phase.SENDING)
-        if is_first:
-            channel.send(output)
+        self._progress.enter(Phase.SENDING)
+        if self._is_first:
+            self._channel.send(output)
         if isinstance(output, StepOutput) and not output.is_acknowledged:
-            copying.append((output.step, finished))
+            self._copying.append((output.step, finished))
         else:
             # The copies of earlier steps have ended too.
-            copying.clear()
-            if not is_first:
-                channel.send(StepAck(output.step))
-        progress.await_copies(copying[0][0] if copying else None)
-        progress.finish_step(output.step)
-        progress.enter(Phase.DEVICE if pending else Phase.IDLE)
+            self._copying.clear()
+            if not self._is_first:
+                self._channel.send(StepAck(output.step))
+        self._await_copies()
+        self._progress.finish_step(output.step)
+        self._progress.enter(Phase.DEVICE if self._pending else Phase.IDLE)
 
-    progress.enter(Phase.IDLE)
-    while True:
-        if copying and copying[0][1].is_copied:
-            channel.send(StepAck(copying.popleft()[0]))
-            progress.await_copies(copying[0][0] if copying else None)
-            continue
-        if disk is not None and (report := disk.take_report()) is not None:
-            channel.send(report)
-            continue
-        if pending and (pending[0].is_ready or len(pending) > 1):
-            send(pending.popleft())
-            continue
-        # Waiting for the step alone would launch the next one too late and leave the device idle.
-        is_busy = pending or copying or (disk is not None and disk.are_pending)
-        if is_busy and not channel.has_message():
-            time.sleep(_POLL_S)
-            continue
-        message = channel.receive()
-        if isinstance(message, Shutdown):
-            return
-        assert not isinstance(message, StepMasks)
-        launched = worker.launch(message)
-        if launched.needs_masks:
-            while pending:
-                send(pending.popleft())
-            progress.enter(Phase.MASKS)
-            masks = channel.receive()
-            if isinstance(masks, Shutdown):
-                return
-            assert isinstance(masks, StepMasks)
-            launched.take_masks(masks)
-        progress.enter(Phase.DEVICE)
-        pending.append(launched)
+    def _await_copies(self) -> None:
+        self._progress.await_copies(self._copying[0][0] if self._copying else None)
+
+    def _receive_masks(self, launched: PendingStep) -> bool:
+        """Give a step its masks; return False if a Shutdown arrives in their place."""
+        while self._pending:
+            self._send_output(self._pending.popleft())
+        self._progress.enter(Phase.MASKS)
+        masks = self._channel.receive()
+        if isinstance(masks, Shutdown):
+            return False
+        assert isinstance(masks, StepMasks)
+        launched.take_masks(masks)
+        return True
