@@ -103,14 +103,14 @@ class Servicer:
             tokenizer,
             text_pool=self._text_pool,
             reasoning_format=options.reasoning_format,
-            note_compile=self.metrics.count_compile,
+            note_compile=self.metrics.times.observe_compile,
         )
         self._embedding_validator = EmbeddingValidator(config, tokenizer, text_pool=self._text_pool)
         self._score_validator = ScoreValidator(config, tokenizer, text_pool=self._text_pool)
         self.tool_format = options.tool_format or detect_format(tokenizer.template_source)
         """How the model writes tool calls; None if unknown."""
         listeners = [log_call] if tracer is None else [tracer.trace, log_call]
-        self._recorder = LoadRecorder(self.metrics.between_tokens)
+        self._recorder = LoadRecorder(self.metrics.times.between_tokens)
         self.observer = CallObserver(self.metrics, self._recorder, config.model.name, listeners)
         self.reader_limits = options.reader_limits
         trimmer = MemoryTrimmer()

@@ -39,6 +39,11 @@ class CallReport:
     num_cached_tokens: int
     num_generated_tokens: int
 
+    @property
+    def generates_tokens(self) -> bool:
+        """Whether it asked for tokens, not for vectors or scores."""
+        return self.operation in ("chat", "text_completion")
+
 
 def outcome_of(error: Exception) -> str:
     """Return the outcome of a call that ends with `error`."""

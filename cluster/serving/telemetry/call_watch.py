@@ -108,10 +108,10 @@ class CallWatch:
         self._num_generated_tokens += num_tokens
         if self._last_s is None:
             self._first_s = now_s
-            self._observer.metrics.first_token.observe(now_s - self._arrived_s)
+            self._observer.metrics.times.first_token.observe(now_s - self._arrived_s)
             self._observer.recorder.first_token.record(now_s - self._arrived_s)
         else:
-            self._observer.metrics.between_tokens.record(now_s - self._last_s)
+            self._observer.metrics.times.between_tokens.record(now_s - self._last_s)
         self._last_s = now_s
 
     def note_end(self, outcome: str | PagedRayError) -> None:

@@ -42,129 +42,79 @@ class EngineCollector(Collector):
         yield _gauge("healthy", "Whether the engine makes progress", is_healthy)
         if self._client.is_attached:
             stats = self._client.engine.stats()
-            yield from self._scheduler_families(stats)
-            yield from self._step_families(stats)
+            yield from _sequence_families(stats.scheduler)
+            yield from _pool_families(stats)
+            yield from _prefix_families(stats)
+            yield from _kept_families(stats.scheduler)
+            yield from _disk_families(stats)
+            yield from _preemption_families(stats)
+            yield from _step_families(stats)
 
-    def _scheduler_families(self, stats: EngineStats) -> Iterator[Metric]:
-        scheduler = stats.scheduler
-        yield _labelled_gauge(
-            "sequences",
-            "Sequences by state",
-            "state",
-            {
-                "running": scheduler.num_running,
-                "waiting": scheduler.num_waiting,
-                "swapped": scheduler.num_swapped,
-            },
-        )
-        yield _gauge("queued_requests", "Requests not started", scheduler.num_queued_requests)
-        num_blocks, num_cpu_blocks = scheduler.num_blocks, scheduler.num_cpu_blocks
-        num_free, num_cpu_free = scheduler.num_free_blocks, scheduler.num_free_cpu_blocks
-        pools = {"device": num_blocks, "cpu": num_cpu_blocks}
-        yield _labelled_gauge("blocks", "KV blocks of each pool", "pool", pools)
-        yield _labelled_gauge(
-            "free_blocks",
-            "Free KV blocks of each pool",
-            "pool",
-            {"device": num_free, "cpu": num_cpu_free},
-        )
-        yield _labelled_gauge(
-            "kv_use",
-            "Fraction of each pool in use, 0 to 1",
-            "pool",
-            {
-                "device": _used(num_blocks, num_free),
-                "cpu": _used(num_cpu_blocks, num_cpu_free),
-            },
-        )
-        yield _gauge("cached_blocks", "Free cached blocks", scheduler.num_cached_blocks)
-        yield _gauge(
-            "prefix_cpu_blocks",
-            "Blocks of the CPU pool in the prefix cache",
-            scheduler.num_cached_cpu_blocks,
-        )
-        yield _counter(
-            "prefix_queried_tokens",
-            "Tokens looked up in the prefix cache",
-            scheduler.num_queried_tokens,
-        )
-        yield _counter(
-            "prefix_hit_tokens", "Tokens found in the prefix cache", scheduler.num_hit_tokens
-        )
-        yield _counter(
-            "prefix_cpu_hit_tokens",
-            "Tokens of these that were copied back from the CPU pool",
-            scheduler.num_cpu_hit_tokens,
-        )
-        yield _gauge(
-            "unpinned_blocks",
-            "Blocks of the CPU pools that cannot be pinned, on all ranks",
-            stats.num_unpinned_blocks,
-        )
-        yield from _kept_families(scheduler)
-        yield from _disk_families(stats)
-        yield _labelled_counter(
-            "prefix_copied_bytes",
-            "Bytes of cached KV blocks copied out of and into device memory, on all ranks",
-            "direction",
-            {
-                "out": scheduler.num_saved_blocks * stats.block_bytes,
-                "in": scheduler.num_restored_blocks * stats.block_bytes,
-            },
-        )
-        yield _counter(
-            "nonfinite_sequences",
-            "Sequences that ended because their logits were not finite",
-            scheduler.num_nonfinite_sequences,
-        )
-        yield _labelled_counter(
-            "preemptions",
-            "Preempted sequences, by kind",
-            "kind",
-            {
-                "swap": scheduler.num_swap_preemptions,
-                "recompute": scheduler.num_recompute_preemptions,
-            },
-        )
-        yield _labelled_counter(
-            "swapped_bytes",
-            "Bytes of KV blocks swapped out of and into device memory, on all ranks",
-            "direction",
-            {
-                "out": scheduler.num_swapped_out_blocks * stats.block_bytes,
-                "in": scheduler.num_swapped_in_blocks * stats.block_bytes,
-            },
-        )
 
-    def _step_families(self, stats: EngineStats) -> Iterator[Metric]:
-        yield _gauge("last_step_seconds", "Duration of the last step", stats.last_step_s)
-        yield duration_family("step_seconds", "Duration of a step", stats.step_times)
-        yield _counter("steps", "Steps run", stats.num_steps)
-        yield _counter("prompt_tokens", "Prompt tokens accepted", stats.num_prompt_tokens)
-        yield _counter("generated_tokens", "Tokens generated", stats.num_generated_tokens)
-        yield _labelled_counter(
-            "rank_replacements",
-            "Replacements of ranks after one had failed, by cause",
-            "cause",
-            stats.replacements,
-        )
-        yield _labelled_counter(
-            "hangs", "Hangs found, by what made no progress", "kind", stats.num_hangs
-        )
-        yield _counter(
-            "lethal_requests",
-            "Requests that ended because ranks died whenever they ran",
-            stats.num_lethal_requests,
-        )
-        layers = GaugeMetricFamily(
-            "pagedray_attention_layers",
-            "Layers by part of a step and provider of its attention kernels",
-            labels=["part", "server"],
-        )
-        for part, providers in stats.attention.providers.items():
-            for provider, num_layers in providers.items():
-                layers.add_metric([_PART_LABELS.get(part, part), provider], num_layers)
-        yield layers
+def _sequence_families(scheduler: SchedulerStats) -> Iterator[Metric]:
+    yield _labelled_gauge(
+        "sequences",
+        "Sequences by state",
+        "state",
+        {
+            "running": scheduler.num_running,
+            "waiting": scheduler.num_waiting,
+            "swapped": scheduler.num_swapped,
+        },
+    )
+    yield _gauge("queued_requests", "Requests not started", scheduler.num_queued_requests)
+    yield _counter(
+        "nonfinite_sequences",
+        "Sequences that ended because their logits were not finite",
+        scheduler.num_nonfinite_sequences,
+    )
+
+
+def _pool_families(stats: EngineStats) -> Iterator[Metric]:
+    scheduler = stats.scheduler
+    sizes = {"device": scheduler.num_blocks, "cpu": scheduler.num_cpu_blocks}
+    free = {"device": scheduler.num_free_blocks, "cpu": scheduler.num_free_cpu_blocks}
+    used = {pool: _used(size, free[pool]) for pool, size in sizes.items()}
+    yield _labelled_gauge("blocks", "KV blocks of each pool", "pool", sizes)
+    yield _labelled_gauge("free_blocks", "Free KV blocks of each pool", "pool", free)
+    yield _labelled_gauge("kv_use", "Fraction of each pool in use, 0 to 1", "pool", used)
+    yield _gauge(
+        "unpinned_blocks",
+        "Blocks of the CPU pools that cannot be pinned, on all ranks",
+        stats.num_unpinned_blocks,
+    )
+
+
+def _prefix_families(stats: EngineStats) -> Iterator[Metric]:
+    scheduler = stats.scheduler
+    yield _gauge("cached_blocks", "Free cached blocks", scheduler.num_cached_blocks)
+    yield _gauge(
+        "prefix_cpu_blocks",
+        "Blocks of the CPU pool in the prefix cache",
+        scheduler.num_cached_cpu_blocks,
+    )
+    yield _counter(
+        "prefix_queried_tokens",
+        "Tokens looked up in the prefix cache",
+        scheduler.num_queried_tokens,
+    )
+    yield _counter(
+        "prefix_hit_tokens", "Tokens found in the prefix cache", scheduler.num_hit_tokens
+    )
+    yield _counter(
+        "prefix_cpu_hit_tokens",
+        "Tokens of these that were copied back from the CPU pool",
+        scheduler.num_cpu_hit_tokens,
+    )
+    yield _labelled_counter(
+        "prefix_copied_bytes",
+        "Bytes of cached KV blocks copied out of and into device memory, on all ranks",
+        "direction",
+        {
+            "out": scheduler.num_saved_blocks * stats.block_bytes,
+            "in": scheduler.num_restored_blocks * stats.block_bytes,
+        },
+    )
 
 
 def _kept_families(scheduler: SchedulerStats) -> Iterator[Metric]:
@@ -212,6 +162,59 @@ def _disk_families(stats: EngineStats) -> Iterator[Metric]:
         "direction",
         {"out": scheduler.num_failed_writes, "in": scheduler.num_failed_reads},
     )
+
+
+def _preemption_families(stats: EngineStats) -> Iterator[Metric]:
+    scheduler = stats.scheduler
+    yield _labelled_counter(
+        "preemptions",
+        "Preempted sequences, by kind",
+        "kind",
+        {
+            "swap": scheduler.num_swap_preemptions,
+            "recompute": scheduler.num_recompute_preemptions,
+        },
+    )
+    yield _labelled_counter(
+        "swapped_bytes",
+        "Bytes of KV blocks swapped out of and into device memory, on all ranks",
+        "direction",
+        {
+            "out": scheduler.num_swapped_out_blocks * stats.block_bytes,
+            "in": scheduler.num_swapped_in_blocks * stats.block_bytes,
+        },
+    )
+
+
+def _step_families(stats: EngineStats) -> Iterator[Metric]:
+    yield _gauge("last_step_seconds", "Duration of the last step", stats.last_step_s)
+    yield duration_family("step_seconds", "Duration of a step", stats.step_times)
+    yield _counter("steps", "Steps run", stats.num_steps)
+    yield _counter("prompt_tokens", "Prompt tokens accepted", stats.num_prompt_tokens)
+    yield _counter("generated_tokens", "Tokens generated", stats.num_generated_tokens)
+    yield _labelled_counter(
+        "rank_replacements",
+        "Replacements of ranks after one had failed, by cause",
+        "cause",
+        stats.replacements,
+    )
+    yield _labelled_counter(
+        "hangs", "Hangs found, by what made no progress", "kind", stats.num_hangs
+    )
+    yield _counter(
+        "lethal_requests",
+        "Requests that ended because ranks died whenever they ran",
+        stats.num_lethal_requests,
+    )
+    layers = GaugeMetricFamily(
+        "pagedray_attention_layers",
+        "Layers by part of a step and provider of its attention kernels",
+        labels=["part", "server"],
+    )
+    for part, providers in stats.attention.providers.items():
+        for provider, num_layers in providers.items():
+            layers.add_metric([_PART_LABELS.get(part, part), provider], num_layers)
+    yield layers
 
 
 def duration_family(name: str, text: str, counts: HistogramSnapshot) -> Metric:

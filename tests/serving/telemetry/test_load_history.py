@@ -77,7 +77,7 @@ def test_ten_minutes_are_kept(stats: EngineStats) -> None:
 
 def test_calls_are_recorded(http: httpx.Client, server: Server, engine: FakeEngine) -> None:
     observer = server.frontends.servicer.observer
-    recorder, recorded = observer.recorder, observer.metrics.between_tokens
+    recorder, recorded = observer.recorder, observer.metrics.times.between_tokens
     before = recorder.first_token.snapshot(), recorded.snapshot()
     body = {"model": "tiny", "prompt": "a", "max_tokens": 5}
     assert http.post("/v1/completions", json=body).status_code == 200
