@@ -1,8 +1,10 @@
-"""What a server runs and how much it holds, as `pagedray serve` prints it."""
+"""What a server runs, how much it holds and where it listens, as `pagedray serve` prints it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+from cluster.serving.connections.listener import url_host
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -10,7 +12,7 @@ if TYPE_CHECKING:
     from cluster.engine.stats import EngineStats
     from pagedray.config import EngineConfig
 
-__all__ = ["ready_lines"]
+__all__ = ["address_lines", "ready_lines"]
 
 
 def ready_lines(config: EngineConfig, stats: EngineStats) -> Iterator[str]:
@@ -37,3 +39,13 @@ def ready_lines(config: EngineConfig, stats: EngineStats) -> Iterator[str]:
     if config.sampling_defaults:
         values = ", ".join(f"{name} {value:g}" for name, value in config.sampling_defaults)
         yield f"Requests that set nothing else use {values} (generation_config.json)"
+
+
+def address_lines(
+    model: str, host: str, *, http_port: int | None, grpc_port: int | None, has_tls: bool
+) -> Iterator[str]:
+    """Yield the URLs of the frontends; the last line says that the server is ready."""
+    s, host = "s" if has_tls else "", url_host(host)
+    url = f"http{s}://{host}:{http_port}"
+    yield f"Page {url}/  API {url}/docs  metrics {url}/metrics"
+    yield f"Ready: {model} at {url}/v1 and grpc{s}://{host}:{grpc_port}. Press Ctrl-C to stop."

@@ -10,7 +10,7 @@ import signal
 from typing import TYPE_CHECKING
 
 from cluster.cli.exit_guard import guard_exit
-from cluster.cli.ready_lines import ready_lines
+from cluster.cli.ready_lines import address_lines, ready_lines
 from cluster.engine.frozen_heap import freeze_heap
 from cluster.engine.open_engine import open_engine
 from cluster.engine.progress import ProgressLine
@@ -173,19 +173,14 @@ class Server:
             line.close()
 
     def _announce(self, frontends: Frontends, engine: Controller | Embedder) -> None:
-        model = self._config.model
-        s = "" if self._certificates is None else "s"
-        url = f"http{s}://{self._options.host}:{frontends.http_port}"
-        print(
-            *ready_lines(self._config, engine.stats()),
-            f"Page {url}/  API {url}/docs  metrics {url}/metrics",
-            sep="\n",
+        addresses = address_lines(
+            self._config.model.name,
+            self._options.host,
+            http_port=frontends.http_port,
+            grpc_port=frontends.grpc_port,
+            has_tls=self._certificates is not None,
         )
-        print(
-            f"Ready: {model.name} at {url}/v1 "
-            f"and grpc{s}://{self._options.host}:{frontends.grpc_port}. Press Ctrl-C to stop.",
-            flush=True,
-        )
+        print(*ready_lines(self._config, engine.stats()), *addresses, sep="\n", flush=True)
 
     async def _until_stopped(self, engine: StepLoop) -> None:
         while not self._stop.is_set():

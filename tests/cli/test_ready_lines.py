@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from cluster.cli.ready_lines import ready_lines
+import httpx
+import pytest
+
+from cluster.cli.ready_lines import address_lines, ready_lines
 from cluster.engine.options import EngineOptions, engine_config
 from cluster.engine.stats import EngineStats
 from cluster.scheduling.stats import SchedulerStats
@@ -59,3 +63,15 @@ def test_defaults_of_the_model_are_shown() -> None:
     config = engine_config(TINY_LLAMA, EngineOptions(device="cpu"))
     config = replace(config, sampling_defaults=(("temperature", 0.6), ("top_k", 20)))
     assert "temperature 0.6, top_k 20" in lines(config, 64)[-1]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_addresses_are_urls_of_the_frontends(host: str, scheme: str) -> None:
+    page, ready = address_lines(
+        "tiny", host, http_port=8001, grpc_port=9001, has_tls=scheme == "https"
+    )
+    urls = [httpx.URL(url.rstrip(".")) for url in re.findall(r"\w+://\S+", f"{page} {ready}")]
+    http = (scheme, host, 8001)
+    expected = [http] * 4 + [(scheme.replace("http", "grpc"), host, 9001)]
+    assert [(url.scheme, url.host, url.port) for url in urls] == expected

@@ -20,6 +20,7 @@ from cluster.cli.bench.table import latency_table, total_table
 from cluster.cli.bench.target import Target
 from cluster.cli.bench.text_lengths import LocalTokenizer
 from cluster.cli.client_flags import read_key
+from cluster.serving.connections.listener import url_host
 from pagedray.errors import StartupError
 from workers.hub.locate import locate_model
 
@@ -149,10 +150,9 @@ def _tokenizer(parsed: argparse.Namespace, client: BenchClient) -> TextTokenizer
 def _target(parsed: argparse.Namespace) -> Target:
     is_grpc = parsed.backend.startswith("grpc")
     scheme, port = ("grpc", 9000) if is_grpc else ("http", 8000)
-    host = f"[{parsed.host}]" if ":" in parsed.host else parsed.host
     return Target(
         backend=parsed.backend,
-        base_url=parsed.base_url or f"{scheme}://{host}:{parsed.port or port}",
+        base_url=parsed.base_url or f"{scheme}://{url_host(parsed.host)}:{parsed.port or port}",
         endpoint=parsed.endpoint,
         key=read_key(parsed.api_key_file) or os.environ.get("OPENAI_API_KEY") or None,
         ca_file=parsed.tls_ca,

@@ -6,7 +6,7 @@ import socket
 
 from pagedray.errors import DeviceError
 
-__all__ = ["listen"]
+__all__ = ["listen", "url_host"]
 
 _BACKLOG = 2048
 _MAX_PORT = 65535
@@ -28,3 +28,8 @@ def listen(frontend: str, host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.setblocking(False)
     return listener
+
+
+def url_host(host: str) -> str:
+    """Return a host name or address as URLs write it."""
+    return f"[{host}]" if ":" in host else host

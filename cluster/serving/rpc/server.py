@@ -9,7 +9,7 @@ import grpc
 from grpc_reflection.v1alpha import reflection
 
 from cluster.serving.connections.connection_limits import ConnectionLimits
-from cluster.serving.connections.listener import listen
+from cluster.serving.connections.listener import listen, url_host
 from cluster.serving.rpc.connection_watch import ConnectionWatch
 from cluster.serving.rpc.entry import EntryInterceptor
 from cluster.serving.rpc.health import HEALTH, Health
@@ -101,10 +101,9 @@ class GrpcServer:
         server.add_generic_rpc_handlers((method_handlers(self._servicer), self._health.handlers()))
         names = (SERVICE.full_name, HEALTH, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
-        host = f"[{self._host}]" if ":" in self._host else self._host
         # gRPC raises an error without the reason, so bind once to report it.
         listen("gRPC", self._host, self._wanted_port).close()
-        address = f"{host}:{self._wanted_port}"
+        address = f"{url_host(self._host)}:{self._wanted_port}"
         self.port = (
             server.add_insecure_port(address)
             if self._certificates is None
