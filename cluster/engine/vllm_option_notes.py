@@ -88,7 +88,7 @@ IGNORED: Mapping[str, str] = MappingProxyType(
                     "num_cpu_blocks sets the blocks for prefixes": "kv_offloading_size",
                     "max_graph_tokens limits the graphs of prompts": "max_seq_len_to_capture",
                     "num_cpu_blocks sets the blocks for swapping and for prefixes": "swap_space",
-                    "keys of prefixes are SHA-256": "prefix_caching_hash_algo",
+                    "keys of prefixes are BLAKE2b digests": "prefix_caching_hash_algo",
                     "each output is sent when it is ready": "stream_interval",
                     "requests are ordered by priority, then arrival": "scheduling_policy",
                     "preemption selects it": "preemption_mode",
