@@ -18,13 +18,13 @@ logger = logging.getLogger(__name__)
 class FaultRecovery:
     """Bars requests that are suspected of a fault, and finds those with which code failed."""
 
-    __slots__ = ("_faulty", "_may_run", "_table", "needs_repair")
+    __slots__ = ("_may_run", "_table", "faulty_ids", "needs_repair")
 
     def __init__(self, table: SequenceTable) -> None:
         self._table = table
         self._may_run: Callable[[str], bool] | None = None
         """None if every request may run."""
-        self._faulty: list[str] = []
+        self.faulty_ids: list[str] = []
         """Requests with which a method of the scheduler failed, until the repair."""
         self.needs_repair = False
         """Whether a method of the scheduler failed; there are no plans before the repair."""
@@ -53,7 +53,7 @@ class FaultRecovery:
         logger.error(
             "Request %s will end with an error after an internal error.", request_id, exc_info=error
         )
-        self._faulty.append(request_id)
+        self.faulty_ids.append(request_id)
         self.needs_repair = True
 
     def repair(self) -> list[Sequence]:
@@ -63,7 +63,7 @@ class FaultRecovery:
         """
         # The exception may have left any state behind.
         self._table.reset_sequences()
-        faulty, self._faulty = self._faulty, []
+        faulty, self.faulty_ids = self.faulty_ids, []
         self.needs_repair = False
         return [
             sequence for request_id in faulty for sequence in self._table.unfinished(request_id)

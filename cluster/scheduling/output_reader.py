@@ -64,15 +64,17 @@ class OutputReader:
 
     def _append_tokens(self, flight: Flight, output: StepOutput) -> list[TokenEvent]:
         """Append each token to its sequence. This is where a step takes the longest."""
-        sampled, late = flight.sampled, flight.late
+        sampled, late, faulty = flight.sampled, flight.late, self._recovery.faulty_ids
         finished, stop = SequenceState.FINISHED, FinishReason.STOP
         logprobs = [() if one is None else (one,) for one in output.logprobs]
         events: list[TokenEvent] = []
         for sequence, token_id, found in zip(
             sampled, output.token_ids, logprobs or repeat((), len(sampled)), strict=True
         ):
-            # A token is discarded if the previous step ended its sequence.
+            # A token is discarded if the previous step ended its sequence, or lost a token of it.
             if sequence.state is finished or (late and sequence in late):
+                continue
+            if faulty and sequence.request_id in faulty:
                 continue
             try:
                 if token_id < 0:
