@@ -90,47 +90,69 @@ class TensorReader:
         each dimension, of which there is at least one. Raises OSError, and CheckpointError if the
         file has become shorter.
         """
-        first, end, _ = part[0].indices(entry.shape[0])
-        row_bytes = _row_bytes(entry)
-        is_pinned = target is not None and target.device.type == "cuda"
         columns = _columns(entry, part)
         memory = None if target is None else _bytes_of(target, entry, columns)
-        chunk_bytes = _PINNED_CHUNK_BYTES if is_pinned else _CHUNK_BYTES
-        if memory is not None:
-            chunk_bytes = _DIRECT_CHUNK_BYTES
-        height = min(max(1, chunk_bytes // max(1, row_bytes)), max(1, end - first))
-        if memory is not None and columns.num_other_bytes:
+        if target is not None and memory is not None:
+            return self._chunks_in_place(entry, part[0], columns, target, memory)
+        gpu = target.device if target is not None and target.device.type == "cuda" else None
+        return self._chunks_in_buffers(entry, part, gpu)
+
+    def _chunks_in_place(
+        self,
+        entry: TensorEntry,
+        part_rows: slice,
+        columns: Columns,
+        target: torch.Tensor,
+        memory: torch.Tensor,
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield chunks that are read into the `memory` of the target."""
+        height = _DIRECT_CHUNK_BYTES // max(1, columns.row_bytes)
+        if columns.num_other_bytes:
             height = min(height, MAX_PARTS)
         descriptor = self._descriptor(entry.path)
-        buffer_bytes = height * row_bytes if memory is None else columns.num_other_bytes
-        with self._buffer(buffer_bytes, is_pinned=is_pinned) as buffer:
-            for low in range(first, end, height):
-                rows = slice(low, min(low + height, end))
-                position = entry.first_byte + low * row_bytes
+        begin = 0
+        with self._buffer(columns.num_other_bytes, is_pinned=False) as others:
+            for rows in _row_chunks(part_rows, entry, height):
                 num_rows = rows.stop - rows.start
-                if self._ahead is not None:
-                    self._ahead.note_read(num_rows * row_bytes)
-                if memory is not None:
-                    place = memory[(low - first) * columns.num_bytes :]
-                    place = place[: num_rows * columns.num_bytes]
-                    read_columns(
-                        descriptor,
-                        place.numpy().data,
-                        position,
-                        columns,
-                        buffer.numpy().data,
-                        entry.path,
-                    )
-                    assert target is not None
-                    yield rows, target[low - first : low - first + num_rows]
-                    continue
+                self._note_read(num_rows * columns.row_bytes)
+                place = memory[begin * columns.num_bytes :][: num_rows * columns.num_bytes]
+                read_columns(
+                    descriptor,
+                    place.numpy().data,
+                    entry.first_byte + rows.start * columns.row_bytes,
+                    columns,
+                    others.numpy().data,
+                    entry.path,
+                )
+                yield rows, target[begin : begin + num_rows]
+                begin += num_rows
+
+    def _chunks_in_buffers(
+        self, entry: TensorEntry, part: tuple[slice, ...], gpu: torch.device | None
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield chunks whose whole rows are read into a buffer, and copied to the GPU if any."""
+        is_pinned = gpu is not None
+        row_bytes = _row_bytes(entry)
+        height = (_PINNED_CHUNK_BYTES if is_pinned else _CHUNK_BYTES) // max(1, row_bytes)
+        chunks = list(_row_chunks(part[0], entry, height))
+        buffer_bytes = max((rows.stop - rows.start for rows in chunks), default=0) * row_bytes
+        descriptor = self._descriptor(entry.path)
+        with self._buffer(buffer_bytes, is_pinned=is_pinned) as buffer:
+            for rows in chunks:
+                num_rows = rows.stop - rows.start
+                self._note_read(num_rows * row_bytes)
                 chunk = buffer[: num_rows * row_bytes]
+                position = entry.first_byte + rows.start * row_bytes
                 read_bytes(descriptor, chunk.numpy().data, position, entry.path)
                 whole_rows = chunk.view(_DTYPES[entry.dtype]).view(num_rows, *entry.shape[1:])
-                if target is not None and is_pinned:
+                if gpu is not None:
                     # The CPU would be slow to gather columns and to convert them.
-                    whole_rows = whole_rows.to(target.device)
+                    whole_rows = whole_rows.to(gpu)
                 yield rows, whole_rows[(slice(None), *part[1:])]
+
+    def _note_read(self, num_bytes: int) -> None:
+        if self._ahead is not None:
+            self._ahead.note_read(num_bytes)
 
     @contextmanager
     def _buffer(self, num_bytes: int, *, is_pinned: bool) -> Iterator[torch.Tensor]:
@@ -151,6 +173,13 @@ class TensorReader:
             if path not in self._descriptors:
                 self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             return self._descriptors[path]
+
+
+def _row_chunks(part_rows: slice, entry: TensorEntry, height: int) -> Iterator[slice]:
+    """Yield slices of so many rows, or of one if that is none, and the rest."""
+    first, end, _ = part_rows.indices(entry.shape[0])
+    for low in range(first, end, max(1, height)):
+        yield slice(low, min(low + max(1, height), end))
 
 
 def _row_bytes(entry: TensorEntry) -> int:

@@ -40,32 +40,7 @@ def simulate(parsed: argparse.Namespace) -> int:
     Raises PagedRayError.
     """
     arrivals = _arrivals(parsed)
-    cost = LLAMA_8B_H200 if parsed.cost in COSTS else read_step_cost(Path(parsed.cost))
-    config = SchedulerConfig(
-        max_num_seqs=parsed.max_num_seqs,
-        max_num_batched_tokens=parsed.max_num_batched_tokens,
-        max_queued_requests=parsed.max_queued_requests,
-        max_queued_tokens=parsed.max_queued_tokens,
-        preemption=parsed.preemption,
-        itl_target_ms=parsed.itl_target_ms,
-    )
-    cache_size = CacheSize(
-        num_blocks=parsed.num_blocks, num_cpu_blocks=parsed.num_cpu_blocks, block_bytes=0
-    )
-    fleet = Fleet(
-        lambda: VirtualReplica(
-            config,
-            cache_size,
-            cost,
-            max_model_len=parsed.max_model_len,
-            block_size=parsed.block_size,
-            enable_prefix_cache=not parsed.no_prefix_cache,
-            enable_cpu_prefix_cache=not parsed.no_cpu_prefix_cache,
-            num_disk_blocks=parsed.num_disk_blocks,
-            disk=VirtualDisk(read_s=parsed.disk_read_us / 1e6, write_s=parsed.disk_write_us / 1e6),
-        ),
-        num_replicas=parsed.num_replicas,
-    )
+    fleet = _fleet(parsed)
     fleet.run(arrivals)
     report = make_report(fleet)
     if parsed.json:
@@ -82,6 +57,35 @@ def simulate(parsed: argparse.Namespace) -> int:
         file=sys.stderr,
     )
     return _FAILURE_EXIT
+
+
+def _fleet(parsed: argparse.Namespace) -> Fleet:
+    cost = LLAMA_8B_H200 if parsed.cost in COSTS else read_step_cost(Path(parsed.cost))
+    config = SchedulerConfig(
+        max_num_seqs=parsed.max_num_seqs,
+        max_num_batched_tokens=parsed.max_num_batched_tokens,
+        max_queued_requests=parsed.max_queued_requests,
+        max_queued_tokens=parsed.max_queued_tokens,
+        preemption=parsed.preemption,
+        itl_target_ms=parsed.itl_target_ms,
+    )
+    cache_size = CacheSize(
+        num_blocks=parsed.num_blocks, num_cpu_blocks=parsed.num_cpu_blocks, block_bytes=0
+    )
+    return Fleet(
+        lambda: VirtualReplica(
+            config,
+            cache_size,
+            cost,
+            max_model_len=parsed.max_model_len,
+            block_size=parsed.block_size,
+            enable_prefix_cache=not parsed.no_prefix_cache,
+            enable_cpu_prefix_cache=not parsed.no_cpu_prefix_cache,
+            num_disk_blocks=parsed.num_disk_blocks,
+            disk=VirtualDisk(read_s=parsed.disk_read_us / 1e6, write_s=parsed.disk_write_us / 1e6),
+        ),
+        num_replicas=parsed.num_replicas,
+    )
 
 
 def _arrivals(parsed: argparse.Namespace) -> Sequence[Arrival]:

@@ -127,33 +127,43 @@ def openapi_document() -> Json:
 
 
 def _operation(operation: ApiOperation) -> Json:
-    content: Json = {
-        media_type: {"schema": _reference(name) if name else {"type": "string"}}
-        for media_type, name in operation.contents
-    }
-    success: Json = {"description": operation.response_text, "content": content}
-    errors: Json = {
-        str(status): {
-            "description": _ERROR_TEXTS[status],
-            "content": {"application/json": {"schema": _reference(operation.error_schema)}},
-        }
-        for status in operation.errors
-    }
-    responses: Json = {"200": success, **errors}
     written: Json = {
         "operationId": operation.id,
         "summary": operation.summary,
         "tags": [operation.tag],
-        "responses": responses,
+        "responses": _responses(operation),
     }
-    if operation.empty_text is not None:
-        responses["204"] = {"description": operation.empty_text}
     if operation.body is not None:
         schema = _reference(operation.body)
         written["requestBody"] = {
             "required": True,
             "content": {"application/json": {"schema": schema}},
         }
+    if parameters := _parameters(operation):
+        written["parameters"] = parameters
+    if operation.is_public:
+        written["security"] = []
+    return written
+
+
+def _responses(operation: ApiOperation) -> Json:
+    content: Json = {
+        media_type: {"schema": _reference(name) if name else {"type": "string"}}
+        for media_type, name in operation.contents
+    }
+    responses: Json = {"200": {"description": operation.response_text, "content": content}}
+    for status in operation.errors:
+        error = _reference(operation.error_schema)
+        responses[str(status)] = {
+            "description": _ERROR_TEXTS[status],
+            "content": {"application/json": {"schema": error}},
+        }
+    if operation.empty_text is not None:
+        responses["204"] = {"description": operation.empty_text}
+    return responses
+
+
+def _parameters(operation: ApiOperation) -> list[Json]:
     parameters: list[Json] = []
     if operation.parameter is not None:
         parameters.append(
@@ -164,20 +174,17 @@ def _operation(operation: ApiOperation) -> Json:
                 "schema": {"type": "string", "minLength": 1},
             }
         )
-    parameters += [
-        {
-            "name": one.name,
-            "in": one.place,
-            "description": one.text,
-            "schema": {"type": one.kind, **({"minimum": 0} if one.kind == "integer" else {})},
-        }
-        for one in operation.others
-    ]
-    if parameters:
-        written["parameters"] = parameters
-    if operation.is_public:
-        written["security"] = []
-    return written
+    for one in operation.others:
+        bounds = {"minimum": 0} if one.kind == "integer" else {}
+        parameters.append(
+            {
+                "name": one.name,
+                "in": one.place,
+                "description": one.text,
+                "schema": {"type": one.kind, **bounds},
+            }
+        )
+    return parameters
 
 
 def _schemas() -> Json:
