@@ -162,7 +162,8 @@ class ConversationBody(Body):
                 f"{where} ends with a tool call, whose result must follow.", param=where
             )
         effort = None if self.output_config is None else self._output_config().effort
-        arguments = TemplateArguments(None, effort).variables(known_variables, note_ignored)
+        given = TemplateArguments(None, effort, effort_param="output_config.effort")
+        arguments = given.variables(known_variables, note_ignored)
         if self.thinking is not None and self.thinking.type != "adaptive":
             if "enable_thinking" in known_variables:
                 arguments["enable_thinking"] = self.thinking.type == "enabled"

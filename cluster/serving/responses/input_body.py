@@ -140,7 +140,8 @@ class InputBody(Body):
         if self.instructions:
             messages = (ChatMessage("system", self.instructions), *messages)
         effort = None if self.reasoning is None else self.reasoning.effort
-        variables = TemplateArguments(None, effort).variables(known_variables, note_ignored)
+        given = TemplateArguments(None, effort, effort_param="reasoning.effort")
+        variables = given.variables(known_variables, note_ignored)
         return ChatPrompt(messages, tools.for_template, variables=variables)
 
     def structure(self) -> Structure | None:

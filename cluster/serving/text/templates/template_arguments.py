@@ -34,6 +34,8 @@ class TemplateArguments:
     """`chat_template_kwargs`."""
     effort: Effort | None = None
     documents: object = None
+    effort_param: str = "reasoning_effort"
+    """The client's name of the effort."""
 
     def variables(
         self, known: frozenset[str] | None, note_ignored: Callable[[str], None]
@@ -51,7 +53,7 @@ class TemplateArguments:
             if self.effort == "none":
                 effects["enable_thinking"] = False
             if known is not None and known.isdisjoint(effects):
-                note_ignored("reasoning_effort")
+                note_ignored(self.effort_param)
             variables = {**effects, **variables}
         if self.documents is not None:
             variables["documents"] = _checked_documents(self.documents, known)
