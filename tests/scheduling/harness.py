@@ -20,7 +20,7 @@ from tests.scheduling.fake_worker import (
     fingerprints,
     undisturbed,
 )
-from tests.scheduling.random_masks import RandomMasks
+from tests.scheduling.masks.random_masks import RandomMasks
 
 HASH_KEY = b"a key that tests share"
 

@@ -16,7 +16,7 @@ from pagedray.errors import CapacityError, LethalRequestError, OverloadedError
 from pagedray.model_config import ModelConfig
 from pagedray.request import FinishReason, Request, SamplingParams
 from tests.scheduling.fake_worker import EOS, undisturbed
-from tests.scheduling.random_masks import RandomMasks
+from tests.scheduling.masks.random_masks import RandomMasks
 from tests.simulation.simulated_ranks import SimulatedRanks
 from tests.simulation.world import World
 
