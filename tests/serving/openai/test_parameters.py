@@ -142,6 +142,21 @@ def test_strict_servers_refuse_hints(strict_server: Server, given: dict[str, Any
     )
 
 
+@pytest.mark.parametrize(
+    ("path", "given", "name"),
+    [
+        ("responses", {"input": "x", "reasoning": {"effort": "low"}}, "reasoning.effort"),
+        ("messages", CHAT | {"output_config": {"effort": "low"}}, "output_config.effort"),
+    ],
+)
+def test_a_refused_effort_has_the_clients_name(
+    strict_server: Server, path: str, given: dict[str, Any], name: str
+) -> None:
+    answer = httpx.post(f"{strict_server.url}/v1/{path}", json={"model": "tiny"} | given)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(f"{name} has no effect here")
+
+
 @pytest.fixture(scope="module")
 def strict_server(tokenizer: Tokenizer) -> Iterator[Server]:
     with Server(tokenizer, strict_parameters=True) as server:
