@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -64,30 +64,8 @@ class GrpcClient(BenchClient):
         return model
 
     async def stream(self, request: BenchRequest) -> Timing:
-        sampling = pagedray_pb2.SamplingParams(
-            max_tokens=request.max_tokens,
-            temperature=self._target.temperature,
-            ignore_eos=self._target.ignore_eos,
-        )
-        stub = next(self._stubs)
         started_s = time.perf_counter()
-        if self._target.is_chat:
-            turn = pagedray_pb2.ChatMessage(
-                role=pagedray_pb2.CHAT_ROLE_USER, content=request.prompt
-            )
-            call = stub.Chat(
-                pagedray_pb2.ChatRequest(messages=[turn], sampling=sampling, model=self._model),
-                metadata=self._metadata,
-                timeout=self._target.timeout_s,
-            )
-        else:
-            call = stub.Generate(
-                pagedray_pb2.GenerateRequest(
-                    text=request.prompt, sampling=sampling, model=self._model
-                ),
-                metadata=self._metadata,
-                timeout=self._target.timeout_s,
-            )
+        call = self._call(request)
         arrivals: list[float] = []
         usage = pagedray_pb2.Usage()
         try:
@@ -132,6 +110,28 @@ class GrpcClient(BenchClient):
     async def close(self) -> None:
         for channel in self._channels:
             await channel.close(None)
+
+    # Any: the generated stubs have no types.
+    def _call(self, request: BenchRequest) -> Any:
+        sampling = pagedray_pb2.SamplingParams(
+            max_tokens=request.max_tokens,
+            temperature=self._target.temperature,
+            ignore_eos=self._target.ignore_eos,
+        )
+        stub = next(self._stubs)
+        if self._target.is_chat:
+            role = pagedray_pb2.CHAT_ROLE_USER
+            turn = pagedray_pb2.ChatMessage(role=role, content=request.prompt)
+            return stub.Chat(
+                pagedray_pb2.ChatRequest(messages=[turn], sampling=sampling, model=self._model),
+                metadata=self._metadata,
+                timeout=self._target.timeout_s,
+            )
+        return stub.Generate(
+            pagedray_pb2.GenerateRequest(text=request.prompt, sampling=sampling, model=self._model),
+            metadata=self._metadata,
+            timeout=self._target.timeout_s,
+        )
 
 
 def _refusal(error: grpc.aio.AioRpcError) -> BenchError:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 import msgspec
 
 from cluster.serving.http.errors import Json, refusal_body
-from cluster.serving.openai.prompt_reports import PromptReports
+from cluster.serving.openai.prompt_reports import PromptReportForm, PromptReports
 from cluster.serving.openai.response_choice import ResponseChoice
 from cluster.serving.text.text_stream import SequenceOutput
 from pagedray.errors import InternalError, PagedRayError
@@ -109,18 +109,7 @@ class GenerationResponse(ABC):
         assert usage is not None
         if self._options.hides_output:
             usage = msgspec.structs.replace(usage, num_generated_tokens=0)
-        prompts = await PromptReports.of_prompts(
-            self._generation.prompts,
-            self._generation.prompt_logprobs,
-            num_listed=self._options.num_prompt_logprobs,
-            num_echoed=self._options.num_echoed_logprobs,
-            echoed_texts=self._options.echoed_texts,
-            aborted=self._aborted_prompts(),
-            token_bytes=self._token_bytes,
-            token_text=self._token_text,
-            buffer=buffer,
-            run=functools.partial(self._parsing.run, self._generation.tenant),
-        )
+        prompts = await self._prompt_reports(buffer)
         head = self._head(self.kind)
         if not self.has_prompt_in_choice:
             head |= self._prompt_ids(0) if self._options.has_token_ids else {}
@@ -388,6 +377,23 @@ class GenerationResponse(ABC):
     def _add_content(self, sequence: SequenceOutput, choice: ResponseChoice) -> None:
         """Add an output to a complete choice."""
         choice.texts.append(sequence.text)
+
+    async def _prompt_reports(self, buffer: OutputBuffer) -> PromptReports:
+        form = PromptReportForm(
+            num_listed=self._options.num_prompt_logprobs,
+            num_echoed=self._options.num_echoed_logprobs,
+            echoed_texts=self._options.echoed_texts,
+            token_bytes=self._token_bytes,
+            token_text=self._token_text,
+        )
+        return await PromptReports.of_prompts(
+            form,
+            self._generation.prompts,
+            self._generation.prompt_logprobs,
+            aborted=self._aborted_prompts(),
+            buffer=buffer,
+            run=functools.partial(self._parsing.run, self._generation.tenant),
+        )
 
     def _token_text(self, token_id: int) -> str:
         """Return a token as log-probabilities name it."""

@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import (
+    Callable,
+    Sequence,
+)
+from dataclasses import dataclass
 from itertools import chain, islice, repeat
 from typing import TYPE_CHECKING, Self
 
 import msgspec
 
 from cluster.serving.openai.text_offsets import TextOffsets
+from cluster.serving.text.token_bytes import TokenBytes
 from pagedray.errors import EngineError
 
 if TYPE_CHECKING:
     from collections.abc import (
         Awaitable,
-        Callable,
         Collection,
         Iterable,
         Iterator,
         Mapping,
-        Sequence,
     )
 
     from cluster.serving.http.errors import Json
     from cluster.serving.intake.steps import Steps
     from cluster.serving.memory.output_buffer import OutputBuffer
-    from cluster.serving.text.token_bytes import TokenBytes
     from pagedray.batch import PromptLogprobs, PromptToken
 
-__all__ = ["PromptReports", "finite"]
+__all__ = ["PromptReportForm", "PromptReports", "finite"]
 
 _LEAST_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON cannot represent."""
@@ -40,6 +43,20 @@ _TURN_BYTES = 2**16
 _LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 _encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptReportForm:
+    """What a response says of each token of its prompts."""
+
+    num_listed: int | None
+    """How many of the likeliest tokens `prompt_logprobs` has; None leaves it out."""
+    num_echoed: int | None
+    """The same for the lists of an echoed prompt."""
+    echoed_texts: Sequence[str]
+    """The texts of the prompts, if they are echoed."""
+    token_bytes: TokenBytes
+    token_text: Callable[[int], str]
 
 
 class PromptReports:
@@ -60,43 +77,31 @@ class PromptReports:
     @classmethod
     async def of_prompts(
         cls,
+        form: PromptReportForm,
         prompts: Sequence[Sequence[int]],
         found: Mapping[int, Sequence[PromptLogprobs]],
         *,
-        num_listed: int | None,
-        num_echoed: int | None,
-        echoed_texts: Sequence[str],
         aborted: Collection[int],
-        token_bytes: TokenBytes,
-        token_text: Callable[[int], str],
         buffer: OutputBuffer,
         run: Callable[[int, Steps[int]], Awaitable[int]],
     ) -> Self:
         """Write what was found of each prompt, by its index, counted in `buffer`.
 
-        `run` returns the result of steps that handle about so many bytes, in turn with others.
-        `num_listed` and `num_echoed` are the numbers of likeliest tokens of the two forms; None
-        disables one. `echoed_texts` are those of the prompts, if they are echoed. Of prompts that
-        were `aborted`, by their indices, nothing may be known. Raises PagedRayError.
+        `run` returns the result of steps that handle about so many bytes, in turn with others. Of
+        prompts that were `aborted`, by their indices, nothing may be known. Raises PagedRayError.
         """
         reports = cls()
-        if num_listed is None and num_echoed is None:
+        if form.num_listed is None and form.num_echoed is None:
             return reports
         for index, token_ids in enumerate(prompts):
-            writer = _Writer(
-                _tokens_of(token_ids, found.get(index, ()), is_aborted=index in aborted),
-                num_listed=num_listed,
-                num_echoed=num_echoed,
-                text=echoed_texts[index] if echoed_texts else "",
-                token_bytes=token_bytes,
-                token_text=token_text,
-            )
+            tokens = _tokens_of(token_ids, found.get(index, ()), is_aborted=index in aborted)
+            writer = _Writer(tokens, form, form.echoed_texts[index] if form.echoed_texts else "")
             for _ in range(0, len(token_ids), _TURN_TOKENS):
                 buffer.collect(await run(_TURN_BYTES, writer.write(_TURN_TOKENS)))
-            if num_listed is not None:
+            if form.num_listed is not None:
                 written = msgspec.Raw(b"[%b]" % b",".join(writer.listed))
                 reports._fields[index] = {"prompt_logprobs": written}
-            if num_echoed is not None:
+            if form.num_echoed is not None:
                 reports._lists[index] = writer.echoed
         return reports
 
@@ -107,22 +112,17 @@ class _Writer:
     def __init__(
         self,
         tokens: Iterator[tuple[int, PromptToken | None]],
-        *,
-        num_listed: int | None,
-        num_echoed: int | None,
+        form: PromptReportForm,
         text: str,
-        token_bytes: TokenBytes,
-        token_text: Callable[[int], str],
     ) -> None:
         self.listed: list[bytes] = []
         self.echoed: dict[str, list[bytes]] = {name: [] for name in _LISTS}
         self._tokens = tokens
-        self._num_listed = num_listed
-        self._num_echoed = num_echoed
-        self._step_tokens = max(1, _STEP_ENTRIES // (1 + (num_listed or 0) + (num_echoed or 0)))
-        self._token_text = token_text
+        self._form = form
+        num_entries = 1 + (form.num_listed or 0) + (form.num_echoed or 0)
+        self._step_tokens = max(1, _STEP_ENTRIES // num_entries)
         self._text = text
-        self._offsets = TextOffsets.of_prompt(token_bytes)
+        self._offsets = TextOffsets.of_prompt(form.token_bytes)
 
     def write(self, num_tokens: int) -> Steps[int]:
         """Write so many tokens, and return the number of bytes."""
@@ -131,20 +131,21 @@ class _Writer:
         for at in range(0, len(part), self._step_tokens):
             yield
             step = part[at : at + self._step_tokens]
-            if self._num_listed is not None:
-                rows = [_listed(one, self._num_listed, self._token_text) for one in step]
+            if self._form.num_listed is not None:
+                rows = [_listed(one, self._form.num_listed, self._form.token_text) for one in step]
                 num_bytes += _add(rows, self.listed)
-            if self._num_echoed is not None:
-                num_bytes += self._echo(step, self._num_echoed)
+            if self._form.num_echoed is not None:
+                num_bytes += self._echo(step, self._form.num_echoed)
         return num_bytes
 
     def _echo(self, step: Sequence[tuple[int, PromptToken | None]], num_likeliest: int) -> int:
         logprobs = [None if token is None else finite(token.chosen) for _, token in step]
         token_ids = [token_id for token_id, _ in step]
+        token_text = self._form.token_text
         columns: dict[str, Sequence[object]] = {
-            "tokens": [self._token_text(token_id) for token_id in token_ids],
+            "tokens": [token_text(token_id) for token_id in token_ids],
             "token_logprobs": logprobs,
-            "top_logprobs": [_top(one, num_likeliest, self._token_text) for one in step],
+            "top_logprobs": [_top(one, num_likeliest, token_text) for one in step],
             "text_offset": self._offsets.of_tokens(token_ids, prompt=self._text),
         }
         return sum(_add(values, self.echoed[name]) for name, values in columns.items())
