@@ -35,6 +35,7 @@ class ItemPart(BodyPart):
     text: str
     annotations: Any = _copied()
     logprobs: Any = _copied()
+    parsed: Any = _copied()
     prompt_cache_breakpoint: Any = Field(None, description="Ignored; prefixes are cached anyway.")
 
 
@@ -62,6 +63,7 @@ class FunctionCallItem(BodyPart):
     namespace: str | None = Field(None, json_schema_extra={"maxLength": MAX_ID_LENGTH})
     arguments: str = Field(description="A JSON object as a string.")
     is_async: Literal[False] = Field(False, alias="async")
+    parsed_arguments: Any = _copied()
     id: Any = _copied()
     status: Any = _copied()
     caller: Any = _copied()

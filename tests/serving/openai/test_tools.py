@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
+from pydantic import BaseModel
 
 from cluster.serving.text.tokenizer import Tokenizer
 from tests.serving.checkpoint import write_tokenizer
@@ -45,6 +46,13 @@ AUTO = (
     'I ask. <tool_call>{"name": "weather", "arguments": {"city": "K\u00f6ln \U0001f642"}}'
     '</tool_call><tool_call>{"name": "time", "arguments": {}}</tool_call>'
 )
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Bonn"}}</tool_call>'
+
+
+class City(BaseModel):
+    """What the client parses."""
+
+    city: str
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +200,31 @@ def test_tool_messages_reach_the_template(client: openai.OpenAI, tool_server: Se
     text = prompt_of(tool_server)
     assert f'({call.id} weather {{"city": "K\u00f6ln \U0001f642"}})' in text
     assert f"rain[{call.id} " in text
+
+
+# The client's own, for what it parsed.
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings:UserWarning")
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("as_dictionary", [False, True])
+def test_messages_that_the_client_parsed_may_be_sent_again(
+    client: openai.OpenAI, tool_server: Server, is_stream: bool, as_dictionary: bool
+) -> None:
+    function = {"name": "weather", "parameters": PARAMETERS, "strict": True}
+    asked: Any = {"model": "tiny", "messages": ASK, "response_format": City}
+    tools: Any = [{"type": "function", "function": function}]
+    sent: list[Any] = [*ASK]  # Any: the client accepts its own messages
+    for text, given in ((CALL, asked | {"tools": tools}), ('{"city": "Bonn"}', asked)):
+        write(tool_server, text)
+        if is_stream:
+            with client.chat.completions.stream(**given) as stream:
+                message = stream.get_final_completion().choices[0].message
+        else:
+            message = client.chat.completions.parse(**given).choices[0].message
+        sent.append(message.model_dump() if as_dictionary else message)
+    assert message.parsed == City(city="Bonn")
+    client.chat.completions.create(model="tiny", messages=sent, tools=tools)
+    text = prompt_of(tool_server)
+    assert text.endswith('weather {"city": "Bonn"}){"city": "Bonn"}')
 
 
 def test_truncated_call_finishes_with_length(client: openai.OpenAI, tool_server: Server) -> None:

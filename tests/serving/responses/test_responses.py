@@ -13,7 +13,7 @@ from openai.types.responses import (
     ResponseOutputMessage,
     ResponseStreamEvent,
 )
-from pydantic import TypeAdapter
+from pydantic import BaseModel, TypeAdapter
 
 from cluster.serving.memory.reader_limits import ReaderLimits
 from cluster.serving.memory.tenant_bytes import BufferLimits
@@ -64,6 +64,12 @@ def client(tool_server: Server) -> Iterator[openai.OpenAI]:
     tool_server.engine.reset()
     with openai.OpenAI(base_url=f"{tool_server.url}/v1", api_key="x", max_retries=0) as client:
         yield client
+
+
+class City(BaseModel):
+    """What the client parses."""
+
+    city: str
 
 
 def say(server: Server, text: str) -> None:
@@ -144,6 +150,23 @@ def test_stream_joins_to_the_response(tool_server: Server, client: openai.OpenAI
     with client.responses.stream(model="tiny", input="hi", max_output_tokens=40) as stream:
         final = [event for event in stream if event.type == "response.incomplete"]
     assert final[0].response.output_text == text
+
+
+def test_items_that_the_client_parsed_may_be_sent_again(
+    tool_server: Server, client: openai.OpenAI
+) -> None:
+    look: Any = {**TOOL, "parameters": {"type": "object", "properties": {}}, "strict": True}
+    sent: list[Any] = [{"role": "user", "content": "hi"}]  # Any: of the client
+    for text in ('<tool_call>{"name": "look", "arguments": {}}</tool_call>', '{"city": "Bonn"}'):
+        say(tool_server, text)
+        response = client.responses.parse(model="tiny", input="hi", tools=[look], text_format=City)
+        sent += [item.model_dump() for item in response.output]
+    assert response.output_parsed == City(city="Bonn")
+    assert "parsed_arguments" in sent[1]
+    client.responses.create(model="tiny", input=sent, tools=[look])
+    request = tool_server.engine.log.submitted[-1]
+    text = tool_server.tokenizer.decode(request.prompt_token_ids)
+    assert text.endswith('!look{};assistant()={"city": "Bonn"};>')
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

@@ -42,6 +42,10 @@ class TextPart(BodyPart):
     )
 
 
+def _parsed(what: str) -> Any:  # Any: a pydantic field
+    return Field(None, description=f"Ignored; OpenAI's client adds it to a message as {what}.")
+
+
 class CalledFunction(BodyPart):
     """The function of a tool call, and its arguments."""
 
@@ -49,6 +53,7 @@ class CalledFunction(BodyPart):
     arguments: str = Field(
         "{}", description="A JSON object as a string; an empty string is an empty object."
     )
+    parsed_arguments: Any = _parsed("the arguments that it parsed")
 
 
 class MessageCall(BodyPart):
@@ -105,6 +110,7 @@ class Message(BodyPart):
     annotations: Any = Field(  # Any: only an empty list
         None, json_schema_extra={"type": "array", "maxItems": 0}
     )
+    parsed: Any = _parsed("the content that it parsed")
 
 
 def read_messages(given: Sequence[Message]) -> Steps[tuple[ChatMessage, ...]]:
