@@ -25,8 +25,8 @@ import torch
 from attention.kernels.triton.token_rows import add_norm
 from bench.engine import write_results
 from workers.parallel.group_factory import make_group
-from workers.parallel.one_shot import RowShape
 from workers.parallel.rendezvous import LOOPBACK
+from workers.parallel.row_shape import RowShape
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from pagedray.rank_progress import ProgressWord
     from pagedray.rank_roof import RankRoof
     from workers.parallel.group import ParallelGroup
-    from workers.parallel.one_shot import RowShape
     from workers.parallel.rendezvous import GroupAddress, Rendezvous
+    from workers.parallel.row_shape import RowShape
     from workers.worker import Worker
 
 __all__ = ["RankLifecycle"]
@@ -214,7 +214,7 @@ class RankLifecycle:
         """Return the rows that the one-shot kernel sums over the ranks, or None if NCCL does."""
         import torch
 
-        from workers.parallel.one_shot import RowShape
+        from workers.parallel.row_shape import RowShape
 
         if self._config.parallel.all_reduce == "nccl":
             return None

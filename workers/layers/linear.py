@@ -88,6 +88,11 @@ class ColumnParallelLinear(Layer):
             device=device,
         )
 
+    @property
+    def num_columns(self) -> int:
+        """The number of output columns on this rank."""
+        return sum(columns.size for columns in self._columns)
+
     def takes_quantized(self, num_rows: int) -> bool:
         """Whether a call with this number of rows takes them as `QuantizedRows`, too."""
         return self._kernel.takes_quantized(num_rows)
@@ -101,6 +106,13 @@ class ColumnParallelLinear(Layer):
         if isinstance(x, UnnormedRow):
             return self._kernel.of_unnormed(x)
         return self._kernel.of_quantized(x) if isinstance(x, QuantizedRows) else self._kernel(x)
+
+    def write(self, x: torch.Tensor | QuantizedRows, out: torch.Tensor) -> None:
+        """Write what a call returns to `out`, `[num_tokens, num_columns]`."""
+        if isinstance(x, QuantizedRows):
+            out.copy_(self._kernel.of_quantized(x))
+        else:
+            self._kernel.write(x, out)
 
     def gated(self, x: torch.Tensor | UnnormedRow) -> torch.Tensor:
         """Return `silu(first half) * second half` of this rank's columns.
@@ -138,7 +150,7 @@ class ColumnParallelLinear(Layer):
         self._kernel.finalize()
 
     def weight_work(self) -> WeightWork:
-        return self._kernel.work(sum(columns.size for columns in self._columns), self._in_size)
+        return self._kernel.work(self.num_columns, self._in_size)
 
 
 class RowParallelLinear(Layer):

@@ -108,6 +108,10 @@ class LinearKernel(ABC):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return `[num_rows, out_size]` for `[num_rows, in_size]`."""
 
+    def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Write what a call returns to `out`."""
+        out.copy_(self(x))
+
     def gated(self, x: torch.Tensor) -> torch.Tensor:
         """Return `silu(first half of the product) * second half`, `[num_rows, out_size / 2]`."""
         return self._gated_columns(self(x))
@@ -154,6 +158,12 @@ class DenseLinear(LinearKernel):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return functional.linear(x, self.weight, self.bias)
+
+    def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        if self.bias is None:
+            torch.mm(x, self.weight.t(), out=out)
+        else:
+            torch.addmm(self.bias, x, self.weight.t(), out=out)
 
 
 class SkinnyGemmLinear(DenseLinear):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -16,13 +17,13 @@ from workers.layers.fused_kernels import (
     quantized_add_norm_kernel,
 )
 from workers.layers.weight import Layer, WeightShard
+from workers.parallel.pending_sum import PendingSum
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from attention.kernels.quantized_rows import QuantizedRows
     from workers.parallel.group import ParallelGroup
-    from workers.parallel.one_shot import OneShotAllReduce
 
 __all__ = ["LayerNorm", "OffsetRMSNorm", "QKNorm", "RMSNorm", "ResidualNorm"]
 
@@ -73,11 +74,12 @@ class ResidualNorm(Layer):
         )
 
     def quantized(
-        self, stream: torch.Tensor, delta: torch.Tensor | None
+        self, stream: torch.Tensor, delta: torch.Tensor | PendingSum | None
     ) -> torch.Tensor | QuantizedRows:
         """As the call, and quantizes the norm if one kernel does both."""
-        if self._quantized_kernel is None or self._one_shot(delta) is not None:
-            return self(stream, delta)
+        normed = self._normed_sum(stream, delta)
+        if normed is not None or self._quantized_kernel is None:
+            return normed if normed is not None else self(stream, delta)
         return self._quantized_kernel(stream, self._summed(delta))
 
     def unnormed(
@@ -92,21 +94,16 @@ class ResidualNorm(Layer):
             return UnnormedRow(stream, self._weight, self._eps)
         return self(stream, delta)
 
-    def __call__(self, stream: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(
+        self, stream: torch.Tensor, delta: torch.Tensor | PendingSum | None = None
+    ) -> torch.Tensor:
         """Add `delta` to the stream, in place, and return the stream's norm.
 
-        All are `[num_tokens, hidden_size]`.
+        All are `[num_tokens, hidden_size]`. A pending sum is finished, whatever this sums over.
         """
-        one_shot = self._one_shot(delta)
-        if delta is not None and one_shot is not None:
-            return one_shot.add_norm(
-                stream,
-                delta,
-                self._weight,
-                self._bias,
-                self._eps,
-                is_centred=self._is_centred,
-            )
+        normed = self._normed_sum(stream, delta)
+        if normed is not None:
+            return normed
         delta = self._summed(delta)
         if self._kernel is not None:
             return self._kernel(stream, delta)
@@ -114,14 +111,24 @@ class ResidualNorm(Layer):
             stream.add_(delta)
         return self._normed(stream)
 
-    def _one_shot(self, delta: torch.Tensor | None) -> OneShotAllReduce | None:
-        """Return what sums `delta` and computes the norm in one kernel, if that is faster."""
-        if delta is None or self._sums_over is None:
-            return None
-        one_shot = self._sums_over.one_shot
-        return one_shot if one_shot is not None and one_shot.takes(delta) else None
+    def _normed_sum(
+        self, stream: torch.Tensor, delta: torch.Tensor | PendingSum | None
+    ) -> torch.Tensor | None:
+        """Return the norm if one kernel sums over the ranks, adds and norms; else None."""
+        if isinstance(delta, PendingSum):
+            add_norm = delta.add_norm
+        else:
+            one_shot = None if self._sums_over is None else self._sums_over.one_shot
+            if delta is None or one_shot is None or not one_shot.takes(delta):
+                return None
+            add_norm = partial(one_shot.add_norm, delta=delta)
+        return add_norm(
+            stream, weight=self._weight, bias=self._bias, eps=self._eps, is_centred=self._is_centred
+        )
 
-    def _summed(self, delta: torch.Tensor | None) -> torch.Tensor | None:
+    def _summed(self, delta: torch.Tensor | PendingSum | None) -> torch.Tensor | None:
+        if isinstance(delta, PendingSum):
+            return delta.finish()
         if delta is None or self._sums_over is None:
             return delta
         return self._sums_over.all_reduce(delta)

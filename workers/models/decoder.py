@@ -14,6 +14,7 @@ from pagedray.rank_roof import WeightWork
 from workers.layers.embedding import ParallelHead, VocabEmbedding
 from workers.layers.weight import CompositeLayer
 from workers.models.decoder_layer import decoder_layer_class, summed_by_norm
+from workers.models.halved_layers import HalvedLayers
 from workers.models.norm_factory import make_norm
 from workers.models.rotations import LayerRotations
 from workers.models.score_head import ScoreHead
@@ -73,6 +74,10 @@ class Decoder(CompositeLayer):
             layer_class(config, index, group, backend=backend, dtype=dtype, device=device)
             for index in range(config.num_layers)
         ]
+        halves = [layer.halved() for layer in self._layers]
+        self._halves = None
+        if group.size > 1 and None not in halves:
+            self._halves = HalvedLayers([half for half in halves if half is not None], group)
         self._norm = make_norm(
             names.final_norm,
             config,
@@ -111,8 +116,12 @@ class Decoder(CompositeLayer):
         `token_ids` and `positions` are `[num_tokens]` int64. `logits_indices`, `[num_sampled]`
         int64, selects the tokens whose logits are computed; None selects all.
         """
-        residual, delta = self.run_layers(token_ids, positions, attention)
-        return self.normed(residual, delta, logits_indices)
+        halves = self._halves
+        if halves is not None and halves.takes(len(token_ids)):
+            residual = self._embedded(token_ids)
+            delta = halves.run(residual, self._rotations.rotations(positions), attention)
+            return self.normed(residual, delta, logits_indices)
+        return self.normed(*self.run_layers(token_ids, positions, attention), logits_indices)
 
     def encode_texts(
         self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
@@ -139,15 +148,19 @@ class Decoder(CompositeLayer):
 
         Both are `[num_tokens, hidden_size]`. The output is None if the layer has added it.
         """
-        residual = self._embedding(token_ids)
-        if self._embedding_norm is not None:
-            residual = self._embedding_norm(residual)
+        residual = self._embedded(token_ids)
         delta = None
         rotations = self._rotations.rotations(positions)
         for index, (layer, rotation) in enumerate(zip(self._layers, rotations, strict=True)):
             self._progress.enter(Phase.LAYER, index)
             delta = layer(residual, delta, rotation, attention)
         return residual, delta
+
+    def _embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
+        residual = self._embedding(token_ids)
+        if self._embedding_norm is not None:
+            residual = self._embedding_norm(residual)
+        return residual
 
     def normed(
         self,

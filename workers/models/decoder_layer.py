@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from workers.layers.mlp import MLP
+from workers.layers.norm import ResidualNorm
 from workers.layers.stream_sum import StreamSum
 from workers.layers.weight import CompositeLayer
+from workers.models.halved_layers import HalvedLayer
 from workers.models.mlp_factory import make_mlp
 from workers.models.norm_factory import make_norm
 from workers.models.scaled_layer import ScaledLayer
@@ -21,8 +24,6 @@ if TYPE_CHECKING:
     from attention.kernels.unnormed_row import UnnormedRow
     from pagedray.model_config import ModelConfig
     from workers.layers.experts import ExpertLayer
-    from workers.layers.mlp import MLP
-    from workers.layers.norm import ResidualNorm
     from workers.layers.rope import Rotation
     from workers.layers.weight import Layer
     from workers.models.step_attention import StepAttention
@@ -138,6 +139,22 @@ class DecoderLayer(CompositeLayer):
             return self._mlp.add_or_return(residual, hidden)
         return self._mlp_post_norm(self._mlp(hidden))
 
+    def halved(self) -> HalvedLayer | None:
+        """Return what runs this layer on halves of a step; None if that would not be faster.
+
+        Experts would be read twice, and norms of outputs need whole sums.
+        """
+        if (
+            isinstance(self._attention_norm, ResidualNorm)
+            and isinstance(self._attention, DecoderSelfAttention)
+            and isinstance(self._mlp_norm, ResidualNorm)
+            and isinstance(self._mlp, MLP)
+            and self._attention_post_norm is None
+            and self._mlp_post_norm is None
+        ):
+            return HalvedLayer(self._attention_norm, self._attention, self._mlp_norm, self._mlp)
+        return None
+
     def sublayers(self) -> Iterator[Layer]:
         yield self._attention_norm
         yield self._attention
@@ -151,6 +168,9 @@ class DecoderLayer(CompositeLayer):
 
 class ParallelDecoderLayer(DecoderLayer):
     """Attention and MLP of one norm of the stream, as in Cohere's models."""
+
+    def halved(self) -> HalvedLayer | None:
+        return None
 
     def __call__(
         self,

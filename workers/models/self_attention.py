@@ -145,25 +145,24 @@ class DecoderSelfAttention(CompositeLayer):
         attention: StepAttention,
     ) -> torch.Tensor:
         """Return `[num_tokens, hidden_size]`."""
-        return self._output(self._attended(hidden, rotation, attention))
+        return self.output(self.attend(self._qkv(hidden), rotation, attention))
 
-    def add_or_return(
-        self,
-        stream: torch.Tensor,
-        hidden: torch.Tensor | QuantizedRows | UnnormedRow,
-        rotation: Rotation,
-        attention: StepAttention,
-    ) -> torch.Tensor | None:
-        """Add the output to the stream, in place, if one kernel does both; else return it."""
-        return self._output.add_or_return(stream, self._attended(hidden, rotation, attention))
+    @property
+    def num_qkv_columns(self) -> int:
+        """The number of columns of queries, keys and values on this rank."""
+        return self._qkv.num_columns
 
-    def _attended(
-        self,
-        hidden: torch.Tensor | QuantizedRows | UnnormedRow,
-        rotation: Rotation,
-        attention: StepAttention,
+    def write_qkv(self, hidden: torch.Tensor | QuantizedRows, out: torch.Tensor) -> None:
+        """Write the queries, keys and values of some tokens to `out`, as `attend` takes them.
+
+        `hidden` is `[num_tokens, hidden_size]`, and `out` `[num_tokens, num_qkv_columns]`.
+        """
+        self._qkv.write(hidden, out)
+
+    def attend(
+        self, qkv: torch.Tensor, rotation: Rotation, attention: StepAttention
     ) -> torch.Tensor:
-        qkv = self._qkv(hidden)
+        """Return the attention of all tokens of a step, as `output` takes it; may change `qkv`."""
         if self._limit is not None:
             qkv = qkv.clamp_(-self._limit, self._limit)
         # Queries and keys are adjacent, so that one call norms and one rotates both.
@@ -174,6 +173,21 @@ class DecoderSelfAttention(CompositeLayer):
             heads = self._head_norm(heads)
         values = qkv.narrow(1, self._rotated_size, self._kv_size)
         return attention.attend_rotated(self._attention, heads, values, rotation)
+
+    def output(self, attended: torch.Tensor) -> torch.Tensor:
+        """Return the output, `[num_tokens, hidden_size]`, for the attention of some tokens."""
+        return self._output(attended)
+
+    def add_or_return(
+        self,
+        stream: torch.Tensor,
+        hidden: torch.Tensor | QuantizedRows | UnnormedRow,
+        rotation: Rotation,
+        attention: StepAttention,
+    ) -> torch.Tensor | None:
+        """Add the output to the stream, in place, if one kernel does both; else return it."""
+        attended = self.attend(self._qkv(hidden), rotation, attention)
+        return self._output.add_or_return(stream, attended)
 
     def weight_shards(self) -> Iterator[WeightShard]:
         yield from super().weight_shards()

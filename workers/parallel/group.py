@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from pagedray.rank_progress import ProgressWord
+from workers.parallel.pending_sum import FinishedSum
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from workers.parallel.one_shot import OneShotAllReduce
+    from workers.parallel.pending_sum import PendingSum
     from workers.parallel.rendezvous import GroupAddress, Rendezvous
 
 __all__ = ["GroupBrokenError", "ParallelGroup", "SoloGroup"]
@@ -44,6 +46,8 @@ class ParallelGroup(ABC):
         as it is unknown then."""
         self.one_shot: OneShotAllReduce | None = None
         """Sums a few rows faster than `all_reduce`, if the ranks can write to each other."""
+        self.overlaps_sums = False
+        """Whether `begin_all_reduce` saves time: the device computes while ranks exchange data."""
 
     def __enter__(self) -> ParallelGroup:
         return self
@@ -83,6 +87,14 @@ class ParallelGroup(ABC):
         """Sum a tensor over the ranks, in place, and return it. Raises GroupBrokenError."""
 
     @abstractmethod
+    def begin_all_reduce(self, rows: torch.Tensor) -> PendingSum:
+        """Begin to sum `[num_rows, width]` over the ranks. Raises GroupBrokenError.
+
+        `rows` may change until the sum is finished. A sum must be finished before the second one
+        after it is begun, and every one before what else needs the other ranks.
+        """
+
+    @abstractmethod
     def all_gather_last(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the `[n, local]` tensors of all ranks side by side, `[n, local * size]`.
 
@@ -118,6 +130,9 @@ class SoloGroup(ParallelGroup):
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
+
+    def begin_all_reduce(self, rows: torch.Tensor) -> PendingSum:
+        return FinishedSum(rows)
 
     def all_gather_last(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from pagedray.rank_progress import ProgressWord
     from workers.parallel.group import ParallelGroup
-    from workers.parallel.one_shot import RowShape
+    from workers.parallel.row_shape import RowShape
 
 __all__ = ["make_group"]
 

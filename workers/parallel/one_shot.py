@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ import torch
 
 from pagedray.rank_progress import Phase
 from workers.parallel.peer_memory import PeerMemory, PeerMemoryError
+from workers.parallel.peer_sums import PeerSums
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,8 +20,10 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from pagedray.rank_progress import ProgressWord
+    from workers.parallel.pending_sum import PendingSum
+    from workers.parallel.row_shape import RowShape
 
-__all__ = ["OneShotAllReduce", "RowShape"]
+__all__ = ["OneShotAllReduce"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,19 +35,6 @@ _MAX_BYTES = 2 * 2**20
 _MAX_ROWS = 8192
 _TRIAL_TIMEOUT_S = 30.0
 _POLL_S = 1e-3
-
-
-@dataclass(frozen=True, slots=True)
-class RowShape:
-    """The rows that a model's layers sum over the ranks."""
-
-    width: int
-    dtype: torch.dtype
-
-    @property
-    def row_bytes(self) -> int:
-        """Return the bytes of one row."""
-        return self.width * self.dtype.itemsize
 
 
 class OneShotAllReduce:
@@ -70,10 +60,11 @@ class OneShotAllReduce:
         )
 
         max_rows = _max_rows(shape, size)
+        inbox_size = inbox_bytes(max_rows, shape.width, shape.dtype, size)
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._size = size
         self._progress = progress
-        self._memory = PeerMemory(inbox_bytes(max_rows, shape.width, shape.dtype, size))
+        self._memory = PeerMemory(inbox_size + (PeerSums.num_bytes(shape) if size == 2 else 0))
         self._abort = torch.zeros(1, dtype=torch.int32).pin_memory()
         self._inboxes = Inboxes(
             addresses=torch.zeros(size + 1, dtype=torch.int64, device=device),
@@ -84,6 +75,16 @@ class OneShotAllReduce:
             width=shape.width,
             dtype=shape.dtype,
         )
+        self._sums = None
+        if size == 2:
+            self._sums = PeerSums(
+                self._memory,
+                inbox_size,
+                shape,
+                device=device,
+                progress=progress,
+                abort=self._inboxes.addresses[size:],
+            )
 
     @staticmethod
     def can_sum(shape: RowShape, size: int) -> bool:
@@ -120,6 +121,15 @@ class OneShotAllReduce:
             and tensor.dtype == inboxes.dtype
             and tensor.stride(1) == 1
         )
+
+    def begin_sum(self, rows: torch.Tensor) -> PendingSum | None:
+        """Begin to sum `[num_rows, width]` over two ranks; None if others must.
+
+        The sums are those of `ParallelGroup.begin_all_reduce`.
+        """
+        if self._sums is None or not self._sums.takes(rows):
+            return None
+        return self._sums.begin(rows)
 
     def reduce_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """Sum `[num_rows, width]` over the ranks, in place, and return it."""
@@ -188,6 +198,8 @@ class OneShotAllReduce:
             return str(error)
         self._inboxes = replace(inboxes, max_programs=max_programs)
         inboxes.addresses.copy_(torch.tensor([*addresses, self._abort.data_ptr()]))
+        if self._sums is not None:
+            self._sums.connect(addresses[1 - inboxes.rank])
         return None
 
     def _cannot_share(self, store: Store, reason: str) -> str:
@@ -200,7 +212,10 @@ class OneShotAllReduce:
         inboxes = self._inboxes
         shape, device = (1, inboxes.width), inboxes.addresses.device
         row = torch.full(shape, inboxes.rank + 1.0, dtype=inboxes.dtype, device=device)
-        self.reduce_rows(row)
+        sums = [self.reduce_rows(row.clone())]
+        pending = self.begin_sum(row)
+        if pending is not None:
+            sums.append(pending.finish())
         done = torch.cuda.Event()
         done.record()
         deadline_s = time.monotonic() + _TRIAL_TIMEOUT_S
@@ -209,7 +224,8 @@ class OneShotAllReduce:
                 self.abort()
                 return f"nothing arrived within {_TRIAL_TIMEOUT_S:g} s"
             time.sleep(_POLL_S)
-        if not bool((row == self._size * (self._size + 1) / 2).all()):
+        total = self._size * (self._size + 1) / 2
+        if not all(bool((one == total).all()) for one in sums):
             return "a sum was wrong"
         return None
 

@@ -6,7 +6,8 @@ A process may open the memory of a GPU that it cannot see: Ray shows each rank o
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +18,8 @@ __all__ = ["PeerMemory", "PeerMemoryError"]
 
 _HANDLE_BYTES = 64
 _LAZY_ENABLE_PEER_ACCESS = 1
+_COPY_BY_ADDRESSES = 4
+"""cudaMemcpyDefault: CUDA infers from the addresses where they are."""
 
 
 class PeerMemoryError(Exception):
@@ -25,6 +28,19 @@ class PeerMemoryError(Exception):
 
 class _Handle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_byte * _HANDLE_BYTES),)
+
+
+class _Part:
+    """Bytes on the device, as torch takes them from other libraries."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        # Any: the values are of several types.
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
 
 
 class PeerMemory:
@@ -46,6 +62,27 @@ class PeerMemory:
         handle = _Handle()
         self._call("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(self.address))
         return bytes(handle)
+
+    def copy(self, target: int, source: int, num_bytes: int, stream: torch.cuda.Stream) -> None:
+        """Copy bytes of this device to an address of a peer's memory, by a copy engine.
+
+        Raises PeerMemoryError.
+        """
+        self._call(
+            "cudaMemcpyAsync",
+            ctypes.c_void_p(target),
+            ctypes.c_void_p(source),
+            ctypes.c_size_t(num_bytes),
+            ctypes.c_int(_COPY_BY_ADDRESSES),
+            ctypes.c_void_p(stream.cuda_stream),
+        )
+
+    def view(self, first_byte: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return a part of this process's memory as a tensor, which must not outlive it."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        assert first_byte + num_bytes <= self._num_bytes
+        part = _Part(self.address + first_byte, num_bytes)
+        return torch.as_tensor(part, device="cuda").view(dtype).view(shape)
 
     def fill(self, byte: int) -> None:
         """Set every byte of this memory. Raises PeerMemoryError."""

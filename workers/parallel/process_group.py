@@ -6,7 +6,7 @@ import logging
 import os
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,9 @@ from pagedray.errors import DeviceError
 from pagedray.rank_progress import Phase, ProgressWord
 from workers.parallel.group import GroupBrokenError, ParallelGroup
 from workers.parallel.network_interface import interface_of
-from workers.parallel.one_shot import OneShotAllReduce, RowShape
+from workers.parallel.one_shot import OneShotAllReduce
 from workers.parallel.peer_memory import PeerMemoryError
+from workers.parallel.pending_sum import PendingSum
 from workers.parallel.rendezvous import (
     LOOPBACK,
     FileRendezvous,
@@ -25,6 +26,9 @@ from workers.parallel.rendezvous import (
     Rendezvous,
     SocketRendezvous,
 )
+
+if TYPE_CHECKING:
+    from workers.parallel.row_shape import RowShape
 
 __all__ = ["ProcessGroup"]
 
@@ -53,6 +57,7 @@ class ProcessGroup(ParallelGroup):
     ) -> None:
         super().__init__(rank, size, progress)
         self._device = device
+        self.overlaps_sums = device.type == "cuda"
         self._rows = rows
         self._own_memory: OneShotAllReduce | None = None
         self._timeout = timedelta(seconds=timeout_s)
@@ -118,6 +123,19 @@ class ProcessGroup(ParallelGroup):
             raise GroupBrokenError(str(error)) from error
         self.progress.end_collective()
         return tensor
+
+    def begin_all_reduce(self, rows: torch.Tensor) -> PendingSum:
+        if self.one_shot is not None:
+            pending = self.one_shot.begin_sum(rows)
+            if pending is not None:
+                return pending
+        self.progress.begin_collective(Phase.ALL_REDUCE)
+        try:
+            work = self._backend.allreduce([rows])
+        except RuntimeError as error:
+            raise GroupBrokenError(str(error)) from error
+        self.progress.end_collective()
+        return _WorkSum(rows, work, self.progress)
 
     def all_gather_last(self, tensor: torch.Tensor) -> torch.Tensor:
         num_rows, local = tensor.shape
@@ -190,6 +208,25 @@ class ProcessGroup(ParallelGroup):
             timeout=self._timeout,
             master_listen_fd=rendezvous.detach(),
         )
+
+
+class _WorkSum(PendingSum):
+    """A sum by torch's backend, in place."""
+
+    # Any: torch does not export the type of what its backends return.
+    def __init__(self, rows: torch.Tensor, work: Any, progress: ProgressWord) -> None:
+        self._rows = rows
+        self._work = work
+        self._progress = progress
+
+    def finish(self) -> torch.Tensor:
+        self._progress.begin_collective(Phase.ALL_REDUCE)
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise GroupBrokenError(str(error)) from error
+        self._progress.end_collective()
+        return self._rows
 
 
 # Any, since the stubs of these bindings differ between builds of torch.

@@ -199,9 +199,29 @@ def _summed(
 
 
 @triton.jit
+def _stream_row(
+    row: tl.tensor,
+    delta: tl.tensor,
+    stream: tl.tensor,
+    stream_stride: tl.tensor,
+    width: tl.constexpr,
+    has_norm: tl.constexpr,
+    tile: tl.constexpr,
+) -> tl.tensor:
+    """Return a row of the stream, read before the wait for other ranks; zeros without a norm."""
+    elements = tl.arange(0, tile)
+    if has_norm:
+        before = tl.load(stream + row * stream_stride + elements, mask=elements < width, other=0.0)
+    else:
+        before = tl.zeros([tile], delta.dtype.element_ty)
+    return before
+
+
+@triton.jit
 def _finish(
     row: tl.tensor,
     added: tl.tensor,
+    before: tl.tensor,
     delta: tl.tensor,
     stream: tl.tensor,
     weight: tl.tensor,
@@ -216,12 +236,11 @@ def _finish(
     is_centred: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
-    """Write the sum of a row; or add it to the stream and write the stream's norm."""
+    """Write the sum of a row; or add it to the stream, as it was before, and write its norm."""
     elements = tl.arange(0, tile)
     is_element = elements < width
     if has_norm:
-        kept = tl.load(stream + row * stream_stride + elements, mask=is_element, other=0.0)
-        kept = (kept.to(tl.float32) + added.to(tl.float32)).to(stream.dtype.element_ty)
+        kept = (before.to(tl.float32) + added.to(tl.float32)).to(stream.dtype.element_ty)
         tl.store(stream + row * stream_stride + elements, kept, mask=is_element)
         x = tl.where(is_element, kept.to(tl.float32), 0.0)
         if is_centred:
@@ -279,13 +298,14 @@ def _all_reduce(
         word_tile,
     )  # fmt: skip
     if has_one_row:
+        before = _stream_row(first, delta, stream, stream_stride, width, has_norm, tile)
         added = _summed(
             first, mine, addresses, num_launches, max_rows, rank, size, num_words,
             word_tile, tile, element_type,
         )  # fmt: skip
         _finish(
-            first, added, delta, stream, weight, bias, out, delta_stride, stream_stride, eps,
-            width, has_norm, has_bias, is_centred, tile,
+            first, added, before, delta, stream, weight, bias, out, delta_stride, stream_stride,
+            eps, width, has_norm, has_bias, is_centred, tile,
         )  # fmt: skip
     else:
         step = tl.num_programs(0)
@@ -303,13 +323,14 @@ def _all_reduce(
                     rank, size, num_words, word_tile,
                 )  # fmt: skip
             mine = _loaded(data + row * data_stride, is_word, word_tile)
+            before = _stream_row(row, delta, stream, stream_stride, width, has_norm, tile)
             added = _summed(
                 row, mine, addresses, num_launches, max_rows, rank, size, num_words,
                 word_tile, tile, element_type,
             )  # fmt: skip
             _finish(
-                row, added, delta, stream, weight, bias, out, delta_stride, stream_stride, eps,
-                width, has_norm, has_bias, is_centred, tile,
+                row, added, before, delta, stream, weight, bias, out, delta_stride, stream_stride,
+                eps, width, has_norm, has_bias, is_centred, tile,
             )  # fmt: skip
 
 

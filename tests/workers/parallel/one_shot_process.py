@@ -1,11 +1,12 @@
 """One rank on a GPU of its own: `one_shot_process RANK SIZE FOLDER PORT...`.
 
-Sums rows with the one-shot kernel and with NCCL, and saves both as FOLDER/rankN.pt. Then it waits
-for a rank that never comes, is aborted, and joins the group again.
+Sums rows with the one-shot kernel, beside products and with NCCL, and saves them as
+FOLDER/rankN.pt. Then it waits for a rank that never comes, is aborted, and joins the group again.
 """
 
 from __future__ import annotations
 
+import random
 import sys
 import threading
 import time
@@ -16,16 +17,20 @@ import torch
 
 from attention.kernels.triton.token_rows import add_norm
 from workers.parallel.group_factory import make_group
-from workers.parallel.one_shot import OneShotAllReduce, RowShape
 from workers.parallel.rendezvous import LOOPBACK
+from workers.parallel.row_shape import RowShape
 
 if TYPE_CHECKING:
     from workers.parallel.group import ParallelGroup
+    from workers.parallel.one_shot import OneShotAllReduce
+    from workers.parallel.pending_sum import PendingSum
 
 DEVICE = torch.device("cuda", 0)
 WIDTH = 1024
 EPS = 1e-5
 NUM_REPLAYS = 50
+NUM_LAYERS = 150
+MAX_ROWS = 4096
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -49,14 +54,16 @@ def main(rank: int, size: int, folder: Path, *ports: int) -> None:
                 tensor.cpu() for tensor in _normed(group, one_shot, rows)
             )
         results[f"{dtype} replayed"] = _replayed(one_shot, rank, dtype)
+        results[f"{dtype} beside products"] = _beside_products(one_shot, rank, dtype)
         group.one_shot = one_shot
         if dtype is DTYPES[-1]:
             _aborts(one_shot, rank)
             group.leave()
             group.join((LOOPBACK, ports[0]), host=LOOPBACK)
             assert group.one_shot is one_shot
-            again = one_shot.reduce_rows(torch.ones(2, WIDTH, device=DEVICE))
-            results["joined again"] = (again.cpu(), torch.full((2, WIDTH), float(size)))
+            ones = torch.ones(2, WIDTH, device=DEVICE)
+            again = one_shot.reduce_rows(ones.clone()) + group.begin_all_reduce(ones).finish()
+            results["joined again"] = (again.cpu(), torch.full((2, WIDTH), 2.0 * size))
         group.barrier()
         group.close()
     torch.save(results, folder / f"rank{rank}.pt")
@@ -100,12 +107,56 @@ def _replayed(
     return torch.stack(sums), expected.unsqueeze(1).expand(-1, 4)
 
 
+def _beside_products(
+    one_shot: OneShotAllReduce, rank: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum as the layers of a model do in halves; return how many numbers are wrong, and zeros."""
+    chance = random.Random(5)
+    weight = torch.randn(WIDTH, WIDTH, device=DEVICE).to(dtype)
+    norm_weight = torch.ones(WIDTH, device=DEVICE, dtype=dtype)
+    num_wrong = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    pending: list[tuple[PendingSum, torch.Tensor]] = []
+    for index in range(4 * NUM_LAYERS):
+        num_rows = chance.choice((1, 100, 1000, MAX_ROWS))
+        parts = []
+        for each in range(2):
+            generator = torch.Generator(DEVICE).manual_seed(2 * index + each)
+            shape = (num_rows, WIDTH)
+            parts.append(torch.randn(shape, device=DEVICE, generator=generator).to(dtype))
+        total = (parts[0].float() + parts[1].float()).to(dtype)
+        begun = one_shot.begin_sum(parts[rank])
+        assert begun is not None
+        pending.append((begun, total))
+        # What the rows were computed in is used again.
+        del parts
+        torch.mm(total, weight)
+        if chance.random() < 0.05 and index % 2 == rank:
+            time.sleep(0.005)
+        if len(pending) == 2:
+            oldest, expected = pending.pop(0)
+            if index % 3:
+                num_wrong += torch.ne(oldest.finish(), expected).sum()
+                continue
+            stream = torch.zeros_like(expected)
+            normed = oldest.add_norm(stream, norm_weight, None, EPS, is_centred=False)
+            assert normed is not None
+            num_wrong += torch.ne(stream, expected).sum()
+            right = add_norm(expected, None, norm_weight, None, EPS, is_centred=False)
+            num_wrong += torch.ne(normed, right).sum()
+    pending.pop()[0].finish()
+    return num_wrong.cpu(), torch.zeros(1, dtype=torch.int64)
+
+
 def _aborts(one_shot: OneShotAllReduce, rank: int) -> None:
     """Wait for the other ranks, which do not come, until another thread aborts."""
     if rank != 0:
         return
     threading.Timer(0.5, one_shot.abort).start()
     one_shot.reduce_rows(torch.ones(1, WIDTH, device=DEVICE))
+    torch.cuda.synchronize()
+    pending = one_shot.begin_sum(torch.ones(1, WIDTH, device=DEVICE))
+    assert pending is not None
+    pending.finish()
     torch.cuda.synchronize()
 
 

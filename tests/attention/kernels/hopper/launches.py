@@ -29,8 +29,18 @@ from attention.kernels.triton.gemm.skinny import (
     skinny_gated,
     skinny_gemm,
 )
+from attention.kernels.triton.one_shot_all_reduce import (
+    Inboxes,
+    all_reduce_add_norm,
+    all_reduce_rows,
+)
 from attention.kernels.triton.options import AttentionOptions
 from attention.kernels.triton.paged_attention import paged_attention
+from attention.kernels.triton.received_rows import (
+    ReceivedRows,
+    add_received,
+    add_received_norm,
+)
 from attention.kernels.triton.token_rows import (
     add_norm,
     norm_heads,
@@ -256,6 +266,32 @@ def rows() -> None:
     rotate_heads(heads, tensor(64, dtype=torch.int64), tensor(4096, 128, dtype=torch.float32))
 
 
+def sums_over_ranks() -> None:
+    """Sums over two ranks with the norm behind them, of few and of many rows."""
+    weight = tensor(4096)
+    inboxes = Inboxes(
+        addresses=tensor(3, dtype=torch.int64),
+        num_launches=tensor(8192, dtype=INT),
+        rank=0,
+        size=2,
+        max_programs=264,
+        width=4096,
+        dtype=BF16,
+    )
+    for num_rows in (64, 1024):
+        stream, delta = tensor(num_rows, 4096), tensor(num_rows, 4096)
+        all_reduce_rows(delta, inboxes)
+        all_reduce_add_norm(stream, delta, weight, None, 1e-5, is_centred=False, inboxes=inboxes)
+        received = ReceivedRows(
+            rows=tensor(num_rows, 4096),
+            flag=tensor(1, dtype=INT),
+            number=16,
+            abort=tensor(1, dtype=torch.int64),
+        )
+        add_received(delta, received)
+        add_received_norm(stream, delta, received, weight, None, 1e-5, is_centred=False)
+
+
 LAUNCHES: dict[str, Callable[[], None]] = {
     "experts": partial(experts, BF16),
     "experts float16": partial(experts, torch.float16),
@@ -280,4 +316,5 @@ LAUNCHES: dict[str, Callable[[], None]] = {
         attention, has_sinks=True, head_size=64, num_heads=64, window_left=127
     ),
     "rows": rows,
+    "sums over ranks": sums_over_ranks,
 }

@@ -1,0 +1,92 @@
+"""Steps of many tokens in two halves, on two ranks, against transformers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from tests.workers.models.two_ranks import on_two_ranks
+from tests.workers.reference import loaded_model, reference_logits, run, save_checkpoint, token_ids
+from workers.models import halved_layers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from workers.parallel.group import ParallelGroup
+    from workers.parallel.pending_sum import PendingSum
+
+# Biases, norms of queries and keys, LayerNorm and a plain MLP, fused projections.
+HALVED = ["llama-6-heads-2-kv-biases", "qwen3-biases-one-kv-head", "bloom-6-heads", "phi3-window"]
+WHOLE = ["cohere2-parallel", "gemma2-capped", "mixtral-window", "granite-multipliers"]
+
+
+class Watch:
+    """Counts the sums of a group, and how many are under way at most."""
+
+    def __init__(self, begin: Callable[[torch.Tensor], PendingSum]) -> None:
+        self._begin = begin
+        self.num_rows: list[int] = []
+
+    def __call__(self, rows: torch.Tensor) -> PendingSum:
+        self.num_rows.append(len(rows))
+        return self._begin(rows)
+
+
+@pytest.fixture(autouse=True)
+def few_tokens_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(halved_layers, "_MIN_TOKENS", 2)
+    monkeypatch.setattr(halved_layers, "_TILE_ROWS", 4)
+
+
+def logits(folder: Path, group: ParallelGroup) -> tuple[torch.Tensor, list[int]]:
+    """Return a rank's logits, and the rows of each sum that went on beside products."""
+    group.overlaps_sums = True
+    model = loaded_model(folder, group)
+    watch = Watch(group.begin_all_reduce)
+    group.begin_all_reduce = watch  # type: ignore[method-assign]
+    return run(model, group), watch.num_rows
+
+
+@pytest.mark.parametrize("name", HALVED)
+def test_halves_compute_what_transformers_computes(name: str, tmp_path: Path) -> None:
+    save_checkpoint(name, tmp_path)
+    expected = reference_logits(tmp_path)
+    num_tokens = len(token_ids())
+    for found, num_rows in on_two_ranks(lambda group: logits(tmp_path, group)):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        first, second = num_rows[:2]
+        assert first + second == num_tokens
+        assert first % 4 == 0
+        assert 0 <= first - second < 8
+        # Two sums of each layer, but the last one's output is summed by the norm behind it.
+        assert num_rows == [first, second] * (len(num_rows) // 2)
+        assert len(num_rows) % 4 == 2
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_layers_that_halves_would_slow_down_run_whole(name: str, tmp_path: Path) -> None:
+    save_checkpoint(name, tmp_path)
+    expected = reference_logits(tmp_path)
+    for found, num_rows in on_two_ranks(lambda group: logits(tmp_path, group)):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        assert not num_rows
+
+
+def test_steps_of_few_tokens_and_of_a_cpu_run_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(HALVED[0], tmp_path)
+
+    def takes(group: ParallelGroup) -> tuple[bool, bool, bool]:
+        model = loaded_model(tmp_path, group)
+        halves = model._halves
+        assert halves is not None
+        on_cpu = halves.takes(100)
+        group.overlaps_sums = True
+        return on_cpu, halves.takes(99), halves.takes(100)
+
+    monkeypatch.setattr(halved_layers, "_MIN_TOKENS", 100)
+    assert on_two_ranks(takes) == [(False, False, True)] * 2

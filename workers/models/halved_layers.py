@@ -1,0 +1,113 @@
+"""Runs the layers of a decoder on two halves of a step's tokens in turn.
+
+While the ranks sum the output of a product over one half, they compute the other half. Only
+attention is computed for all tokens at once, as those of a prompt may be in both halves. Systems
+that serve experts hide what ranks exchange behind a second batch in the same way (DeepSeek-AI,
+"DeepSeek-V3 Technical Report", 2024).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from pagedray.rank_progress import Phase
+from workers.layers.mlp import MLP
+from workers.layers.norm import ResidualNorm
+from workers.models.self_attention import DecoderSelfAttention
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from attention.kernels.quantized_rows import QuantizedRows
+    from workers.layers.rope import Rotation
+    from workers.models.step_attention import StepAttention
+    from workers.parallel.group import ParallelGroup
+    from workers.parallel.pending_sum import PendingSum
+
+__all__ = ["HalvedLayer", "HalvedLayers"]
+
+_MIN_TOKENS = 4096
+"""Below, the host takes about as long to launch twice as many kernels as the device to run them."""
+_TILE_ROWS = 128
+"""Rows of a tile of the GEMMs of many rows."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HalvedLayer:
+    """One layer, whose only norms are those before attention and MLP."""
+
+    attention_norm: ResidualNorm
+    attention: DecoderSelfAttention
+    mlp_norm: ResidualNorm
+    mlp: MLP
+
+    def run(
+        self,
+        streams: Sequence[torch.Tensor],
+        deltas: Sequence[PendingSum | None],
+        rotation: Rotation,
+        attention: StepAttention,
+        begin_sum: Callable[[torch.Tensor], PendingSum],
+    ) -> Iterator[torch.Tensor]:
+        """Yield this rank's part of the output of each half, as soon as it is launched.
+
+        `streams` are the halves of the residual stream, `[num_tokens of the half, hidden_size]`,
+        and `deltas` sums of the outputs of the layer before.
+        """
+        sizes = [len(stream) for stream in streams]
+        qkv = streams[0].new_empty(sum(sizes), self.attention.num_qkv_columns)
+        for stream, delta, out in zip(streams, deltas, qkv.split(sizes), strict=True):
+            normed = _normed(self.attention_norm, stream, delta, self.attention)
+            self.attention.write_qkv(normed, out)
+        attended = self.attention.attend(qkv, rotation, attention)
+        # Both are begun before the first is finished.
+        sums = [begin_sum(self.attention.output(part)) for part in attended.split(sizes)]
+        for stream, pending in zip(streams, sums, strict=True):
+            yield self.mlp(_normed(self.mlp_norm, stream, pending, self.mlp))
+
+
+class HalvedLayers:
+    """All layers of a decoder on one of several ranks."""
+
+    def __init__(self, layers: Sequence[HalvedLayer], group: ParallelGroup) -> None:
+        self._layers = layers
+        self._group = group
+
+    def takes(self, num_tokens: int) -> bool:
+        """Return whether a step of this number of tokens takes less time in halves."""
+        return self._group.overlaps_sums and num_tokens >= _MIN_TOKENS
+
+    def run(
+        self, residual: torch.Tensor, rotations: Iterable[Rotation], attention: StepAttention
+    ) -> torch.Tensor:
+        """Add all but the last layer's output to the stream, in place, and return that output.
+
+        It is this rank's part of a sum. Both are `[num_tokens, hidden_size]`.
+        """
+        num_tokens = len(residual)
+        first = -(-num_tokens // (2 * _TILE_ROWS)) * _TILE_ROWS
+        streams = residual.split((first, num_tokens - first))
+        deltas: Sequence[PendingSum | None] = (None, None)
+        begin_sum = self._group.begin_all_reduce
+        for index, (layer, rotation) in enumerate(zip(self._layers, rotations, strict=True)):
+            self._group.progress.enter(Phase.LAYER, index)
+            parts = layer.run(streams, deltas, rotation, attention, begin_sum)
+            if index == len(self._layers) - 1:
+                return torch.cat(list(parts))
+            # The sum of one half is begun before the other half is computed.
+            deltas = [begin_sum(part) for part in parts]
+        raise AssertionError("A decoder has layers.")
+
+
+def _normed(
+    norm: ResidualNorm,
+    stream: torch.Tensor,
+    delta: PendingSum | None,
+    reader: DecoderSelfAttention | MLP,
+) -> torch.Tensor | QuantizedRows:
+    if reader.takes_quantized(len(stream)):
+        return norm.quantized(stream, delta)
+    return norm(stream, delta)

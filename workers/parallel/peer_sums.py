@@ -1,0 +1,174 @@
+"""Sums of many rows over two GPUs of one node, while both compute something else.
+
+A copy engine writes a rank's rows into the memory of the other one, so that no multiprocessor is
+busy with it, and then a flag; a kernel on the stream of the step adds what has arrived.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from pagedray.rank_progress import Phase
+from workers.parallel.pending_sum import PendingSum
+
+if TYPE_CHECKING:
+    from attention.kernels.triton.received_rows import ReceivedRows
+    from pagedray.rank_progress import ProgressWord
+    from workers.parallel.peer_memory import PeerMemory
+    from workers.parallel.row_shape import RowShape
+
+__all__ = ["PeerSums"]
+
+_MAX_BYTES = 64 * 2**20
+"""The most bytes of one sum."""
+_MAX_ROWS = 4096
+_NUM_SLOTS = 4
+"""Places for sums, used in turn. A rank writes to a place again when the other one has read it:
+what is sent fourth from now follows, on the other rank, what it sends second from now, which comes
+after it has finished the sum of today; and a sum is finished before the second one after it begins.
+"""
+_FLAG_BYTES = 16
+_NUM_NUMBERS = 4096
+"""Sums have numbers from 0 to this, again and again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """A place for the rows of one sum, and what its copy waits for and ends with."""
+
+    rows: torch.Tensor
+    """`[max_rows, width]`, which the other rank writes."""
+    flag: torch.Tensor
+    ready: torch.cuda.Event
+    copied: torch.cuda.Event
+
+
+class PeerSums:
+    """Sums rows over two ranks, from the view of one of them."""
+
+    def __init__(
+        self,
+        memory: PeerMemory,
+        first_byte: int,
+        shape: RowShape,
+        *,
+        device: torch.device,
+        progress: ProgressWord,
+        abort: torch.Tensor,
+    ) -> None:
+        """Use a part of the memory, of `num_bytes`, whose flags are -1 when ranks connect.
+
+        `abort` is that of `ReceivedRows`.
+        """
+        max_rows = _max_rows(shape)
+        self._memory = memory
+        self._first_byte = first_byte
+        self._shape = shape
+        self._max_rows = max_rows
+        self._progress = progress
+        self._abort = abort
+        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._numbers = torch.arange(_NUM_NUMBERS, dtype=torch.int32, device=device)
+        self._slots = [
+            _Slot(
+                memory.view(
+                    first_byte + self._rows_byte(index), (max_rows, shape.width), shape.dtype
+                ),
+                memory.view(first_byte + index * _FLAG_BYTES, (1,), torch.int32),
+                torch.cuda.Event(),
+                torch.cuda.Event(),
+            )
+            for index in range(_NUM_SLOTS)
+        ]
+        self._peer_address = 0
+        self._num_begun = 0
+
+    @staticmethod
+    def num_bytes(shape: RowShape) -> int:
+        """Return the size of the memory that sums of such rows need."""
+        return _NUM_SLOTS * (_FLAG_BYTES + _max_rows(shape) * shape.row_bytes)
+
+    def connect(self, peer_address: int) -> None:
+        """Send to the other rank, at whose address its memory begins, from the first sum on."""
+        self._peer_address = peer_address + self._first_byte
+        self._num_begun = 0
+
+    def takes(self, rows: torch.Tensor) -> bool:
+        """Return whether this sums `[num_rows, width]`."""
+        return (
+            0 < len(rows) <= self._max_rows
+            and rows.shape[1] == self._shape.width
+            and rows.dtype == self._shape.dtype
+            and rows.is_contiguous()
+        )
+
+    def begin(self, rows: torch.Tensor) -> PendingSum:
+        """Begin to sum rows that `takes` accepts, once the current stream has computed them."""
+        self._progress.begin_collective(Phase.ALL_REDUCE)
+        index, number = self._num_begun % _NUM_SLOTS, self._num_begun % _NUM_NUMBERS
+        self._num_begun += 1
+        slot = self._slots[index]
+        slot.ready.record()
+        self._stream.wait_event(slot.ready)
+        copy, peer, word = self._memory.copy, self._peer_address, self._numbers.itemsize
+        copy(peer + self._rows_byte(index), rows.data_ptr(), rows.nbytes, self._stream)
+        source = self._numbers.data_ptr() + number * word
+        copy(peer + index * _FLAG_BYTES, source, word, self._stream)
+        slot.copied.record(self._stream)
+        self._progress.end_collective()
+        return _PeerSum(rows, slot, number, self._abort)
+
+    def _rows_byte(self, index: int) -> int:
+        size = self._max_rows * self._shape.row_bytes
+        return _NUM_SLOTS * _FLAG_BYTES + index * size
+
+
+class _PeerSum(PendingSum):
+    """A sum whose rows the other rank sends, or has sent."""
+
+    def __init__(self, rows: torch.Tensor, slot: _Slot, number: int, abort: torch.Tensor) -> None:
+        self._rows = rows
+        self._slot = slot
+        self._number = number
+        self._abort = abort
+
+    def finish(self) -> torch.Tensor:
+        from attention.kernels.triton.received_rows import add_received
+
+        add_received(self._rows, self._received())
+        return self._rows
+
+    def add_norm(
+        self,
+        stream: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        eps: float,
+        *,
+        is_centred: bool,
+    ) -> torch.Tensor:
+        from attention.kernels.triton.received_rows import add_received_norm
+
+        return add_received_norm(
+            stream, self._rows, self._received(), weight, bias, eps, is_centred=is_centred
+        )
+
+    def _received(self) -> ReceivedRows:
+        from attention.kernels.triton.received_rows import ReceivedRows
+
+        slot = self._slot
+        # The rows may be overwritten, or freed and used again, once the sum is finished.
+        torch.cuda.current_stream().wait_event(slot.copied)
+        return ReceivedRows(
+            rows=slot.rows,
+            flag=slot.flag,
+            number=self._number,
+            abort=self._abort,
+        )
+
+
+def _max_rows(shape: RowShape) -> int:
+    return min(_MAX_ROWS, _MAX_BYTES // shape.row_bytes)
