@@ -76,6 +76,7 @@ PROMPTS: list[tuple[dict[str, Any], str]] = [  # Any: JSON
     ({"messages": [{"role": "user", "content": "hi", "name": "Ada"}]}, "Ada::hi"),
     ({"messages": [{"role": "assistant", "content": "hi", "reasoning": "hm"}]}, ":hm:hi"),
     ({"messages": [{"role": "assistant", "content": "hi", "reasoning_content": "hm"}]}, ":hm:hi"),
+    ({"messages": [{"role": "assistant", "content": None, "reasoning": "hm"}]}, ":hm:"),
     ({"messages": [{"role": "assistant", "tool_calls": [CALL]}]}, "::{}"),
     ({"messages": [{"role": "user", "content": [
         {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]}]}, "::hi"),

@@ -71,7 +71,7 @@ class Message(BodyPart):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Any = Field(  # Any: an error names the invalid part
         None,
-        description="A string or an array of text parts; optional with calls. Special "
+        description="A string or an array of text parts; optional with calls or reasoning. Special "
         "tokens of the model in it, as in every text of a message or tool, are ordinary text.",
         json_schema_extra={
             "anyOf": [
@@ -192,7 +192,10 @@ def _message_of(
     return ChatMessage(
         role=_role_of(message),
         content=_content_of(
-            message.content, f"{where}.content", is_needed=not (calls or is_result)
+            message.content,
+            f"{where}.content",
+            # As in a turn that was cut off while the model reasoned.
+            is_needed=not (calls or is_result or reasoning),
         ),
         tool_calls=tuple(
             _call_of(
