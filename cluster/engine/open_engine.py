@@ -59,6 +59,7 @@ def open_engine(
             engine = Embedder(config, executor)
         else:
             _check_context_fits(config, executor.cache_size)
+            _check_disk_holds_block(config, executor.cache_size)
             engine = Controller(config, executor, sink)
         engine.start_steps()
     except BaseException:
@@ -81,3 +82,13 @@ def _check_context_fits(config: EngineConfig, cache: CacheSize) -> None:
         f"the cache has only {cache.num_blocks}; use --max-model-len "
         f"{cache.num_blocks * block_size} or less, {remedy}."
     )
+
+
+def _check_disk_holds_block(config: EngineConfig, cache: CacheSize) -> None:
+    """Raise StartupError if the disk is to keep blocks, but may not hold one of all ranks."""
+    most_bytes = config.cache.disk_cache_bytes
+    if most_bytes is not None and most_bytes < cache.block_bytes:
+        raise StartupError(
+            f"disk_cache_bytes must be at least the {cache.block_bytes} bytes of one KV block on "
+            f"all ranks, not {most_bytes}."
+        )

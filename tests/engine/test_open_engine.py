@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +15,8 @@ from tests.fakes import FakeExecutor, RecordingSink
 from tests.system.server_process import TINY_LLAMA
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from pagedray.config import CacheSize
     from pagedray.model_config import Task
 
@@ -62,6 +65,36 @@ def test_pool_that_holds_no_context_is_refused_with_the_numbers(
             lambda what, fraction: None,
             make_executor=lambda config, report_progress, placement: executor,
         )
+    assert executor.is_closed
+
+
+class _LargeBlocks(_ClosableExecutor):
+    """Ranks whose blocks take a mebibyte together."""
+
+    @property
+    def cache_size(self) -> CacheSize:
+        return dataclasses.replace(super().cache_size, num_cpu_blocks=8, block_bytes=2**20)
+
+
+@pytest.mark.parametrize(("num_bytes", "is_enough"), [(2**20 - 1, False), (2**20, True)])
+def test_disk_that_holds_no_block_is_refused(
+    tmp_path: Path, num_bytes: int, *, is_enough: bool
+) -> None:
+    options = EngineOptions(
+        executor="local",
+        device="cpu",
+        disk_cache_folder=str(tmp_path),
+        disk_cache_bytes=num_bytes,
+    )
+    executor = _LargeBlocks()
+    words = "at least the 1048576 bytes of one KV block on all ranks, not 1048575"
+    with nullcontext() if is_enough else pytest.raises(StartupError, match=words):
+        open_engine(
+            engine_config(TINY_LLAMA, options),
+            RecordingSink(),
+            lambda what, fraction: None,
+            make_executor=lambda config, report_progress, placement: executor,
+        ).close()
     assert executor.is_closed
 
 
