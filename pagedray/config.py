@@ -246,6 +246,8 @@ class EngineConfig:
                     f"{name} has no effect on {self.model.name}, which embeds or scores texts and "
                     "keeps no KV blocks; remove it."
                 )
+        if self.scheduler.preemption == "swap" and self.cache.num_cpu_blocks == 0:
+            raise StartupError("preemption swap needs CPU blocks, but num_cpu_blocks is 0.")
         if self.cache.cpu_pool_checksums and self.parallel.executor == "local":
             raise StartupError(
                 "cpu_pool_checksums needs the ray executor, whose CPU pool outlives its ranks."

@@ -109,6 +109,13 @@ def test_checksums_of_a_pool_that_ends_with_its_rank_are_refused() -> None:
     assert engine_config(TINY_LLAMA, EngineOptions(device="cpu", cpu_pool_checksums=True))
 
 
+def test_swapping_without_cpu_blocks_is_refused() -> None:
+    options = EngineOptions(device="cpu", preemption="swap")
+    assert engine_config(TINY_LLAMA, options)
+    with pytest.raises(StartupError, match="preemption swap needs CPU blocks"):
+        engine_config(TINY_LLAMA, dataclasses.replace(options, num_cpu_blocks=0))
+
+
 @pytest.mark.parametrize(
     "given",
     [{"cpu_pool_checksums": True}, {"disk_cache_folder": "/tmp", "disk_cache_bytes": 2**30}],
