@@ -110,10 +110,14 @@ def _deploy(options: argparse.Namespace, router: str, slack: float) -> None:
             "num_cpu_blocks": 0,
         }
     )
-    deployment = deployment_options(arguments) | {
+    own = deployment_options(arguments)
+    deployment = own | {
         "request_router_config": RequestRouterConfig(
             request_router_class=router,  # type: ignore[arg-type]  # the stubs are narrower than the library
-            request_router_kwargs={"slack": slack},
+            request_router_kwargs={
+                **own["request_router_config"].request_router_kwargs,
+                "slack": slack,
+            },
             request_routing_stats_period_s=1.0,  # type: ignore[arg-type]  # the stubs are narrower than the library
         )
     }
