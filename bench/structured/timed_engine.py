@@ -36,7 +36,7 @@ class TimedExecutor(SimulatedRanks):
     def __init__(self) -> None:
         super().__init__()
         self._plans: SimpleQueue[StepPlan | None] = SimpleQueue()
-        self._masks: SimpleQueue[StepMasks] = SimpleQueue()
+        self._masks: SimpleQueue[StepMasks | None] = SimpleQueue()
         self._outputs: SimpleQueue[StepOutput] = SimpleQueue()
         self._masked_rows: set[int] = set()
         self._generator = random.Random(0)
@@ -57,6 +57,8 @@ class TimedExecutor(SimulatedRanks):
         return output
 
     def close(self) -> None:
+        # A stopped controller sends no masks for the last plan.
+        self._masks.put(None)
         self._plans.put(None)
         self._thread.join()
 
@@ -69,7 +71,11 @@ class TimedExecutor(SimulatedRanks):
                     self._masked_rows.add(start.row)
             rows = [one.row for one in plan.sequences if one.is_sampled]
             num_masked = sum(row in self._masked_rows for row in rows)
-            masks = deque(np.array_split(self._words(), num_masked)) if num_masked else deque()
+            masks: deque[Any] = deque()  # Any: parts of an array
+            if num_masked:
+                if (given := self._masks.get()) is None:
+                    return
+                masks += np.array_split(np.frombuffer(given.words, np.uint32), num_masked)
             token_ids = [
                 pick_token(masks.popleft(), self._generator) if row in self._masked_rows else 300
                 for row in rows
@@ -77,9 +83,6 @@ class TimedExecutor(SimulatedRanks):
             time.sleep(max(0.0, began_s + _FORWARD_S - time.perf_counter()))
             self.step_times.append((time.perf_counter(), len(rows)))
             self._outputs.put(StepOutput(plan.step, token_ids))
-
-    def _words(self) -> Any:
-        return np.frombuffer(self._masks.get().words, np.uint32)
 
 
 class EndlessSink:
