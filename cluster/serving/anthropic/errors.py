@@ -20,10 +20,15 @@ _KINDS: Mapping[int, str] = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+_NO_THREADS: Json = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+"""What lets the tool runner of Anthropic's library send all messages in each request."""
 
 
 def anthropic_error(body: Json, status: int) -> Json:
     """Return an error that is given in OpenAI's shape, with its status."""
-    message = cast("Json", body["error"])["message"]
+    given = cast("Json", body["error"])
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
+    error: Json = {"type": kind, "message": given["message"]}
+    if given["param"] == "thread":
+        error["details"] = _NO_THREADS
+    return {"type": "error", "error": error, "request_id": None}

@@ -103,6 +103,7 @@ class ConversationBody(Body):
         "container": _NO_TOOLS_OF_ANTHROPIC,
         "context_management": "shorten the messages instead",
         "mcp_servers": _NO_TOOLS_OF_ANTHROPIC,
+        "thread": "messages are not kept; send all of them",
     }
     synonyms: ClassVar[Mapping[str, str]] = {
         "input": "messages",

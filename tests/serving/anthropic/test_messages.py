@@ -265,6 +265,22 @@ def test_other_errors_have_their_shape(tool_server: Server, tmp_path: Path) -> N
     assert (answer.status_code, answer.json()["type"]) == (405, "error")
 
 
+@pytest.mark.parametrize(
+    "thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}]
+)
+def test_their_tool_runner_learns_that_there_are_no_threads(
+    tool_server: Server, thread: dict[str, str]
+) -> None:
+    answer = posted(tool_server, BODY | {"thread": thread})
+    assert answer.status_code == 400
+    # Their library then sends the request again, without a thread.
+    assert answer.json()["error"] == {
+        "type": "invalid_request_error",
+        "message": "thread is not supported: messages are not kept; send all of them.",
+        "details": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
+    }
+
+
 def test_hints_are_ignored(tool_server: Server) -> None:
     given = {"metadata": {"user_id": "u"}, "service_tier": "auto"}
     assert posted(tool_server, BODY | given).status_code == 200
