@@ -39,6 +39,7 @@ def main(url: str, folder: str) -> None:
     usage = message.usage
     assert counted == usage.input_tokens + (usage.cache_read_input_tokens or 0)
     check_tools(client)
+    check_tool_runner(client)
     refused = error_of(client, {**given, "max_tokens": 0})
     assert isinstance(refused, anthropic.BadRequestError)
     assert "max_tokens must be" in refused.message
@@ -83,6 +84,29 @@ def check_tools(client: anthropic.Anthropic) -> None:
         ],
     )
     assert answer.type == "message"
+
+
+def check_tool_runner(client: anthropic.Anthropic) -> None:
+    """Let the library call a function for the model, twice."""
+    cities = []
+
+    @anthropic.beta_tool
+    def weather(city: str) -> str:
+        """Return the weather in a city."""
+        cities.append(city)
+        return "Rain."
+
+    runner = client.beta.messages.tool_runner(
+        model="tiny-llama",
+        max_tokens=200,
+        extra_body={"temperature": 0},
+        messages=[USER],
+        tools=[weather],
+        tool_choice={"type": "any"},
+        max_iterations=2,
+    )
+    assert [message.stop_reason for message in runner] == ["tool_use"] * 2
+    assert len(cities) >= 1, cities
 
 
 if __name__ == "__main__":

@@ -70,11 +70,11 @@ def check_structures(client: openai.OpenAI) -> None:
     """Let the model answer in a schema, and call a function."""
     parsed = client.chat.completions.parse(**ASKED, max_tokens=100, response_format=Answer)
     assert isinstance(parsed.choices[0].message.parsed, Answer), parsed
-    called = client.chat.completions.create(
+    called = client.chat.completions.parse(
         **ASKED, max_tokens=200, tools=[TOOL], tool_choice="required"
     )
     (call,) = called.choices[0].message.tool_calls[:1]
-    Answer.model_validate_json(call.function.arguments)
+    assert isinstance(call.function.parsed_arguments, Answer)
     arguments = ""
     for chunk in client.chat.completions.create(
         **ASKED,
@@ -87,6 +87,8 @@ def check_structures(client: openai.OpenAI) -> None:
             arguments += delta.function.arguments or ""
     assert set(json.loads(arguments)) == {"size", "is_empty"}
     messages = [
+        *ASKED["messages"],
+        parsed.choices[0].message,
         *ASKED["messages"],
         called.choices[0].message,
         *({"role": "tool", "tool_call_id": one.id, "content": "Yes."}
