@@ -9,6 +9,7 @@ import aiohttp
 import msgspec
 
 from cluster.cli.bench.client import BenchClient, BenchError, BenchRequest, Timing
+from cluster.serving.connections.listener import url_host
 from pagedray.errors import PagedRayError, StartupError
 
 if TYPE_CHECKING:
@@ -235,6 +236,10 @@ def _failure(error: Exception) -> PagedRayError:
     if isinstance(error, aiohttp.ClientResponseError):
         return BenchError("The answer is not HTTP; PagedRay's gRPC port requires --backend grpc.")
     if isinstance(error, aiohttp.ClientConnectorError):
-        error = error.os_error
-        return BenchError(f"Cannot reach the server: {error.strerror or error}.")
+        place = f"{url_host(error.host)}:{error.port}"
+        cause = error.os_error
+        # asyncio's text has the address once more.
+        is_refused = isinstance(cause, ConnectionRefusedError)
+        reason = "Connection refused" if is_refused else cause.strerror or cause
+        return BenchError(f"Cannot reach the server at {place}: {reason}.")
     return BenchError(f"Cannot reach the server: {error or type(error).__name__}.")

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from cluster.cli.top.cells import printable
+from cluster.serving.connections.listener import url_host
 from cluster.serving.server_info import ServerLoads
 from cluster.serving.telemetry.load_history import LoadHistory
 from pagedray.errors import EngineError, StartupError
@@ -86,9 +87,9 @@ class LoadsClient:
             body = answer.read(_MAX_ANSWER_BYTES)
         except (OSError, UnicodeError) as error:
             self._connection.close()
-            raise EngineError(
-                f"Cannot reach the server: {error or type(error).__name__}."
-            ) from error
+            place = f"{url_host(self._connection.host)}:{self._connection.port}"
+            reason = getattr(error, "strerror", None) or error or type(error).__name__
+            raise EngineError(f"Cannot reach the server at {place}: {reason}.") from error
         except http.client.HTTPException as error:
             # Its message is what the other end sent.
             self._connection.close()

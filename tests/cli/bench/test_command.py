@@ -199,7 +199,10 @@ def test_prompts_beyond_the_context_are_refused(
         (["--base-url=127.0.0.1:8000"], "http://HOST:PORT"),
         (["--base-url=http://[::1"], "is not a URL"),
         (["--base-url=http://h:99999"], "is not a URL"),
-        (["--base-url=http://127.0.0.1:1"], "Cannot reach the server"),
+        (
+            ["--base-url=http://127.0.0.1:1"],
+            "Cannot reach the server at 127.0.0.1:1: Connection refused.",
+        ),
         (["--base-url=http://127.0.0.1:8000", "--backend=grpc"], "grpc://HOST:PORT"),
         (["--backend=grpc", "--port=1"], "UNAVAILABLE"),
         (["--backend=grpc", "--endpoint=/x"], "require HTTP"),
