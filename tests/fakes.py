@@ -1,15 +1,17 @@
-"""Fakes of ranks and of the sink of events."""
+"""Fakes of ranks, of their model and of the sink of events."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import defaultdict, deque
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.engine.executor import Executor, RankHealth
 from pagedray.batch import StepOutput
 from pagedray.config import AttentionReport, CacheSize
+from pagedray.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -19,7 +21,24 @@ if TYPE_CHECKING:
     from pagedray.errors import EngineError
     from pagedray.request import FinishReason
 
-__all__ = ["FakeExecutor", "RecordingSink", "wait_for"]
+__all__ = ["FakeExecutor", "RecordingSink", "unused_model", "wait_for"]
+
+
+def unused_model(*, max_positions: int) -> ModelConfig:
+    """Return the configuration of a model that no rank computes."""
+    return ModelConfig(
+        name="none",
+        folder=Path(),
+        architecture="none",
+        vocab_size=100,
+        hidden_size=8,
+        intermediate_size=8,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_size=8,
+        max_positions=max_positions,
+    )
 
 
 class FakeExecutor(Executor):

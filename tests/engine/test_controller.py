@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,9 +18,8 @@ from pagedray.errors import (
     StartupError,
     WorkerError,
 )
-from pagedray.model_config import ModelConfig
 from pagedray.request import FinishReason, Request, SamplingParams
-from tests.fakes import FakeExecutor, RecordingSink, wait_for
+from tests.fakes import FakeExecutor, RecordingSink, unused_model, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -97,21 +95,7 @@ class HeldGrammar:
 
 
 def config() -> EngineConfig:
-    return EngineConfig(
-        model=ModelConfig(
-            name="none",
-            folder=Path(),
-            architecture="none",
-            vocab_size=100,
-            hidden_size=8,
-            intermediate_size=8,
-            num_layers=1,
-            num_heads=1,
-            num_kv_heads=1,
-            head_size=8,
-            max_positions=200,
-        )
-    )
+    return EngineConfig(model=unused_model(max_positions=200))
 
 
 @pytest.fixture

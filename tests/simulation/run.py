@@ -6,15 +6,14 @@ import asyncio
 import logging
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.engine.controller import Controller
 from cluster.serving.engine_client import EngineClient
 from pagedray.config import CacheConfig, EngineConfig, SchedulerConfig
 from pagedray.errors import CapacityError, LethalRequestError, OverloadedError
-from pagedray.model_config import ModelConfig
 from pagedray.request import FinishReason, Request, SamplingParams
+from tests.fakes import unused_model
 from tests.scheduling.fake_worker import EOS, undisturbed
 from tests.scheduling.masks.random_masks import RandomMasks
 from tests.simulation.simulated_ranks import SimulatedRanks
@@ -294,19 +293,7 @@ class _Client:
 def _config(scenario: Scenario) -> EngineConfig:
     has_disk = scenario.has_prefix_cache and scenario.num_disk_blocks > 0
     return EngineConfig(
-        model=ModelConfig(
-            name="none",
-            folder=Path(),
-            architecture="none",
-            vocab_size=100,
-            hidden_size=8,
-            intermediate_size=8,
-            num_layers=1,
-            num_heads=1,
-            num_kv_heads=1,
-            head_size=8,
-            max_positions=scenario.max_model_len,
-        ),
+        model=unused_model(max_positions=scenario.max_model_len),
         cache=CacheConfig(
             block_size=scenario.block_size,
             enable_prefix_cache=scenario.has_prefix_cache,

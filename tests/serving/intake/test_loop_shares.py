@@ -17,6 +17,7 @@ from cluster.serving.intake.loop_shares import LoopShares, LoopTimer
 from pagedray.errors import OverloadedError
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
+from tests.clock import Clock
 from tests.fakes import wait_for
 from tests.load.tenant_keys import write_keys
 from tests.serving.conftest import Server
@@ -28,17 +29,9 @@ if TYPE_CHECKING:
     from cluster.serving.text.tokenizer import Tokenizer
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(100.0)
 
 
 @pytest.fixture

@@ -3,15 +3,7 @@
 from __future__ import annotations
 
 from cluster.serving.text.text_budgets import TextBudgets
-
-
-class Clock:
-    """A clock that the test sets."""
-
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.clock import Clock
 
 
 def test_a_tenant_that_took_more_than_its_budget_recovers_in_seconds() -> None:

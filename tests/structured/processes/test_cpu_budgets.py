@@ -5,16 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cluster.structured.processes.cpu_budgets import TenantCpuBudgets
-
-
-class Clock:
-    """A time that the test sets, in seconds."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.clock import Clock
 
 
 @pytest.fixture
