@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
+from cluster.structured.grammar.expressions import invalid_structure
 from cluster.structured.processes.frames import read_message, write_frame
 from cluster.structured.processes.messages import (
     GrammarLoaded,
@@ -128,14 +129,23 @@ class MaskConnection:
             return reply.num_bytes
 
     def count_memory(self, grammar: CompiledGrammar, num_bytes: int) -> None:
-        """Count a grammar against its tenant's memory. Raises OverloadedError if that is full."""
+        """Count a grammar against its tenant's memory.
+
+        Raises OverloadedError if that is full, and InvalidRequestError if it never has room for it.
+        """
+        most_mib = self._max_tenant_bytes >> 20
+        if num_bytes > self._max_tenant_bytes:
+            raise invalid_structure(
+                f"structure takes {num_bytes >> 20} MiB of memory; at most {most_mib} MiB are "
+                "allowed."
+            )
         with self._lock:
             same = [one for one in self._grammars.values() if one.tenant == grammar.tenant]
             total = num_bytes + sum(one.num_bytes for one in same)
             if total > self._max_tenant_bytes:
                 raise OverloadedError(
                     f"The structures of this tenant would take {total >> 20} MiB of memory; "
-                    f"at most {self._max_tenant_bytes >> 20} MiB are allowed."
+                    f"at most {most_mib} MiB are allowed."
                 )
             grammar.num_bytes = num_bytes
             self._grammars[grammar.id] = grammar

@@ -28,7 +28,7 @@ from cluster.structured.processes.messages import (
     StepQuery,
 )
 from cluster.structured.processes.sequence_matcher import SequenceMatcher, allowed_cpu_s
-from pagedray.errors import OverloadedError
+from pagedray.errors import InvalidRequestError, OverloadedError
 from pagedray.request import FinishReason, Request, SamplingParams
 from tests.fakes import wait_for
 from tests.structured.processes.fake_masks import FakeMasks
@@ -204,6 +204,14 @@ def test_no_tenant_takes_the_memory_of_the_others() -> None:
     batch.add("plain of 100", tenant="ben")
     del batch.matchers[0]
     batch.add("plain of 50", tenant="ann")
+    batch.close()
+
+
+def test_grammar_that_never_fits_is_no_matter_of_load() -> None:
+    batch = Batch(max_tenant_bytes=2**20)
+    batch.add(f"plain of {2**20}", tenant="ann")
+    with pytest.raises(InvalidRequestError, match=r"takes 2 MiB .* at most 1 MiB"):
+        batch.add(f"plain of {2**21}", tenant="ben")
     batch.close()
 
 
