@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import sys
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Self, Unpack
 
@@ -76,7 +77,9 @@ class AsyncLLM:
                     "AsyncLLM generates text; use LLM for models that embed or score."
                 )
             self._tokenizer = Tokenizer.from_folder(config.model.folder, pools=False)
-            self._validator = Validator(config, self._tokenizer, text_pool=TextPool())
+            # Each text waits for its turn: one that is refused would be read again and again.
+            text_pool = TextPool(max_waiting=sys.maxsize)
+            self._validator = Validator(config, self._tokenizer, text_pool=text_pool)
             self._requests = RequestMaker(self._validator, config, seed)
             self._queue_limits = config.scheduler
             self._sink = _Sink()
@@ -247,7 +250,7 @@ class AsyncLLM:
 
     async def _validated(self, prompt: SaltedPrompt, params: RequestParams) -> Request:
         while True:
-            # Long texts are tokenized in a few threads, for which not too many may wait.
+            # Not too many structures may be compiled at once.
             with suppress(OverloadedError):
                 (request,) = await self._requests.make([prompt], [params])
                 return request

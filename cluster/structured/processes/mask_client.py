@@ -65,7 +65,8 @@ class MaskClient:
     def load_grammar(self, text: bytes, *, tenant: str = "") -> tuple[CompiledGrammar, int]:
         """Return a compiled grammar of a tenant and its size in bytes.
 
-        Raises EngineError, or OverloadedError if it does not fit in memory.
+        Raises EngineError, OverloadedError if it does not fit in memory, or InvalidRequestError if
+        it never does.
         """
         note_end = self._connection.ended_grammar_ids.append
         grammar = CompiledGrammar(self, next(self._ids), text, tenant, note_end)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -249,6 +249,28 @@ def test_calls_that_wait_for_room_take_turns(
     # Only the first looks again and again whether there is room.
     assert set(submitted[:-40]) == {0}
     assert submitted[-40:] == list(range(40))
+
+
+def test_each_of_many_long_texts_is_read_once(
+    engine: AsyncLLM, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = engine._requests.make
+    num_made = 0
+
+    # Any: its arguments and result.
+    async def counted(*arguments: Any) -> Any:
+        nonlocal num_made
+        num_made += 1
+        return await make(*arguments)
+
+    async def finish_all() -> None:
+        text = "def read_config(path):\n" * 90
+        params = SamplingParams(max_tokens=1)
+        await asyncio.gather(*(results(engine, text, params) for _ in range(100)))
+
+    monkeypatch.setattr(engine._requests, "make", counted)
+    runner.run(finish_all())
+    assert num_made == 100
 
 
 def test_conversations_are_rendered_as_by_llm(
