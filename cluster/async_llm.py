@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self, Unpack
 from cluster.engine.controller import Controller
 from cluster.engine.open_engine import open_engine
 from cluster.engine.options import engine_config
-from cluster.engine.progress import ProgressLine
+from cluster.engine.progress import progress_reports
 from cluster.engine.vllm_options import engine_options
 from cluster.generation import Collector
 from cluster.llm_beams import BeamSearches, first_logprobs
@@ -68,9 +68,7 @@ class AsyncLLM:
         **options: Unpack[LLMOptions],
     ) -> None:
         own = engine_options(options)
-        line = ProgressLine()
-        report = line.report if show_progress else _ignore_progress
-        try:
+        with progress_reports(are_shown=show_progress) as report:
             config = engine_config(model, own, report)
             if config.model.task != "generate":
                 raise StartupError(
@@ -84,8 +82,6 @@ class AsyncLLM:
             self._queue_limits = config.scheduler
             self._sink = _Sink()
             engine = open_engine(config, self._sink, report)
-        finally:
-            line.close()
         assert isinstance(engine, Controller)
         self._engine = engine
         self._streams: dict[str, EngineStream | None] = {}
@@ -305,7 +301,3 @@ async def _results(
                 stream.finish_sequence(event.request_id, event.index)
         if collector.is_finished or kind is not RequestOutputKind.FINAL_ONLY:
             yield collector.take_delta() if is_delta else collector.generation()
-
-
-def _ignore_progress(what: str, fraction: float) -> None:
-    pass

@@ -13,7 +13,7 @@ from cluster.engine.event_buffers import EventDispatcher
 from cluster.engine.frozen_heap import CallFreezer
 from cluster.engine.open_engine import open_engine
 from cluster.engine.options import engine_config
-from cluster.engine.progress import ProgressLine
+from cluster.engine.progress import progress_reports
 from cluster.engine.vllm_options import engine_options
 from cluster.generation import Collector, Completion, Generation
 from cluster.llm_beams import BeamSearches, BeamSearchOutput, BeamSearchParams, first_logprobs
@@ -82,12 +82,8 @@ class LLM:
         **options: Unpack[LLMOptions],
     ) -> None:
         own = engine_options(options)
-        line = ProgressLine()
-        report = line.report if show_progress else _ignore_progress
-        try:
+        with progress_reports(are_shown=show_progress) as report:
             self._open(engine_config(model, own, report), report, seed)
-        finally:
-            line.close()
 
     def _open(
         self, config: EngineConfig, report_progress: ReportProgress, seed: int | None
@@ -339,10 +335,6 @@ class LLM:
         self, prompts: Sequence[SaltedPrompt], params: Sequence[SamplingParams]
     ) -> list[Request]:
         return run_apart(self._requests.make(prompts, params))
-
-
-def _ignore_progress(what: str, fraction: float) -> None:
-    pass
 
 
 def _submitted(embedder: Embedder, request: EmbeddingRequest) -> Future[NDArray[np.float32]]:

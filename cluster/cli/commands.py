@@ -11,7 +11,7 @@ from cluster.cli.flags import engine_options, sampling_fields
 from cluster.cli.one_line_parser import USAGE_EXIT, command_parser
 from cluster.cli.parser import CONFIG_FLAG, make_parser
 from cluster.engine.options import engine_config
-from cluster.engine.progress import ProgressLine
+from cluster.engine.progress import progress_reports
 from pagedray.errors import InvalidRequestError, PagedRayError, StartupError
 from pagedray.system.descriptor_limit import raise_descriptor_limit
 
@@ -82,11 +82,8 @@ def _with_config(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> S
 
 
 def _config(parsed: argparse.Namespace) -> EngineConfig:
-    line = ProgressLine()
-    try:
-        return engine_config(parsed.model, engine_options(parsed), line.report)
-    finally:
-        line.close()
+    with progress_reports(are_shown=True) as report:
+        return engine_config(parsed.model, engine_options(parsed), report)
 
 
 def _serve(parsed: argparse.Namespace) -> int:

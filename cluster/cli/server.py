@@ -13,7 +13,7 @@ from cluster.cli.exit_guard import guard_exit
 from cluster.cli.ready_lines import address_lines, ready_lines
 from cluster.engine.frozen_heap import freeze_heap
 from cluster.engine.open_engine import open_engine
-from cluster.engine.progress import ProgressLine
+from cluster.engine.progress import progress_reports
 from cluster.serving.engine_client import EngineClient
 from cluster.serving.frontends import Frontends
 from cluster.serving.text.tokenizer import Tokenizer
@@ -159,18 +159,15 @@ class Server:
         return await loading
 
     def _open_engine(self, client: EngineClient) -> Controller | Embedder:
-        line = ProgressLine()
+        with progress_reports(are_shown=True) as show:
 
-        def report(what: str, fraction: float) -> None:
-            # A running engine also reports the replacement of ranks, for which a drain waits.
-            if self._stop.is_set() and not client.is_attached:
-                raise _StoppedError("The server was stopped while loading.")
-            line.report(what, fraction)
+            def report(what: str, fraction: float) -> None:
+                # A running engine also reports the replacement of ranks, for which a drain waits.
+                if self._stop.is_set() and not client.is_attached:
+                    raise _StoppedError("The server was stopped while loading.")
+                show(what, fraction)
 
-        try:
             return open_engine(self._config, client, report)
-        finally:
-            line.close()
 
     def _announce(self, frontends: Frontends, engine: Controller | Embedder) -> None:
         addresses = address_lines(

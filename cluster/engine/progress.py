@@ -4,11 +4,30 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TextIO
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TextIO
 
-__all__ = ["ProgressLine"]
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from cluster.engine.executor import ReportProgress
+
+__all__ = ["ProgressLine", "progress_reports"]
 
 _LINE_PAUSE_S = 10.0
+
+
+@contextmanager
+def progress_reports(*, are_shown: bool) -> Iterator[ReportProgress]:
+    """Yield a function that shows progress on standard error until the block ends, or nothing."""
+    if not are_shown:
+        yield _ignore_progress
+        return
+    line = ProgressLine()
+    try:
+        yield line.report
+    finally:
+        line.close()
 
 
 class ProgressLine:
@@ -64,3 +83,7 @@ class ProgressLine:
 def _shown(fraction: float, detail: str) -> str:
     done = f"{fraction:4.0%}" if fraction > 0.0 else ""
     return f"{done}, {detail}" if done and detail else done or detail
+
+
+def _ignore_progress(what: str, fraction: float) -> None:
+    pass
