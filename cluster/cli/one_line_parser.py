@@ -49,7 +49,9 @@ class OneLineParser(argparse.ArgumentParser):
         return parsed
 
     def error(self, message: str) -> NoReturn:
-        self.exit(USAGE_EXIT, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+        # Those of argparse have no full stop.
+        what = message.removesuffix(".")
+        self.exit(USAGE_EXIT, f"{self.prog}: error: {what} (see {self.prog} --help)\n")
 
 
 def dashed_flag(word: str) -> str:
