@@ -1,0 +1,26 @@
+"""Samplers with each choice that runs on a CPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.workers.sampling.sampler_rig import make_sampler
+from workers.sampling.numpy_choice import NumpyChoice
+from workers.sampling.torch_choice import TorchChoice
+
+if TYPE_CHECKING:
+    from workers.sampler import Sampler
+    from workers.sampling.choice import Choice
+
+
+@pytest.fixture(params=[NumpyChoice, TorchChoice])
+def choice(request: pytest.FixtureRequest) -> Choice:
+    made: Choice = request.param()
+    return made
+
+
+@pytest.fixture
+def sampler(choice: Choice) -> Sampler:
+    return make_sampler(choice)

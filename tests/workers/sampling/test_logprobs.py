@@ -1,0 +1,56 @@
+"""Log-probabilities are those of the raw logits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from pagedray.batch import TokenLogprobs
+from pagedray.request import SamplingParams
+from tests.workers.sampling.sampler_rig import (
+    EVERYTHING,
+    GREEDY,
+    VOCAB_SIZE,
+    make_logits,
+    make_start,
+)
+
+if TYPE_CHECKING:
+    from workers.sampler import Sampler
+    from workers.sampling.choice import Choice
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logprobs_are_those_of_the_raw_logits(sampler: Sampler, dtype: torch.dtype) -> None:
+    logits = make_logits(3, seed=9).to(dtype)
+    expected = torch.log_softmax(logits.double(), dim=-1)
+    sampler.start(make_start(EVERYTHING, row=0))
+    sampler.start(make_start(GREEDY, row=1))
+    sampler.start(make_start(SamplingParams(temperature=0.5, logprobs=0), row=2))
+    sampled = sampler.sample(logits, [0, 1, 2], [3, 3, 3])
+    full, none, only_chosen = sampled.logprobs
+    assert none is None
+    assert isinstance(full, TokenLogprobs)
+    assert isinstance(only_chosen, TokenLogprobs)
+    likeliest = expected[0].sort(descending=True, stable=True)
+    assert full.token_ids == likeliest.indices[:5].tolist()
+    assert full.logprobs == pytest.approx(likeliest.values[:5].tolist(), abs=1e-5)
+    chosen = sampled.token_ids.tolist()
+    assert full.chosen == pytest.approx(float(expected[0, chosen[0]]), abs=1e-5)
+    assert only_chosen.chosen == pytest.approx(float(expected[2, chosen[2]]), abs=1e-5)
+    assert only_chosen.token_ids == []
+    assert only_chosen.logprobs == []
+
+
+@pytest.mark.parametrize("num_tokens", [1, 20, VOCAB_SIZE])
+def test_top_tokens_break_ties_by_the_lower_id(choice: Choice, num_tokens: int) -> None:
+    scores = (make_logits(5, seed=1) / 2).round()
+    expected = scores.sort(dim=-1, descending=True, stable=True).indices[:, :num_tokens]
+    assert choice.top_tokens(scores, num_tokens).tolist() == expected.tolist()
+
+
+def test_ranks_take_both_zeros_for_one_score(choice: Choice) -> None:
+    scores = torch.tensor([[-1.0, -0.0, 0.0, -0.0, 0.0]])
+    assert choice.top_tokens(scores, 5).tolist() == [[1, 2, 3, 4, 0]]
