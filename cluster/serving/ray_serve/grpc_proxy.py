@@ -226,13 +226,9 @@ def _streaming(
             except TimeoutError:
                 await abort_call(context, ReplicaDiedError())
             except BaseException:
-                # When a client disconnects, this task is cancelled, its write fails, or both. The
-                # replica's call must still be cancelled to the end, and before this handler
-                # returns, because it uses the context, which grpc then frees.
-                ending = asyncio.create_task(_cancel(messages))
-                while not ending.done():
-                    with contextlib.suppress(asyncio.CancelledError):
-                        await asyncio.wait((ending,))
+                # Before this handler returns: the replica's call uses the context, which grpc then
+                # frees.
+                await _cancel_to_the_end(messages)
                 raise
             if call.is_complete:
                 # However the replica ended, the client has all of the response.
@@ -339,6 +335,17 @@ class _Request:
         )
         if message.HasField("usage"):
             call.is_complete = True
+
+
+async def _cancel_to_the_end(messages: AsyncGenerator[Any]) -> None:  # Any: see above.
+    """Cancel the replica's call, also if this task is cancelled meanwhile.
+
+    When a client disconnects, its task is cancelled, its write fails, or both.
+    """
+    ending = asyncio.create_task(_cancel(messages))
+    while not ending.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait((ending,))
 
 
 async def _cancel(messages: AsyncGenerator[Any]) -> None:  # Any: see above.
