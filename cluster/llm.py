@@ -36,7 +36,7 @@ from pagedray.errors import InvalidRequestError, OverloadedError
 from pagedray.request import Request, SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping, Sequence
+    from collections.abc import Generator, Iterator, Mapping, Sequence
     from concurrent.futures import Future
     from pathlib import Path
     from types import TracebackType
@@ -61,6 +61,10 @@ _VALIDATORS: dict[Task, type[Validator | EmbeddingValidator | ScoreValidator]] =
     "embed": EmbeddingValidator,
     "score": ScoreValidator,
 }
+
+
+_FIRST_PART = 16
+"""So many prompts of a call are validated before the first of them is submitted."""
 
 
 class LLM:
@@ -108,8 +112,9 @@ class LLM:
 
         A prompt is a text, its token ids, or a dictionary with `prompt` or `prompt_token_ids`, and
         optionally `cache_salt`. `sampling_params` applies to all prompts, or is a list of one per
-        prompt. Raises InvalidRequestError for an invalid prompt or parameter, and EngineError if
-        the engine fails; all requests of the call are aborted then.
+        prompt. The first prompts run while the others are validated. Raises InvalidRequestError for
+        an invalid prompt or parameter, and EngineError if the engine fails; all requests of the
+        call are aborted then.
         """
         with self._freezer.freeze():
             return self._run(read_prompts(prompts), sampling_params, use_tqdm)
@@ -159,7 +164,12 @@ class LLM:
             while requests := searches.step_requests():
                 bar.update()
                 collectors = [Collector(one, self._tokenizer) for one in requests]
-                searches.take_step(map(first_logprobs, self._runner.complete(collectors)))
+                done = self._runner.complete(
+                    collectors,
+                    total=len(collectors),
+                    is_watched=any(one.sampling.stop for one in requests),
+                )
+                searches.take_step(map(first_logprobs, done))
         return searches.outputs(self._tokenizer)
 
     def get_default_sampling_params(self) -> TextParams:
@@ -319,17 +329,29 @@ class LLM:
                 f"{len(params)}.",
                 param="sampling_params",
             )
-        requests = self._validated(prompts, params)
-        collectors = [
-            Collector(
-                request,
-                self._tokenizer,
-                prompt=prompt.value if isinstance(prompt.value, str) else None,
-                params=one,
-            )
-            for request, prompt, one in zip(requests, prompts, params, strict=True)
-        ]
-        return self._runner.complete(collectors, show_progress=show_progress)
+        self._requests.text_validator()
+        return self._runner.complete(
+            self._collectors(prompts, params),
+            total=len(prompts),
+            is_watched=any(one.stop for one in params),
+            show_progress=show_progress,
+        )
+
+    def _collectors(
+        self, prompts: Sequence[SaltedPrompt], params: Sequence[SamplingParams]
+    ) -> Iterator[Collector]:
+        """Yield the collector of each request. Raises InvalidRequestError.
+
+        The engine runs the first requests while the others are validated, in ever larger parts.
+        """
+        first, size = 0, _FIRST_PART
+        while first < len(prompts):
+            part = slice(first, first + size)
+            requests = self._validated(prompts[part], params[part])
+            for request, prompt, one in zip(requests, prompts[part], params[part], strict=True):
+                text = prompt.value if isinstance(prompt.value, str) else None
+                yield Collector(request, self._tokenizer, prompt=text, params=one)
+            first, size = part.stop, 4 * size
 
     def _validated(
         self, prompts: Sequence[SaltedPrompt], params: Sequence[SamplingParams]

@@ -44,13 +44,17 @@ class RequestMaker:
         self._validator = validator
         self._seeds = None if seed is None else random.Random(seed)
 
+    def text_validator(self) -> Validator:
+        """Return the validator. Raises InvalidRequestError if the model does not generate text."""
+        if not isinstance(self._validator, Validator):
+            raise InvalidRequestError("The model does not generate text; use embed() or score().")
+        return self._validator
+
     async def make(
         self, prompts: Sequence[SaltedPrompt], params: Sequence[request.SamplingParams]
     ) -> list[Request]:
         """Return a request for each prompt. Raises InvalidRequestError."""
-        validator = self._validator
-        if not isinstance(validator, Validator):
-            raise InvalidRequestError("The model does not generate text; use embed() or score().")
+        validator = self.text_validator()
         requests: list[Request] = []
         for prompt, sampling in zip(prompts, params, strict=True):
             fields = engine_fields(sampling)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from typing import TYPE_CHECKING
 
 from tqdm import tqdm
@@ -11,7 +11,8 @@ from tqdm import tqdm
 from pagedray.errors import OverloadedError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Generator, Iterable, Sequence
+    from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+    from typing import NoReturn
 
     from cluster.engine.controller import Controller
     from cluster.engine.event_buffers import EventBuffer, EventDispatcher
@@ -34,32 +35,39 @@ class RequestRunner:
         self._sink = sink
 
     def complete(
-        self, collectors: Sequence[Collector], *, show_progress: bool = False
+        self,
+        collectors: Iterable[Collector],
+        *,
+        total: int,
+        is_watched: bool,
+        show_progress: bool = False,
     ) -> list[Generation]:
-        """Run the request of each collector to its end, and return the results in order.
+        """Run the request of each of `total` collectors to its end; return the results in order.
 
-        Raises EngineError if the engine fails; all of the requests are aborted then.
+        A request is submitted before the next collector is made. Tokens are read as they arrive if
+        the call `is_watched`, which stop strings need. Raises EngineError if the engine fails, and
+        what making a collector raises; all of the requests are aborted then.
         """
-        requests = [one.request for one in collectors]
-        # Stop strings must be looked for as tokens arrive.
-        is_watched = any(request.sampling.stop for request in requests)
-        buffer = self._sink.open_buffer(requests, is_watched=is_watched)
+        buffer = self._sink.open_buffer([], is_watched=is_watched)
+        opened: dict[str, Collector] = {}
         try:
-            self._collect(collectors, buffer, show_progress)
+            waiting = self._submit_all(collectors, buffer, opened)
+            bar = tqdm(total=total, unit="prompt", disable=not show_progress)
+            self._collect(opened, waiting, buffer, bar)
         except BaseException:
-            for request in requests:
-                self._controller.abort_request(request.id)
+            for request_id in opened:
+                self._controller.abort_request(request_id)
             raise
         finally:
-            self._sink.close_buffer(requests)
-        return [one.generation() for one in collectors]
+            self._sink.close_buffer([one.request for one in opened.values()])
+        return [one.generation() for one in opened.values()]
 
     def stream(self, collector: Collector) -> Generator[str]:
         """Yield the text of a request with one sequence as it is generated."""
         request = collector.request
         buffer = self._sink.open_buffer([request], is_watched=True)
         try:
-            while self._submit_all([request]) is not None:
+            while not self._submit(request):
                 time.sleep(HELD_POLL_S)
             while not collector.is_finished:
                 for event in buffer.take_events():
@@ -69,36 +77,52 @@ class RequestRunner:
             self._controller.abort_request(request.id)
             self._sink.close_buffer([request])
 
+    def _submit_all(
+        self, collectors: Iterable[Collector], buffer: EventBuffer, opened: dict[str, Collector]
+    ) -> deque[Request]:
+        """Submit until the queue is full, and return the requests that did not fit.
+
+        Those of all collectors are in `opened`, by id, even if making one fails.
+        """
+        waiting: deque[Request] = deque()
+        for one in collectors:
+            request = one.request
+            opened[request.id] = one
+            self._sink.add_requests(buffer, [request])
+            if waiting or not self._submit(request):
+                waiting.append(request)
+        return waiting
+
     def _collect(
-        self, collectors: Sequence[Collector], buffer: EventBuffer, show_progress: bool
+        self,
+        opened: Mapping[str, Collector],
+        waiting: deque[Request],
+        buffer: EventBuffer,
+        bar: tqdm[NoReturn],
     ) -> None:
-        by_id = {one.request.id: one for one in collectors}
-        waiting = iter([one.request for one in collectors])
-        held = self._submit_all(waiting)
-        num_open = len(collectors)
-        with tqdm(total=num_open, unit="prompt", disable=not show_progress) as bar:
+        num_open = len(opened)
+        with bar:
             while num_open:
                 # A queue filled by other calls drains without an event for this one.
-                taken = buffer.take_events(None if held is None else HELD_POLL_S)
+                taken = buffer.take_events(HELD_POLL_S if waiting else None)
                 for events in _by_sequence(taken):
-                    collector = by_id[events[0].request_id]
+                    collector = opened[events[0].request_id]
                     if collector.is_finished:
                         continue
                     self._push(collector, events)
                     if collector.is_finished:
                         num_open -= 1
                         bar.update()
-                if held is not None:
-                    held = self._submit_all([held]) or self._submit_all(waiting)
+                while waiting and self._submit(waiting[0]):
+                    waiting.popleft()
 
-    def _submit_all(self, requests: Iterable[Request]) -> Request | None:
-        """Submit until the queue is full; return the first request that did not fit."""
-        for request in requests:
-            try:
-                self._controller.submit_request(request)
-            except OverloadedError:
-                return request
-        return None
+    def _submit(self, request: Request) -> bool:
+        """Submit a request, and return whether the queue has room for it."""
+        try:
+            self._controller.submit_request(request)
+        except OverloadedError:
+            return False
+        return True
 
     def _push(self, collector: Collector, events: Sequence[TokenEvent]) -> SequenceOutput:
         output, last = collector.push_events(events), events[-1]

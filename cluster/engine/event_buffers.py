@@ -77,9 +77,13 @@ class EventDispatcher:
     def open_buffer(self, requests: Sequence[Request], *, is_watched: bool) -> EventBuffer:
         """Return a buffer for the events of a call; the caller closes it."""
         buffer = EventBuffer(is_watched=is_watched)
+        self.add_requests(buffer, requests)
+        return buffer
+
+    def add_requests(self, buffer: EventBuffer, requests: Sequence[Request]) -> None:
+        """Send the events of further requests of a call, not yet submitted, to its buffer."""
         with self._lock:
             self._buffers |= dict.fromkeys((request.id for request in requests), buffer)
-        return buffer
 
     def close_buffer(self, requests: Sequence[Request]) -> None:
         """Discard further events of a call."""

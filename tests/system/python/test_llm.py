@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,8 +13,10 @@ from pagedray.errors import InvalidRequestError, OverloadedError
 from tests.system.server_process import TINY_LLAMA
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
+    from cluster.llm_prompts import SaltedPrompt
+    from pagedray import request
     from pagedray.request import Request
 
 SAMPLED = SamplingParams(temperature=0.9, seed=3, max_tokens=24, ignore_eos=True)
@@ -125,7 +128,46 @@ def test_chat_follows_the_template_and_stops(llm: LLM) -> None:
     assert "<|" not in generation.outputs[0].text
 
 
-def test_bad_prompt_among_good_ones_starts_nothing(llm: LLM) -> None:
+def test_first_requests_run_while_others_are_validated(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    validated = llm._validated
+    parts: list[int] = []
+    before = llm.stats().num_generated_tokens
+
+    def after_the_first(
+        prompts: Sequence[SaltedPrompt], params: Sequence[request.SamplingParams]
+    ) -> list[Request]:
+        deadline_s = time.monotonic() + 60
+        while parts and llm.stats().num_generated_tokens < before + 24:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        parts.append(len(prompts))
+        return validated(prompts, params)
+
+    monkeypatch.setattr(llm, "_validated", after_the_first)
+    prompts = [f"x{index} = " for index in range(30)]
+    found = tokens(llm, prompts, SAMPLED)
+    assert sum(parts) == 30
+    assert len(parts) > 1
+    monkeypatch.undo()
+    assert found == tokens(llm, prompts, SAMPLED)
+
+
+def test_bad_prompt_far_behind_good_ones_ends_those_that_run(llm: LLM) -> None:
+    long = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True)
+    before, started_s = llm.stats().num_generated_tokens, time.monotonic()
+    with pytest.raises(InvalidRequestError, match="empty"):
+        llm.generate(["import os"] * 100 + [""], long, use_tqdm=False)
+    while (stats := llm.stats().scheduler).num_running or stats.num_waiting:
+        assert time.monotonic() < started_s + 60
+        time.sleep(0.01)
+    # None of those that had begun came to its end.
+    assert llm.stats().num_generated_tokens - before < 900
+    assert len(tokens(llm, ["import os"], SAMPLED)[0]) == 24
+
+
+def test_bad_prompt_among_few_good_ones_starts_nothing(llm: LLM) -> None:
     before = llm.stats().num_prompt_tokens
     with pytest.raises(InvalidRequestError, match="empty"):
         llm.generate(["import os", ""], SAMPLED, use_tqdm=False)
