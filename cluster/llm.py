@@ -65,6 +65,8 @@ _VALIDATORS: dict[Task, type[Validator | EmbeddingValidator | ScoreValidator]] =
 
 _FIRST_PART = 16
 """So many prompts of a call are validated before the first of them is submitted."""
+_LARGEST_PART = 256
+"""So many at most are validated before the tokens of those that run are looked at."""
 
 
 class LLM:
@@ -165,7 +167,7 @@ class LLM:
                 bar.update()
                 collectors = [Collector(one, self._tokenizer) for one in requests]
                 done = self._runner.complete(
-                    collectors,
+                    [collectors],
                     total=len(collectors),
                     is_watched=any(one.sampling.stop for one in requests),
                 )
@@ -331,27 +333,33 @@ class LLM:
             )
         self._requests.text_validator()
         return self._runner.complete(
-            self._collectors(prompts, params),
+            self._parts(prompts, params),
             total=len(prompts),
             is_watched=any(one.stop for one in params),
             show_progress=show_progress,
         )
 
-    def _collectors(
+    def _parts(
         self, prompts: Sequence[SaltedPrompt], params: Sequence[SamplingParams]
-    ) -> Iterator[Collector]:
-        """Yield the collector of each request. Raises InvalidRequestError.
+    ) -> Iterator[list[Collector]]:
+        """Yield the collectors of the requests in parts. Raises InvalidRequestError.
 
-        The engine runs the first requests while the others are validated, in ever larger parts.
+        The engine runs the first part while the others, which grow, are validated.
         """
         first, size = 0, _FIRST_PART
         while first < len(prompts):
             part = slice(first, first + size)
             requests = self._validated(prompts[part], params[part])
-            for request, prompt, one in zip(requests, prompts[part], params[part], strict=True):
-                text = prompt.value if isinstance(prompt.value, str) else None
-                yield Collector(request, self._tokenizer, prompt=text, params=one)
-            first, size = part.stop, 4 * size
+            yield [
+                Collector(
+                    request,
+                    self._tokenizer,
+                    prompt=prompt.value if isinstance(prompt.value, str) else None,
+                    params=one,
+                )
+                for request, prompt, one in zip(requests, prompts[part], params[part], strict=True)
+            ]
+            first, size = part.stop, min(4 * size, _LARGEST_PART)
 
     def _validated(
         self, prompts: Sequence[SaltedPrompt], params: Sequence[SamplingParams]

@@ -11,11 +11,11 @@ from tqdm import tqdm
 from pagedray.errors import OverloadedError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Generator, Iterable, Sequence
     from typing import NoReturn
 
     from cluster.engine.controller import Controller
-    from cluster.engine.event_buffers import EventBuffer, EventDispatcher
+    from cluster.engine.event_buffers import EventDispatcher
     from cluster.generation import Collector, Generation
     from cluster.scheduling.event import TokenEvent
     from cluster.serving.text.text_stream import SequenceOutput
@@ -36,100 +36,125 @@ class RequestRunner:
 
     def complete(
         self,
-        collectors: Iterable[Collector],
+        parts: Iterable[Sequence[Collector]],
         *,
         total: int,
         is_watched: bool,
         show_progress: bool = False,
     ) -> list[Generation]:
-        """Run the request of each of `total` collectors to its end; return the results in order.
+        """Run the requests of all parts, `total` together, to their end; return results in order.
 
-        A request is submitted before the next collector is made. Tokens are read as they arrive if
-        the call `is_watched`, which stop strings need. Raises EngineError if the engine fails, and
-        what making a collector raises; all of the requests are aborted then.
+        Those of a part run while the next one is made. Tokens are read as they arrive if the call
+        `is_watched`, which stop strings need. Raises EngineError if the engine fails, and what
+        making a part raises; all of the requests are aborted then.
         """
-        buffer = self._sink.open_buffer([], is_watched=is_watched)
-        opened: dict[str, Collector] = {}
-        try:
-            waiting = self._submit_all(collectors, buffer, opened)
-            bar = tqdm(total=total, unit="prompt", disable=not show_progress)
-            self._collect(opened, waiting, buffer, bar)
-        except BaseException:
-            for request_id in opened:
-                self._controller.abort_request(request_id)
-            raise
-        finally:
-            self._sink.close_buffer([one.request for one in opened.values()])
-        return [one.generation() for one in opened.values()]
+        with tqdm(total=total, unit="prompt", disable=not show_progress) as bar:
+            call = _Call(self._controller, self._sink, bar, is_watched=is_watched)
+            try:
+                for part in parts:
+                    call.add_requests(part)
+                    call.take_events(0.0)
+                return call.finish()
+            except BaseException:
+                call.abort()
+                raise
+            finally:
+                call.close()
 
     def stream(self, collector: Collector) -> Generator[str]:
         """Yield the text of a request with one sequence as it is generated."""
         request = collector.request
         buffer = self._sink.open_buffer([request], is_watched=True)
         try:
-            while not self._submit(request):
+            while not _has_submitted(self._controller, request):
                 time.sleep(HELD_POLL_S)
             while not collector.is_finished:
                 for event in buffer.take_events():
-                    if text := self._push(collector, [event]).text:
+                    if text := _push(self._controller, collector, [event]).text:
                         yield text
         finally:
             self._controller.abort_request(request.id)
             self._sink.close_buffer([request])
 
-    def _submit_all(
-        self, collectors: Iterable[Collector], buffer: EventBuffer, opened: dict[str, Collector]
-    ) -> deque[Request]:
-        """Submit until the queue is full, and return the requests that did not fit.
 
-        Those of all collectors are in `opened`, by id, even if making one fails.
-        """
-        waiting: deque[Request] = deque()
-        for one in collectors:
-            request = one.request
-            opened[request.id] = one
-            self._sink.add_requests(buffer, [request])
-            if waiting or not self._submit(request):
-                waiting.append(request)
-        return waiting
+class _Call:
+    """The requests of one call, of which some may be waiting for room in the queue."""
 
-    def _collect(
+    def __init__(
         self,
-        opened: Mapping[str, Collector],
-        waiting: deque[Request],
-        buffer: EventBuffer,
+        controller: Controller,
+        sink: EventDispatcher,
         bar: tqdm[NoReturn],
+        *,
+        is_watched: bool,
     ) -> None:
-        num_open = len(opened)
-        with bar:
-            while num_open:
-                # A queue filled by other calls drains without an event for this one.
-                taken = buffer.take_events(HELD_POLL_S if waiting else None)
-                for events in _by_sequence(taken):
-                    collector = opened[events[0].request_id]
-                    if collector.is_finished:
-                        continue
-                    self._push(collector, events)
-                    if collector.is_finished:
-                        num_open -= 1
-                        bar.update()
-                while waiting and self._submit(waiting[0]):
-                    waiting.popleft()
+        self._controller = controller
+        self._sink = sink
+        self._bar = bar
+        self._buffer = sink.open_buffer([], is_watched=is_watched)
+        self._collectors: dict[str, Collector] = {}
+        """By the ids of their requests."""
+        self._waiting: deque[Request] = deque()
+        self._num_finished = 0
 
-    def _submit(self, request: Request) -> bool:
-        """Submit a request, and return whether the queue has room for it."""
-        try:
-            self._controller.submit_request(request)
-        except OverloadedError:
-            return False
-        return True
+    def add_requests(self, collectors: Sequence[Collector]) -> None:
+        """Submit the requests of these collectors if there is room for them."""
+        requests = [one.request for one in collectors]
+        self._collectors.update((one.request.id, one) for one in collectors)
+        self._sink.add_requests(self._buffer, requests)
+        self._waiting += requests
+        self._submit_waiting()
 
-    def _push(self, collector: Collector, events: Sequence[TokenEvent]) -> SequenceOutput:
-        output, last = collector.push_events(events), events[-1]
-        if output.finish_reason is not None and last.finish_reason is None:
-            # A stop string ended it, which the engine does not see.
-            self._controller.finish_sequence(last.request_id, last.index)
-        return output
+    def take_events(self, timeout_s: float | None) -> None:
+        """Bring events to their collectors, for which this waits. Raises EngineError."""
+        for events in _by_sequence(self._buffer.take_events(timeout_s)):
+            collector = self._collectors[events[0].request_id]
+            if collector.is_finished:
+                continue
+            _push(self._controller, collector, events)
+            if collector.is_finished:
+                self._num_finished += 1
+                self._bar.update()
+        self._submit_waiting()
+
+    def finish(self) -> list[Generation]:
+        """Wait for the ends of all requests, and return their results. Raises EngineError."""
+        while self._num_finished < len(self._collectors):
+            # A queue filled by other calls drains without an event for this one.
+            self.take_events(HELD_POLL_S if self._waiting else None)
+        return [one.generation() for one in self._collectors.values()]
+
+    def abort(self) -> None:
+        """End all requests, also those that were not submitted."""
+        for request_id in self._collectors:
+            self._controller.abort_request(request_id)
+
+    def close(self) -> None:
+        """Discard further events."""
+        self._sink.close_buffer([one.request for one in self._collectors.values()])
+
+    def _submit_waiting(self) -> None:
+        while self._waiting and _has_submitted(self._controller, self._waiting[0]):
+            self._waiting.popleft()
+
+
+def _has_submitted(controller: Controller, request: Request) -> bool:
+    """Submit a request, and return whether the queue had room for it."""
+    try:
+        controller.submit_request(request)
+    except OverloadedError:
+        return False
+    return True
+
+
+def _push(
+    controller: Controller, collector: Collector, events: Sequence[TokenEvent]
+) -> SequenceOutput:
+    output, last = collector.push_events(events), events[-1]
+    if output.finish_reason is not None and last.finish_reason is None:
+        # A stop string ended it, which the engine does not see.
+        controller.finish_sequence(last.request_id, last.index)
+    return output
 
 
 def _by_sequence(events: Iterable[TokenEvent]) -> Collection[Sequence[TokenEvent]]:

@@ -122,6 +122,11 @@ class Quantization:
     prefixes: tuple[tuple[str, str], ...] = ()
     """As in `TextTensors`: patterns are of stored names or of ours."""
 
+    @property
+    def is_fp8(self) -> bool:
+        """Whether fp8 is the only format, so that products read weights as they are stored."""
+        return all(isinstance(rule.format, Fp8Format) for rule in self.rules)
+
     def format_of(self, layers: Sequence[str]) -> WeightFormat | None:
         """Return the format of layers that are computed in one product, or None if it is plain.
 

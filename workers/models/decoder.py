@@ -76,7 +76,9 @@ class Decoder(CompositeLayer):
         ]
         halves = [layer.halved() for layer in self._layers]
         self._halves = None
-        if group.size > 1 and None not in halves:
+        # Other formats would be dequantized for each half.
+        is_stored_as_read = config.quantization is None or config.quantization.is_fp8
+        if group.size > 1 and None not in halves and is_stored_as_read:
             self._halves = HalvedLayers([half for half in halves if half is not None], group)
         self._norm = make_norm(
             names.final_norm,

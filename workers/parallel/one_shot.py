@@ -213,7 +213,10 @@ class OneShotAllReduce:
         shape, device = (1, inboxes.width), inboxes.addresses.device
         row = torch.full(shape, inboxes.rank + 1.0, dtype=inboxes.dtype, device=device)
         sums = [self.reduce_rows(row.clone())]
-        pending = self.begin_sum(row)
+        try:
+            pending = self.begin_sum(row)
+        except PeerMemoryError as error:
+            return str(error)
         if pending is not None:
             sums.append(pending.finish())
         done = torch.cuda.Event()

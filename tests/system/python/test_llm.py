@@ -154,6 +154,32 @@ def test_first_requests_run_while_others_are_validated(
     assert found == tokens(llm, prompts, SAMPLED)
 
 
+def test_requests_that_found_no_room_are_submitted_between_parts(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    validated = llm._validated
+    num_generated: list[int] = []
+
+    def once_idle(
+        prompts: Sequence[SaltedPrompt], params: Sequence[request.SamplingParams]
+    ) -> list[Request]:
+        deadline_s = time.monotonic() + 60
+        # The queue holds two requests, so that some of each part wait.
+        while (stats := llm.stats().scheduler).num_running or stats.num_waiting:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        num_generated.append(llm.stats().num_generated_tokens)
+        return validated(prompts, params)
+
+    monkeypatch.setattr("cluster.llm._FIRST_PART", 12)
+    monkeypatch.setattr("cluster.llm._LARGEST_PART", 1)
+    monkeypatch.setattr(llm, "_validated", once_idle)
+    tokens(llm, [f"x{index} = " for index in range(15)], SAMPLED)
+    # Each part but the first begins when those before it have been submitted again.
+    assert len(num_generated) == 4
+    assert num_generated == sorted(set(num_generated))
+
+
 def test_bad_prompt_far_behind_good_ones_ends_those_that_run(llm: LLM) -> None:
     long = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True)
     before, started_s = llm.stats().num_generated_tokens, time.monotonic()

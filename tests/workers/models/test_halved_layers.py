@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from tests.quantized_checkpoints import save_compressed, save_wide
+from tests.workers.models.test_quantized_models import COMPRESSED
 from tests.workers.models.two_ranks import on_two_ranks
 from tests.workers.reference import loaded_model, reference_logits, run, save_checkpoint, token_ids
 from workers.models import halved_layers
+from workers.parallel.group import SoloGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,6 +76,19 @@ def test_layers_that_halves_would_slow_down_run_whole(name: str, tmp_path: Path)
     for found, num_rows in on_two_ranks(lambda group: logits(tmp_path, group)):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
         assert not num_rows
+
+
+@pytest.mark.parametrize(("name", "has_sums"), [("fp8-channels", True), ("int4-symmetric", False)])
+def test_weights_that_each_half_would_dequantize_run_whole(
+    name: str, has_sums: bool, tmp_path: Path
+) -> None:
+    plain, quantized = tmp_path / "plain", tmp_path / "quantized"
+    save_wide(plain)
+    save_compressed(plain, quantized, *COMPRESSED[name])
+    expected = run(loaded_model(quantized, SoloGroup()), SoloGroup())
+    for found, num_rows in on_two_ranks(lambda group: logits(quantized, group)):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        assert bool(num_rows) == has_sums
 
 
 def test_steps_of_few_tokens_and_of_a_cpu_run_whole(
