@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from attention.kernels.triton.dependent_launch import dependent_launch, wait_for_inputs
+from attention.kernels.triton.summed_row import finish_row, stream_row
 from attention.kernels.triton.tuning import next_power_of_two
 
 __all__ = [
@@ -199,62 +200,6 @@ def _summed(
 
 
 @triton.jit
-def _stream_row(
-    row: tl.tensor,
-    delta: tl.tensor,
-    stream: tl.tensor,
-    stream_stride: tl.tensor,
-    width: tl.constexpr,
-    has_norm: tl.constexpr,
-    tile: tl.constexpr,
-) -> tl.tensor:
-    """Return a row of the stream, read before the wait for other ranks; zeros without a norm."""
-    elements = tl.arange(0, tile)
-    if has_norm:
-        before = tl.load(stream + row * stream_stride + elements, mask=elements < width, other=0.0)
-    else:
-        before = tl.zeros([tile], delta.dtype.element_ty)
-    return before
-
-
-@triton.jit
-def _finish(
-    row: tl.tensor,
-    added: tl.tensor,
-    before: tl.tensor,
-    delta: tl.tensor,
-    stream: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    out: tl.tensor,
-    delta_stride: tl.tensor,
-    stream_stride: tl.tensor,
-    eps: tl.tensor,
-    width: tl.constexpr,
-    has_norm: tl.constexpr,
-    has_bias: tl.constexpr,
-    is_centred: tl.constexpr,
-    tile: tl.constexpr,
-) -> None:
-    """Write the sum of a row; or add it to the stream, as it was before, and write its norm."""
-    elements = tl.arange(0, tile)
-    is_element = elements < width
-    if has_norm:
-        kept = (before.to(tl.float32) + added.to(tl.float32)).to(stream.dtype.element_ty)
-        tl.store(stream + row * stream_stride + elements, kept, mask=is_element)
-        x = tl.where(is_element, kept.to(tl.float32), 0.0)
-        if is_centred:
-            x = tl.where(is_element, x - tl.sum(x, axis=0) / width, 0.0)
-        normed = x / tl.sqrt(tl.sum(x * x, axis=0) / width + eps)
-        normed *= tl.load(weight + elements, mask=is_element, other=0.0).to(tl.float32)
-        if has_bias:
-            normed += tl.load(bias + elements, mask=is_element, other=0.0).to(tl.float32)
-        tl.store(out + row * width + elements, normed.to(out.dtype.element_ty), mask=is_element)
-    else:
-        tl.store(delta + row * delta_stride + elements, added, mask=is_element)
-
-
-@triton.jit
 def _all_reduce(
     delta: tl.tensor,
     data: tl.tensor,
@@ -298,12 +243,12 @@ def _all_reduce(
         word_tile,
     )  # fmt: skip
     if has_one_row:
-        before = _stream_row(first, delta, stream, stream_stride, width, has_norm, tile)
+        before = stream_row(first, delta, stream, stream_stride, width, has_norm, tile)
         added = _summed(
             first, mine, addresses, num_launches, max_rows, rank, size, num_words,
             word_tile, tile, element_type,
         )  # fmt: skip
-        _finish(
+        finish_row(
             first, added, before, delta, stream, weight, bias, out, delta_stride, stream_stride,
             eps, width, has_norm, has_bias, is_centred, tile,
         )  # fmt: skip
@@ -323,12 +268,12 @@ def _all_reduce(
                     rank, size, num_words, word_tile,
                 )  # fmt: skip
             mine = _loaded(data + row * data_stride, is_word, word_tile)
-            before = _stream_row(row, delta, stream, stream_stride, width, has_norm, tile)
+            before = stream_row(row, delta, stream, stream_stride, width, has_norm, tile)
             added = _summed(
                 row, mine, addresses, num_launches, max_rows, rank, size, num_words,
                 word_tile, tile, element_type,
             )  # fmt: skip
-            _finish(
+            finish_row(
                 row, added, before, delta, stream, weight, bias, out, delta_stride, stream_stride,
                 eps, width, has_norm, has_bias, is_centred, tile,
             )  # fmt: skip

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from attention.kernels.triton.summed_row import finish_row, stream_row
 from attention.kernels.triton.tuning import next_power_of_two
 
 __all__ = ["ReceivedRows", "add_received", "add_received_norm"]
@@ -73,24 +74,15 @@ def _add_received(
     row = tl.program_id(0).to(tl.int64)
     elements = tl.arange(0, tile)
     is_element = elements < width
+    before = stream_row(row, delta, stream, stream_stride, width, has_norm, tile)
     mine = tl.load(delta + row * delta_stride + elements, mask=is_element, other=0.0)
     theirs = tl.load(received + row * width + elements, mask=is_element, other=0.0)
     # Both ranks add the same two numbers, so that the sum has the same bits on both.
     added = (mine.to(tl.float32) + theirs.to(tl.float32)).to(delta.dtype.element_ty)
-    if has_norm:
-        kept = tl.load(stream + row * stream_stride + elements, mask=is_element, other=0.0)
-        kept = (kept.to(tl.float32) + added.to(tl.float32)).to(stream.dtype.element_ty)
-        tl.store(stream + row * stream_stride + elements, kept, mask=is_element)
-        x = tl.where(is_element, kept.to(tl.float32), 0.0)
-        if is_centred:
-            x = tl.where(is_element, x - tl.sum(x, axis=0) / width, 0.0)
-        normed = x / tl.sqrt(tl.sum(x * x, axis=0) / width + eps)
-        normed *= tl.load(weight + elements, mask=is_element, other=0.0).to(tl.float32)
-        if has_bias:
-            normed += tl.load(bias + elements, mask=is_element, other=0.0).to(tl.float32)
-        tl.store(out + row * width + elements, normed.to(out.dtype.element_ty), mask=is_element)
-    else:
-        tl.store(delta + row * delta_stride + elements, added, mask=is_element)
+    finish_row(
+        row, added, before, delta, stream, weight, bias, out, delta_stride, stream_stride,
+        eps, width, has_norm, has_bias, is_centred, tile,
+    )  # fmt: skip
 
 
 def add_received(delta: torch.Tensor, received: ReceivedRows) -> None:
