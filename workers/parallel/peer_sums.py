@@ -26,10 +26,8 @@ _MAX_BYTES = 64 * 2**20
 """The most bytes of one sum."""
 _MAX_ROWS = 4096
 _NUM_SLOTS = 4
-"""Places for sums, used in turn. A rank writes to a place again when the other one has read it:
-what is sent fourth from now follows, on the other rank, what it sends second from now, which comes
-after it has finished the sum of today; and a sum is finished before the second one after it begins.
-"""
+"""Places for sums, used in turn. Four suffice: a rank sends sum n + 4 after it has finished sum
+n + 2, which the other rank had sent after it had finished sum n."""
 _FLAG_BYTES = 16
 _NUM_NUMBERS = 4096
 """Sums have numbers from 0 to this, again and again."""

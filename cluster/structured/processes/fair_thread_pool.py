@@ -36,7 +36,7 @@ class FairThreadPool:
         self._running: Counter[str] = Counter()
         # Tasks by tenant, in the order of turns.
         self._waiting: dict[str, deque[_Task]] = {}
-        # Whoever removes one ends it.
+        # A future is completed by the thread that removes it from this set.
         self._open: set[Future[Any]] = set()  # Any: of any result
         self._is_closed = False
 
