@@ -68,6 +68,7 @@ class DecoderWorker(Worker):
         self._model: Decoder | None = Decoder(
             config.model, group, backend=self._backend, device=self._device
         )
+        self._model.prepare_steps(config.scheduler.max_num_batched_tokens)
         self._runner: ModelRunner | None = None
         self._host_pool: HostPool | None = None
         """Kept from epoch to epoch, since pinning takes long."""

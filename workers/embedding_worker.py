@@ -87,6 +87,10 @@ class EmbeddingWorker(Worker):
         self._model: Bert | Decoder | None = kind(
             config.model, group, backend=self._backend, device=self._device
         )
+        if isinstance(self._model, Decoder):
+            # A longer text has a step of its own.
+            most = max(config.scheduler.max_num_batched_tokens, config.max_model_len)
+            self._model.prepare_steps(most)
         self._builder: AttentionMetadataBuilder | None = self._backend.make_metadata_builder(spec)
 
     def load_weights(self, report_progress: Callable[[int, int], None]) -> None:

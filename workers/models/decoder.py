@@ -106,6 +106,11 @@ class Decoder(CompositeLayer):
                 device=device,
             )
 
+    def prepare_steps(self, max_num_tokens: int) -> None:
+        """Prepare steps of up to so many tokens. Call it before the group is joined."""
+        if self._halves is not None:
+            self._halves.prepare_steps(max_num_tokens)
+
     def forward(
         self,
         token_ids: torch.Tensor,

@@ -76,6 +76,11 @@ class HalvedLayers:
         self._layers = layers
         self._group = group
 
+    def prepare_steps(self, max_num_tokens: int) -> None:
+        """Have the group allocate what steps of up to so many tokens need, if any is halved."""
+        if self.takes(max_num_tokens):
+            self._group.max_begun_rows = _first_half(max_num_tokens)
+
     def takes(self, num_tokens: int) -> bool:
         """Return whether a step of this number of tokens takes less time in halves."""
         return self._group.overlaps_sums and num_tokens >= _MIN_TOKENS
@@ -88,7 +93,7 @@ class HalvedLayers:
         It is this rank's part of a sum. Both are `[num_tokens, hidden_size]`.
         """
         num_tokens = len(residual)
-        first = -(-num_tokens // (2 * _TILE_ROWS)) * _TILE_ROWS
+        first = _first_half(num_tokens)
         streams = residual.split((first, num_tokens - first))
         deltas: Sequence[PendingSum | None] = (None, None)
         begin_sum = self._group.begin_all_reduce
@@ -100,6 +105,11 @@ class HalvedLayers:
             # The sum of one half is begun before the other half is computed.
             deltas = [begin_sum(part) for part in parts]
         raise AssertionError("A decoder has layers.")
+
+
+def _first_half(num_tokens: int) -> int:
+    """Return the tokens of the first half, which has at least as many as the second."""
+    return -(-num_tokens // (2 * _TILE_ROWS)) * _TILE_ROWS
 
 
 def _normed(

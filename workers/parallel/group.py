@@ -48,6 +48,9 @@ class ParallelGroup(ABC):
         """Sums a few rows faster than `all_reduce`, if the ranks can write to each other."""
         self.overlaps_sums = False
         """Whether `begin_all_reduce` saves time: the device computes while ranks exchange data."""
+        self.max_begun_rows = 0
+        """The most rows of a sum that layers begin; set it before `join`, which allocates memory
+        for them. Sums of more rows take longer."""
 
     def __enter__(self) -> ParallelGroup:
         return self

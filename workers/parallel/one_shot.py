@@ -49,10 +49,14 @@ class OneShotAllReduce:
         rank: int,
         size: int,
         *,
+        max_begun_rows: int,
         device: torch.device,
         progress: ProgressWord,
     ) -> None:
-        """Allocate memory for other ranks to write to. Raises PeerMemoryError."""
+        """Allocate memory for other ranks to write to. Raises PeerMemoryError.
+
+        `max_begun_rows` is that of the group.
+        """
         from attention.kernels.triton.one_shot_all_reduce import (
             PROGRAMS_PER_SM,
             Inboxes,
@@ -64,7 +68,10 @@ class OneShotAllReduce:
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._size = size
         self._progress = progress
-        self._memory = PeerMemory(inbox_size + (PeerSums.num_bytes(shape) if size == 2 else 0))
+        sums_size = 0
+        if size == 2 and max_begun_rows > 0:
+            sums_size = PeerSums.num_bytes(shape, max_begun_rows)
+        self._memory = PeerMemory(inbox_size + sums_size)
         self._abort = torch.zeros(1, dtype=torch.int32).pin_memory()
         self._inboxes = Inboxes(
             addresses=torch.zeros(size + 1, dtype=torch.int64, device=device),
@@ -76,11 +83,12 @@ class OneShotAllReduce:
             dtype=shape.dtype,
         )
         self._sums = None
-        if size == 2:
+        if sums_size:
             self._sums = PeerSums(
                 self._memory,
                 inbox_size,
                 shape,
+                max_begun_rows,
                 device=device,
                 progress=progress,
                 abort=self._inboxes.addresses[size:],

@@ -52,6 +52,7 @@ class PeerSums:
         memory: PeerMemory,
         first_byte: int,
         shape: RowShape,
+        max_begun_rows: int,
         *,
         device: torch.device,
         progress: ProgressWord,
@@ -59,9 +60,9 @@ class PeerSums:
     ) -> None:
         """Use a part of the memory, of `num_bytes`, whose flags are -1 when ranks connect.
 
-        `abort` is that of `ReceivedRows`.
+        `max_begun_rows` is that of the group, `abort` that of `ReceivedRows`.
         """
-        max_rows = _max_rows(shape)
+        max_rows = _max_rows(shape, max_begun_rows)
         self._memory = memory
         self._first_byte = first_byte
         self._shape = shape
@@ -85,9 +86,9 @@ class PeerSums:
         self._num_begun = 0
 
     @staticmethod
-    def num_bytes(shape: RowShape) -> int:
-        """Return the size of the memory that sums of such rows need."""
-        return _NUM_SLOTS * (_FLAG_BYTES + _max_rows(shape) * shape.row_bytes)
+    def num_bytes(shape: RowShape, max_begun_rows: int) -> int:
+        """Return the size of the memory that sums of up to so many rows need."""
+        return _NUM_SLOTS * (_FLAG_BYTES + _max_rows(shape, max_begun_rows) * shape.row_bytes)
 
     def connect(self, peer_address: int) -> None:
         """Send to the other rank, at whose address its memory begins, from the first sum on."""
@@ -168,5 +169,5 @@ class _PeerSum(PendingSum):
         )
 
 
-def _max_rows(shape: RowShape) -> int:
-    return min(_MAX_ROWS, _MAX_BYTES // shape.row_bytes)
+def _max_rows(shape: RowShape, max_begun_rows: int) -> int:
+    return min(max_begun_rows, _MAX_ROWS, _MAX_BYTES // shape.row_bytes)

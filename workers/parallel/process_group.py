@@ -169,7 +169,12 @@ class ProcessGroup(ParallelGroup):
         if self._own_memory is None:
             try:
                 self._own_memory = OneShotAllReduce(
-                    rows, self.rank, size, device=self._device, progress=self.progress
+                    rows,
+                    self.rank,
+                    size,
+                    max_begun_rows=self.max_begun_rows,
+                    device=self._device,
+                    progress=self.progress,
                 )
             except PeerMemoryError as error:
                 logger.warning("Small all-reduces use NCCL: %s.", error)

@@ -7,17 +7,21 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from cluster.engine.options import EngineOptions, engine_config
 from tests.quantized_checkpoints import save_compressed, save_wide
 from tests.workers.models.test_quantized_models import COMPRESSED
 from tests.workers.models.two_ranks import on_two_ranks
 from tests.workers.reference import loaded_model, reference_logits, run, save_checkpoint, token_ids
 from workers.models import halved_layers
 from workers.parallel.group import SoloGroup
+from workers.parallel.group_factory import make_group
+from workers.worker_factory import make_worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from pagedray.model_config import Task
     from workers.parallel.group import ParallelGroup
     from workers.parallel.pending_sum import PendingSum
 
@@ -106,3 +110,39 @@ def test_steps_of_few_tokens_and_of_a_cpu_run_whole(
 
     monkeypatch.setattr(halved_layers, "_MIN_TOKENS", 100)
     assert on_two_ranks(takes) == [(False, False, True)] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "budget", "num_rows"),
+    [
+        (HALVED[0], None, 49, 0),
+        (HALVED[0], None, 50, 28),
+        # A text that is longer than the budget has a step of its own.
+        (HALVED[0], "embed", 49, 32),
+        (WHOLE[0], None, 50, 0),
+        (WHOLE[0], "embed", 50, 0),
+    ],
+)
+def test_only_ranks_that_may_run_halves_have_memory_for_their_sums(
+    name: str,
+    task: Task | None,
+    budget: int,
+    num_rows: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    save_checkpoint(name, tmp_path)
+    monkeypatch.setattr(halved_layers, "_MIN_TOKENS", 50)
+    options = EngineOptions(
+        device="cpu",
+        num_threads=1,
+        tensor_parallel_size=2,
+        task=task,
+        max_num_batched_tokens=budget,
+        max_num_seqs=8,
+        max_model_len=64,
+    )
+    group = make_group(0, 2, device=torch.device("cpu"))
+    group.overlaps_sums = True
+    make_worker(engine_config(tmp_path, options), group)
+    assert group.max_begun_rows == num_rows

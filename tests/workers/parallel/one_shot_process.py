@@ -39,6 +39,7 @@ def main(rank: int, size: int, folder: Path, *ports: int) -> None:
     results: dict[str, tuple[torch.Tensor, ...]] = {}
     for dtype, port in zip(DTYPES, ports[1:], strict=True):
         group = make_group(rank, size, device=DEVICE, timeout_s=60.0, rows=RowShape(WIDTH, dtype))
+        group.max_begun_rows = MAX_ROWS
         group.join((LOOPBACK, port), host=LOOPBACK)
         assert group.one_shot is not None
         one_shot, group.one_shot = group.one_shot, None

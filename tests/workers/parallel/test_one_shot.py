@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from workers.parallel.peer_sums import PeerSums
+from workers.parallel.row_shape import RowShape
+
 ROOT = Path(__file__).parents[3]
 
 
@@ -45,6 +48,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         _, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors[-5000:]
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize(("max_begun_rows", "mebibytes"), [(2048, 64), (4096, 128), (8192, 128)])
+def test_sums_have_memory_for_four_of_the_largest(max_begun_rows: int, mebibytes: int) -> None:
+    num_bytes = PeerSums.num_bytes(RowShape(4096, torch.bfloat16), max_begun_rows)
+    assert 0 <= num_bytes - mebibytes * 2**20 < 1024
 
 
 @pytest.mark.gpu
