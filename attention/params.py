@@ -187,7 +187,9 @@ def _problems_of_layer(params: AttentionParams) -> Iterator[str]:
         if getattr(params, name) < 1:
             yield f"{name} is {getattr(params, name)}, but must be at least 1"
     if params.num_kv_heads > 0 and params.num_heads % params.num_kv_heads:
-        yield f"num_heads {params.num_heads} is no multiple of num_kv_heads {params.num_kv_heads}"
+        yield (
+            f"num_heads {params.num_heads} is not a multiple of num_kv_heads {params.num_kv_heads}"
+        )
     if not math.isfinite(params.scale):
         yield f"scale is {params.scale}, but must be finite"
     if params.sliding_window is not None and params.sliding_window < 1:

@@ -24,20 +24,20 @@ class LLMOptions(TypedDict, total=False):
     """
 
     tensor_parallel_size: int
-    """Ranks, one per device, that share the model."""
+    """Number of ranks, one per device, that the model is sharded over."""
     device: Device | None
-    """None is a GPU if there is one."""
+    """None selects a GPU if there is one."""
     dtype: Literal["auto", "half", "float", "float32", "bfloat16", "float16"] | None
-    """Of weights and activations; None and `auto` are the checkpoint's."""
+    """Data type of weights and activations; None and `auto` use that of the checkpoint."""
     task: Task | None
     quantization: (
         Literal["fp8", "compressed-tensors", "gptq", "awq", "gptq_marlin", "awq_marlin"] | None
     )
-    """`fp8` quantizes plain weights when they are loaded; None is as the checkpoint says."""
+    """`fp8` quantizes plain weights while they are loaded; None reads it from the checkpoint."""
     enable_expert_parallel: bool
-    """Whether each rank has whole experts, instead of some columns of each."""
+    """Whether each rank has some whole experts, instead of some columns of every expert."""
     executor: Literal["ray", "local"]
-    """`ray` runs each rank as an actor, `local` one rank in this process."""
+    """`ray` runs each rank as a Ray actor; `local` runs a single rank in this process."""
     num_threads: int | None
     """CPU threads per rank."""
     placement_strategy: PlacementStrategy
@@ -47,22 +47,22 @@ class LLMOptions(TypedDict, total=False):
     block_size: int
     """Tokens per block."""
     num_blocks: int | None
-    """Blocks on the device; None is as many as fit in memory."""
+    """Number of blocks on the device; None is as many as fit in memory."""
     num_cpu_blocks: int | None
-    """CPU blocks for swapping and for prefixes."""
+    """Number of CPU blocks, for swapping and for prefixes evicted from the device."""
     memory_fraction: float
     """Fraction of device memory for weights, activations and KV cache."""
     enable_prefix_cache: bool
     enable_cpu_prefix_cache: bool
-    """Keep prefixes that have no room on the device in the CPU blocks."""
+    """Keep prefixes that are evicted from the device in CPU blocks."""
     enable_kept_cpu_pool: bool
-    """Have the CPU blocks outlive the ranks, so that new ones find the prefixes there."""
+    """Keep the CPU blocks when ranks are replaced, so that the new ranks reuse their prefixes."""
     cpu_pool_checksums: bool
-    """Compare CPU blocks that outlived a rank with checksums."""
+    """When a rank is replaced, drop CPU blocks whose checksum does not match."""
     disk_cache_folder: str
-    """Keep prefixes that the CPU blocks have no room for in files in this folder."""
+    """Folder for files of prefixes evicted from the CPU blocks."""
     disk_cache_bytes: int
-    """Most bytes that all ranks together keep there."""
+    """Maximum size of these files, for all ranks together."""
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"]
     max_num_seqs: int | None
     """Maximum number of sequences per step (256, or 1024 on GPUs of 70 GiB or more)."""
@@ -74,7 +74,7 @@ class LLMOptions(TypedDict, total=False):
     max_queued_tokens: int
     preemption: Preemption
     itl_target_ms: float | None
-    """Time between tokens that prompts should not exceed; None is any."""
+    """Target for the time between tokens while prompts are processed; None is no limit."""
     load_format: Literal["auto", "dummy", "safetensors"]
     attention_backend: str
     enforce_eager: bool
@@ -93,7 +93,7 @@ class LLMOptions(TypedDict, total=False):
     enable_prefix_caching: bool
     """The same as `enable_prefix_cache`."""
     distributed_executor_backend: Literal["ray", "mp", "uni"]
-    """The same as `executor`; `mp` and `uni` are `local`."""
+    """The same as `executor`; `mp` and `uni` select `local`."""
     trust_remote_code: Literal[False]
     tokenizer: None
     revision: None

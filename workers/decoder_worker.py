@@ -279,7 +279,7 @@ class DecoderWorker(Worker):
             TemporaryFile(dir=folder).close()
         except OSError as error:
             raise StartupError(
-                f"Cannot make files in --disk-cache-folder {folder}: {error.strerror}."
+                f"Cannot create files in --disk-cache-folder {folder}: {error.strerror}."
             ) from error
 
     def _close_jobs(self) -> None:

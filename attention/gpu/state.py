@@ -81,7 +81,9 @@ class GpuState(AttentionState):
     ) -> None:
         """Upload live metadata to the input buffers of a graph and plan it, before a replay."""
         if self._graph_builder is None:
-            raise RuntimeError("This state belongs to no graph; call this method of its clone.")
+            raise RuntimeError(
+                "This state does not belong to a graph; call this method on its clone."
+            )
         planned = self._graph_builder.build(metadata.batch)
         self.begin_forward(planned)
         for name, live in self.get_graph_input_buffers(planned).items():

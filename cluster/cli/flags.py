@@ -66,26 +66,27 @@ _GROUPS = {
         ),
         _Flag(
             "quantization",
-            "fp8 quantizes plain weights when they are loaded; others name the format of a "
-            "quantized checkpoint. (default: as the checkpoint says)",
+            "fp8 quantizes plain weights while they are loaded; the other values name the "
+            "format of a quantized checkpoint. (default: read from the checkpoint)",
             get_args(QuantizationMethod),
             aliases=("-q",),
         ),
         _Flag(
             "load_format",
-            "auto loads the checkpoint's weights, dummy initializes random ones.",
+            "auto loads the weights of the checkpoint; dummy initializes random weights.",
             get_args(LoadFormat),
         ),
         _Flag("load_seed", "Random seed of dummy weights.", int),
         _Flag(
             "message_special_tokens",
-            "Special tokens that clients write in chat messages: text encodes them as ordinary "
-            "text, parse as special tokens, which lets clients forge roles.",
+            "How special tokens in the chat messages of clients are encoded: text encodes "
+            "them as ordinary text; parse encodes them as special tokens, which lets "
+            "clients forge roles.",
             get_args(MessageSpecialTokens),
         ),
         _Flag(
             "trust_request_chat_template",
-            "Take the chat_template of requests, a program that renders their prompt in a sandbox.",
+            "Accept chat_template in requests, a program that renders the prompt in a sandbox.",
             bool,
         ),
         _Flag(
@@ -95,15 +96,17 @@ _GROUPS = {
         ),
         _Flag(
             "task",
-            "generate; embed, which makes vectors of texts for Embed and /v1/embeddings; or score, "
-            "which compares texts for /v1/rerank and /score. (default: score for a cross-encoder, "
-            "embed for other encoders and with modules.json)",
+            "What the model does: generate text; embed texts for Embed and /v1/embeddings; "
+            "or score pairs of texts for /v1/rerank and /score. (default: score for a "
+            "cross-encoder, embed for other encoders and for models with modules.json, "
+            "otherwise generate)",
             get_args(Task),
         ),
         _Flag(
             "generation_config",
-            "Where requests take temperature, top_p, top_k, min_p and repetition_penalty from if "
-            "they do not set them: auto is the model's generation_config.json, none is no file.",
+            "Source of temperature, top_p, top_k, min_p and repetition_penalty for "
+            "requests that do not set them: auto reads the model's generation_config.json, "
+            "none reads no file.",
             str,
             "FOLDER",
         ),
@@ -111,15 +114,15 @@ _GROUPS = {
         _Flag("enforce_eager", "Disable CUDA graphs, which saves memory and slows decoding.", bool),
         _Flag(
             "max_graph_tokens",
-            "Largest step with prompts, in tokens, that runs as CUDA graphs; 0 disables them for "
-            "such steps.",
+            "Maximum number of tokens in a step with prompts that runs as CUDA graphs; 0 "
+            "disables graphs for steps with prompts.",
             int,
         ),
     ),
     "ranks": (
         _Flag(
             "tensor_parallel_size",
-            "Ranks, one per device, that share the model.",
+            "Number of ranks, one per device, that the model is sharded over.",
             int,
             aliases=("-tp",),
         ),
@@ -130,38 +133,39 @@ _GROUPS = {
         ),
         _Flag(
             "enable_expert_parallel",
-            "Shard experts over the ranks as a whole, instead of some columns of each.",
+            "Give each rank some whole experts, instead of some columns of every expert.",
             bool,
         ),
         _Flag(
             "executor",
-            "ray runs each rank as a Ray actor, local a single rank in this process; for a single "
-            "rank, generate and chat default to local.",
+            "ray runs each rank as a Ray actor; local runs a single rank in this process. "
+            "For a single rank, generate and chat default to local.",
             ("ray", "local"),
             aliases=("--distributed-executor-backend",),
         ),
         _Flag("num_threads", "CPU threads per rank. (default: an equal share of the cores)", int),
         _Flag(
             "placement_strategy",
-            "Ray placement strategy of the ranks; STRICT_PACK is a single node.",
+            "Ray placement strategy of the ranks; STRICT_PACK places all of them on one node.",
             get_args(PlacementStrategy),
         ),
         _Flag(
             "spare_ranks",
-            "Spare processes on each node, which replace a rank that dies within less time. "
-            "(default: 1 on GPUs, 0 on CPUs)",
+            "Number of spare processes per node, with which a rank that dies is replaced "
+            "in less time. (default: 1 on GPUs, 0 on CPUs)",
             int,
         ),
         _Flag(
             "all_reduce",
-            "What sums rows over the GPUs of a node: auto, a single kernel that also adds "
-            "and norms, or nccl, to which auto falls back.",
+            "How results are summed over the GPUs of a node: auto uses a single kernel "
+            "that also adds the residual and normalizes, and falls back to NCCL; nccl "
+            "always uses NCCL.",
             get_args(AllReduce),
         ),
         _Flag(
             "allow_unauthenticated_ray",
-            "Start Ray although RAY_AUTH_MODE=disabled lets every user of this machine run code "
-            "through it.",
+            "Start Ray even if RAY_AUTH_MODE=disabled lets every user of this machine run "
+            "code through it.",
             bool,
         ),
     ),
@@ -169,14 +173,15 @@ _GROUPS = {
         _Flag("block_size", "Tokens per block, 1 to 256.", int),
         _Flag(
             "num_blocks",
-            "Blocks on the device. (default: as many as fit in memory)",
+            "Number of blocks on the device. (default: as many as fit in memory)",
             int,
             aliases=("--num-gpu-blocks-override",),
         ),
         _Flag(
             "num_cpu_blocks",
-            "CPU blocks for swapping and for prefixes that have no room on the device. (default: "
-            "up to 1 GiB, or beside GPUs a quarter of the available memory for all ranks)",
+            "Number of CPU blocks, for swapping and for prefixes evicted from the device. "
+            "(default: up to 1 GiB; with GPUs, a quarter of the available memory for all "
+            "ranks together)",
             int,
         ),
         _Flag(
@@ -189,36 +194,36 @@ _GROUPS = {
         _Flag("enable_prefix_cache", "Disable prefix caching.", bool),
         _Flag(
             "enable_cpu_prefix_cache",
-            "Do not keep prefixes in the CPU blocks when they have no room on the device.",
+            "Do not keep prefixes that are evicted from the device in CPU blocks.",
             bool,
         ),
         _Flag(
             "enable_kept_cpu_pool",
-            "Keep the CPU blocks in memory of the rank that uses them, so that prefixes there are "
-            "gone when the rank is replaced.",
+            "Allocate the CPU blocks in the rank itself; the prefixes in them are lost "
+            "when the rank is replaced.",
             bool,
         ),
         _Flag(
             "cpu_pool_checksums",
-            "Compute checksums of the CPU blocks, and drop those that are not as they were when a "
-            "rank is replaced.",
+            "Compute checksums of the CPU blocks; when a rank is replaced, blocks whose "
+            "checksum does not match are dropped.",
             bool,
         ),
         _Flag(
             "disk_cache_folder",
-            "Keep prefixes that the CPU blocks have no room for in files in this folder, which "
-            "should be on a fast local disk. (default: nowhere)",
+            "Folder for files of prefixes evicted from the CPU blocks, which should be on "
+            "a fast local disk. (default: no disk cache)",
             str,
             "FOLDER",
         ),
         _Flag(
             "disk_cache_bytes",
-            "Most bytes that all ranks together keep there.",
+            "Maximum size of the files in --disk-cache-folder, in bytes for all ranks together.",
             int,
         ),
         _Flag(
             "kv_cache_dtype",
-            "Data type of keys and values; auto is the model's.",
+            "Data type of keys and values; auto uses that of the model.",
             get_args(KVCacheDtype),
         ),
     ),
@@ -240,14 +245,14 @@ _GROUPS = {
         ),
         _Flag(
             "preemption",
-            "Whether preempted sequences are swapped to CPU blocks or recomputed; auto is the "
-            "cheaper one.",
+            "Whether preempted sequences are swapped to CPU blocks or recomputed; auto "
+            "selects the cheaper one.",
             get_args(Preemption),
         ),
         _Flag(
             "itl_target_ms",
-            "Time between tokens that prompts should not make longer: chunks of them follow what "
-            "steps are measured to take. (default: no limit)",
+            "Target for the time between tokens while prompts are processed; the chunks of "
+            "prompts are sized by the measured duration of steps. (default: no limit)",
             float,
             "MS",
         ),
@@ -263,25 +268,25 @@ _SAMPLING = (
     _Flag("max_tokens", "Maximum number of tokens to generate.", int),
     _Flag(
         "temperature",
-        "Sampling temperature; 0 is greedy. (default: that of --generation-config, or 0)",
+        "Sampling temperature; 0 is greedy. (default: from --generation-config, or 0)",
         float,
         "T",
     ),
     _Flag(
         "top_p",
-        "Sample from the likeliest tokens of this total probability. (default: that of "
-        "--generation-config, or 1)",
+        "Sample from the most likely tokens with this cumulative probability. (default: "
+        "from --generation-config, or 1)",
         float,
         "P",
     ),
     _Flag(
         "top_k",
-        "Sample from this many of the likeliest tokens; 0 or -1 is all. (default: that of "
+        "Sample from the K most likely tokens; 0 or -1 samples from all. (default: from "
         "--generation-config, or 0)",
         int,
         "K",
     ),
-    _Flag("seed", "Random seed of sampling. (default: a random one)", int),
+    _Flag("seed", "Random seed of sampling. (default: random)", int),
 )
 
 

@@ -32,13 +32,13 @@ __all__ = ["CONFIG_FLAG", "make_parser"]
 CONFIG_FLAG = "--config"
 
 _FILES = {
-    "--api-keys": "API keys; calls without one of them are rejected. `pagedray keys new` creates "
-    "a key. (default: no key is required)",
-    "--tls-cert": "TLS certificate chain in PEM format, reloaded when it changes. "
+    "--api-keys": "File of API keys; requests without a valid key are rejected. `pagedray keys "
+    "new` creates a key. (default: no key is required)",
+    "--tls-cert": "TLS certificate chain in PEM format, which is reloaded when it changes. "
     "(default: no TLS)",
     "--tls-key": "Private key of --tls-cert in PEM format.",
     "--tls-client-ca": "CA certificates in PEM format; clients must present a certificate "
-    "signed by one.",
+    "signed by one of them.",
 }
 _FILE_ALIASES = {"--tls-cert": ("--ssl-certfile",), "--tls-key": ("--ssl-keyfile",)}
 
@@ -82,8 +82,8 @@ def _add_serve(commands: _Commands) -> None:
         CONFIG_FLAG,
         type=Path,
         metavar="FILE",
-        help="Flags in YAML, such as `max-model-len: 32K`, and `model`; those on the command line "
-        "have priority.",
+        help="YAML file of flags, such as `max-model-len: 32K`, and optionally `model`; flags "
+        "on the command line take precedence.",
     )
     group = serve.add_argument_group("frontends")
     _add_ports(group)
@@ -106,16 +106,16 @@ def _add_ports(group: _Group) -> None:
         "--allowed-hosts",
         type=names,
         metavar="NAME,NAME",
-        help="Host names for which HTTP answers without --api-keys, besides IP addresses, "
-        "localhost and --host; * is all. Web pages of these hosts may use the server. (default: "
-        "none)",
+        help="Without --api-keys, host names that HTTP requests are answered for, in addition "
+        "to IP addresses, localhost and --host; * allows all. Web pages of these hosts may "
+        "use the server. (default: none)",
     )
     group.add_argument(
         "--allowed-origins",
         type=names,
         metavar="ORIGIN,ORIGIN",
-        help="Origins such as https://example.com whose web pages may use HTTP from a browser; * "
-        "is all. (default: only the server's own page)",
+        help="Origins such as https://example.com whose web pages may use the HTTP API from a "
+        "browser; * allows all. (default: only the server's own page)",
     )
     for flag, what in _FILES.items():
         flags = [flag, *_FILE_ALIASES.get(flag, ())]
@@ -124,8 +124,8 @@ def _add_ports(group: _Group) -> None:
         "--api-key",
         nargs="+",
         metavar="KEY",
-        help="API keys of a single tenant, in place of --api-keys. Other users of the machine can "
-        "see them in the list of processes.",
+        help="API keys of a single tenant, instead of --api-keys. Other users of the machine "
+        "can see them in the list of processes.",
     )
     group.add_argument(
         "--drain-s",
@@ -141,29 +141,30 @@ def _add_request_limits(group: _Group) -> None:
     group.add_argument(
         "--strict-parameters",
         action="store_true",
-        help="Reject HTTP parameters that cannot change the answer; otherwise they are ignored.",
+        help="Reject HTTP parameters that have no effect, instead of ignoring them.",
     )
     group.add_argument(
         "--read-timeout-s",
         type=seconds(1.0, 3600.0),
         default=IntakeLimits().read_timeout_s,
         metavar="SECONDS",
-        help="Time for the body or message of a request to arrive; then it is rejected.",
+        help="Time within which the body or message of a request must arrive; later, the "
+        "request is rejected.",
     )
     group.add_argument(
         "--max-request-kib",
         type=count(64, 8 * 2**10),
         metavar="KIB",
-        help="Longest body or message of a request. (default: 1 MiB and 8 bytes for each token of "
-        "128 prompts, but at most 4 MiB)",
+        help="Maximum size of the body or message of a request. (default: 1 MiB plus 8 bytes "
+        "for each token of 128 prompts, but at most 4 MiB)",
     )
     group.add_argument(
         "--receive-buffer-mib",
         type=count(64, 2**20),
         default=BufferLimits().total_bytes // 2**20,
         metavar="MIB",
-        help="Memory for requests that are being received. A tenant's requests may use a quarter "
-        "of it.",
+        help="Memory for requests that are being received. The requests of one tenant may use a "
+        "quarter of it.",
     )
 
 
@@ -174,23 +175,23 @@ def _add_reader_limits(group: _Group) -> None:
         type=seconds(1.0, 86400.0),
         default=60.0,
         metavar="SECONDS",
-        help="Time for a client to accept a message; then its call is aborted.",
+        help="Time within which a client must accept a message; later, its call is aborted.",
     )
     group.add_argument(
         "--unread-output-mib",
         type=count(32, 2**20),
         default=BufferLimits().total_bytes // 2**20,
         metavar="MIB",
-        help="Memory for output that clients have not read. A tenant's calls may use a quarter of "
-        "it, one call a 32nd.",
+        help="Memory for output that clients have not read. The calls of one tenant may use a "
+        "quarter of it, and a single call 1/32.",
     )
     group.add_argument(
         "--resume-grace-s",
         type=seconds(0.0, 3600.0),
         default=30.0,
         metavar="SECONDS",
-        help="Time in which a client whose connection was cut may resume a resumable stream; 0 "
-        "disables them.",
+        help="Time within which a client whose connection was cut may resume a resumable "
+        "stream; 0 disables resumable streams.",
     )
     group.add_argument(
         "--resume-buffer-mib",
@@ -204,8 +205,8 @@ def _add_reader_limits(group: _Group) -> None:
         type=count(0, 10**6),
         default=1000,
         metavar="N",
-        help="Responses of /v1/responses that are kept of a tenant for previous_response_id, the "
-        "oldest of which are forgotten; 0 keeps none.",
+        help="Maximum number of /v1/responses responses that are stored per tenant for "
+        "previous_response_id; the oldest are deleted first, and 0 stores none.",
     )
     group.add_argument(
         "--stored-responses-mib",
@@ -217,7 +218,8 @@ def _add_reader_limits(group: _Group) -> None:
     group.add_argument(
         "--resume-anonymous",
         action="store_true",
-        help="Allow resumable streams without --api-keys: anyone who knows its id can read one.",
+        help="Allow resumable streams without --api-keys; anyone who knows the id of a stream "
+        "can then read it.",
     )
 
 
@@ -227,8 +229,8 @@ def _add_model_names(group: _Group) -> None:
         "--served-model-name",
         nargs="+",
         metavar="NAME",
-        help="Model names in the API; responses have the first. (default: the name of the folder, "
-        "or the Hub id)",
+        help="Names of the model in the API; responses contain the first one. (default: the "
+        "name of the folder, or the Hub id)",
     )
     group.add_argument(
         "--tool-call-format",
@@ -240,7 +242,7 @@ def _add_model_names(group: _Group) -> None:
         "--reasoning-format",
         "--reasoning-parser",
         choices=REASONING_FORMATS,
-        help="How the model marks its reasoning. (default: detected from the chat template)",
+        help="Format of the model's reasoning. (default: detected from the chat template)",
     )
 
 
@@ -252,12 +254,13 @@ def _add_logging(group: _Group) -> None:
         "--log-level",
         choices=("debug", "info", "warning"),
         default="info",
-        help="Minimum log level; warning omits the line of each call.",
+        help="Minimum log level; warning omits the line that is logged for each call.",
     )
     group.add_argument(
         "--otlp-endpoint",
         metavar="URL",
-        help="OpenTelemetry collector for traces. (default: OTEL_EXPORTER_OTLP_ENDPOINT, or none)",
+        help="URL of the OpenTelemetry collector that traces are sent to. (default: "
+        "OTEL_EXPORTER_OTLP_ENDPOINT, or none)",
     )
 
 
@@ -291,38 +294,41 @@ def _add_keys(commands: _Commands) -> None:
 
 
 def _add_top(commands: _Commands) -> None:
-    what = "Show the load of a running server, live."
+    what = "Show the load of a running server, continuously updated."
     top = commands.add_parser("top", help=what, description=what)
     named = top.add_mutually_exclusive_group()
     what = "URL of the HTTP port, or HOST:PORT."
     named.add_argument("url", nargs="?", metavar="URL", default="http://127.0.0.1:8000", help=what)
-    named.add_argument("--url", dest="named_url", metavar="URL", help="The same.")
+    named.add_argument(
+        "--url", dest="named_url", metavar="URL", help="The same as the positional URL."
+    )
     add_client_flags(top, variables="PAGEDRAY_API_KEY")
     top.add_argument(
         "--every-s",
         type=seconds(0.1, 60.0),
         default=1.0,
         metavar="SECONDS",
-        help="Refresh interval, 0.1 to 60.",
+        help="Refresh interval, from 0.1 to 60 seconds.",
     )
     top.add_argument("--once", action="store_true", help="Print the load once and exit.")
 
 
 def _add_bench(commands: _Commands) -> None:
-    what = "Measure a running server, or an engine without one."
+    what = "Benchmark a running server, or an engine without a server."
     bench = commands.add_parser("bench", help=what, description=what)
     verbs = bench.add_subparsers(
         dest="verb", required=True, metavar="VERB", parser_class=OneLineParser
     )
-    what = "Generate one batch again and again, and time it."
+    what = "Measure the latency of one batch, which is generated repeatedly."
     latency = _model_command(verbs, "latency", what, command="bench latency")
     add_latency_flags(latency)
     add_engine_flags(latency, executor=None)
-    what = "Run many requests at once, and count tokens per second."
+    what = "Measure the throughput of many requests that are submitted at once."
     throughput = _model_command(verbs, "throughput", what, command="bench throughput")
     add_throughput_flags(throughput)
     add_engine_flags(throughput, executor=None)
-    what = "Send requests to an OpenAI-compatible server, or to PagedRay by gRPC, and time them."
+    what = "Measure latency and throughput of an OpenAI-compatible server, or of PagedRay over "
+    "gRPC."
     serve = verbs.add_parser(
         "serve", help=what, description=what, usage="pagedray bench serve [flags]"
     )
@@ -330,30 +336,34 @@ def _add_bench(commands: _Commands) -> None:
 
 
 def _add_simulate(commands: _Commands) -> None:
-    what = "Predict throughput, latencies and memory of replicas under a load, without a GPU."
+    what = "Predict the throughput, latencies and memory use of replicas under a load, without a "
+    "GPU."
     add_simulate_flags(commands.add_parser("simulate", help=what, description=what))
 
 
 def _add_deploy(commands: _Commands) -> None:
-    what = "Check a deployment on Kubernetes, say what it waits for, or download its model."
+    what = "Check a deployment on Kubernetes, show its status, or download its model."
     deploy = commands.add_parser("deploy", help=what, description=what)
     verbs = deploy.add_subparsers(
         dest="verb", required=True, metavar="VERB", parser_class=OneLineParser
     )
-    what = "Say what of Helm values cannot work, without a cluster."
+    what = "Check Helm values for errors, without a cluster."
     add_check_flags(verbs.add_parser("check", help=what, description=what))
-    what = "Say what a deployment waits for, in words; return 0 if it serves."
+    what = "Explain what a deployment is waiting for; exit with status 0 if it serves requests."
     add_status_flags(verbs.add_parser("status", help=what, description=what))
-    what = "Download a model from the Hub or S3, or wait until it is there."
+    what = "Download a model from the Hub or S3, or wait until it is downloaded."
     add_fetch_flags(verbs.add_parser("fetch", help=what, description=what))
-    what = "Wait, before the head of a Ray cluster ends, for the workers that end with it."
+    what = "Delay the shutdown of a Ray cluster's head until the workers that shut down with it "
+    "have drained."
     add_hold_flags(verbs.add_parser("hold", help=what, description=what))
 
 
 def _add_completion(commands: _Commands) -> None:
-    what = "Print a script that completes commands and flags in a shell."
+    what = "Print a shell script that completes commands and flags."
     completion = commands.add_parser("completion", help=what, description=what)
-    completion.add_argument("shell", choices=("bash", "tcsh", "zsh"), help="The shell.")
+    completion.add_argument(
+        "shell", choices=("bash", "tcsh", "zsh"), help="Shell to print the script for."
+    )
 
 
 def _model_command(
@@ -370,7 +380,7 @@ def _model_command(
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="Folder of a Hugging Face checkpoint, or the id of one on the Hub: ORG/NAME or "
+        help="Folder of a Hugging Face checkpoint, or the id of a model on the Hub: ORG/NAME or "
         "ORG/NAME@REVISION.",
     )
     # vLLM's flag, which people bring along.

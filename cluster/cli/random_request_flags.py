@@ -20,14 +20,20 @@ def add_random_requests(group: argparse._ArgumentGroup) -> None:
     """Add the number of requests and their lengths."""
     for flag, least, most, default, what in (
         ("--num-prompts", 1, MOST_REQUESTS, 1000, "Number of requests."),
-        ("--random-input-len", 1, _MOST_TOKENS, 1024, "Tokens of a random prompt."),
-        ("--random-output-len", 1, _MOST_TOKENS, 128, "Tokens to generate for a random prompt."),
+        ("--random-input-len", 1, _MOST_TOKENS, 1024, "Number of tokens per random prompt."),
+        (
+            "--random-output-len",
+            1,
+            _MOST_TOKENS,
+            128,
+            "Number of tokens to generate per random prompt.",
+        ),
         (
             "--random-prefix-len",
             0,
             _MOST_TOKENS,
             0,
-            "Further tokens that random prompts share at their beginning.",
+            "Number of additional tokens that random prompts share at their beginning.",
         ),
     ):
         group.add_argument(flag, type=count(least, most), default=default, metavar="N", help=what)
@@ -36,7 +42,7 @@ def add_random_requests(group: argparse._ArgumentGroup) -> None:
         type=number(0.0, 1.0),
         default=0.0,
         metavar="R",
-        help="Lengths are uniform from 1 - R to 1 + R times the length.",
+        help="Draw lengths uniformly from 1 - R to 1 + R times the given length.",
     )
 
 

@@ -21,54 +21,54 @@ __all__ = ["add_vllm_flags", "flag_notes"]
 
 # Options of the engine are in `vllm_option_notes`; these are of the server alone.
 _SWITCHES_IGNORED: Mapping[str, str] = {
-    "disable_fastapi_docs": "/docs has only what is in this documentation",
-    "disable_frontend_multiprocessing": "threads of the server run the scheduler and the frontends",
+    "disable_fastapi_docs": "/docs only shows the API of the server",
+    "disable_frontend_multiprocessing": "scheduler and frontends run in threads of the server",
     "disable_uvicorn_access_log": "log_level warning omits the line of each call",
-    "enable_auto_tool_choice": "models may call tools if the request has some",
-    "enable_offline_docs": "/docs needs no network",
-    "enable_prompt_tokens_details": "usage always has them",
+    "enable_auto_tool_choice": "models may call tools whenever the request has tools",
+    "enable_offline_docs": "/docs does not need a network",
+    "enable_prompt_tokens_details": "usage always includes them",
     "enable_reasoning": "reasoning_format says how the model marks its reasoning",
-    "enable_request_id_headers": "responses have the x-request-id of the client",
-    "enable_server_load_tracking": "/load always answers",
+    "enable_request_id_headers": "responses always return the X-Request-Id of the client",
+    "enable_server_load_tracking": "/load is always available",
     "enable_ssl_refresh": "certificates are reloaded when they change",
-    "exclude_tools_when_tool_choice_none": "prompts never have tools that may not be called",
-    "log_error_stack": "defects of the server are logged with their stack",
+    "exclude_tools_when_tool_choice_none": "prompts never contain tools that may not be called",
+    "log_error_stack": "internal errors are always logged with their stack trace",
 }
 _VALUES_IGNORED: Mapping[str, str] = {
-    "api_server_count": "one event loop has all frontends",
-    "disable_access_log_for_endpoints": "only calls of the model are logged",
+    "api_server_count": "one event loop runs all frontends",
+    "disable_access_log_for_endpoints": "only requests to the model are logged",
     "fingerprint_mode": "responses have no system_fingerprint",
     "fingerprint_value": "responses have no system_fingerprint",
     "h11_max_header_count": "heads of requests have fixed limits",
     "h11_max_incomplete_event_size": "heads of requests have fixed limits",
-    "max_log_len": "texts of requests are never logged",
+    "max_log_len": "the texts of requests are never logged",
 }
 _REFUSED: Mapping[str, str] = {
-    "allow_credentials": "clients send their key in a header",
-    "allowed_headers": "pages may send the headers of the API alone",
-    "allowed_methods": "pages may use the methods of the API alone",
-    "chat_template_content_format": "content is given to the chat template as text",
+    "allow_credentials": "clients send their API key in a header",
+    "allowed_headers": "only the headers of the API are allowed",
+    "allowed_methods": "only the methods of the API are allowed",
+    "chat_template_content_format": "content is passed to the chat template as text",
     "default_chat_template_kwargs": "requests set chat_template_kwargs",
     "enable_force_include_usage": "requests set stream_options.include_usage",
-    "enable_per_request_metrics": "the log and traces have the times of each call",
-    "enable_tokenizer_info_endpoint": "there is no /tokenizer_info",
-    "headless": "a server has its frontends in its process",
+    "enable_per_request_metrics": "the log and the traces contain the times of each call",
+    "enable_tokenizer_info_endpoint": "/tokenizer_info is not available",
+    "headless": "a server always runs its own frontends",
     "log_config_file": "use --log-format and --log-level",
     "lora_modules": "merge the adapter into the weights",
-    "middleware": "put a proxy before the server",
+    "middleware": "use a proxy in front of the server",
     "model": "the model is the first argument: pagedray serve MODEL",
     "otlp_traces_endpoint": "use --otlp-endpoint with the HTTP port of the collector",
-    "reasoning_parser_plugin": "code of others is not loaded; see --reasoning-format",
-    "response_role": "the role is assistant",
+    "reasoning_parser_plugin": "third-party code is not loaded; see --reasoning-format",
+    "response_role": "the role is always assistant",
     "return_tokens_as_token_ids": "requests set return_tokens_as_token_ids",
-    "root_path": "let a proxy remove the prefix of the path",
+    "root_path": "remove the prefix of the path in a proxy",
     "seed": "requests set their own seed",
-    "ssl_ca_certs": "use --tls-client-ca, which requires certificates of clients",
+    "ssl_ca_certs": "use --tls-client-ca, which requires client certificates",
     "ssl_cert_reqs": "--tls-client-ca requires certificates of clients",
-    "ssl_ciphers": "ciphers are those of TLS 1.2 and 1.3 that OpenSSL has by default",
-    "tokens_only": "all endpoints are served",
+    "ssl_ciphers": "the ciphers are OpenSSL's defaults for TLS 1.2 and 1.3",
+    "tokens_only": "all endpoints are always served",
     "tool_parser_plugin": "code of others is not loaded; see --tool-call-format",
-    "tool_server": "clients run their tools",
+    "tool_server": "tools are run by the client",
     "uds": "use --host and --http-port",
     "uvicorn_log_level": "use --log-level",
 }
@@ -98,7 +98,7 @@ _SHORT: Mapping[str, str] = {
 }
 _WORDS: Mapping[str, object] = {"False": False, "None": None, "True": True}
 # Flags with other forms than their `--no-`.
-_OWN_SWITCHES: Mapping[str, str] = {"enable_prefix_caching": "it is on by default"}
+_OWN_SWITCHES: Mapping[str, str] = {"enable_prefix_caching": "prefix caching is on by default"}
 
 
 def add_vllm_flags(parser: argparse.ArgumentParser) -> None:

@@ -22,21 +22,22 @@ ALIASES: Mapping[str, str] = MappingProxyType(
 )
 """vLLM's names of our options."""
 
-_CHUNKS = "chunks of prompts follow max_num_batched_tokens and itl_target_ms"
-_EXPERTS = "each rank has some columns of all experts, or some experts"
-_GRAPHS = "enforce_eager and max_graph_tokens say what runs as CUDA graphs"
+_CHUNKS = "the size of prompt chunks follows max_num_batched_tokens and itl_target_ms"
+_EXPERTS = "each rank has some columns of all experts, or with enable_expert_parallel some whole "
+"experts"
+_GRAPHS = "enforce_eager and max_graph_tokens control what runs as CUDA graphs"
 _KERNELS = "kernels are selected for the GPU"
-_LOADING = "each rank reads its part of the weights"
-_LOGGING = "texts of requests are never logged"
-_MEDIA = "requests with images, audio or video are refused"
-_METRICS = "/metrics and traces have what is measured"
+_LOADING = "each rank reads only its part of the weights"
+_LOGGING = "the texts of requests are never logged"
+_MEDIA = "requests with images, audio or video are rejected"
+_METRICS = "measurements are in /metrics and in traces"
 _LORA = "merge the adapter into the weights"
 _REPLICAS = "use num_replicas of Ray Serve"
 _PARALLEL = "use tensor_parallel_size"
-_NODES = "start Ray on the nodes; placement_strategy PACK or SPREAD places ranks on several"
-_DISAGGREGATED = "prompts and outputs run on the same ranks"
-_PLUGINS = "code of others is not loaded"
-_GRAMMAR = "structures are compiled by xgrammar"
+_NODES = "start Ray on the nodes; placement_strategy PACK or SPREAD places ranks on several nodes"
+_DISAGGREGATED = "prefill and decode run on the same ranks"
+_PLUGINS = "third-party code is not loaded"
+_GRAMMAR = "structures are always compiled by xgrammar"
 _CONFIG = "edit config.json in the folder of the model"
 
 
@@ -51,11 +52,11 @@ IGNORED_SWITCHES: Mapping[str, str] = MappingProxyType(
     dict(
         _by_option(
             {
-                "steps are planned while the one before them runs": "async_scheduling",
-                "all_reduce selects how rows are summed": "disable_custom_all_reduce",
+                "a step is always planned while the previous one runs": "async_scheduling",
+                "all_reduce selects how results are summed over GPUs": "disable_custom_all_reduce",
                 _LOGGING: "disable_log_requests enable_log_requests enable_log_outputs "
                 "enable_log_deltas",
-                "statistics are metrics": "disable_log_stats aggregate_engine_logging "
+                "statistics are exported as metrics": "disable_log_stats aggregate_engine_logging "
                 "enable_logging_iteration_details",
                 _METRICS: "cudagraph_metrics enable_layerwise_nvtx_tracing enable_mfu_metrics "
                 "kv_cache_metrics ray_workers_use_nsight",
@@ -71,7 +72,7 @@ IGNORED_SWITCHES: Mapping[str, str] = MappingProxyType(
                 "there is one KV cache manager": "disable_hybrid_kv_cache_manager "
                 "use_v2_block_manager",
                 "environment variables of vLLM are not read": "fail_on_environ_validation",
-                "formats are those of docs/models.md": "allow_deprecated_quantization",
+                "docs/models.md lists the supported formats": "allow_deprecated_quantization",
             }
         )
     )
@@ -91,7 +92,7 @@ IGNORED: Mapping[str, str] = MappingProxyType(
                     "keys of prefixes are BLAKE2b digests": "prefix_caching_hash_algo",
                     "each output is sent when it is ready": "stream_interval",
                     "requests are ordered by priority, then arrival": "scheduling_policy",
-                    "preemption selects it": "preemption_mode",
+                    "the preemption option selects it": "preemption_mode",
                     _CHUNKS: "long_prefill_token_threshold max_long_partial_prefills "
                     "max_num_partial_prefills num_scheduler_steps scheduler_delay_factor",
                     _METRICS: "collect_detailed_traces kv_cache_metrics_sample "
@@ -108,11 +109,13 @@ IGNORED: Mapping[str, str] = MappingProxyType(
                     "mm_encoder_attn_backend mm_encoder_tp_mode mm_processor_cache_gb "
                     "mm_processor_cache_type mm_processor_kwargs "
                     "mm_shm_cache_max_object_size_mb video_pruning_rate",
-                    "no layer has a state of this kind": "mamba_block_size mamba_cache_dtype "
-                    "mamba_cache_mode mamba_ssm_cache_dtype",
-                    "threads encode long texts": "tokenizer_pool_extra_config "
+                    "no supported model has such layers": "mamba_block_size "
+                    "mamba_cache_dtype "
+                    "mamba_cache_mode "
+                    "mamba_ssm_cache_dtype",
+                    "long texts are tokenized in threads": "tokenizer_pool_extra_config "
                     "tokenizer_pool_size tokenizer_pool_type",
-                    "a rank has whole sequences": "cp_kv_cache_interleave_size "
+                    "the KV cache is not split along sequences": "cp_kv_cache_interleave_size "
                     "dcp_kv_cache_interleave_size",
                 }
             )
@@ -176,7 +179,7 @@ REFUSED: Mapping[str, str] = MappingProxyType(
     dict(
         _by_option(
             {
-                "write chat_template.jinja in the folder of the model": "chat_template",
+                "put chat_template.jinja into the folder of the model": "chat_template",
                 "use more ranks with tensor_parallel_size": "cpu_offload_gb cpu_offload_params "
                 "offload_backend offload_group_size offload_num_in_group offload_params "
                 "offload_prefetch_step",
@@ -196,17 +199,17 @@ REFUSED: Mapping[str, str] = MappingProxyType(
                 "specialize_active_lora",
                 _CONFIG: "disable_sliding_window hf_config_path hf_overrides "
                 "override_attention_dtype rope_scaling rope_theta",
-                "only the format of Hugging Face is read": "config_format",
-                "families of models are those of docs/models.md": "model_impl",
-                "name it in the model: ORG/NAME@REVISION": "revision",
+                "only the Hugging Face format is supported": "config_format",
+                "docs/models.md lists the supported model families": "model_impl",
+                "write the revision after the model: ORG/NAME@REVISION": "revision",
                 "code from a checkpoint is never run": "code_revision",
                 "the server needs the model's tokenizer": "skip_tokenizer_init",
                 "speculative decoding is not available": "num_lookahead_slots speculative_config",
-                "the tokenizer is that of the model's folder": "tokenizer",
-                "the tokenizer is tokenizer.json of the model's folder": "tokenizer_mode",
-                "the tokenizer is that of the model": "tokenizer_revision",
+                "the tokenizer is read from the folder of the model": "tokenizer",
+                "the tokenizer is always the model's tokenizer.json": "tokenizer_mode",
+                "the tokenizer is that of the revision of the model": "tokenizer_revision",
                 "use task": "convert runner",
-                "how vectors are pooled is read from modules.json in the folder of the model": (
+                "the pooling is read from modules.json in the folder of the model": (
                     "override_pooler_config pooler_config"
                 ),
                 "edit generation_config.json in the folder of the model": (
@@ -215,30 +218,30 @@ REFUSED: Mapping[str, str] = MappingProxyType(
                 f"requests may ask for at most {MAX_LOGPROBS} log-probabilities of a token": (
                     "max_logprobs"
                 ),
-                "log-probabilities are those of the raw logits": "logprobs_mode",
+                "log-probabilities are always those of the raw logits": "logprobs_mode",
                 _GRAMMAR: "guided_decoding_backend",
                 f"{_GRAMMAR}, and reasoning_format is an option of its own": (
                     "structured_outputs_config"
                 ),
-                "JSON has at most one line feed and 32 blanks between two tokens": (
+                "there are at most one line feed and 32 blanks between two JSON tokens": (
                     "guided_decoding_disable_any_whitespace"
                 ),
-                "write additionalProperties in the schemas": (
+                "set additionalProperties in the schemas": (
                     "guided_decoding_disable_additional_properties"
                 ),
-                "scales of keys and values are those of the checkpoint": "calculate_kv_scales",
+                "the scales of keys and values are read from the checkpoint": "calculate_kv_scales",
                 "use num_blocks": "kv_cache_memory_bytes",
                 "all tokens of a prompt are computed by all layers": "kv_sharing_fast_prefill",
                 _MEDIA: "limit_mm_per_prompt",
-                "prompts are texts or token ids": "enable_prompt_embeds",
-                "responses do not say which experts ran": "enable_return_routed_experts",
+                "prompts must be texts or token ids": "enable_prompt_embeds",
+                "responses do not contain the experts of tokens": "enable_return_routed_experts",
                 "weights stay in memory": "enable_sleep_mode weight_transfer_config",
                 _DISAGGREGATED: "ec_transfer_config kv_transfer_config",
-                "blocks are not published": "kv_events_config",
+                "events of KV blocks are not published": "kv_events_config",
                 _PLUGINS: "io_processor_plugin logits_processor_pattern logits_processors "
                 "scheduler_cls worker_cls worker_extension_cls",
                 "its meaning depends on a plugin": "additional_config",
-                "use py-spy or Nsight on the processes of the ranks": "profiler_config",
+                "profile the processes of the ranks with py-spy or Nsight": "profiler_config",
             }
         )
     )

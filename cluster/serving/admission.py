@@ -26,8 +26,8 @@ __all__ = ["Admission"]
 
 _TASK_TEXTS: dict[Task, str] = {
     "generate": "generates text",
-    "embed": "makes embeddings and does nothing else",
-    "score": "scores pairs of texts and does nothing else",
+    "embed": "only computes embeddings",
+    "score": "only scores pairs of texts",
 }
 
 

@@ -78,7 +78,7 @@ def _parsed(raw: bytes) -> Steps[list[object]]:
         end = len(raw) if end < 0 else end
         part = from_json(b"[%b]" % raw[at:end], allow_inf_nan=False)
         if not part:
-            raise ValueError("a list ends with a comma")
+            raise ValueError("a list has a trailing comma")
         found += part
         at = end + 1
         yield

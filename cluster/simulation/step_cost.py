@@ -42,7 +42,9 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def __post_init__(self) -> None:
         numbers = [number for number, _ in self.points]
         if len(numbers) < 2 or numbers != sorted(set(numbers)):
-            raise ValueError("points must have at least two different numbers of tokens, sorted")
+            raise ValueError(
+                "points must have at least two numbers of tokens, sorted and without duplicates"
+            )
         if not 0 <= numbers[0] <= numbers[-1] <= MOST_TOKENS:
             raise ValueError(f"numbers of tokens must be from 0 to {MOST_TOKENS}")
         values = [value for _, value in self.points]

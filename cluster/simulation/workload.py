@@ -110,7 +110,7 @@ def read_trace(path: Path) -> Sequence[Arrival]:
                     # It may repeat a name of the line.
                     reason = " ".join(str(error).split())[:_MOST_REASON]
                     raise InvalidRequestError(
-                        f"Line {number} of {path} is no request: {reason}, in "
+                        f"Line {number} of {path} is not a valid request: {reason}, in "
                         f"{line.decode(errors='replace').strip()[:_MOST_SHOWN]!r}."
                     ) from error
     except OSError as error:

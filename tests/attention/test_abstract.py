@@ -127,7 +127,7 @@ def test_every_reason_is_given_at_once() -> None:
     expected = [
         "block_size is 0",
         "all layers share one cache",
-        "num_heads 5 is no multiple of num_kv_heads 2",
+        "num_heads 5 is not a multiple of num_kv_heads 2",
         "scale is nan",
         "sliding_window is 0",
         "soft_cap is -1.0",

@@ -228,7 +228,7 @@ async def test_encoder_does_not_generate_and_decoder_does_not_embed(
     assert caught.value.param == "model"
     encoder = Servicer(opened.client, tokenizer, encoder_config())
     encoder.set_ready()
-    with pytest.raises(InvalidRequestError, match="tiny makes embeddings and does nothing else"):
+    with pytest.raises(InvalidRequestError, match="tiny only computes embeddings"):
         await encoder.start_generation(given(""))
     await encoder.close()
 

@@ -221,7 +221,7 @@ def test_ranks_report_a_broken_checkpoint_as_plainly(folder: Path) -> None:
         (("--disk-cache-bytes=100000",), ("disk_cache_folder and disk_cache_bytes must be set",)),
         (
             ("--disk-cache-folder=/none", "--disk-cache-bytes=100000"),
-            ("Cannot make files in --disk-cache-folder /none: No such file or directory.",),
+            ("Cannot create files in --disk-cache-folder /none: No such file or directory.",),
         ),
         (
             ("--disk-cache-folder=/", "--disk-cache-bytes=100000", "--no-cpu-prefix-cache"),

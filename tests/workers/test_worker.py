@@ -108,7 +108,7 @@ def test_a_folder_for_blocks_is_needed_at_the_start_only(tmp_path: Path) -> None
         disk_cache_bytes=2**20,
     )
     worker = DecoderWorker(engine_config(TINY_LLAMA, options), SoloGroup())
-    with pytest.raises(StartupError, match=r"Cannot make files in --disk-cache-.*/cache: No"):
+    with pytest.raises(StartupError, match=r"Cannot create files in --disk-cache-.*/cache: No"):
         worker.available_cache(8)
     folder.mkdir()
     worker.available_cache(8)

@@ -237,7 +237,7 @@ class OneShotAllReduce:
             time.sleep(_POLL_S)
         total = self._size * (self._size + 1) / 2
         if not all(bool((one == total).all()) for one in sums):
-            return "a sum was wrong"
+            return "a test sum was wrong"
         return None
 
     def _disconnected(self, reason: str | None) -> bool:

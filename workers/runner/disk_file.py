@@ -63,7 +63,7 @@ class DiskFile:
         size = self._blocks.shape[1]
         content = os.pread(self._descriptor, size, disk_block * size)
         if zlib.crc32(content) != self._checksums.get(disk_block):
-            raise OSError("a block is not as it was written")
+            raise OSError("a block does not match its checksum")
         with self._lock:
             if self._is_closed:
                 raise OSError("the file is closed")

@@ -70,8 +70,8 @@ def bench_serve(parsed: argparse.Namespace) -> int:
         _save(parsed, report)
     if summary.client_load > _BUSY_CLIENT:
         print(
-            f"pagedray: warning: This client used {summary.client_load:.0%} of a core, so that it "
-            "may be what limits the figures.",
+            f"pagedray: warning: This client used {summary.client_load:.0%} of a core "
+            "and may itself limit the results.",
             file=sys.stderr,
         )
     if not result.failures:

@@ -17,7 +17,7 @@ DEFAULT_NUM_PROMPTS = 1000
 LENGTH_FLAGS = {
     "input_len": (1024, "Tokens of a prompt."),
     "output_len": (128, "Tokens to generate for a prompt."),
-    "prefix_len": (0, "Further tokens that all prompts begin with."),
+    "prefix_len": (0, "Number of additional tokens that all prompts begin with."),
 }
 """Defaults and texts of the lengths of `throughput`, by their names."""
 _MOST_TOKENS = 10_000_000
@@ -30,8 +30,8 @@ def add_latency_flags(parser: argparse.ArgumentParser) -> None:
     for flag, default, what in (
         ("--input-len", 32, "Tokens of a prompt."),
         ("--output-len", 128, "Tokens to generate for a prompt."),
-        ("--batch-size", 8, "Prompts of a batch."),
-        ("--num-iters", 30, "Batches that are measured."),
+        ("--batch-size", 8, "Number of prompts per batch."),
+        ("--num-iters", 30, "Number of measured batches."),
     ):
         group.add_argument(
             flag, type=count(1, _MOST_TOKENS), default=default, metavar="N", help=what
@@ -41,7 +41,7 @@ def add_latency_flags(parser: argparse.ArgumentParser) -> None:
         type=count(0, _MOST_TOKENS),
         default=10,
         metavar="N",
-        help="Batches before the measured ones.",
+        help="Number of warm-up batches before the measured ones.",
     )
     _add_output(group)
 
@@ -73,15 +73,19 @@ def add_throughput_flags(parser: argparse.ArgumentParser) -> None:
         "--random-range-ratio",
         type=number(0.0, 1.0),
         metavar="R",
-        help="Lengths are uniform from 1 - R to 1 + R times the length. (default: 0)",
+        help="Draw lengths uniformly from 1 - R to 1 + R times the given length. (default: 0)",
     )
     _add_output(group)
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="Of prompts and lengths.")
-    group.add_argument("--json", action="store_true", help="Print one JSON object, not a table.")
     group.add_argument(
-        "--output-json", type=Path, metavar="FILE", help="Write the JSON object to a file too."
+        "--seed", type=int, default=0, metavar="N", help="Random seed of prompts and lengths."
+    )
+    group.add_argument(
+        "--json", action="store_true", help="Print one JSON object instead of a table."
+    )
+    group.add_argument(
+        "--output-json", type=Path, metavar="FILE", help="Also write the JSON object to a file."
     )
     group.add_argument("--disable-tqdm", action="store_true", help="Show no progress bar.")

@@ -40,23 +40,29 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
         type=lambda text: _ALIASES.get(text, text),
         choices=get_args(Backend),
         default="openai",
-        help="openai sends completions and openai-chat chat completions to any OpenAI-compatible "
-        "server; grpc and grpc-chat call Generate and Chat of PagedRay.",
+        help="API to send requests to: openai and openai-chat use the completions and chat "
+        "completions of any OpenAI-compatible server; grpc and grpc-chat call PagedRay's "
+        "Generate and Chat.",
     )
     group.add_argument(
         "--base-url",
         metavar="URL",
-        help="http://HOST:PORT. (default: of --host and --port)",
+        help="URL of the server, http://HOST:PORT. (default: made of --host and --port)",
     )
     group.add_argument("--host", default="127.0.0.1", help="Host of the server.")
     group.add_argument(
-        "--port", type=count(1, 65535), metavar="PORT", help="(default: 8000, or 9000 for gRPC)"
+        "--port",
+        type=count(1, 65535),
+        metavar="PORT",
+        help="Port of the server. (default: 8000, or 9000 for gRPC)",
     )
     group.add_argument(
-        "--endpoint", metavar="PATH", help="Path of HTTP requests. (default: the backend's)"
+        "--endpoint", metavar="PATH", help="Path of HTTP requests. (default: that of the backend)"
     )
     group.add_argument(
-        "--model", metavar="MODEL", help="Model name in requests. (default: the server's first)"
+        "--model",
+        metavar="MODEL",
+        help="Model name in requests. (default: the first model that the server lists)",
     )
     group.add_argument(
         "--served-model-name",
@@ -66,8 +72,8 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--tokenizer",
         metavar="MODEL",
-        help="Folder or Hub id of the tokenizer that counts prompts. (default: --model if it is a "
-        "folder, or else the server's, by /tokenize)",
+        help="Folder or Hub id of the tokenizer that counts prompt tokens. (default: --model if "
+        "it is a folder, otherwise the server's /tokenize endpoint)",
     )
     add_client_flags(group, variables="PAGEDRAY_API_KEY or OPENAI_API_KEY")
     group.add_argument(
@@ -75,28 +81,32 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
         nargs="*",
         type=_header,
         metavar="NAME=VALUE",
-        help="Headers of HTTP requests.",
+        help="Headers added to HTTP requests.",
     )
     group.add_argument(
         "--extra-body",
         type=_json_object,
         metavar="JSON",
-        help="An object whose fields are added to the body of HTTP requests.",
+        help="JSON object whose fields are added to the body of HTTP requests.",
     )
     group.add_argument(
-        "--temperature", type=number(0.0, 2.0), default=0.0, metavar="T", help="Of all requests."
+        "--temperature",
+        type=number(0.0, 2.0),
+        default=0.0,
+        metavar="T",
+        help="Sampling temperature of all requests.",
     )
     group.add_argument(
         "--ignore-eos",
         action="store_true",
-        help="Continue after end-of-sequence tokens, so that outputs have their full lengths.",
+        help="Ignore end-of-sequence tokens, so that every output has its full length.",
     )
     group.add_argument(
         "--timeout-s",
         type=number(1.0, 86400.0),
         default=3600.0,
         metavar="SECONDS",
-        help="Time after which a request has failed.",
+        help="Time after which a request counts as failed.",
     )
 
 
@@ -105,19 +115,23 @@ def _add_dataset(group: argparse._ArgumentGroup) -> None:
         "--dataset-name",
         choices=("random", "sharegpt"),
         default="random",
-        help="random words, or conversations of --dataset-path.",
+        help="random generates prompts of random words; sharegpt reads conversations from "
+        "--dataset-path.",
     )
     group.add_argument(
-        "--dataset-path", type=Path, metavar="FILE", help="ShareGPT conversations in JSON."
+        "--dataset-path", type=Path, metavar="FILE", help="JSON file of ShareGPT conversations."
     )
     add_random_requests(group)
     group.add_argument(
         "--sharegpt-output-len",
         type=count(1, _MOST_TOKENS),
         metavar="N",
-        help="Tokens to generate. (default: as many as the conversation's answer has)",
+        help="Number of tokens to generate. (default: the length of the answer in the "
+        "conversation)",
     )
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="Of prompts and intervals.")
+    group.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="Random seed of prompts and intervals."
+    )
 
 
 def _add_load(group: argparse._ArgumentGroup) -> None:
@@ -127,21 +141,21 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         type=number(1e-3, 1e6),
         default=1.0,
         metavar="B",
-        help="Shape of the gamma distribution of intervals: 1 is a Poisson process, less is "
-        "burstier.",
+        help="Shape of the gamma distribution of intervals: 1 is a Poisson process, and smaller "
+        "values are burstier.",
     )
     group.add_argument(
         "--max-concurrency",
         type=count(1, MOST_REQUESTS),
         metavar="N",
-        help="Most requests in flight. (default: no limit)",
+        help="Maximum number of requests in flight. (default: no limit)",
     )
     group.add_argument(
         "--num-warmups",
         type=count(1, MOST_REQUESTS),
         default=1,
         metavar="N",
-        help="Requests before the measured ones, one after another.",
+        help="Number of warm-up requests, sent one after another before the measured ones.",
     )
 
 
@@ -151,7 +165,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         type=_metrics,
         default=",".join(METRICS),
         metavar="NAME,NAME",
-        help=f"Latencies to show, of {','.join(METRICS)}.",
+        help=f"Latencies to show: any of {','.join(METRICS)}.",
     )
     group.add_argument(
         "--metric-percentiles",
@@ -165,24 +179,27 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         nargs="*",
         type=_goal,
         metavar="NAME:MS",
-        help=f"Limits in milliseconds, such as ttft:200, of {','.join(GOALS)}: requests within all "
-        "of them count as goodput.",
+        help=f"Limits in milliseconds, such as ttft:200, on any of {','.join(GOALS)}; requests "
+        "within all limits count as goodput.",
     )
-    group.add_argument("--json", action="store_true", help="Print one JSON object, not a table.")
     group.add_argument(
-        "--save-result", action="store_true", help="Write the JSON object to a file too."
+        "--json", action="store_true", help="Print one JSON object instead of a table."
+    )
+    group.add_argument(
+        "--save-result", action="store_true", help="Also write the JSON object to a file."
     )
     group.add_argument(
         "--result-dir",
         type=Path,
         default=Path(),
         metavar="FOLDER",
-        help="Where to write the file.",
+        help="Folder for the file of --save-result.",
     )
     group.add_argument(
         "--result-filename",
         metavar="NAME",
-        help="(default: of the backend, the rate, the model and the time)",
+        help="Name of the file of --save-result. (default: made of the backend, the rate, the "
+        "model and the time)",
     )
     group.add_argument("--disable-tqdm", action="store_true", help="Show no progress bar.")
 
@@ -208,7 +225,9 @@ def _metrics(text: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(","))
     for name in names:
         if name not in METRICS:
-            raise argparse.ArgumentTypeError(f"must be of {','.join(METRICS)}, not {name!r:.80}")
+            raise argparse.ArgumentTypeError(
+                f"must be one of {','.join(METRICS)}, not {name!r:.80}"
+            )
     return names
 
 
@@ -220,6 +239,6 @@ def _goal(text: str) -> tuple[str, float]:
     name, _, limit = text.partition(":")
     if name not in GOALS:
         raise argparse.ArgumentTypeError(
-            f"must be NAME:MS with a name of {','.join(GOALS)}, not {text!r:.80}"
+            f"must be NAME:MS with one of the names {','.join(GOALS)}, not {text!r:.80}"
         )
     return name, number(0.0, 1e9)(limit)

@@ -231,10 +231,12 @@ def _failure(error: Exception) -> PagedRayError:
     if isinstance(error, aiohttp.InvalidURL):
         return StartupError(f"--base-url is not a URL: {error}.")
     if isinstance(error, TimeoutError):
-        return BenchError("The server did not answer in time.")
+        return BenchError("The server did not respond in time.")
     # aiohttp raises it for what is not HTTP, such as the frames of gRPC.
     if isinstance(error, aiohttp.ClientResponseError):
-        return BenchError("The answer is not HTTP; PagedRay's gRPC port requires --backend grpc.")
+        return BenchError(
+            "The server did not respond in HTTP; PagedRay's gRPC port requires --backend grpc."
+        )
     if isinstance(error, aiohttp.ClientConnectorError):
         place = f"{url_host(error.host)}:{error.port}"
         cause = error.os_error

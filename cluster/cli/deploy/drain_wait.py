@@ -90,6 +90,6 @@ def wait_for_drains(
             num_draining = 0
         else:
             if num_draining == 0 and waited_s >= _NOTICE_S:
-                return "No worker drains"
+                return "No worker is draining"
         sleep(_POLL_S)
     return "The limit is reached"

@@ -22,10 +22,14 @@ def add_check_flags(parser: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="+",
         metavar="VALUES",
-        help="Files of Helm values; a later one replaces values of those before it.",
+        help="Files of Helm values; later files override earlier ones.",
     )
     parser.add_argument(
-        "--chart", type=Path, default=_CHART, metavar="FOLDER", help="The chart of PagedRay."
+        "--chart",
+        type=Path,
+        default=_CHART,
+        metavar="FOLDER",
+        help="Folder of PagedRay's Helm chart.",
     )
     parser.add_argument(
         "--release", default="pagedray", metavar="NAME", help="Name of the Helm release."
@@ -34,8 +38,8 @@ def add_check_flags(parser: argparse.ArgumentParser) -> None:
         "--checkpoint",
         type=Path,
         metavar="FOLDER",
-        help="A local copy of the model, to compare its size with the claim. (default: ask the Hub "
-        "if the model is on it)",
+        help="Local copy of the model, whose size is compared with that of the claim. (default: "
+        "ask the Hub, if the model is there)",
     )
 
 
@@ -50,12 +54,12 @@ def add_fetch_flags(parser: argparse.ArgumentParser) -> None:
         "--folder",
         type=Path,
         metavar="FOLDER",
-        help="Where to download a model of S3.",
+        help="Folder to download a model from S3 into.",
     )
     parser.add_argument(
         "--wait",
         action="store_true",
-        help="Download nothing; wait until another process has downloaded the last file.",
+        help="Do not download; wait until another process has downloaded the last file.",
     )
 
 
@@ -69,7 +73,7 @@ def add_hold_flags(parser: argparse.ArgumentParser) -> None:
         type=seconds(0, 86400),
         default=150.0,
         metavar="SECONDS",
-        help="Wait no longer than this.",
+        help="Maximum time to wait.",
     )
 
 
@@ -80,17 +84,18 @@ def add_status_flags(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         default="pagedray",
         metavar="NAME",
-        help="Name of the Helm release, which the RayService has.",
+        help="Name of the Helm release, which is also that of the RayService.",
     )
     parser.add_argument(
         "-n",
         "--namespace",
         metavar="NAMESPACE",
-        help="Namespace of the release. (default: kubectl's)",
+        help="Namespace of the release. (default: the current one of kubectl)",
     )
     parser.add_argument(
         "--file",
         type=Path,
         metavar="FILE",
-        help="JSON of kubectl get to read instead, - is standard input. (default: run kubectl)",
+        help="File with the JSON output of kubectl get, or - for standard input. (default: run "
+        "kubectl)",
     )

@@ -14,7 +14,7 @@ _Object = dict[str, Any]
 _MAX_MESSAGE = 400
 _IS_FINAL = {
     "ValidationFailed": "KubeRay refuses it",
-    "InitializingTimeout": "It did not start in time, and KubeRay no longer tries",
+    "InitializingTimeout": "It did not start in time, and KubeRay has stopped trying",
 }
 _APPLICATIONS = {
     "NOT_STARTED": "has not started",

@@ -32,7 +32,7 @@ def status(name: str, *, namespace: str | None, file: Path | None) -> int:
         lines = status_lines(service, others)
     except (AttributeError, KeyError, TypeError) as error:
         raise StartupError(
-            "The objects do not have the form that Kubernetes and KubeRay 1.7 give them."
+            "The objects are not in the format of Kubernetes and KubeRay 1.7."
         ) from error
     print("\n".join(lines))
     return 0 if is_ready(service) else 1

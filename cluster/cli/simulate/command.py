@@ -105,7 +105,7 @@ def _arrivals(parsed: argparse.Namespace) -> Sequence[Arrival]:
     try:
         return workload.arrivals()
     except ValueError as error:
-        raise StartupError(f"The flags give requests that are not valid: {error}.") from error
+        raise StartupError(f"The flags describe invalid requests: {error}.") from error
 
 
 def _print_tables(report: Report) -> None:

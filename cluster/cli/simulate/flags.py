@@ -32,15 +32,22 @@ def _add_requests(group: argparse._ArgumentGroup) -> None:
         "--trace",
         type=Path,
         metavar="FILE",
-        help="Requests in JSON lines, in place of random ones: arrival_s, num_prompt_tokens and "
-        "num_output_tokens, and optionally tenant, prefix and num_prefix_tokens.",
+        help="File of requests in JSON lines, instead of random ones: arrival_s, "
+        "num_prompt_tokens and num_output_tokens, and optionally tenant, prefix and "
+        "num_prefix_tokens.",
     )
     add_request_rate(group)
     add_random_requests(group)
     for flag, low, high, default, what in (
-        ("--num-prefixes", 1, 10**6, 1, "Different ones of these, drawn at random."),
-        ("--num-tenants", 1, 10**6, 1, "Tenants, which share no prefixes, drawn at random."),
-        ("--seed", 0, 2**63 - 1, 0, "Of lengths, intervals, prefixes and tenants."),
+        ("--num-prefixes", 1, 10**6, 1, "Number of different prefixes, which are drawn at random."),
+        (
+            "--num-tenants",
+            1,
+            10**6,
+            1,
+            "Number of tenants, which are drawn at random and share no prefixes.",
+        ),
+        ("--seed", 0, 2**63 - 1, 0, "Random seed of lengths, intervals, prefixes and tenants."),
     ):
         _add_count(group, flag, low, high, default, what)
 
@@ -62,52 +69,65 @@ def _add_replicas(group: argparse._ArgumentGroup) -> None:
         "--itl-target-ms",
         type=number(1e-3, 1e9),
         metavar="MS",
-        help="Time between tokens that prompts should not make longer. (default: no limit)",
+        help="Target for the time between tokens while prompts are processed. (default: no limit)",
     )
-    group.add_argument(
-        "--no-prefix-cache", action="store_true", help="Compute equal prefixes again."
-    )
+    group.add_argument("--no-prefix-cache", action="store_true", help="Disable prefix caching.")
     group.add_argument(
         "--no-cpu-prefix-cache",
         action="store_true",
-        help="Do not keep prefixes in the CPU blocks when they have no room on the device.",
+        help="Do not keep prefixes that are evicted from the device in CPU blocks.",
     )
-    for name, default, what in (("read", 350.0, "read"), ("write", 700.0, "written")):
+    for name, default, what in (
+        ("read", 350.0, "read a block from a disk"),
+        ("write", 700.0, "write a block to a disk"),
+    ):
         group.add_argument(
             f"--disk-{name}-us",
             type=number(0.0, 1e9),
             default=default,
             metavar="US",
-            help=f"Microseconds in which a block is {what} on a disk.",
+            help=f"Time to {what}, in microseconds.",
         )
     for flag, low, high, default, what in (
-        ("--num-replicas", 1, 1000, 1, "Replicas behind the router of Ray Serve."),
-        ("--num-blocks", 2, 10**8, 50_000, "Blocks of the KV cache of a replica."),
-        ("--num-cpu-blocks", 0, 10**8, 512, "Blocks in CPU memory, for swapping and prefixes."),
-        ("--num-disk-blocks", 0, 10**8, 0, "Blocks on a disk, for prefixes."),
+        ("--num-replicas", 1, 1000, 1, "Number of replicas behind the router of Ray Serve."),
+        ("--num-blocks", 2, 10**8, 50_000, "Number of blocks in the KV cache of a replica."),
+        (
+            "--num-cpu-blocks",
+            0,
+            10**8,
+            512,
+            "Number of blocks in CPU memory, for swapping and prefixes.",
+        ),
+        ("--num-disk-blocks", 0, 10**8, 0, "Number of blocks on a disk, for prefixes."),
         ("--block-size", 1, 256, 16, "Tokens per block."),
-        ("--max-num-seqs", 1, 10**5, DEFAULT_MAX_NUM_SEQS, "Most sequences in a step."),
+        ("--max-num-seqs", 1, 10**5, DEFAULT_MAX_NUM_SEQS, "Maximum number of sequences per step."),
         (
             "--max-num-batched-tokens",
             1,
             MOST_TOKENS,
             _CONFIG.max_num_batched_tokens,
-            "Most tokens in a step.",
+            "Maximum number of tokens per step.",
         ),
-        ("--max-model-len", 2, MOST_TOKENS, 131_072, "Most tokens of prompt and output."),
+        (
+            "--max-model-len",
+            2,
+            MOST_TOKENS,
+            131_072,
+            "Maximum number of prompt and output tokens of a request.",
+        ),
         (
             "--max-queued-requests",
             1,
             10**7,
             _CONFIG.max_queued_requests,
-            "Most waiting requests of a replica; it refuses others.",
+            "Maximum number of waiting requests per replica; others are rejected.",
         ),
         (
             "--max-queued-tokens",
             1,
             10**12,
             _CONFIG.max_queued_tokens,
-            "Most waiting prompt tokens of a replica.",
+            "Maximum number of waiting prompt tokens per replica; more are rejected.",
         ),
     ):
         _add_count(group, flag, low, high, default, what)
@@ -118,9 +138,11 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         "--plot",
         type=Path,
         metavar="FILE",
-        help="Write an SVG file of sequences, cache and throughput over time.",
+        help="Write an SVG plot of sequences, cache use and throughput over time.",
     )
-    group.add_argument("--json", action="store_true", help="Print one JSON object, not a table.")
+    group.add_argument(
+        "--json", action="store_true", help="Print one JSON object instead of a table."
+    )
 
 
 def _add_count(

@@ -91,8 +91,8 @@ _ERROR_TEXTS = {
     408: "The body did not arrive in time.",
     409: "The X-Request-Id is in use.",
     413: "The body is too large.",
-    415: "The body is not uncompressed JSON.",
-    422: "The request ended the processes that ran it, and is not run again.",
+    415: "The body is not JSON, or is compressed.",
+    422: "The request ended the processes that ran it and is not retried.",
     429: "The queue is full; retry after `Retry-After` seconds.",
     500: "Internal server error.",
     501: "The server does not support resumable streams.",
@@ -200,7 +200,7 @@ def _schemas() -> Json:
         for name, values in body.defaults.items():
             schema["properties"][name] = {
                 "enum": [*values, None],
-                "description": "Not supported; accepted only with a value that has no effect.",
+                "description": "Not supported; only values without effect are accepted.",
             }
         for name, reason in body.ignored.items():
             schema["properties"][name] = {"description": f"Ignored: {reason}."}

@@ -47,9 +47,9 @@ class ApiOperation:
     is_public: bool = False
 
 
-_AT_END = "No event follows."
+_AT_END = "No further event follows."
 _LAST_EVENT = ApiParameter(
-    "header", "Last-Event-ID", "Resumes the stream of X-Request-Id after this event."
+    "header", "Last-Event-ID", "Resumes the stream of X-Request-Id after the event with this id."
 )
 
 OPERATIONS = (
@@ -105,13 +105,15 @@ OPERATIONS = (
         id="listInputItems",
         path="/v1/responses/{response_id}/input_items",
         tag="OpenAI",
-        summary="List the items that a stored response was generated from, those of the responses "
-        "that it continues included.",
+        summary="List the items that a stored response was generated from, including those of the "
+        "responses that it continues.",
         response_text="A page of items: `data`, `first_id`, `last_id` and `has_more`.",
         contents=((_JSON, "Anything"),),
         parameter="response_id",
         others=(
-            ApiParameter("query", "limit", "The most items, 1 to 100; 20 by default."),
+            ApiParameter(
+                "query", "limit", "Maximum number of items, from 1 to 100; 20 by default."
+            ),
             ApiParameter("query", "after", "The id of the item before the first one.", "string"),
             ApiParameter("query", "order", "`asc`, or `desc`, the default.", "string"),
         ),
@@ -122,7 +124,7 @@ OPERATIONS = (
         method="POST",
         path="/v1/responses/{response_id}/cancel",
         tag="OpenAI",
-        summary="Always refused: responses are not generated in the background.",
+        summary="Always rejected: responses are not generated in the background.",
         response_text="None.",
         contents=((_JSON, "Anything"),),
         parameter="response_id",
@@ -143,7 +145,7 @@ OPERATIONS = (
         method="DELETE",
         path="/v1/responses/{response_id}",
         tag="OpenAI",
-        summary="Forget a stored response; responses that continue it stay.",
+        summary="Delete a stored response; responses that continue it are kept.",
         response_text="`id` and `deleted`.",
         contents=((_JSON, "Anything"),),
         parameter="response_id",
@@ -154,8 +156,8 @@ OPERATIONS = (
         method="POST",
         path="/v1/messages",
         tag="Anthropic",
-        summary="Generate the next message of a conversation, in Anthropic's format. Errors are in "
-        "it, too.",
+        summary="Generate the next message of a conversation, in Anthropic's format. Errors have "
+        "Anthropic's format, too.",
         response_text="The message; with stream = true, its events as server-sent events.",
         contents=((_JSON, "Anything"), (_EVENTS, "")),
         body="MessagesBody",
@@ -228,14 +230,17 @@ OPERATIONS = (
         id="resumeStream",
         path="/v1/streams/{request_id}",
         tag="Streams",
-        summary="Read on a stream that was requested with stream_options.resumable, after its "
-        "connection was cut. Another response that still reads it ends with an error.",
-        response_text="The events after Last-Event-ID; all of them without it.",
+        summary="Resume a stream that was requested with stream_options.resumable, after its "
+        "connection was cut. If another response still reads the stream, that response "
+        "ends with an error.",
+        response_text="The events after Last-Event-ID, or all events without it.",
         contents=((_EVENTS, ""),),
         parameter="request_id",
         others=(
             ApiParameter("header", "Last-Event-ID", "The id of the last event received."),
-            ApiParameter("query", "starting_after", "The same, if the header is absent."),
+            ApiParameter(
+                "query", "starting_after", "The same as the header, which takes precedence."
+            ),
         ),
         empty_text=_AT_END,
         errors=(400, 401, 403, 404, 500, 501),
@@ -245,8 +250,8 @@ OPERATIONS = (
         method="DELETE",
         path="/v1/streams/{request_id}",
         tag="Streams",
-        summary="Abort a running request by its X-Request-Id, and forget its stream.",
-        response_text="The request does not run, whether or not it ever did.",
+        summary="Abort a running request by its X-Request-Id, and delete its stream.",
+        response_text="The request is not running, whether or not it ever was.",
         contents=((_JSON, "DeletedStream"),),
         parameter="request_id",
         errors=(401, 403, 500),
@@ -349,8 +354,8 @@ OPERATIONS = (
     ApiOperation(
         id="getLoads",
         path="/loads",
-        summary="Return the current loads and the tenant's running calls. Sums over all tenants "
-        "are 0 without the API key of an admin.",
+        summary="Return the current load and the tenant's running calls. Totals of all tenants are "
+        "0 without the API key of an admin.",
         response_text="The current loads.",
         contents=((_JSON, "ServerLoads"),),
         errors=(401, 403, 500, 503),
@@ -358,15 +363,15 @@ OPERATIONS = (
     ApiOperation(
         id="getLoadHistory",
         path="/loads/history",
-        summary="Return what the server did in the last ten minutes, a sample every five seconds, "
-        "and latencies of the last minute. Requires the API key of an admin.",
+        summary="Return the load of the last ten minutes, with a sample every five seconds, and "
+        "the latencies of the last minute. Requires the API key of an admin.",
         response_text="The last ten minutes.",
         contents=((_JSON, "LoadHistory"),),
     ),
     ApiOperation(
         id="getServerInfo",
         path="/server_info",
-        summary="Return the version, the model, and what it runs on.",
+        summary="Return the version, the model and the hardware that it runs on.",
         response_text="The static properties of the server.",
         contents=((_JSON, "ServerInfo"),),
         errors=(401, 403, 500, 503),

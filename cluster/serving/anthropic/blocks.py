@@ -52,7 +52,7 @@ class TextBlock(BodyPart):
 
     type: Literal["text"]
     text: str
-    cache_control: Any = _hint("prefixes are cached anyway")
+    cache_control: Any = _hint("prefixes are always cached")
     citations: Any = _hint("clients copy it from responses")
 
 
@@ -63,7 +63,7 @@ class ToolUseBlock(BodyPart):
     id: str = Field(json_schema_extra={"maxLength": MAX_ID_LENGTH})
     name: str = Field(json_schema_extra={"maxLength": MAX_ID_LENGTH})
     input: Any = Field(json_schema_extra={"type": "object"})  # Any: JSON
-    cache_control: Any = _hint("prefixes are cached anyway")
+    cache_control: Any = _hint("prefixes are always cached")
     caller: Any = _hint("clients copy it from responses")
     toolset_name: Any = _hint("clients copy it from responses")
 
@@ -81,7 +81,7 @@ class ToolResultBlock(BodyPart):
     )
     is_error: bool = Field(False, description="Whether the model sees `Error: ` before the text.")
     toolset_name: Any = _hint("clients copy it from responses")
-    cache_control: Any = _hint("prefixes are cached anyway")
+    cache_control: Any = _hint("prefixes are always cached")
 
 
 class ThinkingBlock(BodyPart):
@@ -89,7 +89,7 @@ class ThinkingBlock(BodyPart):
 
     type: Literal["thinking"]
     thinking: str
-    signature: str = Field("", description="Ignored; thoughts are not signed.")
+    signature: str = Field("", description="Ignored; thinking blocks are not signed.")
 
 
 class RedactedThinkingBlock(BodyPart):

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AnthropicTool", "CountBody", "MessagesBody", "OutputConfig", "OutputFormat"]
 
-_NO_TOOLS_OF_ANTHROPIC = "tools that Anthropic runs are not available"
+_NO_TOOLS_OF_ANTHROPIC = "tools run by Anthropic are not available"
 
 
 class AnthropicTool(BodyPart):
@@ -41,7 +41,7 @@ class AnthropicTool(BodyPart):
     type: Literal["custom"] = "custom"
     description: str | None = None
     input_schema: Any = Field(json_schema_extra={"type": "object"})  # Any: a JSON schema
-    cache_control: Any = Field(None, description="Ignored; prefixes are cached anyway.")
+    cache_control: Any = Field(None, description="Ignored; prefixes are always cached.")
     defer_loading: Literal[False] = False
     eager_input_streaming: bool | None = Field(
         None, description="Ignored; arguments are streamed as they are generated."
@@ -93,8 +93,8 @@ class ConversationBody(Body):
         "mcp_servers": ([],),
     }
     ignored: ClassVar[Mapping[str, str]] = {
-        "cache_control": "prefixes are cached anyway",
-        "speed": "there is one speed",
+        "cache_control": "prefixes are always cached",
+        "speed": "there is only one speed",
         "user_profile_id": "an identifier of the end user",
         "workspace_id": "an identifier of the end user",
     }
@@ -103,7 +103,7 @@ class ConversationBody(Body):
         "container": _NO_TOOLS_OF_ANTHROPIC,
         "context_management": "shorten the messages instead",
         "mcp_servers": _NO_TOOLS_OF_ANTHROPIC,
-        "thread": "messages are not kept; send all of them",
+        "thread": "messages are not stored; send the whole conversation",
     }
     synonyms: ClassVar[Mapping[str, str]] = {
         "input": "messages",
@@ -199,10 +199,10 @@ class MessagesBody(ConversationBody):
 
     ignored: ClassVar[Mapping[str, str]] = {
         **ConversationBody.ignored,
-        "diagnostics": "there is none",
-        "inference_geo": "the server is where it is",
+        "diagnostics": "diagnostics are not available",
+        "inference_geo": "requests are always processed where the server runs",
         "metadata": "an identifier of the end user",
-        "service_tier": "there is one tier",
+        "service_tier": "there is only one service tier",
     }
     synonyms: ClassVar[Mapping[str, str]] = {
         **ConversationBody.synonyms,

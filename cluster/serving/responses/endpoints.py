@@ -160,8 +160,8 @@ class _Handlers:
     async def cancel(self, call: HttpCall) -> Response:
         await self._store.read(call.tenant.name, _response_id(call))
         raise InvalidRequestError(
-            "Only background responses can be cancelled, which are not supported here: close the "
-            "stream, or the connection, to end a response that is being generated."
+            "Only background responses can be cancelled, and they are not supported; to "
+            "stop a response that is being generated, close its stream or connection."
         )
 
     async def retrieve(self, call: HttpCall) -> Response:
@@ -209,8 +209,8 @@ class _Handlers:
             return None
         if not self._store.is_enabled:
             raise InvalidRequestError(
-                "previous_response_id is not supported: responses are not stored here; send the "
-                "earlier items as input.",
+                "previous_response_id is not supported, because responses are not stored; "
+                "send the earlier items as input.",
                 param="previous_response_id",
             )
         return await self._store.find_previous(tenant, given)

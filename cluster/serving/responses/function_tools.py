@@ -36,7 +36,9 @@ class NamespaceTool(BodyPart):
 
     type: Literal["namespace"]
     name: str = Field(json_schema_extra={"pattern": "^[A-Za-z0-9_.-]{1,62}$"})
-    description: str | None = Field(None, description="Ignored; functions have their own.")
+    description: str | None = Field(
+        None, description="Ignored; the descriptions of the functions are used."
+    )
     tools: Any = Field(  # Any: read separately, which keeps nulls in schemas
         json_schema_extra={
             "type": "array",

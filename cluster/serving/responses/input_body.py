@@ -38,7 +38,7 @@ class Reasoning(BodyPart):
     """Sets `reasoning_effort` of the chat template."""
 
     context: Literal["auto"] | None = Field(
-        None, description="The chat template decides which thoughts it reads."
+        None, description="The chat template decides which reasoning it reads."
     )
     effort: Effort | None = None
     mode: Literal["standard"] | None = None
@@ -64,7 +64,7 @@ class TextConfig(BodyPart):
         description="`text`, `json_object`, or `json_schema` with a name and a schema.",
         json_schema_extra={"type": "object"},
     )
-    verbosity: Any = Field(None, description="Ignored; a hint for models of OpenAI.")
+    verbosity: Any = Field(None, description="Ignored; it only applies to models of OpenAI.")
 
 
 class InputBody(Body):
@@ -96,7 +96,7 @@ class InputBody(Body):
             ]
         }
     )
-    instructions: str | None = Field(None, description="A first message of the system.")
+    instructions: str | None = Field(None, description="A system message before the input.")
     previous_response_id: str | None = Field(
         None, description="The stored response whose conversation the input continues."
     )

@@ -36,7 +36,7 @@ class ItemPart(BodyPart):
     annotations: Any = _copied()
     logprobs: Any = _copied()
     parsed: Any = _copied()
-    prompt_cache_breakpoint: Any = Field(None, description="Ignored; prefixes are cached anyway.")
+    prompt_cache_breakpoint: Any = Field(None, description="Ignored; prefixes are always cached.")
 
 
 class MessageItem(BodyPart):

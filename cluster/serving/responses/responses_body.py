@@ -62,14 +62,14 @@ class ResponsesBody(InputBody):
                 "user",
             )
         },
-        "client_metadata": "labels for the logs of OpenAI",
-        "max_tool_calls": "OpenAI's own tools are not available",
+        "client_metadata": "labels for OpenAI's logs",
+        "max_tool_calls": "applies to OpenAI's built-in tools, which are not available",
         "stream_options": "streams are not obfuscated",
     }
     refused: ClassVar[Mapping[str, str]] = {
         **InputBody.refused,
-        "access_programs": "there are no programs with access of their own",
-        "background": "the response is the answer to the request",
+        "access_programs": "access programs are not available",
+        "background": "responses are not generated in the background",
         "context_management": "shorten the input instead",
         "image": "the output is text",
         "moderation": MODERATION,
@@ -98,7 +98,7 @@ class ResponsesBody(InputBody):
     )
     include: Any = Field(  # Any: only known strings
         None,
-        description="Ignored, but for log-probabilities, which are refused.",
+        description="Ignored, except for log-probabilities, which are rejected.",
         json_schema_extra={"type": "array", "items": {"type": "string"}},
     )
     stream: bool = False
@@ -183,7 +183,7 @@ class InputTokensBody(InputBody):
     defaults: ClassVar[Defaults] = {"truncation": ("disabled",)}
     refused: ClassVar[Mapping[str, str]] = {
         **InputBody.refused,
-        "personality": "say it in instructions",
+        "personality": "describe it in instructions",
     }
 
     model: str | None = None

@@ -68,7 +68,7 @@ def read_structural_tag(text: str, read_one: ReadOne) -> Grammar:
     try:
         given = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError, UnicodeEncodeError) as error:
-        raise invalid_structure(f"structure is no structural tag: {error}.") from error
+        raise invalid_structure(f"structure is not a valid structural tag: {error}.") from error
     reader = _Reader(read_one)
     if not isinstance(given, dict):
         _fail("", "must be an object")

@@ -88,7 +88,7 @@ def read_messages(text: str, read_one: Callable[[str, str], Grammar]) -> Grammar
     try:
         given = msgspec.json.decode(text, type=MessagesStructure)
     except msgspec.DecodeError as error:
-        raise invalid_structure(f"structure is no list of messages: {error}.") from error
+        raise invalid_structure(f"structure is not a valid list of messages: {error}.") from error
     rules: dict[str, Expression] = {}
     messages: list[Expression] = []
     for number, message in enumerate(given.messages):
@@ -107,7 +107,7 @@ def read_turn(text: str, read_answer: Callable[[str, str], Grammar]) -> Grammar:
     try:
         turn = msgspec.json.decode(text, type=TurnStructure)
     except msgspec.DecodeError as error:
-        raise invalid_structure(f"structure is no turn: {error}.") from error
+        raise invalid_structure(f"structure is not a valid turn: {error}.") from error
     rules, call = read_json_schema(turn.call)
     form = turn.form
     grammar = read_answer(turn.answer_kind, turn.answer_text)

@@ -166,7 +166,7 @@ def _try_out(library: XGrammarLibrary, text: str, limits: CompileLimits) -> None
         matcher.accept_token(int(allowed[generator.randrange(len(allowed))]))
         if time.thread_time() - started_s > limits.mask_s:
             raise InvalidRequestError(
-                "structure is too ambiguous: making its masks takes too long.", param="structure"
+                "structure is too ambiguous: computing its masks takes too long.", param="structure"
             )
         if matcher.has_ended or time.thread_time() > until_s:
             return

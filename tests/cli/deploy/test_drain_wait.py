@@ -34,13 +34,13 @@ def _wait(nodes: FakeNodes) -> tuple[str, float]:
 
 
 def test_a_head_that_ends_alone_waits_for_workers_to_begin_only() -> None:
-    assert _wait(FakeNodes()) == ("No worker drains", 10.0)
+    assert _wait(FakeNodes()) == ("No worker is draining", 10.0)
 
 
 @pytest.mark.parametrize("begin_s", [0.0, 6.0, 9.0])
 def test_a_head_that_ends_with_its_workers_waits_for_the_last(begin_s: float) -> None:
     nodes = FakeNodes(drains=[(begin_s, 40.0), (begin_s, 90.0)])
-    assert _wait(nodes) == ("No worker drains", 90.0)
+    assert _wait(nodes) == ("No worker is draining", 90.0)
 
 
 def test_a_worker_that_drains_for_long_is_not_waited_for_beyond_the_limit() -> None:
@@ -55,4 +55,4 @@ def test_a_gcs_that_has_ended_holds_nothing() -> None:
 
 def test_a_gcs_that_misses_a_question_is_asked_again() -> None:
     nodes = FakeNodes(drains=[(0.0, 100.0)], is_away=(20.0, 22.0))
-    assert _wait(nodes) == ("No worker drains", 100.0)
+    assert _wait(nodes) == ("No worker is draining", 100.0)

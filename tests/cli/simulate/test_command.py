@@ -71,7 +71,7 @@ def test_a_line_that_is_no_request_is_named(
     trace.write_text(f"{REQUEST}\n{line}")
     assert main(["simulate", "--trace", str(trace)]) == 2
     (message,) = capsys.readouterr().err.splitlines()
-    assert f"Line 3 of {trace} is no request: " in message
+    assert f"Line 3 of {trace} is not a valid request: " in message
     assert reason in message
 
 

@@ -201,14 +201,14 @@ CASES: list[tuple[dict[str, Any], str]] = [
      "messages.0.content.0.y is not supported."),
     ({"system": 5}, "system must be a string or a list of text blocks."),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
-     "tools.0.type must be custom: tools that Anthropic runs are not available."),
+     "tools.0.type must be custom: tools run by Anthropic are not available."),
     ({"tools": [{"name": "a b", "input_schema": {"type": "object"}}]},
      "tools.0.name must be 1 to 64 letters, digits, underscores, dashes or dots."),
     ({"tools": [{"name": "a"}]}, "tools.0.input_schema is required."),
     ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "b"}},
      "tool_choice names 'b', which is not in tools."),
     ({"mcp_servers": [{"type": "url", "url": "https://a.com", "name": "a"}]},
-     "mcp_servers is not supported: tools that Anthropic runs are not available."),
+     "mcp_servers is not supported: tools run by Anthropic are not available."),
     ({"output_config": {"format": {"type": "json_schema"}}},
      "output_config.format.schema is required."),
     ({"stop_sequence": ["a"]}, "stop_sequence is not supported: did you mean stop_sequences?"),
@@ -276,7 +276,7 @@ def test_their_tool_runner_learns_that_there_are_no_threads(
     # Their library then sends the request again, without a thread.
     assert answer.json()["error"] == {
         "type": "invalid_request_error",
-        "message": "thread is not supported: messages are not kept; send all of them.",
+        "message": "thread is not supported: messages are not stored; send the whole conversation.",
         "details": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
     }
 

@@ -172,7 +172,7 @@ def test_servers_may_store_nothing(server: Server) -> None:
     assert answer["store"] is False
     assert httpx.get(f"{url}/{answer['id']}").status_code == 404
     refused = httpx.post(url, json=body | {"previous_response_id": answer["id"]})
-    assert "responses are not stored here" in refused.json()["error"]["message"]
+    assert "because responses are not stored" in refused.json()["error"]["message"]
 
 
 def turn(size: int = 0, previous: StoredTurn | None = None) -> StoredTurn:

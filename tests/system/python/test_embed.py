@@ -174,7 +174,7 @@ def test_served_encoder_does_not_generate_and_describes_itself(server: ServerPro
         assert http.get("/ready").status_code == 200
         refused = http.post("/v1/completions", json={"model": "bert0", "prompt": "w1"})
         assert refused.status_code == 400
-        assert "makes embeddings" in refused.json()["error"]["message"]
+        assert "only computes embeddings" in refused.json()["error"]["message"]
         asked = http.post("/v1/embeddings", json={"model": "bert0", "input": ["w1 w5", "w7"]})
         assert asked.json()["usage"]["prompt_tokens"] == 7
         loads = http.get("/loads").json()

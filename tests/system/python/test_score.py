@@ -191,7 +191,7 @@ def test_each_model_does_its_own_task(client: httpx.Client, folder: Path) -> Non
     for path, body in (("/v1/completions", {"prompt": "w1"}), ("/v1/embeddings", {"input": "w1"})):
         answer = client.post(path, json={"model": name, **body})
         assert answer.status_code == 400
-        assert "scores pairs of texts and does nothing else" in answer.json()["error"]["message"]
+        assert "only scores pairs of texts" in answer.json()["error"]["message"]
     with (
         opened(TINY_LLAMA, executor="local") as llm,
         pytest.raises(InvalidRequestError, match="not a cross-encoder"),

@@ -44,7 +44,7 @@ def test_a_head_waits_for_its_worker_to_drain_and_ends_at_once(nodes: RayNodes) 
     nodes.worker.terminate()
     wait_for(lambda: gcs.num_draining() == 1, 10.0)
     started_s = time.monotonic()
-    assert wait_for_drains(gcs, limit_s=3 * DRAIN_S) == "No worker drains"
+    assert wait_for_drains(gcs, limit_s=3 * DRAIN_S) == "No worker is draining"
     assert time.monotonic() - started_s > DRAIN_S / 2
     assert nodes.worker.wait(30.0) is not None
     # The head itself does not drain.

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 __all__ = ["IGNORED_FIELDS", "check_all_read", "reason_to_ignore"]
 
 _TRAINING = "training only"
-_GENERATION = "a default of text generation, which each request sets"
-_OUTPUT = "what transformers returns besides logits"
+_GENERATION = "a default for text generation, which requests set themselves"
+_OUTPUT = "selects what transformers returns besides logits"
 _TASK = "a task other than text"
 _SPECIAL = "a token id that text generation does not need"
-_SPEED = "how it is computed, not what"
+_SPEED = "affects how the model is computed, not the result"
 _RECORD = "a record of how the checkpoint was made"
 _BY_REASON = {
     _TRAINING: (

@@ -23,7 +23,7 @@ _TOKENS = re.compile(
 
 
 class PatternError(ValueError):
-    """A text that is no pattern, or one that may take long to match."""
+    """A text that is not a valid pattern, or one that may take long to match."""
 
 
 def name_pattern(text: str, form: str = "{}") -> re.Pattern[str]:
@@ -34,7 +34,7 @@ def name_pattern(text: str, form: str = "{}") -> re.Pattern[str]:
     try:
         return re.compile(form.format(text))
     except (re.error, OverflowError, RecursionError) as error:
-        raise PatternError(f"is no pattern: {error}") from None
+        raise PatternError(f"is not a valid pattern: {error}") from None
 
 
 def _check_repetitions(text: str) -> None:

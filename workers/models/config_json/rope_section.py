@@ -96,7 +96,7 @@ def rotary_size(
 def rope_of(section: ConfigFile, file: ConfigFile, *, default_theta: float) -> RopeConfig:
     """Return the rope of one section of a file, of whole heads."""
     for key in section.keys_of_objects():
-        raise section.refusal(key, "is an object, but rope must not differ by layer")
+        raise section.refusal(key, "is an object, but rope must be the same for all layers")
     section.note_read(*_KEYS_OF_KINDS)
     file.note_read("original_max_position_embeddings")
     theta = section.number("rope_theta", default_theta, most=MAX_THETA)

@@ -99,13 +99,13 @@ class ChatBody(GenerationBody):
     )
     chat_template: str | None = Field(
         None,
-        description="A chat template in place of the model's, if the server runs with "
+        description="A chat template that replaces the model's, if the server runs with "
         "--trust-request-chat-template.",
     )
     chat_template_kwargs: Any = Field(  # Any: JSON
         None,
-        description="Variables of the model's chat template, such as `enable_thinking`; those that "
-        "it does not read are ignored.",
+        description="Variables for the model's chat template, such as `enable_thinking`; those "
+        "that it does not read are ignored.",
         json_schema_extra={"type": "object"},
     )
     documents: Any = Field(  # Any: JSON

@@ -42,11 +42,11 @@ class CompletionBody(GenerationBody):
     )
     suffix: str = Field(
         "",
-        description="What follows the generated text, for models that fill in the middle; "
-        "requires prompts that are texts.",
+        description="The text after the generated text, for models that fill in the middle; "
+        "requires text prompts.",
     )
     add_special_tokens: bool = Field(
-        True, description="Whether special tokens such as a leading BOS are added to texts."
+        True, description="Whether special tokens such as a leading BOS are added to text prompts."
     )
 
     @property

@@ -35,7 +35,7 @@ class EmbeddingBody(Body):
     )
     dimensions: int | None = bounds(1)
     prompt_name: str | None = Field(
-        None, description="The name of a prompt of the model, which is written before texts."
+        None, description="The name of one of the model's prompts, which is prepended to texts."
     )
 
     def to_input(self) -> Steps[EmbeddingInput]:

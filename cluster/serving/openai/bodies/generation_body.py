@@ -119,19 +119,19 @@ class GenerationBody(Body):
     )
     best_of: int | None = Field(
         None,
-        description="Number of choices to generate for each prompt, of which the n with the "
-        "highest log-probability per token are returned, the best first; more than n requires "
+        description="Number of choices to generate for each prompt. The n choices with the highest "
+        "log-probability per token are returned, best first; a value above n requires "
         "stream = false.",
         json_schema_extra={"minimum": 1, "maximum": MAX_N},
     )
     use_beam_search: bool = Field(
         False,
-        description="Whether the n choices are the best beams of a beam search of that width, "
-        "which are not sampled; a stream has them at its end.",
+        description="Whether the n choices are the best beams of a beam search of width n, "
+        "instead of samples; a stream returns them at its end.",
     )
     length_penalty: float | None = Field(
         None,
-        description="The power of the number of generated tokens by which the log-probability of a "
+        description="Exponent of the number of generated tokens by which the log-probability of a "
         "beam is divided; requires use_beam_search.",
         json_schema_extra={"minimum": -10, "maximum": 10, "default": 1},
     )
@@ -164,8 +164,8 @@ class GenerationBody(Body):
     )
     allowed_token_ids: Any = Field(
         None,
-        description="The only token ids that are generated; without an end-of-sequence token, the "
-        "output ends at max_tokens or a stop string.",
+        description="Token ids that may be generated; if no end-of-sequence token is among them, "
+        "the output ends at max_tokens or at a stop string.",
         json_schema_extra={
             "type": "array",
             "items": {"type": "integer", "minimum": 0},
@@ -175,8 +175,8 @@ class GenerationBody(Body):
     )
     bad_words: Any = Field(
         None,
-        description="Texts whose tokens are not generated one after the other, with or without a "
-        "space before them.",
+        description="Texts whose tokens are not generated in sequence, with or without a leading "
+        "space.",
         json_schema_extra={
             "type": "array",
             "items": {"type": "string", "minLength": 1, "maxLength": MAX_BAD_WORD_LENGTH},
@@ -195,8 +195,8 @@ class GenerationBody(Body):
     )
     priority: int = Field(
         0,
-        description="Requests with a lower value are served earlier, and may take the rows of "
-        "running ones of the same tenant with a higher value.",
+        description="Requests with a lower value are served earlier, and may preempt running "
+        "requests of the same tenant with a higher value.",
         json_schema_extra={"minimum": -(2**31), "maximum": 2**31 - 1},
     )
     stream: bool = False
@@ -227,7 +227,8 @@ class GenerationBody(Body):
     )
     guided_grammar: str | None = Field(None, description="The same as structured_outputs.grammar.")
     request_id: str | None = Field(
-        None, description="The same as the header X-Request-Id, with which it must agree."
+        None,
+        description="The same as the header X-Request-Id; if both are set, they must be equal.",
     )
     cache_salt: str | None = Field(
         None,
@@ -236,18 +237,18 @@ class GenerationBody(Body):
     )
     truncate_prompt_tokens: int | None = Field(
         None,
-        description="Keep only this many tokens at the end of a prompt; -1 is as many as fit in "
-        "the context with max_tokens.",
+        description="Keep only this many tokens at the end of the prompt; -1 keeps as many as fit "
+        "into the context together with max_tokens.",
         json_schema_extra={"minimum": -1},
     )
     prompt_logprobs: int | None = Field(
         None,
-        description="Number of likeliest tokens to return at each position of the prompt; requires "
-        "stream = false.",
+        description="Number of most likely tokens to return at each position of the prompt; "
+        "requires stream = false.",
         json_schema_extra={"minimum": 0, "maximum": MAX_LOGPROBS},
     )
     return_token_ids: bool = Field(
-        False, description="Whether choices contain their token ids, and those of the prompt."
+        False, description="Whether choices contain their token ids and those of the prompt."
     )
     return_tokens_as_token_ids: bool = Field(
         False, description="Whether tokens in log-probabilities are written as `token_id:ID`."

@@ -35,10 +35,10 @@ class TextPart(BodyPart):
     type: Literal["text"]
     text: str
     cache_control: Any = Field(  # Any: a hint of Anthropic's clients
-        None, description="Ignored; prefixes are cached anyway."
+        None, description="Ignored; prefixes are always cached."
     )
     prompt_cache_breakpoint: Any = Field(  # Any: a hint, too
-        None, description="Ignored; prefixes are cached anyway."
+        None, description="Ignored; prefixes are always cached."
     )
 
 
@@ -72,7 +72,8 @@ class Message(BodyPart):
     content: Any = Field(  # Any: an error names the invalid part
         None,
         description="A string or an array of text parts; optional with calls or reasoning. Special "
-        "tokens of the model in it, as in every text of a message or tool, are ordinary text.",
+        "tokens of the model are treated as ordinary text, in every text of a message or "
+        "tool.",
         json_schema_extra={
             "anyOf": [
                 {"type": "string"},
@@ -103,7 +104,7 @@ class Message(BodyPart):
         "role `function` requires it: it answers the last `function_call` of that name.",
     )
     reasoning_content: str | None = Field(
-        None, description="What the model thought before an assistant message."
+        None, description="The model's reasoning before an assistant message."
     )
     reasoning: str | None = Field(None, description="The same as `reasoning_content`.")
     refusal: Any = Field(None, json_schema_extra={"type": "null"})  # Any: only null

@@ -24,17 +24,17 @@ __all__ = [
 IGNORED: Mapping[str, str] = {
     "guided_decoding_backend": "xgrammar compiles every structure",
     "metadata": "labels for OpenAI's dashboard",
-    "mm_processor_kwargs": "settings for images and audio, which no request contains",
+    "mm_processor_kwargs": "applies to images and audio, which are not supported",
     "nvext": "hints for NVIDIA's router",
-    "prediction": "a guess of the output, for speed only",
-    "prompt_cache_key": "prefixes are cached for each tenant without it",
-    "prompt_cache_options": "prefixes are cached as long as there is room",
-    "prompt_cache_retention": "prefixes stay cached as long as there is room",
+    "prediction": "a prediction of the output only affects speed",
+    "prompt_cache_key": "prefixes are always cached for each tenant",
+    "prompt_cache_options": "prefixes are always cached, as long as there is room",
+    "prompt_cache_retention": "prefixes stay in the cache as long as there is room",
     "safety_identifier": "an identifier of the end user",
-    "service_tier": "there is one tier",
-    "store": "nothing is stored",
+    "service_tier": "there is only one service tier",
+    "store": "completions are not stored",
     "user": "an identifier of the end user",
-    "verbosity": "a hint for models of OpenAI",
+    "verbosity": "only applies to models of OpenAI",
     "vllm_xargs": "arguments for plugins of vLLM",
 }
 """Parameters that cannot change a token, and why they have no effect."""
@@ -47,13 +47,13 @@ WITHOUT_EFFECT: Defaults = {
 CHAT_WITHOUT_EFFECT: Defaults = {"modalities": (["text"],)}
 
 REFUSED: Mapping[str, str] = {
-    "logits_processors": "code of clients is not run",
-    "lora_path": "adapters are not supported",
-    "spaces_between_special_tokens": "the text is what the tokenizer decodes",
+    "logits_processors": "code of clients is never run",
+    "lora_path": "LoRA adapters are not supported",
+    "spaces_between_special_tokens": "the text is always as the tokenizer decodes it",
 }
 """Parameters that would change the output, and what to use instead or why not."""
 
-MODERATION = "the server has no moderation model; send the texts to one"
+MODERATION = "the server has no moderation model; send the texts to a moderation service"
 
 CHAT_REFUSED: Mapping[str, str] = {
     "audio": "the output is text",

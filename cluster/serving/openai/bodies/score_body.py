@@ -31,7 +31,7 @@ _DEFAULTS: Defaults = {"priority": (0,), "truncate_prompt_tokens": ()}
 def _instruction() -> Any:  # Any: as pydantic declares a field
     return Field(
         None,
-        description="What is judged, for rerankers that are asked a question: Qwen3-Reranker.",
+        description="The instruction for rerankers that take one, such as Qwen3-Reranker.",
     )
 
 
@@ -55,7 +55,7 @@ class RerankBody(Body):
     )
     top_n: int | None = bounds(1)
     instruction: str | None = _instruction()
-    return_documents: bool = Field(True, description="Whether results hold the documents.")
+    return_documents: bool = Field(True, description="Whether results contain the documents.")
     user: str | None = Field(
         None, description="An identifier of the end user; accepted and ignored."
     )

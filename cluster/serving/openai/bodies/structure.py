@@ -68,12 +68,12 @@ class ResponseFormat(BodyPart):
     )
     structures: Any = Field(  # Any: read with the structure, as the two that follow
         None,
-        description="Of a structural tag: its parts, with `begin`, `schema` and `end`.",
+        description="The parts of a structural tag, with `begin`, `schema` and `end`.",
         json_schema_extra={"type": "array", "items": {"type": "object"}},
     )
     triggers: Any = Field(
         None,
-        description="Of a structural tag: the beginnings of its parts that end free text.",
+        description="The beginnings of the parts of a structural tag that end free text.",
         json_schema_extra={"type": "array", "items": {"type": "string"}},
     )
     format: Any = Field(

@@ -75,7 +75,7 @@ def _size_of(value: Any, *, is_written: bool) -> tuple[int, int]:
                 raise TemplateLimitError("the template makes a list that is too large")
             waiting += one
         elif is_written and not isinstance(one, _WRITTEN):
-            raise TemplateLimitError("the template writes something that is no text")
+            raise TemplateLimitError("the template outputs a value that is not text")
     if num_characters > MAX_TOTAL:
         raise TemplateLimitError("the template makes a list of too much text")
     return num_found, num_characters
