@@ -301,5 +301,5 @@ def _tool_of(given: object, where: str) -> Tool:
         param = f"{where}.input_schema"
         raise InvalidRequestError(f"{param} must be a JSON Schema object.", param=param)
     tool = Tool(name=read.name, description=read.description, parameters=schema)
-    tool.check_limits(where)
+    tool.check_limits(where, schema_param=f"{where}.input_schema")
     return tool

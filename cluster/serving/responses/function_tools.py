@@ -118,5 +118,5 @@ def _tool_of(given: object, where: str, *, namespace: str | None = None) -> Tool
         raise InvalidRequestError(f"{param} must be a JSON Schema object.", param=param)
     name = model_name(read.name, namespace)
     tool = Tool(name=name, description=read.description, parameters=schema)
-    tool.check_limits(where)
+    tool.check_limits(where, schema_param=f"{where}.parameters")
     return tool

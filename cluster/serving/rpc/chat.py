@@ -243,7 +243,7 @@ def _read_tools(messages: Sequence[pb.Tool]) -> Steps[list[Tool]]:
             description=message.description or None,
             parameters=parameters or None,
         )
-        tool.check_limits(where)
+        tool.check_limits(where, schema_param=f"{where}.parameters")
         tools.append(tool)
     return tools
 

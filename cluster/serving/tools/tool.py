@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cluster.serving.json_text import json_text
+from cluster.structured.grammar.schema_keywords import STANDALONE
 from pagedray.errors import InvalidRequestError
+from pagedray.shown_value import shown_value
 
 __all__ = ["MAX_TOOLS", "Tool"]
 
@@ -15,6 +17,7 @@ MAX_TOOLS = 128
 _MAX_BYTES = 2**16
 """Bytes of a tool's description and parameters as JSON."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_OBJECT = "object"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,21 +29,38 @@ class Tool:
     parameters: Mapping[str, object] | None = None
     """The JSON schema of its arguments; None for no arguments."""
 
-    def check_limits(self, param: str) -> None:
-        """Raise InvalidRequestError for an invalid name or a tool that is too large."""
+    def check_limits(self, param: str, *, schema_param: str) -> None:
+        """Raise InvalidRequestError for an invalid name or schema, or a tool that is too large."""
         if _NAME.fullmatch(self.name) is None:
             raise InvalidRequestError(
                 f"{param}.name must be 1 to 64 letters, digits, underscores, dashes or dots.",
                 param=f"{param}.name",
+            )
+        kind = None if self.parameters is None else self.parameters.get("type")
+        if isinstance(kind, str | list) and not _allows_objects(kind):
+            raise InvalidRequestError(
+                f"{schema_param}.type must be object, not {shown_value(kind)}.",
+                param=f"{schema_param}.type",
             )
         json_text(self.for_template(), param, most_bytes=_MAX_BYTES)
 
     def for_template(self) -> dict[str, object]:
         """Return the tool in the form that chat templates expect."""
         function: dict[str, object] = {"name": self.name, "description": self.description or ""}
-        function["parameters"] = self.schema()
+        function["parameters"] = _NO_ARGUMENTS if self.parameters is None else self.parameters
         return {"type": "function", "function": function}
 
     def schema(self) -> Mapping[str, object]:
-        """Return the JSON schema of its arguments."""
-        return {"type": "object", "properties": {}} if self.parameters is None else self.parameters
+        """Return the JSON schema of its arguments, which are an object if it names no type."""
+        given = _NO_ARGUMENTS if self.parameters is None else self.parameters
+        kind = given.get("type")
+        if isinstance(kind, list) or (kind is None and STANDALONE.isdisjoint(given)):
+            return {**given, "type": _OBJECT}
+        return given
+
+
+_NO_ARGUMENTS: Mapping[str, object] = {"type": _OBJECT, "properties": {}}
+
+
+def _allows_objects(kind: str | list[object]) -> bool:
+    return kind == _OBJECT if isinstance(kind, str) else _OBJECT in kind

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import openai
 import pytest
 from pydantic import BaseModel
@@ -174,6 +175,43 @@ def test_required_calls_are_a_list_of_calls(client: openai.OpenAI, tool_server: 
     reference = weather["properties"]["parameters"]["properties"]["city"]["$ref"]
     assert schema["$defs"][reference.removeprefix("#/$defs/")] == {"type": "string"}
     assert time["properties"]["parameters"] == {"type": "object", "properties": {}}
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"additionalProperties": {"type": "integer"}}, {"type": ["object", "null"]}]
+)
+def test_forced_arguments_are_an_object(
+    client: openai.OpenAI, tool_server: Server, given: dict[str, Any]
+) -> None:
+    write(tool_server, "{}")
+    tools: Any = [{"type": "function", "function": {"name": "look", "parameters": given}}]
+    named: Any = {"type": "function", "function": {"name": "look"}}
+    client.chat.completions.create(model="tiny", messages=ASK, tools=tools, tool_choice=named)
+    assert schema_of(tool_server) == {**given, "type": "object"}
+    client.chat.completions.create(model="tiny", messages=ASK, tools=tools, tool_choice="required")
+    (called,) = schema_of(tool_server)["items"]["anyOf"]
+    assert called["properties"]["parameters"] == {**given, "type": "object"}
+    # The model reads what the client wrote.
+    assert json.dumps(given) in prompt_of(tool_server)
+
+
+def test_arguments_that_are_no_object_are_refused(tool_server: Server) -> None:
+    schema = {"type": "string"}
+    bodies: dict[str, Any] = {
+        "chat/completions": {"function": {"name": "look", "parameters": schema}},
+        "responses": {"name": "look", "parameters": schema},
+        "messages": {"type": "custom", "name": "look", "input_schema": schema},
+    }
+    for path, tool in bodies.items():
+        said = "input" if path == "responses" else "messages"
+        body = {"model": "tiny", said: ASK, "tools": [{"type": "function"} | tool]}
+        if path == "messages":
+            body["max_tokens"] = 1
+        answer = httpx.post(f"{tool_server.url}/v1/{path}", json=body)
+        assert answer.status_code == 400
+        message = answer.json()["error"]["message"]
+        assert message.startswith("tools.0.")
+        assert message.endswith(".type must be object, not 'string'.")
 
 
 def test_with_tool_choice_none_the_model_sees_no_tools(

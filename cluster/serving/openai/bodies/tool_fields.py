@@ -147,5 +147,5 @@ def _function_of(given: object, where: str) -> Tool:
     tool = Tool(
         name=function.name, description=function.description, parameters=function.parameters
     )
-    tool.check_limits(where)
+    tool.check_limits(where, schema_param=f"{where}.parameters")
     return tool
