@@ -48,8 +48,8 @@ def test_a_replica_logs_more_than_its_volume_holds() -> None:
     report = json.loads(done.stdout.splitlines()[-1])
     written = [int(number) for number in re.findall(r"line (\d+) x", done.stderr)]
     assert written == list(range(_NUM_LINES))
-    # Serve's own line about the call follows.
-    assert f"record {_NUM_LINES - 1} " in report["last_lines"][0]
+    # Serve's own line about the call may follow.
+    assert any(f"record {_NUM_LINES - 1} " in line for line in report["last_lines"])
     sizes = report["sizes"]
     assert max(sizes.values()) <= max_bytes
     of_replica = [size for name, size in sizes.items() if "replica_" in name]
