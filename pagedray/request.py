@@ -330,5 +330,9 @@ def _check_bad_words(words: object) -> None:
 def _check_logit_bias(bias: Mapping[int, float]) -> None:
     _check_size("logit_bias", len(bias), MAX_LOGIT_BIAS)
     for token_id, value in bias.items():
-        _check_int("logit_bias", token_id, 0, 2**31 - 1)
+        if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
+            raise InvalidRequestError(
+                f"logit_bias contains token id {shown_value(token_id)}, but ids are 0 or more.",
+                param="logit_bias",
+            )
         _check_float("logit_bias", value, -100.0, 100.0)

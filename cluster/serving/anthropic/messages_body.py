@@ -108,6 +108,7 @@ class ConversationBody(Body):
     synonyms: ClassVar[Mapping[str, str]] = {
         "input": "messages",
         "instructions": "system",
+        "output_format": "output_config.format",
         "prompt": "messages",
         "reasoning_effort": "output_config.effort",
         "response_format": "output_config.format",

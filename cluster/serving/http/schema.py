@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, ClassVar, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
+from pydantic import BaseModel, ConfigDict, JsonValue, TypeAdapter, ValidationError
 
 from cluster.serving.intake.limits import LARGEST, RequestSize, check_num_messages
 from cluster.serving.json_body import read_json
@@ -52,7 +52,6 @@ _EXPECTED = {
     "dict_type": "an object",
     "model_type": "an object",
     "model_attributes_type": "an object",
-    "literal_error": "one of {expected}",
 }
 
 Defaults = Mapping[str, tuple[object, ...]]
@@ -193,6 +192,7 @@ def _check_num_names(kind: type[BodyPart], given: object, where: str) -> None:
     if not isinstance(given, dict):
         return
     if len(given) > len(kind.model_fields):
+        _check_type(kind, given, where)
         known = _names_of(kind)
         unknown = next(name for name in given if name not in known)
         raise _unsupported(unknown, kind, where)
@@ -204,6 +204,18 @@ def _check_num_names(kind: type[BodyPart], given: object, where: str) -> None:
                     _check_num_names(part, one, f"{inside}.{index}")
         else:
             _check_num_names(part, value, inside)
+
+
+def _check_type(kind: type[BodyPart], given: dict[str, object], where: str) -> None:
+    """Raise InvalidRequestError for an object of another type, which has other names."""
+    field = kind.model_fields.get("type")
+    if field is None or field.annotation is None or "type" not in given:
+        return
+    try:
+        TypeAdapter(field.annotation).validate_python(given["type"], strict=True)
+    except ValidationError as error:
+        details = error.errors(include_url=False, include_context=True)[0]
+        raise _refusal(details, _inside(where, "type"), BodyPart) from error
 
 
 @functools.cache
@@ -289,13 +301,23 @@ def _refusal(details: ErrorDetails, prefix: str, part: type[BodyPart]) -> Invali
         if kind == "missing":
             return missing_field((path[-1],), given, holder, (inner,))
         return _unsupported(path[-1], inner, holder)
-    expected = _EXPECTED.get(kind, "a valid value").format(**details.get("ctx", {}))
+    if kind == "literal_error":
+        expected = _one_of(details["ctx"]["expected"])
+    else:
+        expected = _EXPECTED.get(kind, "a valid value")
     if given is None or isinstance(given, bool | float):
         # As in JSON; 5.0 is no integer.
         shown = json.dumps(given)
     else:
         shown = shown_value(given)
     return InvalidRequestError(f"{where} must be {expected}, not {shown}.", param=where)
+
+
+def _one_of(expected: str) -> str:
+    """Return pydantic's list of a field's values, with `true` and `false` as in JSON."""
+    if expected in ("True", "False"):
+        return expected.lower()
+    return f"one of {expected}" if " or " in expected else expected
 
 
 def _unsupported(name: str, kind: type[BodyPart], where: str = "") -> InvalidRequestError:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -81,8 +82,8 @@ class _Asked:
     """The number of the last event that the client has, if it resumes the stream."""
     given: GenerationInput | None = None
     """None if the client resumes the stream."""
-    param: str | None = None
-    """The client's name for the structure."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """The client's names for parameters that differ from the engine's."""
     echoes: bool = False
     """Whether the text begins with the prompt."""
     shows_reasoning: bool = True
@@ -111,7 +112,7 @@ class _OpenAIHandlers:
             yield
             if asked.resumes_after is None:
                 asked.given = body.to_input(call.client_id)
-                asked.param = body.requested_structure().param
+                asked.names = body.structure_names()
                 asked.echoes = body.echo
                 asked.options = replace(
                     asked.options,
@@ -123,7 +124,7 @@ class _OpenAIHandlers:
         asked = await call.body(CompletionBody, read)
         if asked.given is None:
             return self._resumed(call, asked)
-        generation = await self._start(call, asked.given, asked.param)
+        generation = await self._start(call, asked.given, asked.names)
         token_bytes = self._servicer.tokenizer.token_bytes
         if asked.echoes:
             texts = await self._texts_of(generation, asked.given)
@@ -146,14 +147,14 @@ class _OpenAIHandlers:
                     note_ignored=call.ignored.note,
                 )
                 asked.shows_reasoning = body.include_reasoning
-                asked.param = body.structure_param(tools)
+                asked.names = body.names(tools)
                 asked.has_functions = body.has_functions
             return asked, tools
 
         asked, tools = await call.body(ChatBody, read)
         if asked.given is None:
             return self._resumed(call, asked)
-        generation = await self._start(call, asked.given, asked.param)
+        generation = await self._start(call, asked.given, asked.names)
         token_bytes = self._servicer.tokenizer.token_bytes
         turns = Turns(
             tools, generation.reasoning, token_bytes, shows_reasoning=asked.shows_reasoning
@@ -215,7 +216,7 @@ class _OpenAIHandlers:
         return self.streams.resume_post(call, asked.resumes_after, asked.form)
 
     async def _start(
-        self, call: HttpCall, given: GenerationInput, param: str | None
+        self, call: HttpCall, given: GenerationInput, names: Mapping[str, str]
     ) -> GenerationCall:
         try:
             return await self._servicer.start_generation(
@@ -228,7 +229,7 @@ class _OpenAIHandlers:
                 call.entered,
             )
         except InvalidRequestError as error:
-            raise renamed(error, {} if param is None else {"structure": param}) from error
+            raise renamed(error, names) from error
 
     async def _texts_of(
         self, generation: GenerationCall, given: GenerationInput

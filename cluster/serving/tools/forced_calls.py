@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -35,7 +36,7 @@ def call_structure(tool: Tool, param: str) -> Structure:
 def list_structure(tools: Sequence[Tool], param: str, *, is_parallel: bool) -> Steps[Structure]:
     """Return the structure of a list of calls, of one call unless they are parallel.
 
-    Raises InvalidRequestError that names `param` or a field of it.
+    Raises InvalidRequestError that names `param`.
     """
     call, definitions = yield from _call_schema(tools, param, "parameters")
     schema: dict[str, object] = {"type": "array", "minItems": 1, "items": call}
@@ -79,7 +80,7 @@ def turn_structure(
 ) -> Steps[Structure]:
     """Return the structure of a turn that is calls in a form of their own, or an answer.
 
-    Raises InvalidRequestError that names `param` or a field of it.
+    Raises InvalidRequestError that names `param`.
     """
     call, definitions = yield from _call_schema(tools, param, form.arguments)
     turn = TurnStructure(
@@ -102,9 +103,9 @@ def _call_schema(
     definitions: dict[str, object] = {}
     calls: list[dict[str, object]] = []
     num_characters = 0
-    for position, tool in enumerate(tools):
+    for tool in tools:
         yield
-        parameters = _hoisted(tool, definitions, f"{param}.{position}.function.parameters")
+        parameters = _hoisted(tool, definitions, param)
         num_characters += len(json_text(tool.schema(), param, most_bytes=MAX_TEXT_BYTES))
         _check_length(num_characters, param)
         calls.append(
@@ -132,45 +133,62 @@ def _structure(schema: Mapping[str, object], param: str) -> Structure:
     return Structure(kind="json_schema", text=text)
 
 
+@dataclass(frozen=True, slots=True)
+class _Hoisting:
+    """What moves a tool's schema into another."""
+
+    tool_name: str
+    prefixes: Mapping[str, str]
+    """Beginnings of references, and what they become."""
+    param: str
+
+
 def _hoisted(tool: Tool, definitions: dict[str, object], param: str) -> object:
     """Return a tool's schema for use in another, with its definitions moved to `definitions`."""
     prefixes = {
         f"#/{keyword}/": f"#/$defs/{tool.name}.{keyword.strip('$')}." for keyword in _DEFINITIONS
     }
+    hoisting = _Hoisting(tool.name, prefixes, param)
     schema = dict(tool.schema())
     for keyword in _DEFINITIONS:
         found = schema.pop(keyword, {})
         if not isinstance(found, Mapping):
-            raise InvalidRequestError(f"{param}.{keyword} must be an object.", param=param)
+            raise InvalidRequestError(
+                f"{param} has parameters of {tool.name!r} with a {keyword} that is not an object.",
+                param=param,
+            )
         for name, definition in found.items():
             definitions[f"{tool.name}.{keyword.strip('$')}.{name}"] = _referring(
-                definition, prefixes, param, _MAX_DEPTH
+                definition, hoisting, _MAX_DEPTH
             )
-    return _referring(schema, prefixes, param, _MAX_DEPTH)
+    return _referring(schema, hoisting, _MAX_DEPTH)
 
 
-def _referring(value: object, prefixes: Mapping[str, str], param: str, depth: int) -> object:
+def _referring(value: object, hoisting: _Hoisting, depth: int) -> object:
     if depth == 0:
         raise InvalidRequestError(
-            f"{param} may be nested at most {_MAX_DEPTH} levels deep.", param=param
+            f"{hoisting.param} has parameters of {hoisting.tool_name!r} that are nested more than "
+            f"{_MAX_DEPTH} levels deep.",
+            param=hoisting.param,
         )
     if isinstance(value, list):
-        return [_referring(one, prefixes, param, depth - 1) for one in value]
+        return [_referring(one, hoisting, depth - 1) for one in value]
     if not isinstance(value, Mapping):
         return value
     return {
-        name: _reference(one, prefixes, param)
+        name: _reference(one, hoisting)
         if name == "$ref" and isinstance(one, str)
-        else _referring(one, prefixes, param, depth - 1)
+        else _referring(one, hoisting, depth - 1)
         for name, one in value.items()
     }
 
 
-def _reference(given: str, prefixes: Mapping[str, str], param: str) -> str:
-    for old, new in prefixes.items():
+def _reference(given: str, hoisting: _Hoisting) -> str:
+    for old, new in hoisting.prefixes.items():
         if given.startswith(old):
             return new + given[len(old) :]
     raise InvalidRequestError(
-        f"{param} has the unsupported $ref {given[:64]!r}; it must begin with #/$defs/.",
-        param=param,
+        f"{hoisting.param} has the unsupported $ref {given[:64]!r} in the parameters of "
+        f"{hoisting.tool_name!r}; it must begin with #/$defs/.",
+        param=hoisting.param,
     )

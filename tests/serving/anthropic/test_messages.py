@@ -211,6 +211,8 @@ CASES: list[tuple[dict[str, Any], str]] = [
      "mcp_servers is not supported: tools run by Anthropic are not available."),
     ({"output_config": {"format": {"type": "json_schema"}}},
      "output_config.format.schema is required."),
+    ({"output_format": {"type": "json_schema"}},
+     "output_format is not supported: did you mean output_config.format?"),
     ({"stop_sequence": ["a"]}, "stop_sequence is not supported: did you mean stop_sequences?"),
     ({"messages": [{"role": "user", "content": "~" * 3000}]},
      "messages has 3008 tokens, but the context length of 1024 allows at most 1023 and one "

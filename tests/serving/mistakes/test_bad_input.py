@@ -296,7 +296,8 @@ HTTP_CASES: list[tuple[dict[str, Any], str, str | None]] = [  # Any: JSON
     ({"logit_bias": {"a": 1}}, "logit_bias maps token ids, such as \"5\", and not 'a'.",
      "logit_bias"),
     ({"logit_bias": {"5": "a"}}, "logit_bias must be a number, not 'a'.", "logit_bias"),
-    ({"logit_bias": {"-5": 1}}, "logit_bias must be 0 or more, not -5.", "logit_bias"),
+    ({"logit_bias": {"-5": 1}}, "logit_bias contains token id -5, but ids are 0 or more.",
+     "logit_bias"),
     ({"top_k": 2**64}, "top_k must be from -1 to 2147483647, not 18446744073709551616.", "top_k"),
     ({"logit_bias": {"5": 10**400}},
      "logit_bias must be -100 to 100, not a number of more than 30 digits.", "logit_bias"),
@@ -383,7 +384,7 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [  # Any: JSON
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "name": "y"}]}]},
      "messages.0.content.0.name is not supported."),
     ({"messages": [{"role": "user", "content": [{"type": {}, "text": "x"}]}]},
-     "messages.0.content.0.type must be one of 'text', not an object."),
+     "messages.0.content.0.type must be 'text', not an object."),
     # An object with more names than fields is not validated further.
     ({"messages": [MANY]}, "messages.0.x0 is not supported."),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "function": MANY}},
@@ -399,6 +400,8 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [  # Any: JSON
      "messages.0.tool_call_id requires role = tool."),
     ({"messages": [{"role": "user", "content": "x", "name": "x" * 129}]},
      "messages.0.name may have at most 128 characters."),
+    ({"messages": [{"role": "assistant", "content": "x", "refusal": "No."}]},
+     "messages.0.refusal is not supported: send it as content."),
     ({"chat_template_kwargs": [1]}, "chat_template_kwargs must be an object of at most 64 "
      "entries."),
     ({"chat_template_kwargs": {"a b": 1}},
@@ -434,8 +437,10 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [  # Any: JSON
     ({"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_schema"}},
      "response_format.json_schema.name is required."),
     ({"tools": [REFERRING], "tool_choice": "required"},
-     "tools.0.function.parameters has the unsupported $ref '#/properties/x'; it must begin with "
+     "tools has the unsupported $ref '#/properties/x' in the parameters of 'a'; it must begin with "
      "#/$defs/."),
+    ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
+     "tool_choice.type must be 'function', not 'allowed_tools'."),
     ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]},
      "messages.0.tool_calls requires role = assistant."),
     ({"messages": [{"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "a",
@@ -453,7 +458,12 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [  # Any: JSON
      "with --trust-request-chat-template."),
     ({"logprobs": 5}, "logprobs must be true or false, not 5."),
     ({"top_logprobs": 5}, "top_logprobs requires logprobs = true."),
-    ({"logprobs": True, "top_logprobs": 21}, "logprobs must be from 0 to 20, not 21."),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs must be from 0 to 20, not 21."),
+    ({"stream": True, "stream_options": {"include_obfuscation": True}},
+     "stream_options.include_obfuscation must be false, not true."),
+    ({"max_completion_tokens": 1000}, "max_completion_tokens must be from 1 to 251, not 1000: the "
+     "prompt has 5 tokens and the context length is 256."),
+    ({"max_completion_tokens": 0}, "max_completion_tokens must be 1 or more, not 0."),
     ({"max_tokens": 5, "max_completion_tokens": 6},
      "max_tokens and max_completion_tokens must be equal if both are set."),
     ({"prompt": "x"}, "prompt is not supported: did you mean messages?"),

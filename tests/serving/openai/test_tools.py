@@ -204,7 +204,11 @@ def test_arguments_that_are_no_object_are_refused(tool_server: Server) -> None:
     }
     for path, tool in bodies.items():
         said = "input" if path == "responses" else "messages"
-        body = {"model": "tiny", said: ASK, "tools": [{"type": "function"} | tool]}
+        body: dict[str, object] = {
+            "model": "tiny",
+            said: ASK,
+            "tools": [{"type": "function"} | tool],
+        }
         if path == "messages":
             body["max_tokens"] = 1
         answer = httpx.post(f"{tool_server.url}/v1/{path}", json=body)

@@ -250,6 +250,8 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{**SPACE, "name": "n" * 62}]},
      "tools.0.tools.0.name must be 1 to 64 letters, digits, underscores, dashes or dots.",
      "tools.0.tools.0.name"),
+    ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
+     "tool_choice.type must be 'function', not 'allowed_tools'.", "tool_choice.type"),
     ({"tools": [{**TOOL, "parameters": 5}]}, "tools.0.parameters must be a JSON Schema object.",
      "tools.0.parameters"),
     ({"text": {"format": {"type": "json_schema", "name": "a"}}},

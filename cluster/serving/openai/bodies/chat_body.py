@@ -224,11 +224,16 @@ class ChatBody(GenerationBody):
             cache_salt=self.cache_salt or "",
         )
 
-    def structure_param(self, tools: ToolUse) -> str | None:
-        """Return the name of the parameter that the structure of a turn comes from, if any."""
+    def names(self, tools: ToolUse) -> dict[str, str]:
+        """Return the client's names for parameters of the engine that differ from them."""
+        names = {"logprobs": "top_logprobs"}
+        if self.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
         if tools.is_forced:
-            return "functions" if self.has_functions else "tools"
-        return self.requested_structure().param
+            names["structure"] = "functions" if self.has_functions else "tools"
+        else:
+            names |= self.structure_names()
+        return names
 
     def _structure(self, tools: ToolUse) -> Steps[Structure | None]:
         requested = self.requested_structure()

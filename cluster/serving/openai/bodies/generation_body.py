@@ -338,6 +338,11 @@ class GenerationBody(Body):
             requested.add_structure("grammar", self.guided_grammar, "guided_grammar")
         return requested
 
+    def structure_names(self) -> dict[str, str]:
+        """Return the client's name for the structure, if it is requested."""
+        param = self.requested_structure().param
+        return {} if param is None else {"structure": param}
+
     def sampling(self) -> dict[str, object]:
         """Return the fields of SamplingParams that the client set."""
         given: dict[str, object] = {

@@ -107,7 +107,11 @@ class Message(BodyPart):
         None, description="The model's reasoning before an assistant message."
     )
     reasoning: str | None = Field(None, description="The same as `reasoning_content`.")
-    refusal: Any = Field(None, json_schema_extra={"type": "null"})  # Any: only null
+    refusal: Any = Field(  # Any: only null
+        None,
+        description="Only null; what a model refuses is content.",
+        json_schema_extra={"type": "null"},
+    )
     annotations: Any = Field(  # Any: only an empty list
         None, json_schema_extra={"type": "array", "maxItems": 0}
     )
@@ -188,6 +192,9 @@ def _message_of(
     if message.annotations not in (None, []):
         param = f"{where}.annotations"
         raise InvalidRequestError(f"{param} is not supported.", param=param)
+    if message.refusal is not None:
+        param = f"{where}.refusal"
+        raise InvalidRequestError(f"{param} is not supported: send it as content.", param=param)
     reasoning = _reasoning_of(message, where)
     is_result = message.role == "function"
     return ChatMessage(
