@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 
 _RECONNECT = RECONNECT_VARIABLE.removeprefix("RAY_")
 _DEFAULT_RECONNECT_S = 60.0
+_STARTS_WORKERS_AHEAD = "prestart_worker_first_driver"
+"""Whether Ray starts a worker for each CPU at once. Ranks need one each; the others would take
+memory for as long as Ray runs, and cores while the ranks start."""
 _TIMED_OUT = "timed out"
 _LITTLE_SPACE_BYTES = 64 * 2**20
 
@@ -41,7 +44,7 @@ def start_ray(*, num_cpus: int) -> None:
                 # With this address, Ray listens on the loopback interface alone.
                 _node_ip_address=LOOPBACK,
                 # This process has read its environment before.
-                _system_config={_RECONNECT: int(reconnect_s())},
+                _system_config={_RECONNECT: int(reconnect_s()), _STARTS_WORKERS_AHEAD: False},
             )
             return
         # Ray raises all kinds: of the disk, of its processes, of time limits.
