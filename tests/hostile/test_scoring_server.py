@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.hostile.attack import Target
-from tests.hostile.post_flood import PostFlood
+from tests.hostile.floods.post_flood import PostFlood
 from tests.load.report import times_ms
 from tests.load.tenant_keys import write_keys
 from tests.system.models.test_rerank import DOCUMENTS, QUERY, save_qwen3

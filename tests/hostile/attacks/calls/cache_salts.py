@@ -6,7 +6,7 @@ import json
 import secrets
 
 from tests.hostile.engine_work import EngineWork
-from tests.hostile.post_flood import PostFlood
+from tests.hostile.floods.post_flood import PostFlood
 
 __all__ = ["CacheSalts"]
 

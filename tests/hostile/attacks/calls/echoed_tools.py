@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from tests.hostile.engine_work import EngineWork
-from tests.hostile.http_flood import HttpFlood
+from tests.hostile.floods.http_flood import HttpFlood
 
 __all__ = ["EchoedTools"]
 

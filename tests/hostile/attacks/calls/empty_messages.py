@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.hostile.call_flood import CallFlood
+from tests.hostile.floods.call_flood import CallFlood
 
 __all__ = ["EmptyMessages"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pagedray.v1 import pagedray_pb2 as pb
-from tests.hostile.call_flood import CallFlood
+from tests.hostile.floods.call_flood import CallFlood
 
 __all__ = ["HiddenFields"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from tests.hostile.engine_work import EngineWork
-from tests.hostile.post_flood import PostFlood
+from tests.hostile.floods.post_flood import PostFlood
 
 __all__ = ["LongStops"]
 

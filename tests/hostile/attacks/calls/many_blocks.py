@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.hostile.post_flood import PostFlood
+from tests.hostile.floods.post_flood import PostFlood
 
 __all__ = ["ManyBlocks"]
 

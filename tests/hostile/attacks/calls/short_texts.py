@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from tests.hostile.http_flood import HttpFlood
+from tests.hostile.floods.http_flood import HttpFlood
 
 __all__ = ["ShortTexts"]
 

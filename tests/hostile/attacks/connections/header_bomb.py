@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tests.hostile.frame_flood import FrameFlood
+from tests.hostile.floods.frame_flood import FrameFlood
 from tests.hostile.http2 import (
     END_HEADERS,
     END_STREAM,

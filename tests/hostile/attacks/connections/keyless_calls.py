@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING
 
-from tests.hostile.frame_flood import FrameFlood
+from tests.hostile.floods.frame_flood import FrameFlood
 from tests.hostile.http2 import DATA, END_HEADERS, END_STREAM, HEADERS, call_headers, frame
 
 if TYPE_CHECKING:

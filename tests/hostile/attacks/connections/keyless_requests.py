@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.hostile.http_flood import HttpFlood
+from tests.hostile.floods.http_flood import HttpFlood
 
 __all__ = ["KeylessRequests"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import repeat
 from typing import TYPE_CHECKING
 
-from tests.hostile.frame_flood import FrameFlood
+from tests.hostile.floods.frame_flood import FrameFlood
 from tests.hostile.http2 import PING, frame
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import struct
 from itertools import count
 from typing import TYPE_CHECKING
 
-from tests.hostile.frame_flood import FrameFlood
+from tests.hostile.floods.frame_flood import FrameFlood
 from tests.hostile.http2 import SETTINGS, frame
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import http.client
 import time
 from typing import TYPE_CHECKING, ClassVar
 
-from tests.hostile.request_flood import Answer, RequestFlood
+from tests.hostile.floods.request_flood import Answer, RequestFlood
 
 if TYPE_CHECKING:
     from tests.hostile.attack import Target

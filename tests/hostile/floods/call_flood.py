@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import grpc
 
-from tests.hostile.request_flood import Answer, RequestFlood
+from tests.hostile.floods.request_flood import Answer, RequestFlood
 
 if TYPE_CHECKING:
     from tests.hostile.attack import Target
