@@ -14,7 +14,7 @@ from cluster.serving.anthropic.blocks import (
 )
 from cluster.serving.http.schema import Body, BodyPart, Defaults, named_schema, read_part
 from cluster.serving.inputs import GenerationInput, TokenizeInput
-from cluster.serving.json_text import json_text
+from cluster.serving.json_bodies.json_text import json_text
 from cluster.serving.openai.bodies.chat_body import MAX_MESSAGES
 from cluster.serving.openai.bodies.generation_body import bounds
 from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, JsonValue, TypeAdapter, ValidationError
 
 from cluster.serving.intake.limits import LARGEST, RequestSize, check_num_messages
-from cluster.serving.json_body import read_json
+from cluster.serving.json_bodies.json_body import read_json
 from pagedray.errors import ContextLengthError, InvalidRequestError
 from pagedray.nearest_name import nearest_name
 from pagedray.shown_value import shown_value

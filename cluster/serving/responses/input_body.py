@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from cluster.serving.http.schema import Body, BodyPart, named_schema, read_part
-from cluster.serving.json_text import json_text
+from cluster.serving.json_bodies.json_text import json_text
 from cluster.serving.openai.bodies.chat_body import MAX_MESSAGES
 from cluster.serving.responses.items import ITEMS, read_items
 from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt

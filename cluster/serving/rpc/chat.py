@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
 from cluster.serving.intake.limits import check_num_messages
-from cluster.serving.json_body import read_json
+from cluster.serving.json_bodies.json_body import read_json
 from cluster.serving.rpc.requests import check_size, generation_input, tokenize_input
 from cluster.serving.rpc.responses import finish_reason, logprobs_of, stop_reason, write_frame
 from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt, MessageToolCall

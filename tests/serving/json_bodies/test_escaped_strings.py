@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.serving import escaped_strings
-from cluster.serving.escaped_strings import EscapedStrings
 from cluster.serving.intake.steps import finish
-from cluster.serving.json_body import read_json
+from cluster.serving.json_bodies import escaped_strings
+from cluster.serving.json_bodies.escaped_strings import EscapedStrings
+from cluster.serving.json_bodies.json_body import read_json
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:

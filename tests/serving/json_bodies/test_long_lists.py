@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.serving.intake.steps import finish
-from cluster.serving.json_body import read_json
-from cluster.serving.long_lists import LongLists
+from cluster.serving.json_bodies.json_body import read_json
+from cluster.serving.json_bodies.long_lists import LongLists
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:

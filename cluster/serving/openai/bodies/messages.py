@@ -8,7 +8,7 @@ from pydantic import Field
 from pydantic_core import from_json
 
 from cluster.serving.http.schema import BodyPart, named_schema, read_part
-from cluster.serving.json_body import check_counts
+from cluster.serving.json_bodies.json_body import check_counts
 from cluster.serving.text.templates.chat_prompt import ChatMessage, MessageToolCall
 from cluster.serving.tools.call_id import MAX_ID_LENGTH
 from pagedray.errors import InvalidRequestError

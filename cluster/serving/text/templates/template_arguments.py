@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from cluster.serving.json_text import json_text
+from cluster.serving.json_bodies.json_text import json_text
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:

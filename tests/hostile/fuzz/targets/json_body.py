@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from cluster.serving.intake.steps import finish
-from cluster.serving.json_body import read_json
+from cluster.serving.json_bodies.json_body import read_json
 from pagedray.errors import InvalidRequestError
 from tests.hostile.fuzz.target import Target
 

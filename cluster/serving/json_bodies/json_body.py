@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from pydantic_core import from_json
 
-from cluster.serving.escaped_strings import EscapedStrings
 from cluster.serving.intake.limits import LARGEST, RequestSize
-from cluster.serving.long_lists import LongLists
+from cluster.serving.json_bodies.escaped_strings import EscapedStrings
+from cluster.serving.json_bodies.long_lists import LongLists
 from pagedray.errors import ContextLengthError, InvalidRequestError
 
 if TYPE_CHECKING:
