@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HalvedLayer", "HalvedLayers"]
 
-_MIN_TOKENS = 4096
+_MIN_TOKENS = 6144
 """Below, the host takes about as long to launch twice as many kernels as the device to run them."""
 _TILE_ROWS = 128
 """Rows of a tile of the GEMMs of many rows."""

@@ -50,6 +50,14 @@ class PeerMemory:
         """Allocate memory. Raises PeerMemoryError."""
         self._num_bytes = num_bytes
         self._runtime = _load_runtime()
+        self._copy = self._runtime.cudaMemcpyAsync
+        self._copy.argtypes = (
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            ctypes.c_int,
+            ctypes.c_void_p,
+        )
         address = ctypes.c_void_p()
         # An allocation of torch may be a part of a larger one, and a handle is for all of it.
         self._call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(num_bytes))
@@ -68,14 +76,8 @@ class PeerMemory:
 
         Raises PeerMemoryError.
         """
-        self._call(
-            "cudaMemcpyAsync",
-            ctypes.c_void_p(target),
-            ctypes.c_void_p(source),
-            ctypes.c_size_t(num_bytes),
-            ctypes.c_int(_COPY_BY_ADDRESSES),
-            ctypes.c_void_p(stream.cuda_stream),
-        )
+        code = self._copy(target, source, num_bytes, _COPY_BY_ADDRESSES, stream.cuda_stream)
+        self._check("cudaMemcpyAsync", code)
 
     def view(self, first_byte: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return a part of this process's memory as a tensor, which must not outlive it."""
@@ -127,7 +129,9 @@ class PeerMemory:
         self._runtime.cudaFree(ctypes.c_void_p(self.address))
 
     def _call(self, name: str, *arguments: object) -> None:
-        code = getattr(self._runtime, name)(*arguments)
+        self._check(name, getattr(self._runtime, name)(*arguments))
+
+    def _check(self, name: str, code: int) -> None:
         if code != 0:
             # Otherwise torch would report it as the error of its next call.
             self._runtime.cudaGetLastError()

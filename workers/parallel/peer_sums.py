@@ -29,8 +29,6 @@ _NUM_SLOTS = 4
 """Places for sums, used in turn. Four suffice: a rank sends sum n + 4 after it has finished sum
 n + 2, which the other rank had sent after it had finished sum n."""
 _FLAG_BYTES = 16
-_NUM_NUMBERS = 4096
-"""Sums have numbers from 0 to this, again and again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +37,12 @@ class _Slot:
 
     rows: torch.Tensor
     """`[max_rows, width]`, which the other rank writes."""
+    rows_byte: int
+    """Where the rows of each rank are, from the first byte of all slots on."""
     flag: torch.Tensor
+    flag_byte: int
+    number: torch.Tensor
+    """int32 `[1]`, how many sums were finished here."""
     ready: torch.cuda.Event
     copied: torch.cuda.Event
 
@@ -68,20 +71,26 @@ class PeerSums:
         self._shape = shape
         self._max_rows = max_rows
         self._progress = progress
-        self._abort = abort
         self._stream = torch.cuda.Stream(device, priority=-1)
-        self._numbers = torch.arange(_NUM_NUMBERS, dtype=torch.int32, device=device)
-        self._slots = [
-            _Slot(
-                memory.view(
-                    first_byte + self._rows_byte(index), (max_rows, shape.width), shape.dtype
-                ),
-                memory.view(first_byte + index * _FLAG_BYTES, (1,), torch.int32),
-                torch.cuda.Event(),
-                torch.cuda.Event(),
+        self._device_index = self._stream.device_index
+        # An int32 each, as far apart as flags are.
+        self._numbers = torch.zeros(_NUM_SLOTS, _FLAG_BYTES // 4, dtype=torch.int32, device=device)
+        self._abort = abort
+        self._slots: list[_Slot] = []
+        for index in range(_NUM_SLOTS):
+            flag_byte = index * _FLAG_BYTES
+            rows_byte = _NUM_SLOTS * _FLAG_BYTES + index * max_rows * shape.row_bytes
+            self._slots.append(
+                _Slot(
+                    memory.view(first_byte + rows_byte, (max_rows, shape.width), shape.dtype),
+                    rows_byte,
+                    memory.view(first_byte + flag_byte, (1,), torch.int32),
+                    flag_byte,
+                    self._numbers[index, :1],
+                    torch.cuda.Event(),
+                    torch.cuda.Event(),
+                )
             )
-            for index in range(_NUM_SLOTS)
-        ]
         self._peer_address = 0
         self._num_begun = 0
 
@@ -94,6 +103,7 @@ class PeerSums:
         """Send to the other rank, at whose address its memory begins, from the first sum on."""
         self._peer_address = peer_address + self._first_byte
         self._num_begun = 0
+        self._numbers.zero_()
 
     def takes(self, rows: torch.Tensor) -> bool:
         """Return whether this sums `[num_rows, width]`."""
@@ -107,32 +117,28 @@ class PeerSums:
     def begin(self, rows: torch.Tensor) -> PendingSum:
         """Begin to sum rows that `takes` accepts, once the current stream has computed them."""
         self._progress.begin_collective(Phase.ALL_REDUCE)
-        index, number = self._num_begun % _NUM_SLOTS, self._num_begun % _NUM_NUMBERS
+        slot = self._slots[self._num_begun % _NUM_SLOTS]
         self._num_begun += 1
-        slot = self._slots[index]
-        slot.ready.record()
+        slot.ready.record(torch.cuda.current_stream(self._device_index))
         self._stream.wait_event(slot.ready)
-        copy, peer, word = self._memory.copy, self._peer_address, self._numbers.itemsize
-        copy(peer + self._rows_byte(index), rows.data_ptr(), rows.nbytes, self._stream)
-        source = self._numbers.data_ptr() + number * word
-        copy(peer + index * _FLAG_BYTES, source, word, self._stream)
+        copy, peer, number = self._memory.copy, self._peer_address, slot.number
+        copy(peer + slot.rows_byte, rows.data_ptr(), rows.nbytes, self._stream)
+        copy(peer + slot.flag_byte, number.data_ptr(), number.nbytes, self._stream)
         slot.copied.record(self._stream)
         self._progress.end_collective()
-        return _PeerSum(rows, slot, number, self._abort)
-
-    def _rows_byte(self, index: int) -> int:
-        size = self._max_rows * self._shape.row_bytes
-        return _NUM_SLOTS * _FLAG_BYTES + index * size
+        return _PeerSum(rows, slot, self._abort, self._device_index)
 
 
 class _PeerSum(PendingSum):
     """A sum whose rows the other rank sends, or has sent."""
 
-    def __init__(self, rows: torch.Tensor, slot: _Slot, number: int, abort: torch.Tensor) -> None:
+    def __init__(
+        self, rows: torch.Tensor, slot: _Slot, abort: torch.Tensor, device_index: int
+    ) -> None:
         self._rows = rows
         self._slot = slot
-        self._number = number
         self._abort = abort
+        self._device_index = device_index
 
     def finish(self) -> torch.Tensor:
         from attention.kernels.triton.received_rows import add_received
@@ -160,13 +166,8 @@ class _PeerSum(PendingSum):
 
         slot = self._slot
         # The rows may be overwritten, or freed and used again, once the sum is finished.
-        torch.cuda.current_stream().wait_event(slot.copied)
-        return ReceivedRows(
-            rows=slot.rows,
-            flag=slot.flag,
-            number=self._number,
-            abort=self._abort,
-        )
+        torch.cuda.current_stream(self._device_index).wait_event(slot.copied)
+        return ReceivedRows(rows=slot.rows, flag=slot.flag, number=slot.number, abort=self._abort)
 
 
 def _max_rows(shape: RowShape, max_begun_rows: int) -> int:

@@ -6,7 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.kernels.triton.dependent_launch import dependent_launch, wait_for_inputs
+from attention.kernels.triton.dependent_launch import (
+    can_depend,
+    launch_options,
+    wait_for_inputs,
+)
+from attention.kernels.triton.kernel_launcher import KernelLauncher
 from attention.kernels.triton.tuning import next_power_of_two
 
 __all__ = ["cache_write"]
@@ -68,6 +73,9 @@ def _write_tokens(
     tl.store(value_cache + offsets, v.to(value_cache.dtype.element_ty), mask=is_element)
 
 
+_WRITE_TOKENS = KernelLauncher(_write_tokens)
+
+
 def cache_write(
     key: torch.Tensor,
     value: torch.Tensor,
@@ -95,22 +103,22 @@ def cache_write(
         return
     largest = _LARGEST.get(layer_cache.dtype, 0.0)
     tile = min(_TILE, next_power_of_two(token_size))
-    _write_tokens[(num_tokens, triton.cdiv(token_size, tile))](
-        key,
-        value,
-        layer_cache[:, 0],
-        layer_cache[:, 1],
-        slot_mapping,
-        key.stride(0),
-        value.stride(0),
-        layer_cache.stride(0),
-        k_scale,
-        v_scale,
-        is_scaled=bool(largest) or (k_scale, v_scale) != (1.0, 1.0),
-        largest=largest,
-        block_size=block_size,
-        token_size=token_size,
-        tile=tile,
+    _WRITE_TOKENS.launch(
+        (num_tokens, triton.cdiv(token_size, tile), 1),
+        (key, value, layer_cache[:, 0], layer_cache[:, 1], slot_mapping),
+        (
+            key.stride(0),
+            value.stride(0),
+            layer_cache.stride(0),
+            k_scale,
+            v_scale,
+            bool(largest) or (k_scale, v_scale) != (1.0, 1.0),
+            largest,
+            block_size,
+            token_size,
+            can_depend(key.device),
+            tile,
+        ),
         num_warps=4,
-        **dependent_launch(key.device),
+        **launch_options(key.device),
     )

@@ -8,8 +8,13 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.kernels.triton.dependent_launch import dependent_launch, wait_for_inputs
+from attention.kernels.triton.dependent_launch import (
+    can_depend,
+    launch_options,
+    wait_for_inputs,
+)
 from attention.kernels.triton.fp8_rows import empty_quantized, store_quantized
+from attention.kernels.triton.kernel_launcher import KernelLauncher
 from attention.kernels.triton.tuning import next_power_of_two
 
 if TYPE_CHECKING:
@@ -84,6 +89,9 @@ def _gated(
     tl.store(out + row * size + elements, product, mask=elements < size)
 
 
+_GATED = KernelLauncher(_gated)
+
+
 def gated(columns: torch.Tensor, kind: Gate) -> torch.Tensor:
     """Return `activation(first half of the columns) * second half`, `[num_rows, size]`."""
     num_rows, both = columns.shape
@@ -92,15 +100,12 @@ def gated(columns: torch.Tensor, kind: Gate) -> torch.Tensor:
     out = torch.empty((num_rows, size), dtype=columns.dtype, device=columns.device)
     if num_rows:
         tile = min(_TILE, next_power_of_two(size))
-        _gated[(num_rows, triton.cdiv(size, tile))](
-            columns,
-            out,
-            columns.stride(0),
-            size=size,
-            kind=kind,
-            tile=tile,
+        _GATED.launch(
+            (num_rows, triton.cdiv(size, tile), 1),
+            (columns, out),
+            (columns.stride(0), size, kind, can_depend(columns.device), tile),
             num_warps=4,
-            **dependent_launch(columns.device),
+            **launch_options(columns.device),
         )
     return out
 
@@ -128,6 +133,9 @@ def _quantize_gated(
     store_quantized(product.to(tl.float32), out, scales, row, elements, size)
 
 
+_QUANTIZE_GATED = KernelLauncher(_quantize_gated)
+
+
 def quantized_gated(columns: torch.Tensor, kind: Gate) -> QuantizedRows:
     """Return what `quantize_rows` makes of `gated`, by one kernel."""
     num_rows, both = columns.shape
@@ -136,15 +144,11 @@ def quantized_gated(columns: torch.Tensor, kind: Gate) -> QuantizedRows:
     rows = empty_quantized(num_rows, size, dtype=columns.dtype, device=columns.device)
     if num_rows:
         tile = next_power_of_two(size)
-        _quantize_gated[(num_rows,)](
-            columns,
-            rows.values,
-            rows.scales,
-            columns.stride(0),
-            size=size,
-            kind=kind,
-            tile=tile,
+        _QUANTIZE_GATED.launch(
+            (num_rows, 1, 1),
+            (columns, rows.values, rows.scales),
+            (columns.stride(0), size, kind, can_depend(columns.device), tile),
             num_warps=min(16, max(4, tile // 512)),
-            **dependent_launch(columns.device),
+            **launch_options(columns.device),
         )
     return rows

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from attention.kernels.triton.kernel_launcher import KernelLauncher
 from attention.kernels.triton.summed_row import finish_row, stream_row
 from attention.kernels.triton.tuning import next_power_of_two
 
@@ -26,27 +27,30 @@ class ReceivedRows:
     rows: torch.Tensor
     """`[max_rows, width]`, the first of which are sent."""
     flag: torch.Tensor
-    """int32 `[1]`: `number` once the rows are there."""
-    number: int
+    """int32 `[1]`: the number of the sum whose rows are there."""
+    number: torch.Tensor
+    """int32 `[1]`: the number of the next sum here, which each sum increases."""
     abort: torch.Tensor
     """int64 `[1]`: the address of an int32 in host memory that ends the wait if it is not zero."""
 
 
-@triton.jit(do_not_specialize=["number"])
-def _await_rows(flag: tl.tensor, abort: tl.tensor, number: tl.tensor) -> None:
-    """End when the flag has the number.
+@triton.jit
+def _await_rows(flag: tl.tensor, number: tl.tensor, abort: tl.tensor) -> None:
+    """End when the flag has the number, and increase the number.
 
     Launched by `add_received` and `add_received_norm`; grid `(1,)`. Pointers as in `ReceivedRows`.
     """
-    is_waiting = tl.atomic_or(flag, 0, sem="acquire", scope="sys") != number
+    awaited = tl.load(number)
+    is_waiting = tl.atomic_or(flag, 0, sem="acquire", scope="sys") != awaited
     num_polls = 0
     while is_waiting:
-        is_waiting = tl.atomic_or(flag, 0, sem="acquire", scope="sys") != number
+        is_waiting = tl.atomic_or(flag, 0, sem="acquire", scope="sys") != awaited
         num_polls += 1
         # A read of host memory takes longer than the wait that it would end.
         if num_polls % 1024 == 0:
             address = tl.load(abort).to(tl.pointer_type(tl.int32))
             is_waiting = is_waiting and tl.load(address, volatile=True) == 0
+    tl.store(number, awaited + 1)
 
 
 @triton.jit
@@ -83,6 +87,10 @@ def _add_received(
         row, added, before, delta, stream, weight, bias, out, delta_stride, stream_stride,
         eps, width, has_norm, has_bias, is_centred, tile,
     )  # fmt: skip
+
+
+_AWAIT_ROWS = KernelLauncher(_await_rows)
+_ADD_RECEIVED = KernelLauncher(_add_received)
 
 
 def add_received(delta: torch.Tensor, received: ReceivedRows) -> None:
@@ -128,22 +136,27 @@ def _launch(
     assert received.rows.is_contiguous()
     assert delta.stride(1) == 1
     # One program waits: what all of them would read until it changes would arrive late.
-    _await_rows[(1,)](received.flag, received.abort, received.number, num_warps=1)
+    _AWAIT_ROWS.launch((1, 1, 1), (received.flag, received.number, received.abort), (), num_warps=1)
     tile = next_power_of_two(width)
-    _add_received[(num_rows,)](
-        delta,
-        received.rows,
-        delta if stream is None else stream,
-        weight,
-        weight if bias is None else bias,
-        out,
-        delta.stride(0),
-        0 if stream is None else stream.stride(0),
-        eps,
-        width=width,
-        has_norm=stream is not None,
-        has_bias=bias is not None,
-        is_centred=is_centred,
-        tile=tile,
+    _ADD_RECEIVED.launch(
+        (num_rows, 1, 1),
+        (
+            delta,
+            received.rows,
+            delta if stream is None else stream,
+            weight,
+            weight if bias is None else bias,
+            out,
+        ),
+        (
+            delta.stride(0),
+            0 if stream is None else stream.stride(0),
+            eps,
+            width,
+            stream is not None,
+            bias is not None,
+            is_centred,
+            tile,
+        ),
         num_warps=min(16, max(4, tile // 512)),
     )

@@ -14,11 +14,11 @@ import triton.language as tl
 
 from attention.kernels.triton.dependent_launch import (
     can_depend,
-    dependent_launch,
     launch_options,
     wait_for_inputs,
 )
 from attention.kernels.triton.fp8_rows import empty_quantized, store_quantized
+from attention.kernels.triton.kernel_launcher import KernelLauncher
 from attention.kernels.triton.tuning import next_power_of_two
 
 if TYPE_CHECKING:
@@ -75,6 +75,9 @@ def _add_norm(
         store_quantized(normed.to(tl.float32), out, scales, row, elements, size)
     else:
         tl.store(out + row * size + elements, normed, mask=is_element)
+
+
+_ADD_NORM = KernelLauncher(_add_norm)
 
 
 def add_norm(
@@ -142,24 +145,29 @@ def _launch_add_norm(
     assert delta is None or (delta.shape == stream.shape and delta.stride(1) == 1)
     if num_rows:
         tile = next_power_of_two(size)
-        _add_norm[(num_rows,)](
-            stream,
-            stream if delta is None else delta,
-            weight,
-            weight if bias is None else bias,
-            out,
-            out if scales is None else scales,
-            stream.stride(0),
-            0 if delta is None else delta.stride(0),
-            eps,
-            size=size,
-            has_delta=delta is not None,
-            has_bias=bias is not None,
-            is_centred=is_centred,
-            is_quantized=scales is not None,
-            tile=tile,
+        _ADD_NORM.launch(
+            (num_rows, 1, 1),
+            (
+                stream,
+                stream if delta is None else delta,
+                weight,
+                weight if bias is None else bias,
+                out,
+                out if scales is None else scales,
+            ),
+            (
+                stream.stride(0),
+                0 if delta is None else delta.stride(0),
+                eps,
+                size,
+                delta is not None,
+                bias is not None,
+                is_centred,
+                scales is not None,
+                can_depend(stream.device),
+                tile,
+            ),
             num_warps=min(16, max(4, tile // 512)),
-            is_dependent=can_depend(stream.device),
             **(launch_options(stream.device) if overlaps else {}),
         )
 
@@ -195,6 +203,9 @@ def _norm_heads(
     tl.store(out + offsets, normed.to(out.dtype.element_ty), mask=mask)
 
 
+_NORM_HEADS = KernelLauncher(_norm_heads)
+
+
 def norm_heads(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return the RMSNorm of each head, `[num_tokens, num_heads, head_size]`.
 
@@ -206,18 +217,20 @@ def norm_heads(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.T
     assert weight.is_contiguous()
     out = torch.empty((num_tokens, num_heads, head_size), dtype=heads.dtype, device=heads.device)
     if num_tokens:
-        _norm_heads[(num_tokens, triton.cdiv(num_heads, _HEADS_PER_PROGRAM))](
-            heads,
-            weight,
-            out,
-            heads.stride(0),
-            eps,
-            num_heads=num_heads,
-            head_size=head_size,
-            head_tile=_HEADS_PER_PROGRAM,
-            tile=next_power_of_two(head_size),
+        _NORM_HEADS.launch(
+            (num_tokens, triton.cdiv(num_heads, _HEADS_PER_PROGRAM), 1),
+            (heads, weight, out),
+            (
+                heads.stride(0),
+                eps,
+                num_heads,
+                head_size,
+                can_depend(heads.device),
+                _HEADS_PER_PROGRAM,
+                next_power_of_two(head_size),
+            ),
             num_warps=4,
-            **dependent_launch(heads.device),
+            **launch_options(heads.device),
         )
     return out
 
@@ -257,6 +270,9 @@ def _rotate_heads(
     tl.store(places + half, (second * cos + first * sin).to(element_type), mask=mask)
 
 
+_ROTATE_HEADS = KernelLauncher(_rotate_heads)
+
+
 def rotate_heads(heads: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> None:
     """Apply rotary embeddings to `[num_tokens, num_heads, head_size]` in place.
 
@@ -269,15 +285,17 @@ def rotate_heads(heads: torch.Tensor, positions: torch.Tensor, table: torch.Tens
     assert table.shape[1] == head_size
     assert table.is_contiguous()
     if num_tokens:
-        _rotate_heads[(num_tokens, triton.cdiv(num_heads, _HEADS_PER_PROGRAM))](
-            heads,
-            positions,
-            table,
-            heads.stride(0),
-            num_heads=num_heads,
-            half=head_size // 2,
-            head_tile=_HEADS_PER_PROGRAM,
-            tile=next_power_of_two(head_size // 2),
+        _ROTATE_HEADS.launch(
+            (num_tokens, triton.cdiv(num_heads, _HEADS_PER_PROGRAM), 1),
+            (heads, positions, table),
+            (
+                heads.stride(0),
+                num_heads,
+                head_size // 2,
+                can_depend(heads.device),
+                _HEADS_PER_PROGRAM,
+                next_power_of_two(head_size // 2),
+            ),
             num_warps=4,
-            **dependent_launch(heads.device),
+            **launch_options(heads.device),
         )

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from attention.kernels.triton.cache_write import cache_write
 from attention.kernels.triton.decodes.paged_decode import PagedDecode, paged_decode
+from attention.kernels.triton.kernel_launcher import KernelLauncher
 from attention.kernels.triton.options import AttentionOptions
 from attention.kernels.triton.repeated_launch import RepeatedLaunch
 from attention.kernels.triton.tuning import default_decode_tuning
@@ -185,6 +186,21 @@ def test_repeated_launch_computes_on_the_tensors_of_each() -> None:
         launch.launch(numbers[6], results[6])
     stream.synchronize()
     assert torch.equal(results[6, :30], numbers[6, :30] + 1.0)
+
+
+def test_launcher_computes_on_the_tensors_and_arguments_of_each_launch() -> None:
+    launcher = KernelLauncher(_add)
+    for dtype in (torch.float32, torch.float16):
+        numbers = torch.rand(8, 64, device="cuda", dtype=dtype)
+        results = torch.zeros_like(numbers)
+        for row, (first, stride, size) in enumerate(
+            [(0, 1, 30), (1, 1, 30), (0, 2, 30), (3, 2, 12), (0, 1, 30), (4, 1, 12)]
+        ):
+            from_row, to_row = numbers[row, first:], results[row, first:]
+            launcher.launch((1, 1, 1), (from_row, to_row), (stride, size, 32), num_warps=1)
+            changed = results[row].nonzero().flatten()
+            assert changed.tolist() == [first + stride * index for index in range(size)]
+            assert torch.equal(results[row, changed], numbers[row, changed] + 1.0)
 
 
 @pytest.mark.parametrize("num_splits", [1, 4])

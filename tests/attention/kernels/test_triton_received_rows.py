@@ -16,15 +16,15 @@ NUM_ROWS, WIDTH, EPS = 5, 80, 1e-5
 class Sender:
     """What another rank has sent, and the word in host memory that ends waits for it."""
 
-    def __init__(self, rows: torch.Tensor, *, number: int = 7) -> None:
+    def __init__(self, rows: torch.Tensor, *, flag: int = 7) -> None:
         self.abort = torch.zeros(1, dtype=torch.int32)
         if DEVICE == "cuda":
             self.abort = self.abort.pin_memory()
-        self.flag = torch.full((1,), number, dtype=torch.int32, device=DEVICE)
+        self.flag = torch.full((1,), flag, dtype=torch.int32, device=DEVICE)
         self.received = ReceivedRows(
             rows=rows,
             flag=self.flag,
-            number=7,
+            number=torch.full((1,), 7, dtype=torch.int32, device=DEVICE),
             abort=torch.tensor([self.abort.data_ptr()], device=DEVICE),
         )
 
@@ -39,8 +39,10 @@ def rows_of_two(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 def test_rows_of_both_ranks_are_summed(dtype: torch.dtype) -> None:
     mine, theirs = rows_of_two(dtype)
     total = mine.double() + theirs[:NUM_ROWS].double()
-    add_received(mine, Sender(theirs).received)
+    sender = Sender(theirs)
+    add_received(mine, sender.received)
     assert_near(mine, total)
+    assert int(sender.received.number) == 8
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -78,7 +80,7 @@ def test_rows_are_read_after_the_flag_has_the_number() -> None:
     mine, theirs = rows_of_two(torch.float32)
     total = mine.double() + theirs[:NUM_ROWS].double()
     arriving = torch.full_like(theirs, torch.nan)
-    sender = Sender(arriving, number=6)
+    sender = Sender(arriving, flag=6)
 
     @torch.inference_mode()
     def arrive() -> None:
@@ -94,7 +96,7 @@ def test_rows_are_read_after_the_flag_has_the_number() -> None:
 
 def test_an_abort_ends_the_wait_for_a_rank_that_is_gone() -> None:
     mine, theirs = rows_of_two(torch.float32)
-    sender = Sender(theirs, number=6)
+    sender = Sender(theirs, flag=6)
     sender.abort.fill_(1)
     add_received(mine, sender.received)
     assert int(sender.flag) == 6

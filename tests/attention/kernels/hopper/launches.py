@@ -285,7 +285,7 @@ def sums_over_ranks() -> None:
         received = ReceivedRows(
             rows=tensor(num_rows, 4096),
             flag=tensor(1, dtype=INT),
-            number=16,
+            number=tensor(1, dtype=INT),
             abort=tensor(1, dtype=torch.int64),
         )
         add_received(delta, received)

@@ -1,0 +1,50 @@
+"""Launches of a kernel for which Triton does not examine every argument again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["KernelLauncher"]
+
+_ALIGNMENT = 16
+"""In bytes. Kernels are compiled for pointers that are multiples of it, or for any."""
+
+
+class KernelLauncher:
+    """Launches one kernel, and remembers what was compiled for which arguments.
+
+    At each launch, Triton examines all arguments to find the kernel that is compiled for them,
+    which takes the host longer than the launch itself. A caller that can keep all arguments but
+    the tensors from one launch to the next saves still more with `RepeatedLaunch`.
+    """
+
+    def __init__(self, kernel: Any) -> None:  # Any: Triton has no types
+        """The tensors are the first parameters of the kernel."""
+        self._kernel = kernel
+        self._compiled: dict[tuple[object, ...], Any] = {}  # Any: as above
+
+    def launch(
+        self,
+        grid: tuple[int, int, int],
+        tensors: tuple[torch.Tensor, ...],
+        arguments: tuple[object, ...],
+        **options: int,
+    ) -> None:
+        """Launch the kernel, always with the same names of `options`, which are those of Triton.
+
+        `arguments` are all that follow the tensors, by position. Each combination of their values
+        is remembered, so none may be a number that changes from step to step.
+        """
+        kinds = [(tensor.dtype, tensor.data_ptr() % _ALIGNMENT == 0) for tensor in tensors]
+        key = (tensors[0].device, *kinds, *arguments, *options.values())
+        compiled = self._compiled.get(key)
+        if compiled is not None:
+            compiled[grid](*tensors, *arguments)
+            return
+        compiled = self._kernel[grid](*tensors, *arguments, **options)
+        # The interpreter compiles nothing.
+        if compiled is not None:
+            self._compiled[key] = compiled
