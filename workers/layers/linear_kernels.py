@@ -165,6 +165,13 @@ class DenseLinear(LinearKernel):
         else:
             torch.addmm(self.bias, x, self.weight.t(), out=out)
 
+    def add_or_return(self, stream: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+        if self.bias is not None:
+            return self(x)
+        # The norm that follows then reads and writes two matrices in place of four.
+        stream.addmm_(x, self.weight.t())
+        return None
+
 
 class SkinnyGemmLinear(DenseLinear):
     """A dense weight, and kernels of our own for one row and for a few, for Hopper GPUs."""
@@ -220,11 +227,14 @@ class SkinnyGemmLinear(DenseLinear):
 
     def add_or_return(self, stream: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
         from attention.kernels.triton.gemm.gemv import add_gemv
+        from attention.kernels.triton.gemm.skinny import MAX_ROWS
 
-        if len(x) != 1 or self._gemv_tuning is None:
-            return self(x)
-        add_gemv(stream, x, self.weight, self.bias, self._gemv_tuning)
-        return None
+        if len(x) == 1 and self._gemv_tuning is not None:
+            add_gemv(stream, x, self.weight, self.bias, self._gemv_tuning)
+            return None
+        if self._tuning is None or len(x) > MAX_ROWS:
+            return super().add_or_return(stream, x)
+        return self(x)
 
 
 class OneDnnLinear(LinearKernel):

@@ -88,6 +88,29 @@ def test_gated_output_is_silu_of_one_half_times_the_other(
     assert _near(kernel.gated(x), functional.silu(gate) * other)
 
 
+@pytest.mark.parametrize("num_rows", [1, 17])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+@torch.inference_mode()
+def test_a_product_is_added_to_the_stream_or_returned(
+    kind: type[LinearKernel], dtype: torch.dtype, has_bias: bool, num_rows: int
+) -> None:
+    kernel, x, exact = _linear(kind, 37, num_rows, dtype=dtype, has_bias=has_bias)
+    streams = torch.randn(num_rows + 2, 64).to(dtype)
+    before = streams.clone()
+    stream = streams[1:-1, :37]
+    product = kernel.add_or_return(stream, x)
+    # A bias would have to be added as well.
+    assert (product is None) == (kind is DenseLinear and not has_bias)
+    if product is None:
+        assert _near(stream, before[1:-1, :37].double() + exact)
+        stream.copy_(before[1:-1, :37])
+    else:
+        assert _near(product, exact)
+    assert torch.equal(streams, before)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
 def test_a_linear_kernel_accepts_a_strided_weight(kind: type[LinearKernel]) -> None:

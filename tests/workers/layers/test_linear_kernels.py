@@ -66,3 +66,12 @@ def test_few_rows_and_many_give_the_same_columns(num_rows: int, has_bias: bool) 
     torch.testing.assert_close(kernel(x).double(), exact, rtol=2e-3, atol=4e-3)
     gated = functional.silu(gate) * other
     torch.testing.assert_close(kernel.gated(x).double(), gated, rtol=4e-3, atol=1e-2)
+    stream = torch.randn(num_rows, 64).half().to(SKINNY_DEVICE)
+    before = stream.clone()
+    product = kernel.add_or_return(stream, x)
+    added = before.double() + exact if product is None else before.double()
+    torch.testing.assert_close(stream.double(), added, rtol=2e-3, atol=4e-3)
+    if product is not None:
+        torch.testing.assert_close(product.double(), exact, rtol=2e-3, atol=4e-3)
+    elif num_rows > 1:
+        assert not has_bias
