@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DecodeGraphs", "graph_batch_sizes"]
 
-_NUM_WARM_UPS = 2
+_NUM_WARM_UPS = 1
 _MAX_BATCH_SIZE = 512
 
 
