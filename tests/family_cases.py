@@ -227,7 +227,7 @@ _MORE_CASES = (
 _DENSE_CASES = (*CASES, *_MORE_CASES)
 ALL_CASES = (*_DENSE_CASES, *MOE_CASES)
 SAMPLED_CASES = (
-    *random.Random(16).sample(_DENSE_CASES, 5),
+    *random.Random(16).sample(_DENSE_CASES, 4),
     *random.Random(15).sample(MOE_CASES, 1),
 )
 """Those that run each time; the others are slow tests."""

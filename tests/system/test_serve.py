@@ -317,6 +317,7 @@ def tokens_of(streams: GrpcStreams) -> list[tuple[int, ...]]:
     return [stream.token_ids for stream in ended]
 
 
+@pytest.mark.slow
 def test_streams_go_on_after_a_rank_was_stopped(server: ServerProcess) -> None:
     with four_streams(server) as streams:
         streams.start()

@@ -206,4 +206,4 @@ async def test_encoder_does_not_generate(encoder_stub: Any) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert "makes embeddings" in str(caught.value.details())
+        assert "only computes embeddings" in str(caught.value.details())

@@ -85,6 +85,7 @@ def test_streams_end_if_a_rank_cannot_be_replaced(server: ServerProcess, daemon:
     assert_ended(ranks)
 
 
+@pytest.mark.slow
 def test_no_thread_polls_a_gcs_that_has_ended() -> None:
     done = subprocess.run(
         [sys.executable, "-c", KILL_GCS], cwd=ROOT, capture_output=True, text=True, check=True

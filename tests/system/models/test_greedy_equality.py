@@ -62,7 +62,7 @@ def local_llm(folder: Path, **options: Any) -> LLM:  # Any: engine options of an
     )
 
 
-@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
 def test_batch_equals_transformers(truth: Truth, block_size: int) -> None:
     with local_llm(truth.folder, block_size=block_size) as llm:
         assert generated(llm, truth.prompts) == truth.continuations

@@ -183,7 +183,7 @@ def test_seed_makes_results_repeat() -> None:
     ("name", "value", "text"),
     [
         ("pipeline_parallel_size", 2, "use tensor_parallel_size"),
-        ("tokenizer", "other", "the tokenizer is that of the model's folder"),
+        ("tokenizer", "other", "the tokenizer is read from the folder of the model"),
         ("trust_remote_code", True, "code from a checkpoint is never run"),
         ("tensor_paralel_size", 2, "did you mean tensor_parallel_size"),
         ("max_model_len", "many", "such as 32768, 32K or auto, not 'many'"),

@@ -78,7 +78,14 @@ def test_kinds_have_styles_of_their_own(page: ChatPage, scheme: str) -> None:
     page.browser.look(width=1200, height=800)
 
 
-@pytest.mark.parametrize("language", ["", "nothing", "constructor", "__proto__", "plaintext"])
+@pytest.mark.parametrize(
+    "language",
+    [
+        "nothing",
+        "__proto__",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("", "constructor", "plaintext")),
+    ],
+)
 def test_code_of_no_known_language_has_no_colours(page: ChatPage, language: str) -> None:
     put(page, fenced(CODE, language))
     rest(page)
