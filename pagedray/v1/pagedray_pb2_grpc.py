@@ -31,13 +31,14 @@ class GenerationServiceStub:
     If the server requires API keys, every call must have the metadata "authorization: Bearer KEY".
     Requests, their ids and shared prefixes belong to the tenant of the key.
 
-    Errors are gRPC status codes: INVALID_ARGUMENT for an invalid request, NOT_FOUND for a model that is
-    not served or a stream that cannot be resumed, ALREADY_EXISTS for a request_id that is in use,
-    ABORTED if the client does not read its stream, RESOURCE_EXHAUSTED if the queue is full or the tenant is at its limits,
-    DEADLINE_EXCEEDED if the deadline passed, UNAUTHENTICATED for a missing or invalid API key,
-    PERMISSION_DENIED for a call that the tenant may not make, UNAVAILABLE while the server starts or
-    drains and if its engine failed. Each has the details of google.rpc.Status: always ErrorInfo,
-    BadRequest with the path of an invalid field, RetryInfo if the call may be retried.
+    Errors are gRPC status codes: INVALID_ARGUMENT for an invalid request, NOT_FOUND for a model
+    that is not served or a stream that cannot be resumed, ALREADY_EXISTS for a request_id that is
+    in use, ABORTED if the client does not read its stream, RESOURCE_EXHAUSTED if the queue is full
+    or the tenant is at its limits, DEADLINE_EXCEEDED if the deadline passed, UNAUTHENTICATED for a
+    missing or invalid API key, PERMISSION_DENIED for a call that the tenant may not make,
+    UNAVAILABLE while the server starts or drains and if its engine failed. Each error has details
+    as in google.rpc.Status: always ErrorInfo, BadRequest with the path of an invalid field, and
+    RetryInfo if the call may be retried.
 
     A message with an unknown field is rejected with INVALID_ARGUMENT, and so is a message of more than
     4 MiB; above 6 MiB it is rejected with RESOURCE_EXHAUSTED without details.
@@ -107,13 +108,14 @@ class GenerationServiceServicer:
     If the server requires API keys, every call must have the metadata "authorization: Bearer KEY".
     Requests, their ids and shared prefixes belong to the tenant of the key.
 
-    Errors are gRPC status codes: INVALID_ARGUMENT for an invalid request, NOT_FOUND for a model that is
-    not served or a stream that cannot be resumed, ALREADY_EXISTS for a request_id that is in use,
-    ABORTED if the client does not read its stream, RESOURCE_EXHAUSTED if the queue is full or the tenant is at its limits,
-    DEADLINE_EXCEEDED if the deadline passed, UNAUTHENTICATED for a missing or invalid API key,
-    PERMISSION_DENIED for a call that the tenant may not make, UNAVAILABLE while the server starts or
-    drains and if its engine failed. Each has the details of google.rpc.Status: always ErrorInfo,
-    BadRequest with the path of an invalid field, RetryInfo if the call may be retried.
+    Errors are gRPC status codes: INVALID_ARGUMENT for an invalid request, NOT_FOUND for a model
+    that is not served or a stream that cannot be resumed, ALREADY_EXISTS for a request_id that is
+    in use, ABORTED if the client does not read its stream, RESOURCE_EXHAUSTED if the queue is full
+    or the tenant is at its limits, DEADLINE_EXCEEDED if the deadline passed, UNAUTHENTICATED for a
+    missing or invalid API key, PERMISSION_DENIED for a call that the tenant may not make,
+    UNAVAILABLE while the server starts or drains and if its engine failed. Each error has details
+    as in google.rpc.Status: always ErrorInfo, BadRequest with the path of an invalid field, and
+    RetryInfo if the call may be retried.
 
     A message with an unknown field is rejected with INVALID_ARGUMENT, and so is a message of more than
     4 MiB; above 6 MiB it is rejected with RESOURCE_EXHAUSTED without details.
@@ -136,8 +138,8 @@ class GenerationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """Returns the embeddings of texts. Only servers of encoders, or started with --task embed, support
-        it; others return INVALID_ARGUMENT, as these do for Generate and Chat.
+        """Returns the embeddings of texts. Only servers of encoders, and servers started with --task embed,
+        support it; other servers return INVALID_ARGUMENT, as these servers do for Generate and Chat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -166,7 +168,8 @@ class GenerationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Aborts requests and forgets their resumable streams. Aborting a request twice, or an unknown or finished request, is not an error.
+        """Aborts requests and deletes their resumable streams. Aborting a request twice, or aborting an
+        unknown or finished request, is not an error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -180,7 +183,7 @@ class GenerationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetServerInfo(self, request, context):
-        """Returns the model, its configuration and the capacity of the server, which are constant.
+        """Returns the model, its configuration and the capacity of the server, which do not change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -260,13 +263,14 @@ class GenerationService:
     If the server requires API keys, every call must have the metadata "authorization: Bearer KEY".
     Requests, their ids and shared prefixes belong to the tenant of the key.
 
-    Errors are gRPC status codes: INVALID_ARGUMENT for an invalid request, NOT_FOUND for a model that is
-    not served or a stream that cannot be resumed, ALREADY_EXISTS for a request_id that is in use,
-    ABORTED if the client does not read its stream, RESOURCE_EXHAUSTED if the queue is full or the tenant is at its limits,
-    DEADLINE_EXCEEDED if the deadline passed, UNAUTHENTICATED for a missing or invalid API key,
-    PERMISSION_DENIED for a call that the tenant may not make, UNAVAILABLE while the server starts or
-    drains and if its engine failed. Each has the details of google.rpc.Status: always ErrorInfo,
-    BadRequest with the path of an invalid field, RetryInfo if the call may be retried.
+    Errors are gRPC status codes: INVALID_ARGUMENT for an invalid request, NOT_FOUND for a model
+    that is not served or a stream that cannot be resumed, ALREADY_EXISTS for a request_id that is
+    in use, ABORTED if the client does not read its stream, RESOURCE_EXHAUSTED if the queue is full
+    or the tenant is at its limits, DEADLINE_EXCEEDED if the deadline passed, UNAUTHENTICATED for a
+    missing or invalid API key, PERMISSION_DENIED for a call that the tenant may not make,
+    UNAVAILABLE while the server starts or drains and if its engine failed. Each error has details
+    as in google.rpc.Status: always ErrorInfo, BadRequest with the path of an invalid field, and
+    RetryInfo if the call may be retried.
 
     A message with an unknown field is rejected with INVALID_ARGUMENT, and so is a message of more than
     4 MiB; above 6 MiB it is rejected with RESOURCE_EXHAUSTED without details.
