@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["DecodeGraphs", "graph_batch_sizes"]
 
-_NUM_WARM_UPS = 1
 _MAX_BATCH_SIZE = 512
 
 
@@ -87,8 +86,7 @@ class DecodeGraphs(StepGraphs[_Graph]):
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             # Libraries select and compile kernels at the first call with a shape.
-            for _ in range(_NUM_WARM_UPS):
-                self._model.forward(token_ids, positions, attention, None)
+            self._model.forward(token_ids, positions, attention, None)
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # Other threads, such as NCCL's watchdog, may call CUDA during the capture.
