@@ -31,7 +31,7 @@ n + 2, which the other rank had sent after it had finished sum n."""
 _FLAG_BYTES = 16
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Slot:
     """A place for the rows of one sum, and what its copy waits for and ends with."""
 
@@ -82,13 +82,13 @@ class PeerSums:
             rows_byte = _NUM_SLOTS * _FLAG_BYTES + index * max_rows * shape.row_bytes
             self._slots.append(
                 _Slot(
-                    memory.view(first_byte + rows_byte, (max_rows, shape.width), shape.dtype),
-                    rows_byte,
-                    memory.view(first_byte + flag_byte, (1,), torch.int32),
-                    flag_byte,
-                    self._numbers[index, :1],
-                    torch.cuda.Event(),
-                    torch.cuda.Event(),
+                    rows=memory.view(first_byte + rows_byte, (max_rows, shape.width), shape.dtype),
+                    rows_byte=rows_byte,
+                    flag=memory.view(first_byte + flag_byte, (1,), torch.int32),
+                    flag_byte=flag_byte,
+                    number=self._numbers[index, :1],
+                    ready=torch.cuda.Event(),
+                    copied=torch.cuda.Event(),
                 )
             )
         self._peer_address = 0
