@@ -26,6 +26,8 @@ MAX_WAITING = 1024
 
 _BURST_S = 0.02
 _MAX_WAIT_S = 10.0
+_MAX_IDLE_WAIT_S = 0.5
+"""For requests that came while nobody waited for tokens."""
 _MIN_RETRY_S = 1.0
 _CALL_S = 0.002
 """What most calls take until they are in the engine's queue, and at most what one is charged."""
@@ -67,9 +69,11 @@ class _Account:
     def balance_s(self, now_s: float) -> float:
         return min(self._balance_s + self._share * (now_s - self._changed_s), _BURST_S)
 
-    def charge(self, seconds: float, now_s: float) -> None:
+    def charge(self, seconds: float, now_s: float, *, max_wait_s: float) -> None:
+        balance_s = self.balance_s(now_s)
         # The debt is bounded, so that a client recovers.
-        self._balance_s = max(self.balance_s(now_s) - seconds, -self._share * _MAX_WAIT_S)
+        lowest_s = min(balance_s, -self._share * max_wait_s)
+        self._balance_s = max(balance_s - seconds, lowest_s)
         self._changed_s = now_s
         self.mean_s += _SMOOTHING * (seconds - self.mean_s)
 
@@ -138,7 +142,10 @@ class LoopShares:
                 self._give_turn(account)
 
     def charge(self, client: str, seconds: float) -> None:
-        """Note that a request of a client has taken time on the event loop."""
+        """Note that a request of a client has taken time on the event loop.
+
+        While nobody waits for tokens, it delays nobody, so that later calls wait less for it.
+        """
         if not seconds:
             return
         now_s = self._clock()
@@ -147,7 +154,8 @@ class LoopShares:
             if len(self._accounts) >= _MAX_ACCOUNTS:
                 self._drop_new(now_s)
             account = self._accounts[client] = _Account(now_s, self._share)
-        account.charge(seconds, now_s)
+        max_wait_s = _MAX_WAIT_S if self._has_streams() else _MAX_IDLE_WAIT_S
+        account.charge(seconds, now_s, max_wait_s=max_wait_s)
 
     def charge_call(
         self, client: str, tenant: str, seconds: float, *, always_s: float = 0.0

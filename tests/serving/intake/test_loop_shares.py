@@ -81,6 +81,20 @@ def test_nobody_waits_if_nobody_waits_for_tokens(clock: Clock) -> None:
     assert shares.wait_s("a") == 0.0
 
 
+def test_debts_are_small_for_what_delayed_nobody(clock: Clock) -> None:
+    waiting: list[str] = []
+    shares = LoopShares(has_streams=lambda: bool(waiting), clock=clock)
+    shares.charge("a", 10.0)
+    waiting.append("a")
+    assert shares.wait_s("a") == pytest.approx(0.5)
+    shares.charge("a", 10.0)
+    assert shares.wait_s("a") == pytest.approx(10.0)
+    waiting.clear()
+    shares.charge("a", 10.0)
+    waiting.append("a")
+    assert shares.wait_s("a") == pytest.approx(10.0)
+
+
 def test_accounts_of_clients_that_went_away_are_dropped(shares: LoopShares, clock: Clock) -> None:
     for number in range(3000):
         shares.charge(f"host {number}", 0.0003)
