@@ -24,18 +24,15 @@ if TYPE_CHECKING:
 
 __all__ = ["GrpcServer"]
 
-_MIN_STREAMS = 256
-"""Of one connection. Further calls wait in the client."""
+_MIN_STREAMS = 1024
+"""Of one connection. Further calls wait in the client, but gRPC also counts streams that have ended
+and are not freed yet: near the limit it refuses calls that did not wait long enough."""
 _OPTIONS = (
     # Otherwise a fast connection may send much more of a message than is being read.
     ("grpc.http2.bdp_probe", 0),
     # gRPC delays its own rejections by 0.1 to 1 s to slow abusers down, but meanwhile a call keeps
     # its memory and counts as open.
     ("grpc.http.tarpit", 0),
-    # Calls that wait for the event loop; above the first limit some are cancelled, above the second
-    # all. Some connections may fill their streams at once without harm to others.
-    ("grpc.server.max_pending_requests", 8 * _MIN_STREAMS),
-    ("grpc.server.max_pending_requests_hard_limit", 16 * _MIN_STREAMS),
     # Metadata may be rejected above the first limit and always is above the second.
     ("grpc.max_metadata_size", 8 * 2**10),
     ("grpc.absolute_max_metadata_size", 16 * 2**10),
@@ -78,12 +75,14 @@ class GrpcServer:
     async def start_server(self) -> None:
         """Bind the port and serve. Raises DeviceError if the port cannot be bound."""
         await self.set_serving(False)
+        num_streams = max(_MIN_STREAMS, 2 * self._servicer.config.max_num_seqs)
         options = (
             *_OPTIONS,
-            (
-                "grpc.max_concurrent_streams",
-                max(_MIN_STREAMS, self._servicer.config.max_num_seqs),
-            ),
+            ("grpc.max_concurrent_streams", num_streams),
+            # Calls that wait for the event loop; above the first limit some are cancelled, above the
+            # second all. Some connections may fill their streams at once without harm to others.
+            ("grpc.server.max_pending_requests", 4 * num_streams),
+            ("grpc.server.max_pending_requests_hard_limit", 8 * num_streams),
             ("grpc.max_allowed_incoming_connections", self._limits.total),
             ("grpc.max_connection_idle_ms", int(self._limits.idle_s * 1e3)),
             ("grpc.max_connection_age_ms", int(self._limits.age_s * 1e3)),

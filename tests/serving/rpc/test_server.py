@@ -60,6 +60,15 @@ def test_a_prompt_may_be_described_after_the_first_message(
     assert len(found.prompt_logprobs.logprobs) == found.num_prompt_tokens - 1
 
 
+def test_one_connection_carries_hundreds_of_calls_at_once(stub: Stub) -> None:
+    request = pb.TokenizeRequest(text="hello")
+    # The first one brings the server's limits.
+    stub.Tokenize(request)
+    for _ in range(4):
+        calls = [stub.Tokenize.future(request) for _ in range(600)]
+        assert {call.code() for call in calls} == {grpc.StatusCode.OK}
+
+
 def test_stream_has_prompt_text_and_usage(
     stub: Stub, engine: FakeEngine, tokenizer: Tokenizer
 ) -> None:
