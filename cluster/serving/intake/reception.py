@@ -90,6 +90,11 @@ class Reception:
         """Bytes of all requests."""
         return self._bytes.num_bytes
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for room."""
+        return sum(map(len, self._waiting.values()))
+
     def open_message(self, tenant: str) -> IncomingMessage:
         """Return the empty message of a tenant's request."""
         return IncomingMessage(self, tenant)

@@ -11,7 +11,7 @@ from cluster.serving.rpc.context import Context, metadata_of
 from cluster.serving.rpc.entry import enter_call
 from cluster.serving.rpc.message_limit import max_received_bytes
 from cluster.serving.rpc.requests import parse
-from pagedray.errors import InvalidRequestError
+from pagedray.errors import InvalidRequestError, OverloadedError
 
 if TYPE_CHECKING:
     from cluster.serving.intake.reception import IncomingMessage
@@ -21,6 +21,8 @@ __all__ = ["MessageReader"]
 
 _WINDOW_BYTES = 2**16
 """Bytes of a message that HTTP/2's flow control lets a client send before it is read."""
+_MAX_UNCOUNTED = 256
+"""Messages that may wait although what has arrived of them exceeds the limit."""
 
 Incoming = TypeVar("Incoming", bound=Message)
 
@@ -66,10 +68,18 @@ class MessageReader(Generic[Incoming]):
     async def _receive(self, incoming: IncomingMessage, context: Context) -> bytes:
         # The size is known once it has arrived; gRPC buffers at most the largest.
         if not incoming.reserve(self._most_bytes):
-            incoming.add(_WINDOW_BYTES)
-            await incoming.wait_room(self._most_bytes - _WINDOW_BYTES)
+            await self._wait_room(incoming)
         body = await self._intake.deadlines.wait_for(context.read())
         if not isinstance(body, bytes):
             raise InvalidRequestError("The call has no message.", param="message")
         incoming.shrink_to(len(body))
         return body
+
+    async def _wait_room(self, incoming: IncomingMessage) -> None:
+        try:
+            incoming.add(_WINDOW_BYTES)
+        except OverloadedError:
+            # Calls that came with this one may have all of the room until their messages are read.
+            if self._intake.reception.num_waiting >= _MAX_UNCOUNTED:
+                raise
+        await incoming.wait_room(self._most_bytes - incoming.num_bytes)

@@ -79,8 +79,9 @@ class GrpcServer:
         options = (
             *_OPTIONS,
             ("grpc.max_concurrent_streams", num_streams),
-            # Calls that wait for the event loop; above the first limit some are cancelled, above the
-            # second all. Some connections may fill their streams at once without harm to others.
+            # Calls that wait for the event loop; above the first limit some are cancelled, above
+            # the second all. Some connections may fill their streams at once without harm to
+            # others.
             ("grpc.server.max_pending_requests", 4 * num_streams),
             ("grpc.server.max_pending_requests_hard_limit", 8 * num_streams),
             ("grpc.max_allowed_incoming_connections", self._limits.total),
