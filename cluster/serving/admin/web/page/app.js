@@ -15,7 +15,7 @@ import { Panel } from "./statistics/panel.js";
 import { Poller } from "./statistics/poller.js";
 import { showStatus } from "./status.js";
 
-const NO_CHAT = "This model makes vectors or scores, and has no chat.";
+const NO_CHAT = "This model only computes embeddings or scores; it cannot chat.";
 
 let info = null;
 const server = new Server();

@@ -26,7 +26,7 @@ function rowsOf(info) {
     ["KV cache", `${numTokens.toLocaleString("en")} tokens`],
     ["KV cache type", info.kv_cache_dtype],
     ["Architecture", info.architecture],
-    ["Sequences at once", info.max_num_seqs.toLocaleString("en")],
+    ["Maximum sequences per step", info.max_num_seqs.toLocaleString("en")],
     ["PagedRay", info.version],
   ];
 }
