@@ -1,4 +1,7 @@
-"""Imports what a rank needs, so that a spare process has it before a rank dies."""
+"""Imports what ranks need: all of it in a spare process, so that it is there before a rank dies.
+
+A rank that starts leaves out libraries that only some models need.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pagedray.config import EngineConfig
 
-__all__ = ["import_libraries"]
+__all__ = ["import_libraries", "import_modules"]
 
 _MODULES = ("workers.worker_factory", "workers.parallel.group_factory")
 # Modules that are imported only when a model needs their kernels on a GPU.
@@ -18,19 +21,29 @@ _LIBRARIES = {"flashinfer": "attention.flashinfer.layer_kernels"}
 """The module of ours that imports each library, by the library's name."""
 
 
-def import_libraries(config: EngineConfig) -> None:
-    """Import the modules of a rank, the libraries of its device included.
+def import_modules(config: EngineConfig) -> None:
+    """Import the modules of a rank that every model needs on its device.
 
     Uses no device.
     """
-    names = list(_MODULES)
-    if config.parallel.device == "cuda":
-        names += _KERNELS
-        names += (module for library, module in _LIBRARIES.items() if find_spec(library))
-    for name in names:
+    for name in _MODULES:
         import_module(name)
     if config.parallel.device == "cuda":
+        for name in _KERNELS:
+            import_module(name)
         # Triton is imported only where it compiles.
         from attention.kernels.triton.cache_keys import fix_cache_keys
 
         fix_cache_keys()
+
+
+def import_libraries(config: EngineConfig) -> None:
+    """Import the modules of a rank, with the libraries that some models need on its device.
+
+    Uses no device.
+    """
+    import_modules(config)
+    if config.parallel.device == "cuda":
+        for library, module in _LIBRARIES.items():
+            if find_spec(library):
+                import_module(module)

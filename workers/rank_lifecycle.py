@@ -73,7 +73,7 @@ class RankLifecycle:
         return self.worker.pool_report
 
     def import_libraries(self) -> None:
-        """Import what the rank needs."""
+        """Import what the rank may need, before its model is known to need it."""
         from workers.imports import import_libraries
 
         with self._timed("imports"):
@@ -86,8 +86,11 @@ class RankLifecycle:
 
         `device_index` is its place among the visible devices; `memory` is for its CPU pool.
         """
+        from workers.imports import import_modules
+
         self.durations = {}
-        self.import_libraries()
+        with self._timed("imports"):
+            import_modules(self._config)
         from workers.freed_memory import with_freed_memory
 
         self.rank = rank
