@@ -52,9 +52,9 @@ _HELD_POLL_S = 0.05
 
 
 class AsyncLLM:
-    """A model and its engine for one event loop; requests that run at once share every step.
+    """A model and its engine for one event loop, with continuous batching of concurrent requests.
 
-    Takes a model and options as `LLM` does, and loads the model before it returns. The first
+    Accepts the same model and options as `LLM`, and loads the model before it returns. The first
     request binds it to its event loop. Raises StartupError for an option that is not supported, or
     a model that does not generate text.
     """
@@ -97,13 +97,14 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
     ) -> AsyncGenerator[Generation]:
-        """Yield the result as it grows, and last the finished one.
+        """Yield results while they are generated; the last one is finished.
 
-        A prompt is a text, its token ids, or a dictionary as for `LLM.generate`. Each result has
-        all tokens so far, only those since the last one with `output_kind` DELTA of the parameters,
-        or there is a single one with FINAL_ONLY. A `request_id` of None is a random one.
+        A prompt is a text, a list of token ids, or a dictionary as for `LLM.generate`. By default,
+        each result has all tokens so far. If `output_kind` of the parameters is DELTA, it has the
+        tokens since the previous result; if it is FINAL_ONLY, there is a single result. If
+        `request_id` is None, the id is random.
 
-        Cancelling the task, or closing the generator, aborts the request. While the queue is full
+        Cancelling the task, or closing the generator, aborts the request. While the queue is full,
         the request waits. Raises InvalidRequestError for an invalid prompt or parameter,
         DuplicateIdError for a `request_id` that is in use, and EngineError if the engine fails.
         """
@@ -127,7 +128,7 @@ class AsyncLLM:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> AsyncGenerator[Generation]:
-        """Yield the assistant's reply to a conversation as `generate` does."""
+        """Yield the assistant's reply to a conversation, as in `generate` and `LLM.chat`."""
         conversations = read_conversations(
             messages,
             tools=tools,
@@ -145,10 +146,9 @@ class AsyncLLM:
                 yield result
 
     async def beam_search(self, prompt: GivenPrompt, params: BeamSearchParams) -> BeamSearchOutput:
-        """Return the likeliest continuations of a prompt that a beam search finds.
+        """Return the result of a beam search for a prompt.
 
-        The prompt is one of `generate`. Cancelling the task aborts the search. Raises
-        InvalidRequestError and EngineError, as `generate` does.
+        The prompt and the errors are those of `generate`. Cancelling the task aborts the search.
         """
         prompts = read_prompts(prompt)
         if len(prompts) != 1:
@@ -165,8 +165,10 @@ class AsyncLLM:
         return output
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests, whose last results have the finish reason `abort`; unknown ones are
-        ignored."""
+        """Abort requests by their ids; unknown ids are ignored.
+
+        The last result of an aborted request has the finish reason `abort`.
+        """
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
         for one in ids:
             if (stream := self._streams.get(one)) is not None:
@@ -188,8 +190,10 @@ class AsyncLLM:
         return self._engine.stats()
 
     def shutdown(self) -> None:
-        """End the engine and its ranks; requests that run end with EngineError. May be called
-        twice."""
+        """Stop the engine and its ranks.
+
+        Running requests end with EngineError. Further calls have no effect.
+        """
         self._sink.fail_all(EngineError("The engine was shut down."))
         self._engine.close()
         self._validator.close()

@@ -32,8 +32,8 @@ class Logprob:
 
     logprob: float
     rank: int | None
-    """1 for the likeliest token; None for a sampled one that is not among the likeliest asked
-    for."""
+    """1 for the most likely token; None for a sampled token that is not among the requested most
+    likely tokens."""
     decoded_token: str
 
 
@@ -46,19 +46,21 @@ class Completion:
     token_ids: tuple[int, ...]
     """Includes the end-of-sequence or stop token."""
     finish_reason: FinishReason | None
-    """None while it is generated, which only `AsyncLLM` shows."""
+    """None until the completion has finished, which only occurs in results of `AsyncLLM`."""
     stop_reason: str | int | None = None
-    """The stop string or stop token id that ended it."""
+    """The stop string or stop token id that ended the completion."""
     reasoning: str | None = None
-    """What the model wrote before its reply to a conversation, without marks; None if nothing."""
+    """The model's reasoning before its reply to a conversation, without marks; None if there is
+    none."""
     content: str = ""
-    """The text behind the reasoning; all of it without any."""
+    """The text after the reasoning; the whole text if there is no reasoning."""
     logprobs: tuple[Mapping[int, Logprob], ...] | None = None
-    """For each token, its own and those of the likeliest tokens there; None if not asked for."""
+    """For each token, its log-probability and those of the most likely tokens at its position; None
+    if not requested."""
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """The sum of the tokens' log-probabilities; None if they were not asked for."""
+        """The sum of the log-probabilities of the tokens; None if they were not requested."""
         if self.logprobs is None:
             return None
         pairs = zip(self.token_ids, self.logprobs, strict=True)
@@ -77,12 +79,12 @@ class Generation:
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache."""
     prompt_logprobs: tuple[Mapping[int, Logprob] | None, ...] | None = None
-    """For each token of the prompt, as in a completion, but None for the first one, which nothing
-    precedes; None if not asked for."""
+    """For each token of the prompt, as in a completion, but None for the first token, which has no
+    context; None if not requested."""
 
     @property
     def finished(self) -> bool:
-        """Whether all completions have ended, which is so for results of `LLM`."""
+        """Whether all completions have finished, which is always true for results of `LLM`."""
         return all(output.finish_reason is not None for output in self.outputs)
 
 

@@ -70,13 +70,13 @@ _LARGEST_PART = 256
 
 
 class LLM:
-    """A model and its engine, in this process or on Ray actors.
+    """A model and its engine, which runs in this process or on Ray actors.
 
     `model` is a folder, or a Hub id such as `org/name` or `org/name@revision`. `LLMOptions` lists
     the options, such as `tensor_parallel_size`, `executor`, `num_blocks` and `dtype`; vLLM's names
-    and values are taken for the same. Requests whose parameters have no seed take theirs from
-    `seed`, if it is set. Raises StartupError for an option that is not supported, with what to use
-    instead.
+    and values of the same options are accepted, too. If `seed` is set, it seeds requests whose
+    parameters have no seed. Raises StartupError for an option that is not supported, with an
+    alternative.
     """
 
     def __init__(
@@ -110,13 +110,13 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[Generation]:
-        """Return the completions of each prompt, in order.
+        """Return the completions of each prompt, in the order of the prompts.
 
-        A prompt is a text, its token ids, or a dictionary with `prompt` or `prompt_token_ids`, and
-        optionally `cache_salt`. `sampling_params` applies to all prompts, or is a list of one per
-        prompt. The first prompts run while the others are validated. Raises InvalidRequestError for
-        an invalid prompt or parameter, and EngineError if the engine fails; all requests of the
-        call are aborted then.
+        A prompt is a text, a list of token ids, or a dictionary with `prompt` or
+        `prompt_token_ids`, and optionally `cache_salt`. `sampling_params` applies to all prompts,
+        or is a list with one entry per prompt. The first prompts run while the others are
+        validated. Raises InvalidRequestError for an invalid prompt or parameter, and EngineError if
+        the engine fails; in both cases, all requests of the call are aborted.
         """
         with self._freezer.freeze():
             return self._run(read_prompts(prompts), sampling_params, use_tqdm)
@@ -134,9 +134,10 @@ class LLM:
     ) -> list[Generation]:
         """Return the assistant's reply to each conversation, which is a list of messages.
 
-        Messages and `tools` are those of OpenAI's API; calls are in the text, as the model writes
-        them. Outputs have what the model reasoned as `reasoning`, and the rest as `content`.
-        `chat_template_kwargs` are variables of the chat template. Otherwise as `generate`.
+        Messages and `tools` have the format of OpenAI's API. Tool calls are part of the text, in
+        the format of the model. Outputs have the reasoning of the model as `reasoning`, and the
+        rest of the text as `content`. `chat_template_kwargs` are variables for the chat template.
+        The other parameters and the errors are those of `generate`.
         """
         with self._freezer.freeze():
             given = read_conversations(
@@ -155,9 +156,9 @@ class LLM:
         *,
         use_tqdm: bool = False,
     ) -> list[BeamSearchOutput]:
-        """Return the likeliest continuations of each prompt that a beam search finds, in order.
+        """Return the results of a beam search for each prompt, in the order of the prompts.
 
-        Prompts are those of `generate`. Raises InvalidRequestError and EngineError, as it does.
+        Prompts and errors are those of `generate`.
         """
         given = read_prompts(prompts)
         starts = self._validated(given, [params.sampling] * len(given))
@@ -175,12 +176,12 @@ class LLM:
         return searches.outputs(self._tokenizer)
 
     def get_default_sampling_params(self) -> TextParams:
-        """Return the parameters of calls without any, which the model's file recommends."""
+        """Return the default parameters, which the model's generation_config.json may set."""
         return self._requests.default_params
 
     @property
     def vocab_size(self) -> int:
-        """Token ids of prompts are below it."""
+        """The number of token ids; those of prompts must be below it."""
         return self._vocab_size
 
     @property
@@ -210,12 +211,13 @@ class LLM:
         prompt_name: str | None = None,
         normalize: bool = True,
     ) -> list[list[float]]:
-        """Return the embedding of each prompt, which is a text or its token ids, in order.
+        """Return the embedding of each prompt, in the order of the prompts.
 
-        `pooling` is the mean of all tokens, the first one (`cls`) or the last; None is the model's
-        own. `prompt_name` names a prompt of the checkpoint, such as `query`, to write before each
-        text. `normalize` scales vectors to length 1. Raises InvalidRequestError for an invalid
-        prompt or if the model generates text, and EngineError if the engine fails.
+        A prompt is a text or a list of token ids. `pooling` is `mean` of all tokens, the first
+        token (`cls`) or the `last` one; None uses the default of the model. `prompt_name` names a
+        prompt of the checkpoint, such as `query`, that is prepended to each text. `normalize`
+        scales vectors to length 1. Raises InvalidRequestError for an invalid prompt or if the model
+        generates text, and EngineError if the engine fails.
         """
         validator = self._validator
         if not isinstance(validator, EmbeddingValidator):
@@ -241,11 +243,12 @@ class LLM:
         *,
         instruction: str | None = None,
     ) -> list[float]:
-        """Return the relevance of each document to its query, in order; higher is more relevant.
+        """Return the relevance of each document to its query; higher scores are more relevant.
 
-        `queries` is one text for all documents, or a list of one per document. `instruction` is
-        what a reranker judges that is asked a question. Raises InvalidRequestError for an invalid
-        text or if the model does not score, and EngineError if the engine fails.
+        `queries` is one text for all documents, or a list with one entry per document.
+        `instruction` is the instruction for a reranker that takes one. Raises InvalidRequestError
+        for an invalid text or if the model does not compute scores, and EngineError if the engine
+        fails.
         """
         validator = self._validator
         if not isinstance(validator, ScoreValidator):
@@ -279,13 +282,13 @@ class LLM:
     def measure_roofs(self) -> list[RankRoof]:
         """Measure the device of each rank, and return what steps must read and compute on it.
 
-        The model must generate text, and nothing may be generated meanwhile. Raises WorkerError,
+        The model must generate text, and no request may run at the same time. Raises WorkerError,
         and DeviceError if too little memory is free.
         """
         return self._controller.measure_roofs()
 
     def close(self) -> None:
-        """End the engine and its ranks. May be called twice."""
+        """Stop the engine and its ranks. Further calls have no effect."""
         self._engine.close()
         if isinstance(self._validator, Validator):
             self._validator.close()

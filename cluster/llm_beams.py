@@ -33,7 +33,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchParams:
-    """How beams are searched. Raises InvalidRequestError."""
+    """The parameters of a beam search. Raises InvalidRequestError."""
 
     beam_width: int
     """Number of beams, and of results."""
@@ -44,10 +44,10 @@ class BeamSearchParams:
     temperature: float = 0.0
     """Has no effect: beams are not sampled."""
     length_penalty: float = 1.0
-    """The power of the number of tokens by which the log-probability of a beam is divided."""
+    """Exponent of the number of tokens by which the log-probability of a beam is divided."""
     early_stopping: EarlyStopping = False
-    """Whether the search ends when `beam_width` beams have ended; otherwise it also ends when no
-    running one is likely to score higher, or with `never`, when none can."""
+    """When the search ends once `beam_width` beams have finished: with True immediately, with False
+    when no running beam is likely to score higher, with `never` when none can."""
     include_stop_str_in_output: bool = False
     """Whether texts include an end-of-sequence token."""
 

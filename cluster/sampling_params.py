@@ -21,34 +21,34 @@ _TEXT_FIELDS = frozenset(
 
 
 class RequestOutputKind(IntEnum):
-    """What each result of `AsyncLLM.generate` has."""
+    """The tokens that each result of `AsyncLLM.generate` contains."""
 
     CUMULATIVE = 0
     """All tokens so far."""
     DELTA = 1
-    """The tokens since the last result."""
+    """The tokens since the previous result."""
     FINAL_ONLY = 2
     """All tokens, in a single result."""
 
 
 class SamplingParams(request.SamplingParams, frozen=True, kw_only=True, omit_defaults=True):
-    """How tokens are sampled, when generation stops, and what becomes of the text.
+    """How tokens are sampled, when generation stops, and what the text contains.
 
     Raises InvalidRequestError, which names the field and its allowed values.
     """
 
     max_tokens: int | None = 16  # type: ignore[assignment]  # None only when it is made
-    """Maximum number of tokens per completion; None is as many as the context has room for."""
+    """Maximum number of tokens per completion; None is as many as fit into the context."""
     stop: str | Sequence[str] = ()
-    """A string, or strings, that end a completion; they are not part of it."""
+    """A string, or several, that end a completion; they are not part of its text."""
     detokenize: bool = True
-    """Whether completions have a text; stop strings need one."""
+    """Whether completions have a text; required for stop strings."""
     skip_special_tokens: bool = True
-    """Whether special tokens are left out of the text."""
+    """Whether special tokens are omitted from the text."""
     include_stop_str_in_output: bool = False
     """Whether the text includes the stop string or token that ended it."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    """What each result of `AsyncLLM.generate` has."""
+    """The tokens that each result of `AsyncLLM.generate` contains."""
 
     def __post_init__(self) -> None:
         if self.max_tokens is None:

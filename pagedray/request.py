@@ -87,13 +87,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     min_tokens: int = 0
     """Minimum number of tokens before an end-of-sequence or stop token ends a completion."""
     temperature: float = 1.0
-    """0 is greedy."""
+    """Divides the logits; 0 is greedy."""
     top_k: int = 0
-    """Number of likeliest tokens to sample from; 0 or -1 is all."""
+    """Number of most likely tokens to sample from; 0 or -1 samples from all."""
     top_p: float = 1.0
-    """Cumulative probability of the likeliest tokens to sample from; 0 is greedy."""
+    """Cumulative probability of the most likely tokens to sample from; 0 is greedy."""
     min_p: float = 0.0
-    """Minimum probability of a token, relative to the likeliest one."""
+    """Minimum probability of a token, relative to that of the most likely token."""
     repetition_penalty: float = 1.0
     """Divides positive and multiplies negative logits of tokens in prompt or completion."""
     presence_penalty: float = 0.0
@@ -103,23 +103,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logit_bias: Mapping[int, float] = {}
     """Added to the logits of these token ids."""
     allowed_token_ids: Sequence[int] = ()
-    """The only token ids that are generated, an end-of-sequence token included; empty is all."""
+    """Token ids that may be generated, including end-of-sequence tokens; empty allows all."""
     bad_words: Sequence[str] = ()
-    """Texts whose tokens are not generated one after the other: those of the text itself, and of
-    the text after a space if they differ in the first token only."""
+    """Texts whose tokens are not generated in sequence: those of the text itself, and those of the
+    text with a leading space if they only differ in the first token."""
     seed: int | None = None
-    """Random seed for reproducible sampling; None is a random one."""
+    """Random seed for reproducible sampling; None is random."""
     stop: Sequence[str] = ()
-    """Strings that end a completion; they are not part of it."""
+    """Strings that end a completion; they are not part of its text."""
     stop_token_ids: Sequence[int] = ()
     """Token ids that end a completion."""
     ignore_eos: bool = False
     """Whether to generate past the model's end-of-sequence tokens."""
     logprobs: int | None = None
-    """Number of likeliest tokens to return beside the sampled one; None returns no logprobs."""
+    """Number of most likely tokens to return in addition to the sampled one; None returns no
+    log-probabilities."""
     prompt_logprobs: int | None = None
-    """Number of likeliest tokens to return at each position of the prompt, beside the token there;
-    None returns no log-probabilities of the prompt."""
+    """Number of most likely tokens to return at each position of the prompt, in addition to the
+    token of the prompt; None returns no log-probabilities of the prompt."""
     structure: Structure | None = None
     """Constraint on the text, or None."""
 
