@@ -201,7 +201,10 @@ class Endpoint:
 
 
 class EndpointTable:
-    """Finds endpoints by the exact path of a request, without normalization."""
+    """Finds endpoints by the exact path of a request, without normalization.
+
+    HEAD is answered where GET is, unless the path has a parameter: a stream would be resumed.
+    """
 
     def __init__(self, endpoints: tuple[Endpoint, ...]) -> None:
         self._exact: dict[str, dict[str, Endpoint]] = {}
@@ -213,7 +216,11 @@ class EndpointTable:
                 ends = prefix, rest.partition("}")[2]
                 self._open.setdefault(ends, {})[endpoint.method] = endpoint
             else:
-                self._exact.setdefault(prefix, {})[endpoint.method] = endpoint
+                methods = self._exact.setdefault(prefix, {})
+                methods[endpoint.method] = endpoint
+                if endpoint.method == "GET":
+                    # The server leaves the body out.
+                    methods["HEAD"] = endpoint
         # A path with an end is more specific than one whose parameter is all of the rest.
         self._open = dict(sorted(self._open.items(), key=lambda one: -len(one[0][1])))
 

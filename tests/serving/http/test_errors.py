@@ -33,6 +33,17 @@ def test_dead_engine_is_unavailable(http: httpx.Client, engine: FakeEngine) -> N
         assert answer.json()["error"]["type"] == "server_error"
 
 
+@pytest.mark.parametrize("path", ["/", "/health", "/metrics", "/v1/models", "/openapi.json"])
+def test_head_has_the_headers_of_get_and_no_body(http: httpx.Client, path: str) -> None:
+    whole, head = http.get(path), http.head(path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-type"] == whole.headers["content-type"]
+    assert int(head.headers["content-length"]) > 0
+    # The connection is still in step.
+    assert http.get(path).status_code == 200
+    assert http.head("/v1/completions").headers["allow"] == "POST"
+
+
 def test_full_queue_sends_retry_after(http: httpx.Client, engine: FakeEngine) -> None:
     engine.refusal = OverloadedError("The queue is full.", retry_after_s=1.5)
     answer = _post(http, prompt="x", stream=True)
