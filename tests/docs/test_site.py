@@ -28,7 +28,7 @@ def test_site_builds_without_warnings(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
     reference = (tmp_path / "reference" / "python" / "index.html").read_text()
-    assert "Return the likeliest continuations of each prompt" in reference
+    assert "Return the results of a beam search for each prompt" in reference
     # Pages load nothing from other hosts.
     for page in tmp_path.rglob("*.html"):
         loaded = re.findall(r"<(?:script|img|link rel=\"stylesheet\")[^>]*?(https?://[^\"]*)",
