@@ -32,9 +32,9 @@ def import_modules(config: EngineConfig) -> None:
         for name in _KERNELS:
             import_module(name)
         # Triton is imported only where it compiles.
-        from attention.kernels.triton.cache_keys import fix_cache_keys
+        from attention.kernels.triton.kernel_keys import fix_kernel_keys
 
-        fix_cache_keys()
+        fix_kernel_keys()
 
 
 def import_libraries(config: EngineConfig) -> None:

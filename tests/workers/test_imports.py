@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 KEYS = """
 import sys
 from triton.runtime.jit import JITFunction
-from attention.kernels.triton.cache_keys import fix_cache_keys
-fix_cache_keys()
+from attention.kernels.triton.kernel_keys import fix_kernel_keys
+fix_kernel_keys()
 modules = [sys.modules[name] for name in sorted(sys.modules) if ".kernels.triton." in name]
 kernels = [one for m in modules for one in vars(m).values() if isinstance(one, JITFunction)]
 print(len(kernels), sum(kernel.hash is not None for kernel in kernels))

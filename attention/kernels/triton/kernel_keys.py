@@ -9,10 +9,10 @@ from triton.runtime.jit import JITFunction
 
 import attention.kernels.triton
 
-__all__ = ["fix_cache_keys"]
+__all__ = ["fix_kernel_keys"]
 
 
-def fix_cache_keys() -> None:
+def fix_kernel_keys() -> None:
     """Import every kernel and compute its key, in an order that does not depend on their use.
 
     In Triton before 3.9, the key of a kernel depends on which of the functions that it calls were
