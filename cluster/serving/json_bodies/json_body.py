@@ -35,12 +35,14 @@ _STEP_TEXT_BYTES = 2**16
 _ONE_BRACKET = bytes.maketrans(b"[{}", b"]]]")
 
 
-def read_json(raw: bytes, size: RequestSize = LARGEST) -> Steps[dict[str, object]]:
-    """Return the JSON object of a body. Raises InvalidRequestError.
+def read_json(
+    raw: bytes, size: RequestSize = LARGEST, *, what: str = "The body"
+) -> Steps[dict[str, object]]:
+    """Return the JSON object that `raw` is. Raises InvalidRequestError, naming `what`.
 
     Duplicate names in an object are rejected, because a proxy might read the other value.
     """
-    yield from check_counts(raw, "The body", size)
+    yield from check_counts(raw, what, size)
     strings = None
     if raw.count(b"\\") > _ESCAPES_AT_ONCE:
         yield
@@ -50,7 +52,7 @@ def read_json(raw: bytes, size: RequestSize = LARGEST) -> Steps[dict[str, object
     if raw.count(b",") > _VALUES_AT_ONCE:
         yield
         lists = LongLists()
-        raw = yield from _without_lists(raw, lists)
+        raw = yield from _without_lists(raw, lists, what)
     yield
     try:
         parsed = from_json(raw, allow_inf_nan=False)
@@ -59,22 +61,22 @@ def read_json(raw: bytes, size: RequestSize = LARGEST) -> Steps[dict[str, object
         if strings is not None and isinstance(parsed, dict):
             yield from strings.put_back(parsed)
     except ValueError as error:
-        raise InvalidRequestError(f"The body is not valid JSON: {error}.") from error
+        raise InvalidRequestError(f"{what} is not valid JSON: {error}.") from error
     if not isinstance(parsed, dict):
-        raise InvalidRequestError("The body must be a JSON object.")
+        raise InvalidRequestError(f"{what} must be a JSON object.")
     yield
-    yield from _check_names(raw, parsed)
+    yield from _check_names(raw, parsed, what)
     return parsed
 
 
-def _without_lists(raw: bytes, lists: LongLists) -> Steps[bytes]:
+def _without_lists(raw: bytes, lists: LongLists, what: str) -> Steps[bytes]:
     """Return the body without its long lists. Raises InvalidRequestError for other long ones."""
     if b'\\"' not in raw:
         raw = yield from lists.take_out(raw)
         yield
     _, bare = yield from _outside_strings(raw)
     num_commas = bare.count(b",")
-    text = "The body may have at most {} values outside of long lists of numbers, not {}."
+    text = f"{what} may have at most {{}} values outside of long lists of numbers, not {{}}."
     _check(text, num_commas, _VALUES_AT_ONCE)
     return raw
 
@@ -124,7 +126,7 @@ def _num_longest(bare: bytes) -> Steps[int]:
     return most + 1
 
 
-def _check_names(raw: bytes, parsed: dict[str, object]) -> Steps[None]:
+def _check_names(raw: bytes, parsed: dict[str, object], what: str) -> Steps[None]:
     # Each name is followed by a colon, but of duplicates only one was kept.
     _, bare = yield from _outside_strings(raw)
     num_left = bare.count(b":")
@@ -144,7 +146,7 @@ def _check_names(raw: bytes, parsed: dict[str, object]) -> Steps[None]:
             if isinstance(value, dict | list):
                 waiting.append(value)
     if num_left:
-        raise InvalidRequestError("The body has an object with a duplicate name.")
+        raise InvalidRequestError(f"{what} has an object with a duplicate name.")
 
 
 def _outside_strings(raw: bytes) -> Steps[tuple[int, bytes]]:

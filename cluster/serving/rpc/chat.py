@@ -252,9 +252,10 @@ def _read_object(text: str, where: str) -> Steps[dict[str, object]]:
     if not text:
         return {}
     try:
-        return (yield from read_json(text.encode()))
+        return (yield from read_json(text.encode(), what=where))
     except InvalidRequestError as error:
-        raise InvalidRequestError(f"{where} must be a JSON object: {error}", param=where) from error
+        error.param = where
+        raise
 
 
 def _call_delta(call: ToolCallDelta) -> pb.ToolCallDelta:
