@@ -155,19 +155,19 @@ def test_complete_response_is_whole_however_large(impatient: Server) -> None:
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/completions", {"prompt": "x", "n": 16, "max_tokens": 4000, "ignore_eos": True}),
-        ("/tokenize", {"prompt": "x y " * 2**14}),
+        ("/v1/completions", {"prompt": "x", "n": 16, "max_tokens": 12000, "ignore_eos": True}),
+        ("/tokenize", {"prompt": "x y " * 2**16}),
     ],
 )
 # Any: fields of the body
 def test_response_larger_than_the_memory_of_a_tenant_is_refused(
     tokenizer: Tokenizer, path: str, body: dict[str, Any]
 ) -> None:
-    with serving(tokenizer, ReaderLimits(unread_buffer=BufferLimits(2**18))) as server:
+    with serving(tokenizer, ReaderLimits(unread_buffer=BufferLimits(2**20))) as server:
         url = f"{server.url}{path}"
         answer = httpx.post(url, json={"model": "tiny", **body}, timeout=PATIENCE_S)
         assert answer.status_code == 400
-        assert "The response exceeds 65536 bytes" in answer.json()["error"]["message"]
+        assert "The response exceeds 262144 bytes" in answer.json()["error"]["message"]
         wait_for(lambda: is_idle(server), timeout_s=PATIENCE_S)
         assert server.frontends.servicer.buffers.num_bytes == 0
 
