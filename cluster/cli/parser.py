@@ -327,8 +327,9 @@ def _add_bench(commands: _Commands) -> None:
     throughput = _model_command(verbs, "throughput", what, command="bench throughput")
     add_throughput_flags(throughput)
     add_engine_flags(throughput, executor=None)
-    what = "Measure latency and throughput of an OpenAI-compatible server, or of PagedRay over "
-    "gRPC."
+    what = (
+        "Measure latency and throughput of an OpenAI-compatible server, or of PagedRay over gRPC."
+    )
     serve = verbs.add_parser(
         "serve", help=what, description=what, usage="pagedray bench serve [flags]"
     )
@@ -336,8 +337,7 @@ def _add_bench(commands: _Commands) -> None:
 
 
 def _add_simulate(commands: _Commands) -> None:
-    what = "Predict the throughput, latencies and memory use of replicas under a load, without a "
-    "GPU."
+    what = "Predict throughput, latencies and memory use of replicas under a load without a GPU."
     add_simulate_flags(commands.add_parser("simulate", help=what, description=what))
 
 
@@ -353,8 +353,10 @@ def _add_deploy(commands: _Commands) -> None:
     add_status_flags(verbs.add_parser("status", help=what, description=what))
     what = "Download a model from the Hub or S3, or wait until it is downloaded."
     add_fetch_flags(verbs.add_parser("fetch", help=what, description=what))
-    what = "Delay the shutdown of a Ray cluster's head until the workers that shut down with it "
-    "have drained."
+    what = (
+        "Delay the shutdown of a Ray cluster's head until the workers that shut down with it have "
+        "drained."
+    )
     add_hold_flags(verbs.add_parser("hold", help=what, description=what))
 
 

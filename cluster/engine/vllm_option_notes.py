@@ -23,8 +23,7 @@ ALIASES: Mapping[str, str] = MappingProxyType(
 """vLLM's names of our options."""
 
 _CHUNKS = "the size of prompt chunks follows max_num_batched_tokens and itl_target_ms"
-_EXPERTS = "each rank has some columns of all experts, or with enable_expert_parallel some whole "
-"experts"
+_EXPERTS = "enable_expert_parallel selects between whole experts and columns of all experts"
 _GRAPHS = "enforce_eager and max_graph_tokens control what runs as CUDA graphs"
 _KERNELS = "kernels are selected for the GPU"
 _LOADING = "each rank reads only its part of the weights"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import os
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -19,13 +21,41 @@ from cluster.llm import LLM
 from pagedray.errors import StartupError
 
 if TYPE_CHECKING:
-    import argparse
+    from collections.abc import Iterator
 
+# The last may be "(default: ...)".
+SENTENCES = re.compile(r"\S.*[.)]", re.DOTALL)
 HEAVY = ("fastapi", "grpc", "numpy", "ray", "torch", "transformers")
 
 
 def parsed(*arguments: str) -> argparse.Namespace:
     return make_parser().parse_args(arguments)
+
+
+def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """Yield a parser and those of its commands."""
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from parsers(command)
+
+
+def texts_of(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Yield what `--help` says about a command, its flags and its commands."""
+    yield parser.description or ""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            yield from (command.help or "" for command in action._choices_actions)
+        elif not isinstance(action, argparse._HelpAction | argparse._VersionAction):
+            yield action.help or ""
+
+
+def test_help_consists_of_whole_sentences() -> None:
+    texts = {text for parser in parsers(make_parser()) for text in texts_of(parser)}
+    texts -= {"", argparse.SUPPRESS}
+    assert len(texts) > 100
+    assert not [text for text in texts if SENTENCES.fullmatch(text) is None]
 
 
 @pytest.mark.parametrize("command", [(), ("serve",), ("generate",), ("chat",)])

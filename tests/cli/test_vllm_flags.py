@@ -10,6 +10,7 @@ from cluster.cli.flags import engine_options
 from cluster.cli.one_line_parser import command_parser
 from cluster.cli.parser import make_parser
 from cluster.cli.vllm_flags import flag_notes
+from cluster.engine.vllm_option_notes import IGNORED, IGNORED_SWITCHES, REFUSED
 from cluster.serving.auth.authenticator import Authenticator
 from pagedray.errors import AuthenticationError, StartupError
 
@@ -138,3 +139,8 @@ def test_keys_are_those_of_one_tenant() -> None:
 def test_bad_keys_are_refused(key: str) -> None:
     with pytest.raises(StartupError, match="--api-key must be"):
         Authenticator(keys=[key])
+
+
+def test_notes_are_whole_clauses() -> None:
+    notes = [*IGNORED_SWITCHES.values(), *IGNORED.values(), *REFUSED.values()]
+    assert not [note for note in notes if re.fullmatch(r"[^ ].*[^ .,;]", note) is None]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from attention.kernels.triton.repeated_launch import POINTER_ALIGNMENT
+
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["KernelLauncher"]
-
-_ALIGNMENT = 16
-"""In bytes. Kernels are compiled for pointers that are multiples of it, or for any."""
 
 
 class KernelLauncher:
@@ -38,7 +37,7 @@ class KernelLauncher:
         `arguments` are all that follow the tensors, by position. Each combination of their values
         is remembered, so none may be a number that changes from step to step.
         """
-        kinds = [(tensor.dtype, tensor.data_ptr() % _ALIGNMENT == 0) for tensor in tensors]
+        kinds = [(tensor.dtype, tensor.data_ptr() % POINTER_ALIGNMENT == 0) for tensor in tensors]
         key = (tensors[0].device, *kinds, *arguments, *options.values())
         compiled = self._compiled.get(key)
         if compiled is not None:

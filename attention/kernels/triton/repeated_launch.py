@@ -9,9 +9,9 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["RepeatedLaunch"]
+__all__ = ["POINTER_ALIGNMENT", "RepeatedLaunch"]
 
-_ALIGNMENT = 16
+POINTER_ALIGNMENT = 16
 """In bytes. Kernels are compiled for pointers that are multiples of it, or for any."""
 
 
@@ -40,7 +40,7 @@ class RepeatedLaunch:
         """Launch the kernel; each tensor has the dtype that it had in the first launch."""
         is_aligned = True
         for tensor in tensors:
-            if tensor.data_ptr() % _ALIGNMENT:
+            if tensor.data_ptr() % POINTER_ALIGNMENT:
                 is_aligned = False
         if self._compiled is not None and is_aligned:
             self._compiled(*tensors, *self._arguments)

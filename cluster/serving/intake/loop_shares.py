@@ -27,7 +27,7 @@ MAX_WAITING = 1024
 _BURST_S = 0.02
 _MAX_WAIT_S = 10.0
 _MAX_IDLE_WAIT_S = 0.5
-"""For requests that came while nobody waited for tokens."""
+"""For requests that arrive while no call waits for tokens."""
 _MIN_RETRY_S = 1.0
 _CALL_S = 0.002
 """What most calls take until they are in the engine's queue, and at most what one is charged."""
@@ -144,7 +144,7 @@ class LoopShares:
     def charge(self, client: str, seconds: float) -> None:
         """Note that a request of a client has taken time on the event loop.
 
-        While nobody waits for tokens, it delays nobody, so that later calls wait less for it.
+        If no call waits for tokens, the request delays none, and its client waits less later.
         """
         if not seconds:
             return
