@@ -49,7 +49,9 @@ class KeptResponse(Response):
                     "headers": self.raw_headers,
                 }
             )
-            for piece in pieces_of(self._parts):
+            # The response to HEAD ends with its headers: the next request may follow at once.
+            parts = () if scope["method"] == "HEAD" else self._parts
+            for piece in pieces_of(parts):
                 # While its client reads fast, sending waits for nothing.
                 await asyncio.sleep(0)
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
