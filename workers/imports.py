@@ -32,7 +32,7 @@ def import_modules(config: EngineConfig) -> None:
         for name in _KERNELS:
             import_module(name)
         # Triton is imported only where it compiles.
-        from attention.kernels.triton.kernel_keys import fix_kernel_keys
+        from attention.kernels.triton.launches.kernel_keys import fix_kernel_keys
 
         fix_kernel_keys()
 

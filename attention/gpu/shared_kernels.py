@@ -13,8 +13,8 @@ from attention.gpu.layer_kernels import LayerCache, LayerKernels, LayerSet
 from attention.kernels.new_tokens import NewTokens
 from attention.kernels.triton.decodes.paged_decode import PagedDecode
 from attention.kernels.triton.options import AttentionOptions
-from attention.kernels.triton.paged_attention import paged_attention
-from attention.kernels.triton.ragged_attention import ragged_attention
+from attention.kernels.triton.prompts.paged_attention import paged_attention
+from attention.kernels.triton.prompts.ragged_attention import ragged_attention
 from attention.kernels.triton.tuning import (
     PagedAttentionTuning,
     default_decode_tuning,

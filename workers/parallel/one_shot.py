@@ -57,7 +57,7 @@ class OneShotAllReduce:
 
         `max_begun_rows` is that of the group.
         """
-        from attention.kernels.triton.one_shot_all_reduce import (
+        from attention.kernels.triton.sums.one_shot_all_reduce import (
             PROGRAMS_PER_SM,
             Inboxes,
             inbox_bytes,
@@ -104,7 +104,7 @@ class OneShotAllReduce:
 
         `agree` returns whether it is called with True on all ranks.
         """
-        from attention.kernels.triton.one_shot_all_reduce import EMPTY_BYTE
+        from attention.kernels.triton.sums.one_shot_all_reduce import EMPTY_BYTE
 
         inboxes = self._inboxes
         self._abort.zero_()
@@ -141,7 +141,7 @@ class OneShotAllReduce:
 
     def reduce_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """Sum `[num_rows, width]` over the ranks, in place, and return it."""
-        from attention.kernels.triton.one_shot_all_reduce import all_reduce_rows
+        from attention.kernels.triton.sums.one_shot_all_reduce import all_reduce_rows
 
         self._progress.begin_collective(Phase.ALL_REDUCE)
         all_reduce_rows(rows, self._inboxes)
@@ -162,7 +162,7 @@ class OneShotAllReduce:
 
         All are `[num_rows, width]`. The norm is that of `ResidualNorm`.
         """
-        from attention.kernels.triton.one_shot_all_reduce import all_reduce_add_norm
+        from attention.kernels.triton.sums.one_shot_all_reduce import all_reduce_add_norm
 
         self._progress.begin_collective(Phase.ALL_REDUCE)
         normed = all_reduce_add_norm(

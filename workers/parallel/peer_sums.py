@@ -15,7 +15,7 @@ from pagedray.rank_progress import Phase
 from workers.parallel.pending_sum import PendingSum
 
 if TYPE_CHECKING:
-    from attention.kernels.triton.received_rows import ReceivedRows
+    from attention.kernels.triton.sums.received_rows import ReceivedRows
     from pagedray.rank_progress import ProgressWord
     from workers.parallel.peer_memory import PeerMemory
     from workers.parallel.row_shape import RowShape
@@ -141,7 +141,7 @@ class _PeerSum(PendingSum):
         self._device_index = device_index
 
     def finish(self) -> torch.Tensor:
-        from attention.kernels.triton.received_rows import add_received
+        from attention.kernels.triton.sums.received_rows import add_received
 
         add_received(self._rows, self._received())
         return self._rows
@@ -155,14 +155,14 @@ class _PeerSum(PendingSum):
         *,
         is_centred: bool,
     ) -> torch.Tensor:
-        from attention.kernels.triton.received_rows import add_received_norm
+        from attention.kernels.triton.sums.received_rows import add_received_norm
 
         return add_received_norm(
             stream, self._rows, self._received(), weight, bias, eps, is_centred=is_centred
         )
 
     def _received(self) -> ReceivedRows:
-        from attention.kernels.triton.received_rows import ReceivedRows
+        from attention.kernels.triton.sums.received_rows import ReceivedRows
 
         slot = self._slot
         # The rows may be overwritten, or freed and used again, once the sum is finished.

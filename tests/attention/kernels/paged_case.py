@@ -14,8 +14,8 @@ import torch
 from attention.kernels.new_tokens import NewTokens, Rotary
 from attention.kernels.triton.decodes.paged_decode import paged_decode
 from attention.kernels.triton.options import AttentionOptions
-from attention.kernels.triton.paged_attention import paged_attention
-from attention.kernels.triton.ragged_attention import ragged_attention
+from attention.kernels.triton.prompts.paged_attention import paged_attention
+from attention.kernels.triton.prompts.ragged_attention import ragged_attention
 from attention.kernels.triton.tuning import PagedAttentionTuning, default_decode_tuning
 from tests.attention.dense_reference import relative_error
 from tests.attention.kernels.decode_items import decode_items

@@ -11,9 +11,9 @@ import triton.language as tl
 
 from attention.kernels.triton.cache_write import cache_write
 from attention.kernels.triton.decodes.paged_decode import PagedDecode, paged_decode
-from attention.kernels.triton.kernel_launcher import KernelLauncher
+from attention.kernels.triton.launches.kernel_launcher import KernelLauncher
+from attention.kernels.triton.launches.repeated_launch import RepeatedLaunch
 from attention.kernels.triton.options import AttentionOptions
-from attention.kernels.triton.repeated_launch import RepeatedLaunch
 from attention.kernels.triton.tuning import default_decode_tuning
 from tests.attention.kernels.decode_items import decode_items
 from tests.attention.kernels.paged_case import FEATURES, HEADS, PagedCase, Shape

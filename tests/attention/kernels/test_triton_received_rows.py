@@ -6,7 +6,11 @@ import pytest
 import torch
 from torch.nn import functional
 
-from attention.kernels.triton.received_rows import ReceivedRows, add_received, add_received_norm
+from attention.kernels.triton.sums.received_rows import (
+    ReceivedRows,
+    add_received,
+    add_received_norm,
+)
 from tests.attention.kernels.paged_case import DEVICE
 from tests.attention.kernels.test_triton_token_rows import DTYPES, assert_near
 

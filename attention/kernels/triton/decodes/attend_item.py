@@ -11,7 +11,7 @@ import triton.language as tl
 
 from attention.kernels.triton.decodes.merged_parts import merge_parts
 from attention.kernels.triton.decodes.rotated_vectors import load_rotated_vectors
-from attention.kernels.triton.dependent_launch import start_next_kernel, wait_for_inputs
+from attention.kernels.triton.launches.dependent_launch import start_next_kernel, wait_for_inputs
 from attention.kernels.triton.tiles import (
     attend,
     count_sinks,

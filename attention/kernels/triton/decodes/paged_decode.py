@@ -8,8 +8,8 @@ import torch
 
 from attention.kernels.decode_items import NUM_ITEM_WORDS
 from attention.kernels.triton.decodes.attend_item import attend_item
-from attention.kernels.triton.dependent_launch import can_depend, launch_options
-from attention.kernels.triton.repeated_launch import RepeatedLaunch
+from attention.kernels.triton.launches.dependent_launch import can_depend, launch_options
+from attention.kernels.triton.launches.repeated_launch import RepeatedLaunch
 from attention.kernels.triton.tiles import dot_type, stride_unit
 from attention.kernels.triton.tuning import next_power_of_two
 

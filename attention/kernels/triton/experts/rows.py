@@ -15,13 +15,17 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.kernels.triton.dependent_launch import can_depend, launch_options, wait_for_inputs
 from attention.kernels.triton.experts.gate import gated
 from attention.kernels.triton.experts.mxfp4 import MXFP4_HALF
 from attention.kernels.triton.gemm.row_product import (
     VECTOR_BYTES,
     add_row_product,
     weight_vectors,
+)
+from attention.kernels.triton.launches.dependent_launch import (
+    can_depend,
+    launch_options,
+    wait_for_inputs,
 )
 
 if TYPE_CHECKING:

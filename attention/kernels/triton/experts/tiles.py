@@ -5,7 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attention.kernels.triton.dependent_launch import wait_for_inputs
 from attention.kernels.triton.experts.gate import gated
 from attention.kernels.triton.experts.product import (
     add_product,
@@ -13,6 +12,7 @@ from attention.kernels.triton.experts.product import (
     tile_inputs,
     zero_sums,
 )
+from attention.kernels.triton.launches.dependent_launch import wait_for_inputs
 
 __all__ = ["sum_parts", "tile_down", "tile_gate_up"]
 

@@ -12,13 +12,13 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.kernels.triton.dependent_launch import (
+from attention.kernels.triton.gate import rounded_gate
+from attention.kernels.triton.gemm.row_product import scale_and_zero
+from attention.kernels.triton.launches.dependent_launch import (
     can_depend,
     launch_options,
     wait_for_inputs,
 )
-from attention.kernels.triton.gate import rounded_gate
-from attention.kernels.triton.gemm.row_product import scale_and_zero
 from attention.kernels.triton.tuning import next_power_of_two
 
 __all__ = [

@@ -90,7 +90,7 @@ def main() -> int:
     """Compile all cases, or those whose names are given."""
     compilations = Compilations()
     compilations.install()
-    from attention.kernels.triton import dependent_launch
+    from attention.kernels.triton.launches import dependent_launch
 
     # Before other modules import it.
     dependent_launch.can_depend = lambda device: True  # type: ignore[assignment]

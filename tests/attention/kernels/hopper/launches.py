@@ -29,14 +29,14 @@ from attention.kernels.triton.gemm.skinny import (
     skinny_gated,
     skinny_gemm,
 )
-from attention.kernels.triton.one_shot_all_reduce import (
+from attention.kernels.triton.options import AttentionOptions
+from attention.kernels.triton.prompts.paged_attention import paged_attention
+from attention.kernels.triton.sums.one_shot_all_reduce import (
     Inboxes,
     all_reduce_add_norm,
     all_reduce_rows,
 )
-from attention.kernels.triton.options import AttentionOptions
-from attention.kernels.triton.paged_attention import paged_attention
-from attention.kernels.triton.received_rows import (
+from attention.kernels.triton.sums.received_rows import (
     ReceivedRows,
     add_received,
     add_received_norm,

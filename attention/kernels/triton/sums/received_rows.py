@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.kernels.triton.kernel_launcher import KernelLauncher
-from attention.kernels.triton.summed_row import finish_row, stream_row
+from attention.kernels.triton.launches.kernel_launcher import KernelLauncher
+from attention.kernels.triton.sums.summed_row import finish_row, stream_row
 from attention.kernels.triton.tuning import next_power_of_two
 
 __all__ = ["ReceivedRows", "add_received", "add_received_norm"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attention.kernels.triton.repeated_launch import POINTER_ALIGNMENT
+from attention.kernels.triton.launches.repeated_launch import POINTER_ALIGNMENT
 
 if TYPE_CHECKING:
     import torch

@@ -19,8 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.kernels.triton.dependent_launch import dependent_launch, wait_for_inputs
-from attention.kernels.triton.summed_row import finish_row, stream_row
+from attention.kernels.triton.launches.dependent_launch import dependent_launch, wait_for_inputs
+from attention.kernels.triton.sums.summed_row import finish_row, stream_row
 from attention.kernels.triton.tuning import next_power_of_two
 
 __all__ = [

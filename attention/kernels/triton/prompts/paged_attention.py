@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attention.kernels.triton.chunk_attention import KeyLayout, attend_chunks
+from attention.kernels.triton.prompts.chunk_attention import KeyLayout, attend_chunks
 from attention.kernels.triton.tuning import PagedAttentionTuning, default_chunk_tuning
 
 if TYPE_CHECKING:

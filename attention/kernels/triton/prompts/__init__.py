@@ -1,0 +1,1 @@
+"""Attention of prompts, with and without cached context."""

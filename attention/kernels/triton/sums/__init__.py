@@ -1,0 +1,1 @@
+"""Sums of rows over the ranks of a node."""
