@@ -206,7 +206,8 @@ class LoopShares:
 class LoopTimer:
     """Measures how long awaited work holds the event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self.used_s = 0.0
         self.last_s = 0.0
         """What the work has used since it last waited."""
@@ -217,14 +218,14 @@ class LoopTimer:
         steps = work.__await__()
         error: BaseException | None = None
         while True:
-            started_s = time.perf_counter()
+            started_s = self._clock()
             try:
                 awaited = next(steps) if error is None else steps.throw(error)
             except StopIteration as end:
                 result: Result = end.value
                 return result
             finally:
-                self.last_s = time.perf_counter() - started_s
+                self.last_s = self._clock() - started_s
                 self.used_s += self.last_s
             try:
                 yield awaited

@@ -33,9 +33,15 @@ class Parsing:
     quarters of the event loop's time are left for them.
     """
 
-    def __init__(self, *, has_streams: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        *,
+        has_streams: Callable[[], bool],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         """`has_streams` returns whether anyone waits for tokens."""
         self._has_streams = has_streams
+        self._clock = clock
         self._turns = Turns(1, num_per_tenant=1)
         self._unpaused_s = 0.0
         """The work since the last pause."""
@@ -64,14 +70,14 @@ class Parsing:
             if check_client is not None:
                 await check_client()
             while True:
-                started_s = time.perf_counter()
+                started_s = self._clock()
                 try:
                     next(steps)
                 except StopIteration as end:
                     result: Result = end.value
                     return result
                 finally:
-                    step_s = time.perf_counter() - started_s
+                    step_s = self._clock() - started_s
                     used_s += step_s
                     self._unpaused_s += step_s
                 if self._unpaused_s >= _MOST_AT_ONCE_S:

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import json
 import socket
-import time
 from typing import TYPE_CHECKING, TypeVar
 
 import httpx
@@ -18,6 +17,7 @@ from cluster.serving.intake.parsing import Parsing
 from pagedray.errors import InvalidRequestError
 from tests.fakes import wait_for
 from tests.serving.conftest import Server
+from tests.virtual_time import in_virtual_time, pass_time
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -34,15 +34,20 @@ STEP_S = 0.004
 def work(log: list[str], name: str, *, num_steps: int = 1) -> Steps[str]:
     for _ in range(num_steps):
         log.append(name)
-        busy_until_s = time.perf_counter() + STEP_S
-        while time.perf_counter() < busy_until_s:
-            pass
+        pass_time(STEP_S)
         yield
     return name
 
 
+def timed_parsing(*, has_streams: bool = True) -> Parsing:
+    """Return what parses on the clock of the event loop."""
+    clock = asyncio.get_running_loop().time
+    return Parsing(has_streams=lambda: has_streams, clock=clock)
+
+
+@in_virtual_time
 async def test_short_requests_do_not_wait() -> None:
-    parsing, log = Parsing(has_streams=lambda: True), list[str]()
+    parsing, log = timed_parsing(), list[str]()
     long = asyncio.create_task(parsing.run("ann", LONG, work(log, "long", num_steps=3)))
     await asyncio.sleep(0)
     assert await parsing.run("ann", 100, work(log, "short")) == "short"
@@ -50,16 +55,18 @@ async def test_short_requests_do_not_wait() -> None:
     assert log == ["long", "short", "long", "long"]
 
 
+@in_virtual_time
 async def test_long_requests_of_tenants_take_turns() -> None:
-    parsing, log = Parsing(has_streams=lambda: True), list[str]()
+    parsing, log = timed_parsing(), list[str]()
     names = ["ann"] * 4 + ["ben"] * 2
     await asyncio.gather(*(parsing.run(name, LONG, work(log, name)) for name in names))
     assert log[:3] in (["ann", "ben", "ann"], ["ann", "ben", "ben"])
     assert log[-1] == "ann"
 
 
+@in_virtual_time
 async def test_others_run_between_the_steps_of_a_long_request() -> None:
-    parsing, log = Parsing(has_streams=lambda: True), list[str]()
+    parsing, log = timed_parsing(), list[str]()
     long = asyncio.create_task(parsing.run("ann", LONG, work(log, "long", num_steps=4)))
     while not long.done():
         log.append("other")
@@ -69,16 +76,18 @@ async def test_others_run_between_the_steps_of_a_long_request() -> None:
     assert all("other" in log[one:next_one] for one, next_one in itertools.pairwise(places))
 
 
+@in_virtual_time
 async def test_a_quarter_of_the_time_is_used_while_others_wait_for_tokens() -> None:
-    parsing = Parsing(has_streams=lambda: True)
-    started_s = time.perf_counter()
+    parsing, loop = timed_parsing(), asyncio.get_running_loop()
+    started_s = loop.time()
     await parsing.run("ann", 10_000, work([], "long", num_steps=4))
     await parsing.run("ben", 10_000, work([], "next", num_steps=1))
-    assert time.perf_counter() - started_s > (5 + 4 * 3) * STEP_S
+    assert loop.time() - started_s > (5 + 4 * 3) * STEP_S
 
 
+@in_virtual_time
 async def test_nothing_pauses_while_nobody_waits_for_tokens() -> None:
-    parsing, log = Parsing(has_streams=lambda: False), list[str]()
+    parsing, log = timed_parsing(has_streams=False), list[str]()
     long = asyncio.create_task(parsing.run("ann", LONG, work(log, "long", num_steps=4)))
     while not long.done():
         log.append("other")
@@ -88,8 +97,9 @@ async def test_nothing_pauses_while_nobody_waits_for_tokens() -> None:
     assert all(2 <= next_one - one < 20 for one, next_one in itertools.pairwise(places))
 
 
+@in_virtual_time
 async def test_an_error_ends_the_turn() -> None:
-    parsing, log = Parsing(has_streams=lambda: True), list[str]()
+    parsing, log = timed_parsing(), list[str]()
 
     def refuse() -> Steps[str]:
         yield
@@ -100,8 +110,9 @@ async def test_an_error_ends_the_turn() -> None:
     assert await parsing.run("ann", LONG, work(log, "next")) == "next"
 
 
+@in_virtual_time
 async def test_a_request_whose_client_has_left_is_not_read() -> None:
-    parsing, log = Parsing(has_streams=lambda: False), list[str]()
+    parsing, log = timed_parsing(has_streams=False), list[str]()
 
     async def leave() -> None:
         raise ClientDisconnect
@@ -117,11 +128,11 @@ def test_bodies_of_clients_that_left_before_their_turn_are_not_read(tokenizer: T
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with Server(tokenizer) as server:
         turns = server.frontends.servicer.intake.parsing._turns
-        asyncio.run_coroutine_threadsafe(turns.wait_turn("someone"), server.loop).result(5.0)
+        asyncio.run_coroutine_threadsafe(turns.wait_turn("someone"), server.loop).result(60)
         assert server.frontends._http is not None
         assert server.frontends._http._server is not None
         connections = server.frontends._http._server.server_state.connections
-        with socket.create_connection(("127.0.0.1", server.frontends.http_port), 5.0) as connection:
+        with socket.create_connection(("127.0.0.1", server.frontends.http_port), 60) as connection:
             connection.sendall(b"%bContent-Length: %d\r\n\r\n%b" % (head, len(body), body))
             wait_for(lambda: turns.num_waiting(ANONYMOUS.name))
         wait_for(lambda: not connections)
@@ -163,13 +174,15 @@ def test_a_body_that_needs_a_stored_response_is_received_once(tokenizer: Tokeniz
     assert parsing.num_charged == [len(body), 0]
 
 
+@in_virtual_time
 async def test_bytes_that_were_received_before_cause_no_pause() -> None:
-    parsing = Parsing(has_streams=lambda: True)
+    parsing, loop = timed_parsing(), asyncio.get_running_loop()
 
     def read() -> Steps[None]:
         yield
 
-    async with asyncio.timeout(10.0):
-        for _ in range(3):
-            # To receive as many would take 30 s.
-            await parsing.run("ann", 10**10, read(), num_received=0)
+    started_s = loop.time()
+    for _ in range(3):
+        # To receive as many would take 30 s.
+        await parsing.run("ann", 10**10, read(), num_received=0)
+    assert loop.time() == started_s

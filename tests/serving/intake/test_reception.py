@@ -10,12 +10,13 @@ import pytest
 from cluster.serving.intake.reception import Reception
 from cluster.serving.memory.tenant_bytes import BufferLimits
 from pagedray.errors import OverloadedError
+from tests.virtual_time import in_virtual_time
 
 
 @pytest.fixture
 def reception() -> Reception:
     """400 bytes for all tenants, 100 for each."""
-    return Reception(BufferLimits(400), wait_s=0.05, note_freed=ignore)
+    return Reception(BufferLimits(400), wait_s=1.0, note_freed=ignore)
 
 
 def ignore(_: int) -> None:
@@ -60,6 +61,7 @@ def test_all_tenants_together_may_not_exceed_the_total(reception: Reception) -> 
     late.add(1)
 
 
+@in_virtual_time
 async def test_a_message_waits_until_those_before_it_have_arrived(reception: Reception) -> None:
     first, second, third = (reception.open_message("ann") for _ in range(3))
     await first.wait_room(80)
@@ -74,6 +76,7 @@ async def test_a_message_waits_until_those_before_it_have_arrived(reception: Rec
     assert reception.num_bytes == 100
 
 
+@in_virtual_time
 async def test_a_message_that_waits_long_is_refused(reception: Reception) -> None:
     with reception.open_message("ann") as first, reception.open_message("ann") as second:
         await first.wait_room(80)
@@ -83,14 +86,15 @@ async def test_a_message_that_waits_long_is_refused(reception: Reception) -> Non
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True], ids=["refused", "left"])
+@in_virtual_time
 async def test_a_message_does_not_wait_for_one_that_has_left(is_cancelled: bool) -> None:
     reception = Reception(
-        BufferLimits(400), wait_s=60.0 if is_cancelled else 0.05, note_freed=ignore
+        BufferLimits(400), wait_s=60.0 if is_cancelled else 1.0, note_freed=ignore
     )
     with reception.open_message("ann") as first:
         await first.wait_room(80)
         large = asyncio.create_task(reception.open_message("ann").wait_room(90))
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.5)
         small = asyncio.create_task(reception.open_message("ann").wait_room(10))
         await settle()
         assert not small.done()
