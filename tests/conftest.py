@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 import certifi
+import httpx
 import pytest
 import torch
 
@@ -34,6 +35,9 @@ os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "false"
 # An HTTP client would take 20 ms to read the public authorities, whom no test needs.
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = os.devnull
+# A client waits for a busy machine, where its library has five seconds.
+timeouts = httpx._config.DEFAULT_TIMEOUT_CONFIG
+timeouts.connect = timeouts.read = timeouts.write = timeouts.pool = 60.0
 # Triton decides when it is imported, by whomever, whether it runs kernels on the CPU.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"

@@ -147,7 +147,7 @@ class RecordingSink:
                 ends.append(error)
 
 
-def wait_for(is_true: Callable[[], object], timeout_s: float = 10.0) -> None:
+def wait_for(is_true: Callable[[], object], timeout_s: float = 60.0) -> None:
     """Wait until `is_true` returns true; fail after `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
     while not is_true():

@@ -135,7 +135,7 @@ class Server:
         self.loop.close()
 
     def _run(self, work) -> None:  # type: ignore[no-untyped-def]  # any coroutine
-        asyncio.run_coroutine_threadsafe(work, self.loop).result(20)
+        asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
 
     @property
     def grpc_target(self) -> str:
@@ -171,7 +171,7 @@ def server(running_server: Server) -> Iterator[Server]:
     running_server.engine.reset()
     yield running_server
     # A client may receive its last byte before the server has ended the call.
-    deadline_s = time.monotonic() + 1
+    deadline_s = time.monotonic() + 60
     while running_server.frontends.servicer.num_open_calls and time.monotonic() < deadline_s:
         time.sleep(0.002)
     assert running_server.frontends.servicer.num_open_calls == 0

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from array import array
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from cluster.engine.stats import EngineStats
 from cluster.scheduling.event import TokenEvent
@@ -17,20 +18,15 @@ from pagedray.errors import OverloadedError
 from pagedray.request import FinishReason, Request
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
+    from cluster.serving.engine_client import EngineClient
     from pagedray.errors import EngineError, PagedRayError
 
 __all__ = ["FakeEngine"]
 
 
-class Sink(Protocol):
-    def publish(self, events: Sequence[TokenEvent]) -> None: ...
-
-    def fail_all(self, error: EngineError) -> None: ...
-
-
-@dataclass
+@dataclass(eq=False)
 class _Sequence:
     request: Request
     index: int
@@ -51,7 +47,7 @@ class Log:
 class FakeEngine:
     """Publishes one scripted token of every sequence per step."""
 
-    def __init__(self, sink: Sink, script: Callable[[Request, int], list[int]]) -> None:
+    def __init__(self, sink: EngineClient, script: Callable[[Request, int], list[int]]) -> None:
         self._sink = sink
         self._default_script = script
         self._lock = threading.Lock()
@@ -70,6 +66,10 @@ class FakeEngine:
         self.refusal: PagedRayError | None = None
         self.step_s = 0.0
         self.is_paused = False
+        self.most_tokens: int | None = None
+        """Sequences with as many tokens wait; None if none does."""
+        self.waits_for_reader = True
+        """Whether a call gets a token once it has read the one before, so that none is merged."""
         self.is_healthy_flag = True
         self._error: EngineError | None = None
         self.num_cached_tokens = 0
@@ -161,18 +161,28 @@ class FakeEngine:
         while not self._is_stopping:
             time.sleep(self.step_s or 0.0005)
             with self._lock:
-                events = [] if self.is_paused else [self._step(one) for one in self._sequences]
-                self._sequences = (
-                    [
-                        one
-                        for one, event in zip(self._sequences, events, strict=False)
-                        if event.finish_reason is None
-                    ]
-                    if events
-                    else self._sequences
-                )
+                running = [one for one in self._sequences if self._may_step(one)]
+                events = [self._step(one) for one in running]
+                for one, event in zip(running, events, strict=True):
+                    if event.finish_reason is not None:
+                        self._sequences.remove(one)
             if events:
                 self._sink.publish(events)
+                self._wait_for_delivery()
+
+    def _wait_for_delivery(self) -> None:
+        """Wait until the event loop has passed on what was published."""
+        is_delivered = threading.Event()
+        with suppress(RuntimeError):
+            self._sink._loop.call_soon_threadsafe(is_delivered.set)
+            while not (self._is_stopping or is_delivered.wait(0.01)):
+                pass
+
+    def _may_step(self, sequence: _Sequence) -> bool:
+        has_all = self.most_tokens is not None and sequence.num_sent >= self.most_tokens
+        stream = self._sink._streams.get(sequence.request.id)
+        is_unread = self.waits_for_reader and stream is not None and bool(stream._pending)
+        return not (self.is_paused or has_all or is_unread)
 
     def _step(self, sequence: _Sequence) -> TokenEvent:
         request = sequence.request

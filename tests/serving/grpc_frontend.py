@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from grpc_status import rpc_status
 
+from cluster.serving.call_options import CallOptions
 from cluster.serving.engine_client import EngineClient
 from cluster.serving.rpc.server import GrpcServer
 from cluster.serving.servicer import Servicer
@@ -53,12 +54,15 @@ async def grpc_frontend(
     *,
     certificates: CertificateStore | None = None,
     authenticator: Authenticator | None = None,
+    calls: CallOptions | None = None,
 ) -> AsyncIterator[GrpcFrontend]:
     """Serve within the context."""
     client = EngineClient(asyncio.get_running_loop())
     engine = FakeEngine(client, lambda request, index: [72, 73])
     client.attach_generation_engine(engine)
-    servicer = Servicer(client, tokenizer, engine_config(), authenticator=authenticator)
+    servicer = Servicer(
+        client, tokenizer, engine_config(), calls or CallOptions(), authenticator=authenticator
+    )
     server = GrpcServer(servicer, host="127.0.0.1", port=0, certificates=certificates)
     await server.start_server()
     servicer.set_ready()

@@ -83,9 +83,9 @@ async def test_health_is_down_until_ready_and_while_draining(
     assert await _health(frontends) == (STATUS.NOT_SERVING, 503)
     await frontends.set_ready()
     assert await _health(frontends) == (STATUS.SERVING, 200)
-    generation = await frontends.servicer.start_generation(GenerationInput(prompts=("x",)))
     engine.is_paused = True
-    stopping = asyncio.create_task(frontends.stop_servers(5))
+    generation = await frontends.servicer.start_generation(GenerationInput(prompts=("x",)))
+    stopping = asyncio.create_task(frontends.stop_servers(60))
     await asyncio.sleep(0.05)
     assert await _health(frontends) == (STATUS.NOT_SERVING, 503)
     generation.close()
@@ -118,7 +118,7 @@ async def test_drain_waits_for_running_requests(
         )
         reader = aiter(call)
         await anext(reader)
-        stopping = asyncio.create_task(frontends.stop_servers(5))
+        stopping = asyncio.create_task(frontends.stop_servers(60))
         messages = [message async for message in reader]
         await stopping
     assert messages[-1].usage.num_generated_tokens == 40

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 __all__ = ["wait_until"]
 
 
-async def wait_until(condition: Callable[[], bool], *, timeout_s: float = 2.0) -> None:
+async def wait_until(condition: Callable[[], bool], *, timeout_s: float = 60.0) -> None:
     """Return once the condition holds."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():

@@ -21,6 +21,7 @@ from cluster.serving.http_app import build_http_app
 from cluster.serving.rpc.server import GrpcServer
 from cluster.serving.servicer import Servicer
 from tests.serving.conftest import engine_config
+from tests.serving.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -69,7 +70,7 @@ async def num_alive(connections: list[socket.socket]) -> int:
 
 
 async def until_alive(connections: list[socket.socket], number: int) -> None:
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(60.0):
         while await num_alive(connections) != number:
             await asyncio.sleep(0.05)
 
@@ -83,13 +84,15 @@ async def test_http_connections_of_a_host_are_bounded(
         with ExitStack() as stack, caplog.at_level(logging.WARNING):
             connections = await occupy(stack, server.port, 100)
             await until_alive(connections, LIMITS.per_host)
-            async with httpx.AsyncClient() as client:
+            async with httpx.AsyncClient(timeout=60.0) as client:
                 url = f"http://127.0.0.1:{server.port}/health"
                 assert (await client.get(url)).status_code == 200
         assert len(caplog.records) == 1
         # What was closed counts no longer.
+        assert server._server is not None
+        open_connections = server._server.server_state.connections
+        await wait_until(lambda: not open_connections)
         with ExitStack() as stack:
-            await asyncio.sleep(0.1)
             connections = await occupy(stack, server.port, LIMITS.per_host)
             await asyncio.sleep(0.1)
             assert await num_alive(connections) == LIMITS.per_host
@@ -109,7 +112,7 @@ async def test_grpc_connections_of_a_host_are_bounded(
             await until_alive(connections, LIMITS.per_host)
             async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
                 stub = health_pb2_grpc.HealthStub(channel)
-                await stub.Check(request, wait_for_ready=True, timeout=10.0)
+                await stub.Check(request, wait_for_ready=True, timeout=60.0)
             assert await num_alive(connections) == LIMITS.per_host
         assert len(caplog.records) == 1
     finally:
@@ -149,7 +152,7 @@ async def test_old_grpc_connections_take_no_more_calls_and_keep_theirs(
             assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
             reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
             writer.write(PREFACE)
-            async with asyncio.timeout(10.0):
+            async with asyncio.timeout(60.0):
                 # The reason that the last frame gives.
                 await reader.readuntil(b"max_age")
             writer.close()
@@ -176,10 +179,10 @@ async def test_http_pauses_when_descriptors_run_out(
             loop = asyncio.get_running_loop()
             await loop.sock_connect(client, ("127.0.0.1", server.port))
             await loop.sock_sendall(client, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
-            await asyncio.sleep(0.3)
+            await wait_until(lambda: bool(caplog.records))
             assert [record.levelname for record in caplog.records] == ["WARNING"]
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-            answer = await asyncio.wait_for(loop.sock_recv(client, 100), 10.0)
+            answer = await asyncio.wait_for(loop.sock_recv(client, 100), 60.0)
             assert answer.startswith(b"HTTP/1.1 200")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)

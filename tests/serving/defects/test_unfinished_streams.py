@@ -103,8 +103,8 @@ def test_grpc_ends_with_an_error(
     sampling = pb.SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
     message = pb.ChatMessage(role=pb.CHAT_ROLE_USER, content="hello")
     for call in (
-        stub.Generate(pb.GenerateRequest(text="hello", sampling=sampling), timeout=10.0),
-        stub.Chat(pb.ChatRequest(messages=[message], sampling=sampling), timeout=10.0),
+        stub.Generate(pb.GenerateRequest(text="hello", sampling=sampling), timeout=60.0),
+        stub.Chat(pb.ChatRequest(messages=[message], sampling=sampling), timeout=60.0),
     ):
         with pytest.raises(grpc.RpcError) as failed:
             list(call)

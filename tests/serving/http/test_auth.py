@@ -170,7 +170,7 @@ TRICKS = [
 @pytest.mark.parametrize("head", TRICKS)
 def test_no_spelling_of_a_path_or_host_bypasses_the_key(locked: Server, head: bytes) -> None:
     address = ("127.0.0.1", locked.frontends.http_port or 0)
-    with socket.create_connection(address, 5) as connection:
+    with socket.create_connection(address, 60) as connection:
         connection.sendall(head + b"\r\nConnection: close\r\n\r\n")
         received = b""
         with contextlib.suppress(ConnectionResetError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import selectors
 import socket
 import ssl
 import time
@@ -52,7 +53,7 @@ def call(*, stream: bool = True, max_tokens: int = 200) -> bytes:
 
 
 def connect(server: Server) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", server.frontends.http_port or 0), 5)
+    return socket.create_connection(("127.0.0.1", server.frontends.http_port or 0), 60)
 
 
 def read_to_end(connection: socket.socket) -> bytes:
@@ -71,7 +72,7 @@ def test_pipelined_requests_end_with_their_client(
     is_one_segment: bool,
     stream: bool,
 ) -> None:
-    engine.step_s = 0.01
+    engine.step_s = 0.05
     with connect(server) as connection:
         if is_one_segment:
             connection.sendall(call(stream=stream) * 3)
@@ -81,7 +82,9 @@ def test_pipelined_requests_end_with_their_client(
             connection.sendall(call(stream=stream))
         wait_for(lambda: engine.num_sequences)
         time.sleep(0.05)
-    wait_for(lambda: not engine.num_sequences, timeout_s=0.5)
+        # They do not end by themselves.
+        engine.is_paused = True
+    wait_for(lambda: not engine.num_sequences)
     time.sleep(0.1)
     assert len(engine.log.submitted) == 1
     assert engine.num_sequences == 0
@@ -108,73 +111,94 @@ def test_requests_one_after_another_share_a_connection(server: Server) -> None:
             assert received.startswith(b"HTTP/1.1 200")
 
 
-@pytest.fixture
-async def slow_server(tokenizer: Tokenizer) -> HttpServer:
+def make_server(tokenizer: Tokenizer, read_timeout_s: float) -> HttpServer:
     client = EngineClient(asyncio.get_running_loop())
     servicer = Servicer(client, tokenizer, engine_config())
-    return HttpServer(build_http_app(servicer, read_timeout_s=0.2), host="127.0.0.1", port=0)
+    app = build_http_app(servicer, read_timeout_s=read_timeout_s)
+    return HttpServer(app, host="127.0.0.1", port=0)
 
 
-async def test_missing_body_times_out(slow_server: HttpServer) -> None:
-    await slow_server.start_server()
-    reader, writer = await asyncio.open_connection("127.0.0.1", slow_server.port)
-    writer.write(post(b'{"model"', num_declared=100))
-    async with asyncio.timeout(2.0):
+@pytest.fixture
+async def impatient_server(tokenizer: Tokenizer) -> HttpServer:
+    """A server on the event loop of the test, which waits 0.2 s for requests."""
+    return make_server(tokenizer, 0.2)
+
+
+@pytest.fixture
+async def patient_server(tokenizer: Tokenizer) -> HttpServer:
+    """A server on the event loop of the test."""
+    return make_server(tokenizer, 60.0)
+
+
+async def test_missing_body_times_out(impatient_server: HttpServer) -> None:
+    await impatient_server.start_server()
+    # The head arrives before the server knows of the connection, so that it is never late.
+    connection = socket.create_connection(("127.0.0.1", impatient_server.port))
+    connection.sendall(post(b'{"model"', num_declared=100))
+    reader, writer = await asyncio.open_connection(sock=connection)
+    async with asyncio.timeout(60.0):
         received = await reader.read()
     assert received.startswith(b"HTTP/1.1 408 ")
     assert b'"type":"invalid_request_error"' in received
     writer.close()
-    await slow_server.stop_server()
+    await impatient_server.stop_server()
 
 
-async def test_body_of_a_request_that_was_answered_is_not_kept(slow_server: HttpServer) -> None:
-    await slow_server.start_server()
-    reader, writer = await asyncio.open_connection("127.0.0.1", slow_server.port)
+async def test_body_of_a_request_that_was_answered_is_not_kept(patient_server: HttpServer) -> None:
+    await patient_server.start_server()
+    reader, writer = await asyncio.open_connection("127.0.0.1", patient_server.port)
     begun = post(b"x" * 50_000, num_declared=60_000).replace(b"/v1/completions", b"/unknown")
     writer.write(begun)
     assert (await reader.readline()).startswith(b"HTTP/1.1 404 ")
-    assert slow_server._server is not None
-    (connection,) = slow_server._server.server_state.connections
-    assert isinstance(connection, HttpConnection)
-    assert connection.cycle.body == b""
+    assert only_connection(patient_server).cycle.body == b""
     writer.close()
-    await slow_server.stop_server()
+    await patient_server.stop_server()
+
+
+def only_connection(server: HttpServer) -> HttpConnection:
+    """Return the server's end of its only connection."""
+    assert server._server is not None
+    (connection,) = server._server.server_state.connections
+    assert isinstance(connection, HttpConnection)
+    return connection
 
 
 @pytest.mark.parametrize("begun", [b"", b"GET /health HTTP/1.1\r\nHo"])
-async def test_missing_head_times_out(slow_server: HttpServer, begun: bytes) -> None:
-    await slow_server.start_server()
-    reader, writer = await asyncio.open_connection("127.0.0.1", slow_server.port)
-    writer.write(begun)
-    async with asyncio.timeout(2.0):
+async def test_missing_head_times_out(impatient_server: HttpServer, begun: bytes) -> None:
+    await impatient_server.start_server()
+    connection = socket.create_connection(("127.0.0.1", impatient_server.port))
+    connection.sendall(begun)
+    reader, writer = await asyncio.open_connection(sock=connection)
+    async with asyncio.timeout(60.0):
         assert await reader.read() == b""
     writer.close()
-    await slow_server.stop_server()
+    await impatient_server.stop_server()
 
 
-async def test_missing_second_head_times_out(slow_server: HttpServer) -> None:
-    await slow_server.start_server()
-    reader, writer = await asyncio.open_connection("127.0.0.1", slow_server.port)
+async def test_missing_second_head_times_out(patient_server: HttpServer) -> None:
+    await patient_server.start_server()
+    reader, writer = await asyncio.open_connection("127.0.0.1", patient_server.port)
     writer.write(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
     await reader.readuntil(b"]}")
+    type(only_connection(patient_server)).read_timeout_s = 0.2
     writer.write(b"GET /he")
-    async with asyncio.timeout(2.0):
+    async with asyncio.timeout(60.0):
         assert await reader.read() == b""
     writer.close()
-    await slow_server.stop_server()
+    await patient_server.stop_server()
 
 
 async def test_stop_during_a_body_is_quiet_and_quick(
-    slow_server: HttpServer, caplog: pytest.LogCaptureFixture
+    patient_server: HttpServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    await slow_server.start_server()
-    _, writer = await asyncio.open_connection("127.0.0.1", slow_server.port)
+    await patient_server.start_server()
+    _, writer = await asyncio.open_connection("127.0.0.1", patient_server.port)
     writer.write(post(b'{"model"', num_declared=100))
     await asyncio.sleep(0.05)
-    started_s = time.monotonic()
-    await slow_server.stop_server()
-    assert time.monotonic() - started_s < 10.0
+    # The server would wait a minute for the body.
+    async with asyncio.timeout(30.0):
+        await patient_server.stop_server()
     writer.close()
     assert [record.getMessage() for record in caplog.records] == []
 
@@ -243,19 +267,31 @@ def test_ambiguous_request_is_rejected(server: Server, engine: FakeEngine, sent:
     ],
     ids=["header", "path", "chunk extension", "trailer"],
 )
-def test_size_outside_the_body_is_bounded(server: Server, begun: bytes) -> None:
+def test_size_outside_the_body_is_bounded(
+    server: Server, monkeypatch: pytest.MonkeyPatch, begun: bytes
+) -> None:
+    num_received = 0
+    receive = HttpConnection.data_received
+
+    def counted(self: HttpConnection, data: bytes) -> None:
+        nonlocal num_received
+        receive(self, data)
+        num_received += len(data)
+
+    monkeypatch.setattr(HttpConnection, "data_received", counted)
     with connect(server) as connection:
         connection.sendall(begun)
-        num_sent = 0
+        num_sent = len(begun)
         answer = b""
-        connection.settimeout(0.02)
         while not answer and num_sent < 2**20:
             connection.sendall(b"a" * 2**13)
             num_sent += 2**13
-            try:
+            # The server has answered by then if it does.
+            wait_for(lambda: num_received == num_sent)  # noqa: B023
+            connection.setblocking(False)
+            with suppress(BlockingIOError):
                 answer = connection.recv(2**16)
-            except TimeoutError:
-                continue
+            connection.setblocking(True)
     assert answer.startswith(b"HTTP/1.1 431 ")
     assert num_sent <= 2 * MAX_HEAD_BYTES
 
@@ -269,20 +305,25 @@ def test_complete_head_is_bounded_too(server: Server) -> None:
 
 def test_heads_that_are_not_complete_are_bounded_together(server: Server) -> None:
     begun = b"GET /health HTTP/1.1\r\n" + HOST + b"A: " + b"a" * (MAX_HEAD_BYTES - 1000)
+    assert server.frontends._http is not None
+    assert server.frontends._http._server is not None
+    connections = server.frontends._http._server.server_state.connections
     with ExitStack() as stack:
-        num_refused = 0
+        answered = stack.enter_context(selectors.DefaultSelector())
         for _ in range(2**24 // len(begun) + 40):
             connection = stack.enter_context(connect(server))
             connection.sendall(begun)
-            connection.settimeout(0.001)
-            with suppress(TimeoutError):
-                num_refused += connection.recv(2**16).startswith(b"HTTP/1.1 431 ")
-        assert num_refused
+            answered.register(connection, selectors.EVENT_READ)
+        ((key, _), *_) = answered.select(60.0)
+        refused = key.fileobj
+        assert isinstance(refused, socket.socket)
+        assert refused.recv(2**16).startswith(b"HTTP/1.1 431 ")
         # Others, whose heads come in one piece, are served meanwhile.
         with connect(server) as other:
             other.sendall(b"GET /health HTTP/1.1\r\nConnection: close\r\n" + HOST + b"\r\n")
             assert read_to_end(other).startswith(b"HTTP/1.1 200 ")
     # What the connections held is free.
+    wait_for(lambda: not connections)
     with connect(server) as connection:
         connection.sendall(begun)
         connection.sendall(b"\r\nConnection: close\r\n\r\n")
@@ -453,7 +494,7 @@ async def test_connections_made_while_the_server_stops_do_not_hold_it_up(
     # Longer than the grace period, after which connections are aborted.
     await asyncio.sleep(1.5)
     connecting.cancel()
-    await asyncio.wait_for(stopping, 5.0)
+    await asyncio.wait_for(stopping, 60.0)
     for end in ends:
         end.close()
 
@@ -484,14 +525,14 @@ def test_http_1_0_with_a_length_is_served(server: Server, engine: FakeEngine) ->
 
 
 async def test_invalid_requests_are_logged_in_one_line(
-    slow_server: HttpServer, caplog: pytest.LogCaptureFixture
+    patient_server: HttpServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await slow_server.start_server()
+    await patient_server.start_server()
     for _ in range(20):
-        reader, writer = await asyncio.open_connection("127.0.0.1", slow_server.port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", patient_server.port)
         writer.write(b"GET / HTTP/1.1\r\n\r\n")
         assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
         writer.close()
-    await slow_server.stop_server()
+    await patient_server.stop_server()
     lines = [record.getMessage() for record in caplog.records]
     assert lines == ["Requests that are not valid HTTP: 1, the last one from 127.0.0.1."]

@@ -211,7 +211,7 @@ def test_other_content_types_are_rejected(
 
 
 def test_declared_large_body_is_rejected_before_it_is_sent(server: Server) -> None:
-    with socket.create_connection(("127.0.0.1", server.frontends.http_port or 0), 2) as connection:
+    with socket.create_connection(("127.0.0.1", server.frontends.http_port or 0), 60) as connection:
         connection.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
             b"Content-Type: application/json\r\nContent-Length: 1000000000\r\n\r\n"

@@ -122,7 +122,7 @@ def test_the_parser_reads_the_same_in_what_is_answered() -> None:
 
 def exchange(server: Server, request: bytes, *, is_whole: bool) -> bytes:
     """Return the response without its date to a request that is sent at once or in two parts."""
-    with socket.create_connection(("127.0.0.1", server.frontends.http_port or 0), 5) as client:
+    with socket.create_connection(("127.0.0.1", server.frontends.http_port or 0), 60) as client:
         if not is_whole:
             client.sendall(request[:9])
             time.sleep(0.02)

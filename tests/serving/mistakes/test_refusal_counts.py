@@ -75,7 +75,7 @@ def test_call_that_grpc_refuses_is_counted(
 @pytest.mark.parametrize("sent", NO_HTTP, ids=["no host", "long head"])
 def test_malformed_request_is_counted(http: httpx.Client, server: Server, sent: bytes) -> None:
     before = num_invalid(http)
-    with socket.create_connection(("127.0.0.1", server.frontends.http_port or 0), 5) as connection:
+    with socket.create_connection(("127.0.0.1", server.frontends.http_port or 0), 60) as connection:
         connection.sendall(sent)
         assert connection.recv(2**12).startswith(b"HTTP/1.1 4")
     assert num_invalid(http) == before + 1

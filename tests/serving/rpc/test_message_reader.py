@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import grpc
 
 from cluster.serving.auth.tenant import ANONYMOUS
+from cluster.serving.call_options import CallOptions
+from cluster.serving.intake.limits import IntakeLimits
 from pagedray.v1 import pagedray_pb2 as pb
 from tests.serving.grpc_frontend import grpc_frontend
 from tests.serving.waiting import wait_until
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from cluster.serving.text.tokenizer import Tokenizer
 
 TENANT_BYTES = 64 * 2**20
+# None waits for so long that it is refused.
+LIMITS = IntakeLimits(wait_s=600.0)
 REQUEST = pb.TokenizeRequest(text="hello")
 
 
@@ -23,7 +27,7 @@ async def test_calls_wait_while_others_that_are_read_have_all_the_room(
     tokenizer: Tokenizer,
 ) -> None:
     async with (
-        grpc_frontend(tokenizer) as server,
+        grpc_frontend(tokenizer, calls=CallOptions(intake_limits=LIMITS)) as server,
         grpc.aio.insecure_channel(server.target) as channel,
     ):
         stub = server.stub(channel)
@@ -32,8 +36,7 @@ async def test_calls_wait_while_others_that_are_read_have_all_the_room(
             assert others.reserve(TENANT_BYTES)
             calls = [stub.Tokenize(REQUEST) for _ in range(300)]
             await wait_until(
-                lambda: reception.num_waiting + sum(call.done() for call in calls) == 300,
-                timeout_s=10.0,
+                lambda: reception.num_waiting + sum(call.done() for call in calls) == 300
             )
         codes = Counter([await call.code() for call in calls])
         assert codes == {grpc.StatusCode.OK: 256, grpc.StatusCode.RESOURCE_EXHAUSTED: 44}

@@ -22,6 +22,7 @@ from tests.serving.checkpoint import TEXT
 from tests.serving.conftest import CONTEXT
 from tests.serving.defects.failing_sequence import failing_sequence
 from tests.serving.waiting import wait_until
+from tests.virtual_time import pass_time
 
 if TYPE_CHECKING:
     from cluster.serving.text.tokenizer import Tokenizer
@@ -175,6 +176,7 @@ def test_failed_sequence_says_what_went_wrong(
 def test_slow_client_gets_several_tokens_a_message(server: Server) -> None:
     # Large messages on a connection with a small window, which fills quickly.
     options = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 2**16))
+    server.engine.waits_for_reader = False
     with grpc.insecure_channel(server.grpc_target, options) as channel:
         call = Stub(channel).Generate(_call("h", max_tokens=100, n=32, logprobs=20))
         next(call)
@@ -186,7 +188,7 @@ def test_slow_client_gets_several_tokens_a_message(server: Server) -> None:
 
 async def test_cancel_aborts_in_the_engine(server: Server) -> None:
     engine = server.engine
-    engine.step_s = 0.01
+    engine.most_tokens = 1
     async with grpc.aio.insecure_channel(server.grpc_target) as channel:
         call = Stub(channel).Generate(_call(max_tokens=200))
         await call.read()
@@ -209,7 +211,8 @@ async def test_cancel_before_the_first_token_aborts(server: Server) -> None:
 
 async def test_64_streams_a_third_cancelled_leave_nothing(server: Server) -> None:
     engine = server.engine
-    engine.step_s = 0.002
+    # No call ends before all that are to be cancelled are.
+    engine.most_tokens = 1
 
     async def run(stub: Any, number: int) -> int:  # Any: the generated stub is not async to mypy
         call = stub.Generate(_call(max_tokens=50))
@@ -223,7 +226,11 @@ async def test_64_streams_a_third_cancelled_leave_nothing(server: Server) -> Non
 
     async with grpc.aio.insecure_channel(server.grpc_target) as channel:
         stub = Stub(channel)
-        await asyncio.gather(*(run(stub, number) for number in range(64)))
+        running = [asyncio.create_task(run(stub, number)) for number in range(64)]
+        await wait_until(lambda: len(engine.log.submitted) == 64)
+        await wait_until(lambda: engine.num_sequences == 42)
+        engine.most_tokens = None
+        await asyncio.gather(*running)
         await wait_until(lambda: engine.num_sequences == 0)
         await wait_until(lambda: server.frontends.servicer.num_open_calls == 0)
     assert len(engine.log.submitted) == 64
@@ -232,7 +239,7 @@ async def test_64_streams_a_third_cancelled_leave_nothing(server: Server) -> Non
 
 async def test_abort_hits_exactly_the_named_request(server: Server) -> None:
     engine = server.engine
-    engine.step_s = 0.005
+    engine.most_tokens = 1
     async with grpc.aio.insecure_channel(server.grpc_target) as channel:
         stub: Any = Stub(channel)  # Any: the generated stub is not async to mypy
         calls = {
@@ -253,7 +260,7 @@ async def test_abort_hits_exactly_the_named_request(server: Server) -> None:
 
 
 async def test_running_id_is_refused_and_free_again_later(server: Server) -> None:
-    server.engine.step_s = 0.005
+    server.engine.most_tokens = 1
     async with grpc.aio.insecure_channel(server.grpc_target) as channel:
         stub: Any = Stub(channel)  # Any: the generated stub is not async to mypy
         message = pb.GenerateRequest(text="x", request_id="mine")
@@ -271,32 +278,39 @@ async def test_running_id_is_refused_and_free_again_later(server: Server) -> Non
             assert answers[-1].HasField("usage")
 
 
-def test_deadline_reaches_the_engine_and_ends_the_call(stub: Stub, engine: FakeEngine) -> None:
+def test_deadline_ends_the_call(stub: Stub, engine: FakeEngine) -> None:
     engine.is_paused = True
-    started_s = time.monotonic()
     with pytest.raises(grpc.RpcError) as caught:
         list(stub.Generate(_call(), timeout=0.3))
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    wait_for(lambda: engine.num_sequences == 0)
+
+
+@pytest.mark.parametrize("is_in_message", [False, True])
+def test_deadline_reaches_the_engine(stub: Stub, engine: FakeEngine, is_in_message: bool) -> None:
+    engine.is_paused = True
+    message = pb.GenerateRequest(text="x", timeout={"seconds": 300} if is_in_message else None)
+    started_s = time.monotonic()
+    call = stub.Generate(message, timeout=600 if is_in_message else 300)
+    wait_for(lambda: engine.num_sequences == 1)
     (request,) = engine.log.submitted
     assert request.deadline_s is not None
-    assert started_s < request.deadline_s <= started_s + 0.4
-    deadline_s = time.monotonic() + 1
-    while engine.num_sequences and time.monotonic() < deadline_s:
-        time.sleep(0.005)
-    assert engine.num_sequences == 0
+    # gRPC rounds it up.
+    assert started_s + 299 < request.deadline_s < time.monotonic() + 301
+    call.cancel()
+    wait_for(lambda: engine.num_sequences == 0)
 
 
-def test_timeout_in_the_message_is_a_deadline(stub: Stub, engine: FakeEngine) -> None:
+def test_timeout_in_the_message_ends_the_call(server: Server, stub: Stub) -> None:
+    engine = server.engine
     engine.is_paused = True
-    started_s = time.monotonic()
-    message = pb.GenerateRequest(text="x", timeout={"nanos": 200_000_000})
+    call = stub.Generate(pb.GenerateRequest(text="x", timeout={"seconds": 300}))
+    wait_for(lambda: engine.num_sequences == 1)
+    server.loop.call_soon_threadsafe(pass_time, 300.0)
     with pytest.raises(grpc.RpcError) as caught:
-        list(stub.Generate(message, timeout=20))
+        list(call)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert "passed before the request was finished" in str(caught.value.details())
-    (request,) = engine.log.submitted
-    assert request.deadline_s is not None
-    assert started_s < request.deadline_s < started_s + 10
     assert engine.num_sequences == 0
 
 
@@ -317,7 +331,7 @@ def test_errors_of_the_engine_have_their_codes(
 
 
 def test_death_of_the_engine_ends_running_calls(stub: Stub, engine: FakeEngine) -> None:
-    engine.step_s = 0.005
+    engine.most_tokens = 1
     call = stub.Generate(_call())
     next(call)
     engine.fail_all(WorkerError("A rank died."))
