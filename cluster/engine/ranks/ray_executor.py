@@ -159,12 +159,25 @@ class RayExecutor(Executor):
         if self._memories is not None:
             self._memories.close()
         self._spares.close()
-        # During an outage that would wait for GCS, and Ray removes the group with its job.
-        if self._placement is not None and self._owns_placement and self.outage is None:
-            remove_placement_group(self._placement)
+        self._remove_placement()
         if self._connection is not None:
             self._connection.close()
         self._placement = self._connection = None
+
+    def _remove_placement(self) -> None:
+        """Remove the placement group; during an outage, Ray removes it with its job."""
+        placement, connection = self._placement, self._connection
+        if placement is None or not self._owns_placement:
+            return
+        # A placement group of our own is made with the connection.
+        assert connection is not None
+        if connection.health.outage is not None:
+            return
+        try:
+            # If GCS ends, the call of Ray waits for minutes.
+            connection.health.run_unless_out(lambda: remove_placement_group(placement))
+        except StartupError as error:
+            logger.debug("The placement group was not removed: %s", error)
 
     def _new_epoch(self) -> RayRanks:
         assert self._placement is not None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from concurrent.futures import wait
 from typing import TYPE_CHECKING, TypeVar
 
 import ray
@@ -81,13 +82,19 @@ class RayHealth:
         self._closed.set()
 
     def end(self, call: Callable[[], object]) -> None:
-        """Run `call`, which ends what Ray runs; during an outage, wait at most 3 s."""
-        if self._outage is None:
-            call()
-            return
+        """Run `call`, which ends what Ray runs; during an outage, wait at most 3 s.
+
+        The outage may begin during the call.
+        """
+        ending = start_call(call)
+        while self._outage is None:
+            if wait((ending,), _POLL_S).done:
+                break
         try:
-            start_call(call).result(_END_TIMEOUT_S)
+            ending.result(_END_TIMEOUT_S)
         except Exception as error:
+            if self._outage is None:
+                raise
             logger.debug("Ray did not end what it runs: %r", error)
 
     def _check_outage(self) -> None:
