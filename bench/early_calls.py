@@ -4,22 +4,23 @@
     python -m bench.early_calls --model examples/tiny-llama --num-tokens 128
 
 What an engine leaves to the background of its start (the CPU pool is pinned, a spare rank imports,
-memory is given back) runs beside its first calls. Prompts of one length are computed one after the
-other, each for one token. A spell is a run of calls that took half as long again as the median or
-longer; it is printed with what used the CPUs meanwhile, and how long the kernel held this
-control group back because its quota was used up.
+memory is given back) runs beside its first calls. Prompts are computed one after the other, each
+for one token, and take turns if they have several lengths. A spell is a run of calls that took half
+as long again as the median of their length, or longer; it is printed with what used the CPUs
+meanwhile, and how long the kernel held this control group back because its quota was used up.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import random
 import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +41,7 @@ class Call:
 
     begun_s: float
     """Since the engine was ready."""
+    num_tokens: int
     duration_ms: float
     throttled_ms: float
     cpu_s: dict[int, float]
@@ -48,9 +50,10 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """The calls of a start, or one spell of slow ones."""
+    """The calls of one length in a start, or a spell of slow ones."""
 
     kind: str
+    num_tokens: tuple[int, ...]
     begun_s: float
     ended_s: float
     num_calls: int
@@ -67,7 +70,9 @@ def main() -> int:
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b", help="with random weights")
     parser.add_argument("--model", type=Path, help="a folder with weights, in place of a shape")
     parser.add_argument("--num-ranks", type=int, default=1)
-    parser.add_argument("--num-tokens", type=int, default=1024, help="of each prompt (1024)")
+    parser.add_argument(
+        "--num-tokens", type=int, action="append", help="of a prompt; repeatable (1024)"
+    )
     parser.add_argument("--seconds", type=float, default=15.0, help="of calls, each start (15)")
     parser.add_argument("--starts", type=int, default=2, help="of an engine, in turn (2)")
     parser.add_argument("--spare-ranks", type=int, help="(as the engine chooses)")
@@ -104,10 +109,12 @@ def measure(folder: Path, options: argparse.Namespace) -> list[Row]:
     ) as llm:
         ready_s = time.perf_counter()
         used_s, throttled_ms = cpu_times(), throttled()
-        while time.perf_counter() - ready_s < options.seconds:
+        for num_tokens in itertools.cycle(options.num_tokens or [1024]):
+            if time.perf_counter() - ready_s >= options.seconds:
+                break
             prompt = [
                 random_source.randrange(min(MAX_TOKEN_ID, llm.vocab_size))
-                for _ in range(options.num_tokens)
+                for _ in range(num_tokens)
             ]
             begun_s = time.perf_counter()
             llm.generate([prompt], sampling, use_tqdm=False)
@@ -117,6 +124,7 @@ def measure(folder: Path, options: argparse.Namespace) -> list[Row]:
             calls.append(
                 Call(
                     begun_s=begun_s - ready_s,
+                    num_tokens=num_tokens,
                     duration_ms=(ended_s - begun_s) * 1e3,
                     throttled_ms=throttled_ms - before_ms,
                     cpu_s={
@@ -163,18 +171,27 @@ def throttled() -> float:
 
 
 def rows_of(calls: list[Call]) -> list[Row]:
-    """Return a row of all calls, and one for each spell."""
-    limit_ms = _SLOW * statistics.median(call.duration_ms for call in calls)
+    """Return a row for the calls of each length, and one for each spell."""
+    by_length: dict[int, list[Call]] = defaultdict(list)
+    for call in calls:
+        by_length[call.num_tokens].append(call)
+    limits_ms = {
+        num_tokens: _SLOW * statistics.median(call.duration_ms for call in same)
+        for num_tokens, same in by_length.items()
+    }
     spells: list[list[Call]] = []
     was_slow = False
     for call in calls:
-        is_slow = call.duration_ms >= limit_ms
+        is_slow = call.duration_ms >= limits_ms[call.num_tokens]
         if is_slow and was_slow:
             spells[-1].append(call)
         elif is_slow:
             spells.append([call])
         was_slow = is_slow
-    return [_row("all", calls), *(_row("spell", spell) for spell in spells)]
+    return [
+        *(_row("all", same) for same in by_length.values()),
+        *(_row("spell", spell) for spell in spells),
+    ]
 
 
 def _row(kind: str, calls: list[Call]) -> Row:
@@ -184,6 +201,7 @@ def _row(kind: str, calls: list[Call]) -> Row:
     last = calls[-1]
     return Row(
         kind=kind,
+        num_tokens=tuple(sorted({call.num_tokens for call in calls})),
         begun_s=round(calls[0].begun_s, 3),
         ended_s=round(last.begun_s + last.duration_ms / 1e3, 3),
         num_calls=len(calls),
@@ -198,10 +216,11 @@ def _row(kind: str, calls: list[Call]) -> Row:
 
 def _line(row: Row) -> str:
     used = ", ".join(f"{name} {total:.2f}" for name, total in row.cpu_s.items())
+    lengths = ", ".join(map(str, row.num_tokens))
     return (
-        f"{row.kind:5} {row.begun_s:7.3f} to {row.ended_s:7.3f} s  {row.num_calls:5} calls  median "
-        f"{row.median_ms:8.2f} ms  longest {row.longest_ms:8.2f} ms  throttled "
-        f"{row.throttled_ms:6.1f} ms  CPU s: {used}"
+        f"{row.kind:5} {row.begun_s:7.3f} to {row.ended_s:7.3f} s  {row.num_calls:5} calls of "
+        f"{lengths} tokens  median {row.median_ms:.2f} ms  longest {row.longest_ms:.2f} ms  "
+        f"throttled {row.throttled_ms:.1f} ms  CPU s: {used}"
     )
 
 
