@@ -9,6 +9,7 @@ from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Self, Unpack
 
 from cluster.engine.controller import Controller
+from cluster.engine.frozen_heap import CallFreezer
 from cluster.engine.open_engine import open_engine
 from cluster.engine.options import engine_config
 from cluster.engine.progress import progress_reports
@@ -81,6 +82,7 @@ class AsyncLLM:
             self._requests = RequestMaker(self._validator, config, seed)
             self._queue_limits = config.scheduler
             self._sink = _Sink()
+            self._freezer = CallFreezer()
             engine = open_engine(config, self._sink, report)
         assert isinstance(engine, Controller)
         self._engine = engine
@@ -156,11 +158,12 @@ class AsyncLLM:
                 "beam_search() takes one prompt; call it once for each.", param="prompt"
             )
         client = self._sink.client_of(asyncio.get_running_loop(), self._engine)
-        start = await self._validated(prompts[0], params.sampling)
-        check_beams_fit([start], params.beam_width, self._queue_limits, param="beam_width")
-        searches = BeamSearches([start], params)
-        while requests := searches.step_requests():
-            searches.take_step(await self._likeliest(client, requests))
+        with self._freezer.freeze():
+            start = await self._validated(prompts[0], params.sampling)
+            check_beams_fit([start], params.beam_width, self._queue_limits, param="beam_width")
+            searches = BeamSearches([start], params)
+            while requests := searches.step_requests():
+                searches.take_step(await self._likeliest(client, requests))
         (output,) = searches.outputs(self._tokenizer)
         return output
 
@@ -215,24 +218,25 @@ class AsyncLLM:
             raise DuplicateIdError(request_id)
         self._streams[request_id] = None
         try:
-            request = await self._validated(prompt, params)
-            collector = Collector(
-                request,
-                self._tokenizer,
-                request_id=request_id,
-                prompt=prompt.value if isinstance(prompt.value, str) else None,
-                params=params,
-            )
-            # One call at a time looks for room: thousands that do keep the event loop busy.
-            async with self._turns:
-                opened = await _opened(client, [request])
-            async with opened as stream:
-                self._streams[request_id] = stream
-                if request_id in self._aborted:
-                    stream.abort()
-                async with aclosing(_results(stream, collector, params.output_kind)) as results:
-                    async for result in results:
-                        yield result
+            with self._freezer.freeze():
+                request = await self._validated(prompt, params)
+                collector = Collector(
+                    request,
+                    self._tokenizer,
+                    request_id=request_id,
+                    prompt=prompt.value if isinstance(prompt.value, str) else None,
+                    params=params,
+                )
+                # One call at a time looks for room: thousands that do keep the event loop busy.
+                async with self._turns:
+                    opened = await _opened(client, [request])
+                async with opened as stream:
+                    self._streams[request_id] = stream
+                    if request_id in self._aborted:
+                        stream.abort()
+                    async with aclosing(_results(stream, collector, params.output_kind)) as results:
+                        async for result in results:
+                            yield result
         finally:
             del self._streams[request_id]
             self._aborted.discard(request_id)

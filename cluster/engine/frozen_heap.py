@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def freeze_heap() -> Generator[None]:
 
 
 class CallFreezer:
-    """Freezes the heap for one call after another, and collects garbage in between.
+    """Freezes the heap while calls run, and collects garbage in between.
 
     Freezing resets the counts by which Python decides when to make a full collection. A program
     that does little but call would never make one, and its garbage in cycles would stay.
@@ -45,15 +46,33 @@ class CallFreezer:
         self._clock = clock
         self._due_s = clock() + _FIRST_S
         """When a call begins with a full collection."""
+        self._calls: set[object] = set()
+        self._frozen = ExitStack()
+        # Reentrant, since a collection may close a generator in which a call runs.
+        self._lock = threading.RLock()
 
     @contextmanager
     def freeze(self) -> Generator[None]:
-        """Do as `freeze_heap` does, after a full collection if one is due."""
-        # What the caller has frozen, or does not want to be collected, is left alone.
-        if gc.isenabled() and not gc.get_freeze_count() and self._clock() >= self._due_s:
-            began_s = self._clock()
-            gc.collect()
-            ended_s = self._clock()
-            self._due_s = ended_s + (ended_s - began_s) / _SHARE
-        with freeze_heap():
+        """Do as `freeze_heap` does until no call runs, after a full collection if one is due."""
+        call = object()
+        with self._lock:
+            if not self._calls:
+                self._collect_if_due()
+                self._frozen.enter_context(freeze_heap())
+            self._calls.add(call)
+        try:
             yield
+        finally:
+            with self._lock:
+                self._calls.remove(call)
+                if not self._calls:
+                    self._frozen.close()
+
+    def _collect_if_due(self) -> None:
+        # What the caller has frozen, or does not want to be collected, is left alone.
+        if not gc.isenabled() or gc.get_freeze_count() or self._clock() < self._due_s:
+            return
+        began_s = self._clock()
+        gc.collect()
+        ended_s = self._clock()
+        self._due_s = ended_s + (ended_s - began_s) / _SHARE

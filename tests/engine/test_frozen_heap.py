@@ -1,4 +1,4 @@
-"""What is exempt from garbage collection while a call of `LLM` runs."""
+"""What is exempt from garbage collection while calls of `LLM` and `AsyncLLM` run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cluster.engine.frozen_heap import CallFreezer, freeze_heap
-from pagedray import LLM, SamplingParams
+from pagedray import LLM, AsyncLLM, SamplingParams
 from tests.system.server_process import TINY_LLAMA
 
 if TYPE_CHECKING:
@@ -91,6 +91,18 @@ def test_calls_collect_garbage_in_a_small_share_of_the_time(clock: CollectorCloc
     assert sum(one() is None for one in found) > 1500
 
 
+def test_what_exists_is_exempt_until_the_last_call_ends() -> None:
+    freezer = CallFreezer()
+    before = [[0]]
+    first, second = freezer.freeze(), freezer.freeze()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not is_collectable(before)
+    second.__exit__(None, None, None)
+    assert is_collectable(before)
+
+
 def test_garbage_is_left_to_a_caller_who_disabled_its_collection(clock: CollectorClock) -> None:
     freezer = CallFreezer(clock)
     gc.disable()
@@ -125,3 +137,17 @@ def test_collections_of_a_call_do_not_traverse_its_prompts() -> None:
             gc.set_threshold(*thresholds)
     # Only while the prompts are read, before anything runs.
     assert were_collectable.count(False) > were_collectable.count(True)
+
+
+async def test_concurrent_calls_exempt_what_exists_until_the_last_ends() -> None:
+    before = [[0]]
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    options = {"executor": "local", "device": "cpu", "show_progress": False}
+    async with AsyncLLM(TINY_LLAMA, **options) as llm:  # type: ignore[arg-type]  # by name
+        first, second = llm.generate([5] * 4, params), llm.generate([6] * 4, params)
+        await anext(first)
+        await anext(second)
+        await first.aclose()
+        assert not is_collectable(before)
+        await second.aclose()
+        assert is_collectable(before)
