@@ -6,7 +6,7 @@ import os
 import signal
 from pathlib import Path
 
-__all__ = ["kill_process", "process_status", "start_ticks"]
+__all__ = ["kill_process", "process_status", "start_ticks", "stop_process"]
 
 _START = 19
 """The field of the start in what `process_status` returns."""
@@ -25,6 +25,15 @@ def start_ticks(pid: int) -> int:
 
 def kill_process(pid: int, started: int) -> bool:
     """Kill a process in any state; return False if it has ended or another has its id."""
+    return _send(signal.SIGKILL, pid, started)
+
+
+def stop_process(pid: int, started: int) -> bool:
+    """Suspend a process; return False if it has ended or another has its id."""
+    return _send(signal.SIGSTOP, pid, started)
+
+
+def _send(number: signal.Signals, pid: int, started: int) -> bool:
     try:
         # The descriptor remains that of the process which is checked here.
         descriptor = os.pidfd_open(pid)
@@ -33,7 +42,7 @@ def kill_process(pid: int, started: int) -> bool:
     try:
         if start_ticks(pid) != started:
             return False
-        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        signal.pidfd_send_signal(descriptor, number)
     except (FileNotFoundError, ProcessLookupError):
         return False
     finally:

@@ -12,7 +12,11 @@ from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
 from cluster.engine.ray_cluster.disk_reserve import DiskReserve
 from cluster.engine.ray_cluster.ray_environment import RayEnvironment, warn_if_unauthenticated
 from cluster.engine.ray_cluster.ray_health import RayHealth
-from cluster.engine.ray_cluster.ray_processes import kill_processes, ray_processes
+from cluster.engine.ray_cluster.ray_processes import (
+    kill_processes,
+    kill_ray_processes,
+    ray_processes,
+)
 from cluster.engine.ray_cluster.ray_start import join_ray, ray_folder, reconnect_s, start_ray
 from pagedray.errors import DeviceError
 
@@ -51,7 +55,8 @@ class RayConnection:
         if self._environment is not None:
             if self.health.outage is not None:
                 # Ray cannot end them.
-                kill_processes(self._processes | ray_processes())
+                kill_ray_processes()
+                kill_processes(self._processes)
             ray.shutdown()
             self._environment.close()
         self._environment = None

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from cluster.engine.ray_cluster.ray_environment import RECONNECT_VARIABLE
-from cluster.engine.ray_cluster.ray_processes import kill_processes, ray_processes
+from cluster.engine.ray_cluster.ray_processes import kill_ray_processes
 from cluster.engine.ray_cluster.sigterm_handler import kept_sigterm_handler
 from pagedray.errors import StartupError
 from workers.parallel.rendezvous import LOOPBACK
@@ -50,9 +50,8 @@ def start_ray(*, num_cpus: int) -> None:
         # Ray raises all kinds: of the disk, of its processes, of time limits.
         except Exception as error:
             # Ray leaves running what it started before it failed.
-            leftovers = ray_processes()
+            kill_ray_processes()
             ray.shutdown()
-            kill_processes(leftovers)
             if is_last or _TIMED_OUT not in str(error):
                 raise StartupError(f"Could not start Ray: {_report(error)}") from error
             # A busy machine may take longer than the time limits of Ray.
