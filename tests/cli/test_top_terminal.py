@@ -29,6 +29,8 @@ LEAVE_OWN_SCREEN = b"\x1b[?1049l"
 PROGRAM = """
 import fcntl, signal, sys, termios
 from cluster.cli.commands import main
+from cluster.cli.top import loads_client
+loads_client._TIMEOUT_S = float(sys.argv.pop(1))
 # The parent process may ignore SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
@@ -46,7 +48,9 @@ class Terminal:
         columns: int = 100,
         lines: int = 40,
         variables: Mapping[str, str] | None = None,
+        patience_s: float = 5.0,
     ) -> None:
+        """A server may take `patience_s` to respond."""
         self._screen = pyte.Screen(columns, lines)
         self._stream = pyte.ByteStream(self._screen)
         self._lock = threading.Lock()
@@ -57,7 +61,7 @@ class Terminal:
         fixed = ("COLUMNS", "LINES")
         environment = {name: value for name, value in os.environ.items() if name not in fixed}
         self.process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, *arguments],
+            [sys.executable, "-c", PROGRAM, str(patience_s), *arguments],
             stdin=slave,
             stdout=slave,
             stderr=slave,
@@ -128,14 +132,21 @@ def url() -> Iterator[str]:
 
 def test_it_fits_the_terminal_and_ends_with_q(url: str) -> None:
     with Terminal(["top", f"--url={url}", "--every-s=0.2"]) as terminal:
-        wait_for(lambda: "150 of 200" in terminal.text and "call-5" in terminal.text, 30.0)
-        assert terminal.text.rstrip().endswith("╯")
+
+        def is_whole(text: str) -> bool:
+            has_calls = "150 of 200" in text and "call-5" in text
+            return has_calls and text.rstrip().endswith("╯")
+
+        wait_for(lambda: is_whole(terminal.text))
         terminal.resize(60, 16)
-        wait_for(lambda: terminal.text.count("│") >= 28 and "call-5" not in terminal.text, 30.0)
-        assert "150 of 200" in terminal.text
+
+        def is_smaller(text: str) -> bool:
+            return text.count("│") >= 28 and "call-5" not in text and "150 of 200" in text
+
+        wait_for(lambda: is_smaller(terminal.text))
         terminal.press(b"x")
         terminal.press(b"q")
-        assert terminal.process.wait(30.0) == 0
+        assert terminal.process.wait(60.0) == 0
         terminal.join()
         assert LEAVE_OWN_SCREEN in terminal.written
 
@@ -143,36 +154,35 @@ def test_it_fits_the_terminal_and_ends_with_q(url: str) -> None:
 def test_it_is_readable_in_80_columns_without_colours(url: str) -> None:
     arguments = ["top", f"--url={url}"]
     with Terminal(arguments, columns=80, lines=24, variables={"NO_COLOR": "1"}) as terminal:
-        wait_for(lambda: "call-2" in terminal.text, 30.0)
         for words in (
-            *("first token, p95", "10 min ago", "▄▄▅▅", "6,000", "600.0 ms"),
+            *("first token, p95", "10 min ago", "▄▄▅▅", "6,000", "600.0 ms", "call-2"),
             *("between tokens   12.0 ms   20.0 ms  30.0 ms  34,000", "prefix hits 25.0%"),
         ):
-            assert words in terminal.text
+            # It may be drawing at the moment.
+            wait_for(lambda: words in terminal.text)  # noqa: B023
         assert {cell.fg for cell in terminal.cells} == {"default"}
         terminal.press(b"q")
-        assert terminal.process.wait(30.0) == 0
+        assert terminal.process.wait(60.0) == 0
 
 
 def test_a_hanging_server_does_not_block_the_keyboard() -> None:
     is_released = threading.Event()
     with (
         serving(msgspec.json.encode(LOADS), until=is_released) as (url, _),
-        Terminal(["top", f"--url={url}"]) as terminal,
+        Terminal(["top", f"--url={url}"], patience_s=3600.0) as terminal,
     ):
         try:
-            wait_for(lambda: "Connecting" in terminal.text, 30.0)
+            wait_for(lambda: "Connecting" in terminal.text)
             terminal.press(b"q")
-            # Shorter than the response timeout: the key ends it.
-            assert terminal.process.wait(4.0) == 0
+            assert terminal.process.wait(60.0) == 0
         finally:
             is_released.set()
 
 
 def test_a_terminal_that_cannot_move_the_cursor_is_refused() -> None:
     with Terminal(["top"], variables={"TERM": "dumb"}) as terminal:
-        assert terminal.process.wait(30.0) == 2
-        wait_for(lambda: "use --once" in terminal.text, 30.0)
+        assert terminal.process.wait(60.0) == 2
+        wait_for(lambda: "use --once" in terminal.text)
 
 
 def test_an_unreachable_server_is_reported_and_ctrl_c_quits() -> None:
@@ -180,7 +190,7 @@ def test_an_unreachable_server_is_reported_and_ctrl_c_quits() -> None:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
         with Terminal(["top", f"--url={url}", "--every-s=0.2"]) as terminal:
-            wait_for(lambda: "Cannot reach the server" in terminal.text, 30.0)
+            wait_for(lambda: "Cannot reach the server" in terminal.text)
             terminal.press(b"\x03")
-            assert terminal.process.wait(30.0) == 130
+            assert terminal.process.wait(60.0) == 130
             assert "Traceback" not in terminal.text

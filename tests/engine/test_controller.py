@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from typing import TYPE_CHECKING
 
@@ -188,10 +189,11 @@ def test_engine_gives_up_when_every_replacement_dies(
     rig.submit("a", n=2)
     rig.submit("b")
     rig.controller.start_steps()
-    errors = set(map(str, rig.ends().values()))
-    assert errors == {
-        "The engine has stopped: its ranks died 5 times in 0 s without finishing a step. No luck."
-    }
+    (error,) = set(map(str, rig.ends().values()))
+    assert re.fullmatch(
+        r"The engine has stopped: its ranks died 5 times in \d+ s without finishing a step\. No luck\.",
+        error,
+    )
     assert not rig.controller.is_healthy
     with pytest.raises(EngineError, match="has stopped"):
         rig.submit("c")
@@ -218,18 +220,27 @@ def test_engine_gives_up_after_deaths_without_a_step_between(rig: Rig) -> None:
     assert rig.executor.num_restarts >= 4
 
 
-def test_deaths_with_steps_between_end_no_request(rig: Rig) -> None:
-    rig.executor.step_s = 0.001
+class MortalExecutor(FakeExecutor):
+    """Ranks that die at every tenth step."""
+
+    num_collected = 0
+
+    def collect_output(self) -> StepOutput:
+        self.num_collected += 1
+        if self.num_collected % 10 == 0:
+            raise WorkerError("A rank died.")
+        return super().collect_output()
+
+
+def test_deaths_with_steps_between_end_no_request() -> None:
+    rig = Rig(MortalExecutor())
     for number in range(8):
         rig.submit(f"r{number}", max_tokens=150)
     rig.controller.start_steps()
-    for _ in range(12):
-        num_steps, num_restarts = rig.controller.stats().num_steps, rig.executor.num_restarts
-        wait_for(lambda: rig.controller.stats().num_steps > num_steps + 5)  # noqa: B023
-        rig.executor.step_failures.append(WorkerError("A rank died."))
-        wait_for(lambda: rig.executor.num_restarts > num_restarts)  # noqa: B023
     assert set(rig.ends().values()) == {FinishReason.LENGTH}
     assert all(tokens == [7] * 150 for tokens in rig.sink.tokens.values())
+    assert rig.executor.num_restarts >= 12
+    rig.controller.stop_steps()
 
 
 class PoisonedExecutor(FakeExecutor):

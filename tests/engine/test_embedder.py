@@ -48,7 +48,7 @@ MODEL = ModelConfig(
     task="embed",
     num_token_types=2,
 )
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 
 class CountingExecutor(FakeExecutor):

@@ -37,7 +37,7 @@ class Taker:
     def __init__(self, pool: ThreadPoolExecutor, buffer: EventBuffer) -> None:
         self._is_taking = threading.Event()
         self.taken: Future[list[TokenEvent]] = pool.submit(self._take, buffer)
-        assert self._is_taking.wait(5.0)
+        assert self._is_taking.wait(60.0)
 
     def _take(self, buffer: EventBuffer) -> list[TokenEvent]:
         self._is_taking.set()
@@ -68,7 +68,7 @@ def test_thread_without_watch_sleeps_until_a_sequence_ends(pool: ThreadPoolExecu
     dispatcher.publish([event("a")] * 100)
     assert taker.sleeps
     dispatcher.publish([event("a", is_last=True)])
-    assert len(taker.taken.result(5.0)) == 101
+    assert len(taker.taken.result(60.0)) == 101
 
 
 def test_thread_without_watch_takes_many_events_before_a_sequence_ends(
@@ -78,7 +78,7 @@ def test_thread_without_watch_takes_many_events_before_a_sequence_ends(
     taker = Taker(pool, dispatcher.open_buffer([request("a")], is_watched=False))
     for _ in range(32):
         dispatcher.publish([event("a")] * 256)
-    assert len(taker.taken.result(5.0)) == 32 * 256
+    assert len(taker.taken.result(60.0)) == 32 * 256
 
 
 def test_error_follows_the_events() -> None:

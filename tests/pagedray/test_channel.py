@@ -32,6 +32,7 @@ from pagedray.channel import (
 from pagedray.decodes import Decodes
 from pagedray.request import SamplingParams
 from pagedray.step_listener import StepListener, connect
+from tests.fakes import wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,8 +47,8 @@ def listener(request: pytest.FixtureRequest) -> Iterator[StepListener]:
 
 
 def test_plan_and_output_arrive_as_they_were_sent(listener: StepListener) -> None:
-    worker = connect(listener.endpoint, 0, SECRET, 5.0)
-    (controller,) = listener.accept(1, SECRET, 5.0)
+    worker = connect(listener.endpoint, 0, SECRET, 60.0)
+    (controller,) = listener.accept(1, SECRET, 60.0)
     start = SequenceStart(
         3, pack_token_ids([1, 2, 3]), 3, [7], SamplingParams(logit_bias={5: -1.5}, seed=1), 9, 0
     )
@@ -57,22 +58,22 @@ def test_plan_and_output_arrive_as_they_were_sent(listener: StepListener) -> Non
     )
 
     controller.send(plan)
-    assert worker.receive(5.0) == plan
+    assert worker.receive(60.0) == plan
     worker.send(StepOutput(4, [11]))
-    assert controller.receive(5.0) == StepOutput(4, [11])
+    assert controller.receive(60.0) == StepOutput(4, [11])
     worker.close()
     controller.close()
 
 
 def test_message_larger_than_a_socket_buffer_arrives_whole(listener: StepListener) -> None:
-    worker = connect(listener.endpoint, 0, SECRET, 5.0)
-    (controller,) = listener.accept(1, SECRET, 5.0)
+    worker = connect(listener.endpoint, 0, SECRET, 60.0)
+    (controller,) = listener.accept(1, SECRET, 60.0)
     tokens = pack_token_ids(range(1_000_000))
     start = SequenceStart(0, tokens, 1_000_000, [], SamplingParams(), 0, 0)
 
     sender = threading.Thread(target=controller.send, args=(StepPlan(0, [], [start]),))
     sender.start()
-    received = worker.receive(30.0)
+    received = worker.receive(60.0)
     sender.join()
     assert isinstance(received, StepPlan)
     assert received.starts[0].token_ids == tokens
@@ -81,16 +82,16 @@ def test_message_larger_than_a_socket_buffer_arrives_whole(listener: StepListene
 
 
 def test_has_message_sees_frames_that_are_already_buffered(listener: StepListener) -> None:
-    worker = connect(listener.endpoint, 0, SECRET, 5.0)
-    (controller,) = listener.accept(1, SECRET, 5.0)
+    worker = connect(listener.endpoint, 0, SECRET, 60.0)
+    (controller,) = listener.accept(1, SECRET, 60.0)
     assert not controller.has_message()
 
     for step in range(3):
         worker.send(StepAck(step))
     seen: list[object] = []
     while len(seen) < 3:
-        assert controller.has_message() or controller.receive(5.0)
-        seen.append(controller.receive(5.0))
+        assert controller.has_message() or controller.receive(60.0)
+        seen.append(controller.receive(60.0))
     assert seen == [StepAck(0), StepAck(1), StepAck(2)]
     assert not controller.has_message()
     worker.close()
@@ -98,8 +99,8 @@ def test_has_message_sees_frames_that_are_already_buffered(listener: StepListene
 
 
 def test_timeout_leaves_half_a_frame_for_the_next_call(listener: StepListener) -> None:
-    worker = connect(listener.endpoint, 0, SECRET, 5.0)
-    (controller,) = listener.accept(1, SECRET, 5.0)
+    worker = connect(listener.endpoint, 0, SECRET, 60.0)
+    (controller,) = listener.accept(1, SECRET, 60.0)
     raw = socket.socket(fileno=os.dup(controller.fileno()))
     body = b"\x91\xa8shutdown"
     frame = struct.pack("!I", len(body)) + body
@@ -108,19 +109,19 @@ def test_timeout_leaves_half_a_frame_for_the_next_call(listener: StepListener) -
     with pytest.raises(ChannelTimeoutError):
         worker.receive(0.05)
     raw.sendall(frame[6:])
-    assert worker.receive(5.0) == Shutdown()
+    assert worker.receive(60.0) == Shutdown()
     raw.close()
     worker.close()
     controller.close()
 
 
 def test_dead_peer_is_end_of_file(listener: StepListener) -> None:
-    worker = connect(listener.endpoint, 0, SECRET, 5.0)
-    (controller,) = listener.accept(1, SECRET, 5.0)
+    worker = connect(listener.endpoint, 0, SECRET, 60.0)
+    (controller,) = listener.accept(1, SECRET, 60.0)
     worker.close()
-    assert controller.has_message()
+    wait_for(controller.has_message)
     with pytest.raises(ChannelClosedError):
-        controller.receive(5.0)
+        controller.receive(60.0)
     with pytest.raises(ChannelClosedError):
         send_until_refused(controller)
     controller.close()
@@ -128,7 +129,7 @@ def test_dead_peer_is_end_of_file(listener: StepListener) -> None:
 
 def send_until_refused(controller: ControllerChannel) -> None:
     # The first send over TCP succeeds; the reset arrives afterwards.
-    for _ in range(100):
+    for _ in range(6000):
         controller.send(Shutdown())
         time.sleep(0.01)
 
@@ -144,12 +145,12 @@ def send_until_refused(controller: ControllerChannel) -> None:
     ids=["huge", "garbage", "pickle", "nested"],
 )
 def test_bytes_that_are_no_message_close_the_channel(listener: StepListener, frame: bytes) -> None:
-    worker = connect(listener.endpoint, 0, SECRET, 5.0)
-    (controller,) = listener.accept(1, SECRET, 5.0)
+    worker = connect(listener.endpoint, 0, SECRET, 60.0)
+    (controller,) = listener.accept(1, SECRET, 60.0)
     raw = socket.socket(fileno=os.dup(worker.fileno()))
     raw.sendall(frame)
     with pytest.raises(ChannelClosedError):
-        controller.receive(5.0)
+        controller.receive(60.0)
     raw.close()
     worker.close()
     controller.close()

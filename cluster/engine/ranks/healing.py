@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 __all__ = ["Healing"]
 
@@ -17,8 +17,9 @@ _LEAST_S = 0.005
 class Healing:
     """The phases of one replacement of ranks, one after the other, and what each rank did."""
 
-    def __init__(self) -> None:
-        self._started_s = self._phase_started_s = time.monotonic()
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._started_s = self._phase_started_s = clock()
         self._phases: dict[str, float] = {}
         self._replaced: dict[int, str] = {}
         self._kept: list[int] = []
@@ -26,7 +27,7 @@ class Healing:
 
     def end_phase(self, name: str) -> None:
         """Give the time since the last phase ended to the phase `name`."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         self._phases[name] = now_s - self._phase_started_s
         self._phase_started_s = now_s
 

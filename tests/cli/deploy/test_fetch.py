@@ -66,7 +66,7 @@ def test_a_folder_that_is_not_complete_is_never_served(
     assert waiting.is_alive()
     hub.faults.clear()
     fetch("org/tiny", settings)
-    waiting.join(10.0)
+    waiting.join(60.0)
     assert not waiting.is_alive()
 
 
@@ -91,7 +91,7 @@ def test_pods_wait_for_the_last_file_of_s3(tmp_path: Path) -> None:
         # All files are there, and the download has not said that these are all.
         assert waiting.is_alive()
         mirror.finish(files)
-    waiting.join(10.0)
+    waiting.join(60.0)
     assert not waiting.is_alive()
 
 

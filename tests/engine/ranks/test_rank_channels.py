@@ -33,7 +33,7 @@ from pagedray.request import SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-AT_ONCE_S = 5.0
+AT_ONCE_S = 30.0
 """Generous for what must not wait: a wait would last for ever."""
 
 
