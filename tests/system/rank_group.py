@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
+from cluster.engine.controller import Controller
 from pagedray import LLM, SamplingParams
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     import psutil
 
-__all__ = ["kill_when_running", "open_group", "tokens_of"]
+    from pagedray.batch import StepOutput
+
+__all__ = ["kill_after_steps", "open_group", "tokens_of"]
 
 _PROMPTS = [[5, 6, 7], [11] * 20, list(range(3, 60))]
 _PARAMS = SamplingParams(temperature=1.0, seed=7, max_tokens=150, ignore_eos=True)
@@ -37,9 +40,21 @@ def tokens_of(llm: LLM) -> list[tuple[int, ...]]:
     return [generation.outputs[0].token_ids for generation in generations]
 
 
-def kill_when_running(llm: LLM, num_tokens: int, victim: psutil.Process) -> int:
-    """Kill a rank after some tokens; return their number."""
-    while llm.stats().num_generated_tokens < num_tokens:
-        time.sleep(0.005)
-    victim.kill()
-    return llm.stats().num_generated_tokens
+def kill_after_steps(llm: LLM, num_steps: int, victims: Sequence[psutil.Process]) -> None:
+    """Have ranks killed once the output of so many more steps has arrived."""
+    engine = llm._engine
+    assert isinstance(engine, Controller)
+    executor = engine._executor
+    collect = executor.collect_output
+    num_left = num_steps
+
+    def collect_and_kill() -> StepOutput:
+        nonlocal num_left
+        output = collect()
+        num_left -= 1
+        if num_left == 0:
+            for victim in victims:
+                victim.kill()
+        return output
+
+    executor.collect_output = collect_and_kill  # type: ignore[method-assign]  # of this engine only

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -32,6 +35,11 @@ __all__ = [
 ROOT = Path(__file__).resolve().parent.parent.parent
 TINY_LLAMA = ROOT / "examples" / "tiny-llama"
 START_TIMEOUT_S = 120.0
+_PORT = re.compile(r":(\d+)\b")
+"""One of the two in the line of a server that is ready."""
+_PORTS = range(20_000, 32_000)
+"""Neither Linux, for outgoing connections, nor Ray chooses any of them."""
+_NUM_TESTERS = 8
 _FORK_SUPPORT = "GRPC_ENABLE_FORK_SUPPORT"
 
 
@@ -76,10 +84,14 @@ def ready_line(server: subprocess.Popen[str]) -> str:
 
 
 def free_port() -> int:
-    """Return a loopback port that was just free."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a loopback port that nothing takes by chance before the caller has bound it."""
+    # Of several processes that run tests, each has ports of its own.
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % _NUM_TESTERS
+    while True:
+        port = random.randrange(_PORTS.start + number, _PORTS.stop, _NUM_TESTERS)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @dataclass(slots=True)
@@ -90,8 +102,8 @@ class ServerProcess:
     folder: Path = TINY_LLAMA
     log: Path | None = None
     """Where its standard error goes; None is that of the test."""
-    grpc_port: int = field(default_factory=free_port)
-    http_port: int = field(default_factory=free_port)
+    grpc_port: int = field(default=0, init=False)
+    http_port: int = field(default=0, init=False)
     _process: subprocess.Popen[str] | None = None
     # Kept open, so that reading the metrics does not change what the server holds.
     _http: httpx.Client = field(
@@ -118,8 +130,8 @@ class ServerProcess:
                 str(self.folder),
                 "--device=cpu",
                 "--num-threads=1",
-                f"--grpc-port={self.grpc_port}",
-                f"--http-port={self.http_port}",
+                "--grpc-port=0",
+                "--http-port=0",
                 *self.arguments,
             ),
             cwd=ROOT,
@@ -134,6 +146,7 @@ class ServerProcess:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("Ready:"):
+                self.http_port, self.grpc_port = map(int, _PORT.findall(line))
                 return
         # An open pipe would cause a ResourceWarning in a later test.
         self._process.stdout.close()
@@ -193,7 +206,7 @@ class ServerProcess:
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
             try:
-                self._process.wait(15.0)
+                self._process.wait(60.0)
             except subprocess.TimeoutExpired:
                 os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()

@@ -181,7 +181,7 @@ def test_cancelled_streams_leave_nothing_behind(server: ServerProcess) -> None:
     assert len(finished) == 1
 
     after = footprint(server)
-    deadline_s = time.monotonic() + 20.0
+    deadline_s = time.monotonic() + 60.0
     while after != before and time.monotonic() < deadline_s:
         time.sleep(0.1)
         after = footprint(server)
@@ -361,5 +361,5 @@ def test_sigterm_lets_a_stream_finish_and_leaves_no_process_behind(server: Serve
         time.sleep(4.0)
         *_, last = stream
     assert last.usage.num_generated_tokens == 4 * 250
-    assert server.wait(timeout_s=30.0) == 0
-    assert still_running(family, 10.0) == []
+    assert server.wait(timeout_s=60.0) == 0
+    assert still_running(family, 60.0) == []

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.checkpoints import CASES, save_checkpoint
-from tests.system.rank_group import kill_when_running, open_group, tokens_of
+from tests.system.rank_group import kill_after_steps, open_group, tokens_of
 from tests.system.rank_processes import serving_processes
 
 if TYPE_CHECKING:
@@ -28,17 +27,8 @@ def test_larger_group_keeps_the_ranks_that_live(
         group = serving_processes()
         assert len(group) == num_ranks
         killed = [group[place] for place in victims]
-        before = llm.stats().num_generated_tokens
-
-        def kill() -> None:
-            kill_when_running(llm, before + 60, killed[0])
-            for rank in killed[1:]:
-                rank.kill()
-
-        killer = threading.Thread(target=kill)
-        killer.start()
+        kill_after_steps(llm, 20, killed)
         assert tokens_of(llm) == undisturbed
-        killer.join()
         assert set(serving_processes()) & set(group) == set(group) - set(killed)
         assert len(serving_processes()) == num_ranks
         stats = llm.stats().scheduler

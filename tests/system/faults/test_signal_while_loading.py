@@ -1,4 +1,4 @@
-"""A signal during loading ends the server and its child processes within seconds."""
+"""A signal during loading ends the server and its child processes before it has loaded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.system.server_process import TINY_LLAMA, serve_command
         pytest.param("ray", signal.SIGTERM, "Starting 1 rank", marks=pytest.mark.slow),
     ],
 )
-def test_signal_while_loading_ends_all_within_seconds(
+def test_signal_while_loading_ends_all_before_it_has_loaded(
     executor: str, number: signal.Signals, last_line: str
 ) -> None:
     command, environment = serve_command(TINY_LLAMA, "--device=cpu", f"--executor={executor}")
@@ -32,7 +32,7 @@ def test_signal_while_loading_ends_all_within_seconds(
         command,
         env=environment,
         stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
     ) as process:
@@ -41,12 +41,13 @@ def test_signal_while_loading_ends_all_within_seconds(
         while last_line not in process.stderr.readline():
             continue
         time.sleep(0.5)
-        started_s = time.monotonic()
         process.send_signal(number)
-        assert process.wait(30.0) == 0
-        assert time.monotonic() - started_s < 15.0
+        output, _ = process.communicate(timeout=120.0)
+        assert process.returncode == 0
+        # It did not finish loading.
+        assert output == ""
     # Those too that started after the signal.
-    wait_for(lambda: not _running_in_session(process.pid), 15.0)
+    wait_for(lambda: not _running_in_session(process.pid))
 
 
 def _running_in_session(number: int) -> list[psutil.Process]:

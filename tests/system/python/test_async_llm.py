@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import pagedray
+from cluster.engine.controller import Controller
 from pagedray import LLM, AsyncLLM, BeamSearchParams, RequestOutputKind, SamplingParams
 from pagedray.errors import (
     DuplicateIdError,
@@ -18,6 +20,7 @@ from pagedray.errors import (
     OverloadedError,
     StartupError,
 )
+from tests.system.held_steps import hold_steps
 from tests.system.server_process import TINY_LLAMA
 
 if TYPE_CHECKING:
@@ -72,11 +75,22 @@ async def results(engine: AsyncLLM, prompt: str, params: SamplingParams) -> list
 
 
 def test_results_grow_to_what_llm_returns(
-    engine: AsyncLLM, llm: LLM, runner: asyncio.Runner
+    engine: AsyncLLM, llm: LLM, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=12, logprobs=1, n=2, seed=5)
     (expected,) = llm.generate(TEXT, params, use_tqdm=False)
-    found = runner.run(results(engine, TEXT, params))
+    # The engine is at most three steps ahead of the reader.
+    may_step = threading.Semaphore(3)
+    hold_steps(engine, monkeypatch, lambda: may_step.acquire(timeout=60.0))
+
+    async def read() -> list[Generation]:
+        found = []
+        async for result in engine.generate(TEXT, params):
+            found.append(result)
+            may_step.release(3)
+        return found
+
+    found = runner.run(read())
     assert [output.token_ids for output in found[-1].outputs] == [
         output.token_ids for output in expected.outputs
     ]
@@ -84,7 +98,7 @@ def test_results_grow_to_what_llm_returns(
     assert found[-1].prompt_token_ids == expected.prompt_token_ids
     assert found[-1].prompt == TEXT
     assert [one.finished for one in found] == [False] * (len(found) - 1) + [True]
-    assert len(found) > 4
+    assert len(found) >= 4
     for earlier, later in itertools.pairwise(found):
         for before, after in zip(earlier.outputs, later.outputs, strict=True):
             assert after.text.startswith(before.text)
@@ -128,7 +142,9 @@ def test_deltas_join_to_the_whole(engine: AsyncLLM, runner: asyncio.Runner) -> N
         assert gained[-1].stop_reason == output.stop_reason
 
 
-def test_requests_at_once_share_steps(engine: AsyncLLM, llm: LLM, runner: asyncio.Runner) -> None:
+def test_requests_at_once_share_steps(
+    engine: AsyncLLM, llm: LLM, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompts = [f"def function_{index}(value):" for index in range(24)]
     expected = [one.outputs[0].text for one in llm.generate(prompts, GREEDY, use_tqdm=False)]
 
@@ -136,6 +152,22 @@ def test_requests_at_once_share_steps(engine: AsyncLLM, llm: LLM, runner: asynci
         found = await asyncio.gather(*(results(engine, prompt, GREEDY) for prompt in prompts))
         return [one[-1].outputs[0].text for one in found]
 
+    # The engine waits until it has all of them, which may take the event loop long.
+    controller = engine._engine
+    assert isinstance(controller, Controller)
+    submit = controller.submit_request
+    has_all = threading.Event()
+    num_submitted = 0
+
+    def submit_and_count(request: Request) -> None:
+        nonlocal num_submitted
+        submit(request)
+        num_submitted += 1
+        if num_submitted == len(prompts):
+            has_all.set()
+
+    monkeypatch.setattr(controller, "submit_request", submit_and_count)
+    hold_steps(engine, monkeypatch, lambda: has_all.wait(60.0))
     steps = engine.stats().num_steps
     assert runner.run(run()) == expected
     assert engine.stats().num_steps - steps < 24 * 12 / 2
@@ -146,7 +178,7 @@ def num_free(engine: AsyncLLM) -> int:
 
 
 def wait_until_free(engine: AsyncLLM) -> None:
-    deadline_s = time.monotonic() + 20.0
+    deadline_s = time.monotonic() + 60.0
     while num_free(engine) != NUM_BLOCKS and time.monotonic() < deadline_s:
         time.sleep(0.01)
     assert num_free(engine) == NUM_BLOCKS
@@ -308,7 +340,7 @@ def test_beams_that_no_queue_has_room_for_are_refused() -> None:
     )
 
     async def run(width: int) -> BeamSearchOutput:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             return await engine.beam_search(
                 [5] * 20, BeamSearchParams(beam_width=width, max_tokens=12)
             )

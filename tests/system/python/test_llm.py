@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ import pytest
 from cluster.engine.controller import Controller
 from pagedray import LLM, FinishReason, SamplingParams
 from pagedray.errors import InvalidRequestError, OverloadedError
+from tests.system.held_steps import hold_steps
 from tests.system.server_process import TINY_LLAMA
 
 if TYPE_CHECKING:
@@ -74,10 +76,16 @@ def test_stop_string_ends_the_text_before_it(llm: LLM) -> None:
     assert completion.stop_reason == "\n"
 
 
-def test_stream_gives_the_text_of_generate(llm: LLM) -> None:
+def test_stream_gives_the_text_of_generate(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     (generation,) = llm.generate("class Queue:\n", SAMPLED, use_tqdm=False)
-    pieces = list(llm.stream("class Queue:\n", SAMPLED))
-    assert len(pieces) > 3
+    # The engine may be half of the tokens ahead of the reader.
+    may_step = threading.Semaphore(12)
+    hold_steps(llm, monkeypatch, lambda: may_step.acquire(timeout=60.0))
+    pieces = []
+    for piece in llm.stream("class Queue:\n", SAMPLED):
+        pieces.append(piece)
+        may_step.release(12)
+    assert len(pieces) > 1
     assert "".join(pieces) == generation.outputs[0].text
 
 
@@ -180,8 +188,21 @@ def test_requests_that_found_no_room_are_submitted_between_parts(
     assert num_generated == sorted(set(num_generated))
 
 
-def test_bad_prompt_far_behind_good_ones_ends_those_that_run(llm: LLM) -> None:
+def test_bad_prompt_far_behind_good_ones_ends_those_that_run(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     long = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True)
+    engine = llm._engine
+    assert isinstance(engine, Controller)
+    abort, has_aborted = engine.abort_request, threading.Event()
+
+    def note_abort(request_id: str) -> None:
+        abort(request_id)
+        has_aborted.set()
+
+    # However late the bad prompt is found, the others have not ended.
+    monkeypatch.setattr(engine, "abort_request", note_abort)
+    hold_steps(llm, monkeypatch, lambda: has_aborted.wait(60.0))
     before, started_s = llm.stats().num_generated_tokens, time.monotonic()
     with pytest.raises(InvalidRequestError, match="empty"):
         llm.generate(["import os"] * 100 + [""], long, use_tqdm=False)
