@@ -67,7 +67,7 @@ class Serve:
 
     async def check_cancelled(self, call: asyncio.Task[None]) -> None:
         """Wait for the end of a call and of the replica's part, and check their order."""
-        await asyncio.wait_for(self.is_cancelled.wait(), 1.0)
+        await asyncio.wait_for(self.is_cancelled.wait(), 60.0)
         await asyncio.gather(call, return_exceptions=True)
         # grpc frees a call when its handler returns; using it afterwards crashes the process.
         for _ in range(10):

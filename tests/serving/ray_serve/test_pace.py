@@ -40,11 +40,11 @@ async def test_a_part_is_sent_at_once_and_its_stream_waits() -> None:
     # One message per thousand seconds.
     with Pace(1e-3).stream() as stream:
         paced = stream.paced(send)
-        await asyncio.wait_for(paced(HEAD), 5)
+        await asyncio.wait_for(paced(HEAD), 60)
         waiting = asyncio.ensure_future(paced(PART))
         await asyncio.sleep(0.01)
         assert sent == [HEAD, PART]
         assert not waiting.done()
         waiting.cancel()
-        await asyncio.wait_for(paced(END), 5)
+        await asyncio.wait_for(paced(END), 60)
         assert sent[-1] == END

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
 __all__ = ["Leases"]
 
@@ -25,12 +25,13 @@ _CHECKS_PER_LEASE = 10
 class Leases:
     """The leased calls of one replica. Used from the event loop only."""
 
-    def __init__(self, lease_s: float) -> None:
+    def __init__(self, lease_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         """A call is cancelled when it has not been renewed for half of `lease_s`.
 
         Its caller stops renewing it when it has not been read for `lease_s`.
         """
         self._unheard_s = lease_s / 2
+        self._clock = clock
         self._leases: set[_Lease] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._due_s = 0.0
@@ -48,7 +49,7 @@ class Leases:
             return
         task = asyncio.current_task()
         assert task is not None
-        lease = _Lease(call_id, task)
+        lease = _Lease(call_id, task, self._clock())
         self._leases.add(lease)
         self._schedule_check()
         try:
@@ -59,7 +60,7 @@ class Leases:
     def renew(self, call_ids: Collection[str]) -> None:
         """Renew the leases of calls."""
         self._are_renewed = True
-        now_s = time.monotonic()
+        now_s = self._clock()
         for lease in self._leases:
             if lease.call_id in call_ids:
                 lease.renewed_s = now_s
@@ -68,17 +69,17 @@ class Leases:
         if self._timer is None:
             loop = asyncio.get_running_loop()
             period_s = self._unheard_s / _CHECKS_PER_LEASE
-            self._due_s = time.monotonic() + period_s
+            self._due_s = self._clock() + period_s
             self._timer = loop.call_later(period_s, self._check)
 
     def _check(self) -> None:
         self._timer = None
         # Renewals that arrived while this process was paused have not been read yet.
-        late_s = time.monotonic() - self._due_s
+        late_s = self._clock() - self._due_s
         if late_s > self._unheard_s / _CHECKS_PER_LEASE:
             for lease in self._leases:
                 lease.renewed_s += late_s
-        begin_s = time.monotonic() - self._unheard_s
+        begin_s = self._clock() - self._unheard_s
         late = {one for one in self._leases if self._are_renewed and one.renewed_s < begin_s}
         for lease in late:
             logger.warning("Cancelled a stream whose caller no longer renews its lease.")
@@ -93,7 +94,7 @@ class _Lease:
 
     __slots__ = ("call_id", "renewed_s", "task")
 
-    def __init__(self, call_id: str, task: asyncio.Task[object]) -> None:
+    def __init__(self, call_id: str, task: asyncio.Task[object], now_s: float) -> None:
         self.call_id = call_id
         self.task = task
-        self.renewed_s = time.monotonic()
+        self.renewed_s = now_s

@@ -33,6 +33,8 @@ class ReplicaReads:
         note_accepted: Callable[[], None] | None = None,
         note_cancelled: Callable[[], None] | None = None,
         is_last: Callable[[Any], bool] | None = None,  # Any: items are the deployment's
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`note_accepted` is called, from the router's thread, when the replica has the request.
 
@@ -51,7 +53,8 @@ class ReplicaReads:
         self._error: Exception | None = None
         self._reader: asyncio.Task[Any] | None = None  # Any: tasks of Serve's
         self._is_waiting = False
-        self._read_s = time.monotonic()
+        self._clock = clock
+        self._read_s = clock()
         # Handles call these on the instance, so instance attributes override them.
         result.__anext__ = self._anext  # type: ignore[method-assign]  # see above
         result.__next__ = self._next  # type: ignore[method-assign]  # see above
@@ -68,7 +71,7 @@ class ReplicaReads:
 
     def idle_s(self) -> float:
         """Return the time since the last read; 0 during a read."""
-        return 0.0 if self._is_waiting else time.monotonic() - self._read_s
+        return 0.0 if self._is_waiting else self._clock() - self._read_s
 
     def fail(self, error: Exception) -> None:
         """End the current read and all later ones with `error`. May be called from any thread.
@@ -99,7 +102,7 @@ class ReplicaReads:
                 raise ReplicaDiedError from None
             raise
         finally:
-            self._is_waiting, self._read_s = False, time.monotonic()
+            self._is_waiting, self._read_s = False, self._clock()
 
     async def _get(self) -> object:
         return await self._read(self._kind.get_async)
@@ -129,7 +132,7 @@ class ReplicaReads:
                 raise ReplicaDiedError from None
             raise
         finally:
-            self._is_waiting, self._read_s = False, time.monotonic()
+            self._is_waiting, self._read_s = False, self._clock()
 
     def _noted(self, item: Found) -> Found:
         if self._is_last is not None and self._is_last(item):

@@ -40,10 +40,12 @@ class ReplicaWatch:
         *,
         period_s: float = _PERIOD_S,
         limit_s: float = _LIMIT_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`note_silent` is called when a replica has not responded for `limit_s`."""
         self._note_silent = note_silent
         self._period_s = period_s
+        self._clock = clock
         self._pulse = Pulse["ReplicaID"](period_s=period_s, limit_s=limit_s)
         self._replicas: dict[ReplicaID, RunningReplica] = {}
         self._pings: dict[ReplicaID, asyncio.Task[None]] = {}
@@ -56,7 +58,7 @@ class ReplicaWatch:
         for replica_id in self._pings.keys() - self._replicas.keys():
             self._pings.pop(replica_id).cancel()
         if self._replicas and (self._task is None or self._task.done()):
-            self._ticked_s = time.monotonic()
+            self._ticked_s = self._clock()
             # In a context of its own, since this may be called in that of any request.
             self._task = asyncio.create_task(_tick_on(ref(self), self._period_s), context=Context())
 
@@ -67,7 +69,7 @@ class ReplicaWatch:
 
     def tick(self) -> bool:
         """Report silent replicas and ask all again; return whether there are any replicas."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         elapsed_s, self._ticked_s = now_s - self._ticked_s, now_s
         for replica_id in self._pulse.tick(self._replicas.keys(), elapsed_s):
             logger.warning("Replica %s does not respond; avoiding it.", replica_id.unique_id)

@@ -22,6 +22,7 @@ from cluster.serving.ray_serve.routing.handle_stream import HandleRequest, Handl
 from pagedray.errors import DeadlineError, EngineError, InvalidRequestError
 from tests.serving.checkpoint import TEXT
 from tests.serving.ray_serve.failing_replicas import Replica
+from tests.virtual_time import pass_time
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator
@@ -205,14 +206,15 @@ async def test_an_invalid_request_is_refused_once(serve: Serve) -> None:
 async def test_a_deadline_holds_across_replicas(serve: Serve) -> None:
     sampling = {"max_tokens": 200, "ignore_eos": True}
     serve.cuts = [(2, ERRORS[0])]
-    stream = serve.stream("hello", sampling, timeout_s=0.3)
+    stream = serve.stream("hello", sampling, timeout_s=300.0)
     async with aclosing(iterated(stream)) as outputs:
         await anext(outputs)
         await anext(outputs)
-        await asyncio.sleep(0.4)
+        await anext(outputs)
+        assert len(serve.sent) == 2
+        pass_time(300.0)
         with pytest.raises(DeadlineError):
             await anext(outputs)
-    assert len(serve.sent) == 2
 
 
 async def test_a_cancelled_stream_does_not_continue(serve: Serve) -> None:

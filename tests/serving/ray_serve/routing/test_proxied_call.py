@@ -1,4 +1,4 @@
-"""How long a call waits for another replica, on a clock a hundred times as fast."""
+"""How long a call waits for another replica."""
 
 from __future__ import annotations
 
@@ -7,19 +7,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.serving.ray_serve.routing import proxied_call
 from cluster.serving.ray_serve.routing.proxied_call import HeldBytes, ProxiedCall
+from tests.virtual_time import in_virtual_time
 
 if TYPE_CHECKING:
     from cluster.serving.continuation import Cause
-
-SPEED = 100.0
-
-
-@pytest.fixture(autouse=True)
-def fast_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_PROBE_WAIT_S", "_LOST_WAIT_S", "_HUNG_WAIT_S"):
-        monkeypatch.setattr(proxied_call, name, getattr(proxied_call, name) / SPEED)
 
 
 async def is_accepted(cause: Cause, after_s: float) -> bool:
@@ -30,19 +22,21 @@ async def is_accepted(cause: Cause, after_s: float) -> bool:
     assert call.continues_after(cause)
     try:
         async with call.sending():
-            await asyncio.sleep(after_s / SPEED)
+            await asyncio.sleep(after_s)
             call.note_accepted()
             # Its first token takes as long as that of any call.
-            await asyncio.sleep(30.0 / SPEED)
+            await asyncio.sleep(30.0)
     except TimeoutError:
         return False
     return True
 
 
+@in_virtual_time
 async def test_a_call_outlasts_a_pause_of_the_replica_that_is_left() -> None:
     assert await is_accepted("died", after_s=8.5)
 
 
 @pytest.mark.parametrize(("cause", "after_s"), [("died", 15.0), ("hung", 8.0)])
+@in_virtual_time
 async def test_a_call_that_no_replica_accepts_ends(cause: Cause, after_s: float) -> None:
     assert not await is_accepted(cause, after_s)

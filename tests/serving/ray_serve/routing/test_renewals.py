@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import TYPE_CHECKING, Any
 
 from cluster.serving.ray_serve.routing.renewals import Renewals
 from cluster.serving.ray_serve.routing.replica_reads import ReplicaReads
+from tests.virtual_time import in_virtual_time
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,9 +69,11 @@ def renewals() -> Any:  # Any: its arguments are stand-ins for Serve's
 
 
 def reads_of(result: Result) -> ReplicaReads:
-    return ReplicaReads(result)  # type: ignore[arg-type]  # a stand-in for Serve's
+    clock = asyncio.get_running_loop().time
+    return ReplicaReads(result, clock=clock)  # type: ignore[arg-type]  # a stand-in for Serve's
 
 
+@in_virtual_time
 async def test_streams_that_are_read_are_renewed_at_their_replica() -> None:
     open_streams, replicas = renewals(), [Replica(), Replica()]
     results = [Result(), Result()]
@@ -85,6 +89,7 @@ async def test_streams_that_are_read_are_renewed_at_their_replica() -> None:
     assert {name for one in replicas[1].renewed for name in one} == {"b"}
 
 
+@in_virtual_time
 async def test_streams_with_a_waiting_reader_are_renewed() -> None:
     open_streams, replica, result = renewals(), Replica(), Result(pause_s=10.0)
     open_streams.renew_stream(reads_of(result), replica, "slow")
@@ -101,6 +106,7 @@ async def test_streams_with_a_waiting_reader_are_renewed() -> None:
     assert len(replica.renewed) == before
 
 
+@in_virtual_time
 async def test_unread_streams_are_not_renewed() -> None:
     open_streams, replica, read, dropped = renewals(), Replica(), Result(), Result()
     open_streams.renew_stream(reads_of(read), replica, "read")
@@ -114,11 +120,15 @@ async def test_unread_streams_are_not_renewed() -> None:
     assert replica.renewed[-1] == {"read"}
 
 
+@in_virtual_time
 async def test_renewals_stop_when_all_streams_have_ended() -> None:
     open_streams, replica, result = renewals(), Replica(), Result()
     open_streams.renew_stream(reads_of(result), replica, "first")
     for callback in result.callbacks:
-        await asyncio.to_thread(callback, None)
+        # As Ray does, in another thread.
+        thread = threading.Thread(target=callback, args=(None,))
+        thread.start()
+        thread.join()
     await asyncio.sleep(3 * PERIOD_S)
     assert replica.renewed == []
     assert [one for one in asyncio.all_tasks() if one is not asyncio.current_task()] == []
@@ -128,6 +138,7 @@ async def test_renewals_stop_when_all_streams_have_ended() -> None:
     assert replica.renewed[0] == {"second"}
 
 
+@in_virtual_time
 async def test_a_dead_replica_does_not_block_renewals_at_others() -> None:
     open_streams, replicas = renewals(), [Replica(), Replica()]
     replicas[0].is_dead = True
@@ -138,6 +149,7 @@ async def test_a_dead_replica_does_not_block_renewals_at_others() -> None:
     assert len(replicas[1].renewed) > 1
 
 
+@in_virtual_time
 async def test_a_hanging_replica_does_not_block_renewals_at_others() -> None:
     open_streams, replicas = renewals(), [Replica(), Replica()]
     replicas[0].hangs = True

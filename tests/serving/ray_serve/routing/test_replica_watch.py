@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -13,6 +12,7 @@ from cluster.serving.ray_serve.routing.leases import Leases
 from cluster.serving.ray_serve.routing.pulse import Pulse
 from cluster.serving.ray_serve.routing.replica_reads import ReplicaReads
 from cluster.serving.ray_serve.routing.replica_watch import ReplicaWatch
+from tests.virtual_time import in_virtual_time, pass_time
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -80,10 +80,14 @@ def test_a_pause_of_the_watching_process_accuses_no_replica() -> None:
     assert pulse.tick("a", 1000.0) == []
 
 
+@in_virtual_time
 async def test_a_hanging_replica_is_reported_and_returns() -> None:
     silent: list[str] = []
     watch: Any = ReplicaWatch(  # Any: its replicas are stand-ins
-        lambda one: silent.append(one.replica_id.unique_id), period_s=0.05, limit_s=0.3
+        lambda one: silent.append(one.replica_id.unique_id),
+        period_s=0.05,
+        limit_s=0.3,
+        clock=asyncio.get_running_loop().time,
     )
     well, ill = Replica("well"), Replica("ill")
     ill.responds.clear()
@@ -109,7 +113,7 @@ async def test_a_failure_ends_the_waiting_read_and_all_later_ones(method: str) -
     await asyncio.sleep(0)
     await asyncio.to_thread(reads.fail, RuntimeError("silent"))
     with pytest.raises(RuntimeError, match="silent"):
-        await asyncio.wait_for(waiting, 5.0)
+        await asyncio.wait_for(waiting, 60.0)
     with pytest.raises(RuntimeError, match="silent"):
         await getattr(result, method)()
     assert result.is_cancelled
@@ -192,8 +196,9 @@ async def test_a_stream_without_its_last_item_raises() -> None:
             await result.__anext__()
 
 
+@in_virtual_time
 async def test_a_pause_of_the_replica_ends_no_lease() -> None:
-    leases = Leases(1.0)
+    leases = Leases(1.0, clock=asyncio.get_running_loop().time)
 
     async def hold() -> None:
         with leases.held("call"):
@@ -203,7 +208,7 @@ async def test_a_pause_of_the_replica_ends_no_lease() -> None:
     await asyncio.sleep(0.02)
     leases.renew({"call"})
     # The process stands still, as after SIGSTOP, for longer than a lease.
-    time.sleep(1.5)
+    pass_time(1.5)
     await asyncio.sleep(0.1)
     assert not call.done()
     await asyncio.sleep(1.0)
