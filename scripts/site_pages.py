@@ -18,6 +18,7 @@ from cluster.cli.vllm_flags import flag_notes
 from cluster.serving.admin.openapi import openapi_document
 
 if TYPE_CHECKING:
+    from argparse import ArgumentParser
     from collections.abc import Iterator, Mapping, Sequence
 
     from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorProto
@@ -66,8 +67,22 @@ def _command_line() -> Iterator[str]:
     parser = make_parser()
     yield "`pagedray completion bash` prints a script that completes commands and flags.\n"
     for name in _COMMANDS:
-        yield f"## pagedray {name}\n"
-        yield f"```text\n{command_parser(parser, name).format_help().strip()}\n```\n"
+        command = command_parser(parser, name)
+        yield from _help(command, "##")
+        for verb in _verbs(command):
+            yield from _help(command_parser(command, verb), "###")
+
+
+def _help(command: ArgumentParser, mark: str) -> Iterator[str]:
+    yield f"{mark} {command.prog}\n"
+    yield f"```text\n{command.format_help().strip()}\n```\n"
+
+
+def _verbs(command: ArgumentParser) -> Iterator[str]:
+    """Yield the second words of a command, such as `throughput` of `bench`."""
+    for action in command._actions:
+        if isinstance(action.choices, dict):
+            yield from action.choices
 
 
 def _vllm() -> Iterator[str]:

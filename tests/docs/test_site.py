@@ -43,3 +43,16 @@ def test_grpc_page_has_every_field() -> None:
         for field in message.fields:
             assert re.search(rf"^\| `{field.name}` \| .* \| {field.number} \| .+ \|$", section,
                              re.MULTILINE), field.full_name  # fmt: skip
+
+
+def test_command_page_has_every_command() -> None:
+    page = site_pages()["reference/command-line.md"]
+    for command, flag in (
+        ("serve", "--http-port"),
+        ("bench serve", "--request-rate"),
+        ("bench throughput", "--num-prompts"),
+        ("keys new", "--tenant"),
+        ("deploy check", "--checkpoint"),
+    ):
+        section = re.split(r"^#+ ", page.partition(f"# pagedray {command}\n")[2], flags=re.M)[0]
+        assert flag in section, command
