@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 from cluster.engine.vllm_option_notes import (
@@ -67,7 +68,7 @@ _REFUSED: Mapping[str, str] = {
     "ssl_cert_reqs": "--tls-client-ca requires certificates of clients",
     "ssl_ciphers": "the ciphers are OpenSSL's defaults for TLS 1.2 and 1.3",
     "tokens_only": "all endpoints are always served",
-    "tool_parser_plugin": "code of others is not loaded; see --tool-call-format",
+    "tool_parser_plugin": "third-party code is not loaded; see --tool-call-format",
     "tool_server": "tools are run by the client",
     "uds": "use --host and --http-port",
     "uvicorn_log_level": "use --log-level",
@@ -96,6 +97,7 @@ _SHORT: Mapping[str, str] = {
     "optimization_level": "-O",
     "pipeline_parallel_size": "-pp",
 }
+_OPTION = re.compile(r"\b(?:task|[a-z]+(?:_[a-z]+)+)\b")
 _WORDS: Mapping[str, object] = {"False": False, "None": None, "True": True}
 # Flags with other forms than their `--no-`.
 _OWN_SWITCHES: Mapping[str, str] = {"enable_prefix_caching": "prefix caching is on by default"}
@@ -134,24 +136,36 @@ def flag_notes(parser: argparse.ArgumentParser) -> list[tuple[str, str]]:
             own, *others = action.option_strings or ("",)
             notes |= dict.fromkeys(others, f"the same as `{own}`")
     notes["--no-enable-prefix-caching"] = "the same as `--no-prefix-cache`"
-    notes["--trust-remote-code"] = "is refused: code from a checkpoint is never run"
+    notes["--trust-remote-code"] = "rejected: code from a checkpoint is never run"
     ignored = {**IGNORED, **_SWITCHES_IGNORED, **_VALUES_IGNORED, **_OWN_SWITCHES}
     for name, reason in ignored.items():
-        notes[_flag(name)] = f"has no effect: {reason}"
+        notes[_flag(name)] = f"no effect: {reason}"
     for name, reason in {**REFUSED, **_REFUSED}.items():
         if _has_no_effect(name, value=True):
-            notes[_flag(name)] = f"has no effect: {reason}"
-            notes[_flag(f"no_{name}")] = f"is refused: {reason}"
+            notes[_flag(name)] = f"no effect: {reason}"
+            notes[_flag(f"no_{name}")] = f"rejected: {reason}"
         else:
-            notes[_flag(name)] = f"is refused{_exceptions(name)}: {reason}"
-    return sorted(notes.items())
+            notes[_flag(name)] = f"rejected{_exceptions(name)}: {reason}"
+    return sorted((flag, _with_flags(note, parser, mark="`")) for flag, note in notes.items())
+
+
+def _with_flags(text: str, parser: argparse.ArgumentParser, *, mark: str = "") -> str:
+    """Return a text with the names of options as the command line writes them."""
+
+    def write(found: re.Match[str]) -> str:
+        flag = _flag(found[0])
+        action = parser._option_string_actions.get(flag)
+        is_ours = action is not None and action.help != argparse.SUPPRESS
+        return f"{mark}{flag}{mark}" if is_ours else found[0]
+
+    return _OPTION.sub(write, text)
 
 
 def _exceptions(name: str) -> str:
     """Return the values that are not refused, if a user could write some."""
     values = {**WITHOUT_EFFECT, **_WITHOUT_EFFECT}.get(name, ())
     shown = [f"`{_text(value)}`" for value in values if value is not None and value is not False]
-    return f", but for {' and '.join(shown)}" if shown else ""
+    return f", except for {' and '.join(shown)}" if shown else ""
 
 
 def _text(value: object) -> str:
@@ -193,7 +207,8 @@ class _Refuse(argparse.Action):
         self, parser: argparse.ArgumentParser, _: Any, value: Any, option: str | None = None
     ) -> None:
         if self._name is None or value is None or not _has_no_effect(self._name, _value(value)):
-            parser.error(f"{option} is not supported: {self._reason}")
+            reason = _with_flags(self._reason, parser)
+            parser.error(f"{option} is not supported: {reason}")
 
 
 def _value(text: str) -> object:

@@ -69,7 +69,10 @@ def test_flags_may_have_underscores() -> None:
     ("flags", "text"),
     [
         ("--quantization int3", "invalid choice: 'int3'"),
-        ("--pipeline-parallel-size 2", "use tensor_parallel_size"),
+        ("--pipeline-parallel-size 2", "use --tensor-parallel-size"),
+        ("--runner pooling", "use --task"),
+        ("--nnodes 2", "--placement-strategy PACK or SPREAD places ranks on several nodes"),
+        ("--return-tokens-as-token-ids", "requests set return_tokens_as_token_ids"),
         ("--chat-template x.jinja", "put chat_template.jinja into the folder of the model"),
         ("--enable-lora", "merge the adapter into the weights"),
         ("--revision main", "write the revision after the model: ORG/NAME@REVISION"),
@@ -114,8 +117,8 @@ def test_every_noted_flag_exists() -> None:
         for name in (flag, *re.findall(r"same as `(.+)`", note)):
             assert name in parser._option_string_actions, name
     assert notes["--gpu-memory-utilization"] == "the same as `--memory-fraction`"
-    assert notes["--enable-prefix-caching"].startswith("has no effect: ")
-    assert notes["--runner"] == "is refused, but for `auto`: use task"
+    assert notes["--enable-prefix-caching"].startswith("no effect: ")
+    assert notes["--runner"] == "rejected, except for `auto`: use `--task`"
 
 
 def test_a_typing_error_behind_two_commands_is_found(capsys: pytest.CaptureFixture[str]) -> None:
