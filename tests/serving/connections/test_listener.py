@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import socket
 
+import pytest
+
 from cluster.serving.connections.listener import listen
+from pagedray.errors import DeviceError
 
 
 def test_connections_inherit_tcp_nodelay() -> None:
@@ -16,3 +19,18 @@ def test_connections_inherit_tcp_nodelay() -> None:
         connection, _ = listener.accept()
         with connection:
             assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+
+
+@pytest.mark.parametrize(("frontend", "flag"), [("HTTP", "--http-port"), ("gRPC", "--grpc-port")])
+def test_a_port_in_use_is_named_with_its_flag(frontend: str, flag: str) -> None:
+    with listen(frontend, "127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(DeviceError, match=rf"port {port} .* already in use; .* {flag}\.$"):
+            listen(frontend, "127.0.0.1", port)
+
+
+def test_the_reason_of_the_system_is_given_once() -> None:
+    # An address of TEST-NET-1, which no machine has.
+    with pytest.raises(DeviceError) as raised:
+        listen("HTTP", "192.0.2.1", 8000)
+    assert str(raised.value).count("192.0.2.1") == 1
