@@ -11,7 +11,7 @@ from pagedray.errors import StartupError
 if TYPE_CHECKING:
     import argparse
 
-__all__ = ["add_client_flags", "read_key"]
+__all__ = ["add_client_flags", "read_key", "with_key_hint"]
 
 _MAX_KEY_BYTES = 4096
 
@@ -30,6 +30,11 @@ def add_client_flags(group: argparse._ActionsContainer, *, variables: str) -> No
         metavar="FILE",
         help="CA certificates to trust, in PEM format. (default: those of the system)",
     )
+
+
+def with_key_hint(message: str, *, variables: str) -> str:
+    """Return the message of a server that rejects a key, and where the command takes one from."""
+    return f"{message.rstrip('.')}. Use --api-key-file or set {variables}."
 
 
 def read_key(path: Path | None) -> str | None:

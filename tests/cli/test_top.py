@@ -134,8 +134,12 @@ def test_a_key_that_may_not_read_the_history_is_not_tried_again() -> None:
 @pytest.mark.parametrize(
     ("body", "status", "text"),
     [
-        (b'{"error": {"message": "No such key."}}', 401, "status 401: No such key."),
-        (b'{"error": {"message": "a\\u001b[2Jb"}}', 401, r"status 401: a\?\[2Jb$"),
+        (
+            b'{"error": {"message": "No such key."}}',
+            401,
+            r"No such key\. Use --api-key-file or set PAGEDRAY_API_KEY\.$",
+        ),
+        (b'{"error": {"message": "a\\u001b[2Jb"}}', 403, r"status 403: a\?\[2Jb$"),
         (b"<html>", 502, "status 502."),
         (b"{}", 200, "not that of a PagedRay server of this version"),
         (b"\xff", 200, "not that of a PagedRay server of this version"),

@@ -8,7 +8,10 @@ from typing import Self
 
 from pagedray.errors import PagedRayError
 
-__all__ = ["BenchClient", "BenchError", "BenchRequest", "Timing"]
+__all__ = ["KEY_VARIABLES", "BenchClient", "BenchError", "BenchRequest", "Timing"]
+
+KEY_VARIABLES = "PAGEDRAY_API_KEY or OPENAI_API_KEY"
+"""Where the key is read from without --api-key-file, as messages say it."""
 
 _SHOWN_CHARACTERS = 200
 

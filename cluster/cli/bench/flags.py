@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
+from cluster.cli.bench.client import KEY_VARIABLES
 from cluster.cli.bench.latencies import GOALS, METRICS
 from cluster.cli.bench.target import Backend
 from cluster.cli.client_flags import add_client_flags
@@ -75,7 +76,7 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
         help="Folder or Hub id of the tokenizer that counts prompt tokens. (default: --model if "
         "it is a folder, otherwise the server's /tokenize endpoint)",
     )
-    add_client_flags(group, variables="PAGEDRAY_API_KEY or OPENAI_API_KEY")
+    add_client_flags(group, variables=KEY_VARIABLES)
     group.add_argument(
         "--header",
         nargs="*",

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from cluster.cli.bench.client import BenchClient, BenchError, BenchRequest, Timing
+from cluster.cli.bench.client import KEY_VARIABLES, BenchClient, BenchError, BenchRequest, Timing
+from cluster.cli.client_flags import with_key_hint
 from pagedray.errors import StartupError
 from pagedray.v1 import pagedray_pb2, pagedray_pb2_grpc
 
@@ -135,4 +136,7 @@ class GrpcClient(BenchClient):
 
 
 def _refusal(error: grpc.aio.AioRpcError) -> BenchError:
-    return BenchError(f"{error.code().name}: {error.details()}")
+    message = f"{error.code().name}: {error.details()}"
+    if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+        message = with_key_hint(message, variables=KEY_VARIABLES)
+    return BenchError(message)

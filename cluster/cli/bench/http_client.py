@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from http import HTTPStatus
 from typing import TYPE_CHECKING, TypeVar
 
 import aiohttp
 import msgspec
 
-from cluster.cli.bench.client import BenchClient, BenchError, BenchRequest, Timing
+from cluster.cli.bench.client import KEY_VARIABLES, BenchClient, BenchError, BenchRequest, Timing
+from cluster.cli.client_flags import with_key_hint
 from cluster.serving.connections.listener import url_host
 from pagedray.errors import PagedRayError, StartupError
 
@@ -217,7 +219,10 @@ class HttpClient(BenchClient):
 async def _check_status(answer: aiohttp.ClientResponse) -> None:
     if answer.status != 200:
         body = await answer.content.read(_MAX_ERROR_BYTES)
-        raise BenchError(f"Status {answer.status}: {_reason(body) or answer.reason}")
+        message = f"Status {answer.status}: {_reason(body) or answer.reason}"
+        if answer.status == HTTPStatus.UNAUTHORIZED:
+            message = with_key_hint(message, variables=KEY_VARIABLES)
+        raise BenchError(message)
 
 
 def _reason(body: bytes) -> str | None:

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from cluster.cli.client_flags import with_key_hint
 from cluster.cli.top.cells import printable
 from cluster.serving.connections.listener import url_host
 from cluster.serving.server_info import ServerLoads
@@ -124,4 +125,7 @@ def _refusal(status: int, body: bytes) -> str:
         text = msgspec.json.decode(body, type=_ErrorBody).error.message
     except msgspec.MsgspecError:
         return f"The server responded with status {status}."
-    return f"The server responded with status {status}: {printable(text[:_SHOWN_ERROR_LENGTH])}"
+    shown = f"The server responded with status {status}: {printable(text[:_SHOWN_ERROR_LENGTH])}"
+    if status == http.client.UNAUTHORIZED:
+        return with_key_hint(shown, variables="PAGEDRAY_API_KEY")
+    return shown

@@ -232,7 +232,9 @@ def test_keys_come_from_a_file_or_the_environment(
         for backend, refusal in (("openai", "Status 401"), ("grpc", "UNAUTHENTICATED")):
             given = (f"--backend={backend}", f"--base-url={base_url(server, backend)}", *SHORT)
             monkeypatch.setenv("OPENAI_API_KEY", "wrong")
-            assert refusal in one_error(run(capsys, *given))
+            error = one_error(run(capsys, *given))
+            assert refusal in error
+            assert "Use --api-key-file or set PAGEDRAY_API_KEY or OPENAI_API_KEY." in error
             assert run(capsys, *given, f"--api-key-file={tmp_path / 'key'}")[0] == 0
             monkeypatch.setenv("OPENAI_API_KEY", keys["one"])
             assert run(capsys, *given)[0] == 0
