@@ -171,7 +171,12 @@ def _generate(parsed: argparse.Namespace) -> int:
 def _chat(parsed: argparse.Namespace) -> int:
     from cluster.cli.terminal import chat
 
-    return chat(parsed.model, engine_options(parsed), sampling_fields(parsed))
+    return chat(
+        parsed.model,
+        engine_options(parsed),
+        sampling_fields(parsed),
+        system_prompt=parsed.system_prompt,
+    )
 
 
 def _new_key(parsed: argparse.Namespace) -> int:

@@ -278,6 +278,9 @@ def _add_generate(commands: _Commands) -> None:
 
 def _add_chat(commands: _Commands) -> None:
     chat = _model_command(commands, "chat", "Chat with a model in the terminal.")
+    chat.add_argument(
+        "--system-prompt", metavar="TEXT", help="System message that conversations begin with."
+    )
     add_sampling_flags(chat, max_tokens=256)
     add_engine_flags(chat, executor=None)
 

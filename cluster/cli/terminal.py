@@ -54,19 +54,26 @@ def generate(
     return 0
 
 
-def chat(model: str, options: EngineOptions, given: Mapping[str, Any]) -> int:
+def chat(
+    model: str,
+    options: EngineOptions,
+    given: Mapping[str, Any],
+    *,
+    system_prompt: str | None = None,
+) -> int:
     """Chat until end-of-file or an empty line; `given` is as in `generate`."""
+    beginning = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
     with _loaded(model, options) as llm:
         sampling = _sampling(llm, given)
         print("Type a message; an empty line or Ctrl-D exits.", file=sys.stderr)
-        messages: list[dict[str, str]] = []
+        messages = list(beginning)
         while line := _read_line():
             messages.append({"role": "user", "content": line})
             try:
                 answer = _answer(llm, messages, sampling)
             except InvalidRequestError as error:
                 print(f"{error} Starting a new conversation.", file=sys.stderr)
-                messages.clear()
+                messages = list(beginning)
                 continue
             messages.append({"role": "assistant", "content": answer})
     return 0
@@ -92,8 +99,11 @@ def _loaded(model: str, options: EngineOptions) -> LLM:
 
 
 def _read_line() -> str:
+    # Output that is read by a program has only the answers.
+    is_asked = sys.stdin.isatty()
     try:
-        return input("> ").strip()
+        return input("> " if is_asked else "").strip()
     except EOFError:
-        print()
+        if is_asked:
+            print()
         return ""

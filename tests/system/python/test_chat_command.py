@@ -1,0 +1,37 @@
+"""`pagedray chat`, as another program runs it: messages are lines of standard input."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cluster.cli.commands import main
+from pagedray import LLM, SamplingParams
+
+if TYPE_CHECKING:
+    import pytest
+
+TINY_LLAMA = str(Path(__file__).parents[3] / "examples" / "tiny-llama")
+FLAGS = ("--dtype=float32", "--max-tokens=8", "--temperature=0")
+SYSTEM = {"role": "system", "content": "Answer in one word."}
+QUESTION = {"role": "user", "content": "What does open do?"}
+
+
+def _answers(*messages: list[dict[str, str]]) -> list[str]:
+    with LLM(TINY_LLAMA, executor="local", dtype="float32") as llm:
+        results = llm.chat(
+            list(messages), SamplingParams(max_tokens=8, temperature=0.0), use_tqdm=False
+        )
+        return [result.outputs[0].text for result in results]
+
+
+def test_output_has_only_the_answers_to_the_conversation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, with_system = _answers([QUESTION], [SYSTEM, QUESTION])
+    assert plain != with_system
+    for flags, answer in (((), plain), (("--system-prompt", SYSTEM["content"]), with_system)):
+        monkeypatch.setattr("sys.stdin", io.StringIO(f"{QUESTION['content']}\n"))
+        assert main(["chat", TINY_LLAMA, *FLAGS, *flags]) == 0
+        assert capsys.readouterr().out == f"{answer}\n"
