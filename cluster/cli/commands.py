@@ -27,7 +27,7 @@ __all__ = ["main"]
 _FAILURE_EXIT = 1
 _INTERRUPT_EXIT = 130
 _STDOUT = 1
-_RAY_DEATH = "^A worker died or was killed while executing a task"
+_RAY_DEATHS = "^(A worker died or was killed while executing a task|Raylet is terminated)"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,8 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     except StartupError as error:
         parser.error(str(error))
-    # The engine logs the death of a rank in one line; Ray's paragraph of guesses is filtered out.
-    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", _RAY_DEATH)
+    # The engine logs the death of a rank or a raylet in one line; Ray's paragraph of guesses, and
+    # the end of the raylet's log, are filtered out.
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", _RAY_DEATHS)
     # A thread that still calls Ray after its end would start another cluster.
     os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     try:

@@ -33,6 +33,8 @@ __all__ = ["RayExecutor"]
 logger = logging.getLogger(__name__)
 
 _PLACEMENT_TIMEOUT_S = 15.0
+_OUTAGE_TIMEOUT_S = 2.0
+"""Time within which the end of GCS or the raylet is noticed."""
 
 
 class RayExecutor(Executor):
@@ -71,8 +73,9 @@ class RayExecutor(Executor):
                 self._memories.take_damaged()
             self._fill_spares(self._ranks.places)
         except WorkerError as error:
+            reason = self._reason_of(error)
             self.close()
-            raise StartupError(str(error)) from error
+            raise StartupError(reason) from error
         except BaseException:
             self.close()
             raise
@@ -163,6 +166,12 @@ class RayExecutor(Executor):
         if self._connection is not None:
             self._connection.close()
         self._placement = self._connection = None
+
+    def _reason_of(self, error: WorkerError) -> str:
+        """Return why ranks could not start; Ray does not say so if it was the end of Ray itself."""
+        assert self._connection is not None
+        outage = self._connection.health.wait_for_outage(_OUTAGE_TIMEOUT_S)
+        return str(error) if outage is None else outage.reason
 
     def _remove_placement(self) -> None:
         """Remove the placement group; during an outage, Ray removes it with its job."""

@@ -70,6 +70,13 @@ class RayHealth:
         """What has ended or hangs, if anything does."""
         return self._outage
 
+    def wait_for_outage(self, timeout_s: float) -> Outage | None:
+        """Return the outage, also if it is only noticed within `timeout_s`."""
+        deadline_s = time.monotonic() + timeout_s
+        while self._outage is None and time.monotonic() < deadline_s:
+            time.sleep(_POLL_S)
+        return self._outage
+
     def run_unless_out(self, call: Callable[[], Result]) -> Result:
         """Return what `call` returns, which needs Ray. Raises StartupError during an outage.
 

@@ -1,4 +1,4 @@
-"""A Ray that does not start in time is started once more."""
+"""A Ray that does not start in time is started once more; one that ends later ends the start."""
 
 from __future__ import annotations
 
@@ -49,3 +49,29 @@ def test_ray_that_hangs_while_it_starts_is_started_once_more(tmp_path: Path) -> 
         server.terminate()
         assert server.wait(60.0) == 0
     assert "Starting Ray once more: " in log.read_text()
+
+
+@pytest.mark.slow
+def test_the_end_of_the_raylet_is_named_while_ranks_load() -> None:
+    command, environment = serve_command(
+        TINY_LLAMA, "--device=cpu", "--tensor-parallel-size=2", "--num-threads=1"
+    )
+    with subprocess.Popen(
+        command,
+        env=environment,
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as server:
+        assert server.stderr is not None
+        # Each line reports progress.
+        while "Loading weights" not in server.stderr.readline():
+            continue
+        (raylet,) = daemons(server, "raylet")
+        raylet.kill()
+        lines = server.stderr.read().splitlines()
+        assert server.wait(60.0) == 2
+    (line,) = (line for line in lines if not line.endswith(" ..."))
+    assert line.startswith("pagedray: error: The raylet of this node at ")
+    assert line.endswith(" has ended.")
