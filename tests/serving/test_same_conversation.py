@@ -93,7 +93,7 @@ def ask_handle(server: Server, sampling: Sampling) -> tuple[str, str]:
         return "".join([one.text async for output in outputs for one in output.sequences])
 
     try:
-        return asyncio.run_coroutine_threadsafe(run(), server.loop).result(20), ""
+        return asyncio.run_coroutine_threadsafe(run(), server.loop).result(60), ""
     except InvalidRequestError as error:
         return "", str(error)
 

@@ -43,7 +43,7 @@ def rank() -> GpuWorker:
 
 def test_rank_that_has_left_joins_again_with_its_weights(rank: GpuWorker) -> None:
     model = rank._rank.worker._model  # type: ignore[attr-defined]  # a decoder's
-    assert rank.leave_epoch(5.0) is None
+    assert rank.leave_epoch(60.0) is None
     assert rank.allocate_cache(8, 0)
     assert rank.join_group(rank.open_rendezvous("127.0.0.1"), "127.0.0.1") is None
     assert rank._rank.worker._model is model  # type: ignore[attr-defined]  # as above
@@ -133,7 +133,7 @@ def test_rank_whose_device_has_failed_says_so(
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(rank._rank.worker, "end_epoch", fail)
-    assert rank.leave_epoch(5.0) == (
+    assert rank.leave_epoch(60.0) == (
         "Rank 0 cannot continue: CUDA error: an illegal memory access was encountered"
     )
 
@@ -152,16 +152,16 @@ def test_rank_that_failed_by_itself_cannot_join_another_epoch(
     with closing(StepListener(f"unix:{tmp_path / 'steps'}")) as listener:
         pool = ThreadPoolExecutor(1)
         serving = pool.submit(rank.serve_controller, listener.endpoint, secret)
-        (channel,) = listener.accept(1, secret, timeout_s=10.0)
+        (channel,) = listener.accept(1, secret, timeout_s=60.0)
     # No batch has such a row.
     channel.send(StepPlan(0, [SequencePlan(10**6, 0, 1, is_sampled=True)]))
-    failure = channel.receive(10.0)
+    failure = channel.receive(60.0)
     assert isinstance(failure, WorkerFailure)
     assert not failure.is_peer
     channel.close()
     with pytest.raises(IndexError):
-        serving.result(10.0)
+        serving.result(60.0)
     pool.shutdown()
-    problem = rank.leave_epoch(5.0)
+    problem = rank.leave_epoch(60.0)
     assert problem is not None
     assert problem.startswith("Rank 0 failed: ")

@@ -27,7 +27,7 @@ def failing_sequence(
     submitted = server.engine.log.submitted
 
     def fail() -> None:
-        wait_for(lambda: bool(submitted), timeout_s=5.0)
+        wait_for(lambda: bool(submitted))
         request_id = submitted[0].id
         events = [TokenEvent(request_id, 0, (token_id,)) for token_id in token_ids]
         end = TokenEvent(

@@ -66,7 +66,7 @@ def test_http_keeps_the_connection_of_a_large_body_it_refuses(
     server: Server, full: FakeEngine
 ) -> None:
     # One connection, without reconnecting.
-    connection = HTTPConnection("127.0.0.1", server.frontends.http_port, timeout=5)
+    connection = HTTPConnection("127.0.0.1", server.frontends.http_port, timeout=60)
     connection.connect()
     connection.auto_open = 0
     headers = {"Content-Type": "application/json"}
@@ -102,7 +102,7 @@ async def _refused(frontend: GrpcFrontend, method: str, key: str) -> tuple[grpc.
         metadata = (("authorization", f"Bearer {key}"),)
         call: Any = channel.unary_stream(path)(b"\xff", metadata=metadata)  # type: ignore[call-arg]  # Any: grpc-stubs asks for what has a default
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await asyncio.wait_for(call.read(), 5.0)
+            await asyncio.wait_for(call.read(), 60.0)
     return caught.value.code(), status_of_call(caught.value)
 
 

@@ -38,7 +38,7 @@ async def test_memory_is_returned_after_large_requests() -> None:
         trimmer.note_freed(MIB)
     await asyncio.sleep(0)
     assert held - rss() < 8 * MIB
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while held - rss() < 32 * MIB:
             await asyncio.sleep(DELAY_S)
     assert len(pins) == 80
@@ -65,7 +65,7 @@ async def test_memory_is_returned_even_if_large_requests_go_on() -> None:
     pins = leave_gaps(64)
     held = rss()
     trimmer = MemoryTrimmer(delay_s=DELAY_S)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while held - rss() < 32 * MIB:
             trimmer.note_freed(16 * MIB)
             await asyncio.sleep(DELAY_S / 10)

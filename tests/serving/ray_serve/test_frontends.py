@@ -58,7 +58,7 @@ def collect(server: Server, items: AsyncIterator[Any]) -> list[Any]:
     async def run() -> list[Any]:
         return [item async for item in items]
 
-    return asyncio.run_coroutine_threadsafe(run(), server.loop).result(20)
+    return asyncio.run_coroutine_threadsafe(run(), server.loop).result(60)
 
 
 def stream(server: Server, message: pb.GenerateRequest, **metadata: str) -> tuple[Any, Context]:

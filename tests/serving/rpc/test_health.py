@@ -19,12 +19,11 @@ if TYPE_CHECKING:
 
 SERVICE = "some.Service"
 STATUS = health_pb2.HealthCheckResponse.ServingStatus
-TIMEOUT_S = 0.2
 
 
 @pytest.fixture
 async def health() -> Health:
-    return Health((SERVICE,), read_timeout_s=TIMEOUT_S)
+    return Health((SERVICE,), read_timeout_s=60.0)
 
 
 @pytest.fixture
@@ -102,7 +101,8 @@ async def test_check_of_an_unknown_service_is_not_found(channel: grpc.aio.Channe
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_missing_message_times_out(channel: grpc.aio.Channel) -> None:
+async def test_missing_message_times_out(health: Health, channel: grpc.aio.Channel) -> None:
+    health._read_timeout_s = 0.2
     # No message, and no end of messages either.
     silent: Any = channel.stream_stream(f"/{HEALTH}/Check")()  # type: ignore[call-arg]  # Any, ignore: see `call`
     with pytest.raises(grpc.aio.AioRpcError) as caught:

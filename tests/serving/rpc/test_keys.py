@@ -71,7 +71,7 @@ async def _methods(channel: grpc.aio.Channel) -> list[str]:
 async def _code(channel: grpc.aio.Channel, path: str, **options: Any) -> grpc.StatusCode:
     # Any: the options of a call
     # A client that streams fails with INTERNAL if the call ends before its message is sent.
-    call = channel.unary_stream(path)(b"", timeout=5, **options)  # type: ignore[call-arg]  # grpc-stubs asks for what has a default
+    call = channel.unary_stream(path)(b"", timeout=60, **options)  # type: ignore[call-arg]  # grpc-stubs asks for what has a default
     try:
         # An open stream, such as that of Watch, was accepted.
         await anext(aiter(call), None)

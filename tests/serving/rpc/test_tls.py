@@ -48,7 +48,7 @@ def _channel(
 
 async def _ask(frontend: GrpcFrontend, channel: grpc.aio.Channel) -> int:
     async with channel:
-        messages = [one async for one in frontend.stub(channel).Generate(MESSAGE, timeout=10)]
+        messages = [one async for one in frontend.stub(channel).Generate(MESSAGE, timeout=60)]
     return int(messages[-1].usage.num_generated_tokens)
 
 

@@ -103,8 +103,8 @@ async def test_first_connections_that_send_much_without_a_key_are_stalled_and_ot
             writers = [(await connected(frontend.target))[1] for _ in range(8)]
             for writer in writers:
                 writer.write(START)
-            assert all(await asyncio.gather(*(is_stalled(one, 20.0) for one in writers)))
-            assert await is_closed(frontend.target, calls(400), 20.0)
+            assert all(await asyncio.gather(*(is_stalled(one, 60.0) for one in writers)))
+            assert await is_closed(frontend.target, calls(400), 60.0)
             assert not await is_closed(frontend.target, calls(20), 0.5)
             for writer in writers:
                 # What waits to be sent never will be.
@@ -131,7 +131,7 @@ def test_stalled_connection_loses_nothing_if_a_valid_call_begins_late() -> None:
                 assert num_received_bytes(server.fileno()) == num_before
                 proven.add(peer_name(*peer))
                 watch.close_excess()
-                server.settimeout(10.0)
+                server.settimeout(60.0)
                 received = b""
                 while len(received) <= len(sent):
                     received += server.recv(2**16)
@@ -166,7 +166,7 @@ async def test_many_health_checks_may_share_a_connection(tokenizer: Tokenizer) -
     ):
         stub: Any = health_pb2_grpc.HealthStub(channel)  # Any: see above
         for _ in range(300):
-            await stub.Check(health_pb2.HealthCheckRequest(), timeout=10.0)
+            await stub.Check(health_pb2.HealthCheckRequest(), timeout=60.0)
 
 
 def test_closed_connections_are_forgotten_at_the_second_look() -> None:
@@ -194,7 +194,7 @@ async def test_peers_have_the_names_that_grpc_gives_them(host: str) -> None:
     port = server.add_insecure_port(f"{host}:0")
     await server.start()
     async with grpc.aio.insecure_channel(f"{host}:{port}") as channel:
-        await channel.unary_unary("/a.B/C")(b"", timeout=10.0)  # type: ignore[call-arg]  # grpc-stubs asks for what has a default
+        await channel.unary_unary("/a.B/C")(b"", timeout=60.0)  # type: ignore[call-arg]  # grpc-stubs asks for what has a default
     await server.stop(0)
     client_port = int(names[0].rpartition(":")[2])
     assert names == [peer_name(host.strip("[]"), client_port)]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cluster.structured.processes import mask_work
 from cluster.structured.processes.mask_process import serve_masks
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class _Matcher:
                 while time.thread_time() < until_s:
                     pass
             case ["waits for", path]:
-                # Long enough to be costly, without Python's lock; then for up to three seconds.
+                # Long enough to be costly, without Python's lock; then for up to a minute.
                 hashlib.pbkdf2_hmac("sha256", b"", b"", 100_000)
                 while not Path(path).exists():
                     time.sleep(0.001)
@@ -99,6 +100,8 @@ class FakeMasks:
 
 
 if __name__ == "__main__":
+    # A mask that waits for the test may have to wait long.
+    mask_work._MIN_SLEEP_S = 60.0
     masks, grammars = (socket.socket(fileno=int(one)) for one in sys.argv[1:3])
     library: Any = _Library()  # Any: a fake
     serve_masks(masks, grammars, library, memory_bytes=int(sys.argv[3]))

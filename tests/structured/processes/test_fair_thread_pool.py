@@ -15,7 +15,7 @@ from tests.fakes import wait_for
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 
 
 class Tasks:

@@ -60,7 +60,7 @@ class Client:
     def close(self) -> None:
         self._client.close()
         for process in self.fake.processes:
-            process.wait(10.0)
+            process.wait(60.0)
 
 
 @pytest.fixture

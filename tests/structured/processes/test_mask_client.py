@@ -76,7 +76,7 @@ class Batch:
     def close(self) -> None:
         self.client.close()
         for process in self.fake.processes:
-            process.wait(10.0)
+            process.wait(60.0)
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_a_mask_that_never_ends_ends_its_sequence_and_no_other(
     assert f"Ending a sequence with an error: {errors[0]}." == caplog.messages[0]
     assert errors[1:] == [""] * num_others
     # Its process ends with it, and the next one continues from there.
-    assert batch.fake.processes[0].wait(10.0) == 0
+    assert batch.fake.processes[0].wait(60.0) == 0
     del batch.matchers[0]
     assert batch.masks(1, 2, 3, 4) == [5] * num_others
     assert len(batch.fake.processes) == 2
@@ -116,19 +116,19 @@ def test_all_sequences_of_a_slow_grammar_end(batch: Batch) -> None:
 
 
 def test_the_kernel_kills_a_process_that_cannot_be_watched() -> None:
-    batch = Batch(step_s=0.3, alone_s=0.2)
+    batch = Batch(step_s=1.5, alone_s=1.0)
     batch.add("plain", "holds the lock", "plain")
     assert batch.masks(3) == [4, FinishReason.ERROR, 4]
     errors = [matcher.error for matcher in batch.matchers]
     assert errors == ["", "its masks take too much time or memory", ""]
     # The one of all sequences, and the one of the offender alone.
-    assert [one.wait(10.0) for one in batch.fake.processes[:2]] == [-14, -14]
+    assert [one.wait(60.0) for one in batch.fake.processes[:2]] == [-14, -14]
     batch.close()
 
 
 @pytest.mark.parametrize("kind", ["eats", "holds the lock"])
 def test_a_grammar_that_ends_a_process_ends_it_once(kind: str) -> None:
-    batch = Batch(memory_bytes=256 * 2**20, step_s=0.5, alone_s=0.5)
+    batch = Batch(memory_bytes=256 * 2**20, step_s=1.5, alone_s=1.0)
     batch.add("plain")
     (crashing,) = batch.add(kind)
     batch.matchers += [crashing.matcher(REQUEST) for _ in range(5)]
@@ -457,6 +457,8 @@ def test_a_mask_that_waits_for_a_processor_is_not_to_blame() -> None:
     with ThreadPoolExecutor(1) as threads:
         running = threads.submit(work.make_masks, [computing], 60.0)
         wait_for(lambda: computing.timer)
-        assert [work.check_limits() for _ in range(2000)] == [[]] * 2000
+        # It may have ended before the last check.
+        found = [made for _ in range(2000) for made in work.check_limits()]
+        assert {made.finish_reason for made in found} <= {None}
     (made,) = running.result()
     assert made.finish_reason is None

@@ -230,7 +230,7 @@ def test_the_death_of_the_mask_process_ends_no_sequence(
     wait_for(lambda: len(children(own_compiler)) == 1)
     (maker,) = children(own_compiler)
     maker.send_signal(signal.SIGKILL)
-    maker.wait(10.0)
+    maker.wait(60.0)
     token_ids = [[7, *tokenizer.encode(text, add_special_tokens=False)] for text in ("aaa", "b")]
     end = 1 << EOS
     for mask in made_masks(list(zip(matchers, token_ids, strict=True))):

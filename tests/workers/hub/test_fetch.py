@@ -146,7 +146,7 @@ fetch_files(located.hub, [{WEIGHTS!r}], settings=settings)
 
 def test_processes_that_start_together_download_once(hub: SmallHub, settings: HubSettings) -> None:
     processes = [start_download(settings) for _ in range(2)]
-    assert [process.wait(60.0) for process in processes] == [0, 0]
+    assert [process.wait(120.0) for process in processes] == [0, 0]
     assert len(hub.gets_of(WEIGHTS)) == 1
     assert len(hub.gets_of("config.json")) == 1
     _, folder = fetched(settings, WEIGHTS)

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from pagedray.errors import DeviceError
+from tests.system.server_process import free_port
 from tests.workers.parallel.joined_group import join_group
 from tests.workers.reference import CPU, reference_logits, save_checkpoint
 from tests.workers.reference_cases import CASES, EXPERT_PARALLEL_CASES, TWO_RANK_CASES
@@ -25,12 +26,6 @@ from workers.parallel.process_group import _choose_nccl_interface
 from workers.parallel.rendezvous import LOOPBACK, FileRendezvous, GroupAddress
 
 ROOT = Path(__file__).parents[3]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +51,7 @@ def ranks(folder: Path) -> list[dict[str, Any]]:
         for rank in range(2)
     ]
     for process in processes:
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors[-3000:]
     rendezvous.close()
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
@@ -139,7 +134,7 @@ def listeners_of_two_ranks(address: GroupAddress) -> set[tuple[str, int]]:
 
 
 def test_ranks_listen_on_the_loopback_only() -> None:
-    port = _free_port()
+    port = free_port()
     found = listeners_of_two_ranks((LOOPBACK, port))
     assert {host for host, _ in found} == {LOOPBACK}
     assert (LOOPBACK, port) in found
@@ -192,7 +187,7 @@ def test_rank_whose_peer_has_left_can_join_another() -> None:
 
 def test_a_rank_that_no_other_joins_gives_up_in_one_line() -> None:
     with pytest.raises(DeviceError, match="Rank 0 of 2 could not join its group at 127") as caught:
-        join_group(0, 2, device=CPU, address=(LOOPBACK, _free_port()), timeout_s=0.3)
+        join_group(0, 2, device=CPU, address=(LOOPBACK, free_port()), timeout_s=0.3)
     assert "\n" not in str(caught.value)
 
 

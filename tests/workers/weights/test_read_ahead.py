@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _WHOLE = (slice(None), slice(None))
-LIMIT_S = 10.0
+LIMIT_S = 60.0
 
 
 class Advice:

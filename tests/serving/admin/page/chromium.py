@@ -30,7 +30,7 @@ os.dup2(int(sys.argv[1]), 3)
 os.dup2(int(sys.argv[2]), 4)
 os.execv(sys.argv[3], sys.argv[3:])
 """
-_TIMEOUT_S = 8.0
+_TIMEOUT_S = 60.0
 
 
 class Browser:
