@@ -201,7 +201,7 @@ def test_local_rank_that_hangs_is_noticed_and_ends_the_engine(
     # The kinds of steps become known.
     sink.expect("a")
     controller.submit_request(request("a"))
-    wait_for(lambda: not sink.num_open)
+    wait_for(lambda: not (sink.num_open or controller._has_work))
     checks.run_for(100.0)
     assert controller.is_healthy
 
