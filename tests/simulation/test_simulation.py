@@ -29,7 +29,7 @@ def test_the_program_runs_seeds_in_other_processes() -> None:
         [sys.executable, "-m", "tests.simulation", "--seeds", "2", "--processes", "1"],
         capture_output=True,
         text=True,
-        timeout=60.0,
+        timeout=300.0,
         check=True,
     )
     assert done.stdout.startswith("0 of 2 seeds fail")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -73,7 +74,7 @@ def error_of(settings: HubSettings, model: str = "org/tiny") -> str:
     started_s = time.monotonic()
     with pytest.raises(CheckpointError) as caught:
         locate_model(model, settings=settings)
-    assert time.monotonic() - started_s < 20.0
+    assert time.monotonic() - started_s < 60.0
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -322,7 +323,11 @@ def test_refused_token_is_named(
 
 @pytest.mark.parametrize(
     ("path", "expected"),
-    [("/api/", ": timed out; check the network"), ("/config.json", "nothing was")],
+    [
+        # The library gives up first, unless the machine is busy.
+        ("/api/", r": (timed out|no answer within 0\.5 s); check the network"),
+        ("/config.json", "nothing was"),
+    ],
 )
 def test_silent_hub_is_given_up(
     hub: SmallHub, settings: HubSettings, path: str, expected: str
@@ -332,7 +337,7 @@ def test_silent_hub_is_given_up(
     limited = replace(settings, answer_timeout_s=0.5, silence_s=0.5)
     error = error_of(limited)
     is_over.set()
-    assert expected in error
+    assert re.search(expected, error)
 
 
 def test_model_that_exceeds_the_disk_is_refused(settings: HubSettings) -> None:
