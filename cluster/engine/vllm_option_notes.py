@@ -10,7 +10,15 @@ from pagedray.request import MAX_LOGPROBS
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["ALIASES", "IGNORED", "IGNORED_SWITCHES", "REFUSED", "WITHOUT_EFFECT", "has_no_effect"]
+__all__ = [
+    "ALIASES",
+    "IGNORED",
+    "IGNORED_SWITCHES",
+    "REFUSED",
+    "VLLM_NAMES",
+    "WITHOUT_EFFECT",
+    "has_no_effect",
+]
 
 ALIASES: Mapping[str, str] = MappingProxyType(
     {
@@ -246,6 +254,9 @@ REFUSED: Mapping[str, str] = MappingProxyType(
     )
 )
 """Why options that we do not have are refused, and what to use instead."""
+
+VLLM_NAMES = frozenset((*ALIASES, *IGNORED, *WITHOUT_EFFECT, *REFUSED))
+"""Options of vLLM that we do not have by these names."""
 
 
 def has_no_effect(name: str, value: object) -> bool:

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from cluster.engine.option_values import checked_options
 from cluster.engine.options import EngineOptions, refuse_remote_code
+from cluster.engine.vllm_option_notes import VLLM_NAMES
+from cluster.engine.vllm_options import own_options
 from cluster.serving.reasoning.formats import ReasoningFormat
 from cluster.serving.telemetry.log_lines import LogFormat
 from cluster.serving.tools.tool_calls import ToolCallFormat
 from pagedray.errors import StartupError
+from pagedray.nearest_name import nearest_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -110,19 +113,20 @@ def read_arguments(given: Mapping[str, object]) -> ServeArguments:
             "model is required: a Hub id, or the path of a checkpoint folder on every node."
         )
     refuse_remote_code(given)
-    for name in given:
-        if name != "model" and name not in _ENGINE_NAMES | _SERVE_NAMES:
-            raise StartupError(f"Unknown argument {name!r}; {_known_names()}")
+    serve = {name: value for name, value in given.items() if name in _SERVE_NAMES}
+    engine = {name: value for name, value in given.items() if name not in {"model", *serve}}
+    for name in engine:
+        if name not in _ENGINE_NAMES | VLLM_NAMES:
+            raise StartupError(f"Unknown argument {name!r}; {_hint(name)}")
     return ServeArguments(
         model=model,
-        engine=_checked(given, EngineOptions, _ENGINE_NAMES),
-        serve=_checked(given, ServeOptions, _SERVE_NAMES),
+        engine=_checked(own_options(engine), EngineOptions),
+        serve=_checked(serve, ServeOptions),
     )
 
 
-def _checked(given: Mapping[str, object], kind: type[Options], names: frozenset[str]) -> Options:
-    chosen = {name: value for name, value in given.items() if name in names}
-    return checked_options(chosen, kind, what="argument", takes_text=True)
+def _checked(given: Mapping[str, object], kind: type[Options]) -> Options:
+    return checked_options(given, kind, what="argument", takes_text=True)
 
 
 def _check_at_least(name: str, value: float, least: float) -> None:
@@ -130,6 +134,13 @@ def _check_at_least(name: str, value: float, least: float) -> None:
         raise StartupError(f"{name} must be at least {least}, not {value}.")
 
 
-def _known_names() -> str:
-    names = ", ".join(("model", *sorted(_ENGINE_NAMES | _SERVE_NAMES)))
-    return f"known arguments are {names}."
+def _hint(name: str) -> str:
+    """Return what an unknown argument may mean, such as the flag --no-prefix-cache."""
+    known = _ENGINE_NAMES | _SERVE_NAMES
+    switch = name.replace("no_", "enable_", 1)
+    if name.startswith("no_") and switch in known:
+        return f"did you mean {switch} = false?"
+    nearest = nearest_name(name, known)
+    if nearest is not None:
+        return f"did you mean {nearest}?"
+    return f"known arguments are {', '.join(('model', *sorted(known)))}."

@@ -20,6 +20,20 @@ def test_numbers_may_be_strings() -> None:
     assert arguments.engine == EngineOptions(num_blocks=64, enable_prefix_cache=False)
 
 
+def test_engine_options_may_have_the_names_of_vllm() -> None:
+    given = {
+        "model": "m",
+        "gpu_memory_utilization": "0.5",
+        "max_model_len": "32K",
+        "enable_prefix_caching": False,
+        "dtype": "auto",
+        "disable_log_stats": True,
+    }
+    assert read_arguments(given).engine == EngineOptions(
+        memory_fraction=0.5, max_model_len=32768, enable_prefix_cache=False
+    )
+
+
 def test_absent_arguments_are_the_defaults() -> None:
     arguments = read_arguments({"model": "m", "max_model_len": None})
     assert (arguments.engine, arguments.serve) == (EngineOptions(), ServeOptions())
@@ -37,7 +51,18 @@ def test_option_names_are_unique() -> None:
             {"model": None},
             "model is required: a Hub id, or the path of a checkpoint folder on every node.",
         ),
-        ({"num_block": 1}, "Unknown argument 'num_block'; known arguments are model, "),
+        ({"num_block": 1}, "Unknown argument 'num_block'; did you mean num_blocks?"),
+        ({"num_replica": 1}, "Unknown argument 'num_replica'; did you mean num_replicas?"),
+        (
+            {"no_prefix_cache": True},
+            "Unknown argument 'no_prefix_cache'; did you mean enable_prefix_cache = false?",
+        ),
+        ({"frobnicate": 1}, "Unknown argument 'frobnicate'; known arguments are model, "),
+        ({"enable_lora": True}, "enable_lora = True is not supported: merge the adapter"),
+        (
+            {"gpu_memory_utilization": "0.5", "memory_fraction": "0.5"},
+            "memory_fraction and another name of memory_fraction cannot be used together.",
+        ),
         (
             {"num_blocks": "many"},
             "Invalid value 'many' of argument num_blocks: Expected `int | null`, got `str`.",
