@@ -33,15 +33,18 @@ class GenerationServiceStub:
 
     Errors are gRPC status codes: INVALID_ARGUMENT for an invalid request, NOT_FOUND for a model
     that is not served or a stream that cannot be resumed, ALREADY_EXISTS for a request_id that is
-    in use, ABORTED if the client does not read its stream, RESOURCE_EXHAUSTED if the queue is full
-    or the tenant is at its limits, DEADLINE_EXCEEDED if the deadline passed, UNAUTHENTICATED for a
-    missing or invalid API key, PERMISSION_DENIED for a call that the tenant may not make,
-    UNAVAILABLE while the server starts or drains and if its engine failed. Each error has details
-    as in google.rpc.Status: always ErrorInfo, BadRequest with the path of an invalid field, and
-    RetryInfo if the call may be retried.
+    in use, ABORTED if the client does not read its stream or another call has resumed it,
+    RESOURCE_EXHAUSTED if the queue is full or the tenant is at its limits, DEADLINE_EXCEEDED if the
+    deadline passed, UNAUTHENTICATED for a missing or invalid API key, PERMISSION_DENIED for a call
+    that the tenant may not make, UNIMPLEMENTED for a resumable stream where there are none, UNAVAILABLE
+    while the server starts or drains and if its engine failed, INTERNAL for a defect of the server.
+    Each error has details as in google.rpc.Status: always ErrorInfo, BadRequest with the path of an
+    invalid field, and RetryInfo if the call may be retried.
 
-    A message with an unknown field is rejected with INVALID_ARGUMENT, and so is a message of more than
-    4 MiB; above 6 MiB it is rejected with RESOURCE_EXHAUSTED without details.
+    A message with an unknown field is rejected with INVALID_ARGUMENT, and so is a message above the
+    limit of the server (--max-request-kib). By default, it is 1 MiB and 1 KiB for each token of the
+    context, at most 4 MiB, and 4 MiB for models that embed or score texts. A message of more than 1.5
+    times the limit is rejected with RESOURCE_EXHAUSTED without details.
     """
 
     def __init__(self, channel):
@@ -110,15 +113,18 @@ class GenerationServiceServicer:
 
     Errors are gRPC status codes: INVALID_ARGUMENT for an invalid request, NOT_FOUND for a model
     that is not served or a stream that cannot be resumed, ALREADY_EXISTS for a request_id that is
-    in use, ABORTED if the client does not read its stream, RESOURCE_EXHAUSTED if the queue is full
-    or the tenant is at its limits, DEADLINE_EXCEEDED if the deadline passed, UNAUTHENTICATED for a
-    missing or invalid API key, PERMISSION_DENIED for a call that the tenant may not make,
-    UNAVAILABLE while the server starts or drains and if its engine failed. Each error has details
-    as in google.rpc.Status: always ErrorInfo, BadRequest with the path of an invalid field, and
-    RetryInfo if the call may be retried.
+    in use, ABORTED if the client does not read its stream or another call has resumed it,
+    RESOURCE_EXHAUSTED if the queue is full or the tenant is at its limits, DEADLINE_EXCEEDED if the
+    deadline passed, UNAUTHENTICATED for a missing or invalid API key, PERMISSION_DENIED for a call
+    that the tenant may not make, UNIMPLEMENTED for a resumable stream where there are none, UNAVAILABLE
+    while the server starts or drains and if its engine failed, INTERNAL for a defect of the server.
+    Each error has details as in google.rpc.Status: always ErrorInfo, BadRequest with the path of an
+    invalid field, and RetryInfo if the call may be retried.
 
-    A message with an unknown field is rejected with INVALID_ARGUMENT, and so is a message of more than
-    4 MiB; above 6 MiB it is rejected with RESOURCE_EXHAUSTED without details.
+    A message with an unknown field is rejected with INVALID_ARGUMENT, and so is a message above the
+    limit of the server (--max-request-kib). By default, it is 1 MiB and 1 KiB for each token of the
+    context, at most 4 MiB, and 4 MiB for models that embed or score texts. A message of more than 1.5
+    times the limit is rejected with RESOURCE_EXHAUSTED without details.
     """
 
     def Generate(self, request, context):
@@ -265,15 +271,18 @@ class GenerationService:
 
     Errors are gRPC status codes: INVALID_ARGUMENT for an invalid request, NOT_FOUND for a model
     that is not served or a stream that cannot be resumed, ALREADY_EXISTS for a request_id that is
-    in use, ABORTED if the client does not read its stream, RESOURCE_EXHAUSTED if the queue is full
-    or the tenant is at its limits, DEADLINE_EXCEEDED if the deadline passed, UNAUTHENTICATED for a
-    missing or invalid API key, PERMISSION_DENIED for a call that the tenant may not make,
-    UNAVAILABLE while the server starts or drains and if its engine failed. Each error has details
-    as in google.rpc.Status: always ErrorInfo, BadRequest with the path of an invalid field, and
-    RetryInfo if the call may be retried.
+    in use, ABORTED if the client does not read its stream or another call has resumed it,
+    RESOURCE_EXHAUSTED if the queue is full or the tenant is at its limits, DEADLINE_EXCEEDED if the
+    deadline passed, UNAUTHENTICATED for a missing or invalid API key, PERMISSION_DENIED for a call
+    that the tenant may not make, UNIMPLEMENTED for a resumable stream where there are none, UNAVAILABLE
+    while the server starts or drains and if its engine failed, INTERNAL for a defect of the server.
+    Each error has details as in google.rpc.Status: always ErrorInfo, BadRequest with the path of an
+    invalid field, and RetryInfo if the call may be retried.
 
-    A message with an unknown field is rejected with INVALID_ARGUMENT, and so is a message of more than
-    4 MiB; above 6 MiB it is rejected with RESOURCE_EXHAUSTED without details.
+    A message with an unknown field is rejected with INVALID_ARGUMENT, and so is a message above the
+    limit of the server (--max-request-kib). By default, it is 1 MiB and 1 KiB for each token of the
+    context, at most 4 MiB, and 4 MiB for models that embed or score texts. A message of more than 1.5
+    times the limit is rejected with RESOURCE_EXHAUSTED without details.
     """
 
     @staticmethod

@@ -8,11 +8,16 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+from cluster.engine.options import EngineOptions, engine_config
+from cluster.serving.intake.limits import IntakeLimits, request_size
+from cluster.serving.rpc.message_limit import max_received_bytes
+from pagedray.errors import PagedRayError
 from pagedray.v1 import pagedray_pb2 as pb
 from scripts.site_pages import site_pages
-from tests.system.server_process import ROOT
+from tests.system.server_process import ROOT, TINY_LLAMA
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 
@@ -43,6 +48,24 @@ def test_grpc_page_has_every_field() -> None:
         for field in message.fields:
             assert re.search(rf"^\| `{field.name}` \| .* \| {field.number} \| .+ \|$", section,
                              re.MULTILINE), field.full_name  # fmt: skip
+
+
+def test_grpc_page_has_every_status_and_the_limit_of_messages() -> None:
+    text = " ".join(site_pages()["reference/grpc.md"].partition("## GenerationService")[0].split())
+    assert PagedRayError.grpc_status in text
+    for error in _subclasses(PagedRayError):
+        assert error.grpc_status in text, error
+    config = engine_config(str(TINY_LLAMA), EngineOptions(device="cpu", max_model_len=512))
+    assert request_size(config, IntakeLimits()).num_bytes == 2**20 + 512 * 2**10
+    assert "1 MiB and 1 KiB for each token of the context" in text
+    assert max_received_bytes(1000) == 1500
+    assert "1.5 times the limit" in text
+
+
+def _subclasses(kind: type[PagedRayError]) -> Iterator[type[PagedRayError]]:
+    for one in kind.__subclasses__():
+        yield one
+        yield from _subclasses(one)
 
 
 def test_command_page_has_every_command() -> None:
