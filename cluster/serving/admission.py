@@ -77,6 +77,8 @@ class Admission:
         text = _TASK_TEXTS[model.task]
         if (model.task, task) == ("generate", "embed"):
             text += "; for embeddings its server must be started with --task embed"
+        elif (model.task, task) == ("generate", "score"):
+            text += "; scores need a cross-encoder, or a reranker served with --task score"
         raise InvalidRequestError(f"The model {model.name} {text}.", param="model")
 
     def check_phase(self) -> None:

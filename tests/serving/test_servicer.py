@@ -15,7 +15,7 @@ from cluster.serving.auth.authenticator import Authenticator
 from cluster.serving.auth.key_file import digest_of
 from cluster.serving.continuation import Continuation
 from cluster.serving.engine_client import EngineClient
-from cluster.serving.inputs import EmbeddingInput, GenerationInput, TokenizeInput
+from cluster.serving.inputs import EmbeddingInput, GenerationInput, ScoreInput, TokenizeInput
 from cluster.serving.servicer import Servicer
 from pagedray.errors import (
     AuthenticationError,
@@ -228,6 +228,9 @@ async def test_encoder_does_not_generate_and_decoder_does_not_embed(
     with pytest.raises(InvalidRequestError, match="tiny generates text; for embeddings") as caught:
         await opened.servicer.embed(EmbeddingInput(prompts=("x",), tenant="ann"))
     assert caught.value.param == "model"
+    pairs = ScoreInput(pairs=(("x", "y"),), params=("query", "documents"), tenant="ann")
+    with pytest.raises(InvalidRequestError, match="served with --task score"):
+        await opened.servicer.score(pairs)
     encoder = Servicer(opened.client, tokenizer, encoder_config())
     encoder.set_ready()
     with pytest.raises(InvalidRequestError, match="tiny only computes embeddings"):

@@ -39,7 +39,9 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         is_healthy = self._client.is_healthy
-        yield _gauge("healthy", "Whether the engine makes progress", is_healthy)
+        yield _gauge(
+            "healthy", "Whether the engine makes progress and its logits are finite", is_healthy
+        )
         if self._client.is_attached:
             stats = self._client.engine.stats()
             yield from _sequence_families(stats.scheduler)
@@ -103,7 +105,7 @@ def _prefix_families(stats: EngineStats) -> Iterator[Metric]:
     )
     yield _counter(
         "prefix_cpu_hit_tokens",
-        "Tokens of these that were copied back from the CPU pool",
+        "Tokens found in the prefix cache that were copied back from the CPU pool",
         scheduler.num_cpu_hit_tokens,
     )
     yield _labelled_counter(
