@@ -86,12 +86,13 @@ _WITHOUT_NULLS = frozenset(("CalledFunction", "NamedFunction", "TextPart"))
 _ERROR_TEXTS = {
     400: "Invalid request; `param` names the invalid field.",
     401: "Missing or invalid API key.",
-    403: "The API key does not permit this call.",
+    403: "The API key does not permit this call, or a page of another site sent it.",
     404: "The model or endpoint does not exist, or the stream cannot be resumed.",
     408: "The body did not arrive in time.",
     409: "The X-Request-Id is in use.",
     413: "The body is too large.",
     415: "The body is not JSON, or is compressed.",
+    421: "The server has no API keys and does not answer for this `Host`.",
     422: "The request ended the processes that ran it and is not retried.",
     429: "The queue is full; retry after `Retry-After` seconds.",
     500: "Internal server error.",
@@ -152,7 +153,8 @@ def _responses(operation: ApiOperation) -> Json:
         for media_type, name in operation.contents
     }
     responses: Json = {"200": {"description": operation.response_text, "content": content}}
-    for status in operation.errors:
+    # These answer pages of other sites, whatever they request.
+    for status in sorted({*operation.errors, 403, 421}):
         error = _reference(operation.error_schema)
         responses[str(status)] = {
             "description": _ERROR_TEXTS[status],

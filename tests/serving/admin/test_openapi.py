@@ -47,6 +47,22 @@ def test_document_has_every_endpoint_and_no_other(server: Server) -> None:
     assert {(method, path) for path, methods in paths.items() for method in methods} == found
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [({"host": "site.example"}, 421), ({"origin": "https://site.example"}, 403)],
+)
+def test_answers_to_pages_of_other_sites_are_documented(
+    http: httpx.Client, headers: dict[str, str], status: int
+) -> None:
+    paths = openapi_document()["paths"]
+    assert isinstance(paths, dict)
+    for path, methods in paths.items():
+        for method, operation in methods.items():
+            response = http.request(method, path, headers=headers)
+            assert response.status_code == status, path
+            assert str(status) in operation["responses"], path
+
+
 def test_page_loads_no_external_resources(http: httpx.Client) -> None:
     page = http.get("/docs")
     assert page.headers["content-security-policy"].startswith("default-src 'none'")
