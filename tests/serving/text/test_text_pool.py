@@ -151,8 +151,14 @@ async def test_waiting_work_is_bounded(pool: TextPool, gate: threading.Event) ->
 async def test_abandoned_work_keeps_its_thread_until_it_ends(
     pool: TextPool, gate: threading.Event
 ) -> None:
-    works = [asyncio.create_task(pool.run_in_thread("ann", gate.wait)) for _ in range(3)]
-    await asyncio.sleep(0.01)
+    has_begun = threading.Event()
+
+    def begin() -> None:
+        has_begun.set()
+        gate.wait()
+
+    works = [asyncio.create_task(pool.run_in_thread("ann", begin)) for _ in range(3)]
+    await wait_until(has_begun.is_set)
     for work in works:
         work.cancel()
     await asyncio.gather(*works, return_exceptions=True)
