@@ -42,7 +42,6 @@ def test_unknown_model_ends_the_command_with_one_line(hub: SmallHub) -> None:
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith("pagedray: error: org/none is neither a folder nor a model on")
     assert len(done.err.splitlines()) == 1
-    assert done.seconds < 30.0
 
 
 @pytest.mark.slow

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 GENERATE = "/pagedray.v1.GenerationService/Generate"
 PINGS = frame(PING, ACK, 0, bytes(8)) * 4096
-_STALLED_AFTER_S = 2.0
+_STALLED_AFTER_S = 4.0
 START = PREFACE + frame(SETTINGS, 0, 0) + frame(SETTINGS, ACK, 0)
 
 

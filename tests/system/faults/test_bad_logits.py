@@ -31,7 +31,7 @@ def test_a_server_without_finite_logits_is_not_ready(overflowing_model: Path) ->
         assert httpx.get(f"{server.url}/ready").status_code == 200
         for number in range(3):
             body = {"model": "model", "prompt": f"Request {number}", "max_tokens": 5}
-            httpx.post(f"{server.url}/v1/completions", json=body, timeout=30.0)
+            httpx.post(f"{server.url}/v1/completions", json=body, timeout=60.0)
         wait_for(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
         # Alive, until a supervisor has seen that it is not ready.
         assert httpx.get(f"{server.url}/health").status_code == 200
@@ -45,5 +45,5 @@ def test_it_ends_for_its_supervisor(overflowing_model: Path) -> None:
     with ServerProcess(("--executor=local",), folder=overflowing_model) as server:
         for number in range(3):
             body = {"model": "model", "prompt": f"Request {number}", "max_tokens": 5}
-            httpx.post(f"{server.url}/v1/completions", json=body, timeout=30.0)
+            httpx.post(f"{server.url}/v1/completions", json=body, timeout=60.0)
         assert server.wait(60.0) == 1
