@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import math
 import random
 import time
 from abc import ABC, abstractmethod
@@ -164,20 +165,26 @@ async def overload(
     num_tokens: int,
     peak_s: float,
     overload_s: float,
+    least_per_s: float = 0.0,
+    calm_ratio: float = 2.0,
 ) -> dict[str, object]:
-    """Return the figures of the peak, of ten times the peak, and of the recovery."""
+    """Return the figures of the peak, of ten times the peak, and of the recovery.
+
+    At least `least_per_s` requests arrive, even if the peak was measured on a busy machine. The
+    server has recovered when requests take at most `calm_ratio` times as long as before.
+    """
     client = make_client(server, num_tokens)
     calm_s = sorted([await _probe(client) for _ in range(_NUM_FIRST_PROBES)])
     peak_per_s = await _closed_loop(client, server, peak_s)
     await _until_idle(server)
     rss_mib = [server.rss_mib()]
     pace = asyncio.create_task(_tokens_per_s(server, overload_s * 0.1, overload_s * 0.9))
-    rate_per_s = peak_per_s / num_tokens * _FACTOR
+    rate_per_s = max(peak_per_s / num_tokens * _FACTOR, least_per_s)
     phase, cpu_s = await _open_loop(
         client, server, rss_mib, rate_per_s=rate_per_s, seconds=overload_s
     )
     goodput_per_s = await pace
-    recovered_s = await _recovery(client, calm_s[-1])
+    recovered_s = await _recovery(client, calm_ratio * calm_s[-1])
     # The peak is measured again, since the machine's speed varies.
     later_peak_per_s = await _closed_loop(client, server, peak_s)
     await _until_idle(server)
@@ -288,15 +295,15 @@ async def _open_loop(
     return phase, used_s
 
 
-async def _recovery(client: Client, calm_s: float) -> float:
-    """Return the time until probes are steadily as fast as on the idle server."""
+async def _recovery(client: Client, longest_s: float) -> float:
+    """Return the time until probes are served steadily, each in at most `longest_s`."""
     over_s = time.perf_counter()
     calm_since_s: float | None = None
     num_calm = 0
     while num_calm < _NUM_CALM_PROBES:
         asked_s = time.perf_counter()
         assert asked_s - over_s < _RECOVERY_PATIENCE_S, "The server does not recover."
-        if await _probe(client) <= 2 * calm_s:
+        if math.isfinite(probe_s := await _probe(client)) and probe_s <= longest_s:
             calm_since_s = asked_s if calm_since_s is None else calm_since_s
             num_calm += 1
         else:
