@@ -69,6 +69,9 @@ async def text_of_length(
             break
         if excess < 0:
             text += " " + _words(random_words, -excess)
+        elif excess > num_tokens:
+            # The tail may be longer than the context, so that a server would not decode it.
+            text = text[: len(text) * num_tokens // len(token_ids)].rstrip()
         else:
             text = await _cut(tokenizer, text, token_ids, excess)
     return best

@@ -70,6 +70,20 @@ def test_random_prompts_have_the_length_asked_for(server: Server, backend: str) 
     assert len(set(prompts)) == 9
 
 
+@pytest.mark.parametrize("backend", ["openai", "grpc"])
+def test_random_prompts_may_fill_the_context(
+    tokenizer: Tokenizer, backend: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lengths = ("--num-prompts=2", "--random-input-len=120", "--random-output-len=8")
+    with Server(tokenizer, context=128) as server:
+        given = (f"--backend={backend}", f"--base-url={base_url(server, backend)}", *lengths)
+        code, _, error = run(capsys, *given)
+        assert code == 0, error
+        prompts = [request.prompt_token_ids for request in server.engine.log.submitted]
+    # Not every tokenizer has a text of each length.
+    assert {len(one) for one in prompts} <= {119, 120}
+
+
 def test_equal_seeds_send_equal_requests(server: Server, folder: Path) -> None:
     sent = []
     ratio = ("--random-range-ratio=0.5", "--random-prefix-len=10")
