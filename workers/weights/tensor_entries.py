@@ -57,6 +57,14 @@ class TensorEntry:
 
 def read_entries(folder: Path) -> dict[str, TensorEntry]:
     """Return the tensors of a folder by name. Raises CheckpointError."""
+    try:
+        return _entries_of_folder(folder)
+    except OSError as error:
+        path = error.filename or folder
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
+
+
+def _entries_of_folder(folder: Path) -> dict[str, TensorEntry]:
     # Like Transformers, prefer the single file to an index.
     if (folder / _SINGLE).exists():
         return _entries_of_file(_inside(folder, _SINGLE))
@@ -99,6 +107,7 @@ def _entries_of_index(folder: Path) -> dict[str, TensorEntry]:
 
 def _listed_files(index: Path) -> dict[str, str]:
     """Return the file name of each tensor that an index lists."""
+    _check_is_file(index)
     if index.stat().st_size > _MAX_INDEX_BYTES:
         raise CheckpointError(
             f"{index} has more than {_MAX_INDEX_BYTES} bytes, which is not allowed."
@@ -142,6 +151,7 @@ def _inside(folder: Path, name: str) -> Path:
 
 def _entries_of_file(path: Path) -> dict[str, TensorEntry]:
     """Return the tensors of a file, after checking its header."""
+    _check_is_file(path)
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
@@ -158,6 +168,12 @@ def _entries_of_file(path: Path) -> dict[str, TensorEntry]:
     }
     _check_readable(path)
     return entries
+
+
+def _check_is_file(path: Path) -> None:
+    """Raise CheckpointError for what cannot be read as a file, or only without an end."""
+    if not path.is_file():
+        raise CheckpointError(f"{path} is not a file.")
 
 
 def _entry(path: Path, name: str, value: object, *, start: int, available: int) -> TensorEntry:

@@ -239,6 +239,8 @@ def _read_settings(path: Path) -> dict[str, object]:
         return {}
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {_one_line(error)}.") from error
     if not isinstance(settings, dict):

@@ -86,13 +86,16 @@ def read_model_config(
     for a checkpoint of sentence-transformers, else to generate. Raises CheckpointError, and
     StartupError for a task that the model cannot do.
     """
-    if not folder.is_dir():
-        raise CheckpointError(
-            f"{folder} is not a folder; a model is a folder with config.json and weights."
-        )
     path = folder / "config.json"
-    if not path.is_file():
-        raise CheckpointError(f"No config.json found in {folder}.")
+    try:
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"{folder} is not a folder; a model is a folder with config.json and weights."
+            )
+        if not path.is_file():
+            raise CheckpointError(f"No config.json found in {folder}.")
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
     file = ConfigFile.read(path)
     family = _family(file)
     for key in _CODE_KEYS:

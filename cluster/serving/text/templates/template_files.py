@@ -103,5 +103,7 @@ def _configured(settings: Mapping[str, object], path: Path) -> dict[str, tuple[P
 def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path} is not valid UTF-8.") from error

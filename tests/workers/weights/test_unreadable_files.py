@@ -1,0 +1,95 @@
+"""A checkpoint whose files this process may not read, or that are no files, is refused by name."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cluster.serving.text.tokenizer import Tokenizer
+from pagedray.errors import CheckpointError
+from tests.system.server_process import TINY_LLAMA
+from workers.models.families.registry import read_model_config
+from workers.weights.tensor_entries import read_entries
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+ROOT, NOBODY = 0, 65534
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A checkpoint that every user may read."""
+    with TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        target = Path(name) / "model"
+        shutil.copytree(TINY_LLAMA, target)
+        yield target
+        target.chmod(0o755)
+
+
+@pytest.fixture
+def forbid() -> Iterator[Callable[[Path], None]]:
+    """Take the permissions of a path from this process, which root would have all the same."""
+
+    def forbid(path: Path) -> None:
+        path.chmod(0)
+        if os.geteuid() == ROOT:
+            os.seteuid(NOBODY)
+
+    yield forbid
+    if os.getuid() == ROOT:
+        os.seteuid(ROOT)
+
+
+def test_a_folder_without_permission_is_named(folder: Path, forbid: Callable[[Path], None]) -> None:
+    forbid(folder)
+    with pytest.raises(CheckpointError, match=r"model/config\.json cannot be read: Permission"):
+        read_model_config(folder)
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, INDEX])
+def test_weights_without_permission_are_named(
+    name: str, folder: Path, forbid: Callable[[Path], None]
+) -> None:
+    (folder / WEIGHTS).rename(folder / name)
+    forbid(folder / name)
+    with pytest.raises(CheckpointError, match=f"{re.escape(name)} cannot be read: Permission"):
+        read_entries(folder)
+
+
+def test_settings_of_the_tokenizer_without_permission_are_named(
+    folder: Path, forbid: Callable[[Path], None]
+) -> None:
+    forbid(folder / "tokenizer_config.json")
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read: Permission"):
+        Tokenizer.from_folder(folder)
+
+
+def test_a_chat_template_without_permission_is_named(
+    folder: Path, forbid: Callable[[Path], None]
+) -> None:
+    template = folder / "chat_template.jinja"
+    template.write_text("x")
+    forbid(template)
+    with pytest.raises(CheckpointError, match="jinja cannot be read: Permission"):
+        Tokenizer.from_folder(folder)
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, INDEX])
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_weights_that_are_no_file_are_named(
+    name: str, make: Callable[[Path], object], folder: Path
+) -> None:
+    (folder / WEIGHTS).unlink()
+    make(folder / name)
+    with pytest.raises(CheckpointError, match=f"{re.escape(name)} is not a file"):
+        read_entries(folder)
