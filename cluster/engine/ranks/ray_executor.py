@@ -167,6 +167,13 @@ class RayExecutor(Executor):
             self._connection.close()
         self._placement = self._connection = None
 
+    def _report_unless_out(self, what: str, fraction: float) -> None:
+        """Report progress. Raises StartupError if Ray has ended, since ranks would not start."""
+        outage = self.outage
+        if outage is not None and outage.is_final:
+            raise StartupError(outage.reason)
+        self._report_progress(what, fraction)
+
     def _reason_of(self, error: WorkerError) -> str:
         """Return why ranks could not start; Ray does not say so if it was the end of Ray itself."""
         assert self._connection is not None
@@ -197,7 +204,7 @@ class RayExecutor(Executor):
         return RayRanks(
             self._config,
             places,
-            self._report_progress,
+            self._report_unless_out,
             spares=self._spares,
             start_limit=self._start_limit,
             memories=self._memories,

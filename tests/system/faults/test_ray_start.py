@@ -52,26 +52,37 @@ def test_ray_that_hangs_while_it_starts_is_started_once_more(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_the_end_of_the_raylet_is_named_while_ranks_load() -> None:
+@pytest.mark.parametrize(
+    ("daemon", "last_line", "place"),
+    [
+        ("raylet", "Loading weights", "The raylet of this node at "),
+        ("gcs_server", "Starting 2 ranks", "Ray's control service (GCS) at "),
+    ],
+)
+def test_the_end_of_ray_ends_the_start(daemon: str, last_line: str, place: str) -> None:
     command, environment = serve_command(
         TINY_LLAMA, "--device=cpu", "--tensor-parallel-size=2", "--num-threads=1"
     )
-    with subprocess.Popen(
-        command,
-        env=environment,
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as server:
+    with (
+        subprocess.Popen(
+            command,
+            env=environment,
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as server,
+        ExitStack() as stack,
+    ):
+        stack.callback(server.kill)
         assert server.stderr is not None
         # Each line reports progress.
-        while "Loading weights" not in server.stderr.readline():
+        while last_line not in server.stderr.readline():
             continue
-        (raylet,) = daemons(server, "raylet")
-        raylet.kill()
-        lines = server.stderr.read().splitlines()
+        (process,) = daemons(server, daemon)
+        process.kill()
         assert server.wait(60.0) == 2
+        lines = server.stderr.read().splitlines()
     (line,) = (line for line in lines if not line.endswith(" ..."))
-    assert line.startswith("pagedray: error: The raylet of this node at ")
-    assert line.endswith(" has ended.")
+    assert line.startswith(f"pagedray: error: {place}")
+    assert "has ended." in line
