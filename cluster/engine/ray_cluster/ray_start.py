@@ -85,7 +85,8 @@ def _init_ray(**options: Any) -> None:  # Any: the options of `ray.init`
 def _report(error: Exception) -> str:
     """Return what Ray reports, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{lines[0].rstrip('.') if lines else type(error).__name__}.{_disk_hint(error)}"
+    text = lines[0].rstrip(".") if lines else type(error).__name__
+    return f"{text}.{_disk_hint(error)}{_logs_hint(error)}"
 
 
 def _disk_hint(error: Exception) -> str:
@@ -100,3 +101,12 @@ def _disk_hint(error: Exception) -> str:
         return ""
     space = f"{free >> 20} MiB free"
     return f" Ray writes to {folder}, with {space}; RAY_TMPDIR selects another folder."
+
+
+def _logs_hint(error: Exception) -> str:
+    """Return a sentence about the logs of a Ray that did not start in time, which say why."""
+    if _TIMED_OUT not in str(error):
+        return ""
+    # The name of a session ends with the process that started it; the newest is the last by name.
+    sessions = sorted((ray_folder() / "ray").glob(f"session_*_{os.getpid()}"))
+    return f" Ray's logs are in {sessions[-1] / 'logs'}." if sessions else ""

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import subprocess
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.fakes import wait_for
 from tests.system.server_process import ROOT, TINY_LLAMA, ready_line, serve_command
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def daemons(server: subprocess.Popen[str], name: str) -> list[psutil.Process]:
@@ -48,7 +45,10 @@ def test_ray_that_hangs_while_it_starts_is_started_once_more(tmp_path: Path) -> 
         assert second != first
         server.terminate()
         assert server.wait(60.0) == 0
-    assert "Starting Ray once more: " in log.read_text()
+    (line,) = (line for line in log.read_text().splitlines() if "Starting Ray once more: " in line)
+    logs = Path(line.partition("Ray's logs are in ")[2].rstrip("."))
+    assert f"_{server.pid}/" in str(logs)
+    assert (logs / "raylet.out").is_file()
 
 
 @pytest.mark.slow
