@@ -1,6 +1,8 @@
 # Commands for a checkout. They need Python 3.11 or later, make and a package index.
 
 PYTHON ?= python3
+# Where torch comes from, if not from the index of all other packages.
+TORCH_INDEX ?=
 PROTO_OUT ?= .
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -32,7 +34,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing pip"
 	@$(PIP) install -qq --upgrade pip
 	@echo "Installing torch"
-	@$(PIP) install -qq --no-compile -c constraints.txt torch
+	@$(PIP) install -qq --no-compile -c constraints.txt $(TORCH_INDEX:%=--index-url %) torch
 	@echo "Installing the other dependencies"
 	@$(PIP) install -qq --no-compile -c constraints.txt -e '.[dev]'
 	@$(BIN)/python -m compileall -q -j 0 $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')/ray
