@@ -122,9 +122,9 @@ class Server:
             engine = await self._engine_or_stop(client)
         except _StoppedError:
             return 0
-        client.attach_engine(engine)
-        guard_exit(engine, asyncio.get_running_loop())
         try:
+            client.attach_engine(engine)
+            guard_exit(engine, asyncio.get_running_loop())
             # What is loaded lives as long as the server; a collection that traverses it would block
             # the event loop for 70 ms.
             gc.collect()

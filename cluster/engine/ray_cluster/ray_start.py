@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ def start_ray(*, num_cpus: int) -> None:
                 # This process has read its environment before.
                 _system_config={_RECONNECT: int(reconnect_s()), _STARTS_WORKERS_AHEAD: False},
             )
+            _restore_excepthook()
             return
         # Ray raises all kinds: of the disk, of its processes, of time limits.
         except Exception as error:
@@ -80,6 +82,16 @@ def ray_folder() -> Path:
 def _init_ray(**options: Any) -> None:  # Any: the options of `ray.init`
     with kept_sigterm_handler():
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
+
+
+def _restore_excepthook() -> None:
+    """Undo what Ray does with an exception that ends this process.
+
+    It would report it to GCS, for which it waits if that has ended, before it is printed.
+    """
+    worker = ray._private.worker
+    if sys.excepthook is worker.custom_excepthook:
+        sys.excepthook = worker.normal_excepthook
 
 
 def _report(error: Exception) -> str:

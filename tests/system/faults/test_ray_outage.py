@@ -18,7 +18,7 @@ from tests.system.ray_cluster.ray_end import (
     assert_ended,
     check_streams_finish,
 )
-from tests.system.server_process import ROOT, ServerProcess
+from tests.system.server_process import ROOT, TINY_LLAMA, ServerProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,6 +51,18 @@ show_threads()
 for process in psutil.Process().children(recursive=True):
     process.kill()
 os._exit(0)
+"""
+KILL_GCS_AND_RAISE = """
+import sys
+import psutil
+from pagedray import LLM
+
+llm = LLM(sys.argv[1], device="cpu", num_threads=1, executor="ray")
+for process in psutil.Process().children():
+    if process.name() == "gcs_server":
+        process.kill()
+        process.wait()
+raise RuntimeError("The program failed.")
 """
 UNAVAILABLE = "UNAVAILABLE"
 
@@ -93,6 +105,20 @@ def test_no_thread_polls_a_gcs_that_has_ended() -> None:
     before, after = map(json.loads, done.stdout.splitlines()[-2:])
     assert POLLING in before
     assert POLLING not in after
+
+
+@pytest.mark.slow
+def test_exception_of_a_program_is_printed_although_gcs_has_ended() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", KILL_GCS_AND_RAISE, str(TINY_LLAMA)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=180.0,
+    )
+    assert done.returncode == 1
+    assert "RuntimeError: The program failed." in done.stderr
 
 
 @pytest.fixture
