@@ -85,7 +85,7 @@ def test_hadolint_reports_nothing() -> None:
         [str(hadolint), "--format", "json", "--failure-threshold", "style", str(DOCKERFILE)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert json.loads(done.stdout) == []
@@ -123,7 +123,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
         [*command, "--disable-pip-version-check", "--wheel-dir", "wheels", "."],
         cwd=source,
         check=True,
-        timeout=120,
+        timeout=300,
         stdout=subprocess.DEVNULL,
     )
     [path] = (source / "wheels").iterdir()
@@ -191,7 +191,7 @@ def test_requirements_are_those_of_the_project(extras: list[str]) -> None:
         check=True,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=300,
     ).stdout.splitlines()
     more = [line for name in extras for line in _PROJECT["optional-dependencies"][name]]
     assert printed == [*_PROJECT["dependencies"], *more]

@@ -68,7 +68,7 @@ def test_unsupported_features_are_rejected(tmp_path: Path, said: Manifest, error
 
 def _rendered_by_kubectl(folder: Path) -> list[Manifest]:
     command = [tool("kubectl"), "kustomize", str(folder)]
-    text = subprocess.run(command, check=True, capture_output=True, timeout=60).stdout
+    text = subprocess.run(command, check=True, capture_output=True, timeout=300).stdout
     return list(yaml.safe_load_all(text))
 
 

@@ -34,7 +34,7 @@ def run_helm(
         input=changes if isinstance(changes, str) else json.dumps(changes or {}),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
 

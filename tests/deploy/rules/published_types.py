@@ -60,7 +60,7 @@ def type_errors(manifests: Sequence[Manifest], folder: Path) -> list[str]:
         [_MODULES / ".bin/tsc", "--project", str(folder), "--pretty", "false"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     errors = run.stdout.splitlines()
