@@ -206,6 +206,8 @@ async def test_an_invalid_request_is_refused_once(serve: Serve) -> None:
 async def test_a_deadline_holds_across_replicas(serve: Serve) -> None:
     sampling = {"max_tokens": 200, "ignore_eos": True}
     serve.cuts = [(2, ERRORS[0])]
+    for replica in serve._replicas:
+        replica.engine.most_tokens = 3
     stream = serve.stream("hello", sampling, timeout_s=300.0)
     async with aclosing(iterated(stream)) as outputs:
         await anext(outputs)
