@@ -35,7 +35,7 @@ class WatchLimits:
     start_s: float = 60.0
     """Until the first heartbeat."""
     stopped_s: float = 6.0
-    """Without a heartbeat, if the process is known to be stopped."""
+    """Since the process was first seen to be stopped, without a heartbeat."""
     word_s: float = 6.0
     """Without a word, at least."""
     factor: float = 4.0
@@ -59,6 +59,8 @@ class _Stand:
     """The part of it with heartbeats: not even a stopped process computes for longer."""
     beat_s: float = 0.0
     """Observed time since its heartbeat."""
+    stopped_s: float = 0.0
+    """The part of it in which the process was always seen to be stopped."""
     copy_s: float = 0.0
     """Observed time since it waits for the block copies of the same step."""
 
@@ -121,7 +123,7 @@ class RankWatch:
             self._stands = [_Stand(report=report) for report in reports]
         kinds = work.kinds()
         for rank, report in enumerate(reports):
-            self._observe(rank, report, elapsed_s, kinds, work)
+            self._observe(rank, report, elapsed_s, kinds, work, is_stopped=rank in stopped)
         self._known.update(work.take_finished(min(report.num_finished for report in reports)))
         limits, limit_s = self._limits, self._word_limit_s(kinds)
         silent = [
@@ -132,7 +134,8 @@ class RankWatch:
         beatless = [
             rank
             for rank, stand in enumerate(self._stands)
-            if stand.beat_s > self._beat_limit_s(stand.report, is_stopped=rank in stopped)
+            if stand.beat_s > (limits.beat_s if stand.report.num_beats else limits.start_s)
+            or stand.stopped_s > limits.stopped_s
         ]
         copying = [rank for rank, one in enumerate(self._stands) if one.copy_s > limits.copying_s]
         return beatless or self._culprits(silent) or copying
@@ -149,10 +152,13 @@ class RankWatch:
         elapsed_s: float,
         kinds: list[Hashable],
         work: WorkInFlight,
+        *,
+        is_stopped: bool,
     ) -> None:
         before = self._stands[rank]
         has_beaten = report.num_beats != before.report.num_beats
         beat_s = 0.0 if has_beaten else before.beat_s + elapsed_s
+        stopped_s = before.stopped_s + elapsed_s if is_stopped and not has_beaten else 0.0
         is_same = report.copying and report.copying == before.report.copying
         copy_s = before.copy_s if is_same else 0.0
         if is_same and report.phase in (Phase.IDLE, Phase.DEVICE):
@@ -163,7 +169,9 @@ class RankWatch:
         if report.word != before.report.word:
             for kind in kinds:
                 self._longest_s[kind] = max(self._longest_s[kind] * _FADING, before.alive_s)
-            self._stands[rank] = _Stand(report=report, beat_s=beat_s, copy_s=copy_s)
+            self._stands[rank] = _Stand(
+                report=report, beat_s=beat_s, stopped_s=stopped_s, copy_s=copy_s
+            )
             return
         word_s = before.word_s + elapsed_s
         if report.num_finished >= work.num_plans or report.phase.is_blameless:
@@ -173,13 +181,9 @@ class RankWatch:
             word_s=word_s,
             alive_s=word_s if has_beaten else before.alive_s,
             beat_s=beat_s,
+            stopped_s=stopped_s,
             copy_s=copy_s,
         )
-
-    def _beat_limit_s(self, report: RankReport, *, is_stopped: bool) -> float:
-        limits = self._limits
-        limit_s = limits.beat_s if report.num_beats else limits.start_s
-        return min(limit_s, limits.stopped_s) if is_stopped else limit_s
 
     def _word_limit_s(self, kinds: list[Hashable]) -> float:
         if not self._known.issuperset(kinds):

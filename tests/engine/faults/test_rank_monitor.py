@@ -113,6 +113,18 @@ def test_process_that_is_stopped_while_loading_is_named_within_seconds(ranks: Ra
     assert "rank 0: waiting for the other ranks to start, and its process is stopped" in hang
 
 
+def test_short_stop_of_a_silent_process_that_loads_is_no_hang(ranks: Ranks) -> None:
+    ranks.start_processes()
+    assert not ranks.hang_within(10.0)
+    # It imports its libraries on a busy machine.
+    ranks.quiet.add(0)
+    assert not ranks.hang_within(30.0)
+    ranks.stopped.add(0)
+    assert not ranks.hang_within(1.0)
+    ranks.stopped.clear()
+    assert not ranks.hang_within(20.0)
+
+
 def test_process_that_never_starts_is_named(ranks: Ranks) -> None:
     assert not ranks.hang_within(290.0)
     assert "rank 1: its process has not started" in ranks.hang_within(20.0)
