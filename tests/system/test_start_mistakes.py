@@ -312,6 +312,14 @@ def test_ray_that_cannot_be_used_is_reported(
     assert_one_line(done.err, *words)
 
 
+@pytest.mark.usefixtures("gone_cluster")
+def test_last_cluster_that_has_stopped_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    done = run_pagedray("generate", str(TINY_LLAMA), "x", "--device=cpu", "--executor=ray")
+    assert done.code == 2
+    assert_one_line(done.err, "No Ray cluster answers at RAY_ADDRESS auto (192.0.2.2:6379)")
+
+
 @pytest.mark.parametrize("frontend", ["grpc", "http"])
 def test_busy_port_is_named(frontend: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:

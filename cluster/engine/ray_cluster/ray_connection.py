@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import ray
 from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
+from ray._private.utils import read_ray_address
 
 from cluster.engine.ray_cluster.disk_reserve import DiskReserve
 from cluster.engine.ray_cluster.ray_environment import RayEnvironment, warn_if_unauthenticated
@@ -87,14 +88,19 @@ class RayConnection:
 
 
 def _check_answers(address: str) -> None:
-    """Raise DeviceError if nothing listens at HOST:PORT; Ray would wait for minutes."""
-    host, _, port = address.rpartition(":")
-    if not host or "/" in address or not port.isdecimal():
+    """Raise DeviceError if nothing listens at HOST:PORT; Ray would wait for minutes.
+
+    For `auto`, that is the cluster that was last started on this machine.
+    """
+    found = (read_ray_address() or "") if address == "auto" else address
+    host, _, port = found.rpartition(":")
+    if not host or "/" in found or not port.isdecimal():
         return
     try:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()
     except OSError as error:
-        raise DeviceError(f"No Ray cluster answers at RAY_ADDRESS {address}: {error}.") from error
+        shown = address if found == address else f"{address} ({found})"
+        raise DeviceError(f"No Ray cluster answers at RAY_ADDRESS {shown}: {error}.") from error
 
 
 def _check_devices(config: EngineConfig, num_devices: int, whose: str) -> None:
