@@ -1,4 +1,4 @@
-"""A checkpoint whose files this process may not read, or that are no files, is refused by name."""
+"""Errors name a file of a checkpoint that cannot be read, or is not a regular file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from workers.weights.tensor_entries import read_entries
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-ROOT, NOBODY = 0, 65534
+ROOT_UID, OTHER_UID = 0, 65534
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
@@ -42,12 +42,12 @@ def forbid() -> Iterator[Callable[[Path], None]]:
 
     def forbid(path: Path) -> None:
         path.chmod(0)
-        if os.geteuid() == ROOT:
-            os.seteuid(NOBODY)
+        if os.geteuid() == ROOT_UID:
+            os.seteuid(OTHER_UID)
 
     yield forbid
-    if os.getuid() == ROOT:
-        os.seteuid(ROOT)
+    if os.getuid() == ROOT_UID:
+        os.seteuid(ROOT_UID)
 
 
 def test_a_folder_without_permission_is_named(folder: Path, forbid: Callable[[Path], None]) -> None:
@@ -86,7 +86,7 @@ def test_a_chat_template_without_permission_is_named(
 
 @pytest.mark.parametrize("name", [WEIGHTS, INDEX])
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
-def test_weights_that_are_no_file_are_named(
+def test_weights_that_are_not_a_file_are_named(
     name: str, make: Callable[[Path], object], folder: Path
 ) -> None:
     (folder / WEIGHTS).unlink()
