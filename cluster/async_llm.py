@@ -75,7 +75,7 @@ class AsyncLLM:
                 raise StartupError(
                     "AsyncLLM generates text; use LLM for models that embed or score."
                 )
-            self._tokenizer = Tokenizer.from_folder(config.model.folder, pools=False)
+            self._tokenizer = Tokenizer.from_config(config)
             # Each text waits for its turn: one that is refused would be read again and again.
             text_pool = TextPool(max_waiting=sys.maxsize)
             self._validator = Validator(config, self._tokenizer, text_pool=text_pool)
@@ -128,6 +128,7 @@ class AsyncLLM:
         tools: Sequence[Mapping[str, object]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> AsyncGenerator[Generation]:
         """Yield the assistant's reply to a conversation, as in `generate` and `LLM.chat`."""
@@ -137,6 +138,7 @@ class AsyncLLM:
             adds_generation_prompt=add_generation_prompt,
             continues_final_message=continue_final_message,
             variables=chat_template_kwargs,
+            template=chat_template,
         )
         if len(conversations) != 1:
             raise InvalidRequestError(

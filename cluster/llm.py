@@ -95,7 +95,7 @@ class LLM:
         self, config: EngineConfig, report_progress: ReportProgress, seed: int | None
     ) -> None:
         self._vocab_size = config.model.vocab_size
-        self._tokenizer = Tokenizer.from_folder(config.model.folder, pools=config.model.pools)
+        self._tokenizer = Tokenizer.from_config(config)
         kind = _VALIDATORS[config.model.task]
         self._validator = kind(config, self._tokenizer)
         self._requests = RequestMaker(self._validator, config, seed)
@@ -130,13 +130,15 @@ class LLM:
         tools: Sequence[Mapping[str, object]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> list[Generation]:
         """Return the assistant's reply to each conversation, which is a list of messages.
 
         Messages and `tools` have the format of OpenAI's API. Tool calls are part of the text, in
         the format of the model. Outputs have the reasoning of the model as `reasoning`, and the
-        rest of the text as `content`. `chat_template_kwargs` are variables for the chat template.
+        rest of the text as `content`. `chat_template` is a Jinja template that replaces the
+        model's, and `chat_template_kwargs` are variables for the template.
         The other parameters and the errors are those of `generate`.
         """
         with self._freezer.freeze():
@@ -146,6 +148,7 @@ class LLM:
                 adds_generation_prompt=add_generation_prompt,
                 continues_final_message=continue_final_message,
                 variables=chat_template_kwargs,
+                template=chat_template,
             )
             return self._run(given, sampling_params, use_tqdm)
 

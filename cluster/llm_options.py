@@ -83,8 +83,10 @@ class LLMOptions(TypedDict, total=False):
     load_seed: int
     structure_compile_s: float
     message_special_tokens: MessageSpecialTokens
+    chat_template: str | None
+    """A file, or the text, of a chat template that replaces the model's."""
     trust_request_chat_template: bool
-    """For servers; conversations of `chat` are rendered by the model's template."""
+    """For servers; `chat` always accepts a template."""
     generation_config: str
     """`auto`, `none`, or a folder whose generation_config.json has the default parameters."""
 

@@ -60,6 +60,7 @@ def read_conversations(
     adds_generation_prompt: bool,
     continues_final_message: bool,
     variables: Mapping[str, object] | None,
+    template: str | None,
 ) -> list[SaltedPrompt]:
     """Return the conversations of a call, of which there may be one. Raises InvalidRequestError."""
     items = list(given)
@@ -76,6 +77,8 @@ def read_conversations(
                 adds_generation_prompt,
                 continues_final_message,
                 dict(variables or {}),
+                template,
+                is_template_trusted=True,
             )
         )
         for conversation in conversations

@@ -228,6 +228,8 @@ class EngineConfig:
     """CPU time limit for compiling one JSON schema, regular expression or grammar."""
     message_special_tokens: MessageSpecialTokens = "text"
     """Whether special tokens that clients write in messages are text, or parsed as such."""
+    chat_template: str | None = None
+    """A file, or the text, of a chat template that replaces the model's."""
     trust_request_chat_template: bool = False
     """Whether requests may bring a chat template of their own."""
     sampling_defaults: tuple[tuple[str, float], ...] = ()

@@ -85,6 +85,12 @@ _GROUPS = {
             get_args(MessageSpecialTokens),
         ),
         _Flag(
+            "chat_template",
+            "File with a Jinja chat template, or the template itself, that replaces the model's.",
+            str,
+            "TEMPLATE",
+        ),
+        _Flag(
             "trust_request_chat_template",
             "Accept chat_template in requests, a program that renders the prompt in a sandbox.",
             bool,

@@ -86,8 +86,7 @@ class Server:
                 self._options.host,
             )
         client = EngineClient(loop)
-        model = self._config.model
-        tokenizer = Tokenizer.from_folder(model.folder, pools=model.pools)
+        tokenizer = Tokenizer.from_config(self._config)
         frontends = Frontends(
             client,
             tokenizer,

@@ -98,6 +98,7 @@ class EngineOptions:
     load_seed: int = _DEFAULTS["load_seed"]
     structure_compile_s: float = _DEFAULTS["structure_compile_s"]
     message_special_tokens: MessageSpecialTokens = _DEFAULTS["message_special_tokens"]
+    chat_template: str | None = _DEFAULTS["chat_template"]
     trust_request_chat_template: bool = _DEFAULTS["trust_request_chat_template"]
     generation_config: str = "auto"
 
@@ -148,6 +149,7 @@ def engine_config(
         load_seed=options.load_seed,
         structure_compile_s=options.structure_compile_s,
         message_special_tokens=options.message_special_tokens,
+        chat_template=options.chat_template,
         trust_request_chat_template=options.trust_request_chat_template,
         sampling_defaults=sampling_defaults(options.generation_config, located.folder),
     )

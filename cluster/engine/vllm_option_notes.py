@@ -186,7 +186,6 @@ REFUSED: Mapping[str, str] = MappingProxyType(
     dict(
         _by_option(
             {
-                "put chat_template.jinja into the folder of the model": "chat_template",
                 "use more ranks with tensor_parallel_size": "cpu_offload_gb cpu_offload_params "
                 "offload_backend offload_group_size offload_num_in_group offload_params "
                 "offload_prefetch_step",

@@ -73,7 +73,6 @@ def test_flags_may_have_underscores() -> None:
         ("--runner pooling", "use --task"),
         ("--nnodes 2", "--placement-strategy PACK or SPREAD places ranks on several nodes"),
         ("--return-tokens-as-token-ids", "requests set return_tokens_as_token_ids"),
-        ("--chat-template x.jinja", "put chat_template.jinja into the folder of the model"),
         ("--enable-lora", "merge the adapter into the weights"),
         ("--revision main", "write the revision after the model: ORG/NAME@REVISION"),
         (

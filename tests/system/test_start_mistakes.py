@@ -233,6 +233,8 @@ def test_ranks_report_a_broken_checkpoint_as_plainly(folder: Path) -> None:
         (("--attention-backend=xformers",), ("xformers", "torch_sdpa")),
         (("--quantization=awq",), ("awq requires a checkpoint in this format", "fp8 only")),
         (("--enable-expert-parallel",), ("enable_expert_parallel", "tiny-llama has none")),
+        (("--chat-template=none.jinja",), ("'none.jinja'", "No such file or directory")),
+        (("--chat-template={{ x",), ("invalid chat template: unexpected end of template",)),
         (("--frobnicate",), ("--frobnicate",)),
     ],
     ids=lambda value: value[0] if value[0].startswith("--") else "",

@@ -60,10 +60,9 @@ class ReplicaEngine:
         self._authenticator = Authenticator(
             None if options.api_keys is None else Path(options.api_keys)
         )
-        model = config.model
         self.servicer = Servicer(
             self._client,
-            Tokenizer.from_folder(model.folder, pools=model.pools),
+            Tokenizer.from_config(config),
             config,
             CallOptions(
                 tool_format=options.tool_call_format, reasoning_format=options.reasoning_format

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from cluster.serving.text.templates.chat_template import ChatTemplate
     from cluster.serving.text.thread_pauses import ThreadPauses
+    from pagedray.config import EngineConfig
 
 __all__ = ["Tokenizer", "read_tokenizer"]
 
@@ -69,8 +70,13 @@ class Tokenizer:
         """One more than the highest token id."""
 
     @classmethod
-    def from_folder(cls, folder: Path, *, pools: bool = False) -> Self:
-        """Return the tokenizer of a checkpoint. Raises CheckpointError."""
+    def from_folder(
+        cls, folder: Path, *, pools: bool = False, chat_template: str | None = None
+    ) -> Self:
+        """Return the tokenizer of a checkpoint.
+
+        `chat_template`, a file or a template, replaces the checkpoint's. Raises StartupError.
+        """
         tokenizer = read_tokenizer(folder)
         path = folder / "tokenizer_config.json"
         settings = _read_settings(path)
@@ -80,9 +86,19 @@ class Tokenizer:
         return cls(
             tokenizer,
             special_tokens=special_tokens,
-            templates=ChatTemplates.from_folder(folder, settings, special_tokens),
+            templates=(
+                ChatTemplates.from_folder(folder, settings, special_tokens)
+                if chat_template is None
+                else ChatTemplates.from_option(chat_template, special_tokens)
+            ),
             pools=pools,
         )
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> Self:
+        """Return the tokenizer of an engine. Raises StartupError."""
+        model = config.model
+        return cls.from_folder(model.folder, pools=model.pools, chat_template=config.chat_template)
 
     @property
     def token_bytes(self) -> TokenBytes:

@@ -16,6 +16,7 @@ from cluster.serving.inputs import InfillPrompt, Prompt
 from cluster.serving.intake.limits import IntakeLimits, check_num_messages, request_size
 from cluster.serving.text.literal_tokens import MarkedText
 from cluster.serving.text.templates.chat_prompt import ChatPrompt
+from cluster.serving.text.templates.request_templates import ProgramTemplates, RequestTemplates
 from cluster.serving.validation.rerank_prompt import rerank_prompt
 from pagedray.errors import ContextLengthError, InvalidRequestError
 from pagedray.request import check_token_ids
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from cluster.serving.text.templates.chat_template import ChatTemplate
-    from cluster.serving.text.templates.request_templates import RequestTemplates
     from cluster.serving.text.text_pool import TextPool
     from cluster.serving.text.thread_pauses import ThreadPauses
     from cluster.serving.text.tokenizer import Tokenizer
@@ -68,6 +68,7 @@ class PromptReader:
         self._context = config.max_model_len
         self._size = request_size(config, IntakeLimits())
         self._request_templates = request_templates
+        self._program_templates = ProgramTemplates(tokenizer.special_tokens)
         self._marks_special_tokens = config.message_special_tokens == "text"
 
     async def read_prompt(
@@ -194,9 +195,7 @@ class PromptReader:
             raise InvalidRequestError("messages must not be empty.", param="messages")
         # One of a body may become several.
         check_num_messages(len(prompt.messages), self._size)
-        template = None
-        if prompt.template is not None:
-            template = await self._template_of(prompt.template, tenant)
+        template = await self._template_of(prompt, tenant)
         render = functools.partial(self._render, prompt, template)
         marked = (
             await self._text_pool.render_in_thread(tenant, render)
@@ -219,8 +218,13 @@ class PromptReader:
             marked=marked if marked.originals else None,
         )
 
-    async def _template_of(self, source: str, tenant: str) -> ChatTemplate:
-        """Return the template of a request."""
+    async def _template_of(self, prompt: ChatPrompt, tenant: str) -> ChatTemplate | None:
+        """Return the template that a prompt has in place of the model's, if any."""
+        source = prompt.template
+        if source is None:
+            return None
+        if prompt.is_template_trusted:
+            return self._program_templates.template_of(source)
         if self._request_templates is None:
             raise InvalidRequestError(
                 "chat_template is not supported: the server must be started with "

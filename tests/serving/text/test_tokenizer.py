@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import pytest
@@ -13,7 +14,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
 from cluster.serving.text.templates.chat_template import ChatTemplate
 from cluster.serving.text.tokenizer import Tokenizer
-from pagedray.errors import CheckpointError, InvalidRequestError
+from pagedray.errors import CheckpointError, InvalidRequestError, StartupError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -140,6 +141,49 @@ def test_broken_file_is_named_in_one_line(copy: Path, name: str, content: str | 
     with pytest.raises(CheckpointError) as caught:
         Tokenizer.from_folder(copy)
     assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+GIVEN = "{% for message in messages %}{{ bos_token + message.content }}\\n{% endfor %}"
+
+
+def test_a_template_of_the_options_replaces_those_of_the_folder(copy: Path, tmp_path: Path) -> None:
+    prompt = ChatPrompt((ChatMessage("user", "caf\u00e9"),))
+    tool = {"type": "function", "function": {"name": "f"}}
+    path = tmp_path / "{other}.jinja"
+    path.write_text(GIVEN.replace("\\n", "\n\u00e9\u20ac"), encoding="utf-8")
+    for given, text in (
+        (str(path), "<s>caf\u00e9\n\u00e9\u20ac"),
+        # As in vLLM, a template on the command line may have escapes.
+        (GIVEN + "\u20ac", "<s>caf\u00e9\n\u20ac"),
+    ):
+        tokenizer = Tokenizer.from_folder(copy, chat_template=given)
+        assert tokenizer.render_chat(prompt) == text
+        assert tokenizer.render_chat(replace(prompt, tools=(tool,))) == text
+        assert tokenizer.template_variables(has_tools=False) == set()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("none.jinja", "'none.jinja' is no template and cannot be read as a file: No such file"),
+        ("", "'' is no template and cannot be read as a file: Is a directory."),
+        ("a\0b", "cannot be read as a file: embedded null byte."),
+        ("{{ x }", "The option chat_template has an invalid chat template: unexpected '}'."),
+        ("{{ x }}\\x1", "has an invalid escape: truncated \\xXX escape."),
+        ("broken.jinja", "broken.jinja has an invalid chat template: "),
+        ("bytes.jinja", "bytes.jinja is not valid UTF-8."),
+    ],
+)
+def test_an_invalid_template_of_the_options_is_refused_in_one_line(
+    copy: Path, given: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (copy / "broken.jinja").write_text("{% for %}")
+    (copy / "bytes.jinja").write_bytes(b"\xff{{ x }}")
+    monkeypatch.chdir(copy)
+    with pytest.raises(StartupError) as caught:
+        Tokenizer.from_folder(copy, chat_template=given)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

@@ -153,6 +153,21 @@ def test_chat_takes_one_conversation_or_many(llm: LLM) -> None:
         llm.chat([{"role": "god", "content": "x"}], GREEDY, use_tqdm=False)
 
 
+def test_chat_takes_a_template(llm: LLM) -> None:
+    conversation = [{"role": "user", "content": "x = 1"}]
+    template = "{% for one in messages %}{{ one.content + mood }}{% endfor %}"
+    (result,) = llm.chat(
+        conversation, GREEDY, chat_template=template, chat_template_kwargs={"mood": "; y"}
+    )
+    (plain,) = llm.generate("x = 1; y", GREEDY)
+    assert result.prompt_token_ids == plain.prompt_token_ids
+    assert result.outputs[0].token_ids == plain.outputs[0].token_ids
+    (usual,) = llm.chat(conversation, GREEDY)
+    assert usual.prompt_token_ids != result.prompt_token_ids
+    with pytest.raises(InvalidRequestError, match="has an invalid chat template: unexpected"):
+        llm.chat(conversation, GREEDY, chat_template="{{ '' ")
+
+
 def test_sampling_takes_their_forms(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=None, stop="\n", top_k=-1)
     (result,) = llm.generate("def parse(text): return text", params, use_tqdm=False)

@@ -48,3 +48,5 @@ class ChatPrompt:
     """Further variables of the chat template, some of those that it reads."""
     template: str | None = None
     """The source of a chat template in place of the model's."""
+    is_template_trusted: bool = False
+    """Whether the template is of the operator's program, and not of a client."""

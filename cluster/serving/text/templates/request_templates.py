@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING
 
 from cluster.serving.text.templates.chat_template import ChatTemplate
 from cluster.serving.text.templates.compiler_client import CompilerClient
-from cluster.serving.text.templates.template_code import InvalidTemplateError
+from cluster.serving.text.templates.rendering_budget import MAX_CPU_S
+from cluster.serving.text.templates.template_code import InvalidTemplateError, compile_template
 from cluster.structured.processes.fair_thread_pool import FairThreadPool
 from pagedray.errors import EngineError, InvalidRequestError, ShuttingDownError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
-__all__ = ["RequestTemplates"]
+    from cluster.serving.text.templates.template_code import TemplateCode
+
+__all__ = ["ProgramTemplates", "RequestTemplates"]
 
 logger = logging.getLogger(__name__)
 
@@ -96,19 +99,8 @@ class RequestTemplates:
         self._threads.join()
 
     def _compiled(self, source: str) -> ChatTemplate:
-        try:
-            code = self._compiler.compile_template(source)
-        except InvalidTemplateError as error:
-            raise InvalidRequestError(
-                f"The request has an invalid chat template: {error}.", param=_PARAM
-            ) from error
-        return ChatTemplate(
-            source,
-            self._special_tokens,
-            origin="The request",
-            owner="request",
-            cpu_s=_RENDER_S,
-            code=code,
+        return _template(
+            source, self._special_tokens, self._compiler.compile_template, cpu_s=_RENDER_S
         )
 
     def _keep(self, key: _Key, done: asyncio.Future[ChatTemplate]) -> None:
@@ -125,3 +117,36 @@ class RequestTemplates:
         except (EngineError, OSError) as error:
             # The first template tries again, and reports the error to its client.
             logger.warning("%s", error)
+
+
+class ProgramTemplates:
+    """Compiles templates of the program that runs the engine, and keeps the last one."""
+
+    def __init__(self, special_tokens: Mapping[str, str]) -> None:
+        self._special_tokens = special_tokens
+        self._last: ChatTemplate | None = None
+
+    def template_of(self, source: str) -> ChatTemplate:
+        """Return the template of a source. Raises InvalidRequestError."""
+        if self._last is None or self._last.source != source:
+            self._last = _template(source, self._special_tokens, compile_template, cpu_s=MAX_CPU_S)
+        return self._last
+
+
+def _template(
+    source: str,
+    special_tokens: Mapping[str, str],
+    compile_source: Callable[[str], TemplateCode],
+    *,
+    cpu_s: float,
+) -> ChatTemplate:
+    """Return the template of a source. Raises InvalidRequestError."""
+    try:
+        code = compile_source(source)
+    except InvalidTemplateError as error:
+        raise InvalidRequestError(
+            f"The request has an invalid chat template: {error}.", param=_PARAM
+        ) from error
+    return ChatTemplate(
+        source, special_tokens, origin="The request", owner="request", cpu_s=cpu_s, code=code
+    )

@@ -1,16 +1,17 @@
-"""The chat templates of a checkpoint: one, or one of several names."""
+"""The chat templates of a checkpoint, one or several by name, or the one that replaces them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.serving.text.templates.chat_template import ChatTemplate
-from pagedray.errors import CheckpointError, InvalidRequestError
+from pagedray.errors import CheckpointError, InvalidRequestError, StartupError
+from pagedray.shown_value import shown_value
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
 __all__ = ["ChatTemplates"]
 
@@ -46,6 +47,18 @@ class ChatTemplates:
         if default is None and tool_use is None:
             return None
         return cls(default=default, tool_use=tool_use)
+
+    @classmethod
+    def from_option(cls, given: str, special_tokens: Mapping[str, str]) -> ChatTemplates:
+        """Return the templates of the option chat_template: a file, or a template in one line.
+
+        As in vLLM, what is no file is a template if it has a brace or a line feed, and its
+        backslash escapes are decoded. Raises StartupError.
+        """
+        origin, source = given, _option_source(given)
+        if source is None:
+            origin, source = "The option chat_template", _unescaped(given)
+        return cls(default=ChatTemplate(source, special_tokens, origin=origin), tool_use=None)
 
     def template_for(self, tools: Sequence[Mapping[str, object]]) -> ChatTemplate:
         """Return the template of a conversation with these tools. Raises InvalidRequestError."""
@@ -98,6 +111,31 @@ def _configured(settings: Mapping[str, object], path: Path) -> dict[str, tuple[P
             )
         sources[name] = (path, source)
     return sources
+
+
+def _option_source(given: str) -> str | None:
+    """Return the text of the file that an option names; None if it is a template itself."""
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise StartupError(f"chat_template {given} is not valid UTF-8.") from error
+    except (OSError, ValueError) as error:
+        if any(character in given for character in "{}\n"):
+            return None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise StartupError(
+            f"chat_template {shown_value(given)} is no template and cannot be read as a file: "
+            f"{reason}."
+        ) from error
+
+
+def _unescaped(text: str) -> str:
+    try:
+        return text.encode("latin-1", "backslashreplace").decode("unicode_escape")
+    except UnicodeDecodeError as error:
+        raise StartupError(
+            f"chat_template {shown_value(text)} has an invalid escape: {error.reason}."
+        ) from error
 
 
 def _text(path: Path) -> str:
