@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cluster.serving.connections.listener import url_host
+from pagedray.counted import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,21 +21,21 @@ def ready_lines(config: EngineConfig, stats: EngineStats) -> Iterator[str]:
     model = config.model
     ranks = config.parallel.tensor_parallel_size
     device = config.parallel.device.upper() if config.parallel.device == "cpu" else "CUDA"
-    s = "" if ranks == 1 else "s"
     weights = "" if model.quantization is None else f", {model.quantization.method} weights"
     yield (
-        f"{model.architecture} on {device} in {model.dtype}{weights}, {ranks} rank{s}, "
+        f"{model.architecture} on {device} in {model.dtype}{weights}, {counted(ranks, 'rank')}, "
         f"context length {config.max_model_len}"
     )
     num_blocks = stats.scheduler.num_blocks
     if num_blocks:
         block_size = config.cache.block_size
         num_full = num_blocks // -(-config.max_model_len // block_size)
+        most = min(num_full, stats.scheduler.max_num_seqs)
         dtype = config.cache.kv_cache_dtype
         yield (
             f"KV cache of {num_blocks * block_size} tokens in "
             f"{model.dtype if dtype == 'auto' else dtype}: "
-            f"{min(num_full, stats.scheduler.max_num_seqs)} requests of full length at once"
+            f"{counted(most, 'request')} of full length at once"
         )
     if config.sampling_defaults:
         values = ", ".join(f"{name} {value:g}" for name, value in config.sampling_defaults)

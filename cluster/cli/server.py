@@ -17,6 +17,7 @@ from cluster.engine.progress import progress_reports
 from cluster.serving.engine_client import EngineClient
 from cluster.serving.frontends import Frontends
 from cluster.serving.text.tokenizer import Tokenizer
+from pagedray.counted import counted
 from pagedray.errors import StartupError
 
 if TYPE_CHECKING:
@@ -204,7 +205,9 @@ class Server:
         """Let running requests finish, unless a second signal comes."""
         num_open_calls = frontends.servicer.num_open_calls
         if num_open_calls:
-            logger.info("Draining %d calls for up to %g s.", num_open_calls, self._drain_s)
+            logger.info(
+                "Draining %s for up to %g s.", counted(num_open_calls, "call"), self._drain_s
+            )
         draining = asyncio.create_task(frontends.stop_servers(self._drain_s))
         hurrying = asyncio.create_task(self._hurry.wait())
         await asyncio.wait((draining, hurrying), return_when=asyncio.FIRST_COMPLETED)

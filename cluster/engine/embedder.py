@@ -21,6 +21,7 @@ from cluster.scheduling.queues.backlog import Backlog
 from cluster.scheduling.queues.fair_queue import FairQueue
 from cluster.scheduling.stats import SchedulerStats
 from pagedray.batch import EmbedPlan
+from pagedray.counted import counted
 from pagedray.errors import (
     DeadlineError,
     EngineError,
@@ -266,9 +267,9 @@ class Embedder(StepLoop):
         has_changed = suspects.note_lengths(undone)
         for culprit in suspects.take_culprits(is_proven=is_proven):
             logger.error(
-                "A request to embed %s texts ended with an error: the ranks died whenever it ran, "
+                "A request to embed %s ended with an error: the ranks died whenever it ran, "
                 "and work without it.",
-                len(undone[culprit]),
+                counted(len(undone[culprit]), "text"),
             )
             job = next(job for job in self._jobs if job.id == culprit)
             self._num_culprits += 1

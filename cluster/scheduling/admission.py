@@ -4,6 +4,7 @@ from array import array
 
 from cluster.scheduling.kv_manager import KvManager
 from cluster.scheduling.queues.backlog import Backlog
+from pagedray.counted import counted
 from pagedray.errors import CapacityError, InvalidRequestError
 from pagedray.request import Request
 
@@ -63,7 +64,7 @@ class Admission:
         if len(generated) != request.sampling.n or not request.open_indices:
             raise InvalidRequestError(
                 f"A request with n = {request.sampling.n} cannot continue from the tokens of "
-                f"{len(generated)} sequences, of which {len(request.open_indices)} are unfinished."
+                f"{counted(len(generated), 'sequence')}, {len(request.open_indices)} unfinished."
             )
         num_prompt_tokens = len(request.prompt_token_ids)
         most = min(request.sampling.max_tokens, self._max_model_len - num_prompt_tokens) - 1

@@ -50,6 +50,7 @@ def test_requests_of_full_length_are_counted_in_whole_blocks() -> None:
     # 100 tokens need 7 blocks of 16.
     assert cache == "KV cache of 1024 tokens in float32: 9 requests of full length at once"
     assert "8 requests" in lines(config, 62)[1]
+    assert "1 request of" in lines(config, 7)[1]
     assert len(lines(config, 0)) == 1
 
 

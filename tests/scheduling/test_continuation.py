@@ -74,8 +74,8 @@ def test_a_continued_request_is_admitted_to_a_full_queue() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"generated": [(1,)], "n": 2}, "n = 2 cannot continue from the tokens of 1 sequences"),
-        ({"generated": [None, None], "n": 2}, "of which 0 are unfinished"),
+        ({"generated": [(1,)], "n": 2}, "n = 2 cannot continue from the tokens of 1 sequence,"),
+        ({"generated": [None, None], "n": 2}, ", 0 unfinished"),
         ({"generated": [(1,) * 8]}, "after 8 generated tokens: it ends after 8"),
         ({"generated": [(1,) * 95], "max_tokens": 500}, "it ends after 95"),
         ({"generated": [(-1,)]}, "Token ids must be from 0"),

@@ -191,7 +191,7 @@ def test_request_that_can_never_fit_is_refused() -> None:
 def test_request_over_the_queue_limit_is_refused() -> None:
     harness = Harness(max_queued_requests=1)
     harness.add([1, 2])
-    with pytest.raises(OverloadedError, match="The queue is full: at most 1 requests may wait"):
+    with pytest.raises(OverloadedError, match="The queue is full: at most 1 request may wait"):
         harness.add([1, 2])
     harness.schedule()
     harness.add([1, 2])

@@ -6,6 +6,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+from pagedray.counted import counted
 from pagedray.errors import CheckpointError, PagedRayError
 from pagedray.model_config import HubFile, HubRevision
 from workers.hub.daemon_calls import start_call
@@ -109,8 +110,8 @@ def _download(
     with snapshot.receiving(files) as verify:
         Transfer(revision, files, settings).run(verify, report_progress)
     logger.info(
-        "Downloaded %d files of %s at %s: %.2f GB in %.1f s.",
-        len(files),
+        "Downloaded %s of %s at %s: %.2f GB in %.1f s.",
+        counted(len(files), "file"),
         revision.id,
         revision.commit[:12],
         sum(file.size or 0 for file in files) / 1e9,

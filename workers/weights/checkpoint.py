@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pagedray.counted import counted
 from pagedray.errors import CheckpointError
 from workers.layers.formats.mxfp4 import SCALE
 from workers.weights.row_writer import write_rows
@@ -107,7 +108,7 @@ class Checkpoint:
                 )
             num_skipped += 1
         if num_skipped:
-            logger.info("Skipped %s vision tensors in %s", num_skipped, self._folder)
+            logger.info("Skipped %s in %s", counted(num_skipped, "vision tensor"), self._folder)
 
     def fill_shard(self, shard: WeightShard) -> None:
         """Write this rank's part of a tensor to the shard's target, converted to its dtype."""

@@ -23,6 +23,7 @@ from cluster.cli.bench.roof import (
 )
 from cluster.cli.bench.workloads import WORKLOADS, uniform_workload
 from cluster.llm import LLM
+from pagedray.counted import counted
 from pagedray.errors import DeviceError, StartupError
 from pagedray.request import SamplingParams
 from pagedray.version import __version__
@@ -103,6 +104,7 @@ def bench_throughput(parsed: argparse.Namespace, options: EngineOptions) -> int:
         generated = _generate(llm, requests, has_bar=not (parsed.disable_tqdm or parsed.json))
         after = llm.stats()
         num_steps = after.num_steps - before.num_steps
+        num_preemptions = _num_preemptions(after) - _num_preemptions(before)
         roof = _roof(llm, generated, num_steps, options)
     seconds = generated.seconds
     num_prompt = sum(len(request.token_ids) for request in requests)
@@ -120,7 +122,7 @@ def bench_throughput(parsed: argparse.Namespace, options: EngineOptions) -> int:
         "output_tokens_per_second": num_output / seconds,
         "steps": num_steps,
         "prefix_hit_tokens": after.scheduler.num_hit_tokens - before.scheduler.num_hit_tokens,
-        "preemptions": _num_preemptions(after) - _num_preemptions(before),
+        "preemptions": num_preemptions,
         "roof": roof.figures(),
     }
     rows = {
@@ -128,7 +130,7 @@ def bench_throughput(parsed: argparse.Namespace, options: EngineOptions) -> int:
         "Duration (s)": f"{seconds:.2f}",
         "Prompt tokens": f"{num_prompt}, {figures['prefix_hit_tokens']} of them cached",
         "Output tokens": str(num_output),
-        "Steps": f"{figures['steps']}, {figures['preemptions']} preemptions",
+        "Steps": f"{figures['steps']}, {counted(num_preemptions, 'preemption')}",
         "Requests per second": f"{figures['requests_per_second']:.2f}",
         "Prompt tokens per second": f"{figures['prompt_tokens_per_second']:.2f}",
         "Output tokens per second": f"{figures['output_tokens_per_second']:.2f}",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from pagedray.counted import counted
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -43,8 +45,7 @@ def service_lines(service: _Object) -> list[str]:
     status = service.get("status", {})
     waits = list(_waits(service, status))
     if is_ready(service):
-        number = status.get("numServeEndpoints", 0)
-        first = f"{name} serves, with {number} {'pod' if number == 1 else 'pods'}."
+        first = f"{name} serves, with {counted(status.get('numServeEndpoints', 0), 'pod')}."
     else:
         first = f"{name} does not serve yet."
     return [first, *waits]

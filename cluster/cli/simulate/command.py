@@ -52,8 +52,8 @@ def simulate(parsed: argparse.Namespace) -> int:
     if not report.refusals:
         return 0
     print(
-        f"pagedray: error: {len(report.refusals)} of {len(arrivals)} requests were refused, the "
-        f"first one: {report.refusals[0]}",
+        f"pagedray: error: The fleet refused {len(report.refusals)} of {len(arrivals)} requests, "
+        f"the first one: {report.refusals[0]}",
         file=sys.stderr,
     )
     return _FAILURE_EXIT

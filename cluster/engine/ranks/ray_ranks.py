@@ -22,6 +22,7 @@ from cluster.engine.ranks.rank_death import cause_of, find_cause
 from cluster.engine.ranks.ray_reports import RayReports
 from pagedray.channel import ChannelClosedError
 from pagedray.config import CacheSize
+from pagedray.counted import counted
 from pagedray.errors import DeviceError, HungRankError, StartupError, WorkerError
 from pagedray.load_progress import LoadProgress
 from pagedray.step_listener import StepListener
@@ -281,7 +282,8 @@ class RayRanks:
 
     def _open_rendezvous(self) -> GroupAddress:
         opening = [self._actors[0].open_rendezvous.remote(self.places.hosts[0])]
-        address: GroupAddress = self._results(opening, _at(f"Starting {_ranks(self._size)}"))[0]
+        what = f"Starting {counted(self._size, 'rank')}"
+        address: GroupAddress = self._results(opening, _at(what))[0]
         return address
 
     def _join(self, address: GroupAddress) -> None:
@@ -351,10 +353,6 @@ class RayRanks:
         self._report_progress("Connecting", 0.0)
         finished, _ = ray.wait(self._running, timeout=0)
         ray.get(finished)
-
-
-def _ranks(number: int) -> str:
-    return "1 rank" if number == 1 else f"{number} ranks"
 
 
 def _at(what: str) -> Callable[[], tuple[str, float]]:

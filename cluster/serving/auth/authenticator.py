@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from cluster.serving.auth.key_file import KeyFile, digest_of
 from cluster.serving.auth.tenant import ANONYMOUS, Tenant
+from pagedray.counted import counted
 from pagedray.errors import AuthenticationError, StartupError
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class Authenticator:
         except StartupError as error:
             logger.error("Keeping the current API keys: %s", error)
             return
-        logger.info("Reloaded %s with %d API keys.", self._path, len(self._keys.names))
+        logger.info("Reloaded %s with %s.", self._path, counted(len(self._keys.names), "API key"))
 
     def reload_if_changed(self) -> None:
         """Reload the file if it has changed."""

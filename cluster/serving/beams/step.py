@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from pagedray.counted import counted
 from pagedray.errors import InvalidRequestError
 from pagedray.request import SamplingParams
 
@@ -51,8 +52,8 @@ def check_beams_fit(
         return
     if num_beams > limits.max_queued_requests:
         raise InvalidRequestError(
-            f"A beam search with {param} {width} for {len(requests)} prompts has {num_beams} "
-            f"beams, which exceeds max_queued_requests, {limits.max_queued_requests}.",
+            f"A beam search with {param} {width} for {counted(len(requests), 'prompt')} has "
+            f"{num_beams} beams, which exceeds max_queued_requests, {limits.max_queued_requests}.",
             param=param,
         )
     num_tokens = width * sum(

@@ -10,6 +10,7 @@ import time
 from typing import TYPE_CHECKING, Protocol
 
 from cluster.serving.server_info import CallInfo
+from pagedray.counted import counted
 from pagedray.errors import DuplicateIdError, InvalidRequestError, OverloadedError
 
 if TYPE_CHECKING:
@@ -63,7 +64,8 @@ class _Account:
         """Raise OverloadedError if the tenant may have no call beside so many others."""
         if tenant.max_requests is not None and num_calls >= tenant.max_requests:
             raise OverloadedError(
-                f"The tenant of this API key has {num_calls} open calls, which is its limit.",
+                f"The tenant of this API key has {counted(num_calls, 'open call')}, which is its "
+                "limit.",
                 retry_after_s=self.retry_after_s,
             )
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from cluster.serving.connections.client_host import client_host
 from cluster.serving.http.read_lines import MAX_CHECK_BYTES, read_line
 from cluster.serving.telemetry.line_limit import LineLimit
+from pagedray.counted import counted
 
 if TYPE_CHECKING:
     import ssl
@@ -135,7 +136,9 @@ class Acceptor:
             self._log(f"all {self._limits.total} connections of the HTTP frontend are open")
         elif self._num_open_by_host[host] >= self._limits.per_host:
             connection.close()
-            self._log(f"{host} has {self._limits.per_host} connections, the most for one host")
+            self._log(
+                f"{host} has {counted(self._limits.per_host, 'connection')}, the most for one host"
+            )
         else:
             connection.setblocking(False)
             begun = _received(connection)

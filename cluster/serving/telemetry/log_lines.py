@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from logging.handlers import QueueHandler, QueueListener
 from typing import TYPE_CHECKING, Literal, TextIO
 
+from pagedray.counted import counted
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
@@ -61,7 +63,8 @@ class _Waiting(QueueHandler):
         # and the trace.
         record.msg, record.args = record.getMessage(), None
         if self._num_lost:
-            record.msg = f"{record.msg} ({self._num_lost} lines before this one were dropped)"
+            lost = counted(self._num_lost, "line")
+            record.msg = f"{record.msg} (dropped {lost} before this one)"
         return record
 
     def enqueue(self, record: logging.LogRecord) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from cluster.serving.inputs import MAX_CLIENT_ID_LENGTH, MAX_SALT_LENGTH
 from cluster.serving.validation.prompt_reader import check_unicode
+from pagedray.counted import counted
 from pagedray.errors import InvalidRequestError
 from pagedray.request import MAX_N
 from pagedray.shown_value import shown_value
@@ -32,7 +33,7 @@ def check_num_sequences(num_prompts: int, n: int) -> None:
         raise InvalidRequestError("prompt must not be empty.", param="prompt")
     if num_prompts * n > MAX_N:
         raise InvalidRequestError(
-            f"{num_prompts} prompts with n = {n} request {num_prompts * n} sequences; "
+            f"n = {n} for {counted(num_prompts, 'prompt')} requests {num_prompts * n} sequences; "
             f"at most {MAX_N} are allowed.",
             param="prompt" if num_prompts > 1 else "n",
         )

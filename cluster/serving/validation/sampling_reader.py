@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import msgspec
 
 from cluster.serving.validation.prompt_reader import check_unicode
+from pagedray.counted import counted
 from pagedray.errors import ContextLengthError, InvalidRequestError
 from pagedray.request import SamplingParams, Structure, StructureKind, check_token_ids
 
@@ -59,7 +60,8 @@ class SamplingReader:
             if sampling.max_tokens > room:
                 raise ContextLengthError(
                     f"max_tokens must be from 1 to {room}, not {sampling.max_tokens}: the prompt "
-                    f"has {num_prompt_tokens} tokens and the context length is {self._context}.",
+                    f"has {counted(num_prompt_tokens, 'token')} and the context length is "
+                    f"{self._context}.",
                     param="max_tokens",
                 )
             return sampling
@@ -99,8 +101,8 @@ def check_prompt_logprobs(number: int | None, num_prompt_tokens: int) -> None:
     num_values = num_prompt_tokens * (number + 1)
     if num_values > _MAX_PROMPT_LOGPROBS:
         raise InvalidRequestError(
-            f"prompt_logprobs = {number} for a prompt of {num_prompt_tokens} tokens requests "
-            f"{num_values} log-probabilities; at most {_MAX_PROMPT_LOGPROBS} are allowed.",
+            f"prompt_logprobs = {number} for a prompt of {counted(num_prompt_tokens, 'token')} "
+            f"requests {num_values} log-probabilities; at most {_MAX_PROMPT_LOGPROBS} are allowed.",
             param="prompt_logprobs",
         )
 

@@ -35,7 +35,7 @@ class Work:
 def test_a_call_counts_before_it_begins() -> None:
     calls = OpenCalls()
     entered = calls.enter_call(ANN)
-    with pytest.raises(OverloadedError, match="1 open calls"):
+    with pytest.raises(OverloadedError, match="1 open call,"):
         calls.enter_call(ANN)
     # A drain waits only for calls that have begun.
     assert len(calls) == 0

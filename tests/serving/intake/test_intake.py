@@ -147,7 +147,7 @@ async def test_a_call_counts_while_its_body_arrives(
         await wait_until(lambda: server.num_bytes == 10)
         answer = await server.http.post("/v1/completions", json=BODY, headers=headers("ann"))
         assert answer.status_code == 429
-        assert "1 open calls, which is its limit" in answer.text
+        assert "1 open call, which is its limit" in answer.text
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await server.stub.Tokenize(pb.TokenizeRequest(text="x"), metadata=metadata("ann"))
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -255,9 +255,9 @@ HTTP_CASES: list[tuple[dict[str, Any], str, str | None]] = [  # Any: JSON
      "list of such lists.", "prompt"),
     ({"prompt": [[]]}, "prompt must not be empty.", "prompt"),
     ({"prompt": [-1]}, "prompt contains token id -1, but ids are 0 to 319.", "prompt"),
-    ({"prompt": ["x"] * 129}, "129 prompts with n = 1 request 129 sequences; at most 128 are "
+    ({"prompt": ["x"] * 129}, "n = 1 for 129 prompts requests 129 sequences; at most 128 are "
      "allowed.", "prompt"),
-    ({"prompt": ["x"] * 65, "n": 2}, "65 prompts with n = 2 request 130 sequences; at most "
+    ({"prompt": ["x"] * 65, "n": 2}, "n = 2 for 65 prompts requests 130 sequences; at most "
      "128 are allowed.", "prompt"),
     ({"max_tokens": 0}, "max_tokens = 0 requires echo or prompt_logprobs, and stream = false.",
      "max_tokens"),
@@ -326,7 +326,7 @@ HTTP_CASES: list[tuple[dict[str, Any], str, str | None]] = [  # Any: JSON
     ({"best_of": 2, "stream": True}, "best_of above n requires stream = false.", "best_of"),
     ({"best_of": True}, "best_of must be an integer, not true.", "best_of"),
     ({"best_of": 65, "prompt": ["x", "y"]},
-     "2 prompts with n = 65 request 130 sequences; at most 128 are allowed.", "prompt"),
+     "n = 65 for 2 prompts requests 130 sequences; at most 128 are allowed.", "prompt"),
     ({"temprature": 1}, "temprature is not supported: did you mean temperature?", "temprature"),
     ({"chat_template": "{{ x }}"}, "chat_template is not supported.", "chat_template"),
     ({"guided_json": 5}, "guided_json must be a JSON Schema.", "guided_json"),

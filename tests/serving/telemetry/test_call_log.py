@@ -122,4 +122,4 @@ def test_unread_stream_blocks_no_caller() -> None:
     assert "line 0\n" in text
     assert "line 10099" not in text
     num_lost = 10_100 - text.count("line ")
-    assert f"after ({num_lost} lines before this one were dropped)" in text
+    assert f"after (dropped {num_lost} lines before this one)" in text

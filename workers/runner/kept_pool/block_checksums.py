@@ -55,8 +55,8 @@ class BlockChecksums:
         num_wrong = sum(found[block] != table[block] for block in known)
         if num_wrong:
             logger.warning(
-                "%s of %s blocks in the CPU pool of a rank that has ended are not as they were "
-                "written, and are not used.",
+                "Dropping %s of %s blocks in the CPU pool of a rank that has ended: their contents "
+                "have changed.",
                 num_wrong,
                 len(known),
             )

@@ -28,8 +28,8 @@ def test_only_blocks_that_are_as_they_were_are_not_damaged(
     # As the next rank sees it.
     assert BlockChecksums(blocks, memory).damaged_blocks() == (1, 2)
     assert caplog.messages == [
-        "1 of 3 blocks in the CPU pool of a rank that has ended are not as they were written, and "
-        "are not used."
+        "Dropping 1 of 3 blocks in the CPU pool of a rank that has ended: their contents have "
+        "changed."
     ]
 
 
