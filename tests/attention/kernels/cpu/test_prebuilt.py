@@ -27,8 +27,8 @@ MACROS = {
     "sse3": "pni",
     "avx512bf16": "avx512_bf16",
 }
-# Of CRC32 in SSE4.2, and of FMA again.
-OTHER_MACROS = ("crc32", "fp_fast_fma")
+# Of CRC32 in SSE4.2, of FMA again, and of the widths of AVX-512 in GCC 14 and later.
+OTHER_MACROS = ("crc32", "evex256", "evex512", "fp_fast_fma")
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler"),
