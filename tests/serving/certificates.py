@@ -1,4 +1,4 @@
-"""PEM certificates of a test authority."""
+"""PEM certificates of a test authority, with all that the strict checks of Python 3.13 require."""
 
 from __future__ import annotations
 
@@ -18,6 +18,17 @@ if TYPE_CHECKING:
 __all__ = ["Authority", "Issued"]
 
 _DAY = datetime.timedelta(days=1)
+_SIGNS_CERTIFICATES = x509.KeyUsage(
+    digital_signature=False,
+    content_commitment=False,
+    key_encipherment=False,
+    data_encipherment=False,
+    key_agreement=False,
+    key_cert_sign=True,
+    crl_sign=True,
+    encipher_only=False,
+    decipher_only=False,
+)
 
 
 @dataclass(frozen=True)
@@ -42,9 +53,11 @@ class Authority:
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = _name(name)
         builder = _builder(self._name, self._name, self._key, num_days=30)
-        self._certificate = builder.add_extension(
-            x509.BasicConstraints(ca=True, path_length=None), critical=True
-        ).sign(self._key, hashes.SHA256())
+        self._certificate = (
+            builder.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+            .add_extension(_SIGNS_CERTIFICATES, critical=True)
+            .sign(self._key, hashes.SHA256())
+        )
         self.certificate = self._certificate.public_bytes(serialization.Encoding.PEM)
 
     def issue(self, name: str = "server", *, num_days: int = 10) -> Issued:
@@ -52,9 +65,13 @@ class Authority:
         key = ec.generate_private_key(ec.SECP256R1())
         address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
         builder = _builder(_name(name), self._name, key, num_days=num_days)
-        certificate = builder.add_extension(
-            x509.SubjectAlternativeName([address, x509.DNSName("localhost")]), critical=False
-        ).sign(self._key, hashes.SHA256())
+        issuer_key = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
+        names = x509.SubjectAlternativeName([address, x509.DNSName("localhost")])
+        certificate = (
+            builder.add_extension(names, critical=False)
+            .add_extension(issuer_key, critical=False)
+            .sign(self._key, hashes.SHA256())
+        )
         return Issued(
             certificate.public_bytes(serialization.Encoding.PEM),
             key.private_bytes(
@@ -81,4 +98,5 @@ def _builder(
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - 20 * _DAY)
         .not_valid_after(now + num_days * _DAY)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
     )

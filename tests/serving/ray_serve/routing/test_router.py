@@ -154,17 +154,14 @@ async def test_prompts_of_handles_go_to_the_replica_of_their_prefix(prompt: Any)
 
 
 @pytest.mark.parametrize(
-    "request_",
-    [
-        handle_request("embed", ["text"]),
-        handle_request("generate"),
-        handle_request("generate", 5),
-    ],
+    ("method", "arguments"),
+    [("embed", [["text"]]), ("generate", []), ("generate", [5])],
     ids=["embed", "missing", "number"],
 )
 async def test_calls_of_handles_without_a_prefix_go_to_the_least_loaded_replica(
-    request_: PendingRequest,
+    method: str, arguments: list[object]
 ) -> None:
+    request_ = handle_request(method, *arguments)
     router = RouterOf(*map(Replica, NAMES))
     for name in NAMES[1:]:
         router.on_request_routed(request_, ReplicaId(name), Answer(None))  # type: ignore[arg-type]  # stand-ins
