@@ -295,7 +295,7 @@ def test_a_process_that_replies_with_no_message_is_replaced(
 
 
 def test_no_tenant_takes_the_time_of_the_others(caplog: pytest.LogCaptureFixture) -> None:
-    batch = Batch()
+    batch = Batch(step_s=60.0)
     # Each has its own grammar, as if they differed by a comment.
     batch.add(*["takes 50 ms", "plain"] * 20, tenant="ann")
     batch.add(*["plain"] * 4, tenant="ben")
@@ -315,7 +315,7 @@ def test_no_tenant_takes_the_time_of_the_others(caplog: pytest.LogCaptureFixture
 
 
 def test_the_slowest_masks_are_those_that_exhaust_a_budget() -> None:
-    batch = Batch()
+    batch = Batch(step_s=60.0)
     batch.add(*["takes 50 ms", "plain"] * 20, tenant="ann")
     # The first masks show which are slow, and the budget covers them.
     slow = batch.matchers[:20:2]
