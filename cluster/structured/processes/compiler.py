@@ -104,7 +104,9 @@ class StructureCompiler:
         # If the call is cancelled, nothing else looks at the error, which asyncio would log.
         loaded.add_done_callback(lambda done: done.cancelled() or done.exception())
         # A call that is cancelled does not cancel the others that wait for the same structure.
-        grammar, _ = await asyncio.shield(loaded)
+        # Since Python 3.14, asyncio.shield() would log the error of the structure then.
+        await asyncio.wait([loaded])
+        grammar, _ = loaded.result()
         return grammar
 
     def stop_accepting(self) -> None:

@@ -86,7 +86,9 @@ class RequestTemplates:
             running = self._running[key] = asyncio.wrap_future(task)
             running.add_done_callback(functools.partial(self._keep, key))
         # A call that is cancelled does not cancel the others that wait for the same template.
-        return await asyncio.shield(running)
+        # Since Python 3.14, asyncio.shield() would log the error of the template then.
+        await asyncio.wait([running])
+        return running.result()
 
     def stop_accepting(self) -> None:
         """Compile no more templates, and end the calls that wait for one."""

@@ -126,6 +126,23 @@ async def test_event_loop_goes_on_while_a_template_is_compiled_once() -> None:
     templates.close()
 
 
+async def test_an_invalid_template_of_a_cancelled_call_logs_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    compiler = GatedCompiler()
+    templates = RequestTemplates({}, compiler=compiler)
+    cancelled, waiting = (asyncio.create_task(templates.template_of("{{", "ann")) for _ in range(2))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    await asyncio.wait([cancelled])
+    compiler.gate.set()
+    with pytest.raises(InvalidRequestError):
+        await waiting
+    assert cancelled.cancelled()
+    templates.close()
+    assert caplog.records == []
+
+
 async def test_tenant_with_many_templates_is_refused_and_others_are_not() -> None:
     compiler = GatedCompiler()
     templates = RequestTemplates({}, compiler=compiler)
