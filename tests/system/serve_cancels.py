@@ -119,6 +119,7 @@ async def cancel_many(
     *,
     frontend: CancelFrontend,
     number: int,
+    num_sequences: int = 1,
     at_once: int = 8,
     seed: int = 0,
 ) -> Cancelled:
@@ -134,7 +135,9 @@ async def cancel_many(
         stub = pagedray_pb2_grpc.GenerationServiceStub(channel)
 
         async def over_grpc(name: str, note_begin: Callable[[], None]) -> None:
-            sampling = pb.SamplingParams(max_tokens=900, ignore_eos=True, seed=1)
+            sampling = pb.SamplingParams(
+                max_tokens=_MAX_TOKENS, ignore_eos=True, seed=1, n=num_sequences
+            )
             request = pb.GenerateRequest(request_id=name, text=name, sampling=sampling)
             call = stub.Generate(request)
             try:
@@ -145,11 +148,11 @@ async def cancel_many(
                 call.cancel()
 
         async def over_http(name: str, note_begin: Callable[[], None]) -> None:
-            body = {"prompt": name, "max_tokens": 900, "ignore_eos": True, "seed": 1}
+            body = {"prompt": name, "max_tokens": _MAX_TOKENS, "ignore_eos": True, "seed": 1}
             async with client.stream(
                 "POST",
                 "/v1/completions",
-                json=body | {"model": "tiny-llama", "stream": True},
+                json=body | {"model": "tiny-llama", "stream": True, "n": num_sequences},
                 headers={"x-request-id": name},
             ) as answer:
                 async for _ in answer.aiter_raw():

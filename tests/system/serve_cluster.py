@@ -59,17 +59,20 @@ class ServeCluster:
 
     def start(self) -> None:
         """Start Serve without an application."""
-        variables = {
-            "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": _GUARDED_HTTP,
-            "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
-        }
+        # Serve restarts a proxy that is not ready in time, and starting Serve then fails.
+        variables = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": f"{_START_LIMIT_S}"}
+        if self._is_guarded:
+            variables |= {
+                "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": _GUARDED_HTTP,
+                "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+            }
         serve.start(
             http_options={"host": "127.0.0.1", "port": self.http_port},
             grpc_options={
                 "port": self.grpc_port,
                 "grpc_servicer_functions": [_GUARDED_GRPC if self._is_guarded else _PLAIN_GRPC],
             },
-            controller_options={"runtime_env": {"env_vars": variables if self._is_guarded else {}}},
+            controller_options={"runtime_env": {"env_vars": variables}},
         )
 
     def deploy(self, **arguments: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import signal
 import time
@@ -46,6 +47,7 @@ pytestmark = pytest.mark.slow
 PROMPT = "def read_config(path):\n"
 GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
 LEASE_S = 6.0
+LEASE_EXPIRED = "Cancelled a stream whose caller no longer renews its lease."
 CONFIG = """
 applications:
   - name: default
@@ -373,14 +375,21 @@ def test_a_call_leaves_a_span_and_a_line(cluster: ServeCluster, collector: SpanC
     list(cluster.handle.options(stream=True).generate.remote("x", sampling, request_id="traced"))  # type: ignore[arg-type]  # the stubs are narrower than the library
     span = collector.span_with("gen_ai.response.id", "traced", timeout_s=30.0)
     assert (span["pagedray.front"], span["gen_ai.usage.output_tokens"]) == ("ray", "4")
+    (line,) = (one for one in logged("call") if one["id"] == "traced")
+    assert (line["outcome"], line["generated_tokens"]) == ("length", 4)
+
+
+# Any: fields of all types.
+def logged(message: str) -> list[dict[str, Any]]:
+    """Return the lines of a message in the logs of all replicas."""
     node: Any = ray._private.worker._global_node  # Any: Ray's own
-    (line,) = (
+    lines = (
         json.loads(line)
         for path in Path(node.get_logs_dir_path()).glob("worker-*.err")
         for line in path.read_text().splitlines()
-        if line.startswith("{") and '"id": "traced"' in line
+        if line.startswith("{")
     )
-    assert (line["message"], line["outcome"], line["generated_tokens"]) == ("call", "length", 4)
+    return [one for one in lines if one["message"] == message]
 
 
 @pytest.mark.parametrize("frontend", ["grpc", "http"])
@@ -388,11 +397,17 @@ async def test_cancelled_calls_leave_nothing_behind(
     cluster: ServeCluster, frontend: CancelFrontend
 ) -> None:
     # A tenth of those over gRPC would be lost by Serve's proxy alone.
-    cancelled = await cancel_many(cluster, frontend=frontend, number=32)
-    # Well before their leases expire.
-    assert max(cancelled.gone_s) < LEASE_S / 2
-    assert max(cancelled.free_s) < LEASE_S / 2
+    num_expired = len(logged(LEASE_EXPIRED))
+    # Calls that would run for a long time.
+    cancelled = await cancel_many(cluster, frontend=frontend, number=32, num_sequences=16)
+    assert math.inf not in cancelled.gone_s
+    assert math.inf not in cancelled.free_s
     assert cancelled.num_begun > 0
+    # They were cancelled, not left until they or their leases ended.
+    outcomes = [one["outcome"] for one in logged("call") if one["id"].startswith(f"{frontend}-")]
+    assert set(outcomes) == {"cancelled"}
+    assert cancelled.num_begun <= len(outcomes) <= 32
+    assert len(logged(LEASE_EXPIRED)) == num_expired
 
 
 async def test_calls_of_a_killed_replica_continue_on_the_other(cluster: ServeCluster) -> None:
@@ -452,20 +467,21 @@ def text_of(outputs: list[Any]) -> str:  # Any: items of a handle are untyped
     return "".join(one.text for output in outputs for one in output.sequences)
 
 
-def test_serves_time_limit_ends_a_stream_with_an_error(cluster: ServeCluster) -> None:
+async def test_serves_time_limit_ends_a_stream_with_an_error(cluster: ServeCluster) -> None:
     body = {"model": "tiny-llama", "prompt": "x", "max_tokens": 900, "n": 24, "stream": True}
-    begin_s = time.monotonic()
     answer = httpx.post(
         f"{cluster.url}/v1/completions",
         json=body | {"ignore_eos": True},
-        headers={"x-request-timeout-seconds": "1"},
+        headers={"x-request-timeout-seconds": "2", "x-request-id": "limited"},
         timeout=60.0,
     )
-    # It does not begin again on the other replica.
-    assert time.monotonic() - begin_s < 4.0
     *_, error, done, _ = answer.text.split("\n\n")
     assert json.loads(error.removeprefix("data: "))["error"]["type"] == "timeout_error"
     assert done == "data: [DONE]"
+    while any(one.calls for one in await cluster.loads()):
+        await asyncio.sleep(0.05)
+    # It does not begin again on the other replica.
+    assert [one["outcome"] for one in logged("call") if one["id"] == "limited"] == ["cancelled"]
 
 
 async def test_a_replica_that_hangs_while_it_loads_is_replaced(cluster: ServeCluster) -> None:
