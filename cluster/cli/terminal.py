@@ -8,7 +8,7 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from cluster.llm import LLM
+from cluster.cli.text_llm import TextLLM
 from pagedray.errors import InvalidRequestError
 from pagedray.request import SamplingParams
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from cluster.engine.options import EngineOptions
+    from cluster.llm import LLM
 
 __all__ = ["chat", "generate"]
 
@@ -95,7 +96,7 @@ def _sampling(llm: LLM, given: Mapping[str, Any]) -> SamplingParams:
 
 
 def _loaded(model: str, options: EngineOptions) -> LLM:
-    return LLM(model, **asdict(options))
+    return TextLLM(model, **asdict(options))
 
 
 def _read_line() -> str:

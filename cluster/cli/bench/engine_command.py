@@ -22,7 +22,7 @@ from cluster.cli.bench.roof import (
     share_of_roof,
 )
 from cluster.cli.bench.workloads import WORKLOADS, uniform_workload
-from cluster.llm import LLM
+from cluster.cli.text_llm import TextLLM
 from pagedray.counted import counted
 from pagedray.errors import DeviceError, StartupError
 from pagedray.request import SamplingParams
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from cluster.cli.bench.workloads import EngineRequest, Workload
     from cluster.engine.options import EngineOptions
     from cluster.engine.stats import EngineStats
+    from cluster.llm import LLM
 
 __all__ = ["bench_latency", "bench_throughput"]
 
@@ -164,7 +165,7 @@ def _engine(parsed: argparse.Namespace, options: EngineOptions) -> LLM:
     file = parsed.output_json
     if file is not None and not file.parent.is_dir():
         raise StartupError(f"--output-json {file} is in a folder that does not exist.")
-    return LLM(parsed.model, show_progress=not parsed.json, **asdict(options))
+    return TextLLM(parsed.model, show_progress=not parsed.json, **asdict(options))
 
 
 def _num_preemptions(stats: EngineStats) -> int:

@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
 from cluster.cli.commands import main
 
 if TYPE_CHECKING:
-    import pytest
+    from collections.abc import Sequence
 
 TINY_LLAMA = Path(__file__).parents[3] / "examples" / "tiny-llama"
 COMMAND = ("generate", str(TINY_LLAMA), "class Queue:", "--dtype=float32", "--seed=1", "--json")
@@ -32,3 +34,14 @@ def test_unset_parameters_are_those_of_the_file(
 def test_values_are_checked_before_the_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*COMMAND[:1], "absent", "a", "--temperature=-1"]) == 2
     assert "temperature" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command", [COMMAND[:3], ("chat", COMMAND[1]), ("bench", "latency", COMMAND[1])]
+)
+def test_a_model_that_embeds_is_refused_before_it_is_loaded(
+    command: Sequence[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "--task=embed", "--device=cpu"]) == 2
+    message = "The task of tiny-llama is embed, but this command generates text; use "
+    assert capsys.readouterr().err.startswith(f"pagedray: error: {message}")
