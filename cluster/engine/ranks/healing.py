@@ -19,11 +19,22 @@ class Healing:
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._started_s = self._phase_started_s = clock()
+        self._phase_started_s = clock()
+        self._is_waiting = False
         self._phases: dict[str, float] = {}
         self._replaced: dict[int, str] = {}
         self._kept: list[int] = []
         self._parts: list[Mapping[str, float]] = []
+
+    def wait_for_phase(self) -> None:
+        """Let the next phase begin with `start_phase`; the time until then counts to none."""
+        self._is_waiting = True
+
+    def start_phase(self) -> None:
+        """Begin a phase that was waited for; otherwise have no effect."""
+        if self._is_waiting:
+            self._phase_started_s = self._clock()
+            self._is_waiting = False
 
     def end_phase(self, name: str) -> None:
         """Give the time since the last phase ended to the phase `name`."""
@@ -43,7 +54,7 @@ class Healing:
 
     def __str__(self) -> str:
         """Return one line with all figures in seconds."""
-        total_s = self._phase_started_s - self._started_s
+        total_s = sum(self._phases.values())
         kept = f", kept {_listed(self._kept)}" if self._kept else ""
         what = ", ".join(f"{rank} ({how})" for rank, how in sorted(self._replaced.items()))
         parts = "".join(

@@ -152,6 +152,8 @@ class RayRanks:
             healing.end_phase("warmed up")
             self._connect()
             healing.end_phase("connected")
+            # Nobody may wait for a step.
+            healing.wait_for_phase()
         healing.note_ranks(kept=sorted(survivors), replaced=replaced, parts=parts)
         self._healing = healing
 
@@ -171,6 +173,8 @@ class RayRanks:
         Raises WorkerError.
         """
         self._monitor.note_message(message)
+        if self._healing is not None:
+            self._healing.start_phase()
         try:
             self._channels.send(message)
         except ChannelClosedError as error:

@@ -29,3 +29,20 @@ def test_line_of_a_group_without_survivors_names_none() -> None:
     healing.end_phase("processes")
     healing.note_ranks(kept=[], replaced={1: "new process", 0: "spare"}, parts=[{}, {}])
     assert str(healing).startswith("Replaced ranks 0 (spare), 1 (new process) in 0.00 s: ")
+
+
+def test_time_in_which_no_phase_runs_is_not_counted() -> None:
+    clock = Clock(100.0)
+    healing = Healing(clock=clock)
+    clock.now_s += 0.5
+    healing.end_phase("connected")
+    healing.wait_for_phase()
+    clock.now_s += 60.0
+    healing.start_phase()
+    clock.now_s += 0.25
+    # The plans of further steps are sent before the first one ends.
+    healing.start_phase()
+    clock.now_s += 0.5
+    healing.end_phase("first step")
+    healing.note_ranks(kept=[], replaced={0: "spare"}, parts=[{}])
+    assert str(healing) == "Replaced rank 0 (spare) in 1.25 s: connected 0.50, first step 0.75."
