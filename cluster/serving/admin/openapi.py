@@ -27,6 +27,8 @@ from cluster.serving.openai.bodies.structure import (
     StructuredOutputs,
 )
 from cluster.serving.openai.bodies.tool_fields import (
+    AllowedTools,
+    AllowedToolsChoice,
     Function,
     NamedFunction,
     ToolChoiceObject,
@@ -78,6 +80,8 @@ _PARTS: tuple[type[BodyPart], ...] = (
     StreamOptions,
     StructuredOutputs,
     TextPart,
+    AllowedTools,
+    AllowedToolsChoice,
     ToolChoiceObject,
     ToolObject,
 )

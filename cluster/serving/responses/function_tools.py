@@ -65,15 +65,15 @@ class FunctionTools:
         self.names: dict[str, FunctionName] = {}
         """The names of functions in namespaces, by those that the model knows."""
 
-    def read(self, given: object) -> Steps[None]:
-        """Read the tools of a body. Raises InvalidRequestError."""
+    def read(self, given: object, param: str = "tools") -> Steps[None]:
+        """Read the tools of a parameter. Raises InvalidRequestError."""
         if given is None:
             return
         if not isinstance(given, list):
-            raise InvalidRequestError("tools must be a list.", param="tools")
+            raise InvalidRequestError(f"{param} must be a list.", param=param)
         for index, one in enumerate(given):
             yield
-            where = f"tools.{index}"
+            where = f"{param}.{index}"
             if isinstance(one, dict) and one.get("type") == "namespace":
                 yield from self._read_namespace(one, where)
             else:

@@ -10,18 +10,18 @@ from pydantic import Field
 from cluster.serving.http.schema import Body, BodyPart, named_schema, read_part
 from cluster.serving.json_bodies.json_text import json_text
 from cluster.serving.openai.bodies.chat_body import MAX_MESSAGES
+from cluster.serving.responses.function_tools import FunctionTools
 from cluster.serving.responses.items import ITEMS, read_items
 from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
 from cluster.serving.text.templates.template_arguments import Effort, TemplateArguments
 from cluster.serving.tools.tool import MAX_TOOLS
-from cluster.serving.tools.tool_choice import ToolChoice, ToolUse
+from cluster.serving.tools.tool_choice import ToolChoice, ToolUse, check_allowed
 from cluster.structured.grammar.grammar_text import MAX_TEXT_BYTES
 from pagedray.errors import InvalidRequestError
 from pagedray.request import Structure
 
 if TYPE_CHECKING:
     from cluster.serving.intake.steps import Steps
-    from cluster.serving.responses.function_tools import FunctionTools
     from cluster.serving.tools.tool_calls import ToolCallFormat
 
 __all__ = ["InputBody", "Reasoning", "TextConfig", "TextFormat"]
@@ -32,6 +32,14 @@ class NamedTool(BodyPart):
 
     type: Literal["function"]
     name: str
+
+
+class AllowedFunctions(BodyPart):
+    """Restricts a call to some of its tools."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Any  # Any: read separately, which keeps nulls in schemas
 
 
 class Reasoning(BodyPart):
@@ -125,7 +133,8 @@ class InputBody(Body):
         """
         yield from functions.read(self.tools)
         tools = functions.tools
-        return ToolUse(tools, self._choice(has_tools=bool(tools)), tool_format=tool_format)
+        choice = yield from self._choice(has_tools=bool(tools))
+        return ToolUse(tools, choice, tool_format=tool_format)
 
     def prompt(
         self,
@@ -170,15 +179,28 @@ class InputBody(Body):
         text = json_text(schema, f"{param}.schema", most_bytes=MAX_TEXT_BYTES)
         return Structure(kind="json_schema", text=text)
 
-    def _choice(self, *, has_tools: bool) -> ToolChoice:
+    def _choice(self, *, has_tools: bool) -> Steps[ToolChoice]:
         given, is_parallel = self.tool_choice, self.parallel_tool_calls
         if given is None:
             given = "auto" if has_tools else "none"
         if isinstance(given, dict):
+            if given.get("type") == "allowed_tools":
+                return (yield from _allowed_choice(given, is_parallel))
             named = read_part(NamedTool, given, "tool_choice")
             return ToolChoice(kind="named", name=named.name, is_parallel=is_parallel)
         if given == "none" or given == "auto" or given == "required":
             return ToolChoice(kind=given, is_parallel=is_parallel)
         raise InvalidRequestError(
-            "tool_choice must be none, auto, required or a named function.", param="tool_choice"
+            "tool_choice must be none, auto, required, a named function or allowed_tools.",
+            param="tool_choice",
         )
+
+
+def _allowed_choice(given: dict[str, object], is_parallel: bool) -> Steps[ToolChoice]:
+    """Return the choice among some of the tools. Raises InvalidRequestError."""
+    param = "tool_choice.tools"
+    read = read_part(AllowedFunctions, given, "tool_choice")
+    check_allowed(read.tools, param)
+    functions = FunctionTools()
+    yield from functions.read(read.tools, param)
+    return ToolChoice(kind=read.mode, is_parallel=is_parallel, allowed=tuple(functions.tools))

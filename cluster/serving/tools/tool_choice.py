@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from cluster.structured.grammar.turn import CallForm
     from pagedray.request import Structure
 
-__all__ = ["ToolChoice", "ToolUse", "read_each_tool"]
+__all__ = ["ToolChoice", "ToolUse", "check_allowed", "read_each_tool"]
 
 _PARAM = "tools"
 
@@ -40,6 +40,8 @@ class ToolChoice:
     """The tool, if the kind is `named`."""
     is_parallel: bool = True
     """Whether a turn may contain several calls."""
+    allowed: tuple[Tool, ...] | None = None
+    """The tools that the choice is restricted to, each by its name or as a whole; None are all."""
 
 
 class ToolUse:
@@ -54,6 +56,8 @@ class ToolUse:
     ) -> None:
         """The limits of each tool have been checked. Raises InvalidRequestError."""
         _check_tools(tools)
+        if choice.allowed is not None:
+            tools = _only_allowed(tools, choice.allowed)
         self._tools = tuple(tools) if choice.kind != "none" else ()
         self._choice = choice
         self._tool_format = tool_format
@@ -167,6 +171,22 @@ class ToolUse:
             raise InvalidRequestError("tool_choice requires tools.", param=_PARAM)
 
 
+def _only_allowed(tools: Sequence[Tool], allowed: Sequence[Tool]) -> list[Tool]:
+    """Return the tools that are allowed. Raises InvalidRequestError if one is none of them."""
+    by_name = {tool.name: tool for tool in tools}
+    for one in allowed:
+        if one.name not in by_name:
+            raise InvalidRequestError(
+                f"tool_choice names {one.name[:64]!r}, which is not in tools.", param="tool_choice"
+            )
+        if one not in (by_name[one.name], Tool(name=one.name)):
+            raise InvalidRequestError(
+                f"tool_choice and tools define {one.name[:64]!r} differently.", param="tool_choice"
+            )
+    names = {one.name for one in allowed}
+    return [tool for tool in tools if tool.name in names]
+
+
 def _check_joined(answer: Structure, param: str | None) -> None:
     if answer.kind == "grammar":
         raise InvalidRequestError(
@@ -184,6 +204,12 @@ def _check_tools(tools: Sequence[Tool]) -> None:
     names = [tool.name for tool in tools]
     if len(set(names)) < len(names):
         raise InvalidRequestError("tools must have unique names.", param=_PARAM)
+
+
+def check_allowed(given: object, param: str) -> None:
+    """Raise InvalidRequestError if a list of allowed tools has no entry, or too many."""
+    if not isinstance(given, list) or not 1 <= len(given) <= MAX_TOOLS:
+        raise InvalidRequestError(f"{param} must be a list of 1 to {MAX_TOOLS} tools.", param=param)
 
 
 def read_each_tool(

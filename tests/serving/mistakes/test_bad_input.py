@@ -366,6 +366,16 @@ REFERRING = {
     "type": "function",
     "function": {"name": "a", "parameters": {"$ref": "#/properties/x"}},
 }
+
+
+def allowed(tools: list[object], mode: str = "auto") -> dict[str, object]:
+    """Return a chat whose choice is restricted to these tools."""
+    return {
+        "tools": [TOOL],
+        "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}},
+    }
+
+
 MANY = {f"x{number}": 1 for number in range(100)}
 CALL = {"id": "1", "type": "function", "function": {"name": "a", "arguments": "{}"}}
 CHAT_CASES: list[tuple[dict[str, Any], str]] = [  # Any: JSON
@@ -430,7 +440,7 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [  # Any: JSON
     ({"tools": [TOOL]}, "The model's chat template has no known format of tool calls; name the "
      "function to call, or start the server with --tool-call-format."),
     ({"tools": [TOOL], "tool_choice": "some"},
-     "tool_choice must be none, auto, required or a named function."),
+     "tool_choice must be none, auto, required, a named function or allowed_tools."),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "b"}}},
      "tool_choice names 'b', which is not in tools."),
     ({"tool_choice": "required"}, "tool_choice requires tools."),
@@ -440,7 +450,16 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [  # Any: JSON
      "tools has the unsupported $ref '#/properties/x' in the parameters of 'a'; it must begin with "
      "#/$defs/."),
     ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
-     "tool_choice.type must be 'function', not 'allowed_tools'."),
+     "tool_choice.mode is not supported."),
+    (allowed([]), "tool_choice.allowed_tools.tools must be a list of 1 to 128 tools."),
+    (allowed([TOOL], mode="none"),
+     "tool_choice.allowed_tools.mode must be one of 'auto' or 'required', not 'none'."),
+    (allowed([{"type": "mcp", "server_label": "x"}]),
+     "tool_choice.allowed_tools.tools.0.type must be 'function', not 'mcp'."),
+    (allowed([{"type": "function", "function": {"name": "b"}}]),
+     "tool_choice names 'b', which is not in tools."),
+    (allowed([{"type": "function", "function": {"name": "a", "description": "x"}}]),
+     "tool_choice and tools define 'a' differently."),
     ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]},
      "messages.0.tool_calls requires role = assistant."),
     ({"messages": [{"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "a",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import httpx
 import openai
@@ -17,6 +17,8 @@ from tests.serving.conftest import Server
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from openai.types.chat import ChatCompletionAllowedToolChoiceParam
 
     from pagedray.request import Request
 
@@ -175,6 +177,33 @@ def test_required_calls_are_a_list_of_calls(client: openai.OpenAI, tool_server: 
     reference = weather["properties"]["parameters"]["properties"]["city"]["$ref"]
     assert schema["$defs"][reference.removeprefix("#/$defs/")] == {"type": "string"}
     assert time["properties"]["parameters"] == {"type": "object", "properties": {}}
+
+
+def only(name: str, mode: Literal["auto", "required"]) -> ChatCompletionAllowedToolChoiceParam:
+    tool: dict[str, object] = {"type": "function", "function": {"name": name}}
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [tool]}}
+
+
+def test_required_call_is_of_an_allowed_tool(client: openai.OpenAI, tool_server: Server) -> None:
+    write(tool_server, '[{"name": "time", "parameters": {}}]')
+    options = {"tools": TOOLS, "tool_choice": only("time", "required")}
+    assert streamed(client, **options) == ("", [("time", "{}")], "tool_calls")
+    (called,) = schema_of(tool_server)["items"]["anyOf"]
+    assert called["properties"]["name"] == {"enum": ["time"]}
+    assert "Tells it." not in prompt_of(tool_server)
+
+
+def test_only_allowed_tools_are_called_and_seen(client: openai.OpenAI, tool_server: Server) -> None:
+    write(tool_server, AUTO)
+    _, calls, reason = streamed(client, tools=TOOLS, tool_choice=only("time", "auto"))
+    assert (calls, reason) == ([("time", "{}")], "tool_calls")
+    assert '"time"' in (prompt := prompt_of(tool_server))
+    assert "Tells it." not in prompt
+    # A client may send the whole definition.
+    whole = only("weather", "auto")
+    whole["allowed_tools"]["tools"] = TOOLS[:1]
+    _, calls, _ = streamed(client, tools=TOOLS, tool_choice=whole)
+    assert [name for name, _ in calls] == ["weather"]
 
 
 @pytest.mark.parametrize(

@@ -212,6 +212,23 @@ def test_calls_name_their_namespace(
     assert (call.namespace, call.name, call.arguments) == ("eyes", "look", '{"a": 1}')
 
 
+@pytest.mark.parametrize("name", ["eyes.look", "look"])
+def test_only_allowed_tools_are_called(
+    tool_server: Server, client: openai.OpenAI, name: str
+) -> None:
+    say(tool_server, CALL.replace("look", "eyes.look"))
+    tool = {"type": "function", "name": name}
+    given: dict[str, Any] = {
+        "tools": [SPACE, TOOL],
+        "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [tool]},
+    }
+    response = client.responses.create(model="tiny", input="hi", **given)
+    assert [item.type for item in response.output] == [
+        "function_call" if name == "eyes.look" else "message"
+    ]
+    assert response.to_dict()["tool_choice"] == given["tool_choice"]
+
+
 BAD_METADATA: list[object] = [
     [],
     {"a": 1},
@@ -251,7 +268,12 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
      "tools.0.tools.0.name must be 1 to 64 letters, digits, underscores, dashes or dots.",
      "tools.0.tools.0.name"),
     ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
-     "tool_choice.type must be 'function', not 'allowed_tools'.", "tool_choice.type"),
+     "tool_choice.tools must be a list of 1 to 128 tools.", "tool_choice.tools"),
+    ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [
+        {"type": "function", "name": "b"}]}},
+     "tool_choice names 'b', which is not in tools.", "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{}]}},
+     "tool_choice.tools.0.type is required.", "tool_choice.tools.0.type"),
     ({"tools": [{**TOOL, "parameters": 5}]}, "tools.0.parameters must be a JSON Schema object.",
      "tools.0.parameters"),
     ({"text": {"format": {"type": "json_schema", "name": "a"}}},

@@ -79,6 +79,7 @@ class ChatBody(GenerationBody):
             "anyOf": [
                 {"enum": ["none", "auto", "required"]},
                 named_schema("ToolChoiceObject"),
+                named_schema("AllowedToolsChoice"),
             ]
         },
     )
@@ -174,7 +175,7 @@ class ChatBody(GenerationBody):
             except InvalidRequestError as error:
                 raise renamed(error, _FUNCTION_NAMES) from error
         tools = yield from read_tools(self.tools)
-        choice = read_choice(
+        choice = yield from read_choice(
             self.tool_choice, is_parallel=self.parallel_tool_calls, has_tools=bool(tools)
         )
         return ToolUse(tools, choice, tool_format=tool_format)

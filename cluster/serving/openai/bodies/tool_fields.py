@@ -8,7 +8,7 @@ from pydantic import Field, JsonValue
 
 from cluster.serving.http.schema import BodyPart, named_schema, read_part
 from cluster.serving.tools.tool import MAX_TOOLS, Tool
-from cluster.serving.tools.tool_choice import ToolChoice, read_each_tool
+from cluster.serving.tools.tool_choice import ToolChoice, check_allowed, read_each_tool
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from cluster.serving.intake.steps import Steps
 
 __all__ = [
+    "AllowedTools",
+    "AllowedToolsChoice",
     "Function",
     "NamedFunction",
     "ToolChoiceObject",
@@ -65,6 +67,29 @@ class ToolChoiceObject(BodyPart):
     function: NamedFunction
 
 
+class AllowedTools(BodyPart):
+    """The tools that the model may call, and whether it must call one."""
+
+    mode: Literal["auto", "required"]
+    tools: Any = Field(  # Any: read separately, which keeps nulls in schemas
+        json_schema_extra={
+            "type": "array",
+            "items": named_schema("ToolObject"),
+            "minItems": 1,
+            "maxItems": MAX_TOOLS,
+        }
+    )
+
+
+class AllowedToolsChoice(BodyPart):
+    """Restricts a call to some of its tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: Any = Field(  # Any: read separately
+        json_schema_extra=named_schema("AllowedTools")
+    )
+
+
 def functions_field() -> Any:  # Any: as in tools_field
     """Return the field of a call's functions, which OpenAI replaced by tools."""
     schema: dict[str, JsonValue] = {
@@ -100,19 +125,31 @@ def read_functions(given: object) -> Steps[tuple[Tool, ...]]:
     return tuple((yield from read_each_tool(given, "functions", _function_of)))
 
 
-def read_choice(given: object, *, is_parallel: bool, has_tools: bool) -> ToolChoice:
+def read_choice(given: object, *, is_parallel: bool, has_tools: bool) -> Steps[ToolChoice]:
     """Return the tool choice that `tool_choice` describes. Raises InvalidRequestError."""
     if given is None:
         given = "auto" if has_tools else "none"
     if isinstance(given, dict):
+        if given.get("type") == "allowed_tools":
+            return (yield from _allowed_choice(given, is_parallel))
         named = read_part(ToolChoiceObject, given, "tool_choice")
         return ToolChoice(kind="named", name=named.function.name, is_parallel=is_parallel)
     if given == "none" or given == "auto" or given == "required":
         return ToolChoice(kind=given, is_parallel=is_parallel)
     raise InvalidRequestError(
-        "tool_choice must be none, auto, required or a named function.",
+        "tool_choice must be none, auto, required, a named function or allowed_tools.",
         param="tool_choice",
     )
+
+
+def _allowed_choice(given: dict[str, object], is_parallel: bool) -> Steps[ToolChoice]:
+    """Return the choice among some of the tools. Raises InvalidRequestError."""
+    param = "tool_choice.allowed_tools"
+    inside = read_part(AllowedToolsChoice, given, "tool_choice").allowed_tools
+    read = read_part(AllowedTools, inside, param)
+    check_allowed(read.tools, f"{param}.tools")
+    allowed = yield from read_each_tool(read.tools, f"{param}.tools", _tool_of)
+    return ToolChoice(kind=read.mode, is_parallel=is_parallel, allowed=tuple(allowed))
 
 
 def read_function_choice(given: object, functions: Sequence[Tool]) -> ToolChoice:
