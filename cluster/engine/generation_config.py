@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pagedray.errors import CheckpointError, InvalidRequestError, StartupError
+from pagedray.presence import has_file
 from pagedray.request import SamplingParams
 from workers.models.config_json.config_file import ConfigFile
 
@@ -26,7 +27,7 @@ def sampling_defaults(given: str | Path, model_folder: Path) -> tuple[tuple[str,
         return ()
     is_auto = str(given) == "auto"
     path = (model_folder if is_auto else Path(given)) / _FILE
-    if not path.is_file():
+    if not has_file(path):
         if is_auto:
             return ()
         raise StartupError(

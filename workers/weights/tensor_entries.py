@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from safetensors import SafetensorError, safe_open
 
 from pagedray.errors import CheckpointError
+from pagedray.presence import has_file, has_path
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -66,9 +67,9 @@ def read_entries(folder: Path) -> dict[str, TensorEntry]:
 
 def _entries_of_folder(folder: Path) -> dict[str, TensorEntry]:
     # Like Transformers, prefer the single file to an index.
-    if (folder / _SINGLE).exists():
+    if has_path(folder / _SINGLE):
         return _entries_of_file(_inside(folder, _SINGLE))
-    if not (folder / _INDEX).exists():
+    if not has_path(folder / _INDEX):
         raise CheckpointError(f"No {_SINGLE} or {_INDEX} found in {folder}.")
     return _entries_of_index(folder)
 
@@ -91,7 +92,7 @@ def _entries_of_index(folder: Path) -> dict[str, TensorEntry]:
     entries: dict[str, TensorEntry] = {}
     for name in sorted(set(listed.values())):
         path = _inside(folder, name)
-        if not path.is_file():
+        if not has_file(path):
             raise CheckpointError(f"{index}: the file {name!r:.200} is missing.")
         for tensor, entry in _entries_of_file(path).items():
             if tensor in entries:
@@ -134,8 +135,8 @@ def _inside(folder: Path, name: str) -> Path:
     try:
         root, target = folder.resolve(), path.resolve()
         # Fails, unlike `resolve`, if the name is too long.
-        path.is_file()
-    except (OSError, ValueError):
+        has_path(path)
+    except (CheckpointError, OSError, ValueError):
         raise CheckpointError(f"{folder} has no file {name!r:.{_MAX_SHOWN}}.") from None
     roots = [root]
     if root.parent.name == "snapshots":
@@ -172,7 +173,7 @@ def _entries_of_file(path: Path) -> dict[str, TensorEntry]:
 
 def _check_is_file(path: Path) -> None:
     """Raise CheckpointError for what cannot be read as a file, or only without an end."""
-    if not path.is_file():
+    if not has_file(path):
         raise CheckpointError(f"{path} is not a file.")
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import tokenizers
 
 from pagedray.errors import CheckpointError
+from pagedray.presence import has_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,7 +31,7 @@ _LIBRARIES = {
 def convertible_file(folder: Path) -> Path | None:
     """Return the file that holds the tokenizer in another format, if there is one."""
     paths = (folder / name for name in _LIBRARIES)
-    return next((path for path in paths if path.is_file()), None)
+    return next(filter(has_file, paths), None)
 
 
 def converted_tokenizer(path: Path) -> tokenizers.Tokenizer:

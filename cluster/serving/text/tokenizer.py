@@ -19,6 +19,7 @@ from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
 from cluster.serving.text.templates.template_files import ChatTemplates
 from cluster.serving.text.token_bytes import TokenBytes
 from pagedray.errors import CheckpointError, InvalidRequestError
+from pagedray.presence import has_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -236,7 +237,7 @@ def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
 
 def _read(folder: Path) -> tokenizers.Tokenizer:
     path = folder / "tokenizer.json"
-    if not path.is_file():
+    if not has_file(path):
         other = convertible_file(folder)
         if other is None:
             raise CheckpointError(f"{path} is missing; the checkpoint needs a tokenizer.")
@@ -251,7 +252,7 @@ def _read(folder: Path) -> tokenizers.Tokenizer:
 
 
 def _read_settings(path: Path) -> dict[str, object]:
-    if not path.is_file():
+    if not has_file(path):
         return {}
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))

@@ -13,6 +13,7 @@ from cluster.serving.validation.sentence_modules import check_modules, longest_t
 from cluster.serving.validation.sentence_prompts import SentencePrompts
 from pagedray.batch import Pooling
 from pagedray.errors import CheckpointError, InvalidRequestError
+from pagedray.presence import has_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -122,7 +123,7 @@ def _with_prompt(
 def _read_pooling(folder: Path, default: Pooling) -> Pooling:
     """Return the pooling of a sentence-transformers checkpoint; `default` if it has no setting."""
     path = folder / "1_Pooling" / "config.json"
-    if not path.is_file():
+    if not has_file(path):
         return default
     try:
         # Any: JSON written by another program.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pagedray.presence import has_file
 from workers.models.config_json.config_file import ConfigFile
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ _MAX_TOKENS = 2**26
 def check_modules(folder: Path) -> None:
     """Raise CheckpointError for a module that would change vectors and is not supported."""
     path = folder / "modules.json"
-    if not path.is_file():
+    if not has_file(path):
         return
     for module in ConfigFile.read_list(path):
         kind = module.word("type").rpartition(".")[2]
@@ -35,7 +36,7 @@ def check_modules(folder: Path) -> None:
 def longest_text(folder: Path, context: int) -> int:
     """Return the most tokens of a text. Raises CheckpointError."""
     path = folder / "sentence_bert_config.json"
-    if not path.is_file():
+    if not has_file(path):
         return context
     file = ConfigFile.read(path)
     file.refuse_unless("do_lower_case", False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pagedray.errors import InvalidRequestError
+from pagedray.presence import has_file
 from pagedray.shown_value import shown_value
 from workers.models.config_json.config_file import ConfigFile
 
@@ -29,7 +30,7 @@ class SentencePrompts:
     def from_folder(cls, folder: Path) -> SentencePrompts:
         """Return the prompts of a checkpoint, if any. Raises CheckpointError."""
         path = folder / "config_sentence_transformers.json"
-        if not path.is_file():
+        if not has_file(path):
             return cls({})
         file = ConfigFile.read(path)
         section = file.section("prompts")

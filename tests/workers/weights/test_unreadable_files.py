@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cluster.serving.text.tokenizer import Tokenizer
+from cluster.serving.validation.sentence_modules import check_modules
+from cluster.serving.validation.sentence_prompts import SentencePrompts
 from pagedray.errors import CheckpointError
 from tests.system.server_process import TINY_LLAMA
 from workers.models.families.registry import read_model_config
@@ -54,6 +56,15 @@ def test_a_folder_without_permission_is_named(folder: Path, forbid: Callable[[Pa
     forbid(folder)
     with pytest.raises(CheckpointError, match=r"model/config\.json cannot be read: Permission"):
         read_model_config(folder)
+
+
+@pytest.mark.parametrize("read", [SentencePrompts.from_folder, check_modules])
+def test_optional_settings_without_permission_are_not_ignored(
+    read: Callable[[Path], object], folder: Path, forbid: Callable[[Path], None]
+) -> None:
+    forbid(folder)
+    with pytest.raises(CheckpointError, match=r"\.json cannot be read: Permission"):
+        read(folder)
 
 
 @pytest.mark.parametrize("name", [WEIGHTS, INDEX])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pagedray.errors import CheckpointError
+from pagedray.presence import has_file
 from workers.models.config_json.config_file import ConfigFile
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def _check_module(folder: Path, *, no: int, yes: int) -> None:
 
 def _score_module(folder: Path) -> ConfigFile | None:
     path = folder / "modules.json"
-    if not path.is_file():
+    if not has_file(path):
         return None
     modules = ConfigFile.read_list(path)
     return next((one for one in modules if str(one.value("type")).endswith(f".{_MODULE}")), None)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pagedray.errors import CheckpointError, StartupError
+from pagedray.presence import has_file, has_folder
 from pagedray.weight_format import MXFP4_BLOCK_SIZE
 from workers.models.config_json.answers import is_reranker, with_answers
 from workers.models.config_json.config_file import ConfigFile
@@ -87,15 +88,12 @@ def read_model_config(
     StartupError for a task that the model cannot do.
     """
     path = folder / "config.json"
-    try:
-        if not folder.is_dir():
-            raise CheckpointError(
-                f"{folder} is not a folder; a model is a folder with config.json and weights."
-            )
-        if not path.is_file():
-            raise CheckpointError(f"No config.json found in {folder}.")
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
+    if not has_folder(folder):
+        raise CheckpointError(
+            f"{folder} is not a folder; a model is a folder with config.json and weights."
+        )
+    if not has_file(path):
+        raise CheckpointError(f"No config.json found in {folder}.")
     file = ConfigFile.read(path)
     family = _family(file)
     for key in _CODE_KEYS:
@@ -161,7 +159,7 @@ def _tasks(config: ModelConfig, file: ConfigFile) -> tuple[Task, ...]:
         return ("embed",)
     # Sentence-transformers marks a checkpoint that was made to embed.
     tasks: tuple[Task, ...] = ("generate", "embed")
-    if (config.folder / "modules.json").is_file():
+    if has_file(config.folder / "modules.json"):
         tasks = ("embed", "generate")
     if config.score_head != "answer":
         return tasks
@@ -196,7 +194,7 @@ def _family(file: ConfigFile) -> Family:
 def _with_generation_eos(config: ModelConfig) -> tuple[int, ...]:
     """Return the EOS ids of both files; instruct models list more in generation_config.json."""
     path = config.folder / "generation_config.json"
-    if not path.is_file():
+    if not has_file(path):
         return config.eos_token_ids
     more = ConfigFile.read(path).token_ids("eos_token_id")
     ids = dict.fromkeys((*config.eos_token_ids, *more))

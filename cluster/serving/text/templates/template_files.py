@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from cluster.serving.text.templates.chat_template import ChatTemplate
 from pagedray.errors import CheckpointError, InvalidRequestError, StartupError
+from pagedray.presence import has_file
 from pagedray.shown_value import shown_value
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class ChatTemplates:
 def _files(folder: Path) -> dict[str, tuple[Path, str]]:
     """Return the path and source of each template that is a file of its own."""
     paths = {path.stem: path for path in sorted((folder / _FOLDER).glob("*.jinja"))}
-    if (folder / _FILE).is_file():
+    if has_file(folder / _FILE):
         paths[_DEFAULT] = folder / _FILE
     return {name: (path, _text(path)) for name, path in paths.items()}
 

@@ -1,0 +1,44 @@
+"""Whether a checkpoint has a file, told apart from an error.
+
+Since Python 3.14, `Path.is_file` returns False for every error: without permission, or on a file
+system that fails, a file would seem to be absent and its settings would be ignored.
+"""
+
+from __future__ import annotations
+
+import errno
+import stat
+from typing import TYPE_CHECKING
+
+from pagedray.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["has_file", "has_folder", "has_path"]
+
+_ABSENT = frozenset((errno.ENOENT, errno.ENOTDIR, errno.ELOOP))
+
+
+def has_file(path: Path) -> bool:
+    """Return whether a path is that of a file. Raises CheckpointError if it cannot be read."""
+    return stat.S_ISREG(_mode(path))
+
+
+def has_folder(path: Path) -> bool:
+    """Return whether a path is that of a folder. Raises CheckpointError if it cannot be read."""
+    return stat.S_ISDIR(_mode(path))
+
+
+def has_path(path: Path) -> bool:
+    """Return whether anything has a path. Raises CheckpointError if it cannot be read."""
+    return _mode(path) != 0
+
+
+def _mode(path: Path) -> int:
+    try:
+        return path.stat().st_mode
+    except OSError as error:
+        if error.errno in _ABSENT:
+            return 0
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
