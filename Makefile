@@ -37,7 +37,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) install -qq --no-compile -c constraints.txt $(TORCH_INDEX:%=--index-url %) torch
 	@echo "Installing the other dependencies"
 	@$(PIP) install -qq --no-compile -c constraints.txt -e '.[dev]'
-	@$(BIN)/python -m compileall -q -j 0 $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')/ray
+	@$(BIN)/python -W ignore::SyntaxWarning -m compileall -q -j 0 $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')/ray
 	@touch $@
 	@echo "Ready: .venv"
 
