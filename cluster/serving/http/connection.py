@@ -16,7 +16,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import httptools
 import msgspec
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 from cluster.serving.connections.client_host import client_host
 from cluster.serving.http.errors import error_body
@@ -31,6 +35,8 @@ from cluster.serving.telemetry.line_limit import LineLimit
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
+
+    from uvicorn._types import ASGISendEvent
 
     from cluster.serving.intake.read_turns import ReadTurns
 
@@ -225,6 +231,8 @@ class HttpConnection(HttpToolsProtocol):
         if is_ambiguous(self.parser.get_http_version(), self.headers):
             raise _InvalidRequestError
         super().on_headers_complete()
+        if self.parser.get_http_version() == "1.0":
+            _disable_chunks(self.cycle)
         if self.expect_100_continue:
             # A client that is answered before it sends its body may or may not send it then.
             self.cycle.keep_alive = False
@@ -373,6 +381,20 @@ class HttpConnection(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+
+def _disable_chunks(cycle: RequestResponseCycle) -> None:
+    """Let the end of the connection end a response without a length, as HTTP/1.0 requires."""
+    cycle.chunked_encoding = False
+    send = cycle.send
+
+    async def send_unchunked(message: ASGISendEvent) -> None:
+        if message["type"] == "http.response.body":
+            # uvicorn compares it with the length of the body, which it does not know.
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = send_unchunked  # type: ignore[method-assign]  # uvicorn makes the cycle
 
 
 def connection_kind(

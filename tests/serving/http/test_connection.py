@@ -524,6 +524,20 @@ def test_http_1_0_with_a_length_is_served(server: Server, engine: FakeEngine) ->
         assert read_to_end(connection).startswith(b"HTTP/1.1 200 ")
 
 
+def test_stream_over_http_1_0_ends_with_its_connection(server: Server, engine: FakeEngine) -> None:
+    with connect(server) as connection:
+        connection.sendall(call(max_tokens=8).replace(b"HTTP/1.1", b"HTTP/1.0"))
+        head, _, body = read_to_end(connection).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert b"connection: close" in head
+    assert b"transfer-encoding" not in head
+    *events, last = body.decode().split("\n\n")
+    assert last == ""
+    assert events.pop() == "data: [DONE]"
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+
+
 async def test_invalid_requests_are_logged_in_one_line(
     patient_server: HttpServer, caplog: pytest.LogCaptureFixture
 ) -> None:
