@@ -37,6 +37,9 @@ HEALTHY = {"status": "ok"}
 _MOST_DIGITS = 18
 _VERSION = "/v1"
 
+_ABSENT = frozenset(("/v1/responses/compact",))
+"""Paths of OpenAI's API that do not exist here, although the parameter of others matches them."""
+
 AnyBody = TypeVar("AnyBody", bound=Body)
 Found = TypeVar("Found")
 Used = TypeVar("Used")
@@ -229,6 +232,8 @@ class EndpointTable:
         found = self._exact.get(path)
         if found is not None:
             return found, ""
+        if path in _ABSENT:
+            return {}, ""
         for (prefix, suffix), by_method in self._open.items():
             is_longer = len(path) > len(prefix) + len(suffix)
             if is_longer and path.startswith(prefix) and path.endswith(suffix):

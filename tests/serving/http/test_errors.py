@@ -160,6 +160,8 @@ def test_defect_reveals_no_details(
         ("GET", "//v1/models", 404),
         ("GET", "/v1/models/", 404),
         ("GET", "/docs/", 404),
+        ("POST", "/v1/responses/compact", 404),
+        ("POST", "/v1/responses/resp_1", 405),
         ("GET", "/V1/models", 404),
         ("GET", "/v1/completions", 405),
         ("DELETE", "/health", 405),
