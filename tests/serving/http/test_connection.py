@@ -63,6 +63,19 @@ def read_to_end(connection: socket.socket) -> bytes:
     return received
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_client_that_stops_sending_has_disconnected(
+    server: Server, engine: FakeEngine, stream: bool
+) -> None:
+    engine.is_paused = True
+    with connect(server) as connection:
+        connection.sendall(call(stream=stream))
+        wait_for(lambda: engine.num_sequences)
+        connection.shutdown(socket.SHUT_WR)
+        assert b"[DONE]" not in read_to_end(connection)
+        wait_for(lambda: not engine.num_sequences)
+
+
 @pytest.mark.parametrize("is_one_segment", [True, False])
 @pytest.mark.parametrize("stream", [True, False])
 def test_pipelined_requests_end_with_their_client(
