@@ -16,6 +16,8 @@ __all__ = ["CallFreezer", "freeze_heap"]
 _FIRST_S = 60.0
 _SHARE = 0.002
 """Of the time, for full collections at the beginning of calls."""
+_NUM_OF_PYTHON = 1000
+"""More than Python 3.12 freezes when it starts (375), and fewer than any program with this one."""
 
 
 @contextmanager
@@ -25,7 +27,7 @@ def freeze_heap() -> Generator[None]:
     To traverse the token ids of some hundred prompts takes a quarter of a second, during which no
     step is scheduled. Objects that the caller has frozen remain so.
     """
-    if gc.get_freeze_count():
+    if _is_frozen():
         yield
         return
     gc.freeze()
@@ -70,9 +72,14 @@ class CallFreezer:
 
     def _collect_if_due(self) -> None:
         # What the caller has frozen, or does not want to be collected, is left alone.
-        if not gc.isenabled() or gc.get_freeze_count() or self._clock() < self._due_s:
+        if not gc.isenabled() or _is_frozen() or self._clock() < self._due_s:
             return
         began_s = self._clock()
         gc.collect()
         ended_s = self._clock()
         self._due_s = ended_s + (ended_s - began_s) / _SHARE
+
+
+def _is_frozen() -> bool:
+    """Whether the program has frozen its objects."""
+    return gc.get_freeze_count() > _NUM_OF_PYTHON

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
 from typing import TYPE_CHECKING
 
@@ -10,7 +12,7 @@ import pytest
 
 from cluster.engine.frozen_heap import CallFreezer, freeze_heap
 from pagedray import LLM, AsyncLLM, SamplingParams
-from tests.system.server_process import TINY_LLAMA
+from tests.system.server_process import ROOT, TINY_LLAMA
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,6 +46,18 @@ def test_what_the_caller_has_frozen_remains_so() -> None:
     with freeze_heap():
         pass
     assert not is_collectable(before)
+
+
+def test_what_python_freezes_when_it_starts_does_not_count() -> None:
+    program = """
+import gc
+from cluster.engine.frozen_heap import freeze_heap
+before = [[0]]
+with freeze_heap():
+    assert not any(one is before for one in gc.get_objects())
+assert any(one is before for one in gc.get_objects())
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
 class Garbage:
