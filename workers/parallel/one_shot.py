@@ -74,7 +74,7 @@ class OneShotAllReduce:
         self._memory = PeerMemory(inbox_size + sums_size)
         self._abort = torch.zeros(1, dtype=torch.int32).pin_memory()
         self._inboxes = Inboxes(
-            addresses=torch.zeros(size + 1, dtype=torch.int64, device=device),
+            addresses=torch.zeros(size + 2, dtype=torch.int64, device=device),
             num_launches=torch.zeros(max_rows, dtype=torch.int32, device=device),
             rank=rank,
             size=size,
@@ -205,7 +205,7 @@ class OneShotAllReduce:
         except PeerMemoryError as error:
             return str(error)
         self._inboxes = replace(inboxes, max_programs=max_programs)
-        inboxes.addresses.copy_(torch.tensor([*addresses, self._abort.data_ptr()]))
+        inboxes.addresses.copy_(torch.tensor([*addresses, self._abort.data_ptr(), 0]))
         if self._sums is not None:
             self._sums.connect(addresses[1 - inboxes.rank])
         return None

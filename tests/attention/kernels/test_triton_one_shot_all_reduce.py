@@ -33,7 +33,7 @@ class Rank:
         self.abort = torch.zeros(1, dtype=torch.int32)
         if DEVICE == "cuda":
             self.abort = self.abort.pin_memory()
-        addresses = [inbox.data_ptr() for inbox in self.inboxes] + [self.abort.data_ptr()]
+        addresses = [inbox.data_ptr() for inbox in self.inboxes] + [self.abort.data_ptr(), 0]
         self.view = Inboxes(
             addresses=torch.tensor(addresses, device=DEVICE),
             num_launches=torch.zeros(MAX_ROWS, dtype=torch.int32, device=DEVICE),
@@ -137,8 +137,16 @@ def test_a_row_of_the_bits_of_an_empty_place_arrives(dtype: torch.dtype) -> None
     assert sent.view(dtype).isnan().all()
 
 
-def test_an_abort_ends_the_wait_for_a_rank_that_is_gone() -> None:
-    one = Rank(0, 2, 16, torch.float32)
+@pytest.mark.parametrize("max_programs", [1, 3, MAX_ROWS])
+def test_an_abort_ends_the_waits_for_a_rank_that_is_gone(max_programs: int) -> None:
+    one = Rank(0, 2, 16, torch.float32, max_programs)
     one.abort.fill_(1)
-    all_reduce_rows(torch.ones(1, 16, device=DEVICE), one.view)
-    assert int(one.view.num_launches[0]) == 1
+    all_reduce_rows(torch.ones(MAX_ROWS, 16, device=DEVICE), one.view)
+    assert one.view.num_launches.tolist() == [1] * MAX_ROWS
+
+
+def test_a_program_learns_of_an_abort_from_another_one() -> None:
+    one = Rank(0, 2, 16, torch.float32)
+    one.view.addresses[-1] = 1
+    all_reduce_rows(torch.ones(MAX_ROWS, 16, device=DEVICE), one.view)
+    assert one.view.num_launches.tolist() == [1] * MAX_ROWS

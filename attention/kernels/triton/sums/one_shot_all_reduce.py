@@ -39,11 +39,15 @@ PROGRAMS_PER_SM = 2
 _REGISTERS_PER_SM = 65536
 _MAX_REGISTERS = 255
 _WORD_BYTES = 4
+_WARP_SIZE = 32
+_MAX_THREADS = tl.constexpr(512)
 _EMPTY = tl.constexpr(-1)
 """A word of an empty place: NaN in every dtype, with a sign that no arithmetic gives it."""
 _OTHER_NAN = tl.constexpr(0x7FFF7FFF)
 _LOOKAHEAD = tl.constexpr(4)
 """Rows that a program sends before it waits for the first of them."""
+_POLLS_OF_A_TURN = tl.constexpr(64)
+"""After how many polls another program may read host memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -51,8 +55,9 @@ class Inboxes:
     """Where the ranks of a group write to each other, from the view of one rank."""
 
     addresses: torch.Tensor
-    """int64 `[size + 1]`: this process's address of the inbox of each rank, then that of an int32
-    in host memory that ends all waits when it is not zero."""
+    """int64 `[size + 2]`: this process's address of the inbox of each rank, then that of an int32
+    in host memory that ends all waits when it is not zero, and last a number that programs set to
+    one when they have read that."""
     num_launches: torch.Tensor
     """int32 `[max_rows]`: how often each row was sent. The kernels count; other values than those
     of the other ranks lead to a wait without end."""
@@ -77,6 +82,21 @@ def inbox_bytes(max_rows: int, width: int, dtype: torch.dtype, size: int) -> int
 
 
 @triton.jit
+def _num_aborted(num_polls: tl.tensor, abort: tl.tensor, tile: tl.constexpr) -> tl.tensor:
+    """Return more than zero if a wait must end; `abort` points to the last two of the addresses.
+
+    Reads of host memory by all programs at once take a millisecond, during which the other ranks
+    wait, and read too. So programs take turns, and tell the others in the memory of the device.
+    """
+    if (num_polls // _POLLS_OF_A_TURN - 1) % tl.num_programs(0) == tl.program_id(0):
+        host_word = tl.load(abort).to(tl.pointer_type(tl.int32))
+        if tl.load(host_word, volatile=True) != 0:
+            tl.store(abort + 1, 1)
+    # Warps may read different numbers, and have the same sum.
+    return tl.sum(tl.load(abort + 1 + tl.zeros([tile], tl.int32), volatile=True))
+
+
+@triton.jit
 def _received(inbox: tl.tensor, is_word: tl.tensor, abort: tl.tensor) -> tl.tensor:
     """Return some words, int32, as soon as all have arrived, and empty their places."""
     words = tl.load(inbox, mask=is_word, other=0, volatile=True)
@@ -86,10 +106,9 @@ def _received(inbox: tl.tensor, is_word: tl.tensor, abort: tl.tensor) -> tl.tens
         words = tl.load(inbox, mask=is_word, other=0, volatile=True)
         num_missing = tl.sum((words == _EMPTY).to(tl.int32))
         num_polls += 1
-        # A read of host memory takes longer than the wait that it would end, and Triton's
-        # "and" would read always.
-        if num_polls % 1024 == 0:  # noqa: SIM102
-            if tl.load(abort, volatile=True) != 0:
+        # Triton's "and" would call always.
+        if num_polls % _POLLS_OF_A_TURN == 0:  # noqa: SIM102
+            if _num_aborted(num_polls, abort, min(words.shape[0], _MAX_THREADS)) > 0:
                 num_missing = 0
     tl.store(inbox, tl.full(words.shape, _EMPTY, tl.int32), mask=is_word)
     return words
@@ -183,7 +202,6 @@ def _summed(
     launch = tl.load(num_launches + row) + 1
     words = tl.arange(0, word_tile)
     inbox = _inbox(addresses, rank)
-    abort = tl.load(addresses + size).to(tl.pointer_type(tl.int32))
     total = tl.zeros([tile], tl.float32)
     # In the order of the ranks, so that the sum has the same bits on all of them.
     for peer in tl.static_range(size):
@@ -191,7 +209,7 @@ def _summed(
             total += _elements(mine, element_type)
         else:
             place = _place(launch, peer, rank, row, max_rows, size, num_words)
-            received = _received(inbox + place + words, words < num_words, abort)
+            received = _received(inbox + place + words, words < num_words, addresses + size)
             total += _elements(received, element_type)
     # Every warp has read the count before one of them writes it.
     tl.debug_barrier()
@@ -323,8 +341,10 @@ def _launch(
     assert delta.stride(1) == 1
     data = delta.view(torch.int32)
     tile = next_power_of_two(width)
+    word_tile = tile * delta.dtype.itemsize // _WORD_BYTES
     num_programs = min(num_rows, inboxes.max_programs)
-    num_warps = min(16, max(4, tile // 512))
+    # A place is read by one thread alone: once it is emptied, another one would wait for ever.
+    num_warps = max(1, min(4, word_tile // _WARP_SIZE), min(16, tile // 512))
     _all_reduce[(num_programs,)](
         delta,
         data,
@@ -348,7 +368,7 @@ def _launch(
         has_bias=bias is not None,
         is_centred=is_centred,
         has_one_row=num_rows == num_programs,
-        word_tile=tile * delta.dtype.itemsize // _WORD_BYTES,
+        word_tile=word_tile,
         tile=tile,
         num_warps=num_warps,
         maxnreg=min(_MAX_REGISTERS, _REGISTERS_PER_SM // (32 * num_warps * PROGRAMS_PER_SM)),

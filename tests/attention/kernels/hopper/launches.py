@@ -270,7 +270,7 @@ def sums_over_ranks() -> None:
     """Sums over two ranks with the norm behind them, of few and of many rows."""
     weight = tensor(4096)
     inboxes = Inboxes(
-        addresses=tensor(3, dtype=torch.int64),
+        addresses=tensor(4, dtype=torch.int64),
         num_launches=tensor(8192, dtype=INT),
         rank=0,
         size=2,
