@@ -15,7 +15,7 @@ __all__ = ["CallFreezer", "freeze_heap"]
 
 _FIRST_S = 60.0
 _SHARE = 0.002
-"""Of the time, for full collections at the beginning of calls."""
+"""Of the time, for full collections at the beginning of calls, and for counting frozen objects."""
 _NUM_OF_PYTHON = 1000
 """More than Python 3.12 freezes when it starts (375), and fewer than any program with this one."""
 
@@ -48,6 +48,8 @@ class CallFreezer:
         self._clock = clock
         self._due_s = clock() + _FIRST_S
         """When a call begins with a full collection."""
+        self._next_count_s = clock()
+        """Until when objects that the caller has frozen are taken to remain so."""
         self._calls: set[object] = set()
         self._frozen = ExitStack()
         # Reentrant, since a collection may close a generator in which a call runs.
@@ -58,7 +60,7 @@ class CallFreezer:
         """Do as `freeze_heap` does until no call runs, after a full collection if one is due."""
         call = object()
         with self._lock:
-            if not self._calls:
+            if not self._calls and not self._has_caller_frozen():
                 self._collect_if_due()
                 self._frozen.enter_context(freeze_heap())
             self._calls.add(call)
@@ -70,9 +72,20 @@ class CallFreezer:
                 if not self._calls:
                     self._frozen.close()
 
+    def _has_caller_frozen(self) -> bool:
+        began_s = self._clock()
+        if began_s < self._next_count_s:
+            return True
+        # Python traverses the frozen objects to count them: 50 ms for a million.
+        if not _is_frozen():
+            return False
+        ended_s = self._clock()
+        self._next_count_s = ended_s + (ended_s - began_s) / _SHARE
+        return True
+
     def _collect_if_due(self) -> None:
-        # What the caller has frozen, or does not want to be collected, is left alone.
-        if not gc.isenabled() or _is_frozen() or self._clock() < self._due_s:
+        # What the caller does not want to be collected is left alone.
+        if not gc.isenabled() or self._clock() < self._due_s:
             return
         began_s = self._clock()
         gc.collect()

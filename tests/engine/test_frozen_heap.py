@@ -109,6 +109,41 @@ def test_calls_collect_garbage_in_a_small_share_of_the_time(clock: CollectorCloc
     assert sum(one() is None for one in found) > 1500
 
 
+def test_frozen_objects_are_counted_in_a_small_share_of_the_time(
+    clock: CollectorClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_counts = 0
+    count = gc.get_freeze_count
+
+    def counted() -> int:
+        nonlocal num_counts
+        num_counts += 1
+        clock.now_s += 1.0
+        return count()
+
+    monkeypatch.setattr(gc, "get_freeze_count", counted)
+    gc.freeze()
+    freezer = CallFreezer(clock)
+    for _ in range(2000):
+        with freezer.freeze():
+            clock.now_s += 1.0
+    assert num_counts == 4
+    assert clock.num_collections == 0
+
+
+def test_calls_exempt_what_exists_again_after_the_caller_has_unfrozen_its_objects() -> None:
+    now_s = 0.0
+    freezer = CallFreezer(lambda: now_s)
+    gc.freeze()
+    with freezer.freeze():
+        pass
+    gc.unfreeze()
+    before = [[0]]
+    with freezer.freeze():
+        assert not is_collectable(before)
+    assert is_collectable(before)
+
+
 def test_what_exists_is_exempt_until_the_last_call_ends() -> None:
     freezer = CallFreezer()
     before = [[0]]
