@@ -168,20 +168,35 @@ def compilations(compiler: StructureCompiler) -> list[psutil.Process]:
     return by_depth[2:]
 
 
+def suspend_compilations(compiler: StructureCompiler) -> bool:
+    """Stop the processes that compile, and return whether there are any."""
+    running = compilations(compiler)
+    for one in running:
+        one.suspend()
+    return bool(running)
+
+
 def test_calls_that_wait_for_a_compilation_end_when_no_more_are_accepted(
     own_compiler: StructureCompiler, tokenizer: Tokenizer
 ) -> None:
-    async def stop_while_it_compiles() -> tuple[CompiledGrammar, list[object], int]:
+    async def stop_while_it_compiles() -> tuple[
+        CompiledGrammar, list[object], list[psutil.Process]
+    ]:
         grammar = await own_compiler.compile(SMALL)
+        # Only the mask process is left.
+        await asyncio.to_thread(wait_for, lambda: len(children(own_compiler)) == 1)
         structures = [LARGE, Structure(kind="grammar", text=LARGE.text + ' | "x"'), OTHER, LARGE]
         running = asyncio.ensure_future(compile_all(own_compiler, *structures))
-        await asyncio.to_thread(wait_for, lambda: len(compilations(own_compiler)) > 0)
+        # It does not end by itself, however late this test is.
+        await asyncio.to_thread(wait_for, lambda: suspend_compilations(own_compiler))
         own_compiler.stop_accepting()
-        return grammar, await running, len(compilations(own_compiler))
+        return grammar, await running, compilations(own_compiler)
 
-    grammar, ends, num_running = asyncio.run(stop_while_it_compiles())
+    grammar, ends, left = asyncio.run(stop_while_it_compiles())
     assert [type(one) for one in ends] == [ShuttingDownError] * 4
-    assert num_running > 0
+    assert left
+    for one in left:
+        one.kill()
     # Sequences that run go on.
     assert next_bytes(grammar, tokenizer, "aa") == {b"a"}
 
@@ -195,11 +210,9 @@ def test_close_does_not_wait_for_a_compilation(tokenizer: Tokenizer) -> None:
         # Only the mask process is left.
         await asyncio.to_thread(wait_for, lambda: len(children(compiler)) == 1)
         running = asyncio.ensure_future(compile_all(compiler, LARGE))
-        await asyncio.to_thread(wait_for, lambda: len(compilations(compiler)) > 0)
+        # It does not end by itself, however late this test is.
+        await asyncio.to_thread(wait_for, lambda: suspend_compilations(compiler))
         left = compilations(compiler)
-        for one in left:
-            # It does not end by itself, however late this test is.
-            one.suspend()
         await asyncio.to_thread(compiler.close)
         return await running, left
 
