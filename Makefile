@@ -92,9 +92,9 @@ demo: setup
 check: setup
 	@scripts/check
 
-# Two processes, each of which runs whole files: tests wait for servers half of their time.
+# Three processes on two cores, each of which runs whole files: tests often wait for servers.
 test: check
-	@scripts/test --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	@scripts/test --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 # What takes long and rarely fails: more models over ranks, more faults, Ray Serve with replicas.
 test-slow: setup

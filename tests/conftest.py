@@ -11,7 +11,7 @@ import secrets
 from typing import TYPE_CHECKING, Any
 
 # Before torch is imported anywhere. Threads that spin while they wait take the cores from the
-# other process that runs tests.
+# other processes that run tests.
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 import certifi
