@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attention.kernels.cpu.sealed_file import seal_file
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -72,6 +74,7 @@ def compile_library(command: Sequence[str], name: str, folder: int, *, mode: int
             # The compiler's own files, which others could replace in a /tmp that is not sticky.
             env={**os.environ, "TMPDIR": place},
         )
+        seal_file(Path(place, made))
         # Whatever the user's mask is.
         os.chmod(made, mode, dir_fd=folder)
         # Processes that compile at the same time replace it by the same file.

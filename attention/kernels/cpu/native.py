@@ -27,6 +27,7 @@ from attention.kernels.cpu.private_folder import (
     open_private_file,
     private_folder,
 )
+from attention.kernels.cpu.sealed_file import is_sealed
 
 __all__ = ["load_kernels"]
 
@@ -66,6 +67,10 @@ def _loaded(command: list[str], name: str) -> ctypes.CDLL:
             logger.warning("Compiling %s at each start, as it cannot be cached: %s", name, error)
             folder = stack.enter_context(new_private_folder())
         library = open_private_file(name, folder)
+        if library is not None and not is_sealed(library):
+            logger.warning("Compiling %s again, as the cached file is damaged.", name)
+            os.close(library)
+            library = None
         if library is None:
             compile_library(command, name, folder, mode=0o700)
             library = open_private_file(name, folder)

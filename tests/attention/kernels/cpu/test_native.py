@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from attention.kernels.cpu.native import load_kernels
+from attention.kernels.cpu.sealed_file import seal_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -73,6 +74,8 @@ def planted(source: Path, tmp_path: Path) -> Path:
     evil.write_text(SOURCE.replace("42", "666"))
     planted = tmp_path / "evil.so"
     subprocess.run(["cc", "-shared", "-o", planted, evil], check=True)
+    # Anybody can seal a file: it only shows damage.
+    seal_file(planted)
     planted.replace(cached)
     assert answer(source) == 666
     return cached
@@ -129,6 +132,26 @@ def test_a_link_to_a_library_is_replaced(source: Path, planted: Path, tmp_path: 
     planted.symlink_to(elsewhere)
     assert answer(source) == 42
     assert not planted.is_symlink()
+
+
+@needs_compiler
+@pytest.mark.parametrize("kept", [0, 10, 4096, 8192, -1])
+def test_a_damaged_library_is_compiled_again(source: Path, tmp_path: Path, kept: int) -> None:
+    # In processes of their own, which a damaged library may end with a signal.
+    program = (
+        "from pathlib import Path; from attention.kernels.cpu.native import load_kernels; "
+        f"print(load_kernels(Path({str(source)!r}))['answer']())"
+    )
+    log = ""
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, done.stdout) == (0, "42\n")
+        log = done.stderr
+        (cached,) = (tmp_path / "cache" / "pagedray" / "kernels").iterdir()
+        cached.write_bytes(cached.read_bytes()[:kept])
+    assert "the cached file is damaged" in log
 
 
 @needs_compiler
