@@ -212,8 +212,8 @@ def _serve_target(options: argparse.Namespace, keys_path: Path) -> Target:
 
 
 def _alive(processes: list[psutil.Process]) -> list[str]:
-    """Return the processes that have not ended, shortly after their server did."""
-    return [f"{one.pid} {one.name()}" for one in still_running(processes, 10.0)]
+    """Return the processes that have not ended a minute after their server did."""
+    return [f"{one.pid} {one.name()}" for one in still_running(processes, 60.0)]
 
 
 def _report(verdict: Verdict, output: Path | None, history_path: Path) -> int:
