@@ -91,7 +91,7 @@ class OneShotAllReduce:
                 max_begun_rows,
                 device=device,
                 progress=progress,
-                abort=self._inboxes.addresses[size:],
+                abort=self._inboxes.addresses[size : size + 1],
             )
 
     @staticmethod
