@@ -1,4 +1,4 @@
-"""Whether a checkpoint has a file, told apart from an error.
+"""Checks whether a checkpoint has a file, and raises an error if that is unknown.
 
 Since Python 3.14, `Path.is_file` returns False for every error: without permission, or on a file
 system that fails, a file would seem to be absent and its settings would be ignored.

@@ -152,7 +152,7 @@ class RayRanks:
             healing.end_phase("warmed up")
             self._connect()
             healing.end_phase("connected")
-            # Nobody may wait for a step.
+            # The ranks compute nothing until the controller sends a plan.
             healing.wait_for_phase()
         healing.note_ranks(kept=sorted(survivors), replaced=replaced, parts=parts)
         self._healing = healing
