@@ -78,11 +78,11 @@ class DecoderWorker(Worker):
         self._disk_jobs: DiskJobs | None = None
         self._is_warm = False
 
-    def load_weights(self, report_progress: Callable[[int, int], None]) -> None:
+    def load_weights(self, report_progress: Callable[[int, int], None]) -> dict[str, str]:
         assert self._model is not None
         if self._pool_address is not None:
             self._pool_mapper = PoolMapper(self._config, self._pool_address, rank=self._group.rank)
-        load_weights(self._model, self._config, report_progress)
+        return load_weights(self._model, self._config, report_progress)
 
     def available_cache(self, max_num_seqs: int) -> CacheSize:
         self._config = self._config.with_max_num_seqs(max_num_seqs)

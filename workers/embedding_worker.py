@@ -93,9 +93,9 @@ class EmbeddingWorker(Worker):
             self._model.prepare_steps(most)
         self._builder: AttentionMetadataBuilder | None = self._backend.make_metadata_builder(spec)
 
-    def load_weights(self, report_progress: Callable[[int, int], None]) -> None:
+    def load_weights(self, report_progress: Callable[[int, int], None]) -> dict[str, str]:
         assert self._model is not None
-        load_weights(self._model, self._config, report_progress)
+        return load_weights(self._model, self._config, report_progress)
 
     def available_cache(self, max_num_seqs: int) -> CacheSize:
         return CacheSize(num_blocks=0, num_cpu_blocks=0, block_bytes=0, max_num_seqs=max_num_seqs)

@@ -108,6 +108,10 @@ class GpuWorker:
         """
         return self._answer(self._rank.load, rank, device_index, cache, memory)
 
+    def weight_digests(self) -> dict[str, str]:
+        """Return a digest of each file that the weights were loaded from."""
+        return self._rank.weight_digests
+
     def join_group(self, address: GroupAddress, host: str) -> str | None:
         """Join the group; return an error message or None.
 

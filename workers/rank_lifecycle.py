@@ -52,6 +52,8 @@ class RankLifecycle:
         """Why it cannot join another epoch."""
         self.durations: dict[str, float] = {}
         """Seconds of each part since `load` or `end_epoch` began, by name."""
+        self.weight_digests: dict[str, str] = {}
+        """A digest of each file that its weights were loaded from."""
         self._group: ParallelGroup | None = None
         self._worker: Worker | None = None
 
@@ -207,7 +209,7 @@ class RankLifecycle:
                 self._worker.use_pool_memory(memory)
         try:
             with self._timed("weights"):
-                self._worker.load_weights(self._report_loading)
+                self.weight_digests = self._worker.load_weights(self._report_loading)
         except BaseException:
             # What it has allocated is needed by the next attempt.
             self._worker = self._group = None

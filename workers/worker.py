@@ -80,10 +80,10 @@ class Worker(ABC):
             torch.set_num_threads(_num_threads(config))
 
     @abstractmethod
-    def load_weights(self, report_progress: Callable[[int, int], None]) -> None:
+    def load_weights(self, report_progress: Callable[[int, int], None]) -> dict[str, str]:
         """Load the weights; reports the number of tensors loaded, and of all tensors.
 
-        Raises CheckpointError.
+        Returns a digest of each file that has them. Raises CheckpointError.
         """
 
     @property

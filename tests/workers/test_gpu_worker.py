@@ -80,11 +80,11 @@ def test_a_new_rank_drops_what_a_failed_attempt_allocated(
         model: Decoder,
         config: EngineConfig,
         report: Any,  # Any: not called
-    ) -> None:
+    ) -> dict[str, str]:
         allocated.append(weakref.ref(model))
         if len(allocated) < 4:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        load_weights(model, config, report)
+        return load_weights(model, config, report)
 
     def release() -> None:
         # The torch of a CPU does not have all that releases memory.
@@ -109,13 +109,13 @@ def test_a_new_rank_tries_again_even_if_its_first_attempt_takes_long(
         model: Decoder,
         config: EngineConfig,
         report: Any,  # Any: not called
-    ) -> None:
+    ) -> dict[str, str]:
         nonlocal now_s, num_attempts
         num_attempts += 1
         now_s += 60.0
         if now_s < 100.0:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        load_weights(model, config, report)
+        return load_weights(model, config, report)
 
     clock = SimpleNamespace(monotonic=lambda: now_s, sleep=lambda _: None)
     monkeypatch.setattr("workers.freed_memory.time", clock)

@@ -6,7 +6,9 @@ CheckpointError of one line. Only safetensors files are opened, never pickles.
 
 from __future__ import annotations
 
+import hashlib
 import logging
+from collections import defaultdict
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,7 @@ from pagedray.counted import counted
 from pagedray.errors import CheckpointError
 from workers.layers.formats.mxfp4 import SCALE
 from workers.weights.row_writer import write_rows
+from workers.weights.tensor_digest import tensor_digest
 from workers.weights.tensor_entries import ITEM_BYTES, read_entries, shown_name
 from workers.weights.tensor_reader import TensorReader
 
@@ -165,6 +168,14 @@ class Checkpoint:
     def read_ahead(self, shards: Iterable[WeightShard]) -> None:
         """Ask the kernel from now on for what these shards read, in this order."""
         self._reader.read_ahead([self._file_range(shard) for shard in shards])
+
+    def file_digests(self) -> dict[str, str]:
+        """Return a digest of the tensors of each file, by its name."""
+        digests: defaultdict[str, bytearray] = defaultdict(bytearray)
+        for name, entry in sorted(self._entries.items()):
+            with _named_in_errors(entry, name):
+                digests[entry.path.name] += tensor_digest(name, entry, self._reader)
+        return {file: hashlib.sha256(parts).hexdigest() for file, parts in digests.items()}
 
     def _file_range(self, shard: WeightShard) -> FileRange:
         entry = self._entries[self._stored_name(shard.name)]

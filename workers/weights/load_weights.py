@@ -41,25 +41,27 @@ def load_weights(
     model: Layer,
     config: EngineConfig,
     report_progress: Callable[[int, int], None] | None = None,
-) -> None:
-    """Load a model and make it ready to run. Raises CheckpointError.
+) -> dict[str, str]:
+    """Load a model and make it ready to run; return a digest of each file that has its tensors.
 
-    `report_progress` is called with the number of tensors loaded, and of all tensors.
+    `report_progress` is called with the number of tensors loaded, and of all tensors. Raises
+    CheckpointError.
     """
     with torch.inference_mode():
         # Nothing but the model may hold its weights when it replaces them by packed ones.
-        _read_weights(list(model.weight_shards()), config, report_progress)
+        digests = _read_weights(list(model.weight_shards()), config, report_progress)
         model.finalize()
+    return digests
 
 
 def _read_weights(
     shards: Sequence[WeightShard],
     config: EngineConfig,
     report_progress: Callable[[int, int], None] | None,
-) -> None:
+) -> dict[str, str]:
     if config.load_format == "dummy":
         fill_shards(shards, DummyTensors(config.load_seed), report_progress)
-        return
+        return {}
     started_s = time.perf_counter()
     with Checkpoint(config.model.folder, config.model.text_tensors) as checkpoint:
         checkpoint.check_tensors(
@@ -70,6 +72,8 @@ def _read_weights(
         checkpoint.read_ahead(in_order)
         fill_shards(in_order, tensors, report_progress, num_threads=_num_threads(config))
         tensors.raise_if_not_finite()
+        # What was just read is in the page cache.
+        digests = checkpoint.file_digests()
     gigabytes = sum(shard.target.nbytes for shard in shards) / 1e9
     duration_s = time.perf_counter() - started_s
     logger.info(
@@ -78,6 +82,7 @@ def _read_weights(
         duration_s,
         gigabytes / duration_s,
     )
+    return digests
 
 
 def fill_shards(

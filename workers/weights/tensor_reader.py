@@ -80,6 +80,13 @@ class TensorReader:
         assert self._ahead is None
         self._ahead = ReadAhead(ranges)
 
+    def read(self, entry: TensorEntry, first_byte: int, num_bytes: int) -> bytes:
+        """Return bytes of a tensor. Raises OSError, and CheckpointError if the file is shorter."""
+        memory = bytearray(num_bytes)
+        position = entry.first_byte + first_byte
+        read_bytes(self._descriptor(entry.path), memoryview(memory), position, entry.path)
+        return bytes(memory)
+
     def chunks(
         self, entry: TensorEntry, part: tuple[slice, ...], target: torch.Tensor | None = None
     ) -> Iterator[tuple[slice, torch.Tensor]]:

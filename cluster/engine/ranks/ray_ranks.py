@@ -20,6 +20,7 @@ from cluster.engine.ranks.epoch_end import end_actors
 from cluster.engine.ranks.rank_channels import RankChannels
 from cluster.engine.ranks.rank_death import cause_of, find_cause
 from cluster.engine.ranks.ray_reports import RayReports
+from cluster.engine.ranks.same_weights import check_same_weights
 from pagedray.channel import ChannelClosedError
 from pagedray.config import CacheSize
 from pagedray.counted import counted
@@ -97,6 +98,7 @@ class RayRanks:
                 "load_rank",
                 *((rank, 0, None, self._memory(rank)) for rank in self._ranks),
             )
+            self._check_weights()
             self._join(address)
             limit = self._max_num_seqs()
             sizes = self._call("Measuring memory", "available_cache", (limit,))
@@ -144,6 +146,7 @@ class RayRanks:
             ]
             address = self._open_rendezvous()
             self._results(preparing, _at("Loading weights"))
+            self._check_weights()
             self._note_pool_reports()
             healing.end_phase("loaded")
             self._join(address)
@@ -279,6 +282,10 @@ class RayRanks:
 
     def _memory(self, rank: int) -> MemoryAddress | None:
         return None if self._memories is None else self._memories.address(rank)
+
+    def _check_weights(self) -> None:
+        digests = self._call("Loading weights", "weight_digests")
+        check_same_weights(digests, self._config.model.folder)
 
     def _note_pool_reports(self) -> None:
         if self._memories is not None:
