@@ -54,18 +54,17 @@ class Relay:
             upstream = await asyncio.open_connection("127.0.0.1", self._port)
         except OSError:
             # The server restarts.
-            self._drop(writer)
+            writer.close()
+            self._writers.discard(writer)
             return
         self._writers.add(upstream[1])
         await asyncio.gather(self._copy(reader, upstream[1]), self._copy(upstream[0], writer))
+        # Until both have ended, nothing else refers to what they read once a connection is lost.
+        self._writers -= {writer, upstream[1]}
 
     async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
             while part := await reader.read(_PART_BYTES):
                 writer.write(part)
                 await writer.drain()
-        self._drop(writer)
-
-    def _drop(self, writer: asyncio.StreamWriter) -> None:
-        self._writers.discard(writer)
         writer.close()

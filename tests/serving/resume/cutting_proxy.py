@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager, suppress
+import socket
+from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+    _Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 __all__ = ["CuttingProxy", "cutting_proxy"]
 
@@ -27,9 +30,29 @@ class CuttingProxy:
         self._cut_after = num_bytes
         self.has_cut = False
 
-    async def relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def relay_connections(self, listener: socket.socket) -> None:
+        """Relay all connections to a listening socket, until cancelled."""
+        loop = asyncio.get_running_loop()
+        # The group keeps tasks that nothing else refers to once a connection is lost. The stack
+        # closes what a task was to relay that is cancelled before it begins.
+        with ExitStack() as connections:
+            async with asyncio.TaskGroup() as relays:
+                while True:
+                    connection, _ = await loop.sock_accept(listener)
+                    relays.create_task(self._relay(connections.enter_context(connection)))
+
+    async def _relay(self, connection: socket.socket) -> None:
         left, self._cut_after = self._cut_after, None
-        server_reader, server_writer = await asyncio.open_connection("127.0.0.1", self._target)
+        reader, writer = await asyncio.open_connection(sock=connection)
+        try:
+            upstream = await asyncio.open_connection("127.0.0.1", self._target)
+            await self._relay_streams((reader, writer), upstream, left)
+        finally:
+            writer.close()
+
+    async def _relay_streams(self, client: _Streams, server: _Streams, left: int | None) -> None:
+        """Relay two connections; cut them after `left` bytes to the client."""
+        (reader, writer), (server_reader, server_writer) = client, server
         up = asyncio.create_task(self._copy(reader, server_writer))
         try:
             while data := await server_reader.read(2**16):
@@ -45,7 +68,6 @@ class CuttingProxy:
         finally:
             up.cancel()
             server_writer.transport.abort()
-            writer.close()
 
     async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(ConnectionError):
@@ -59,10 +81,13 @@ async def cutting_proxy(target: int | None) -> AsyncIterator[CuttingProxy]:
     """Run a proxy to a port."""
     assert target is not None
     proxy = CuttingProxy(target)
-    server = await asyncio.start_server(proxy.relay, "127.0.0.1", 0)
-    proxy.port = server.sockets[0].getsockname()[1]
-    try:
-        yield proxy
-    finally:
-        server.close()
-        await server.wait_closed()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        proxy.port = listener.getsockname()[1]
+        relaying = asyncio.create_task(proxy.relay_connections(listener))
+        try:
+            yield proxy
+        finally:
+            relaying.cancel()
+            with suppress(asyncio.CancelledError):
+                await relaying
