@@ -1,8 +1,8 @@
 """Loads the kernels in C: those that came with the package, or compiled for this machine.
 
 The compiled libraries are kept in the user's cache directory, so that only the first start takes
-the seconds for each; if another user could change what is there, each start compiles. Without a C
-compiler, callers fall back to torch.
+the seconds for each. If another user could change what is there, or nothing can be written to it or
+loaded from it, each start compiles. Without a C compiler, callers fall back to torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import ctypes
 import logging
 import os
 import subprocess
-from contextlib import ExitStack
 from pathlib import Path
 
 from attention.kernels.cpu.compiler import (
@@ -60,20 +59,25 @@ def load_kernels(source: Path) -> ctypes.CDLL | None:
 
 def _loaded(command: list[str], name: str) -> ctypes.CDLL:
     """Return the library that a command compiles, from the cache if it is there."""
-    with ExitStack() as stack:
-        try:
-            folder = stack.enter_context(private_folder(_cache_folder()))
-        except OSError as error:
-            logger.warning("Compiling %s at each start, as it cannot be cached: %s", name, error)
-            folder = stack.enter_context(new_private_folder())
+    try:
+        with private_folder(_cache_folder()) as folder:
+            return _loaded_from(folder, command, name)
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning("Compiling %s at each start, as it cannot be cached: %s", name, error)
+    with new_private_folder() as folder:
+        return _loaded_from(folder, command, name)
+
+
+def _loaded_from(folder: int, command: list[str], name: str) -> ctypes.CDLL:
+    """Return the library, compiled unless it is in the folder. Raises OSError, SubprocessError."""
+    library = open_private_file(name, folder)
+    if library is not None and not is_sealed(library):
+        logger.warning("Compiling %s again, as the cached file is damaged.", name)
+        os.close(library)
+        library = None
+    if library is None:
+        compile_library(command, name, folder, mode=0o700)
         library = open_private_file(name, folder)
-        if library is not None and not is_sealed(library):
-            logger.warning("Compiling %s again, as the cached file is damaged.", name)
-            os.close(library)
-            library = None
-        if library is None:
-            compile_library(command, name, folder, mode=0o700)
-            library = open_private_file(name, folder)
     if library is None:
         raise FileNotFoundError(f"{name} has disappeared")
     # Its descriptor stays open: the loader takes paths that are equal for the same library.

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,6 +15,7 @@ from attention.kernels.cpu.native import load_kernels
 from attention.kernels.cpu.sealed_file import seal_file
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 SOURCE = "int answer(void) { return 42; }\n"
@@ -162,6 +164,40 @@ def test_a_cache_behind_a_link_is_used(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "link"))
     assert answer(source) == 42
     assert len(list((tmp_path / "real" / "pagedray" / "kernels").iterdir())) == 1
+
+
+@pytest.fixture
+def cache_disk(source: Path, tmp_path: Path) -> Iterator[Path]:
+    """The cache, on a small disk."""
+    disk = tmp_path / "cache"
+    (disk / "pagedray" / "kernels").mkdir(parents=True)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k,mode=700", "tmpfs", str(disk)]
+    if subprocess.run(mount, check=False).returncode:
+        pytest.skip("mounting a disk requires root")
+    (disk / "pagedray" / "kernels").mkdir(parents=True, mode=0o700)
+    yield disk
+    subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+@needs_compiler
+def test_a_full_cache_is_not_used(
+    source: Path, cache_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (cache_disk / "large").open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(2**12))
+    assert answer(source) == 42
+    assert "it cannot be cached" in caplog.text
+
+
+@needs_compiler
+@pytest.mark.parametrize("option", ["ro", "noexec"])
+def test_a_cache_that_cannot_be_written_or_executed_is_not_used(
+    source: Path, cache_disk: Path, caplog: pytest.LogCaptureFixture, option: str
+) -> None:
+    subprocess.run(["mount", "-o", f"remount,{option}", cache_disk], check=True)
+    assert answer(source) == 42
+    assert "it cannot be cached" in caplog.text
 
 
 @needs_compiler
