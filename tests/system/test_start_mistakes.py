@@ -303,6 +303,7 @@ def test_more_ranks_than_devices_are_refused(
         ("RAY_TMPDIR", "/dev/null", ("Could not start Ray", "/dev/null", "RAY_TMPDIR")),
         ("RAY_ADDRESS", "127.0.0.1:1", ("No Ray cluster answers", "127.0.0.1:1")),
         ("RAY_ADDRESS", "nonsense", ("RAY_ADDRESS", "nonsense")),
+        ("RAY_ADDRESS", "ray://127.0.0.1:10001", ("Ray Client", "HOST:PORT")),
     ],
 )
 def test_ray_that_cannot_be_used_is_reported(

@@ -19,7 +19,7 @@ from cluster.engine.ray_cluster.ray_processes import (
     ray_processes,
 )
 from cluster.engine.ray_cluster.ray_start import join_ray, ray_folder, reconnect_s, start_ray
-from pagedray.errors import DeviceError
+from pagedray.errors import DeviceError, StartupError
 
 if TYPE_CHECKING:
     from cluster.engine.executor import ReportProgress
@@ -63,6 +63,7 @@ class RayConnection:
         self._environment = None
 
     def _join_cluster(self, config: EngineConfig, report_progress: ReportProgress) -> None:
+        _check_is_direct()
         if not ray.is_initialized():
             report_progress("Connecting to the Ray cluster", 0.0)
             _check_answers(os.environ["RAY_ADDRESS"])
@@ -85,6 +86,16 @@ class RayConnection:
             environment.close()
             raise
         self._environment = environment
+
+
+def _check_is_direct() -> None:
+    """Raise StartupError for Ray Client, behind which a program is no part of the cluster."""
+    is_client = os.environ.get("RAY_ADDRESS", "").startswith("ray://")
+    if is_client or ray.util.client.ray.is_connected():
+        raise StartupError(
+            "Ray Client (ray://HOST:PORT) cannot start ranks; run on a node of the cluster, with "
+            "RAY_ADDRESS=auto or HOST:PORT."
+        )
 
 
 def _check_answers(address: str) -> None:
