@@ -314,19 +314,6 @@ def test_no_tenant_takes_the_time_of_the_others(caplog: pytest.LogCaptureFixture
     batch.close()
 
 
-def test_the_slowest_masks_are_those_that_exhaust_a_budget() -> None:
-    batch = Batch(step_s=60.0)
-    batch.add(*["takes 50 ms", "plain"] * 20, tenant="ann")
-    # The first masks show which are slow, and the budget covers them.
-    slow = batch.matchers[:20:2]
-    batch.matchers = slow + batch.matchers[1::2]
-    assert batch.masks(3) == [4] * 30
-    outcomes = batch.masks(3, 4)
-    assert outcomes[10:] == [5] * 20
-    assert FinishReason.ERROR in outcomes[:10]
-    batch.close()
-
-
 def test_a_replay_may_take_what_the_tokens_took_and_little_more(
     scripted: ScriptedProcesses,
 ) -> None:
@@ -402,8 +389,38 @@ class SleepingMatcher:
             self._end.wait(60.0)
 
 
-def job(query: MaskQuery, matcher: Any) -> MaskJob:  # Any: a fake
-    return MaskJob(query, "", lambda _: matcher, num_words=1, expected_s=None)
+# Any: a fake.
+def job(query: MaskQuery, matcher: Any, expected_s: float | None = None) -> MaskJob:
+    return MaskJob(query, "", lambda _: matcher, num_words=1, expected_s=expected_s)
+
+
+class ChargingMatcher:
+    """Charges a budget for CPU time that it does not take."""
+
+    error = ""
+    cpu_s = 0.0
+
+    def __init__(self, budget: CpuBudget, cpu_s: float) -> None:
+        self.last_cpu_s = cpu_s
+        self._budget = budget
+
+    def write_mask(self, token_ids: Sequence[int], masks: object, row: int) -> FinishReason | None:
+        if self._budget.is_exhausted:
+            return FinishReason.ERROR
+        self._budget.charge(self.last_cpu_s)
+        return None
+
+
+def test_the_slowest_masks_are_those_that_exhaust_a_budget() -> None:
+    # Half a second, of which the quick masks take 20 ms.
+    budget = CpuBudget(0.0)
+    matchers = [ChargingMatcher(budget, 0.1 if i % 3 == 0 else 0.001) for i in range(30)]
+    work = MaskWork(1, lambda _: None)
+    jobs = [job(MaskQuery(i, [1]), one, one.last_cpu_s) for i, one in enumerate(matchers)]
+    made = work.make_masks(jobs, 60.0)
+    ended = {one.sequence_id for one in made if one.finish_reason is FinishReason.ERROR}
+    # The fifth slow one takes more than is left.
+    assert ended == {15, 18, 21, 24, 27}
 
 
 REPLAYED = MatcherStart(0, 0, False, (), ())
