@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 __all__ = ["call_structure", "list_structure", "message_structure", "turn_structure"]
 
 _MAX_DEPTH = 100
-_DEFINITIONS = ("$defs", "definitions")
 
 
 def call_structure(tool: Tool, param: str) -> Structure:
@@ -116,7 +115,7 @@ def _call_schema(
                 "additionalProperties": False,
             }
         )
-    return {"anyOf": calls}, {"$defs": definitions} if definitions else {}
+    return {"anyOf": calls}, {"$defs": definitions}
 
 
 def _check_length(num_characters: int, param: str) -> None:
@@ -138,30 +137,16 @@ class _Hoisting:
     """What moves a tool's schema into another."""
 
     tool_name: str
-    prefixes: Mapping[str, str]
-    """Beginnings of references, and what they become."""
+    root: str
+    """The reference to the schema there."""
     param: str
 
 
 def _hoisted(tool: Tool, definitions: dict[str, object], param: str) -> object:
-    """Return a tool's schema for use in another, with its definitions moved to `definitions`."""
-    prefixes = {
-        f"#/{keyword}/": f"#/$defs/{tool.name}.{keyword.strip('$')}." for keyword in _DEFINITIONS
-    }
-    hoisting = _Hoisting(tool.name, prefixes, param)
-    schema = dict(tool.schema())
-    for keyword in _DEFINITIONS:
-        found = schema.pop(keyword, {})
-        if not isinstance(found, Mapping):
-            raise InvalidRequestError(
-                f"{param} has parameters of {tool.name!r} with a {keyword} that is not an object.",
-                param=param,
-            )
-        for name, definition in found.items():
-            definitions[f"{tool.name}.{keyword.strip('$')}.{name}"] = _referring(
-                definition, hoisting, _MAX_DEPTH
-            )
-    return _referring(schema, hoisting, _MAX_DEPTH)
+    """Return a reference to a tool's schema, which is moved to `definitions`."""
+    hoisting = _Hoisting(tool.name, f"#/$defs/{tool.name}", param)
+    definitions[tool.name] = _referring(tool.schema(), hoisting, _MAX_DEPTH)
+    return {"$ref": hoisting.root}
 
 
 def _referring(value: object, hoisting: _Hoisting, depth: int) -> object:
@@ -184,11 +169,10 @@ def _referring(value: object, hoisting: _Hoisting, depth: int) -> object:
 
 
 def _reference(given: str, hoisting: _Hoisting) -> str:
-    for old, new in hoisting.prefixes.items():
-        if given.startswith(old):
-            return new + given[len(old) :]
+    if (given + "/").startswith("#/"):
+        return hoisting.root + given[1:]
     raise InvalidRequestError(
         f"{hoisting.param} has the unsupported $ref {given[:64]!r} in the parameters of "
-        f"{hoisting.tool_name!r}; it must begin with #/$defs/.",
+        f"{hoisting.tool_name!r}; it must refer to a part of them, such as #/$defs/name.",
         param=hoisting.param,
     )

@@ -172,11 +172,14 @@ def test_required_calls_are_a_list_of_calls(client: openai.OpenAI, tool_server: 
     assert (content, calls, reason) == ("", [("weather", '{"city": "Bonn"}')], "tool_calls")
     schema = schema_of(tool_server)
     assert (schema["minItems"], schema["maxItems"]) == (1, 1)
-    weather, time = schema["items"]["anyOf"]
-    assert weather["properties"]["name"] == {"enum": ["weather"]}
-    reference = weather["properties"]["parameters"]["properties"]["city"]["$ref"]
-    assert schema["$defs"][reference.removeprefix("#/$defs/")] == {"type": "string"}
-    assert time["properties"]["parameters"] == {"type": "object", "properties": {}}
+    assert [call["properties"] for call in schema["items"]["anyOf"]] == [
+        {"name": {"enum": [name]}, "parameters": {"$ref": f"#/$defs/{name}"}}
+        for name in ("weather", "time")
+    ]
+    weather = schema["$defs"]["weather"]
+    assert weather["properties"]["city"] == {"$ref": "#/$defs/weather/$defs/City"}
+    assert weather["$defs"] == {"City": {"type": "string"}}
+    assert schema["$defs"]["time"] == {"type": "object", "properties": {}}
 
 
 def only(name: str, mode: Literal["auto", "required"]) -> ChatCompletionAllowedToolChoiceParam:
@@ -218,8 +221,7 @@ def test_forced_arguments_are_an_object(
     client.chat.completions.create(model="tiny", messages=ASK, tools=tools, tool_choice=named)
     assert schema_of(tool_server) == {**given, "type": "object"}
     client.chat.completions.create(model="tiny", messages=ASK, tools=tools, tool_choice="required")
-    (called,) = schema_of(tool_server)["items"]["anyOf"]
-    assert called["properties"]["parameters"] == {**given, "type": "object"}
+    assert schema_of(tool_server)["$defs"]["look"] == {**given, "type": "object"}
     # The model reads what the client wrote.
     assert json.dumps(given) in prompt_of(tool_server)
 

@@ -7,6 +7,7 @@ import random
 import re
 from typing import TYPE_CHECKING, Any
 
+import jsonschema
 import numpy as np
 import pytest
 
@@ -40,13 +41,23 @@ INTEGER = {"type": "integer"}
 TOOLS = [
     Tool(
         name="look",
-        parameters={"type": "object", "properties": {"where": {"enum": ["a", 1]}}, "required": []},
+        parameters={
+            "type": "object",
+            "properties": {"where": {"enum": ["a", 1]}},
+            "additionalProperties": False,
+            "required": [],
+        },
     ),
     Tool(
         name="add",
         parameters={
             "type": "object",
-            "properties": {"x": {"$ref": "#/$defs/n"}},
+            "properties": {
+                "x": {"$ref": "#/$defs/n"},
+                "y": {"$ref": "#/properties/x"},
+                "more": {"$ref": "#"},
+            },
+            "additionalProperties": False,
             "required": ["x"],
             "$defs": {"n": INTEGER},
         },
@@ -123,14 +134,8 @@ def joined(deltas: Iterable[TurnDelta]) -> tuple[str, dict[int, tuple[str | None
 
 
 def check_call(name: str, arguments: str) -> None:
-    given = json.loads(arguments)
-    if name == "look":
-        assert given.get("where", "a") in ("a", 1)
-        assert given.keys() <= {"where"}
-    else:
-        assert name == "add"
-        assert isinstance(given.pop("x"), int)
-        assert not given
+    (schema,) = [tool.schema() for tool in TOOLS if tool.name == name]
+    jsonschema.validate(json.loads(arguments), schema)
 
 
 @pytest.mark.parametrize("is_parallel", [False, True])
