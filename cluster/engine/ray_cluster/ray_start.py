@@ -14,6 +14,7 @@ import ray
 from cluster.engine.ray_cluster.ray_environment import RECONNECT_VARIABLE
 from cluster.engine.ray_cluster.ray_processes import kill_ray_processes
 from cluster.engine.ray_cluster.sigterm_handler import kept_sigterm_handler
+from cluster.engine.ray_cluster.small_node import small_nodes
 from pagedray.errors import StartupError
 from workers.parallel.rendezvous import LOOPBACK
 
@@ -37,16 +38,17 @@ def start_ray(*, num_cpus: int) -> None:
     """
     for is_last in (False, True):
         try:
-            _init_ray(
-                # Never an existing cluster, which only RAY_ADDRESS selects.
-                address="local",
-                num_cpus=num_cpus,
-                include_dashboard=False,
-                # With this address, Ray listens on the loopback interface alone.
-                _node_ip_address=LOOPBACK,
-                # This process has read its environment before.
-                _system_config={_RECONNECT: int(reconnect_s()), _STARTS_WORKERS_AHEAD: False},
-            )
+            with small_nodes():
+                _init_ray(
+                    # Never an existing cluster, which only RAY_ADDRESS selects.
+                    address="local",
+                    num_cpus=num_cpus,
+                    include_dashboard=False,
+                    # With this address, Ray listens on the loopback interface alone.
+                    _node_ip_address=LOOPBACK,
+                    # This process has read its environment before.
+                    _system_config={_RECONNECT: int(reconnect_s()), _STARTS_WORKERS_AHEAD: False},
+                )
             _restore_excepthook()
             return
         # Ray raises all kinds: of the disk, of its processes, of time limits.

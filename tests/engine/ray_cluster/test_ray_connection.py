@@ -23,6 +23,20 @@ except DeviceError as error:
     print(error, "torch" in sys.modules)
 """
 
+STARTED = """
+import psutil, ray
+from cluster.engine.options import EngineOptions, engine_config
+from cluster.engine.ray_cluster.ray_connection import RayConnection
+
+node_class = ray._private.node.Node
+config = engine_config("examples/tiny-llama", EngineOptions(), lambda what, fraction: None)
+connection = RayConnection(config, lambda what, fraction: None)
+print(ray.cluster_resources()["node:__internal_head__"], ray._private.node.Node is node_class)
+for process in psutil.Process().children(recursive=True):
+    print(process.cmdline())
+connection.close()
+"""
+
 
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="needs fewer than two CUDA devices")
 def test_gpus_are_counted_without_torch() -> None:
@@ -32,3 +46,22 @@ def test_gpus_are_counted_without_torch() -> None:
     ).stdout
     number = torch.cuda.device_count()
     assert found == (f"tensor_parallel_size 2 needs 2 GPUs, but this machine has {number}. False\n")
+
+
+def test_ray_is_started_without_a_dashboard() -> None:
+    names = {"RAY_ADDRESS", "RAY_AUTH_MODE"}
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    head, *processes = subprocess.run(
+        [sys.executable, "-c", STARTED],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    assert head == "1.0 True"
+    running = "\n".join(processes)
+    assert "gcs_server" in running
+    assert "raylet" in running
+    # Of the API server, of the autoscaler, and of what sends logs to this process.
+    for program in ("dashboard.py", "monitor.py"):
+        assert program not in running
