@@ -5,14 +5,18 @@ A rank that starts leaves out libraries that only some models need.
 
 from __future__ import annotations
 
+import gc
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from pagedray.config import EngineConfig
 
-__all__ = ["import_libraries", "import_modules"]
+__all__ = ["import_libraries", "import_modules", "uncollected_imports"]
 
 _MODULES = ("workers.worker_factory", "workers.parallel.group_factory")
 # Modules that are imported only when a model needs their kernels on a GPU.
@@ -47,3 +51,18 @@ def import_libraries(config: EngineConfig) -> None:
         for library, module in _LIBRARIES.items():
             if find_spec(library):
                 import_module(module)
+
+
+@contextmanager
+def uncollected_imports() -> Iterator[None]:
+    """Collect no garbage while modules are imported, and never look for any in what exists then.
+
+    Modules have some hundred thousand objects, which each collection would go through. For a
+    process that ends with its rank.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()

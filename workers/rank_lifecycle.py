@@ -76,9 +76,9 @@ class RankLifecycle:
 
     def import_libraries(self) -> None:
         """Import what the rank may need, before its model is known to need it."""
-        from workers.imports import import_libraries
+        from workers.imports import import_libraries, uncollected_imports
 
-        with self._timed("imports"):
+        with self._timed("imports"), uncollected_imports():
             import_libraries(self._config)
 
     def load(
@@ -88,10 +88,10 @@ class RankLifecycle:
 
         `device_index` is its place among the visible devices; `memory` is for its CPU pool.
         """
-        from workers.imports import import_modules
+        from workers.imports import import_modules, uncollected_imports
 
         self.durations = {}
-        with self._timed("imports"):
+        with self._timed("imports"), uncollected_imports():
             import_modules(self._config)
         from workers.freed_memory import with_freed_memory
 

@@ -23,6 +23,7 @@ from workers.gpu_worker import GpuWorker
 from workers.weights.load_weights import load_weights
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from pagedray.config import EngineConfig
@@ -31,6 +32,13 @@ if TYPE_CHECKING:
 
 OPTIONS = EngineOptions(device="cpu", num_threads=1, load_format="dummy")
 CACHE = CacheSize(num_blocks=8, num_cpu_blocks=0, block_bytes=0)
+
+
+@pytest.fixture(autouse=True)
+def _unfrozen_heap() -> Iterator[None]:
+    """A rank freezes the heap of its process, which is here that of other tests too."""
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture
@@ -165,3 +173,9 @@ def test_rank_that_failed_by_itself_cannot_join_another_epoch(
     problem = rank.leave_epoch(60.0)
     assert problem is not None
     assert problem.startswith("Rank 0 failed: ")
+
+
+def test_collections_do_not_go_through_imported_modules(rank: GpuWorker) -> None:
+    assert gc.isenabled()
+    assert not any(one is torch.__dict__ for one in gc.get_objects())
+    assert gc.get_freeze_count() > 100_000
