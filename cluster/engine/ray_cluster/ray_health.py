@@ -80,9 +80,14 @@ class RayHealth:
     def run_unless_out(self, call: Callable[[], Result]) -> Result:
         """Return what `call` returns, which needs Ray. Raises StartupError during an outage.
 
-        Calls of Ray may then block for ever, so the call is abandoned.
+        Calls of Ray may then block for ever, so the call is abandoned, or fail at once.
         """
-        return result_unless(self._check_outage, call, period_s=_POLL_S)
+        self._check_outage()
+        try:
+            return result_unless(self._check_outage, call, period_s=_POLL_S)
+        except Exception:
+            self._check_outage()
+            raise
 
     def close(self) -> None:
         """Stop watching."""

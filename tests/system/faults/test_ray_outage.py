@@ -98,6 +98,22 @@ def test_streams_end_if_a_rank_cannot_be_replaced(server: ServerProcess, daemon:
 
 
 @pytest.mark.slow
+def test_streams_end_if_a_raylet_ends_together_with_its_ranks(
+    server: ServerProcess, log: Path
+) -> None:
+    with GrpcStreams(server, num_streams=NUM_STREAMS, num_tokens=900) as streams:
+        streams.start()
+        # Unlike one that is killed, it ends its workers and leaves the cluster.
+        server.named("raylet")[0].terminate()
+        assert {stream.end for stream in streams.ended(60.0)} == {UNAVAILABLE}
+    assert server.wait(60.0) == 1
+    text = log.read_text()
+    assert "Starting the ranks again" not in text.partition("so the server stops.")[2]
+    # The streams did not wait for the end of the drain, and nor would a supervisor.
+    assert "Ranks cannot be replaced." in text
+
+
+@pytest.mark.slow
 def test_no_thread_polls_a_gcs_that_has_ended() -> None:
     done = subprocess.run(
         [sys.executable, "-c", KILL_GCS], cwd=ROOT, capture_output=True, text=True, check=True
