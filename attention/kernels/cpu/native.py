@@ -85,5 +85,9 @@ def _loaded_from(folder: int, command: list[str], name: str) -> ctypes.CDLL:
 
 
 def _cache_folder() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    """Return the folder of the compiled libraries. Raises OSError if the user has no home."""
+    try:
+        root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        raise FileNotFoundError("the user has no home directory") from None
     return Path(root) / "pagedray" / "kernels"

@@ -201,6 +201,26 @@ def test_a_cache_that_cannot_be_written_or_executed_is_not_used(
 
 
 @needs_compiler
+def test_a_user_without_a_home_has_no_cache(source: Path) -> None:
+    """As in a container that runs as a number which is no user of its image."""
+    as_stranger = ["unshare", "--user", "--map-user=12345", "env", "-u", "HOME"]
+    if subprocess.run([*as_stranger, "true"], check=False).returncode:
+        pytest.skip("needs user namespaces")
+    program = (
+        "from pathlib import Path; from attention.kernels.cpu.native import load_kernels; "
+        f"print(load_kernels(Path({str(source)!r}))['answer']())"
+    )
+    done = subprocess.run(
+        [*as_stranger, "-u", "XDG_CACHE_HOME", sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "42\n"), done.stderr
+    assert "it cannot be cached: the user has no home directory" in done.stderr
+
+
+@needs_compiler
 def test_compiled_files_are_private_whatever_the_mask(source: Path, tmp_path: Path) -> None:
     mask = os.umask(0o002)
     try:
