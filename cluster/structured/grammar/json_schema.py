@@ -96,13 +96,14 @@ class _SchemaReader:
             return VALUE
         if not isinstance(schema, dict):
             fail(path, "must be an object or true")
-        for keyword in schema:
-            if keyword not in KNOWN:
-                fail(f"{path}/{keyword}", "is not a supported keyword")
+        # Extensions, as in OpenAPI, do not restrict values.
+        keywords = {keyword for keyword in schema if not keyword.startswith("x-")}
+        for keyword in sorted(keywords - KNOWN):
+            fail(f"{path}/{keyword}", "is not a supported keyword")
         whole = STANDALONE.intersection(schema)
         if not whole:
             return self._of_types(schema, path, depth)
-        if len(whole) > 1 or not schema.keys() <= {*whole, "type", *ANNOTATIONS}:
+        if len(whole) > 1 or not keywords <= {*whole, "type", *ANNOTATIONS}:
             fail(path, f"combines {sorted(whole)[0]} with other keywords")
         (keyword,) = whole
         if keyword in ("const", "enum"):

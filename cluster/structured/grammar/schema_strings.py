@@ -15,32 +15,10 @@ from cluster.structured.grammar.json_text import CONTENT, PLAIN, STRING_END, as_
 from cluster.structured.grammar.loops import with_loops_as_rules
 from cluster.structured.grammar.regex import read_regex
 from cluster.structured.grammar.schema_keywords import Schema, count_limits_of, fail
+from cluster.structured.grammar.string_formats import STRING_FORMATS, StringFormat
 from pagedray.errors import InvalidRequestError
 
 __all__ = ["SchemaStrings", "limited_string"]
-
-_DATE = (
-    r"[0-9]{3}[1-9]-(?:(?:0[1-9]|1[0-2])-(?:0[1-9]|1[0-9]|2[0-8])"
-    r"|(?:0[13-9]|1[0-2])-(?:29|30)|(?:0[13578]|1[02])-31)"
-)
-_ZONE = r"(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-_TIME = rf"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{{1,6}})?{_ZONE}"
-_BYTE = r"(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
-# Each character costs time to compile, so labels and atoms are shorter than the standards allow.
-_LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,18}[A-Za-z0-9])?"
-_ATOM = "[A-Za-z0-9_%+-]"
-_HEX = "[0-9a-fA-F]"
-
-_FORMATS = {
-    "date": rf"^{_DATE}$",
-    "time": rf"^{_TIME}$",
-    "date-time": rf"^{_DATE}T{_TIME}$",
-    "email": rf"^{_ATOM}{{1,20}}(?:\.{_ATOM}{{1,12}}){{0,2}}@{_LABEL}(?:\.{_LABEL}){{1,2}}$",
-    "hostname": rf"^{_LABEL}(?:\.{_LABEL}){{0,3}}$",
-    "ipv4": rf"^{_BYTE}\.{_BYTE}\.{_BYTE}\.{_BYTE}$",
-    "uuid": rf"^{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}$",
-}
-"""A regular expression for each format; every match is valid, the converse need not hold."""
 
 
 class SchemaStrings:
@@ -58,10 +36,14 @@ class SchemaStrings:
         if not limits:
             return json_text.STRING
         keyword = limits[0]
-        if keyword in ("pattern", "format"):
+        if keyword == "pattern":
             if len(limits) > 1:
-                fail(f"{path}/{limits[1]}", f"cannot be combined with {keyword}")
-            return self._pattern(_pattern_of(schema, keyword, path), f"{path}/{keyword}")
+                fail(f"{path}/{limits[1]}", "cannot be combined with pattern")
+            if not isinstance(schema["pattern"], str):
+                fail(f"{path}/pattern", "must be a regular expression")
+            return self._pattern(schema["pattern"], f"{path}/pattern")
+        if keyword == "format":
+            return self._pattern(_format_of(schema, path).pattern, f"{path}/format")
         rule, expression = limited_string(*count_limits_of(schema, path, "minLength", "maxLength"))
         if rule.name not in self._rules:
             self._add_cost(cost_of(expression), f"{path}/{limits[-1]}")
@@ -116,12 +98,16 @@ def _string_of_pattern(pattern: str) -> Expression:
     return Concat((left, *before, content, *after, right))
 
 
-def _pattern_of(schema: Schema, keyword: str, path: str) -> str:
-    given = schema[keyword]
-    if keyword == "format":
-        if given not in _FORMATS:
-            fail(f"{path}/format", f"must be one of {', '.join(_FORMATS)}")
-        return _FORMATS[str(given)]
-    if not isinstance(given, str):
-        fail(f"{path}/pattern", "must be a regular expression")
-    return given
+def _format_of(schema: Schema, path: str) -> StringFormat:
+    """Return the format of strings, which must be within their limits of length."""
+    name = schema["format"]
+    found = STRING_FORMATS.get(name) if isinstance(name, str) else None
+    if found is None:
+        fail(f"{path}/format", f"must be one of {', '.join(STRING_FORMATS)}")
+    minimum, maximum = count_limits_of(schema, path, "minLength", "maxLength")
+    shown = f"the format {name}, whose strings have {found.min_length} to {found.max_length}"
+    if minimum > found.min_length:
+        fail(f"{path}/minLength", f"cannot be combined with {shown} characters here")
+    if maximum is not None and maximum < found.max_length:
+        fail(f"{path}/maxLength", f"cannot be combined with {shown} characters here")
+    return found
