@@ -69,24 +69,26 @@ class MemoryProfile:
         """
         decodes, pieces = sizes
         num_bytes = 0
-        for first, second, count in (
-            (GraphSizes(decodes[-1:], []), GraphSizes(decodes[-2:], []), len(decodes)),
-            (GraphSizes([], pieces[-1:]), GraphSizes([], pieces[-2:]), len(pieces)),
+        for two_largest, count in (
+            (GraphSizes(decodes[-2:], []), len(decodes)),
+            (GraphSizes([], pieces[-2:]), len(pieces)),
         ):
             if count:
-                shared = self._bytes_of_graphs(first)
-                per_size = max(0, self._bytes_of_graphs(second) - shared)
-                num_bytes += shared + per_size * (count - 1)
+                shared, each = self._bytes_of_graphs(two_largest)
+                num_bytes += shared + each * (count - 1)
         return num_bytes
 
-    def _bytes_of_graphs(self, sizes: GraphSizes) -> int:
+    def _bytes_of_graphs(self, sizes: GraphSizes) -> tuple[int, int]:
+        """Return the bytes of a runner with the largest graph, and those that one more adds."""
         before, _ = torch.cuda.mem_get_info(self._device)
         runner = self._make_runner(sizes)
+        runner.capture_graphs(only_largest=True)
+        with_largest, _ = torch.cuda.mem_get_info(self._device)
         runner.capture_graphs()
-        after, _ = torch.cuda.mem_get_info(self._device)
+        with_all, _ = torch.cuda.mem_get_info(self._device)
         del runner
         release_gpu_memory()
-        return before - after
+        return before - with_largest, max(0, with_largest - with_all)
 
 
 def largest_steps(config: EngineConfig) -> list[StepPlan]:

@@ -48,9 +48,15 @@ class CountingGpu:
             self.peak = max(self.peak, WEIGHTS + STEPS)
             return SimpleNamespace(take_masks=lambda masks: None, output=lambda: None)
 
-        def capture_graphs() -> None:
-            num_graphs = len(sizes.decodes) + len(sizes.pieces)
-            self.num_used += SHARED_BY_GRAPHS + EACH_GRAPH * (num_graphs - 1)
+        captured: set[int] = set()
+
+        def capture_graphs(*, only_largest: bool = False) -> None:
+            # Of one kind.
+            every = sizes.decodes or sizes.pieces
+            for size in {every[-1]} if only_largest else set(every):
+                if size not in captured:
+                    self.num_used += EACH_GRAPH if captured else SHARED_BY_GRAPHS
+                    captured.add(size)
 
         runner = SimpleNamespace(launch=launch, capture_graphs=capture_graphs)
         return cast("ModelRunner", runner)

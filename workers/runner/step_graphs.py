@@ -55,13 +55,14 @@ class StepGraphs(ABC, Generic[Capture]):
         self._captures: dict[int, Capture] = {}
 
     def capture_graphs(self, *, only_largest: bool = False) -> None:
-        """Capture every size, or only the largest; a replay captures a size that is missing.
+        """Capture every size that is missing, or only the largest; a replay captures its own.
 
         All ranks of a group must do this at the same time.
         """
         # The largest first, since the smaller ones reuse its memory pool.
         for size in self._sizes[-1:] if only_largest else reversed(self._sizes):
-            self._add_capture(size)
+            if size not in self._captures:
+                self._add_capture(size)
 
     @abstractmethod
     def can_replay(self, inputs: StepInputs) -> bool:
