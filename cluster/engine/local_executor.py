@@ -159,6 +159,7 @@ class LocalExecutor(Executor):
 
     def _started(self) -> Started:
         # torch is imported only in the process of a rank.
+        from workers.imports import import_modules
         from workers.parallel.group import SoloGroup
         from workers.weights.local_weights import with_local_weights
         from workers.worker_factory import make_worker
@@ -169,6 +170,8 @@ class LocalExecutor(Executor):
             self._progress.enter(Phase.STARTING)
         if self._config.parallel.device == "cpu":
             let_others_interrupt(threading.get_native_id())
+        # Kernels that are compiled for an actor are found here too.
+        import_modules(self._config)
         worker = make_worker(self._config, SoloGroup(self._progress))
         worker.load_weights(self._report_loading)
         limit = self._config.scheduler.max_num_seqs or worker.default_max_num_seqs
