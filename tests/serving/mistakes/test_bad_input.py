@@ -364,7 +364,7 @@ def test_http_rejects_what_grpc_cannot_express(
 TOOL = {"type": "function", "function": {"name": "a", "parameters": {"type": "object"}}}
 REFERRING = {
     "type": "function",
-    "function": {"name": "a", "parameters": {"$ref": "#/properties/x"}},
+    "function": {"name": "a", "parameters": {"$ref": "#x"}},
 }
 
 
@@ -447,8 +447,8 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [  # Any: JSON
     ({"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_schema"}},
      "response_format.json_schema.name is required."),
     ({"tools": [REFERRING], "tool_choice": "required"},
-     "tools has the unsupported $ref '#/properties/x' in the parameters of 'a'; it must begin with "
-     "#/$defs/."),
+     "tools has the unsupported $ref '#x' in the parameters of 'a'; it must refer to a part of "
+     "them, such as #/$defs/name."),
     ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
      "tool_choice.mode is not supported."),
     (allowed([]), "tool_choice.allowed_tools.tools must be a list of 1 to 128 tools."),
