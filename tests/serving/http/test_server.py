@@ -210,6 +210,7 @@ def test_extra_parameters_reach_the_engine(
         {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}},
         {"functions": None, "parallel_tool_calls": True, "store": False, "audio": None},
         {"modalities": ["text"], "service_tier": "auto", "logprobs": None, "stop": None},
+        {"separate_reasoning": True, "stream_reasoning": True, "return_hidden_states": False},
     ],
 )
 def test_defaults_of_unsupported_parameters_are_accepted(

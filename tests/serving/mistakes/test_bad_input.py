@@ -293,6 +293,12 @@ HTTP_CASES: list[tuple[dict[str, Any], str, str | None]] = [  # Any: JSON
      "bad_words cannot be combined with a structure.", "bad_words"),
     ({"logit_bias": [1]}, "logit_bias must be an object that maps token ids to numbers.",
      "logit_bias"),
+    ({"logit_bias": {"05": 1}}, "logit_bias maps token ids, such as \"5\", and not '05'.",
+     "logit_bias"),
+    ({"extra_body": {"top_k": 1}}, "extra_body is not supported: the client library sends its "
+     "entries as parameters of the request.", "extra_body"),
+    ({"return_hidden_states": True}, "return_hidden_states is not supported: the server does not "
+     "return hidden states.", "return_hidden_states"),
     ({"logit_bias": {"a": 1}}, "logit_bias maps token ids, such as \"5\", and not 'a'.",
      "logit_bias"),
     ({"logit_bias": {"5": "a"}}, "logit_bias must be a number, not 'a'.", "logit_bias"),

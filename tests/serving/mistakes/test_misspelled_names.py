@@ -82,7 +82,11 @@ def test_misspelled_names_are_answered_with_the_right_ones(server: Server) -> No
     [
         ("/v1/chat/completions", "prompt", "messages"),
         ("/v1/chat/completions", "max_output_tokens", "max_tokens"),
+        ("/v1/chat/completions", "enable_thinking", "chat_template_kwargs.enable_thinking"),
+        ("/v1/chat/completions", "regex", "guided_regex"),
         ("/v1/completions", "messages", "prompt"),
+        ("/v1/completions", "ebnf", "guided_grammar"),
+        ("/v1/completions", "rid", "request_id"),
         ("/v1/responses", "messages", "input"),
         ("/v1/responses", "max_tokens", "max_output_tokens"),
         ("/v1/responses", "response_format", "text.format"),

@@ -55,8 +55,10 @@ class ChatBody(GenerationBody):
     refused: ClassVar[Mapping[str, str]] = {**REFUSED, **CHAT_REFUSED}
     synonyms: ClassVar[Mapping[str, str]] = {
         **GenerationBody.synonyms,
+        "enable_thinking": "chat_template_kwargs.enable_thinking",
         "input": "messages",
         "prompt": "messages",
+        "thinking": "chat_template_kwargs.enable_thinking",
     }
     max_entries: ClassVar[Mapping[str, int]] = {
         "messages": MAX_MESSAGES,

@@ -33,7 +33,7 @@ from pagedray.shown_value import shown_value
 
 __all__ = ["GenerationBody", "bounds", "prompts_field"]
 
-_INTEGER = re.compile(r"-?[0-9]{1,20}")
+_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,19}")
 _SAMPLING_NAMES = (
     "n",
     "max_tokens",
@@ -105,8 +105,14 @@ class GenerationBody(Body):
     ignored: ClassVar[Mapping[str, str]] = IGNORED
     refused: ClassVar[Mapping[str, str]] = REFUSED
     synonyms: ClassVar[Mapping[str, str]] = {
+        "ebnf": "guided_grammar",
+        "extra_key": "cache_salt",
+        "json_schema": "guided_json",
         "max_new_tokens": "max_tokens",
         "max_output_tokens": "max_tokens",
+        "min_new_tokens": "min_tokens",
+        "regex": "guided_regex",
+        "rid": "request_id",
         "stop_sequences": "stop",
     }
     with_nulls: ClassVar[frozenset[str]] = frozenset(("messages", "stream_options"))

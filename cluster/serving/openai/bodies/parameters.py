@@ -40,15 +40,27 @@ IGNORED: Mapping[str, str] = {
 """Parameters that cannot change a token, and why they have no effect."""
 
 WITHOUT_EFFECT: Defaults = {
+    "no_stop_trim": (False,),
+    "return_hidden_states": (False,),
     "spaces_between_special_tokens": (True,),
 }
 """Unsupported parameters and their values without effect, of completions and chat."""
 
-CHAT_WITHOUT_EFFECT: Defaults = {"modalities": (["text"],)}
+CHAT_WITHOUT_EFFECT: Defaults = {
+    "modalities": (["text"],),
+    "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
+}
 
 REFUSED: Mapping[str, str] = {
+    "custom_logit_processor": "code of clients is never run",
+    "extra_body": "the client library sends its entries as parameters of the request",
+    "kv_transfer_params": "a replica computes the prompts of its own requests",
     "logits_processors": "code of clients is never run",
     "lora_path": "LoRA adapters are not supported",
+    "no_stop_trim": "use include_stop_str_in_output",
+    "prompt_embeds": "use text or token ids",
+    "return_hidden_states": "the server does not return hidden states",
     "spaces_between_special_tokens": "the text is always as the tokenizer decodes it",
 }
 """Parameters that would change the output, and what to use instead or why not."""
@@ -59,5 +71,7 @@ CHAT_REFUSED: Mapping[str, str] = {
     "audio": "the output is text",
     "modalities": "the output is text",
     "moderation": MODERATION,
+    "separate_reasoning": "the reasoning is always separated from the content",
+    "stream_reasoning": "a stream has the reasoning as it is generated",
     "web_search_options": "the server has no access to the web",
 }
