@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import select
 import sys
 from typing import TYPE_CHECKING
 
 from cluster.cli.flags import engine_options, sampling_fields
+from cluster.cli.lost_output import discard_output, has_lost_reader
 from cluster.cli.one_line_parser import USAGE_EXIT, command_parser
 from cluster.cli.parser import CONFIG_FLAG, make_parser
 from cluster.engine.options import engine_config
@@ -26,7 +26,6 @@ __all__ = ["main"]
 
 _FAILURE_EXIT = 1
 _INTERRUPT_EXIT = 130
-_STDOUT = 1
 _RAY_DEATHS = "^(A worker died or was killed while executing a task|Raylet is terminated)"
 
 
@@ -47,10 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = _COMMANDS[parsed.command](parsed)
         print(end="", flush=True)
     except BrokenPipeError:
-        if not _has_lost_reader():
+        if not has_lost_reader():
             raise
-        # The interpreter would report at its exit what it cannot write.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)
+        discard_output()
         return _FAILURE_EXIT
     except PagedRayError as error:
         print(f"pagedray: error: {error}", file=sys.stderr)
@@ -59,13 +57,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _INTERRUPT_EXIT
     return code
-
-
-def _has_lost_reader() -> bool:
-    """Return whether nothing reads the output any more, as behind `| head`."""
-    output = select.poll()
-    output.register(_STDOUT, 0)
-    return any(events & select.POLLERR for _, events in output.poll(0))
 
 
 def _with_config(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> Sequence[str]:

@@ -10,6 +10,7 @@ import signal
 from typing import TYPE_CHECKING
 
 from cluster.cli.exit_guard import guard_exit
+from cluster.cli.lost_output import discard_output
 from cluster.cli.ready_lines import address_lines, ready_lines
 from cluster.engine.frozen_heap import freeze_heap
 from cluster.engine.open_engine import open_engine
@@ -177,7 +178,12 @@ class Server:
             grpc_port=frontends.grpc_port,
             has_tls=self._certificates is not None,
         )
-        print(*ready_lines(self._config, engine.stats()), *addresses, sep="\n", flush=True)
+        try:
+            print(*ready_lines(self._config, engine.stats()), *addresses, sep="\n", flush=True)
+        except OSError as error:
+            # For example, the disk of a log is full, which does not concern clients.
+            logger.warning("Could not write to standard output: %s.", error.strerror)
+            discard_output()
 
     async def _until_stopped(self, engine: StepLoop) -> None:
         while not self._stop.is_set():

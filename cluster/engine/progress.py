@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
@@ -56,28 +56,31 @@ class ProgressLine:
         line = f"{what} ... {_shown(fraction, detail)}".rstrip()
         if line == self._shown:
             return
-        self._stream.write("\r" + line.ljust(len(self._shown)))
-        self._stream.flush()
+        self._write("\r" + line.ljust(len(self._shown)))
         self._shown = line
 
     def _add_line(self, what: str, detail: str, fraction: float) -> None:
         now_s = time.monotonic()
         if what != self._what:
-            self._stream.write(f"{what} ...\n")
+            self._write(f"{what} ...\n")
         elif detail and now_s - self._written_s >= _LINE_PAUSE_S:
-            self._stream.write(f"{what} ... {_shown(fraction, detail).lstrip()}\n")
+            self._write(f"{what} ... {_shown(fraction, detail).lstrip()}\n")
         else:
             return
-        self._stream.flush()
         self._what = what
         self._written_s = now_s
 
     def close(self) -> None:
         """Clear the line."""
         if self._is_terminal and self._shown:
-            self._stream.write("\r" + " " * len(self._shown) + "\r")
-            self._stream.flush()
+            self._write("\r" + " " * len(self._shown) + "\r")
         self._is_closed = True
+
+    def _write(self, text: str) -> None:
+        # What is under way does not depend on a disk that is full, or a terminal that is gone.
+        with suppress(OSError):
+            self._stream.write(text)
+            self._stream.flush()
 
 
 def _shown(fraction: float, detail: str) -> str:

@@ -1,0 +1,27 @@
+"""Standard output that nothing can be written to any more."""
+
+from __future__ import annotations
+
+import os
+import select
+
+__all__ = ["discard_output", "has_lost_reader"]
+
+_STDOUT = 1
+
+
+def discard_output() -> None:
+    """Discard what is written from now on, and what could not be written.
+
+    Otherwise the interpreter would try that again at its exit, and report it.
+    """
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, _STDOUT)
+    os.close(null)
+
+
+def has_lost_reader() -> bool:
+    """Return whether nothing reads the output any more, as behind `| head`."""
+    output = select.poll()
+    output.register(_STDOUT, 0)
+    return any(events & select.POLLERR for _, events in output.poll(0))
