@@ -78,7 +78,8 @@ def test_a_continued_request_is_admitted_to_a_full_queue() -> None:
         ({"generated": [None, None], "n": 2}, ", 0 unfinished"),
         ({"generated": [(1,) * 8]}, "after 8 generated tokens: it ends after 8"),
         ({"generated": [(1,) * 95], "max_tokens": 500}, "it ends after 95"),
-        ({"generated": [(-1,)]}, "Token ids must be from 0"),
+        ({"generated": [(5, -1, 5)]}, "Token ids must be from 0"),
+        ({"generated": [(5, 2**31, 5)]}, "Token ids must be from 0"),
     ],
 )
 # Any: arguments of several types.

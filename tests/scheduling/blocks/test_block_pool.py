@@ -86,6 +86,18 @@ def test_released_block_is_in_transit_until_the_copy_lets_go() -> None:
     assert (pool.num_free, pool.num_owned, pool.num_in_transit) == (1, 0, 0)
 
 
+def test_block_is_free_only_after_the_last_of_its_copies() -> None:
+    pool = BlockPool(1, on_evict=None)
+    block = pool.allocate()
+    pool.pin(block)
+    pool.pin(block)
+    pool.release(block)
+    pool.unpin(block)
+    assert (pool.num_free, pool.num_in_transit) == (0, 1)
+    pool.unpin(block)
+    assert (pool.num_free, pool.num_in_transit) == (1, 0)
+
+
 def test_block_in_transit_can_be_shared() -> None:
     pool = BlockPool(1, on_evict=None)
     block = pool.allocate()

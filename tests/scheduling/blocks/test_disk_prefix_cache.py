@@ -120,3 +120,36 @@ def test_reads_leave_half_of_the_cpu_pool_to_others() -> None:
     assert disk_cache.num_readable(6) == 2
     disk_cache.read_blocks(KEYS[:2], 2)
     assert disk_cache.num_readable(0) == 2
+
+
+def test_at_most_64_blocks_are_being_written() -> None:
+    cpu_cache, disk_cache = make_caches(num_cpu_blocks=600, num_disk_blocks=600)
+    for step in range(600):
+        save(cpu_cache, step, key_of(step, step))
+    first = disk_cache.take_writes(600)
+    assert (len(first), len(disk_cache.take_writes(601))) == (64, 0)
+    disk_cache.note_report(DiskReport(600, is_read=False))
+    second = disk_cache.take_writes(602)
+    assert len(second) == 64
+    assert {copy.source for copy in first}.isdisjoint(copy.source for copy in second)
+
+
+def test_reads_of_the_ranks_before_are_forgotten_with_their_files() -> None:
+    cpu_cache, disk_cache = make_caches(num_cpu_blocks=8, num_disk_blocks=9)
+    save(cpu_cache, 0, *KEYS[:8])
+    write(disk_cache, 0)
+    save(cpu_cache, 1, *KEYS[8:10])
+    disk_cache.read_blocks(KEYS[:1], 2)
+    disk_cache.take_reads(2)
+    disk_cache.read_blocks(KEYS[1:2], 3)
+    cpu_cache.clear()
+    disk_cache.clear()
+    assert disk_cache.take_reads(4) == []
+    # Those of the new ranks are reported from the first one on.
+    save(cpu_cache, 4, *KEYS[:8])
+    write(disk_cache, 4)
+    save(cpu_cache, 5, *KEYS[8:10])
+    disk_cache.read_blocks(KEYS[:1], 6)
+    assert len(disk_cache.take_reads(6)) == 1
+    disk_cache.note_report(DiskReport(6, is_read=True))
+    assert cpu_cache.find_block(KEYS[0]) is not None

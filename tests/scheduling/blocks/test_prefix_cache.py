@@ -37,6 +37,14 @@ def test_tenants_share_nothing() -> None:
     assert cache.find_block(cache.key_after(cache.root("b"), tokens(1, 2))) is None
 
 
+def test_salts_share_nothing() -> None:
+    cache = make_cache()
+    cache.add_block(cache.key_after(cache.root("a", "one"), tokens(1, 2)), 10)
+    assert cache.find_block(cache.key_after(cache.root("a"), tokens(1, 2))) is None
+    assert cache.find_block(cache.key_after(cache.root("a", "two"), tokens(1, 2))) is None
+    assert cache.find_block(cache.key_after(cache.root("a", "one"), tokens(1, 2))) == 10
+
+
 def test_salt_that_spells_tokens_is_not_a_block_of_them() -> None:
     cache = make_cache()
     first_tokens = tokens(65, 66)

@@ -1,0 +1,104 @@
+"""The pace of prompts, on steps of a known duration."""
+
+import math
+
+import pytest
+
+from cluster.scheduling.costs.pace import Pace
+from cluster.scheduling.costs.step_times import StepTimes
+
+TARGET_S = 0.030
+NUM_DECODES = 32
+CONTEXT = 500
+"""Tokens that each decode attends to."""
+
+
+def step_s(num_tokens: int, num_pairs: int) -> float:
+    return 0.010 + 20e-6 * num_tokens + 2e-9 * num_pairs
+
+
+def pairs_of(first_position: int, num_tokens: int) -> int:
+    """Return how many pairs the tokens of a prompt have from a position on, one by one."""
+    return sum(range(first_position + 1, first_position + num_tokens + 1))
+
+
+def make_pace(slowness: float = 1.0, *, target_s: float = TARGET_S) -> Pace:
+    """Return a pace that has seen steps of many sizes, all `slowness` times as slow at last."""
+    times = StepTimes()
+    for num_tokens in (1, 32, 200, 700, 1500, 2048):
+        for context in (0, 1000, 8000):
+            num_pairs = num_tokens * context
+            seconds = step_s(num_tokens, num_pairs)
+            times.note_step(num_tokens=num_tokens, num_pairs=num_pairs, seconds=seconds)
+    pace = Pace(target_s, times)
+    for _ in range(20):
+        pace.note_step(
+            num_tokens=1000,
+            num_pairs=10**6,
+            num_prompt_tokens=1000,
+            seconds=slowness * step_s(1000, 10**6),
+        )
+    return pace
+
+
+def begin(pace: Pace) -> None:
+    pace.begin_step(num_tokens=NUM_DECODES, num_pairs=NUM_DECODES * CONTEXT)
+
+
+@pytest.mark.parametrize("slowness", [0.5, 1.0, 1.5])
+@pytest.mark.parametrize("first_position", [0, 20_000])
+def test_the_chunks_of_a_step_fill_its_target_together(
+    slowness: float, first_position: int
+) -> None:
+    pace = make_pace(slowness)
+    begin(pace)
+    num_tokens, num_pairs = NUM_DECODES, NUM_DECODES * CONTEXT
+    for start in (first_position, first_position + 3000):
+        chunk = int(pace.num_tokens(start)) // (2 if start == first_position else 1)
+        pace.add_tokens(chunk, first_position=start)
+        num_tokens += chunk
+        num_pairs += pairs_of(start, chunk)
+    assert slowness * step_s(num_tokens, num_pairs) == pytest.approx(TARGET_S, rel=0.01)
+
+
+def test_prompts_have_64_tokens_in_a_step_of_slow_decodes() -> None:
+    pace = make_pace()
+    pace.begin_step(num_tokens=2000, num_pairs=0)
+    assert pace.num_tokens(0) == 64
+    pace.add_tokens(50, first_position=0)
+    assert pace.num_tokens(0) == 14
+    pace.add_tokens(14, first_position=0)
+    assert pace.num_tokens(0) == 0
+    pace.begin_step(num_tokens=2000, num_pairs=0)
+    assert pace.num_tokens(0) == 64
+
+
+def test_a_step_has_at_most_twice_the_tokens_that_were_measured() -> None:
+    pace = Pace(1e6, StepTimes())
+    begin(pace)
+    assert pace.num_tokens(0) == 256
+    pace.note_step(num_tokens=700, num_pairs=0, num_prompt_tokens=600, seconds=0.1)
+    pace.note_step(num_tokens=300, num_pairs=0, num_prompt_tokens=250, seconds=0.1)
+    begin(pace)
+    assert pace.num_tokens(0) == 1200
+
+
+def test_a_step_without_decodes_takes_any_time() -> None:
+    pace = make_pace()
+    begin(pace)
+    pace.begin_step(num_tokens=0, num_pairs=0)
+    assert pace.num_tokens(0) == math.inf
+    pace.add_tokens(100_000, first_position=0)
+    assert pace.num_tokens(100_000) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("slowness", "bound", "target_s"), [(1000.0, 8.0, 0.2), (1e-3, 1 / 8, 0.002)]
+)
+def test_an_outlier_corrects_the_fit_eightfold_at_most(
+    slowness: float, bound: float, target_s: float
+) -> None:
+    outlier, bounded = (make_pace(one, target_s=target_s) for one in (slowness, bound))
+    begin(outlier)
+    begin(bounded)
+    assert outlier.num_tokens(0) == bounded.num_tokens(0)
