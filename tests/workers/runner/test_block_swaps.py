@@ -140,6 +140,20 @@ def test_steps_wait_for_no_copy_of_a_staged_block() -> None:
     assert device.steps.clock["outward"] == 4
 
 
+def test_staging_blocks_are_used_again_once_they_were_copied() -> None:
+    plans = RandomPlans(0, num_staging=2)
+    device = plans.device
+    for step in range(5):
+        num_known = device.host_clock.get("outward", 0)
+        device.may_complete = lambda: False
+        evictions = [BlockCopy(0, 0), BlockCopy(1, 1)]
+        fence = plans.swaps.launch(StepPlan(step, [], evictions=evictions))
+        # The step waits for no copy that has not ended.
+        assert device.steps.clock.get("outward", 0) == num_known
+        device.may_complete = lambda: True
+        assert fence.is_reached
+
+
 def test_measured_copies_are_those_that_have_ended() -> None:
     plans = RandomPlans(0, num_staging=2)
     plan = StepPlan(0, [], swap_outs=[BlockCopy(2, 2), BlockCopy(3, 3)], swap_ins=[BlockCopy(0, 1)])

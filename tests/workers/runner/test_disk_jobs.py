@@ -185,3 +185,14 @@ def test_a_disk_that_hangs_is_given_up_and_changes_no_block_later(
     assert write(jobs, (1, 1), step=3) == DiskReport(3, False, [1])
     assert not jobs.are_pending
     assert len(caplog.records) == 1
+
+
+def test_a_disk_without_work_does_not_hang(tmp_path: Path) -> None:
+    now_s = [0.0]
+    jobs = DiskJobs(str(tmp_path), make_blocks(), clock=lambda: now_s[0])
+    for step in range(3):
+        assert write(jobs, (0, 0), step=step).failed == []
+        assert read(jobs, (0, 1), step=step).failed == []
+        now_s[0] += 60.0
+        assert jobs.take_report() is None
+    jobs.close()

@@ -7,7 +7,10 @@ import mmap
 import pytest
 import torch
 
+from attention.abstract import AttentionSpec
+from attention.params import AttentionParams
 from workers.runner.host_pool import HostPool
+from workers.runner.kv_cache import make_host_pool
 
 
 class FakePinner:
@@ -82,3 +85,15 @@ def test_memory_that_cannot_be_pinned_is_said_once(caplog: pytest.LogCaptureFixt
         "Only 128 of 300 blocks of the CPU pool are pinned, and copies of the others are slower: "
         "CUDA returned error 2."
     ]
+
+
+def test_a_pool_of_another_size_or_dtype_is_not_kept() -> None:
+    params = AttentionParams(num_heads=2, num_kv_heads=1, head_size=8, scale=1.0)
+    specs = [
+        AttentionSpec(layers=(params,), dtype=dtype, device=torch.device("cpu"), block_size=4)
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    former = make_host_pool(specs[0], 6)
+    assert make_host_pool(specs[0], 6, former) is former
+    assert len(make_host_pool(specs[0], 7, former).blocks) == 7
+    assert make_host_pool(specs[1], 6, former).blocks.dtype == torch.bfloat16
