@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from cluster.serving.http.schema import read_part
 from cluster.serving.inputs import Prompt
@@ -47,7 +47,7 @@ def read_prompts(given: GivenPrompt | Sequence[GivenPrompt]) -> list[SaltedPromp
     """Return the prompts of a call. Raises InvalidRequestError."""
     if isinstance(given, str | Mapping):
         return [_read_prompt(given)]
-    items = list(given)
+    items = _items_of(given, "prompts")
     if items and all(isinstance(one, int) for one in items):
         return [_read_prompt(cast("Sequence[int]", items))]
     return [_read_prompt(cast("GivenPrompt", one)) for one in items]
@@ -88,7 +88,7 @@ def read_conversations(
 def read_stream_prompt(given: GivenPrompt | Conversation) -> SaltedPrompt:
     """Return a prompt, or a conversation. Raises InvalidRequestError."""
     if not isinstance(given, str | Mapping):
-        items = list(given)
+        items = _items_of(given, "prompts")
         if items and isinstance(items[0], Mapping):
             return SaltedPrompt(ChatPrompt(_messages(cast("Conversation", items))))
     return _read_prompt(cast("GivenPrompt", given))
@@ -124,13 +124,29 @@ def _read_dictionary(given: Mapping[str, object]) -> SaltedPrompt:
 
 
 def _token_ids(given: object, param: str) -> tuple[int, ...]:
-    if isinstance(given, Sequence) or hasattr(given, "__iter__"):
+    items = _items_of(given, param)
+    if not any(isinstance(one, bool) for one in items):
         try:
             # Arrays of other libraries hold their own integers.
-            return tuple(map(operator.index, given))
+            return tuple(map(operator.index, items))
         except TypeError:
             pass
-    raise InvalidRequestError(f"{param} must be texts or lists of token ids.", param=param)
+    raise _no_prompt(param)
+
+
+def _items_of(given: object, param: str) -> list[Any]:  # Any: as the caller says
+    """Return the entries of anything but bytes, whose entries are no token ids."""
+    if isinstance(given, Iterable) and not isinstance(given, bytes | bytearray | memoryview):
+        try:
+            return list(given)
+        # As an array without a dimension.
+        except TypeError:
+            pass
+    raise _no_prompt(param)
+
+
+def _no_prompt(param: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{param} must be texts or lists of token ids.", param=param)
 
 
 def _messages(given: Conversation) -> tuple[ChatMessage, ...]:

@@ -132,6 +132,12 @@ def test_prompts_take_every_form(llm: LLM) -> None:
         ({"prompt_token_ids": "ab"}, "lists of token ids"),
         ([["a"]], "lists of token ids"),
         ([5.5], "lists of token ids"),
+        (b"class", "lists of token ids"),
+        ([b"class"], "lists of token ids"),
+        ([True], "lists of token ids"),
+        (torch.tensor(5), "lists of token ids"),
+        (None, "lists of token ids"),
+        (5, "lists of token ids"),
     ],
 )
 def test_other_prompts_are_refused(llm: LLM, prompt: Any, text: str) -> None:  # Any: what is wrong
