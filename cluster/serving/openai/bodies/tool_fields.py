@@ -42,7 +42,7 @@ class Function(BodyPart):
         description="The JSON Schema of its arguments.",
         json_schema_extra={"type": "object"},
     )
-    strict: bool | None = None
+    strict: bool | None = Field(None, description="Ignored; forced calls follow the schema.")
 
 
 class ToolObject(BodyPart):
