@@ -290,6 +290,13 @@ class Servicer:
             tenant, decode, token_ids, skip_special_tokens=skip_special_tokens
         )
 
+    async def token_strings(self, token_ids: Sequence[int], *, tenant: str) -> list[str | None]:
+        """Return tokens of a prompt as the vocabulary spells them; None for an id without one."""
+        read = self.tokenizer.token_strings
+        if len(token_ids) < _MANY_TOKENS:
+            return read(token_ids)
+        return await self._text_pool.run_in_thread(tenant, read, token_ids)
+
     def abort_call(self, tenant_name: str, client_id: str) -> None:
         """Abort a tenant's call by its id, and forget its stream.
 

@@ -246,7 +246,7 @@ _BY_PATH: dict[str, tuple[dict[str, Any], ...]] = {  # Any: JSON
     ),
     "/score": ({"model": _MODEL, "text_1": "x", "text_2": ["a", "b"]},),
     "/tokenize": (
-        {"model": _MODEL, "prompt": _TEXT, "add_special_tokens": False},
+        {"model": _MODEL, "prompt": _TEXT, "add_special_tokens": False, "return_token_strs": True},
         {"messages": _MESSAGES, "tools": [_TOOL_OBJECT], "add_generation_prompt": True},
     ),
     "/detokenize": ({"model": _MODEL, "tokens": [5, 6, 7]},),

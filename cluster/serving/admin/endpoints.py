@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
+    from cluster.serving.inputs import TokenizeInput
     from cluster.serving.intake.steps import Steps
     from cluster.serving.servicer import Servicer
 
@@ -100,19 +101,30 @@ class _ServerHandlers:
         return json_response({"server_load": self._servicer.num_calls_of(call.tenant)})
 
     async def tokenize(self, call: HttpCall) -> Response:
-        given = await call.body(TokenizeBody, lambda body, _: body.to_input())
+        def read(body: TokenizeBody, _: bytes) -> Steps[tuple[TokenizeInput, bool]]:
+            given = yield from body.to_input(
+                known_variables=lambda has_tools: tokenizer.template_variables(has_tools=has_tools),
+                note_ignored=call.ignored.note,
+            )
+            return given, body.return_token_strs
+
+        tokenizer = self._servicer.tokenizer
+        given, has_strings = await call.body(TokenizeBody, read)
         with call.metrics.counting_refusals("http"):
             given = replace(given, tenant=call.tenant.name)
             try:
                 token_ids = await self._servicer.tokenize(given)
             except InvalidRequestError as error:
                 raise renamed(error, {"text": "prompt"}) from error
+            strings = None
+            if has_strings:
+                strings = await self._servicer.token_strings(token_ids, tenant=call.tenant.name)
         return json_response(
             {
                 "count": len(token_ids),
                 "max_model_len": self._servicer.config.max_model_len,
                 "tokens": token_ids,
-                "token_strs": None,
+                "token_strs": strings,
             }
         )
 

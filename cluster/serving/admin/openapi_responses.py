@@ -161,7 +161,11 @@ RESPONSE_SCHEMAS: Json = {
         count=_COUNT,
         max_model_len=_COUNT,
         tokens=_list(_COUNT),
-        token_strs={"type": "null"},
+        token_strs={
+            "type": ["array", "null"],
+            "items": {"type": ["string", "null"]},
+            "description": "Null without `return_token_strs`.",
+        },
     ),
     "ToolCall": _object(
         id=_STRING,

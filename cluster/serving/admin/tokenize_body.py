@@ -7,16 +7,19 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import FailFast, Field
 
-from cluster.serving.http.schema import Body, Defaults
+from cluster.serving.http.schema import Body
 from cluster.serving.inputs import TokenizeInput
 from cluster.serving.openai.bodies.chat_body import MAX_MESSAGES, check_open_end
 from cluster.serving.openai.bodies.messages import Message, read_messages
 from cluster.serving.openai.bodies.tool_fields import read_tools, tools_field
 from cluster.serving.text.templates.chat_prompt import ChatPrompt
+from cluster.serving.text.templates.template_arguments import TemplateArguments
 from cluster.serving.tools.tool import MAX_TOOLS
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from cluster.serving.intake.steps import Steps
 
 __all__ = ["DetokenizeBody", "TokenizeBody"]
@@ -25,7 +28,6 @@ __all__ = ["DetokenizeBody", "TokenizeBody"]
 class TokenizeBody(Body):
     """A text or a conversation to tokenize; exactly one of `prompt` and `messages`."""
 
-    defaults: ClassVar[Defaults] = {"return_token_strs": (False,), "chat_template_kwargs": ({},)}
     max_entries: ClassVar[Mapping[str, int]] = {"messages": MAX_MESSAGES, "tools": MAX_TOOLS}
     with_nulls: ClassVar[frozenset[str]] = frozenset(("messages",))
 
@@ -43,6 +45,14 @@ class TokenizeBody(Body):
     chat_template: str | None = Field(
         None, description="As in /v1/chat/completions; requires messages."
     )
+    chat_template_kwargs: Any = Field(  # Any: JSON
+        None,
+        description="As in /v1/chat/completions; requires messages.",
+        json_schema_extra={"type": "object"},
+    )
+    return_token_strs: bool = Field(
+        False, description="Whether the response has the tokens as the vocabulary spells them."
+    )
 
     def check_fields(self) -> None:
         has_messages = "messages" in self.model_fields_set
@@ -50,8 +60,8 @@ class TokenizeBody(Body):
             raise InvalidRequestError(
                 "Exactly one of prompt and messages is required.", param="prompt"
             )
-        for name in ("tools", "chat_template"):
-            if not has_messages and getattr(self, name) is not None:
+        for name in ("tools", "chat_template", "chat_template_kwargs"):
+            if not has_messages and getattr(self, name) not in (None, {}):
                 raise InvalidRequestError(f"{name} requires messages.", param=name)
         if has_messages and self.add_special_tokens:
             raise InvalidRequestError(
@@ -60,8 +70,17 @@ class TokenizeBody(Body):
             )
         check_open_end(self.add_generation_prompt, self.continue_final_message)
 
-    def to_input(self) -> Steps[TokenizeInput]:
-        """Return the input of the call. Raises InvalidRequestError."""
+    def to_input(
+        self,
+        *,
+        known_variables: Callable[[bool], frozenset[str]],
+        note_ignored: Callable[[str], None],
+    ) -> Steps[TokenizeInput]:
+        """Return the input of the call. Raises InvalidRequestError.
+
+        `known_variables` returns those that the model's chat template reads, with tools or
+        without; `note_ignored` is called with the names of parameters that set others.
+        """
         if self.prompt is not None:
             return TokenizeInput(
                 prompt=self.prompt,
@@ -70,12 +89,14 @@ class TokenizeBody(Body):
             )
         tools = yield from read_tools(self.tools)
         messages = yield from read_messages(self.messages)
+        known = None if self.chat_template is not None else known_variables(bool(tools))
         prompt = ChatPrompt(
             messages,
             tuple(tool.for_template() for tool in tools),
             self.add_generation_prompt,
             self.continue_final_message,
-            template=self.chat_template,
+            TemplateArguments(self.chat_template_kwargs).variables(known, note_ignored),
+            self.chat_template,
         )
         return TokenizeInput(prompt=prompt, model=self.model)
 

@@ -111,6 +111,10 @@ class Tokenizer:
         """Return the id of a token, or None if the text is no token of the vocabulary."""
         return self._tokenizer.token_to_id(token)
 
+    def token_strings(self, token_ids: Sequence[int]) -> list[str | None]:
+        """Return tokens as the vocabulary spells them; None for an id without a token."""
+        return list(map(self._tokenizer.id_to_token, token_ids))
+
     def disable_cache(self) -> None:
         """Disable the cache of words, whose timing would reveal other tenants' texts.
 

@@ -10,12 +10,14 @@ import httpx
 import numpy as np
 import openai
 import pytest
+import tokenizers
 
 from tests.serving.conftest import Server, engine_config
 from tests.serving.fake_engine import FakeEngine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -149,6 +151,15 @@ def test_detokenize_inverts_tokenize(http: httpx.Client, tokenizer: Tokenizer) -
     assert bare["tokens"] == answer["tokens"][1:]
 
 
+def test_tokens_are_spelled_as_in_the_vocabulary(http: httpx.Client, folder: Path) -> None:
+    text = "The quick h\u00e9llo"
+    whole = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text)
+    body = {"prompt": text, "return_token_strs": True}
+    answer = http.post("/tokenize", json=body).json()
+    assert (answer["tokens"], answer["token_strs"]) == (whole.ids, whole.tokens)
+    assert http.post("/tokenize", json={"prompt": text}).json()["token_strs"] is None
+
+
 def test_tokens_of_a_conversation(http: httpx.Client, tokenizer: Tokenizer) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "add_generation_prompt": False}
     answer = http.post("/tokenize", json=body).json()
@@ -163,6 +174,7 @@ def test_tokens_of_a_conversation(http: httpx.Client, tokenizer: Tokenizer) -> N
         ("tokenize", {"prompt": 5}, "prompt"),
         ("tokenize", {"prompt": "x" * 1_000_000}, "prompt"),
         ("tokenize", {"messages": []}, "messages"),
+        ("tokenize", {"prompt": "x", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
         ("tokenize", {"prompt": "x", "model": "other"}, "model"),
         ("detokenize", {}, "tokens"),
         ("detokenize", {"tokens": ["a"]}, "tokens"),

@@ -107,6 +107,18 @@ def test_reasoning_is_streamed_as_it_is_generated(
     assert sum(bool(delta.get("reasoning")) for delta in deltas) > 10
 
 
+def test_counted_prompt_has_the_variables_of_its_template(
+    thinking_server: Server, client: openai.OpenAI
+) -> None:
+    variables = {"chat_template_kwargs": {"enable_thinking": False, "other": 1}}
+    client.chat.completions.create(model="tiny", messages=ASK, extra_body=variables)
+    body = {"messages": ASK, **variables}
+    found = httpx.post(f"{thinking_server.url}/tokenize", json=body).json()["tokens"]
+    (request,) = thinking_server.engine.log.submitted
+    assert found == list(request.prompt_token_ids)
+    assert "</think>" in thinking_server.tokenizer.decode(found)
+
+
 @pytest.mark.parametrize(
     ("options", "text", "found"),
     [

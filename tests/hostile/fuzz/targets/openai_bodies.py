@@ -49,7 +49,12 @@ def run(data: bytes) -> None:
         elif kind == 2:
             finish(_read(EmbeddingBody, raw).to_input())
         elif kind == 3:
-            finish(_read(TokenizeBody, raw).to_input())
+            tokenized = _read(TokenizeBody, raw)
+            finish(
+                tokenized.to_input(
+                    known_variables=lambda _: frozenset(("enable_thinking",)), note_ignored=_ignore
+                )
+            )
         elif kind == 4:
             _read(DetokenizeBody, raw).token_ids()
         elif kind == 5:
