@@ -6,7 +6,8 @@ import pytest
 
 from bench.scheduler.cases import wait_behind_large
 from bench.scheduler.replica import make_replica
-from cluster.scheduling.passing import GRACE_STEPS
+from cluster.scheduling.passing import GRACE_STEPS, Passing
+from cluster.scheduling.sequence_queue import SequenceQueue
 from cluster.simulation.virtual_replica import VirtualCall, distinct_prompt
 from pagedray.config import Preemption
 
@@ -69,3 +70,13 @@ def test_a_large_sequence_starts_in_bounded_time_whatever_arrives_later(
         alone = run_beside_newcomers(seed, newcomers=False, preemption=preemption)
         large = run_beside_newcomers(seed, newcomers=True, preemption=preemption)
         assert large.start_step <= alone.start_step + BOUND, seed
+
+
+def test_borrowers_may_go_on_for_16_steps_after_each_time_they_hold_enough() -> None:
+    passing = Passing(SequenceQueue())
+    for first_step in (100, 200):
+        steps = range(first_step, first_step + 20)
+        may_take = [step for step in steps if passing.note_due(step, is_due=True)]
+        assert may_take == [first_step + 16 + number for number in range(4)]
+        assert not passing.note_due(first_step + 20, is_due=False)
+        assert not passing.is_due

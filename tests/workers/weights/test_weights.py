@@ -157,10 +157,12 @@ def test_chunks_together_are_the_tensor(
 ) -> None:
     monkeypatch.setattr("workers.weights.tensor_reader._CHUNK_BYTES", chunk_bytes)
     stored = torch.randn(37, 6, 50).to(dtype)
-    save_file({"b": stored, "a": -stored}, tmp_path / "model.safetensors")
+    tensors = {"b": stored, "a": -stored, "c": stored.float()}
+    save_file(tensors, tmp_path / "model.safetensors")
     with Checkpoint(tmp_path) as checkpoint:
         assert torch.equal(torch.cat([chunk.clone() for chunk in checkpoint.chunks("a")]), -stored)
         assert not checkpoint.are_equal("a", "b")
+        assert not checkpoint.are_equal("b", "c")
         assert checkpoint.are_equal("b", "b")
 
 
