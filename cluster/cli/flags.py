@@ -92,7 +92,8 @@ _GROUPS = {
         ),
         _Flag(
             "trust_request_chat_template",
-            "Accept chat_template in requests, a program that renders the prompt in a sandbox.",
+            "Accept chat_template in requests: clients may send Jinja templates, which are "
+            "programs that run in a sandbox.",
             bool,
         ),
         _Flag(
@@ -116,7 +117,13 @@ _GROUPS = {
             str,
             "FOLDER",
         ),
-        _Flag("attention_backend", "Attention backend; auto selects one.", str, "NAME"),
+        _Flag(
+            "attention_backend",
+            "Attention backend: auto, hybrid, torch_sdpa, flashinfer or xformers; auto selects "
+            "the fastest one that supports the model and the device.",
+            str,
+            "NAME",
+        ),
         _Flag("enforce_eager", "Disable CUDA graphs, which saves memory and slows decoding.", bool),
         _Flag(
             "max_graph_tokens",
@@ -170,8 +177,8 @@ _GROUPS = {
         ),
         _Flag(
             "allow_unauthenticated_ray",
-            "Start Ray even if RAY_AUTH_MODE=disabled lets every user of this machine run "
-            "code through it.",
+            "Start Ray although RAY_AUTH_MODE=disabled is set, so that every user of this machine "
+            "can run code through Ray.",
             bool,
         ),
     ),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from attention.selector import BACKEND_NAMES
 from cluster.cli.flags import engine_options, sampling_fields
 from cluster.cli.parser import make_parser
 from cluster.engine.options import EngineOptions
@@ -111,6 +112,13 @@ def _parser_of(command: str) -> argparse.ArgumentParser:
     assert isinstance(commands.choices, dict)
     found: argparse.ArgumentParser = commands.choices[command]
     return found
+
+
+def test_help_names_every_attention_backend() -> None:
+    help_text = " ".join(_parser_of("serve").format_help().split())
+    found = re.search(r"Attention backend: ([a-z_, ]+);", help_text)
+    assert found is not None
+    assert sorted(re.split(r", | or ", found[1])) == sorted(BACKEND_NAMES)
 
 
 def test_flags_are_read() -> None:
