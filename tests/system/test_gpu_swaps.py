@@ -88,7 +88,6 @@ class Rig:
             layers=(params,) * 4, dtype=torch.float32, device=device, block_size=16
         )
         pool = make_host_pool(spec, 64, mapper=mapper)  # type: ignore[arg-type]  # all it needs
-        pool.start_pinning()
         pool.wait_until_pinned()
         assert pool.num_pinned_blocks == 64
         assert pool.blocks.is_pinned()
@@ -291,7 +290,8 @@ def check_tokens(folder: Path, **options: Any) -> SchedulerStats:  # Any: engine
     }
 
     def open_large() -> LLM:
-        return LLM(folder, **{**options, "num_blocks": 2000, "num_cpu_blocks": 0})
+        large = {"num_blocks": 2000, "num_cpu_blocks": 0, "preemption": "auto"}
+        return LLM(folder, **{**options, **large})
 
     prompts, differences = [prompts_of(seed) for seed in range(3)], Differences()
     # Each number of ranks sums in an order of its own.

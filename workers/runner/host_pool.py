@@ -1,4 +1,4 @@
-"""The CPU pool's memory, which is pinned in the background once the rank can run steps.
+"""The CPU pool's memory, which is pinned in the background so that it delays no start.
 
 Until a block is pinned, copies of it are slower and keep the host waiting, with the same result.
 """
@@ -43,9 +43,8 @@ class HostPool:
         mapped: MappedPool | None = None,
         note_unpinned: Callable[[int], None] = lambda num_blocks: None,
     ) -> None:
-        """Without a `pinner`, no block is pinned; with one, `start_pinning` pins them.
+        """Without a `pinner`, no block is pinned. The memory is `mapped`, or private without it.
 
-        The memory is `mapped`, or private without it.
         `note_unpinned` is called with the number of blocks that a `pinner` cannot pin.
         Raises OSError if the host does not have the memory.
         """
@@ -78,7 +77,8 @@ class HostPool:
             )
             # They must be gone before the memory is; at exit, the process's end takes care of both.
             weakref.finalize(self, chunks.release).atexit = False
-        self._thread: threading.Thread | None = None
+            self._thread = threading.Thread(target=chunks.pin_all, name="pagedray-pin", daemon=True)
+            self._thread.start()
 
     def take_report(self) -> PoolReport:
         """Return whether it has the content that the last epoch left; call it once an epoch."""
@@ -96,20 +96,9 @@ class HostPool:
         """The blocks that are pinned, from the first one on; 0 without a GPU."""
         return 0 if self._chunks is None else self._chunks.num_pinned_blocks
 
-    def start_pinning(self) -> None:
-        """Pin the blocks in a thread, unless one has begun.
-
-        Calls of CUDA wait for it, and so do those that allocate memory, so that it would slow down
-        what a rank does before its first step.
-        """
-        if self._chunks is not None and self._thread is None:
-            pin = self._chunks.pin_all
-            self._thread = threading.Thread(target=pin, name="pagedray-pin", daemon=True)
-            self._thread.start()
-
     def wait_until_pinned(self) -> None:
-        """Wait until blocks are pinned, as far as they can be, after `start_pinning`."""
-        if self._thread is not None:
+        """Wait until blocks are pinned, as far as they can be."""
+        if self._chunks is not None:
             self._thread.join()
 
     def has_layout(self, num_blocks: int, block_shape: Sequence[int], dtype: torch.dtype) -> bool:

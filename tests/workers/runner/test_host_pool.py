@@ -62,8 +62,6 @@ def test_a_pool_is_pinned_whole_and_released_with_its_end() -> None:
     pinner = FakePinner(9)
     # A chunk has 64 blocks of a MiB.
     pool = HostPool(100, (2**20,), torch.uint8, pinner=pinner)
-    assert pool.num_pinned_blocks == 0
-    pool.start_pinning()
     pool.wait_until_pinned()
     assert pool.num_pinned_blocks == 100
     first = pool.blocks.data_ptr()
@@ -76,8 +74,6 @@ def test_memory_that_cannot_be_pinned_is_said_once(caplog: pytest.LogCaptureFixt
     unpinned: list[int] = []
     pinner = FakePinner(2)
     pool = HostPool(300, (2**20,), torch.uint8, pinner=pinner, note_unpinned=unpinned.append)
-    assert pool.num_pinned_blocks == 0
-    pool.start_pinning()
     pool.wait_until_pinned()
     assert pool.num_pinned_blocks == 128
     assert unpinned == [172]
