@@ -55,7 +55,7 @@ class StepGraphs(ABC, Generic[Capture]):
         self._captures: dict[int, Capture] = {}
 
     def capture_graphs(self, *, only_largest: bool = False) -> None:
-        """Capture every size that is missing, or only the largest; a replay captures its own.
+        """Capture the missing sizes, or only the largest; a replay captures the one that it needs.
 
         All ranks of a group must do this at the same time.
         """
