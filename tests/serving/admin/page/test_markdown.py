@@ -53,7 +53,9 @@ import('/page/markdown/markdown_view.js').then(async ({ MarkdownView }) => {
   const size = Math.ceil(text.length / 5);
   for (let at = 0; at < text.length; at += size) {
     view.append(text.slice(at, at + size));
-    await new Promise((wake) => setTimeout(wake, 60));
+    do {
+      await new Promise((wake) => setTimeout(wake, 60));
+    } while (!view.node.hasChildNodes());
     window.first ??= view.node.querySelector('li, tbody tr');
   }
   await view.end();
