@@ -179,3 +179,16 @@ def test_a_sequence_that_is_finished_after_a_token_proves_what_gave_it() -> None
     assert cache is not None
     assert sum(cache.is_proven(block) for block in range(64)) == 3
     harness.drain()
+
+
+def test_a_sequence_proves_the_prompt_that_a_sibling_computed_and_left_unproven() -> None:
+    harness = Harness(block_size=2)
+    request_id = harness.add([0] * 6, n=2, max_tokens=1)
+    harness.schedule()
+    # The second sequence shares the prompt before the first one has a token, and gets none.
+    harness.schedule()
+    assert harness.sequences[1].num_computed >= 5
+    harness.finish(request_id, 0)
+    harness.drain()
+    cache = harness.scheduler._kv.prefix_cache
+    assert sum(cache.is_proven(block) for block in range(64)) == 2
