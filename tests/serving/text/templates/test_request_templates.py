@@ -85,12 +85,26 @@ async def test_invalid_templates_are_refused_by_reason(
 
 
 async def test_compilation_ends_at_its_limit_of_cpu_time() -> None:
-    templates = RequestTemplates({}, compiler=CompilerClient(compile_s=0.4))
+    templates = RequestTemplates({}, compiler=CompilerClient(compile_s=0.4, wait_s=120.0))
     with pytest.raises(InvalidRequestError, match=r"takes more than 0\.4 s of CPU time"):
         await templates.template_of(LONGEST, "ann")
     # The process remains.
     template = await templates.template_of("a", "ann")
     assert template.render(ChatPrompt(())) == "a"
+    templates.close()
+
+
+async def test_a_busy_machine_is_no_fault_of_the_template() -> None:
+    compiler = CompilerClient(wait_s=0.01)
+    templates = RequestTemplates({}, compiler=compiler)
+    compiler.start_process()
+    stopped = compiler.process_id
+    assert stopped is not None
+    # As if it did not get the CPU.
+    os.kill(stopped, signal.SIGSTOP)
+    with pytest.raises(OverloadedError, match="could not be compiled in time"):
+        await templates.template_of("a", "ann")
+    assert compiler.process_id is None
     templates.close()
 
 
