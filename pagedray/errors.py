@@ -8,6 +8,8 @@
     |   |-- InvalidRequestError 400 INVALID_ARGUMENT
     |   |   |-- CapacityError   it exceeds the whole KV cache
     |   |   |-- ContextLengthError prompt and output exceed the context
+    |   |   |   |-- PromptLengthError the prompt alone does
+    |   |   |   `-- OutputLengthError max_tokens exceeds what the prompt leaves
     |   |   `-- UnknownPreviousError it continues a response that is not stored
     |   |-- AuthenticationError 401 UNAUTHENTICATED
     |   |-- ForbiddenError      403 PERMISSION_DENIED
@@ -35,6 +37,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from pagedray.counted import counted
+
 __all__ = [
     "AuthenticationError",
     "CapacityError",
@@ -49,8 +53,10 @@ __all__ = [
     "InternalError",
     "InvalidRequestError",
     "LethalRequestError",
+    "OutputLengthError",
     "OverloadedError",
     "PagedRayError",
+    "PromptLengthError",
     "RequestError",
     "ShuttingDownError",
     "StalledReaderError",
@@ -136,6 +142,34 @@ class ContextLengthError(InvalidRequestError):
 
     openai_code = "context_length_exceeded"
     outcome = "too_large"
+
+
+class PromptLengthError(ContextLengthError):
+    """A prompt leaves no token of the context for its output."""
+
+    def __init__(self, num_tokens: int, context: int, *, param: str) -> None:
+        super().__init__(
+            f"{param} has {num_tokens} tokens, but the context length of {context} allows at most "
+            f"{context - 1} and one generated token.",
+            param=param,
+        )
+        self.num_tokens = num_tokens
+        self.context = context
+
+
+class OutputLengthError(ContextLengthError):
+    """A request may generate more tokens than its prompt leaves of the context."""
+
+    def __init__(self, num_prompt_tokens: int, max_tokens: int, context: int) -> None:
+        super().__init__(
+            f"max_tokens must be from 1 to {context - num_prompt_tokens}, not {max_tokens}: the "
+            f"prompt has {counted(num_prompt_tokens, 'token')} and the context length is "
+            f"{context}.",
+            param="max_tokens",
+        )
+        self.num_prompt_tokens = num_prompt_tokens
+        self.max_tokens = max_tokens
+        self.context = context
 
 
 class UnknownPreviousError(InvalidRequestError):

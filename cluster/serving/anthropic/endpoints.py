@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from cluster.serving.anthropic.errors import anthropic_error
+from cluster.serving.anthropic.errors import anthropic_error, rewording_length_errors
 from cluster.serving.anthropic.messages_body import CountBody, MessagesBody
 from cluster.serving.anthropic.messages_response import MessagesResponse
 from cluster.serving.http.endpoint import Endpoint, HttpCall, json_response
@@ -63,18 +63,19 @@ class _MessagesHandlers:
             )
             return given, tools, body.stream
 
-        given, tools, is_stream = await call.body(MessagesBody, read)
-        given = replace(
-            given,
-            tenant=call.tenant.name,
-            origin=call.origin,
-            continuation=call.continuation,
-        )
-        names = {"structure": "tools" if tools.is_forced else "output_config.format", **_NAMES}
-        try:
-            generation = await self._servicer.start_generation(given, call.entered)
-        except InvalidRequestError as error:
-            raise renamed(error, names) from error
+        with rewording_length_errors():
+            given, tools, is_stream = await call.body(MessagesBody, read)
+            given = replace(
+                given,
+                tenant=call.tenant.name,
+                origin=call.origin,
+                continuation=call.continuation,
+            )
+            names = {"structure": "tools" if tools.is_forced else "output_config.format", **_NAMES}
+            try:
+                generation = await self._servicer.start_generation(given, call.entered)
+            except InvalidRequestError as error:
+                raise renamed(error, names) from error
         turns = Turns(tools, generation.reasoning, self._servicer.tokenizer.token_bytes)
         response = MessagesResponse(generation, turns, model=self._servicer.config.model.name)
         return await answer_call(self._servicer, call, generation, response, is_stream=is_stream)
@@ -90,12 +91,14 @@ class _MessagesHandlers:
                 )
             )
 
-        given = await call.body(CountBody, read)
-        with call.metrics.counting_refusals("http"):
-            try:
-                token_ids = await self._servicer.tokenize(replace(given, tenant=call.tenant.name))
-            except InvalidRequestError as error:
-                raise renamed(error, _NAMES) from error
+        with rewording_length_errors():
+            given = await call.body(CountBody, read)
+            with call.metrics.counting_refusals("http"):
+                try:
+                    given = replace(given, tenant=call.tenant.name)
+                    token_ids = await self._servicer.tokenize(given)
+                except InvalidRequestError as error:
+                    raise renamed(error, _NAMES) from error
         return json_response({"input_tokens": len(token_ids)})
 
     def _known_variables(self, tools: ToolUse) -> frozenset[str]:

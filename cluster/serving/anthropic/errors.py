@@ -1,15 +1,19 @@
-"""Errors in Anthropic's shape."""
+"""Errors in Anthropic's shape, and those about the context also in Anthropic's words."""
 
 from __future__ import annotations
 
+import copy
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
+from pagedray.errors import ContextLengthError, OutputLengthError, PromptLengthError
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from cluster.serving.http.errors import Json
 
-__all__ = ["anthropic_error"]
+__all__ = ["anthropic_error", "rewording_length_errors"]
 
 _KINDS: Mapping[int, str] = {
     401: "authentication_error",
@@ -32,3 +36,30 @@ def anthropic_error(body: Json, status: int) -> Json:
     if given["param"] == "thread":
         error["details"] = _NO_THREADS
     return {"type": "error", "error": error, "request_id": None}
+
+
+@contextmanager
+def rewording_length_errors() -> Iterator[None]:
+    """Give a ContextLengthError the message that Anthropic's API has for it.
+
+    Claude Code and other agents find the numbers in it: they reduce `max_tokens`, or shorten the
+    conversation.
+    """
+    try:
+        yield
+    except ContextLengthError as error:
+        reworded = copy.copy(error)
+        reworded.args = (_words_of(error),)
+        raise reworded from error
+
+
+def _words_of(error: ContextLengthError) -> str:
+    if isinstance(error, OutputLengthError):
+        return (
+            "input length and `max_tokens` exceed context limit: "
+            f"{error.num_prompt_tokens} + {error.max_tokens} > {error.context}, "
+            "decrease input length or `max_tokens` and try again"
+        )
+    if isinstance(error, PromptLengthError):
+        return f"prompt is too long: {error.num_tokens} tokens > {error.context - 1} maximum"
+    return f"prompt is too long: {error}"

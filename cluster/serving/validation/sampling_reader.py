@@ -12,7 +12,7 @@ import msgspec
 
 from cluster.serving.validation.prompt_reader import check_unicode
 from pagedray.counted import counted
-from pagedray.errors import ContextLengthError, InvalidRequestError
+from pagedray.errors import InvalidRequestError, OutputLengthError
 from pagedray.request import SamplingParams, Structure, StructureKind, check_token_ids
 
 if TYPE_CHECKING:
@@ -54,16 +54,11 @@ class SamplingReader:
     def with_max_tokens(
         self, sampling: SamplingParams, num_prompt_tokens: int, given: GenerationInput
     ) -> SamplingParams:
-        """Return parameters with what a prompt leaves of the context. Raises ContextLengthError."""
+        """Return parameters with what a prompt leaves of the context. Raises OutputLengthError."""
         room = self._context - num_prompt_tokens
         if "max_tokens" in given.sampling:
             if sampling.max_tokens > room:
-                raise ContextLengthError(
-                    f"max_tokens must be from 1 to {room}, not {sampling.max_tokens}: the prompt "
-                    f"has {counted(num_prompt_tokens, 'token')} and the context length is "
-                    f"{self._context}.",
-                    param="max_tokens",
-                )
+                raise OutputLengthError(num_prompt_tokens, sampling.max_tokens, self._context)
             return sampling
         default = room if given.default_max_tokens is None else given.default_max_tokens
         default = max(default, sampling.min_tokens)

@@ -39,7 +39,7 @@ from cluster.serving.validation.sampling_reader import (
 from cluster.structured.matchers.vocabulary import vocabulary_of
 from cluster.structured.processes.compiler import StructureCompiler
 from cluster.structured.processes.messages import limits_for
-from pagedray.errors import ContextLengthError, InvalidRequestError
+from pagedray.errors import InvalidRequestError, PromptLengthError
 from pagedray.request import Request, SamplingParams, Structure, StructureKind, check_token_ids
 
 if TYPE_CHECKING:
@@ -263,11 +263,7 @@ class Validator:
         if num_tokens == 0:
             raise InvalidRequestError(f"{param} must not be empty.", param=param)
         if num_tokens + 1 > self._context:
-            raise ContextLengthError(
-                f"{param} has {num_tokens} tokens, but the context length of {self._context} "
-                f"allows at most {self._context - 1} and one generated token.",
-                param=param,
-            )
+            raise PromptLengthError(num_tokens, self._context, param=param)
 
 
 def _continued(request: Request, continuation: Continuation | None, prompt_index: int) -> Request:

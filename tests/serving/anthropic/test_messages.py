@@ -214,9 +214,15 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"output_format": {"type": "json_schema"}},
      "output_format is not supported: did you mean output_config.format?"),
     ({"stop_sequence": ["a"]}, "stop_sequence is not supported: did you mean stop_sequences?"),
+    # The words by which agents know that a conversation is too long.
     ({"messages": [{"role": "user", "content": "~" * 3000}]},
-     "messages has 3008 tokens, but the context length of 1024 allows at most 1023 and one "
-     "generated token."),
+     "prompt is too long: 3008 tokens > 1023 maximum"),
+    ({"messages": [{"role": "user", "content": "~" * 1_000_000}]},
+     "prompt is too long: messages has 1000009 characters, but the context of 1024 tokens holds at "
+     "most 13312."),
+    ({"max_tokens": 32000},
+     "input length and `max_tokens` exceed context limit: 10 + 32000 > 1024, decrease input length "
+     "or `max_tokens` and try again"),
 ]  # fmt: skip
 
 
@@ -316,4 +322,5 @@ def test_one_message_may_not_become_more_than_the_context_has_tokens(tool_server
     message = {"role": "user", "content": [RESULT | {"content": "x"}] * 1025}
     answer = posted(tool_server, BODY | {"messages": [message]})
     assert answer.status_code == 400
-    assert "messages may have at most 1024 entries" in answer.json()["error"]["message"]
+    text = answer.json()["error"]["message"]
+    assert text.startswith("prompt is too long: messages may have at most 1024 entries")
