@@ -127,9 +127,14 @@ def read_anthropic_messages(given: Sequence[AnthropicMessage]) -> Steps[tuple[Ch
         if isinstance(message.content, str):
             messages.append(ChatMessage(message.role, message.content))
             continue
-        if not isinstance(message.content, list) or not message.content:
+        if not isinstance(message.content, list):
             raise InvalidRequestError(
                 f"{where} must be a string or a list of content blocks.", param=where
+            )
+        # The assistant's may be empty: so is the response of a model that ends at once.
+        if not message.content and message.role != "assistant":
+            raise InvalidRequestError(
+                f"{where} must contain at least one content block.", param=where
             )
         if message.role == "system":
             text = yield from read_text(message.content, where)

@@ -78,7 +78,10 @@ class _MessagesHandlers:
                 raise renamed(error, names) from error
         turns = Turns(tools, generation.reasoning, self._servicer.tokenizer.token_bytes)
         response = MessagesResponse(generation, turns, model=self._servicer.config.model.name)
-        return await answer_call(self._servicer, call, generation, response, is_stream=is_stream)
+        answer = await answer_call(self._servicer, call, generation, response, is_stream=is_stream)
+        # Anthropic's libraries read the id from this header.
+        answer.headers["request-id"] = generation.id
+        return answer
 
     async def count_tokens(self, call: HttpCall) -> Response:
         def read(body: CountBody, _: bytes) -> Steps[TokenizeInput]:

@@ -91,6 +91,11 @@ PROMPTS: list[tuple[dict[str, Any], str]] = [
                    {"role": "user", "content": [{**RESULT, "is_error": True,
                     "content": [{"type": "text", "text": "no"}]}]}]},
      "user()=x;assistant()=!look{'a': None};tool()c1=Error: no;>"),
+    # A response may have no content, and clients send it back.
+    ({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": []},
+                   {"role": "user", "content": "y"}]}, "user()=x;assistant()=;user()=y;>"),
+    ({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": []}]},
+     "user()=x;assistant()="),
 ]  # fmt: skip
 
 
@@ -123,6 +128,8 @@ def test_message_has_their_shape(tool_server: Server) -> None:
     answer = posted(tool_server, BODY | {"max_tokens": 50})
     message = answer.json()
     assert message["id"] == f"msg_{answer.headers['x-request-id']}"
+    # Anthropic's libraries read this header.
+    assert answer.headers["request-id"] == answer.headers["x-request-id"]
     assert message["content"] == [{"type": "text", "text": "Hello.", "citations": None}]
     assert (message["stop_reason"], message["stop_sequence"]) == ("end_turn", None)
     usage = message["usage"]
@@ -162,6 +169,13 @@ def test_stream_joins_to_the_message(tool_server: Server) -> None:
     assert last["type"] == "message_stop"
 
 
+def test_stream_has_the_id_of_its_request(tool_server: Server) -> None:
+    tool_server.engine.reset()
+    answer = posted(tool_server, BODY | {"stream": True})
+    assert answer.headers["request-id"] == answer.headers["x-request-id"]
+    assert f'"id":"msg_{answer.headers["request-id"]}"' in answer.text
+
+
 def test_tools_are_called(tool_server: Server) -> None:
     tool_server.engine.reset()
     say(tool_server, f"I look. {CALL}")
@@ -190,6 +204,8 @@ CASES: list[tuple[dict[str, Any], str]] = [
      "messages.0.content.0 must be a text block, not tool_result."),
     ({"messages": [{"role": "user", "content": 5}]},
      "messages.0.content must be a string or a list of content blocks."),
+    ({"messages": [{"role": "user", "content": []}]},
+     "messages.0.content must contain at least one content block."),
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
      "messages.0.content.0 is not supported: content blocks of image; the model reads "
      "redacted_thinking, text, thinking, tool_result, tool_use."),
