@@ -42,9 +42,19 @@ def _supported() -> Iterable[str]:
     yield "| --- | --- | --- |"
     names = sorted({name for body in _BODIES.values() for name in body.model_fields})
     for name in names:
-        owners = [body for body in _BODIES.values() if name in body.model_fields]
-        texts = {body.model_fields[name].description or "" for body in owners}
-        yield f"| `{name}` | {_endpoints(name, 'model_fields')} | {' '.join(sorted(texts))} |"
+        yield f"| `{name}` | {_endpoints(name, 'model_fields')} | {_description(name)} |"
+
+
+def _description(name: str) -> str:
+    """Return what a parameter does, with the endpoint where endpoints differ."""
+    texts = {
+        label: body.model_fields[name].description or ""
+        for label, body in _BODIES.items()
+        if name in body.model_fields
+    }
+    if len(set(texts.values())) == 1:
+        return next(iter(texts.values()))
+    return " ".join(f"{label.capitalize()}: {text}" for label, text in texts.items())
 
 
 def _ignored() -> Iterable[str]:
@@ -55,7 +65,7 @@ def _ignored() -> Iterable[str]:
 
 
 def _refused() -> Iterable[str]:
-    yield "| parameter | endpoints | accepted value | instead, or why |"
+    yield "| parameter | endpoints | accepted value | alternative, or reason |"
     yield "| --- | --- | --- | --- |"
     names = {name for table in ("defaults", "refused") for name, _ in _merged(table)}
     reasons, defaults = dict(_merged("refused")), dict(_merged("defaults"))

@@ -18,9 +18,9 @@ from cluster.serving.anthropic.messages_body import (
 from cluster.serving.openai.bodies.chat_body import ChatBody
 from cluster.serving.openai.bodies.completion_body import CompletionBody
 from cluster.serving.openai.bodies.embedding_body import EmbeddingBody
-from cluster.serving.openai.bodies.generation_body import StreamOptions
 from cluster.serving.openai.bodies.messages import CalledFunction, Message, MessageCall, TextPart
 from cluster.serving.openai.bodies.score_body import DocumentObject, RerankBody, ScoreBody
+from cluster.serving.openai.bodies.stream_options import StreamOptions
 from cluster.serving.openai.bodies.structure import (
     JsonSchemaFormat,
     ResponseFormat,

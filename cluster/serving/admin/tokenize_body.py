@@ -31,16 +31,18 @@ class TokenizeBody(Body):
     max_entries: ClassVar[Mapping[str, int]] = {"messages": MAX_MESSAGES, "tools": MAX_TOOLS}
     with_nulls: ClassVar[frozenset[str]] = frozenset(("messages",))
 
-    model: str | None = None
-    prompt: str | None = None
+    model: str | None = Field(None, description="The name of the model, which `/v1/models` lists.")
+    prompt: str | None = Field(None, description="The text to tokenize.")
     messages: Annotated[list[Message], FailFast()] = Field(
-        [], json_schema_extra={"minItems": 1, "maxItems": MAX_MESSAGES}
+        [],
+        description="The conversation to tokenize, as in /v1/chat/completions.",
+        json_schema_extra={"minItems": 1, "maxItems": MAX_MESSAGES},
     )
     add_special_tokens: bool | None = Field(
         None, description="Whether special tokens are added to `prompt`; true by default."
     )
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
+    add_generation_prompt: bool = Field(True, description="As in /v1/chat/completions.")
+    continue_final_message: bool = Field(False, description="As in /v1/chat/completions.")
     tools: Any = tools_field()
     chat_template: str | None = Field(
         None, description="As in /v1/chat/completions; requires messages."
@@ -106,9 +108,10 @@ class DetokenizeBody(Body):
 
     ids_field: ClassVar[str | None] = "tokens"
 
-    model: str | None = None
+    model: str | None = Field(None, description="The name of the model, which `/v1/models` lists.")
     tokens: Any = Field(  # Any: checked by the servicer
-        json_schema_extra={"type": "array", "items": {"type": "integer", "minimum": 0}}
+        description="The token ids to detokenize.",
+        json_schema_extra={"type": "array", "items": {"type": "integer", "minimum": 0}},
     )
 
     def token_ids(self) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from cluster.serving.http.schema import Body, BodyPart, Defaults, named_schema, 
 from cluster.serving.inputs import GenerationInput, TokenizeInput
 from cluster.serving.json_bodies.json_text import json_text
 from cluster.serving.openai.bodies.chat_body import MAX_MESSAGES
-from cluster.serving.openai.bodies.generation_body import bounds
+from cluster.serving.openai.bodies.field_kinds import bounds
 from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
 from cluster.serving.text.templates.template_arguments import Effort, TemplateArguments
 from cluster.serving.tools.tool import MAX_TOOLS, Tool
@@ -115,28 +115,41 @@ class ConversationBody(Body):
     }
     with_nulls: ClassVar[frozenset[str]] = frozenset(("thinking", "tool_choice"))
 
-    model: str
+    model: str = Field(description="The name of the model, which `/v1/models` lists.")
     messages: Annotated[list[AnthropicMessage], FailFast()] = Field(
-        json_schema_extra={"minItems": 1, "maxItems": MAX_MESSAGES}
+        description="The messages of the conversation; the response continues a last message of "
+        "the assistant.",
+        json_schema_extra={"minItems": 1, "maxItems": MAX_MESSAGES},
     )
     system: Any = Field(  # Any: read where it is used
         None,
+        description="A system message before the other messages.",
         json_schema_extra={
             "anyOf": [{"type": "string"}, {"type": "array", "items": named_schema("TextBlock")}]
         },
     )
     tools: Any = Field(  # Any: read separately, which keeps nulls in schemas
         None,
+        description="Functions that the model may call.",
         json_schema_extra={
             "type": "array",
             "items": named_schema("AnthropicTool"),
             "maxItems": MAX_TOOLS,
         },
     )
-    tool_choice: AnthropicToolChoice | None = None
-    thinking: Thinking | None = None
+    tool_choice: AnthropicToolChoice | None = Field(
+        None,
+        description="Whether the model must call a function (`any` or `tool`), may call one "
+        "(`auto`), or must not call any (`none`).",
+    )
+    thinking: Thinking | None = Field(
+        None, description="Sets `enable_thinking` of the chat template."
+    )
     output_config: Any = Field(  # Any: read where it is used
-        None, json_schema_extra=named_schema("OutputConfig")
+        None,
+        description="`effort` sets `reasoning_effort` of the chat template, and `format` is a "
+        "constraint on the text of the response.",
+        json_schema_extra=named_schema("OutputConfig"),
     )
 
     def tool_use(self, tool_format: ToolCallFormat | None) -> Steps[ToolUse]:
@@ -212,19 +225,28 @@ class MessagesBody(ConversationBody):
         "stop": "stop_sequences",
     }
 
-    max_tokens: int = Field(json_schema_extra={"minimum": 1})
+    max_tokens: int = Field(
+        description="Maximum number of tokens to generate.", json_schema_extra={"minimum": 1}
+    )
     stop_sequences: Any = Field(  # Any: checked by the validator
         None,
+        description="Strings that end the output.",
         json_schema_extra={
             "type": "array",
             "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH},
             "maxItems": MAX_STOP,
         },
     )
-    temperature: float | None = bounds(0, 100)
-    top_p: float | None = bounds(0, 1)
-    top_k: int | None = bounds(-1)
-    stream: bool = False
+    temperature: float | None = bounds("Sampling temperature; 0 is greedy.", 0, 100)
+    top_p: float | None = bounds(
+        "Cumulative probability of the most likely tokens to sample from.", 0, 1
+    )
+    top_k: int | None = bounds(
+        "Number of most likely tokens to sample from; 0 or -1 samples from all.", -1
+    )
+    stream: bool = Field(
+        False, description="Whether the response is a stream of server-sent events."
+    )
 
     def to_input(
         self,

@@ -92,6 +92,8 @@ class InputBody(Body):
     with_nulls: ClassVar[frozenset[str]] = frozenset(("reasoning",))
 
     input: Any = Field(  # Any: read where it is used
+        description="A text, or a list of messages, function calls, their outputs and reasoning "
+        "items.",
         json_schema_extra={
             "anyOf": [
                 {"type": "string"},
@@ -102,7 +104,7 @@ class InputBody(Body):
                     "maxItems": MAX_MESSAGES,
                 },
             ]
-        }
+        },
     )
     instructions: str | None = Field(None, description="A system message before the input.")
     previous_response_id: str | None = Field(
@@ -110,6 +112,7 @@ class InputBody(Body):
     )
     tools: Any = Field(  # Any: read separately, which keeps nulls in schemas
         None,
+        description="Functions that the model may call.",
         json_schema_extra={
             "type": "array",
             "items": {"anyOf": [named_schema("FunctionTool"), named_schema("NamespaceTool")]},
@@ -118,11 +121,21 @@ class InputBody(Body):
     )
     tool_choice: Any = Field(  # Any: a string or an object
         None,
+        description="Whether the model must call a function, may call one (`auto`), or must not "
+        "call any (`none`).",
         json_schema_extra={"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]},
     )
-    parallel_tool_calls: bool = True
-    reasoning: Reasoning | None = None
-    text: Any = Field(None, json_schema_extra=named_schema("TextConfig"))  # Any: as its format
+    parallel_tool_calls: bool = Field(
+        True, description="Whether a response may contain more than one function call."
+    )
+    reasoning: Reasoning | None = Field(
+        None, description="`effort` sets `reasoning_effort` of the chat template."
+    )
+    text: Any = Field(  # Any: as its format
+        None,
+        description="`format` is a constraint on the text of the response.",
+        json_schema_extra=named_schema("TextConfig"),
+    )
 
     def tool_use(
         self, functions: FunctionTools, tool_format: ToolCallFormat | None

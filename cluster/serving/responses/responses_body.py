@@ -11,7 +11,7 @@ from pydantic import Field
 
 from cluster.serving.http.schema import Defaults
 from cluster.serving.inputs import GenerationInput, TokenizeInput
-from cluster.serving.openai.bodies.generation_body import bounds
+from cluster.serving.openai.bodies.field_kinds import bounds
 from cluster.serving.openai.bodies.parameters import IGNORED, MODERATION
 from cluster.serving.responses.input_body import InputBody
 from cluster.serving.responses.query import LOGPROBS
@@ -82,18 +82,20 @@ class ResponsesBody(InputBody):
         "max_tokens": "max_output_tokens",
     }
 
-    model: str
+    model: str = Field(description="The name of the model, which `/v1/models` lists.")
     store: bool | None = Field(
         None,
         description="Whether the response is kept in memory, so that it can be continued, read and "
         "deleted by its id; true by default.",
     )
-    max_output_tokens: int | None = bounds(1)
-    temperature: float | None = bounds(0, 100)
-    top_p: float | None = bounds(0, 1)
+    max_output_tokens: int | None = bounds("Maximum number of tokens to generate.", 1)
+    temperature: float | None = bounds("Sampling temperature; 0 is greedy.", 0, 100)
+    top_p: float | None = bounds(
+        "Cumulative probability of the most likely tokens to sample from.", 0, 1
+    )
     metadata: Any = Field(  # Any: strings, within limits that pydantic would report for each
         None,
-        description=f"Up to {_MAX_LABELS} strings by name, which the response repeats.",
+        description=f"Up to {_MAX_LABELS} strings with names, which the response repeats.",
         json_schema_extra={"type": "object", "additionalProperties": {"type": "string"}},
     )
     include: Any = Field(  # Any: only known strings
@@ -101,7 +103,9 @@ class ResponsesBody(InputBody):
         description="Ignored, except for log-probabilities, which are rejected.",
         json_schema_extra={"type": "array", "items": {"type": "string"}},
     )
-    stream: bool = False
+    stream: bool = Field(
+        False, description="Whether the response is a stream of server-sent events."
+    )
 
     def check_fields(self) -> None:
         if self.metadata is not None:
@@ -186,7 +190,7 @@ class InputTokensBody(InputBody):
         "personality": "describe it in instructions",
     }
 
-    model: str | None = None
+    model: str | None = Field(None, description="The name of the model, which `/v1/models` lists.")
 
     def to_input(
         self,

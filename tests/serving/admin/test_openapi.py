@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
@@ -33,6 +33,14 @@ def running_server(tokenizer: Tokenizer) -> Iterator[Server]:
 
 def test_document_is_valid_openapi_3_1() -> None:
     assert list(OpenAPIV31SpecValidator(openapi_document()).iter_errors()) == []
+
+
+def test_every_parameter_has_a_description() -> None:
+    document: Any = openapi_document()  # Any: JSON
+    schemas = document["components"]["schemas"]
+    for name in (name for name in schemas if name.endswith("Body")):
+        for parameter, schema in schemas[name]["properties"].items():
+            assert schema.get("description"), f"{name}.{parameter}"
 
 
 def test_document_has_every_endpoint_and_no_other(server: Server) -> None:

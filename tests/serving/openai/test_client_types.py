@@ -19,8 +19,8 @@ from cluster.serving.http.schema import Body
 from cluster.serving.openai.bodies.chat_body import ChatBody
 from cluster.serving.openai.bodies.completion_body import CompletionBody
 from cluster.serving.openai.bodies.embedding_body import EmbeddingBody
-from cluster.serving.openai.bodies.generation_body import StreamOptions
 from cluster.serving.openai.bodies.messages import Message, MessageCall, TextPart
+from cluster.serving.openai.bodies.stream_options import StreamOptions
 from cluster.serving.openai.bodies.tool_fields import Function, ToolObject
 from cluster.serving.responses.function_tools import FunctionTool, NamespaceTool
 from cluster.serving.responses.input_body import Reasoning, TextConfig, TextFormat

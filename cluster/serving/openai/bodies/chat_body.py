@@ -9,7 +9,8 @@ from pydantic import FailFast, Field
 
 from cluster.serving.http.schema import Defaults, named_schema, renamed
 from cluster.serving.inputs import GenerationInput
-from cluster.serving.openai.bodies.generation_body import GenerationBody, bounds
+from cluster.serving.openai.bodies.field_kinds import bounds
+from cluster.serving.openai.bodies.generation_body import GenerationBody
 from cluster.serving.openai.bodies.messages import Message, read_messages
 from cluster.serving.openai.bodies.parameters import (
     CHAT_REFUSED,
@@ -68,15 +69,25 @@ class ChatBody(GenerationBody):
     }
 
     messages: Annotated[list[Message], FailFast()] = Field(
-        json_schema_extra={"minItems": 1, "maxItems": MAX_MESSAGES}
+        description="The messages of the conversation.",
+        json_schema_extra={"minItems": 1, "maxItems": MAX_MESSAGES},
     )
-    max_completion_tokens: int | None = bounds(1)
-    logprobs: bool = False
-    top_logprobs: int | None = bounds(0, MAX_LOGPROBS)
+    max_completion_tokens: int | None = bounds(
+        "The same as max_tokens; if both are set, they must be equal.", 1
+    )
+    logprobs: bool = Field(
+        False, description="Whether choices contain the log-probabilities of their tokens."
+    )
+    top_logprobs: int | None = bounds(
+        "Number of most likely tokens to return at each position; requires logprobs = true.",
+        0,
+        MAX_LOGPROBS,
+    )
     tools: Any = tools_field()
     tool_choice: Any = Field(  # Any: a string or an object
         None,
-        description="A forced call follows the function's schema; with `auto` the model decides.",
+        description="Whether the model must call a function, may call one (`auto`), or must not "
+        "call any (`none`). The arguments of a forced call follow the function's schema.",
         json_schema_extra={
             "anyOf": [
                 {"enum": ["none", "auto", "required"]},
@@ -85,14 +96,20 @@ class ChatBody(GenerationBody):
             ]
         },
     )
-    parallel_tool_calls: bool = True
+    parallel_tool_calls: bool = Field(
+        True, description="Whether a response may contain more than one tool call."
+    )
     functions: Any = functions_field()
     function_call: Any = Field(  # Any: a string or an object
         None,
         description="The older form of `tool_choice`, for `functions`.",
         json_schema_extra={"anyOf": [{"enum": ["none", "auto"]}, named_schema("NamedFunction")]},
     )
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool = Field(
+        True,
+        description="Whether the chat template begins a message of the assistant at the end of the "
+        "prompt.",
+    )
     continue_final_message: bool = Field(
         False, description="Continue the last message; requires add_generation_prompt = false."
     )

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from cluster.serving.inputs import GenerationInput, InfillPrompt, Prompt
-from cluster.serving.openai.bodies.generation_body import GenerationBody, bounds, prompts_field
+from cluster.serving.openai.bodies.field_kinds import bounds, prompts_field
+from cluster.serving.openai.bodies.generation_body import GenerationBody
 from pagedray.errors import InvalidRequestError
 from pagedray.request import MAX_LOGPROBS, MAX_N
 
@@ -29,7 +30,9 @@ class CompletionBody(GenerationBody):
     }
 
     prompt: Any = prompts_field(MAX_N)  # Any: its length is checked before its entries
-    logprobs: int | None = bounds(0, MAX_LOGPROBS)
+    logprobs: int | None = bounds(
+        "Number of most likely tokens to return at each position.", 0, MAX_LOGPROBS
+    )
     max_tokens: int | None = Field(
         None,
         description="Maximum number of tokens to generate; 0 requires echo or prompt_logprobs.",

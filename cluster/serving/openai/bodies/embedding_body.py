@@ -9,7 +9,7 @@ from pydantic import Field
 
 from cluster.serving.http.schema import Body
 from cluster.serving.inputs import EmbeddingInput
-from cluster.serving.openai.bodies.generation_body import bounds, prompts_field
+from cluster.serving.openai.bodies.field_kinds import bounds, prompts_field
 from cluster.serving.openai.bodies.parameters import IGNORED
 from pagedray.errors import InvalidRequestError
 
@@ -28,12 +28,12 @@ class EmbeddingBody(Body):
     ignored: ClassVar[Mapping[str, str]] = {"user": IGNORED["user"]}
     synonyms: ClassVar[Mapping[str, str]] = {"prompt": "input", "text": "input", "texts": "input"}
 
-    model: str
+    model: str = Field(description="The name of the model, which `/v1/models` lists.")
     input: Any = prompts_field(MAX_INPUTS, min_items=1)  # Any: as for a prompt
     encoding_format: Literal["float", "base64"] = Field(
         "float", description="`base64` encodes little-endian 32-bit floats."
     )
-    dimensions: int | None = bounds(1)
+    dimensions: int | None = bounds("Number of leading dimensions of the embeddings to return.", 1)
     prompt_name: str | None = Field(
         None, description="The name of one of the model's prompts, which is prepended to texts."
     )

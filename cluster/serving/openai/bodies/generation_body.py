@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from pydantic import Field, JsonValue
 
-from cluster.serving.http.schema import Body, BodyPart, Defaults, named_schema, read_part
+from cluster.serving.http.schema import Body, Defaults, named_schema, read_part
 from cluster.serving.inputs import MAX_SALT_LENGTH
 from cluster.serving.openai.bodies.beam_fields import check_beams
+from cluster.serving.openai.bodies.field_kinds import bounds
 from cluster.serving.openai.bodies.parameters import IGNORED, REFUSED, WITHOUT_EFFECT
+from cluster.serving.openai.bodies.stream_options import StreamOptions
 from cluster.serving.openai.bodies.structure import (
     RequestedStructure,
     StructuredOutputs,
@@ -31,7 +33,7 @@ from pagedray.request import (
 )
 from pagedray.shown_value import shown_value
 
-__all__ = ["GenerationBody", "bounds", "prompts_field"]
+__all__ = ["GenerationBody"]
 
 _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,19}")
 _SAMPLING_NAMES = (
@@ -50,52 +52,6 @@ _SAMPLING_NAMES = (
     "prompt_logprobs",
 )
 _ONE_STOP: dict[str, JsonValue] = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
-
-
-def bounds(low: float | None = None, high: float | None = None) -> Any:  # Any: a pydantic field
-    """Return an optional numeric field with documented bounds, which the validator checks."""
-    limits = {"minimum": low, "maximum": high}
-    known: dict[str, JsonValue] = {
-        name: value for name, value in limits.items() if value is not None
-    }
-    return Field(None, json_schema_extra=known)
-
-
-def prompts_field(max_items: int, *, min_items: int | None = None) -> Any:  # Any: a pydantic field
-    """Return a field that is a text or its token ids, or a list of either."""
-    token_ids: dict[str, JsonValue] = {
-        "type": "array",
-        "items": {"type": "integer", "minimum": 0},
-        "minItems": 1,
-    }
-    limits: dict[str, JsonValue] = {} if min_items is None else {"minItems": min_items}
-    limits["maxItems"] = max_items
-    text: dict[str, JsonValue] = {"type": "string", "minLength": 1}
-    kinds: list[JsonValue] = [
-        text,
-        {"type": "array", "items": text, **limits},
-        token_ids,
-        {"type": "array", "items": token_ids, **limits},
-    ]
-    return Field(
-        description="A string or an array of token ids, or an array of either.",
-        json_schema_extra={"anyOf": kinds},
-    )
-
-
-class StreamOptions(BodyPart):
-    """The options of a stream."""
-
-    include_usage: bool = Field(False, description="Whether the last chunk reports the usage.")
-    continuous_usage_stats: bool = Field(
-        False, description="Whether every chunk reports the usage so far."
-    )
-    include_obfuscation: Literal[False] = False
-    resumable: bool = Field(
-        False,
-        description="Whether the stream is kept after its connection is cut, so that the client "
-        "can resume it. Its events have ids.",
-    )
 
 
 class GenerationBody(Body):
@@ -117,7 +73,7 @@ class GenerationBody(Body):
     }
     with_nulls: ClassVar[frozenset[str]] = frozenset(("messages", "stream_options"))
 
-    model: str
+    model: str = Field(description="The name of the model, which `/v1/models` lists.")
     n: int = Field(
         1,
         description="Number of choices for each prompt.",
@@ -141,17 +97,37 @@ class GenerationBody(Body):
         "beam is divided; requires use_beam_search.",
         json_schema_extra={"minimum": -10, "maximum": 10, "default": 1},
     )
-    max_tokens: int | None = bounds(1)
-    min_tokens: int | None = bounds(0)
-    temperature: float | None = bounds(0, 100)
-    top_k: int | None = bounds(-1)
-    top_p: float | None = bounds(0, 1)
-    min_p: float | None = bounds(0, 1)
-    repetition_penalty: float | None = bounds(0.01, 100)
-    presence_penalty: float | None = bounds(-2, 2)
-    frequency_penalty: float | None = bounds(-2, 2)
-    seed: int | None = bounds(-(2**63), 2**63 - 1)
-    ignore_eos: bool | None = None
+    max_tokens: int | None = bounds("Maximum number of tokens to generate.", 1)
+    min_tokens: int | None = bounds(
+        "Minimum number of tokens before an end-of-sequence or stop token ends the output.", 0
+    )
+    temperature: float | None = bounds("Sampling temperature; 0 is greedy.", 0, 100)
+    top_k: int | None = bounds(
+        "Number of most likely tokens to sample from; 0 or -1 samples from all.", -1
+    )
+    top_p: float | None = bounds(
+        "Cumulative probability of the most likely tokens to sample from.", 0, 1
+    )
+    min_p: float | None = bounds(
+        "Minimum probability of a token, relative to that of the most likely token.", 0, 1
+    )
+    repetition_penalty: float | None = bounds(
+        "Divides positive and multiplies negative logits of tokens in the prompt or the output.",
+        0.01,
+        100,
+    )
+    presence_penalty: float | None = bounds(
+        "Subtracted from the logits of tokens in the output.", -2, 2
+    )
+    frequency_penalty: float | None = bounds(
+        "Subtracted from a token's logit once for each of its occurrences in the output.", -2, 2
+    )
+    seed: int | None = bounds(
+        "Random seed, which makes sampling reproducible.", -(2**63), 2**63 - 1
+    )
+    ignore_eos: bool | None = Field(
+        None, description="Whether to generate past the model's end-of-sequence tokens."
+    )
     # The validator checks lists and objects, their length before their entries.
     stop: Any = Field(
         None,
@@ -162,6 +138,7 @@ class GenerationBody(Body):
     )
     stop_token_ids: Any = Field(
         None,
+        description="Token ids that end the output.",
         json_schema_extra={
             "type": "array",
             "items": {"type": "integer", "minimum": 0},
@@ -205,8 +182,14 @@ class GenerationBody(Body):
         "requests of the same tenant with a higher value.",
         json_schema_extra={"minimum": -(2**31), "maximum": 2**31 - 1},
     )
-    stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream: bool = Field(
+        False, description="Whether the response is a stream of server-sent events."
+    )
+    stream_options: StreamOptions | None = Field(
+        None,
+        description="`include_usage`, `continuous_usage_stats` and `resumable`; requires stream = "
+        "true.",
+    )
     skip_special_tokens: bool = Field(
         True, description="Whether special tokens are left out of the text."
     )
@@ -219,7 +202,12 @@ class GenerationBody(Body):
         description="`text`, `json_object`, `json_schema` with a schema, or `structural_tag`.",
         json_schema_extra=named_schema("ResponseFormat"),
     )
-    structured_outputs: Any = Field(None, json_schema_extra=named_schema("StructuredOutputs"))
+    structured_outputs: Any = Field(
+        None,
+        description="A constraint on the output: one of `json`, `regex`, `choice`, `grammar`, "
+        "`json_object` and `structural_tag`.",
+        json_schema_extra=named_schema("StructuredOutputs"),
+    )
     guided_json: Any = Field(
         None,
         description="The same as structured_outputs.json.",

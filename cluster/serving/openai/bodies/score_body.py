@@ -9,7 +9,7 @@ from pydantic import Field, JsonValue
 
 from cluster.serving.http.schema import Body, BodyPart, Defaults, named_schema, read_part
 from cluster.serving.inputs import ScoreInput
-from cluster.serving.openai.bodies.generation_body import bounds
+from cluster.serving.openai.bodies.field_kinds import bounds
 from cluster.serving.validation.score_validator import MAX_PAIRS
 from pagedray.errors import InvalidRequestError
 
@@ -47,13 +47,17 @@ class RerankBody(Body):
     defaults: ClassVar[Defaults] = {**_DEFAULTS, "max_tokens_per_doc": ()}
     max_entries: ClassVar[Mapping[str, int]] = {"documents": MAX_PAIRS}
 
-    model: str
-    query: str = Field(json_schema_extra={"minLength": 1})
+    model: str = Field(description="The name of the model, which `/v1/models` lists.")
+    query: str = Field(
+        description="The text that documents are compared with.", json_schema_extra={"minLength": 1}
+    )
     documents: list[Any] = Field(  # Any: checked below, as a list may be long
-        description="Strings, or objects with `text`.",
+        description="The documents: strings, or objects with `text`.",
         json_schema_extra={**_TEXTS, "items": {"anyOf": [_TEXT, named_schema("DocumentObject")]}},
     )
-    top_n: int | None = bounds(1)
+    top_n: int | None = bounds(
+        "Maximum number of results, which are the documents with the highest scores.", 1
+    )
     instruction: str | None = _instruction()
     return_documents: bool = Field(True, description="Whether results contain the documents.")
     user: str | None = Field(
@@ -85,9 +89,15 @@ class ScoreBody(Body):
 
     defaults: ClassVar[Defaults] = _DEFAULTS
 
-    model: str
-    text_1: Any = Field(json_schema_extra={"anyOf": [_TEXT, _TEXTS]})  # Any: a string or a list
-    text_2: Any = Field(json_schema_extra={"anyOf": [_TEXT, _TEXTS]})  # Any: likewise
+    model: str = Field(description="The name of the model, which `/v1/models` lists.")
+    text_1: Any = Field(  # Any: a string or a list
+        description="One text, or as many as `text_2` has.",
+        json_schema_extra={"anyOf": [_TEXT, _TEXTS]},
+    )
+    text_2: Any = Field(  # Any: a string or a list
+        description="The texts that are compared with `text_1`.",
+        json_schema_extra={"anyOf": [_TEXT, _TEXTS]},
+    )
     instruction: str | None = _instruction()
     user: str | None = Field(
         None, description="An identifier of the end user; accepted and ignored."

@@ -112,7 +112,7 @@ def tools_field() -> Any:  # Any: a pydantic field, read by read_tools, which ke
         "items": named_schema("ToolObject"),
         "maxItems": MAX_TOOLS,
     }
-    return Field(None, json_schema_extra=schema)
+    return Field(None, description="Functions that the model may call.", json_schema_extra=schema)
 
 
 def read_tools(given: object) -> Steps[tuple[Tool, ...]]:

@@ -1,0 +1,41 @@
+"""Kinds of fields that several bodies have, with their schemas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, JsonValue
+
+__all__ = ["bounds", "prompts_field"]
+
+
+# Any: a pydantic field.
+def bounds(description: str, low: float | None = None, high: float | None = None) -> Any:
+    """Return an optional numeric field with documented bounds, which the validator checks."""
+    limits = {"minimum": low, "maximum": high}
+    known: dict[str, JsonValue] = {
+        name: value for name, value in limits.items() if value is not None
+    }
+    return Field(None, description=description, json_schema_extra=known)
+
+
+def prompts_field(max_items: int, *, min_items: int | None = None) -> Any:  # Any: a pydantic field
+    """Return a field that is a text or its token ids, or a list of either."""
+    token_ids: dict[str, JsonValue] = {
+        "type": "array",
+        "items": {"type": "integer", "minimum": 0},
+        "minItems": 1,
+    }
+    limits: dict[str, JsonValue] = {} if min_items is None else {"minItems": min_items}
+    limits["maxItems"] = max_items
+    text: dict[str, JsonValue] = {"type": "string", "minLength": 1}
+    kinds: list[JsonValue] = [
+        text,
+        {"type": "array", "items": text, **limits},
+        token_ids,
+        {"type": "array", "items": token_ids, **limits},
+    ]
+    return Field(
+        description="A string or an array of token ids, or an array of either.",
+        json_schema_extra={"anyOf": kinds},
+    )
