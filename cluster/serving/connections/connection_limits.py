@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from pagedray.system.descriptor_limit import descriptor_limit
 
-__all__ = ["ConnectionLimits", "connection_limits"]
+__all__ = ["MAX_TOTAL", "ConnectionLimits", "connection_limits"]
 
-_MAX_TOTAL = 10_000
+MAX_TOTAL = 10_000
 _RESERVE = 128
 """Descriptors for files, the connections to ranks, and the start of others in their place."""
 _NUM_FRONTENDS = 2
@@ -18,8 +18,8 @@ _NUM_FRONTENDS = 2
 class ConnectionLimits:
     """The open connections of one frontend."""
 
-    total: int = _MAX_TOTAL
-    per_host: int = _MAX_TOTAL // 2
+    total: int = MAX_TOTAL
+    per_host: int = MAX_TOTAL // 2
     """Fewer, so that one host cannot keep the others out."""
     idle_s: float = 300.0
     """A gRPC connection without calls is closed after this time; its client connects again."""
@@ -31,5 +31,5 @@ class ConnectionLimits:
 def connection_limits() -> ConnectionLimits:
     """Return the limits of each frontend under the descriptor limit of this process."""
     available = max(descriptor_limit() - _RESERVE, descriptor_limit() // 4)
-    total = max(2, min(_MAX_TOTAL, available // _NUM_FRONTENDS))
+    total = max(2, min(MAX_TOTAL, available // _NUM_FRONTENDS))
     return ConnectionLimits(total, total // 2)

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from cluster.serving.connections.tls import Certificates, CertificateStore
     from cluster.serving.servicer import Servicer
 
-__all__ = ["GrpcServer"]
+__all__ = ["MIN_STREAMS", "GrpcServer"]
 
-_MIN_STREAMS = 1024
+MIN_STREAMS = 1024
 """Of one connection. Further calls wait in the client, but gRPC also counts streams that have ended
 and are not freed yet: near the limit it refuses calls that did not wait long enough."""
 _OPTIONS = (
@@ -75,7 +75,7 @@ class GrpcServer:
     async def start_server(self) -> None:
         """Bind the port and serve. Raises DeviceError if the port cannot be bound."""
         await self.set_serving(False)
-        num_streams = max(_MIN_STREAMS, 2 * self._servicer.config.max_num_seqs)
+        num_streams = max(MIN_STREAMS, 2 * self._servicer.config.max_num_seqs)
         options = (
             *_OPTIONS,
             ("grpc.max_concurrent_streams", num_streams),
