@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from cluster.cli.flags import engine_options, sampling_fields
 from cluster.cli.lost_output import discard_output, has_lost_reader
 from cluster.cli.one_line_parser import USAGE_EXIT, command_parser
-from cluster.cli.parser import CONFIG_FLAG, make_parser
+from cluster.cli.parser import make_parser
+from cluster.cli.serve_flags import CONFIG_FLAG
 from cluster.engine.options import engine_config
 from cluster.engine.progress import progress_reports
 from pagedray.errors import InvalidRequestError, PagedRayError, StartupError

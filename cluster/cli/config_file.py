@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from cluster.cli.one_line_parser import dashed_flag
-from cluster.cli.parser import CONFIG_FLAG
+from cluster.cli.serve_flags import CONFIG_FLAG
 from pagedray.errors import StartupError
 from pagedray.nearest_name import nearest_name
 from pagedray.shown_value import shown_value
