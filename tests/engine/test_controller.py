@@ -384,7 +384,7 @@ def test_step_that_ends_after_the_shutdown_adds_nothing(rig: Rig) -> None:
 
 
 def test_shutdown_does_not_wait_for_a_replacement(caplog: pytest.LogCaptureFixture) -> None:
-    rig = Rig(first_pause_s=60.0)
+    rig = Rig(first_pause_s=600.0)
     rig.executor.step_failures.append(WorkerError("A rank died."))
     rig.executor.restart_failures += [WorkerError("So did the next."), WorkerError("And it, too.")]
     rig.submit("a")
@@ -392,7 +392,7 @@ def test_shutdown_does_not_wait_for_a_replacement(caplog: pytest.LogCaptureFixtu
     wait_for(lambda: rig.executor.num_restarts == 2)
     started_s = time.monotonic()
     rig.controller.stop_steps()
-    assert time.monotonic() - started_s < 20.0
+    assert time.monotonic() - started_s < 60.0
     assert isinstance(rig.ends()["a", 0], ShuttingDownError)
     assert "ERROR" not in [record.levelname for record in caplog.records]
 

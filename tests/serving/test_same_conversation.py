@@ -38,7 +38,7 @@ Ask = Callable[["Server", Sampling], tuple[str, str]]
 
 
 def posted(server: Server, path: str, body: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    answer = httpx.post(f"{server.url}{path}", json={"model": "tiny"} | body, timeout=20).json()
+    answer = httpx.post(f"{server.url}{path}", json={"model": "tiny"} | body, timeout=60).json()
     return answer, answer["error"]["message"] if answer.get("error") else ""
 
 

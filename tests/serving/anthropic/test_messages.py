@@ -54,7 +54,7 @@ def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def posted(server: Server, body: dict[str, Any], path: str = "messages") -> httpx.Response:
-    return httpx.post(f"{server.url}/v1/{path}", json=body, timeout=20)
+    return httpx.post(f"{server.url}/v1/{path}", json=body, timeout=60)
 
 
 def events(server: Server, body: dict[str, Any]) -> list[dict[str, Any]]:

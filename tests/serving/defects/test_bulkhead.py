@@ -99,7 +99,7 @@ def test_others_get_their_text(
 def over_http(server: Server, prompt: str) -> str:
     """Return the text of a stream, or its error."""
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 20, "stream": True}
-    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=20.0).text
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60.0).text
     # Any: JSON.
     parts: list[Any] = [
         json.loads(part)
@@ -118,6 +118,6 @@ def over_grpc(server: Server, prompt: str) -> str:
     with grpc.insecure_channel(server.grpc_target) as channel:
         stub = pagedray_pb2_grpc.GenerationServiceStub(channel)
         try:
-            return "".join(s.text for m in stub.Generate(request, timeout=20) for s in m.sequences)
+            return "".join(s.text for m in stub.Generate(request, timeout=60) for s in m.sequences)
         except grpc.RpcError as error:
             return f"{error}"

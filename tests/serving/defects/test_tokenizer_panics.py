@@ -66,8 +66,8 @@ def test_grpc_calls_end_before_their_deadline(
     with grpc.insecure_channel(panicking.grpc_target) as channel:
         stub = pagedray_pb2_grpc.GenerationServiceStub(channel)
         calls = (
-            lambda: list(stub.Generate(pb.GenerateRequest(text=prompt), timeout=20)),
-            lambda: stub.Tokenize(pb.TokenizeRequest(text=prompt), timeout=20),
+            lambda: list(stub.Generate(pb.GenerateRequest(text=prompt), timeout=60)),
+            lambda: stub.Tokenize(pb.TokenizeRequest(text=prompt), timeout=60),
         )
         for call in calls:
             caplog.clear()

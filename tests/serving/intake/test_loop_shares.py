@@ -337,10 +337,10 @@ def test_rejections_of_an_overloaded_server_are_not_charged(tokenizer: Tokenizer
     with Server(tokenizer) as server, grpc.insecure_channel(server.grpc_target) as channel:
         stub = pagedray_pb2_grpc.GenerationServiceStub(channel)
         server.engine.refusal = OverloadedError("The queue is full.")
-        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=20)
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
         assert answer.status_code == 429
         with pytest.raises(grpc.RpcError) as caught:
-            list(stub.Generate(pb.GenerateRequest(text="x"), timeout=20))
+            list(stub.Generate(pb.GenerateRequest(text="x"), timeout=60))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         shares = server.frontends.servicer.intake.loop_shares
         # A call is charged after its client has the status.
@@ -348,7 +348,7 @@ def test_rejections_of_an_overloaded_server_are_not_charged(tokenizer: Tokenizer
         assert not shares._accounts
         server.engine.refusal = None
         with pytest.raises(grpc.RpcError):
-            list(stub.Generate(pb.GenerateRequest(text=""), timeout=20))
+            list(stub.Generate(pb.GenerateRequest(text=""), timeout=60))
         wait_for(lambda: "127.0.0.1" in shares._accounts)
 
 
@@ -363,10 +363,10 @@ def test_valid_calls_are_charged_while_another_tenant_streams(
         if protocol == "http":
             body = {"model": "tiny", "prompt": "x", "max_tokens": 1}
             url = f"{server.url}/v1/completions"
-            assert httpx.post(url, json=body, headers=headers, timeout=20).status_code == 200
+            assert httpx.post(url, json=body, headers=headers, timeout=60).status_code == 200
         else:
             message = pb.GenerateRequest(text="x", sampling=pb.SamplingParams(max_tokens=1))
-            list(stub.Generate(message, metadata=tuple(headers.items()), timeout=20))
+            list(stub.Generate(message, metadata=tuple(headers.items()), timeout=60))
 
     with (
         Server(tokenizer, key_file=tmp_path / "keys.toml") as server,

@@ -170,7 +170,7 @@ def test_a_body_that_needs_a_stored_response_is_received_once(tokenizer: Tokeniz
     headers = {"content-type": "application/json"}
     with Server(tokenizer) as server:
         parsing = server.frontends.servicer.intake.parsing = _Recording()
-        httpx.post(f"{server.url}/v1/responses", content=body, headers=headers, timeout=20)
+        httpx.post(f"{server.url}/v1/responses", content=body, headers=headers, timeout=60)
     assert parsing.num_charged == [len(body), 0]
 
 

@@ -114,7 +114,7 @@ def test_messages_have_blocks_of_each_kind(channel_server: Server, text: str) ->
     say(channel_server, text)
     tools = [{"name": "look", "input_schema": {"type": "object"}}]
     body = {"model": "tiny", "max_tokens": 256, "messages": ASK, "tools": tools}
-    answer = httpx.post(f"{channel_server.url}/v1/messages", json=body, timeout=20).json()
+    answer = httpx.post(f"{channel_server.url}/v1/messages", json=body, timeout=60).json()
     thinking, other = answer["content"]
     calls = [(other["name"], json.dumps(other["input"]))] if other["type"] == "tool_use" else []
     assert (thinking["thinking"], other.get("text", ""), calls) == FOUND[text]

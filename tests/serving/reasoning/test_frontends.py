@@ -211,12 +211,12 @@ def test_messages_have_thinking_blocks(thinking_server: Server) -> None:
     say(thinking_server, TEXT)
     body = {"model": "tiny", "max_tokens": 512, "messages": ASK}
     url = f"{thinking_server.url}/v1/messages"
-    whole = httpx.post(url, json=body, timeout=20).json()
+    whole = httpx.post(url, json=body, timeout=60).json()
     assert whole["content"] == [
         {"type": "thinking", "thinking": THOUGHT, "signature": ""},
         {"type": "text", "text": "It is 5. ", "citations": None},
     ]
-    streamed = httpx.post(url, json=body | {"stream": True}, timeout=20).text
+    streamed = httpx.post(url, json=body | {"stream": True}, timeout=60).text
     events = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: ")]
     blocks = [event["content_block"] for event in events if event["type"] == "content_block_start"]
     assert blocks == [
@@ -263,10 +263,10 @@ def test_a_forced_call_is_a_block_behind_the_thoughts(thinking_server: Server) -
         "tool_choice": {"type": "tool", "name": "look"},
     }
     url = f"{thinking_server.url}/v1/messages"
-    thoughts, call = httpx.post(url, json=body, timeout=20).json()["content"]
+    thoughts, call = httpx.post(url, json=body, timeout=60).json()["content"]
     assert thoughts["thinking"] == THOUGHT
     assert (call["type"], call["name"], call["input"]) == ("tool_use", "look", {"a": 1})
-    streamed = httpx.post(url, json=body | {"stream": True}, timeout=20).text
+    streamed = httpx.post(url, json=body | {"stream": True}, timeout=60).text
     events = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: ")]
     deltas = [event for event in events if event["type"] == "content_block_delta"]
     assert "".join(one["delta"].get("thinking", "") for one in deltas) == THOUGHT

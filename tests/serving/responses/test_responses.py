@@ -80,7 +80,7 @@ def say(server: Server, text: str) -> None:
 
 def posted(server: Server, given: dict[str, Any]) -> httpx.Response:
     body = {"model": "tiny", "max_output_tokens": 8, "input": "hi"} | given
-    return httpx.post(f"{server.url}/v1/responses", json=body, timeout=20)
+    return httpx.post(f"{server.url}/v1/responses", json=body, timeout=60)
 
 
 PROMPTS: list[tuple[dict[str, Any], str]] = [
@@ -316,7 +316,7 @@ async def test_repeated_parameters_count_as_unread_output_until_the_call_ends(
     given = {"tools": [tool], "tool_choice": "none", "instructions": "Be brief.", "stream": True}
     body = {"model": "tiny", "input": "hi", "max_output_tokens": 8} | given
     held = []
-    with httpx.stream("POST", f"{tool_server.url}/v1/responses", json=body, timeout=20) as answer:
+    with httpx.stream("POST", f"{tool_server.url}/v1/responses", json=body, timeout=60) as answer:
         for line in answer.iter_lines():
             held.append(buffers.num_bytes)
             if line.startswith("data:") and '"response.completed"' in line:

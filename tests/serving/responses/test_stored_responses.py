@@ -99,7 +99,7 @@ def test_only_complete_responses_that_may_be_stored_are(
         client.responses.retrieve(transient.id)
     body = {"model": "tiny", "input": "hi"}
     found = httpx.post(
-        f"{tool_server.url}/v1/responses", json=body, headers={"x-request-id": "mine"}, timeout=20
+        f"{tool_server.url}/v1/responses", json=body, headers={"x-request-id": "mine"}, timeout=60
     )
     # Its id cannot be chosen, or guessed.
     assert len(found.json()["id"]) == len("resp_") + 32
@@ -148,7 +148,7 @@ def test_other_tenants_responses_are_unknown(tokenizer: Tokenizer, tmp_path: Pat
         url = f"{server.url}/v1/responses"
         headers = {name: {"authorization": f"Bearer {key}"} for name, key in keys.items()}
         body = {"model": "tiny", "input": "hi", "max_output_tokens": 4}
-        known = httpx.post(url, json=body, headers=headers["one"], timeout=20).json()["id"]
+        known = httpx.post(url, json=body, headers=headers["one"], timeout=60).json()["id"]
         unknown = "resp_" + "0" * 32
         assert httpx.get(f"{url}/{known}", headers=headers["one"]).status_code == 200
         for method in ("GET", "DELETE"):
@@ -168,7 +168,7 @@ def test_other_tenants_responses_are_unknown(tokenizer: Tokenizer, tmp_path: Pat
 def test_servers_may_store_nothing(server: Server) -> None:
     url = f"{server.url}/v1/responses"
     body = {"model": "tiny", "input": "hi", "max_output_tokens": 4, "store": True}
-    answer = httpx.post(url, json=body, timeout=20).json()
+    answer = httpx.post(url, json=body, timeout=60).json()
     assert answer["store"] is False
     assert httpx.get(f"{url}/{answer['id']}").status_code == 404
     refused = httpx.post(url, json=body | {"previous_response_id": answer["id"]})

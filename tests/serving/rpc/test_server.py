@@ -453,7 +453,7 @@ def test_too_much_metadata_is_refused(server: Server) -> None:
 
 
 def test_many_nested_messages_are_rejected_quickly(server: Server) -> None:
-    started_s = time.monotonic()
+    started_s = time.process_time()
     # An empty turn has two bytes, and takes about a microsecond to parse.
     error = _raw_call(server, "Chat", b"\x12\x00" * 500_000)
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -461,7 +461,7 @@ def test_many_nested_messages_are_rejected_quickly(server: Server) -> None:
         "messages has too many entries: a message may have at most 24576 fields, those of nested "
         "messages included."
     )
-    assert time.monotonic() - started_s < 20
+    assert time.process_time() - started_s < 20
 
 
 def test_compressed_message_is_refused(server: Server) -> None:

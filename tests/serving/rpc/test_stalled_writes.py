@@ -23,7 +23,7 @@ async def write(writes: StalledWrites, accepted: asyncio.Event) -> None:
 
 async def test_a_write_that_is_not_accepted_ends_its_call() -> None:
     with pytest.raises(StalledReaderError):
-        await asyncio.wait_for(write(StalledWrites(TIMEOUT_S), asyncio.Event()), 10.0)
+        await asyncio.wait_for(write(StalledWrites(TIMEOUT_S), asyncio.Event()), 60.0)
 
 
 async def test_a_pause_of_the_process_during_a_write_is_no_stall() -> None:
