@@ -20,10 +20,12 @@ __all__ = [
     "BLOCKS",
     "AnthropicMessage",
     "read_anthropic_messages",
+    "read_system_prompt",
     "read_text",
 ]
 
 _STEP_BLOCKS = 64
+_ATTRIBUTION = "x-anthropic-billing-header:"
 
 
 def _content_field(*blocks: str) -> Any:  # Any: a pydantic field, read where it is used
@@ -148,8 +150,24 @@ def read_anthropic_messages(given: Sequence[AnthropicMessage]) -> Steps[tuple[Ch
 
 def read_text(given: object, where: str) -> Steps[str]:
     """Return a text that is a string or a list of text blocks. Raises InvalidRequestError."""
+    return "".join((yield from _texts(given, where)))
+
+
+def read_system_prompt(given: object) -> Steps[str]:
+    """Return the system prompt without the block in which Claude Code names its version.
+
+    That block has a hash of the request and is no instruction. In the prompt, it would keep later
+    blocks from being found in the prefix cache. Raises InvalidRequestError.
+    """
+    texts = yield from _texts(given, "system")
+    if not isinstance(given, list):
+        return "".join(texts)
+    return "".join(text for text in texts if not text.startswith(_ATTRIBUTION))
+
+
+def _texts(given: object, where: str) -> Steps[list[str]]:
     if given is None or isinstance(given, str):
-        return given or ""
+        return [given or ""]
     if not isinstance(given, list):
         raise InvalidRequestError(
             f"{where} must be a string or a list of text blocks.", param=where
@@ -165,7 +183,7 @@ def read_text(given: object, where: str) -> Steps[str]:
                 f"{param} must be a text block, not {block.type}.", param=param
             )
         texts.append(block.text)
-    return "".join(texts)
+    return texts
 
 
 def _block_of(given: object, where: str, role: str | None) -> _Block:

@@ -10,7 +10,7 @@ from pydantic import FailFast, Field
 from cluster.serving.anthropic.blocks import (
     AnthropicMessage,
     read_anthropic_messages,
-    read_text,
+    read_system_prompt,
 )
 from cluster.serving.http.schema import Body, BodyPart, Defaults, named_schema, read_part
 from cluster.serving.inputs import GenerationInput, TokenizeInput
@@ -166,7 +166,7 @@ class ConversationBody(Body):
     ) -> Steps[ChatPrompt]:
         """Return the conversation. Raises InvalidRequestError."""
         messages = yield from read_anthropic_messages(self.messages)
-        system = yield from read_text(self.system, "system")
+        system = yield from read_system_prompt(self.system)
         if system:
             messages = (ChatMessage("system", system), *messages)
         # As with Anthropic, the answer continues a last message of the assistant.

@@ -78,6 +78,10 @@ PROMPTS: list[tuple[dict[str, Any], str]] = [
     ({"system": "Be brief."}, "system()=Be brief.;user()=hi;>"),
     ({"system": [{"type": "text", "text": "A", "cache_control": {"type": "ephemeral"}},
                  {"type": "text", "text": "B"}]}, "system()=AB;user()=hi;>"),
+    # The first block of Claude Code's requests, which differs in each of them.
+    ({"system": [{"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cch=4af1;"},
+                 {"type": "text", "text": "Be x-anthropic-billing-header: brief."}]},
+     "system()=Be x-anthropic-billing-header: brief.;user()=hi;>"),
     ({"tools": [TOOL]}, "[look]user()=hi;>"),
     ({"tools": [TOOL], "tool_choice": {"type": "none"}}, "user()=hi;>"),
     ({"thinking": {"type": "disabled"}}, "False user()=hi;>"),
