@@ -59,6 +59,7 @@ class _MessagesHandlers:
                 call.client_id,
                 tools,
                 known_variables=self._known_variables(tools),
+                keeps_system_messages=lambda: self._keeps_system_messages(tools),
                 note_ignored=call.ignored.note,
             )
             return given, tools, body.stream
@@ -90,6 +91,7 @@ class _MessagesHandlers:
                 yield from body.to_input(
                     tools,
                     known_variables=self._known_variables(tools),
+                    keeps_system_messages=lambda: self._keeps_system_messages(tools),
                     note_ignored=call.ignored.note,
                 )
             )
@@ -106,3 +108,6 @@ class _MessagesHandlers:
 
     def _known_variables(self, tools: ToolUse) -> frozenset[str]:
         return self._servicer.tokenizer.template_variables(has_tools=tools.is_read)
+
+    def _keeps_system_messages(self, tools: ToolUse) -> bool:
+        return self._servicer.tokenizer.keeps_system_messages(has_tools=tools.is_read)

@@ -12,6 +12,10 @@ from cluster.serving.anthropic.blocks import (
     read_anthropic_messages,
     read_system_prompt,
 )
+from cluster.serving.anthropic.system_messages import (
+    has_later_system_messages,
+    merge_system_messages,
+)
 from cluster.serving.http.schema import Body, BodyPart, Defaults, named_schema, read_part
 from cluster.serving.inputs import GenerationInput, TokenizeInput
 from cluster.serving.json_bodies.json_text import json_text
@@ -162,6 +166,7 @@ class ConversationBody(Body):
         tools: ToolUse,
         *,
         known_variables: frozenset[str],
+        keeps_system_messages: Callable[[], bool],
         note_ignored: Callable[[str], None],
     ) -> Steps[ChatPrompt]:
         """Return the conversation. Raises InvalidRequestError."""
@@ -169,6 +174,8 @@ class ConversationBody(Body):
         system = yield from read_system_prompt(self.system)
         if system:
             messages = (ChatMessage("system", system), *messages)
+        if has_later_system_messages(messages) and not keeps_system_messages():
+            messages = merge_system_messages(messages)
         # As with Anthropic, the answer continues a last message of the assistant.
         is_open = bool(self.messages) and self.messages[-1].role == "assistant"
         if is_open and messages[-1].tool_calls:
@@ -254,11 +261,15 @@ class MessagesBody(ConversationBody):
         tools: ToolUse,
         *,
         known_variables: frozenset[str],
+        keeps_system_messages: Callable[[], bool],
         note_ignored: Callable[[str], None],
     ) -> Steps[GenerationInput]:
         """Return the input of the call. Raises InvalidRequestError."""
         prompt = yield from self.prompt(
-            tools, known_variables=known_variables, note_ignored=note_ignored
+            tools,
+            known_variables=known_variables,
+            keeps_system_messages=keeps_system_messages,
+            note_ignored=note_ignored,
         )
         sampling: dict[str, object] = {"max_tokens": self.max_tokens}
         for name in ("temperature", "top_p", "top_k"):
@@ -302,11 +313,15 @@ class CountBody(ConversationBody):
         tools: ToolUse,
         *,
         known_variables: frozenset[str],
+        keeps_system_messages: Callable[[], bool],
         note_ignored: Callable[[str], None],
     ) -> Steps[TokenizeInput]:
         """Return the input of the call. Raises InvalidRequestError."""
         prompt = yield from self.prompt(
-            tools, known_variables=known_variables, note_ignored=note_ignored
+            tools,
+            known_variables=known_variables,
+            keeps_system_messages=keeps_system_messages,
+            note_ignored=note_ignored,
         )
         return TokenizeInput(prompt=prompt, model=self.model)
 

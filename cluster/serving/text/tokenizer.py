@@ -222,6 +222,10 @@ class Tokenizer:
             return frozenset()
         return self._templates.variables(has_tools=has_tools)
 
+    def keeps_system_messages(self, *, has_tools: bool) -> bool:
+        """Return whether the chat template writes later system messages at their places."""
+        return self._templates is None or self._templates.keeps_system_messages(has_tools=has_tools)
+
     @property
     def template_source(self) -> str:
         """The source of the chat template for tools; empty without one."""

@@ -8,10 +8,12 @@ from __future__ import annotations
 import secrets
 from collections import Counter
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import jinja2
 
+from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
 from cluster.serving.text.templates.rendering_budget import MAX_CPU_S, TemplateLimitError
 from cluster.serving.text.templates.template_code import (
     InvalidTemplateError,
@@ -25,7 +27,6 @@ from pagedray.errors import CheckpointError, InvalidRequestError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
     from cluster.serving.text.thread_pauses import ThreadPauses
 
 __all__ = ["ChatTemplate"]
@@ -91,6 +92,17 @@ class ChatTemplate:
             )
         is_kept = text.startswith(" ", begin + len(mark))
         return text[:begin] if is_kept else text[:begin].rstrip()
+
+    @cached_property
+    def keeps_system_messages(self) -> bool:
+        """Whether a system message that is not the first is written, and at its place."""
+        roles = ("system", "user", "assistant", "user", "system")
+        messages = tuple(ChatMessage(role, f"text{place}") for place, role in enumerate(roles))
+        try:
+            text = self.render(ChatPrompt(messages))
+        except InvalidRequestError:
+            return False
+        return 0 <= text.find("text3") < text.find("text4")
 
     def _render(self, prompt: ChatPrompt, messages: Sequence[Mapping[str, object]]) -> str:
         try:

@@ -76,6 +76,11 @@ class ChatTemplates:
         template = self._tool_use if has_tools else self._default
         return frozenset() if template is None else template.variables
 
+    def keeps_system_messages(self, *, has_tools: bool) -> bool:
+        """Return whether later system messages are written at their places."""
+        template = self._tool_use if has_tools else self._default
+        return template is None or template.keeps_system_messages
+
     @property
     def tool_source(self) -> str:
         """The source of the template for conversations with tools."""

@@ -64,7 +64,13 @@ def run(data: bytes) -> None:
         elif kind == 7:
             message = _read(MessagesBody, raw)
             tools = finish(message.tool_use("hermes"))
-            given = message.to_input("a", tools, known_variables=frozenset(), note_ignored=_ignore)
+            given = message.to_input(
+                "a",
+                tools,
+                known_variables=frozenset(),
+                keeps_system_messages=lambda: False,
+                note_ignored=_ignore,
+            )
             _check(finish(given))
         elif kind == 8:
             response = _read(ResponsesBody, raw)
@@ -74,7 +80,14 @@ def run(data: bytes) -> None:
         elif kind == 9:
             counted = _read(CountBody, raw)
             tools = finish(counted.tool_use("hermes"))
-            finish(counted.to_input(tools, known_variables=frozenset(), note_ignored=_ignore))
+            finish(
+                counted.to_input(
+                    tools,
+                    known_variables=frozenset(),
+                    keeps_system_messages=lambda: False,
+                    note_ignored=_ignore,
+                )
+            )
         else:
             prompt = _read(InputTokensBody, raw)
             tools = finish(prompt.tool_use(FunctionTools(), "hermes"))
