@@ -23,7 +23,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 _START_TIMEOUT_S = 90.0
 """Longer than the time limits of Ray."""
 _END_TIMEOUT_S = 60.0
-_NUM_STARTS = 2
+_NUM_STARTS = 3
 """A busy machine may take longer than Ray waits for a daemon."""
 
 
