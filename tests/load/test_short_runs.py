@@ -60,7 +60,7 @@ async def test_overload_is_rejected_and_the_rest_is_served(
 
 
 async def test_tool_calls_arrive_as_the_model_wrote_them(server: MeasuredServer) -> None:
-    await check_tool_calls(server, "hermes", num_calls=30)
+    await check_tool_calls(server, "hermes", num_calls=20)
 
 
 @pytest.mark.slow

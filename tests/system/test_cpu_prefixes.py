@@ -29,10 +29,8 @@ OPTIONS = (
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param("--executor=local", id="one rank"),
-        pytest.param("--tensor-parallel-size=2", id="two ranks", marks=pytest.mark.slow),
-    ],
+    params=["--executor=local", "--tensor-parallel-size=2"],
+    ids=["one rank", "two ranks"],
 )
 def server(request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
     with ServerProcess((request.param, *OPTIONS)) as process:
@@ -71,6 +69,7 @@ def turns_of(server: ServerProcess, number: int, *, salt: str) -> tuple[list[lis
     return answers, cached
 
 
+@pytest.mark.slow
 def test_conversations_that_take_each_others_place_get_the_same_tokens(
     server: ServerProcess,
 ) -> None:

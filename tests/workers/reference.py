@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import tempfile
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,8 +25,6 @@ from workers.models.step_attention import CachedAttention
 from workers.weights.load_weights import load_weights
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from pagedray.model_config import Dtype
     from workers.parallel.group import ParallelGroup
 
@@ -34,6 +35,21 @@ BLOCK_SIZE = 4
 
 def save_checkpoint(name: str, folder: Path, **saving: Any) -> None:
     """Save the random model of a case."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file_name, content in _checkpoint_files(name, **saving).items():
+        (folder / file_name).write_bytes(content)
+    torch.manual_seed(len(name))
+
+
+@cache
+def _checkpoint_files(name: str, **saving: Any) -> dict[str, bytes]:
+    """Return the files of a case by name; a process makes them once, since many tests need them."""
+    with tempfile.TemporaryDirectory() as folder:
+        _make_model(name).save_pretrained(folder, **saving)
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+def _make_model(name: str) -> Any:  # Any: transformers has no types
     case = dict(CASES[name])
     heads, kv_heads = case.pop("heads"), case.pop("kv_heads")
     model_type = case.pop("model_type")
@@ -56,7 +72,7 @@ def save_checkpoint(name: str, folder: Path, **saving: Any) -> None:
         is_tied = case.pop("tie_word_embeddings", False)
         text = case | {"model_type": case.pop("text_type")}
         config = multimodal_config(model_type, text, is_tied=is_tied)
-        auto_class: Any = AutoModelForImageTextToText  # Any: transformers has no types
+        auto_class: Any = AutoModelForImageTextToText
     else:
         config, auto_class = AutoConfig.for_model(model_type, **case), AutoModelForCausalLM
     torch.manual_seed(len(name))
@@ -67,7 +83,7 @@ def save_checkpoint(name: str, folder: Path, **saving: Any) -> None:
             is_matrix = parameter.dim() > 1
             deviation = 1.5 / math.sqrt(parameter.shape[-1]) if is_matrix else 0.3
             parameter.normal_(0.0 if is_matrix else 0.7, deviation)
-    model.save_pretrained(folder, **saving)
+    return model
 
 
 def token_ids() -> torch.Tensor:
