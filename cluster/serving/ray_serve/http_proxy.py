@@ -41,10 +41,11 @@ __all__ = ["ReplicaGuard", "middlewares"]
 SESSION_HEADER = "x-session-id"
 _MOST_READ_BYTES = 256 * 2**10
 """Requests with longer bodies are routed by load alone, since reading them delays others."""
-_BODY_TIMEOUT = 408
+_TIMEOUT = 408
 """The status of a replica that did not receive the whole body in time, and closes the connection.
 
-It is also that of a client that does not read, whose connection stays open.
+It is also that of a client that does not read, whose connection stays open, and of Serve itself
+when its time limit passed.
 """
 _PROBES = ("/health", "/ready")
 """The ends of paths that are answered soon, even if no replica is available."""
@@ -170,6 +171,8 @@ class _Response:
         self._is_stream = False
         self._has_failed = False
         """Whether the current replica reported that it cannot serve the request."""
+        self._is_late = False
+        """Whether Serve's time limit passed before the client got the status."""
         self._is_event_stream = False
         """Whether the current replica sends events."""
         self._has_ended = False
@@ -190,6 +193,9 @@ class _Response:
         if message["type"] == "http.response.start":
             await self._start(message)
         elif message["type"] == "http.response.body":
+            if self._is_late:
+                # A text of Serve's; the error takes its place.
+                return
             self._has_failed = self._has_failed or (progress is not None and progress.has_failed)
             self._has_ended = not message.get("more_body", False)
             if self._has_failed:
@@ -213,7 +219,9 @@ class _Response:
             return
         if not self._has_started:
             is_whole = bool(self._kept) and self._has_ended
-            for message in self._kept if is_whole else error_response(self._path, self._error):
+            status = _TIMEOUT if self._is_late else self._error.http_status
+            error = error_response(self._path, self._error, status)
+            for message in self._kept if is_whole else error:
                 await self._send(message)
         elif self._is_stream and self._call.is_complete:
             rest = b"" if self._is_done else DONE
@@ -248,7 +256,10 @@ class _Response:
             return
         self._is_stream = self._is_event_stream
         status = message["status"]
-        misses_body = status == _BODY_TIMEOUT and headers.get("connection") == "close"
+        self._is_late = status == _TIMEOUT and self._call.is_cancelled
+        if self._is_late:
+            return
+        misses_body = status == _TIMEOUT and headers.get("connection") == "close"
         has_lost_body = misses_body and self._request.is_whole
         self._has_failed = has_lost_body or status == ReplicaDiedError.http_status
         if self._is_stream:

@@ -21,11 +21,11 @@ DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.encode
 
 
-def error_response(path: str, error: PagedRayError) -> list[Message]:
-    """Return the messages of a whole response."""
+def error_response(path: str, error: PagedRayError, status: int) -> list[Message]:
+    """Return the messages of a whole response with a status."""
     headers = [(b"content-type", b"application/json"), (b"retry-after", b"1")]
     return [
-        {"type": "http.response.start", "status": error.http_status, "headers": headers},
+        {"type": "http.response.start", "status": status, "headers": headers},
         {"type": "http.response.body", "body": _body_of(path, error)},
     ]
 

@@ -43,7 +43,8 @@ Failure = Literal["died", "hung", "silent end", "cancelled", "engine"]
 Cut = tuple[int, Failure | Literal["time limit"]]
 """The number of messages that pass before a replica fails, and how it fails.
 
-"time limit" is Serve's own: over HTTP, Serve cancels the call and ends a stream without a message.
+"time limit" is Serve's own: over HTTP, Serve cancels the call and ends a stream without a message,
+or a call without a response with a text.
 """
 
 
@@ -200,6 +201,10 @@ class FailingReplicas:
                 call.note_hung()
             if cut is not None and cut[1] == "time limit":
                 call.note_cancelled()
+                if not num_passed:
+                    headers = [(b"content-type", b"text/plain")]
+                    await send({"type": "http.response.start", "status": 408, "headers": headers})
+                    await send({"type": "http.response.body", "body": b"Request x timed out."})
             if cut is not None and cut[1] == "silent end":
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
             serving.cancel()

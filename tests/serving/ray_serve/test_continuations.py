@@ -537,6 +537,26 @@ async def test_serves_time_limit_ends_a_stream_with_an_event(serve: FailingRepli
     assert error_of(received)["type"] == "timeout_error"
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", STREAMED | {"stream": False}),
+        ("/app/v1/messages", {"model": "tiny", "max_tokens": 4}),
+    ],
+)
+async def test_serves_time_limit_ends_a_call_with_an_error_of_its_api(
+    serve: FailingReplicas, path: str, body: dict[str, Any]
+) -> None:
+    serve.cuts = [(0, "time limit")]
+    start, *parts = await over_http(serve, path, body)
+    assert start["status"] == 408
+    assert dict(start["headers"])[b"content-type"] == b"application/json"
+    error = json.loads(b"".join(one["body"] for one in parts))["error"]
+    assert error["type"] == "timeout_error"
+    assert error["message"].startswith("Ray Serve's time limit passed")
+    assert serve.num_sent == 1
+
+
 async def test_an_abort_before_a_call_continues_ends_it(
     serve: FailingReplicas, replicas: list[Replica]
 ) -> None:
