@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import json
 import os
 import re
@@ -19,9 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
+from ray.serve.config import AutoscalingConfig
 from ray.serve.schema import ServeDeploySchema
 
 from cluster.serving.auth.key_file import KeyFile
+from cluster.serving.ray_serve.autoscaling import TokensPolicy
 from cluster.serving.ray_serve.options import read_arguments
 from tests.deploy.kustomize import render
 from tests.docs.blocks import BLOCKS, Block
@@ -242,6 +245,20 @@ def test_serve_configuration_is_accepted() -> None:
     for path in (services, callback.replace(":", ".")):
         module, _, name = path.rpartition(".")
         assert callable(getattr(importlib.import_module(module), name))
+
+
+def test_autoscaling_of_a_deployment_has_our_policy() -> None:
+    block = _one("docs/ray-serve.md", "yaml", "# in an application of config.yaml")
+    application = {"import_path": "pagedray:build_app", **yaml.safe_load(block.text)}
+    config = ServeDeploySchema.model_validate({"applications": [application]})
+    [deployment] = config.applications[0].deployments
+    assert isinstance(deployment.autoscaling_config, dict)
+    given = AutoscalingConfig(**deployment.autoscaling_config)
+    assert given.policy.policy_kwargs.keys() == inspect.signature(TokensPolicy).parameters.keys()
+    module, _, name = str(given.policy.policy_function).partition(":")
+    assert getattr(importlib.import_module(module), name) is TokensPolicy
+    # A name that Serve does not know would be ignored.
+    assert deployment.autoscaling_config.keys() <= AutoscalingConfig.model_fields.keys()
 
 
 @pytest.mark.parametrize("component", ["gpu-node", "monitoring"])

@@ -536,3 +536,28 @@ async def test_a_redeploy_drops_no_stream_and_abort_reaches_those_it_drains(
     assert len(gone) == 2
     assert {(one.num_tokens, one.error) for one in ended} == {(200, "")}
     assert len(ended) > 16
+
+
+async def test_an_application_without_replicas_starts_one_for_a_request(
+    cluster: ServeCluster,
+) -> None:
+    policy = {
+        "policy_function": "cluster.serving.ray_serve.autoscaling:TokensPolicy",
+        "policy_kwargs": {"target_kv_use": 0.7, "target_tokens": None},
+    }
+    arguments = SMALL | {"executor": "local", "max_replicas": 2}
+    config = yaml.safe_load(CONFIG.format(arguments=json.dumps(arguments)))
+    config["applications"][0]["deployments"][0]["autoscaling_config"] = {
+        "min_replicas": 0,
+        "max_replicas": 2,
+        "downscale_delay_s": 0.0,
+        "policy": policy,
+    }
+    cluster.deploy_config(ServeDeploySchema.model_validate(config))
+    await until_whole(cluster, 0)
+    body = {"model": "tiny-llama", "prompt": PROMPT, "max_tokens": 4}
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=300.0) as client:
+        answers = await asyncio.gather(
+            *(client.post("/v1/completions", json=body) for _ in range(4))
+        )
+    assert [one.status_code for one in answers] == [200] * 4
