@@ -236,8 +236,8 @@ class UnknownStreamError(RequestError):
 
     def __init__(self) -> None:
         super().__init__(
-            "The stream cannot be resumed from there: no resumable request of this tenant has this "
-            "id, its grace time is over, or it has not sent so much."
+            "The stream cannot be resumed from this position: no resumable request of this tenant "
+            "has this id, its grace time is over, or it has not sent as many messages."
         )
 
 
@@ -287,8 +287,8 @@ class UnreadError(StalledReaderError):
 
     def __init__(self, whose: str, limit: int) -> None:
         super().__init__(
-            f"The stream was aborted: its client did not read, and a {whose} may leave at most "
-            f"{limit} bytes of output unread."
+            f"The stream was aborted because its client did not read it: a {whose} may leave at "
+            f"most {limit} bytes of output unread."
         )
 
 
@@ -351,7 +351,7 @@ class LethalRequestError(RequestError):
 
     def __init__(self) -> None:
         super().__init__(
-            "The request cannot be served: it ends the processes that run it. Do not send it again."
+            "The request cannot be served: the processes that run it crash. Do not send it again."
         )
 
 

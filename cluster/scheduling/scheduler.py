@@ -170,7 +170,7 @@ class Scheduler:
     def add_request(self, request: Request, prepared: PreparedPrompt | None = None) -> None:
         """Queue a request. Raises CapacityError, InvalidRequestError or OverloadedError."""
         if request.id in self._table.requests:
-            raise InvalidRequestError(f"A request with id {request.id!r} is being served.")
+            raise InvalidRequestError(f"A request with id {request.id!r} is already running.")
         prompt, keys = prepared or self.prepare_prompt(request)
         self._admission.check_request(request)
         active = ActiveRequest(

@@ -52,7 +52,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if not all(0.0 <= value <= _LONGEST_S for value in values):
             raise ValueError(f"times must be from 0 to {_LONGEST_S:g} seconds")
         if self.tokens_s(1) <= 0.0 or self.tokens_s(MOST_TOKENS) <= 0.0:
-            raise ValueError("a step must take time")
+            raise ValueError("at least one duration must be greater than 0")
 
     @classmethod
     def linear(

@@ -216,7 +216,7 @@ def test_prompt_that_cannot_be_computed_is_refused(prompt: list[int], message: s
 def test_second_request_of_the_same_id_is_refused(scheduler: Scheduler) -> None:
     request = Request(id="r", prompt_token_ids=(1,), sampling=SamplingParams(), seed=0)
     scheduler.add_request(request)
-    with pytest.raises(InvalidRequestError, match="'r' is being served"):
+    with pytest.raises(InvalidRequestError, match="'r' is already running"):
         scheduler.add_request(request)
     assert scheduler.num_waiting == 1
 

@@ -138,7 +138,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     ),
     "no scales": (
         lambda folder: edit_config(folder, quantization_config={"quant_method": "fp8"}),
-        ("dtype", "supported are F8_E4M3"),
+        ("dtype", "supported dtypes are F8_E4M3"),
     ),
     "a missing scale": (lambda folder: store_fp8(folder, None), (f"tensor {SCALE} is missing",)),
     "a scale that is NaN": (
@@ -301,7 +301,7 @@ def test_more_ranks_than_devices_are_refused(
     ("variable", "value", "words"),
     [
         ("RAY_TMPDIR", "/dev/null", ("Could not start Ray", "/dev/null", "RAY_TMPDIR")),
-        ("RAY_ADDRESS", "127.0.0.1:1", ("No Ray cluster answers", "127.0.0.1:1")),
+        ("RAY_ADDRESS", "127.0.0.1:1", ("No Ray cluster responds", "127.0.0.1:1")),
         ("RAY_ADDRESS", "nonsense", ("RAY_ADDRESS", "nonsense")),
         ("RAY_ADDRESS", "ray://127.0.0.1:10001", ("Ray Client", "HOST:PORT")),
     ],
@@ -320,7 +320,7 @@ def test_last_cluster_that_has_stopped_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     done = run_pagedray("generate", str(TINY_LLAMA), "x", "--device=cpu", "--executor=ray")
     assert done.code == 2
-    assert_one_line(done.err, "No Ray cluster answers at RAY_ADDRESS auto (192.0.2.2:6379)")
+    assert_one_line(done.err, "No Ray cluster responds at RAY_ADDRESS auto (192.0.2.2:6379)")
 
 
 @pytest.mark.parametrize("frontend", ["grpc", "http"])

@@ -146,7 +146,7 @@ def _answer(name: HubName, settings: HubSettings) -> HubRevision:
     except TimeoutError:
         if asking.done():
             raise
-    raise TimeoutError(f"no answer within {settings.answer_timeout_s:g} s")
+    raise TimeoutError(f"no response within {settings.answer_timeout_s:g} s")
 
 
 def _ask(name: HubName, settings: HubSettings) -> HubRevision:

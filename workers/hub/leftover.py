@@ -66,7 +66,7 @@ def _complete(
 ) -> None:
     with part.open("ab") as stream:
         num_bytes = stream.tell()
-        logger.info("Continuing the download of %s behind %s bytes", file.name, num_bytes)
+        logger.info("Continuing the download of %s after %s bytes", file.name, num_bytes)
         note_bytes(num_bytes)
         http_get(
             hf_hub_url(
@@ -86,7 +86,9 @@ def _complete(
         digest = hashlib.file_digest(stored, "sha256").hexdigest()
     if digest != file.sha256:
         # The library downloads it from its beginning.
-        logger.warning("What was received of %s is damaged; downloading all of it", file.name)
+        logger.warning(
+            "The partial download of %s is damaged; downloading the whole file again", file.name
+        )
         part.unlink()
         note_bytes(-(file.size or 0))
         return

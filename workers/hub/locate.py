@@ -45,7 +45,8 @@ def locate_model(
     files = side_files(hub)
     if "config.json" not in files:
         raise CheckpointError(
-            f"{name} has no config.json; a model is a checkpoint as transformers saves it."
+            f"{name} has no config.json; a model must be a checkpoint in the format of "
+            "transformers."
         )
 
     line = DownloadLine(hub.id)

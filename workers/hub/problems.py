@@ -84,7 +84,7 @@ def _refusal(error: HfHubHTTPError, name: HubName, endpoint: str) -> CheckpointE
         return CheckpointError(f"Access to {name} is disabled on {endpoint}; use another model.")
     if status == 401 and get_token() is not None:
         return CheckpointError(
-            f"{endpoint} gives no access to {name} with this token (401): check the name, and "
+            f"{endpoint} denies access to {name} with this token (401); check the name, and "
             f"{access}."
         )
     if isinstance(error, RepositoryNotFoundError) or status in (401, 404):
@@ -97,14 +97,12 @@ def _refusal(error: HfHubHTTPError, name: HubName, endpoint: str) -> CheckpointE
     if status == 429:
         return HubUnreachableError(
             name,
-            f"{endpoint} limits requests at present (429)",
-            "try again in some minutes, or set HF_TOKEN for a higher limit",
+            f"{endpoint} is limiting the rate of requests (429)",
+            "try again in a few minutes, or set HF_TOKEN for a higher limit",
         )
     if status >= 500:
-        return HubUnreachableError(
-            name, f"{endpoint} answers with status {status}", "try again later"
-        )
-    return CheckpointError(f"{endpoint} refuses {name} with status {status}.")
+        return HubUnreachableError(name, f"{endpoint} returned status {status}", "try again later")
+    return CheckpointError(f"{endpoint} rejected the request for {name} with status {status}.")
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

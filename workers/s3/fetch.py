@@ -44,7 +44,8 @@ def fetch_folder(
     listing = bucket.list_files()
     if "config.json" not in {file.name for file in listing}:
         raise CheckpointError(
-            f"{location} has no config.json; a model is a checkpoint as transformers saves it."
+            f"{location} has no config.json; a model must be a checkpoint in the format of "
+            "transformers."
         )
     try:
         mirror = Mirror(folder)
@@ -130,7 +131,7 @@ class _Transfer:
             self._mirror.drop(file)
         have = self._mirror.received(file)
         if have:
-            logger.info("Continuing the download of %s behind %d bytes.", file.name, have)
+            logger.info("Continuing the download of %s after %d bytes.", file.name, have)
             self._note(have)
         while have < file.size and not self._is_ended:
             content = self._bucket.read(file, have, min(have + self._chunk_bytes, file.size))

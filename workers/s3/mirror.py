@@ -107,7 +107,7 @@ class Mirror:
         free = shutil.disk_usage(self._notes).free
         if needed > free:
             raise CheckpointError(
-                f"{self.folder} needs {needed / 1e9:.2f} GB more, and has only {free / 1e9:.2f} GB "
+                f"{self.folder} needs {needed / 1e9:.2f} GB more, but has only {free / 1e9:.2f} GB "
                 "free; use a larger volume."
             )
 

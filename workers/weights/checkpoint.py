@@ -210,7 +210,7 @@ class Checkpoint:
             allowed = _STORED_AS.get(shard.target.dtype, _FLOATS)
         if entry.dtype not in allowed:
             raise CheckpointError(
-                f"{entry.path}: tensor {shard.name} has dtype {entry.dtype}; supported are "
+                f"{entry.path}: tensor {shard.name} has dtype {entry.dtype}; supported dtypes are "
                 f"{', '.join(allowed)}."
             )
 

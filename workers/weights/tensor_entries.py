@@ -222,7 +222,7 @@ def _parsed(path: Path, text: bytes) -> Mapping[str, Any]:  # Any: parsed JSON
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {first_line(error)}.") from None
     if not isinstance(values, dict):
-        raise CheckpointError(f"{path} must hold a JSON object.")
+        raise CheckpointError(f"{path} must contain a JSON object.")
     return values
 
 

@@ -98,7 +98,7 @@ async def _measure(parsed: argparse.Namespace, target: Target) -> tuple[str, Loa
             try:
                 await client.stream(request)
             except BenchError as error:
-                raise BenchError(f"The server refused the first request. {error}") from error
+                raise BenchError(f"The server rejected the first request. {error}") from error
         load = Load(
             request_rate=parsed.request_rate,
             burstiness=parsed.burstiness,

@@ -211,7 +211,7 @@ class HttpClient(BenchClient):
                     data += await answer.content.read(_MAX_ANSWER_BYTES - len(data))
             return msgspec.json.decode(data, type=kind)
         except msgspec.MsgspecError as error:
-            raise BenchError(f"{path} gave an unexpected answer: {error}.") from error
+            raise BenchError(f"{path} returned an unexpected response: {error}.") from error
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise _failure(error) from error
 

@@ -52,7 +52,7 @@ class GcsNodes:
             draining: set[str] = set(self._client.get_draining_nodes(timeout=_RPC_TIMEOUT_S))
             nodes = self._client.get_all_node_info(timeout=_RPC_TIMEOUT_S)
         except (ray.exceptions.RayError, OSError) as error:
-            raise ConnectionError(f"The GCS at {self._address} does not answer") from error
+            raise ConnectionError(f"The GCS at {self._address} does not respond") from error
         alive = {one.hex() for one, node in nodes.items() if node.state == GcsNodeInfo.ALIVE}
         return len(draining & alive)
 

@@ -41,9 +41,11 @@ def fetch_command(model: str, *, folder: Path | None, is_waiting: bool) -> int:
 
     is_in_s3 = model.startswith(S3_SCHEME)
     if is_in_s3 and folder is None:
-        raise StartupError("--folder is required for a model of S3: the folder to download into.")
+        raise StartupError("A model on S3 requires --folder, the folder to download it to.")
     if not is_in_s3 and folder is not None:
-        raise StartupError("--folder is for models of S3; HF_HOME is where those of the Hub are.")
+        raise StartupError(
+            "--folder is for models on S3; HF_HOME sets the folder of models from the Hub."
+        )
     with logging_to(form="text", level="info"):
         if folder is not None:
             # A name that is wrong would be waited for without end.
@@ -74,7 +76,7 @@ def fetch_from_s3(model: str, folder: Path) -> Path:
         from workers.s3.fetch import fetch_folder
     except ImportError as error:
         raise CheckpointError(
-            "Downloads from S3 need the package obstore; pip install 'pagedray[s3]'."
+            "Downloads from S3 require the package obstore: pip install 'pagedray[s3]'."
         ) from error
     return fetch_folder(location, folder, Bucket(location))
 

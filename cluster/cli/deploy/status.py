@@ -105,14 +105,14 @@ def _ask(namespace: str | None) -> list[Object]:
         )
     except FileNotFoundError as error:
         raise StartupError(
-            "kubectl is not installed; install it, or write what it prints elsewhere "
-            f"(kubectl get {_KINDS} -o json) to a file for --file."
+            "kubectl is not installed; install it, or run it elsewhere and pass its output with "
+            f"--file (kubectl get {_KINDS} -o json)."
         ) from error
     except subprocess.TimeoutExpired as error:
-        raise StartupError(f"kubectl gave no answer within {_KUBECTL_TIMEOUT_S:.0f} s.") from error
+        raise StartupError(f"kubectl did not respond within {_KUBECTL_TIMEOUT_S:.0f} s.") from error
     if done.returncode != 0:
         # Lines of its log may come before its message.
-        reason = (done.stderr.strip().splitlines() or ["it gives no reason"])[-1]
+        reason = (done.stderr.strip().splitlines() or ["it printed no reason"])[-1]
         reason = reason.rstrip(".")[:_MAX_REASON]
         raise StartupError(f"kubectl failed: {reason}{'' if reason.endswith('?') else '.'}")
     return _objects(done.stdout, "kubectl")

@@ -169,7 +169,9 @@ class _StrictLoader(yaml.SafeLoader):
         # What a mapping merges with `<<` may have its keys, too.
         keys = [(key.tag, key.value) for key, _ in node.value if isinstance(key.value, str)]
         if len(set(keys)) < len(keys):
-            raise yaml.MarkedYAMLError(problem="a key is there twice", problem_mark=node.start_mark)
+            raise yaml.MarkedYAMLError(
+                problem="it has a duplicate key", problem_mark=node.start_mark
+            )
         return super().construct_mapping(node, deep=deep)
 
 

@@ -80,5 +80,5 @@ def _has_left(leaving: _Reference) -> bool:
         # It has died, and why is known from the end of its steps.
         return False
     if problem is not None:
-        logger.warning("A rank that was still alive is replaced too: %s", problem)
+        logger.warning("Also replacing a rank that was still alive: %s", problem)
     return problem is None

@@ -111,7 +111,7 @@ def _check_answers(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()
     except OSError as error:
         shown = address if found == address else f"{address} ({found})"
-        raise DeviceError(f"No Ray cluster answers at RAY_ADDRESS {shown}: {error}.") from error
+        raise DeviceError(f"No Ray cluster responds at RAY_ADDRESS {shown}: {error}.") from error
 
 
 def _check_devices(config: EngineConfig, num_devices: int, whose: str) -> None:

@@ -76,8 +76,8 @@ def warn_if_unauthenticated() -> None:
     """Log a warning if the Ray to which this process is connected requires no token."""
     if not is_token_auth_enabled():
         logger.warning(
-            "Ray requires no token: everyone who reaches its ports can run code as its user; see "
-            "docs/security.md."
+            "The Ray cluster does not require a token: anyone who can reach its ports can run code "
+            "as its user; see docs/security.md."
         )
 
 

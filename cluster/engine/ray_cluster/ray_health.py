@@ -107,7 +107,7 @@ class RayHealth:
         except Exception as error:
             if self._outage is None:
                 raise
-            logger.debug("Ray did not end what it runs: %r", error)
+            logger.debug("Ray did not end its processes: %r", error)
 
     def _check_outage(self) -> None:
         """Raise StartupError if there is an outage that does not end soon."""
@@ -162,7 +162,7 @@ class RayHealth:
 
     def _log_change(self, outage: Outage | None) -> None:
         if outage is None and self._outage is not None:
-            logger.info("Ray answers again; ranks that die can be replaced.")
+            logger.info("Ray responds again; ranks that die can be replaced.")
         if outage is not None and self._outage is None and not outage.is_final:
             logger.warning(
                 "%s Ranks that die cannot be replaced; if that lasts %g s, the engine stops.",

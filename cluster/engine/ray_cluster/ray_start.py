@@ -59,7 +59,7 @@ def start_ray(*, num_cpus: int) -> None:
             if is_last or _TIMED_OUT not in str(error):
                 raise StartupError(f"Could not start Ray: {_report(error)}") from error
             # A busy machine may take longer than the time limits of Ray.
-            logger.warning("Starting Ray once more: %s", _report(error))
+            logger.warning("Starting Ray again: %s", _report(error))
 
 
 def join_ray() -> None:

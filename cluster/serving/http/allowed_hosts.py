@@ -55,8 +55,8 @@ class AllowedHosts:
         if authority and not self._is_allowed(authority):
             raise HTTPException(
                 421,
-                f"This server does not answer for the host {_shown(authority)}. Without API keys "
-                "it answers for IP addresses, localhost and the names in --allowed-hosts.",
+                f"This server rejects requests for the host {_shown(authority)}. Without API keys, "
+                "it accepts IP addresses, localhost and the names in --allowed-hosts.",
             )
         origin = headers.get("origin")
         if origin is None or self._origins.allows(origin):
@@ -64,8 +64,8 @@ class AllowedHosts:
         if not self._is_own(origin, authority):
             raise HTTPException(
                 403,
-                f"A web page of {_shown(origin)} may not use this server. Without API keys only "
-                "its own page may, and those of --allowed-hosts and --allowed-origins.",
+                f"Web pages of {_shown(origin)} may not use this server. Without API keys, only "
+                "its own page and those of --allowed-hosts and --allowed-origins may.",
             )
 
     def _is_allowed(self, authority: str) -> bool:

@@ -201,8 +201,8 @@ class ConnectionWatch:
     def _log_excess(self, host: str) -> None:
         if num_closed := self._excess_lines.count_event():
             logger.warning(
-                "Closed %d gRPC connections beyond %d of a host, the last of %s. Raise the limit "
-                "of open files (ulimit -n) if these are clients of yours.",
+                "Closed %d gRPC connections of hosts with more than %d connections, the last one "
+                "from %s. If these are your clients, raise the limit of open files (ulimit -n).",
                 num_closed,
                 self._limit,
                 host,
@@ -211,8 +211,8 @@ class ConnectionWatch:
     def _log_unproven(self, host: str) -> None:
         if num_closed := self._unproven_lines.count_event():
             logger.warning(
-                "Stopped %d gRPC connections that sent too much without a valid call, or were too "
-                "many, the last of %s.",
+                "Stopped %d gRPC connections without a valid call that sent too much or were too "
+                "many, the last one from %s.",
                 num_closed,
                 host,
             )

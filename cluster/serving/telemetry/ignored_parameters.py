@@ -28,10 +28,11 @@ class IgnoredParameters:
         """Note a parameter that is ignored. Raises InvalidRequestError in strict mode."""
         if self._is_strict:
             raise InvalidRequestError(
-                f"{name} has no effect here, and --strict-parameters refuses such parameters.",
+                f"{name} has no effect on this server, and --strict-parameters rejects such "
+                "parameters.",
                 param=name,
             )
         self._count(name)
         if name not in self._logged:
             self._logged.add(name)
-            logger.info("Clients send %s, which has no effect here and is ignored.", name)
+            logger.info("Ignoring the parameter %s, which has no effect on this server.", name)

@@ -273,7 +273,7 @@ def _restored(text: str, originals: Mapping[str, str]) -> str:
     rest = mark.sub(lambda found: "" if found[0] in originals else found[0], text)
     if nonce[:_NUM_PART_DIGITS] in rest or nonce[-_NUM_PART_DIGITS:] in rest:
         raise InvalidRequestError(
-            "messages contain the text of a special token, which the model's chat template cuts.",
+            "messages contain the text of a special token, which the model's chat template splits.",
             param="messages",
         )
     return mark.sub(lambda found: originals[found[0]], text)

@@ -106,7 +106,8 @@ class TextPool:
         num_waiting = turns.num_waiting(tenant)
         if num_waiting >= max(1, self._max_waiting // max(1, turns.num_tenants)):
             raise OverloadedError(
-                f"The queue of {num_waiting} long texts of this tenant to tokenize is full."
+                f"{num_waiting} long texts of this tenant are waiting for the tokenizer; retry "
+                "later."
             )
         await turns.wait_turn(tenant)
         if self._is_closed:

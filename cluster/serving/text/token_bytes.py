@@ -159,7 +159,7 @@ def _flattened(tree: object) -> list[dict[str, object]]:
 
 def _unsupported(kind: str) -> CheckpointError:
     return CheckpointError(
-        f"Unsupported decoder {kind} in tokenizer.json; supported are {_SUPPORTED}."
+        f"Unsupported decoder {kind} in tokenizer.json; supported decoders are {_SUPPORTED}."
     )
 
 

@@ -269,7 +269,7 @@ def _read_settings(path: Path) -> dict[str, object]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {_one_line(error)}.") from error
     if not isinstance(settings, dict):
-        raise CheckpointError(f"{path} must hold a JSON object.")
+        raise CheckpointError(f"{path} must contain a JSON object.")
     return settings
 
 

@@ -88,8 +88,8 @@ class ScoreValidator:
             return DEFAULT_INSTRUCTION
         if not self._answers:
             raise InvalidRequestError(
-                "instruction is only for rerankers that are asked a question, as Qwen3-Reranker; "
-                f"{self._model.name} scores texts without one.",
+                "instruction requires a reranker whose prompt contains it, such as "
+                f"Qwen3-Reranker; {self._model.name} scores texts without an instruction.",
                 param="instruction",
             )
         if not 1 <= len(given.instruction) <= _MAX_INSTRUCTION:

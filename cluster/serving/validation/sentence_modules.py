@@ -29,7 +29,8 @@ def check_modules(folder: Path) -> None:
         kind = module.word("type").rpartition(".")[2]
         if kind not in _SUPPORTED:
             raise module.refusal(
-                "type", f"names the module {kind[:40]!r}; supported are {', '.join(_SUPPORTED)}"
+                "type",
+                f"names the module {kind[:40]!r}; supported modules are {', '.join(_SUPPORTED)}",
             )
 
 

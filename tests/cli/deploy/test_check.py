@@ -271,7 +271,7 @@ def test_a_release_has_a_name_that_kuberay_accepts(name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("model: /models/x\nmodel: /models/y\n", "a key is there twice"),
+        ("model: /models/x\nmodel: /models/y\n", "it has a duplicate key"),
         ("- model\n", "must have lines such as"),
         ("model: [\n", "is not valid YAML"),
         ("model: 2026-13-45\n", "month must be in 1..12"),

@@ -113,8 +113,8 @@ def test_a_job_that_fails_ends_in_one_line_and_the_next_one_continues(
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["s3://models/tiny"], "--folder is required"),
-        (["org/tiny", "--folder", "/tmp/x"], "--folder is for models of S3"),
+        (["s3://models/tiny"], "A model on S3 requires --folder"),
+        (["org/tiny", "--folder", "/tmp/x"], "--folder is for models on S3"),
         (["s3://Models/tiny", "--folder", "/tmp/x"], "is not a folder in S3"),
         (["s3://Models/tiny", "--folder", "/tmp/x", "--wait"], "is not a folder in S3"),
     ],

@@ -125,8 +125,8 @@ def test_unread_variables_are_counted(server: Server, caplog: pytest.LogCaptureF
         for _ in range(2):
             submitted(new_server, "chat/completions", CHAT | given)
     assert [record.getMessage() for record in caplog.records] == [
-        "Clients send chat_template_kwargs, which has no effect here and is ignored.",
-        "Clients send reasoning_effort, which has no effect here and is ignored.",
+        "Ignoring the parameter chat_template_kwargs, which has no effect on this server.",
+        "Ignoring the parameter reasoning_effort, which has no effect on this server.",
     ]
 
 
@@ -139,7 +139,7 @@ def test_strict_servers_refuse_hints(strict_server: Server, given: dict[str, Any
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, name)
     assert error["message"] == (
-        f"{name} has no effect here, and --strict-parameters refuses such parameters."
+        f"{name} has no effect on this server, and --strict-parameters rejects such parameters."
     )
 
 
@@ -155,7 +155,7 @@ def test_a_refused_effort_has_the_clients_name(
 ) -> None:
     answer = httpx.post(f"{strict_server.url}/v1/{path}", json={"model": "tiny"} | given)
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"].startswith(f"{name} has no effect here")
+    assert answer.json()["error"]["message"].startswith(f"{name} has no effect on this server")
 
 
 @pytest.fixture(scope="module")

@@ -217,7 +217,7 @@ def test_a_template_that_cuts_a_special_token_is_refused(cut: str, tmp_path: Pat
     marked = tokenizer.render_marked_chat(
         ChatPrompt((ChatMessage("user", "<s>"),)), marks_special_tokens=True
     )
-    with pytest.raises(InvalidRequestError, match="template cuts"):
+    with pytest.raises(InvalidRequestError, match="template splits"):
         tokenizer.encode_marked(marked)
 
 

@@ -166,9 +166,9 @@ def test_a_template_of_the_options_replaces_those_of_the_folder(copy: Path, tmp_
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("none.jinja", "'none.jinja' is no template and cannot be read as a file: No such file"),
-        ("", "'' is no template and cannot be read as a file: Is a directory."),
-        ("a\0b", "cannot be read as a file: embedded null byte."),
+        ("none.jinja", "'none.jinja' is neither a template nor a readable file: No such file"),
+        ("", "'' is neither a template nor a readable file: Is a directory."),
+        ("a\0b", "neither a template nor a readable file: embedded null byte."),
         ("{{ x }", "The option chat_template has an invalid chat template: unexpected '}'."),
         ("{{ x }}\\x1", "has an invalid escape: truncated \\xXX escape."),
         ("broken.jinja", "broken.jinja has an invalid chat template: "),

@@ -45,7 +45,7 @@ def test_ray_that_hangs_while_it_starts_is_started_once_more(tmp_path: Path) -> 
         assert second != first
         server.terminate()
         assert server.wait(60.0) == 0
-    (line,) = (line for line in log.read_text().splitlines() if "Starting Ray once more: " in line)
+    (line,) = (line for line in log.read_text().splitlines() if "Starting Ray again: " in line)
     logs = Path(line.partition("Ray's logs are in ")[2].rstrip("."))
     assert f"_{server.pid}/" in str(logs)
     assert (logs / "raylet.out").is_file()

@@ -297,8 +297,12 @@ def test_half_of_a_model_is_no_model_without_network(settings: HubSettings) -> N
         ("org/tiny", Fault("/api/", status=403), "denies access to org/tiny (403); set HF_TOKEN"),
         ("org/tiny", Fault("/api/", 9, status=403, headers=GATED), "is gated (403): accept its"),
         ("org/tiny", Fault("/config.json", 9, "HEAD", 401, GATED), "is gated (401): accept its"),
-        ("org/tiny", Fault("/api/", 9, status=429), "limits requests at present (429); try again"),
-        ("org/tiny", Fault("/api/", 9, status=500), "answers with status 500; try again later"),
+        (
+            "org/tiny",
+            Fault("/api/", 9, status=429),
+            "is limiting the rate of requests (429); try again",
+        ),
+        ("org/tiny", Fault("/api/", 9, status=500), "returned status 500; try again later"),
     ],
 )
 def test_fault_is_one_line_that_says_what_to_do(
@@ -318,14 +322,14 @@ def test_refused_token_is_named(
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     hub.faults.append(Fault("/api/", status=401))
-    assert "gives no access to org/tiny with this token (401)" in error_of(settings)
+    assert "denies access to org/tiny with this token (401)" in error_of(settings)
 
 
 @pytest.mark.parametrize(
     ("path", "answer_timeout_s", "expected"),
     [
         # The library gives up first, unless the machine is busy.
-        ("/api/", 0.5, r": (timed out|no answer within 0\.5 s); check the network"),
+        ("/api/", 0.5, r": (timed out|no response within 0\.5 s); check the network"),
         ("/config.json", 60.0, "nothing was"),
     ],
 )
@@ -352,7 +356,7 @@ def test_model_without_configuration_or_safetensors_is_refused(
 ) -> None:
     hub.push("org/tiny", {"model.gguf": b"x"})
     assert error_of(settings) == (
-        "org/tiny has no config.json; a model is a checkpoint as transformers saves it."
+        "org/tiny has no config.json; a model must be a checkpoint in the format of transformers."
     )
     hub.push("org/tiny", {"config.json": b"{}", "pytorch_model.bin": b"x"})
     revision, folder = fetched(settings)

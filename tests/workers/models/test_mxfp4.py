@@ -104,7 +104,7 @@ def test_blocks_of_another_dtype_are_refused(folder: Path, tmp_path: Path) -> No
     name = "model.layers.0.mlp.experts.gate_up_proj_blocks"
     tensors[name] = tensors[name].float()
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=rf"{name} has dtype F32; supported are U8"):
+    with pytest.raises(CheckpointError, match=rf"{name} has dtype F32; supported dtypes are U8"):
         loaded_model(tmp_path, SoloGroup())
 
 

@@ -326,7 +326,7 @@ def test_an_unexpected_type_is_named(tmp_path: Path) -> None:
     save_checkpoint(CASE, tmp_path)
     _rewrite(tmp_path, lambda tensors: tensors | {QUERY: torch.zeros(48, 48, dtype=torch.int8)})
     message = _message(tmp_path)
-    assert f"tensor {QUERY} has dtype I8; supported are F64, F32" in message
+    assert f"tensor {QUERY} has dtype I8; supported dtypes are F64, F32" in message
 
 
 @pytest.mark.parametrize("part", [0.0, 0.0001, 0.01, 0.05, 0.3, 0.7, 0.99, 0.99999])
@@ -354,7 +354,7 @@ _ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         (_with_length({}, b"", 2**63), f"and a header of {2**63}"),
         (_with_length({}, b"", 2**20), f"and a header of {2**20}"),
         (struct.pack("<Q", 4) + b"{]{]", "is not valid JSON"),
-        (struct.pack("<Q", 2) + b"[]", "must hold a JSON object"),
+        (struct.pack("<Q", 2) + b"[]", "must contain a JSON object"),
         (_with_length({"a": 3}, bytes(8)), "entry of tensor a is invalid"),
         (_with_length({"a": _ENTRY | {"shape": [-2]}}, bytes(8)), "entry of tensor a is invalid"),
         (_with_length({"a": _ENTRY | {"shape": [True]}}, bytes(8)), "entry of tensor a is invalid"),

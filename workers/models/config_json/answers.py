@@ -63,8 +63,8 @@ def _check_module(folder: Path, *, no: int, yes: int) -> None:
         if file.value(key) != token_id:
             raise file.refusal(
                 key,
-                f"must be {token_id}, the token of the answer: supported are rerankers that are "
-                "asked as Qwen3-Reranker",
+                f"must be {token_id}, the token of the answer in the prompt of Qwen3-Reranker; "
+                "rerankers with other answers are not supported",
             )
 
 

@@ -43,7 +43,7 @@ class ConfigFile:
         """Read the JSON object in a file."""
         values = cls._parsed(path)
         if not isinstance(values, dict):
-            raise CheckpointError(f"{path} must hold a JSON object, not {_shown(values)}.")
+            raise CheckpointError(f"{path} must contain a JSON object, not {_shown(values)}.")
         return cls(path, values)
 
     @classmethod
@@ -51,7 +51,9 @@ class ConfigFile:
         """Read the list of JSON objects in a file."""
         values = cls._parsed(path)
         if not isinstance(values, list) or not all(isinstance(one, dict) for one in values):
-            raise CheckpointError(f"{path} must hold a list of JSON objects, not {_shown(values)}.")
+            raise CheckpointError(
+                f"{path} must contain a list of JSON objects, not {_shown(values)}."
+            )
         return tuple(cls(path, one, prefix=f"{index}.") for index, one in enumerate(values))
 
     @staticmethod
@@ -213,7 +215,9 @@ class ConfigFile:
         ids = value if isinstance(value, list) else [] if value is None else [value]
         for token_id in ids:
             if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
-                raise self.refusal(key, f"must hold non-negative token ids, not {_shown(token_id)}")
+                raise self.refusal(
+                    key, f"must contain only non-negative token ids, not {_shown(token_id)}"
+                )
         return tuple(ids)
 
     def indices(self, key: str, *, most: int) -> tuple[int, ...]:

@@ -88,7 +88,7 @@ def rotary_size(
     if size % 2 or not size:
         raise section.refusal(
             "partial_rotary_factor",
-            f"must give an even size of the rotated part of each head, not {size}",
+            f"must result in an even size of the rotated part of each head, not {size}",
         )
     return size
 

@@ -55,6 +55,6 @@ def has_window_by_layer(file: ConfigFile, num_layers: int) -> list[bool]:
     for kind in kinds:
         if kind not in _KINDS:
             raise file.refusal(
-                "layer_types", f"must hold only {' and '.join(_KINDS)}, not {kind[:40]!r}"
+                "layer_types", f"may contain only {' and '.join(_KINDS)}, not {kind[:40]!r}"
             )
     return [kind == "sliding_attention" for kind in kinds]

@@ -180,14 +180,15 @@ def _family(file: ConfigFile) -> Family:
     known = ", ".join(_FAMILIES)
     given = file.words("architectures")
     if not given:
-        raise file.refusal("architectures", f"is missing; supported are {known}")
+        raise file.refusal("architectures", f"is missing; supported architectures are {known}")
     for architecture in given:
         if architecture in _FAMILIES:
             return _FAMILIES[architecture]
         if _has_no_head(architecture):
             return _FAMILIES[_with_head(architecture)]
     raise file.refusal(
-        "architectures", f"names {given[0][:60]!r}, which is not supported; supported are {known}"
+        "architectures",
+        f"names {given[0][:60]!r}, which is not supported; supported architectures are {known}",
     )
 
 

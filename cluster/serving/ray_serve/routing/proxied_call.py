@@ -192,7 +192,7 @@ class ProxiedCall:
         if self.is_cancelled or not (self._may_continue and self._has_all and is_young):
             return False
         if self._num_continuations >= _MAX_CONTINUATIONS:
-            logger.warning("A call ends after it was continued %d times.", _MAX_CONTINUATIONS)
+            logger.warning("Ending a call that was continued %d times.", _MAX_CONTINUATIONS)
             return False
         self._num_continuations += 1
         self._cause = cause

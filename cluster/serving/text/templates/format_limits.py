@@ -35,7 +35,7 @@ def check_percent_format(form: str, values: Any) -> None:
     _check_result(form.count("%"), given)
     for found in _CONVERSION.finditer(form):
         if found["kind"] == "(":
-            raise TemplateLimitError("parentheses in a name are not supported in a format")
+            raise TemplateLimitError("parentheses in names are not supported in a format")
         for number in (found["width"], found["precision"]):
             if number == "*" or len(number or "") > _MAX_WIDTH_DIGITS:
                 raise _width_error()
@@ -52,7 +52,9 @@ def check_brace_format(form: str, values: Iterable[Any]) -> None:
             continue
         if "." in name or "[" in name:
             # Its size is not that of the argument.
-            raise TemplateLimitError("parts of arguments are not supported in a format")
+            raise TemplateLimitError(
+                "attributes and items of arguments are not supported in a format"
+            )
         if "{" in spec or _LARGE_NUMBER.search(spec):
             raise _width_error()
 
@@ -61,10 +63,8 @@ def _check_result(num_fields: int, values: Iterable[Any]) -> None:
     if num_fields > _MAX_FIELDS:
         raise TemplateLimitError("the template formats too many fields")
     if num_fields * max(map(num_characters, values), default=0) > MAX_TOTAL:
-        raise TemplateLimitError("the template formats too many texts")
+        raise TemplateLimitError("the template formats a text that is too long")
 
 
 def _width_error() -> TemplateLimitError:
-    return TemplateLimitError(
-        f"a width of a format must be a number and must not exceed {_MAX_WIDTH}"
-    )
+    return TemplateLimitError(f"the width of a format must be a number of at most {_MAX_WIDTH}")

@@ -51,9 +51,9 @@ def check_product(left: Any, right: Any) -> None:
         if isinstance(other, str | list | tuple):
             size = len(other) if isinstance(other, str) else num_elements(other)
             if size * max(int(factor), 0) > MAX_ELEMENTS:
-                raise TemplateLimitError("the template multiplies something too often")
+                raise TemplateLimitError("the template repeats a value too often")
         elif isinstance(other, int) and other.bit_length() > _MAX_FACTOR_BITS:
-            raise TemplateLimitError("the template computes too large a number")
+            raise TemplateLimitError("the template computes a number that is too large")
 
 
 def check_power(base: Any, exponent: Any) -> None:
@@ -67,7 +67,7 @@ def check_method(method: BuiltinMethodType, arguments: tuple[Any, ...]) -> None:
     owner, name = method.__self__, method.__name__
     if isinstance(owner, str):
         if name in _REMOVED_METHODS:
-            raise TemplateLimitError(f"the method {name} of texts is not supported")
+            raise TemplateLimitError(f"the method {name} of strings is not supported")
         if name in _SPLITTING_METHODS:
             _check_split(owner)
         elif name == "replace":
@@ -82,7 +82,7 @@ def _check_list(value: Any, *_: Any, **__: Any) -> None:
     """Check a text or a collection that becomes a list."""
     num_elements(value)
     if isinstance(value, str) and len(value) > _MAX_SPLIT:
-        raise TemplateLimitError("the template splits too long a text")
+        raise TemplateLimitError("the template splits a text that is too long")
 
 
 def _check_split(value: Any, *_: Any, **__: Any) -> None:
@@ -98,7 +98,7 @@ def _check_replacement(text: Any, old: Any, new: Any, count: Any = None) -> None
     text, old, new = str(text), str(old), str(new)
     num_found = text.count(old)
     if num_found * len(new) > MAX_TOTAL:
-        raise TemplateLimitError("the template replaces something by too long a text")
+        raise TemplateLimitError("the template makes a replacement that is too long")
 
 
 def _check_join(values: Any, d: Any = "", attribute: Any = None) -> None:
@@ -107,7 +107,7 @@ def _check_join(values: Any, d: Any = "", attribute: Any = None) -> None:
     check_text(d)
     _check_list(values)
     if num_characters(values) + len(values) * len(str(d)) > MAX_TOTAL:
-        raise TemplateLimitError("the template joins too many texts")
+        raise TemplateLimitError("the template joins texts that are too long")
 
 
 def _check_format(form: Any, /, *values: Any, **named: Any) -> None:
@@ -134,19 +134,19 @@ def _check_json(_: Any, *arguments: Any, **named: Any) -> None:
 
 def _check_integer(value: Any, *_: Any, **__: Any) -> None:
     if isinstance(value, str) and len(value) > _MAX_INTEGER_DIGITS:
-        raise TemplateLimitError("the template reads too large a number")
+        raise TemplateLimitError("the template reads a number that is too long")
 
 
 def _check_indent(text: Any, width: Any = 4, *_: Any, **__: Any) -> None:
     _check_split(text)
     size = len(width) if isinstance(width, str) else int(width)
     if (str(text).count("\n") + 1) * size > MAX_TOTAL:
-        raise TemplateLimitError("the template indents too much")
+        raise TemplateLimitError("the template indents a text that is too long")
 
 
 def _check_sum(_: Any, attribute: Any = None, start: Any = 0) -> None:
     if not isinstance(start, int | float):
-        raise TemplateLimitError("the filter sum must start from a number")
+        raise TemplateLimitError("the start of the filter sum must be a number")
 
 
 def _check_value(value: Any = "", *_: Any, **__: Any) -> None:

@@ -64,4 +64,4 @@ class RenderingBudget(threading.local):
         """Count characters or elements. Raises TemplateLimitError if there are too many."""
         self._size += size
         if self._size > self._max_size:
-            raise TemplateLimitError("the template makes too much text")
+            raise TemplateLimitError("the template generates too much text")

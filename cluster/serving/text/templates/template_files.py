@@ -130,7 +130,7 @@ def _option_source(given: str) -> str | None:
             return None
         reason = error.strerror if isinstance(error, OSError) else error
         raise StartupError(
-            f"chat_template {shown_value(given)} is no template and cannot be read as a file: "
+            f"chat_template {shown_value(given)} is neither a template nor a readable file: "
             f"{reason}."
         ) from error
 

@@ -72,10 +72,10 @@ def _size_of(value: Any, *, is_written: bool) -> tuple[int, int]:
         if isinstance(one, list | tuple):
             num_found += len(one)
             if num_found > MAX_ELEMENTS or num_characters > MAX_TOTAL:
-                raise TemplateLimitError("the template makes a list that is too large")
+                raise TemplateLimitError("the template creates a list that is too large")
             waiting += one
         elif is_written and not isinstance(one, _WRITTEN):
             raise TemplateLimitError("the template outputs a value that is not text")
     if num_characters > MAX_TOTAL:
-        raise TemplateLimitError("the template makes a list of too much text")
+        raise TemplateLimitError("the template creates a list with too much text")
     return num_found, num_characters

@@ -24,7 +24,7 @@ PAIR = (
 
 LIMITS = (
     "takes more than|too much|too large|too often|too many|too long|must not exceed|not supported|"
-    "recursion|start from a number"
+    "must be a number|recursion"
 )
 
 

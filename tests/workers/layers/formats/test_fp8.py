@@ -238,7 +238,7 @@ def widen_values(tensors: dict[str, torch.Tensor]) -> None:
         (spoil_scale, "tensor a.weight_scale has 1 value that is NaN or infinite"),
         (spoil_value, "tensor a.weight has 1 value that is NaN or infinite"),
         (reshape_scale, r"a.weight_scale has shape \[1, 12\], but config.json requires \[12, 1\]"),
-        (widen_values, "a.weight has dtype F32; supported are F8_E4M3"),
+        (widen_values, "a.weight has dtype F32; supported dtypes are F8_E4M3"),
     ],
 )
 def test_broken_tensors_are_named(
@@ -255,5 +255,7 @@ def test_broken_tensors_are_named(
 def test_fp8_values_are_no_plain_weights(tmp_path: Path) -> None:
     values, _ = stored_fp8(12, 20)
     save_file({"a.weight": values}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"a.weight has dtype F8_E4M3; supported are F64"):
+    with pytest.raises(
+        CheckpointError, match=r"a.weight has dtype F8_E4M3; supported dtypes are F64"
+    ):
         loaded(column_layer({"a": 12}, 20, AT_LOAD), tmp_path)

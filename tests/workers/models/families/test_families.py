@@ -227,7 +227,7 @@ _GEMMA_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"final_logit_softcapping": "30"}, "final_logit_softcapping"),
     ({"sliding_window": None}, "sliding_window must be an integer"),
     ({"layer_types": ["full_attention"]}, "layer_types must have 4 entries, not 1"),
-    ({"layer_types": ["chunked_attention"] * 4}, "layer_types must hold only"),
+    ({"layer_types": ["chunked_attention"] * 4}, "layer_types may contain only"),
 ]
 
 
@@ -279,7 +279,7 @@ def test_values_that_no_gemma_supports_are_named(
         (
             SMOLLM3,
             {"layer_types": ["sliding_attention"] * 4, "sliding_window": 8},
-            "layer_types must hold only full_attention unless use_sliding_window is true",
+            "layer_types may contain only full_attention unless use_sliding_window is true",
         ),
         (OLMO3, {"sliding_window": None}, "sliding_window must be an integer"),
         (OLMO3, {"hidden_act": "gelu"}, "hidden_act"),
@@ -299,7 +299,7 @@ def test_values_that_no_gemma_supports_are_named(
         (
             PHI3,
             {"partial_rotary_factor": 0.7},
-            "partial_rotary_factor must give an even size",
+            "partial_rotary_factor must result in an even size",
         ),
         (PHI3, {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling.type must be one"),
         (PHI3, {"rope_scaling": LONGROPE | {"type": None}}, "rope_scaling.rope_type is missing"),

@@ -292,7 +292,7 @@ def test_a_wrong_value_is_named(changes: dict[str, Any], parts: list[str], tmp_p
     ("text", "part"),
     [
         ("{", "is not valid JSON"),
-        ("[1]", "must hold a JSON object, not [1]"),
+        ("[1]", "must contain a JSON object, not [1]"),
         ("", "is not valid JSON"),
         ('{"vocab_size": ' + "9" * 5000 + "}", "is not valid JSON"),
         ("[" * 100_000, "is not valid JSON"),

@@ -53,7 +53,7 @@ def _windows(file: ConfigFile, rotated: tuple[bool, ...]) -> tuple[int | None, .
     if any(has_window) and not file.flag("use_sliding_window", False):
         # Transformers masks by the window or not, depending on its implementation of attention.
         raise file.refusal(
-            "layer_types", "must hold only full_attention unless use_sliding_window is true"
+            "layer_types", "may contain only full_attention unless use_sliding_window is true"
         )
     if not file.flag("use_sliding_window", False) or "sliding_window" not in file:
         return ()
