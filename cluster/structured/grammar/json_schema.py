@@ -243,6 +243,10 @@ class _SchemaReader:
         minimum, maximum = count_limits_of(schema, path, "minProperties", "maxProperties")
         if not properties:
             return self._map(schema, path, depth, minimum, maximum)
+        if schema.get("patternProperties"):
+            fail(f"{path}/patternProperties", "cannot be combined with properties")
+        if _restricts_names(schema):
+            fail(f"{path}/propertyNames", "cannot be combined with properties")
         if minimum > len(required) or (maximum is not None and maximum < len(properties)):
             fail(path, "has minProperties or maxProperties that contradict its properties")
         members, are_required = [], []
@@ -258,17 +262,50 @@ class _SchemaReader:
     def _map(
         self, schema: Schema, path: str, depth: int, minimum: int, maximum: int | None
     ) -> Expression:
+        patterns = schema.get("patternProperties", {})
+        if not isinstance(patterns, dict):
+            fail(f"{path}/patternProperties", "must be an object of schemas")
+        name, value_path = self._name(schema, path, depth), f"{path}/additionalProperties"
         given = schema.get("additionalProperties", "properties" not in schema)
-        if given is False:
+        if patterns:
+            # Names that do not match are as additional ones beside properties.
+            name, given = self._name_of_pattern(patterns, schema, path)
+            value_path = f"{path}/patternProperties/{escaped_pointer(next(iter(patterns)))}"
+        if given is False and not patterns:
             if minimum:
                 fail(path, "requires more properties than it allows")
             return surrounded("{", Concat(()), "}")
         if minimum > 1:
             # Generated names may repeat.
             fail(f"{path}/minProperties", "must be 0 or 1 without properties")
-        value = self.read(given, f"{path}/additionalProperties", depth=depth + 1, unguarded=())
-        member = Concat((json_text.STRING, Text(":"), SPACE, value))
+        value = self.read(given, value_path, depth=depth + 1, unguarded=())
+        member = Concat((name, Text(":"), SPACE, value))
         return surrounded("{", separated(member, minimum, maximum), "}")
+
+    def _name(self, schema: Schema, path: str, depth: int) -> Expression:
+        """Return the names of properties that propertyNames allows."""
+        if not _restricts_names(schema):
+            return json_text.STRING
+        given, path = schema["propertyNames"], f"{path}/propertyNames"
+        if not isinstance(given, dict):
+            fail(path, "must be an object or true")
+        if STANDALONE.difference(("const", "enum")).intersection(given):
+            fail(path, "must be a schema of strings without references and branches")
+        if given.get("type", "string") != "string":
+            fail(f"{path}/type", "must be string, as names are")
+        return self.read({**given, "type": "string"}, path, depth=depth + 1, unguarded=())
+
+    def _name_of_pattern(
+        self, patterns: Schema, schema: Schema, path: str
+    ) -> tuple[Expression, object]:
+        """Return the names that match the only pattern, and the schema of their values."""
+        if _restricts_names(schema):
+            fail(f"{path}/propertyNames", "cannot be combined with patternProperties")
+        if len(patterns) > 1:
+            # A name may match several of them.
+            fail(f"{path}/patternProperties", "must have exactly one pattern")
+        ((pattern, value),) = patterns.items()
+        return self._strings.string_of({"pattern": pattern}, f"{path}/patternProperties"), value
 
 
 def _members_in_order(
@@ -293,6 +330,11 @@ def _members_in_order(
         may_end = may_end and not are_required[index]
         following = optional(with_comma) if may_end else with_comma
     return optional(remaining) if may_end else remaining
+
+
+def _restricts_names(schema: Schema) -> bool:
+    given = schema.get("propertyNames", True)
+    return given is not True and given not in ({}, {"type": "string"})
 
 
 def _leading_items(items: Sequence[Expression], minimum: int, more: Expression) -> Expression:

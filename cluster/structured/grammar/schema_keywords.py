@@ -39,7 +39,10 @@ KEYWORDS: Mapping[str, frozenset[str]] = {
     "string": frozenset(("minLength", "maxLength", "pattern", "format")),
     "array": frozenset(("items", "prefixItems", "minItems", "maxItems", "uniqueItems")),
     "object": frozenset(
-        ("properties", "required", "additionalProperties", "minProperties", "maxProperties")
+        (
+            *("properties", "required", "additionalProperties", "patternProperties"),
+            *("propertyNames", "minProperties", "maxProperties"),
+        )
     ),
 }
 STANDALONE = frozenset(("$ref", "const", "enum", "anyOf", "oneOf", "allOf"))
