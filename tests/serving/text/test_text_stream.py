@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from cluster.serving.text.tokenizer import Tokenizer
 
 
-def _stream(tokenizer: Tokenizer, **sampling: Any) -> TextStream:  # Any: fields of all types
+# Any: fields of all types
+def _stream(tokenizer: Tokenizer, *, includes_stop: bool = False, **sampling: Any) -> TextStream:
     request = Request(
         id="r",
         prompt_token_ids=(0,),
@@ -22,7 +23,14 @@ def _stream(tokenizer: Tokenizer, **sampling: Any) -> TextStream:  # Any: fields
         eos_token_ids=(1,),
     )
     stops = StopStrings(request.sampling.stop)
-    return TextStream(request, 0, tokenizer.token_bytes, stops=stops)
+    return TextStream(
+        request,
+        0,
+        tokenizer.token_bytes,
+        stops=stops,
+        skips_special_tokens=not includes_stop,
+        includes_stop=includes_stop,
+    )
 
 
 def _feed(
@@ -79,6 +87,20 @@ def test_end_of_sequence_has_no_text_and_no_name(tokenizer: Tokenizer) -> None:
     outputs = _feed(_stream(tokenizer), token_ids, end=FinishReason.STOP, stop_id=1)
     assert _text(outputs) == "ab"
     assert outputs[-1].stop_reason is None
+
+
+def test_the_clients_stop_token_is_included_on_request(tokenizer: Tokenizer) -> None:
+    token_ids = tokenizer.encode("abx", add_special_tokens=False)
+    stream = _stream(tokenizer, includes_stop=True, stop_token_ids=(token_ids[-1],))
+    outputs = _feed(stream, token_ids, end=FinishReason.STOP, stop_id=token_ids[-1])
+    assert _text(outputs) == "abx"
+    assert outputs[-1].stop_reason == token_ids[-1]
+
+
+def test_end_of_sequence_is_not_included_with_the_stop(tokenizer: Tokenizer) -> None:
+    token_ids = [*tokenizer.encode("ab", add_special_tokens=False), 1]
+    stream = _stream(tokenizer, includes_stop=True)
+    assert _text(_feed(stream, token_ids, end=FinishReason.STOP, stop_id=1)) == "ab"
 
 
 def test_stop_strings_wait_for_min_tokens(tokenizer: Tokenizer) -> None:
