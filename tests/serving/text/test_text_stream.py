@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from cluster.scheduling.event import TokenEvent
 from cluster.serving.text.stop_strings import StopStrings
 from cluster.serving.text.text_stream import SequenceOutput, TextStream
+from pagedray.batch import TokenLogprobs
 from pagedray.request import FinishReason, Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -64,6 +65,16 @@ def test_stop_string_across_tokens_is_cut_and_ends_the_sequence(tokenizer: Token
     assert outputs[-1].finish_reason is FinishReason.STOP
     assert outputs[-1].stop_reason == "ck br"
     assert stream.is_finished
+
+
+def test_tokens_end_with_the_one_that_completes_a_stop_string(tokenizer: Tokenizer) -> None:
+    token_ids = tokenizer.encode("aXbX", add_special_tokens=False)
+    logprobs = tuple(TokenLogprobs(float(-token_id), [], []) for token_id in token_ids)
+    stream = _stream(tokenizer, stop=("X",))
+    output = stream.add_events([TokenEvent("r", 0, tuple(token_ids), logprobs=logprobs)])
+    assert output.text == "a"
+    assert output.token_ids == tuple(token_ids[:2])
+    assert output.logprobs == logprobs[:2]
 
 
 def test_held_back_text_comes_at_the_end(tokenizer: Tokenizer) -> None:
