@@ -63,14 +63,14 @@ def document_with_table(document: str) -> str:
 
 
 def _rows() -> Iterator[str]:
-    yield "| model | `architectures` | |"
+    yield "| model | `architectures` | task and context |"
     yield "| --- | --- | --- |"
     for file in published_files():
         yield f"| {file.model} | `{file.config['architectures'][0]}` | {_result(file)} |"
 
 
 def _result(file: PublishedFile) -> str:
-    """Return what the model is loaded for, or why it is refused."""
+    """Return what the model is loaded for, or why it is rejected."""
     with TemporaryDirectory() as name:
         folder = written_config(file, Path(name))
         try:
@@ -78,7 +78,7 @@ def _result(file: PublishedFile) -> str:
         except CheckpointError as error:
             problem = str(error).removeprefix(f"{folder / 'config.json'}: ")
             # The list of all that is supported is in the table of families.
-            return f"refused: {problem.partition('; supported are')[0].rstrip('.')}"
+            return f"rejected: {problem.partition('; supported architectures are')[0].rstrip('.')}"
 
 
 def _use(config: ModelConfig) -> str:
