@@ -64,19 +64,20 @@ _VALIDATORS: dict[Task, type[Validator | EmbeddingValidator | ScoreValidator]] =
 
 
 _FIRST_PART = 16
-"""So many prompts of a call are validated before the first of them is submitted."""
+"""Number of prompts of a call that are validated before the first of them is submitted."""
 _LARGEST_PART = 256
-"""So many at most are validated before the tokens of those that run are looked at."""
+"""Maximum number of prompts that are validated before the tokens of running ones are collected."""
 
 
 class LLM:
     """A model and its engine, which runs in this process or on Ray actors.
 
-    `model` is a folder, or a Hub id such as `org/name` or `org/name@revision`. `LLMOptions` lists
-    the options, such as `tensor_parallel_size`, `executor`, `num_blocks` and `dtype`; vLLM's names
-    and values of the same options are accepted, too. If `seed` is set, it seeds requests whose
-    parameters have no seed. Raises StartupError for an option that is not supported, with an
-    alternative.
+    `model` is a folder, or a Hub id such as `org/name` or `org/name@revision`. The options are the
+    flags of `pagedray serve --help` in the groups model, ranks, KV cache and scheduling, with
+    underscores, such as `tensor_parallel_size`, `executor`, `num_blocks` and `dtype`; a flag such
+    as `--no-prefix-cache` is `enable_prefix_cache=False`. vLLM's names and values of these options
+    are accepted, too. If `seed` is set, it seeds requests whose parameters have no seed. Raises
+    StartupError for an option that is not supported; the error names an alternative.
     """
 
     def __init__(
@@ -249,9 +250,9 @@ class LLM:
         """Return the relevance of each document to its query; higher scores are more relevant.
 
         `queries` is one text for all documents, or a list with one entry per document.
-        `instruction` is the instruction for a reranker that takes one. Raises InvalidRequestError
-        for an invalid text or if the model does not compute scores, and EngineError if the engine
-        fails.
+        `instruction` describes the relevance to judge, for a reranker such as Qwen3-Reranker.
+        Raises InvalidRequestError for an invalid text or if the model does not compute scores, and
+        EngineError if the engine fails.
         """
         validator = self._validator
         if not isinstance(validator, ScoreValidator):
@@ -283,7 +284,7 @@ class LLM:
         return self._engine.stats()
 
     def measure_roofs(self) -> list[RankRoof]:
-        """Measure the device of each rank, and return what steps must read and compute on it.
+        """Measure the speed of each rank's device, and return it with the work of its steps.
 
         The model must generate text, and no request may run at the same time. Raises WorkerError,
         and DeviceError if too little memory is free.

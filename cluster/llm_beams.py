@@ -80,21 +80,21 @@ class BeamSearchParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchSequence:
-    """A beam that has ended, with its prompt."""
+    """A finished beam, with its prompt."""
 
     tokens: tuple[int, ...]
-    """Those of the prompt included."""
+    """The token ids of the prompt and of the generated text."""
     text: str
-    """That of the prompt included."""
+    """The prompt and the generated text."""
     cum_logprob: float
-    """The sum of the log-probabilities of the tokens behind the prompt."""
+    """The sum of the log-probabilities of the generated tokens."""
     score: float
-    """What beams are ordered by."""
+    """The score by which beams are ordered."""
     logprobs: tuple[TokenLogprobs, ...]
-    """At each position behind the prompt."""
+    """The log-probabilities at each generated position."""
     finish_reason: FinishReason
     stop_reason: int | None = None
-    """The end-of-sequence token that ended it."""
+    """The end-of-sequence token that ended the beam."""
 
 
 @dataclass(frozen=True, slots=True)

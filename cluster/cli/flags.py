@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
 from cluster.engine.options import EngineOptions
@@ -151,8 +151,7 @@ _GROUPS = {
         ),
         _Flag(
             "executor",
-            "ray runs each rank as a Ray actor; local runs a single rank in this process. "
-            "For a single rank, generate and chat default to local.",
+            "ray runs each rank as a Ray actor; local runs a single rank in this process.",
             ("ray", "local"),
             aliases=("--distributed-executor-backend",),
         ),
@@ -303,13 +302,18 @@ _SAMPLING = (
 )
 
 
+_CHOSEN_EXECUTOR = "(default: local for a single rank, otherwise ray)"
+
+
 def add_engine_flags(parser: argparse.ArgumentParser, *, executor: str | None) -> None:
     """Add the engine's flags to a command; without `executor`, the number of ranks decides it."""
     default = EngineOptions()
     for title, flags in _GROUPS.items():
         group = parser.add_argument_group(title)
         for flag in flags:
-            _add(group, flag, getattr(default, flag.field))
+            is_chosen = flag.field == "executor" and executor is None
+            added = replace(flag, help=f"{flag.help} {_CHOSEN_EXECUTOR}") if is_chosen else flag
+            _add(group, added, getattr(default, flag.field))
     parser.set_defaults(executor=executor)
 
 

@@ -154,6 +154,19 @@ def test_serve_accepts_a_reasoning_format_by_both_names() -> None:
     assert parsed("serve", "m").reasoning_format is None
 
 
+@pytest.mark.parametrize(
+    ("command", "default"),
+    [
+        ("serve", "ray"),
+        ("generate", "local for a single rank, otherwise ray"),
+        ("chat", "local for a single rank, otherwise ray"),
+    ],
+)
+def test_help_names_the_default_executor(command: str, default: str) -> None:
+    help_text = " ".join(_parser_of(command).format_help().split())
+    assert f"local runs a single rank in this process. (default: {default})" in help_text
+
+
 def test_more_than_one_rank_uses_ray_by_default() -> None:
     assert engine_options(parsed("chat", "m", "--tensor-parallel-size=2")).executor == "ray"
     given = parsed("chat", "m", "--tensor-parallel-size=2", "--executor=local")

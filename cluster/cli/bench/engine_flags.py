@@ -15,9 +15,9 @@ __all__ = ["DEFAULT_NUM_PROMPTS", "LENGTH_FLAGS", "add_latency_flags", "add_thro
 
 DEFAULT_NUM_PROMPTS = 1000
 LENGTH_FLAGS = {
-    "input_len": (1024, "Tokens of a prompt."),
-    "output_len": (128, "Tokens to generate for a prompt."),
-    "prefix_len": (0, "Number of additional tokens that all prompts begin with."),
+    "input_len": (1024, "Number of tokens per prompt."),
+    "output_len": (128, "Number of tokens to generate per prompt."),
+    "prefix_len": (0, "Number of additional tokens that all prompts share at their beginning."),
 }
 """Defaults and texts of the lengths of `throughput`, by their names."""
 _MOST_TOKENS = 10_000_000
@@ -28,8 +28,8 @@ def add_latency_flags(parser: argparse.ArgumentParser) -> None:
     """Add those of one batch that is generated again and again."""
     group = parser.add_argument_group("benchmark")
     for flag, default, what in (
-        ("--input-len", 32, "Tokens of a prompt."),
-        ("--output-len", 128, "Tokens to generate for a prompt."),
+        ("--input-len", 32, "Number of tokens per prompt."),
+        ("--output-len", 128, "Number of tokens to generate per prompt."),
         ("--batch-size", 8, "Number of prompts per batch."),
         ("--num-iters", 30, "Number of measured batches."),
     ):
@@ -52,7 +52,7 @@ def add_throughput_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--workload",
         choices=tuple(WORKLOADS),
-        help="Requests of lengths that other benchmarks use, in place of the flags below. "
+        help="Named set of requests, which replaces the flags for their number and lengths. "
         "(default: random prompts)",
     )
     group.add_argument(
