@@ -108,9 +108,10 @@ def test_every_error_has_a_code_and_a_reason() -> None:
             "CapacityError": (5, 3), "InternalError": (), "ShuttingDownError": (),
             "UnknownModelError": ("a", "b"), "StreamTakenError": (), "UnknownStreamError": (),
             "UnknownPreviousError": ("a",), "UnknownResponseError": ("a",),
-            "UnreadError": ("call", 5), "LethalRequestError": (),
+            "UnreadError": ("call", 5), "LethalRequestError": (), "OutputLengthError": (1, 3, 3),
+            "PromptLengthError": (3, 3),
         }.get(name, ("text",))  # fmt: skip
-        error = kind(*wanted)
+        error = kind(*wanted, param="prompt") if name == "PromptLengthError" else kind(*wanted)
         status = status_of(error)
         assert code_of(status).name == kind.grpc_status
         assert status.message == str(error)

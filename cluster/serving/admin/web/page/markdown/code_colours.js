@@ -3,7 +3,7 @@
 import { KINDS } from "./code_kinds.js";
 import { TimedWorker } from "./timed_worker.js";
 
-const LIMIT_MS = 1000;
+const LIMIT_MS = 5000;
 const MAX_CHARS = 200_000;
 // Parts so near to the view are coloured, too.
 const MARGIN = "300px";
