@@ -92,7 +92,7 @@ def _vllm() -> Iterator[str]:
         "of `LLM` have the same names with underscores. Flags such as `--max-model-len` that are "
         "the same here are not listed; the [command line](command-line.md) has them.\n"
     )
-    yield "| flag of vLLM | here |\n| --- | --- |"
+    yield "| flag of vLLM | in PagedRay |\n| --- | --- |"
     for flag, note in flag_notes(command_parser(make_parser(), "serve")):
         yield f"| `{flag}` | {note} |"
 

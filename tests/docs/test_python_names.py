@@ -11,7 +11,8 @@ import pagedray
 from pagedray import LLM, SamplingParams
 from tests.system.server_process import ROOT
 
-_TABLE = (ROOT / "docs" / "compatibility.md").read_text().partition("| in vLLM | here |\n")[2]
+_HEADING = "| in vLLM | in PagedRay |\n"
+_TABLE = (ROOT / "docs" / "compatibility.md").read_text().partition(_HEADING)[2]
 _ROWS = re.findall(r"^\| (.+?) \| (.+?) \|$", _TABLE.partition("\n\n")[0], re.MULTILINE)[1:]
 _NAME = re.compile(r"`(?:LLM\.)?(\w+)`")
 
