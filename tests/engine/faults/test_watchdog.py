@@ -115,6 +115,13 @@ class LosesOutputs(FakeExecutor):
         return RankHealth()
 
 
+class ComputesLong(FakeExecutor):
+    """Ranks whose step takes long, and which show progress meanwhile."""
+
+    def observe_ranks(self, now_s: float) -> RankHealth:
+        return RankHealth(is_busy=True)
+
+
 def test_work_without_steps_is_noticed_and_ends_the_engine() -> None:
     executor, sink = LosesOutputs(), RecordingSink()
     controller = Controller(config(), executor, sink)
@@ -134,6 +141,23 @@ def test_work_without_steps_is_noticed_and_ends_the_engine() -> None:
     wait_for(lambda: not sink.num_open)
     assert isinstance(sink.ends["a", 0][0], EngineError)
     executor.may_step.set()
+    controller.stop_steps()
+
+
+def test_a_long_step_of_ranks_that_make_progress_is_no_hang() -> None:
+    executor, sink = ComputesLong(), RecordingSink()
+    controller = Controller(config(), executor, sink)
+    controller.start_steps()
+    checks = Checks(controller)
+    executor.may_step.clear()
+    sink.expect("a")
+    controller.submit_request(request("a"))
+    checks.run_for(200.0)
+    assert controller.is_healthy
+    executor.may_step.set()
+    wait_for(lambda: not sink.num_open)
+    assert sink.ends["a", 0] == [FinishReason.LENGTH]
+    assert controller.stats().num_hangs == {"rank": 0, "steps": 0}
     controller.stop_steps()
 
 
