@@ -59,7 +59,7 @@ def fenced(code: str, language: str = "python") -> str:
 
 def test_parts_of_code_have_the_colour_of_their_kind(page: ChatPage) -> None:
     put(page, fenced(CODE))
-    assert sorted(coloured(page)) == sorted(KINDS)
+    assert sorted(coloured(page, len(KINDS))) == sorted(KINDS)
     # Colours add no elements, so that the text is that of the model.
     assert page.text("pre code") == CODE.rstrip("\n")
     assert page.count("pre code > *") == 1
@@ -71,7 +71,7 @@ def test_parts_of_code_have_the_colour_of_their_kind(page: ChatPage) -> None:
 def test_kinds_have_styles_of_their_own(page: ChatPage, scheme: str) -> None:
     page.browser.look(width=1200, height=800, scheme=scheme)
     put(page, fenced(CODE))
-    coloured(page)
+    coloured(page, len(KINDS))
     style = "getComputedStyle(document.querySelector('pre code'), '::highlight(%s)').color"
     colours = {page.evaluate(style % kind) for kind in {kind for kind, _ in KINDS}}
     assert len(colours) == 6
@@ -99,10 +99,10 @@ def test_only_complete_blocks_have_colours(page: ChatPage) -> None:
     rest(page)
     assert page.evaluate(COLOURED) == []
     page.evaluate("window.view.append('```\\n\\none\\n\\ntwo\\n\\nthree\\n')")
-    assert len(coloured(page)) == len(KINDS)
+    assert len(coloured(page, len(KINDS))) == len(KINDS)
     page.evaluate("window.view.end()")
     rest(page)
-    assert sorted(coloured(page)) == sorted(KINDS)
+    assert sorted(coloured(page, len(KINDS))) == sorted(KINDS)
     page.evaluate("window.view.node.remove()")
     page.wait_for(f"{COLOURED}.length === 0")
 
@@ -114,7 +114,7 @@ def test_code_inside_of_a_list_has_colours(page: ChatPage) -> None:
 
 def test_code_inside_of_a_string_is_no_string(page: ChatPage) -> None:
     put(page, fenced('f"a {b + 1} c"\n'))
-    assert sorted(coloured(page)) == [
+    assert sorted(coloured(page, 3)) == [
         ["code-number", "1"],
         ["code-string", ' c"'],
         ["code-string", 'f"a '],
@@ -154,4 +154,4 @@ def test_code_that_takes_too_long_stays_in_one_colour(page: ChatPage) -> None:
     rest(page)
     assert page.evaluate(COLOURED) == []
     put(page, fenced(CODE))
-    assert len(coloured(page)) == len(KINDS)
+    assert len(coloured(page, len(KINDS))) == len(KINDS)

@@ -89,6 +89,8 @@ def test_an_answer_that_is_drawn_late_asks_for_no_results_of_another_chat(
         page.click("#chats .open")
         page.evaluate("window.release()")
         page.wait_for("document.querySelectorAll('.timing').length === 1")
+        page.wait_for("document.querySelector('.send-results') !== null")
+        # Another button would follow.
         page.evaluate("new Promise((wake) => setTimeout(wake, 100))")
         assert page.count(".tool textarea") == 2
         assert page.count(".send-results") == 1
