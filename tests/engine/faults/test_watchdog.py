@@ -236,6 +236,7 @@ def test_local_rank_that_hangs_is_noticed_and_ends_the_engine(
     assert stuck.is_stuck.wait(60.0)
     assert checks.seconds_until(lambda: not controller.is_healthy, NOTICED_S) >= 6.0
     assert "Rank 0 has made no progress" in caplog.text
+    assert controller.stats().num_hangs == {"rank": 1, "steps": 0}
     checks.seconds_until(lambda: controller.error is not None, 70.0)
     wait_for(lambda: not sink.num_open)
     assert isinstance(sink.ends["b", 0][0], EngineError)
