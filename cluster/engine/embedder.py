@@ -176,7 +176,8 @@ class Embedder(StepLoop):
             for (job, index), vector in zip(batch, vectors, strict=True):
                 job.vectors[index] = _cut(vector, job.request)
             for job in {job: None for job, _ in batch}:
-                if not job.undone:
+                # The engine may have failed meanwhile, which ends all jobs.
+                if not job.undone and job in self._jobs:
                     self._leave(job, None)
             if self._suspects.are_any:
                 self._examine(is_proven=True)

@@ -313,3 +313,16 @@ def test_requests_end_although_a_thread_holds_the_lock_for_ever(
         ending.start()
         assert isinstance(waiting.exception(TIMEOUT_S), EngineError)
         ending.join()
+
+
+def test_a_step_that_ends_after_the_engine_has_failed_is_no_other_error(
+    opened: Callable[..., Embedder], caplog: pytest.LogCaptureFixture
+) -> None:
+    executor = CountingExecutor(is_open=False)
+    embedder = opened(executor)
+    held(embedder, executor)
+    embedder._fail(EngineError("It hangs."))
+    executor.gate.set()
+    wait_until(lambda: not embedder.stats().scheduler.num_running)
+    embedder.stop_steps()
+    assert caplog.records == []
