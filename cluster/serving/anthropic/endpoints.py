@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["anthropic_endpoints"]
 
+_PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 _NAMES = {"stop": "stop_sequences", "text": "messages"}
 
 
@@ -79,7 +80,14 @@ class _MessagesHandlers:
                 raise renamed(error, names) from error
         turns = Turns(tools, generation.reasoning, self._servicer.tokenizer.token_bytes)
         response = MessagesResponse(generation, turns, model=self._servicer.config.model.name)
-        answer = await answer_call(self._servicer, call, generation, response, is_stream=is_stream)
+        answer = await answer_call(
+            self._servicer,
+            call,
+            generation,
+            response,
+            is_stream=is_stream,
+            waiting_event=_PING,
+        )
         # Anthropic's libraries read the id from this header.
         answer.headers["request-id"] = generation.id
         return answer

@@ -30,15 +30,25 @@ class _Body(Protocol):
 
 
 async def answer_call(
-    servicer: Servicer, call: HttpCall, generation: GenerationCall, body: _Body, *, is_stream: bool
+    servicer: Servicer,
+    call: HttpCall,
+    generation: GenerationCall,
+    body: _Body,
+    *,
+    is_stream: bool,
+    waiting_event: bytes | None = None,
 ) -> Response:
-    """Return the HTTP response. Raises PagedRayError if a response that is no stream fails."""
+    """Return the HTTP response. Raises PagedRayError if a response that is no stream fails.
+
+    A stream sends `waiting_event`, if any, while its first event takes long.
+    """
     if is_stream:
         return EventStream(
             generation.id,
             body.events(),
             close=generation.close,
             take_progress=None if call.continuation is None else generation.follow_progress(),
+            waiting_event=waiting_event,
         )
     buffer = servicer.buffers.open_buffer(call.tenant.name)
     try:

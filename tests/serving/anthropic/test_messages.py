@@ -180,6 +180,21 @@ def test_stream_has_the_id_of_its_request(tool_server: Server) -> None:
     assert f'"id":"msg_{answer.headers["request-id"]}"' in answer.text
 
 
+@pytest.mark.slow
+def test_stream_that_waits_has_pings(tool_server: Server) -> None:
+    tool_server.engine.reset()
+    tool_server.engine.is_paused = True
+    url = f"{tool_server.url}/v1/messages"
+    with httpx.stream("POST", url, json=BODY | {"stream": True}, timeout=60.0) as answer:
+        lines = answer.iter_lines()
+        assert next(lines) == "event: ping"
+        assert next(lines) == 'data: {"type":"ping"}'
+        tool_server.engine.is_paused = False
+        names = [line for line in lines if line.startswith("event: ")]
+    assert names[0] == "event: message_start"
+    assert names[-1] == "event: message_stop"
+
+
 def test_tools_are_called(tool_server: Server) -> None:
     tool_server.engine.reset()
     say(tool_server, f"I look. {CALL}")

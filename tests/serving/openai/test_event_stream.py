@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from cluster.serving.continuation import PROGRESS_KEY
 from cluster.serving.openai.event_stream import EventStream
+from tests.virtual_time import in_virtual_time
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
     from starlette.types import Message
+
+    from cluster.serving.continuation import Encoded
 
 
 async def test_large_events_are_sent_in_pieces_that_their_client_has_read() -> None:
@@ -80,3 +84,68 @@ async def test_other_tasks_run_between_the_pieces_of_a_large_event() -> None:
 
 async def test_nothing_waits_behind_small_events() -> None:
     assert await _passes_of([b"a", (b"b", b"c"), b"d", (b"e" * 2**16,), b"f"]) == [0] * 5
+
+
+@in_virtual_time
+async def test_a_client_hears_while_the_first_event_takes_long() -> None:
+    sent = await _sent(first_s=40.0)
+    assert [body for body, _ in sent] == [b"ping", b"ping", b"a", b"b", b""]
+    assert [progress and progress[0] for _, progress in sent] == [1, 2, 3, 4, None]
+
+
+@in_virtual_time
+async def test_a_first_event_in_time_comes_alone() -> None:
+    assert [body for body, _ in await _sent(first_s=14.0)] == [b"a", b"b", b""]
+
+
+async def _sent(*, first_s: float) -> list[tuple[bytes, Encoded | None]]:
+    """Return the bodies and the progress that a stream sends, whose second event is late."""
+    sent: list[tuple[bytes, Encoded | None]] = []
+    num_taken = 0
+
+    async def events() -> AsyncGenerator[bytes]:
+        await asyncio.sleep(first_s)
+        yield b"a"
+        await asyncio.sleep(100.0)
+        yield b"b"
+
+    async def send(message: Message) -> None:
+        # A client that reads slowly gets one after the other.
+        await asyncio.sleep(1.0)
+        if "body" in message:
+            sent.append((message["body"], message.get(PROGRESS_KEY)))
+
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    def take_progress() -> Encoded:
+        nonlocal num_taken
+        num_taken += 1
+        return num_taken, (), 0, False, False
+
+    stream = EventStream(
+        "r", events(), close=lambda: None, take_progress=take_progress, waiting_event=b"ping"
+    )
+    await stream({}, receive, send)
+    return sent
+
+
+@in_virtual_time
+async def test_a_client_that_leaves_hears_nothing_more() -> None:
+    sent: list[Message] = []
+
+    async def events() -> AsyncGenerator[bytes]:
+        await asyncio.Event().wait()
+        yield b""
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def receive() -> Message:
+        await asyncio.sleep(50.0)
+        return {"type": "http.disconnect"}
+
+    await EventStream("r", events(), close=lambda: None, waiting_event=b"ping")({}, receive, send)
+    await asyncio.sleep(100.0)
+    assert len(sent) == 4
