@@ -141,7 +141,7 @@ async def test_a_thread_that_cannot_start_keeps_no_place() -> None:
 async def test_waiting_work_is_bounded(pool: TextPool, gate: threading.Event) -> None:
     works = [asyncio.create_task(pool.run_in_thread("ann", gate.wait)) for _ in range(3)]
     await asyncio.sleep(0.01)
-    with pytest.raises(OverloadedError, match="The queue of 2 long texts"):
+    with pytest.raises(OverloadedError, match="2 long texts of this tenant are waiting"):
         await pool.run_in_thread("ann", gate.wait)
     gate.set()
     assert await asyncio.gather(*works) == [True] * 3
