@@ -134,7 +134,7 @@ def test_converted_reranker_scores_pairs_as_transformers(tmp_path: Path) -> None
             expected.append(float(model(torch.tensor([ids])).logits.sigmoid()))
     with opened(tmp_path, executor="local") as llm:
         assert llm.score(query, documents) == pytest.approx(expected, abs=1e-5)
-        with pytest.raises(InvalidRequestError, match="scores texts without one"):
+        with pytest.raises(InvalidRequestError, match="scores texts without an instruction"):
             llm.score(query, documents, instruction=INSTRUCTION)
 
 
