@@ -41,7 +41,8 @@ class Taker:
 
     def _take(self, buffer: EventBuffer) -> list[TokenEvent]:
         self._is_taking.set()
-        return buffer.take_events(60.0)
+        # Longer than the test waits, or it would take the events without being woken.
+        return buffer.take_events(120.0)
 
     @property
     def sleeps(self) -> bool:
