@@ -98,6 +98,7 @@ def request(
     deadline_s: float | None = None,
     is_normalized: bool = False,
     size: int = 2,
+    weight: float = 1.0,
 ) -> EmbeddingRequest:
     return EmbeddingRequest(
         texts=tuple(tuple(text) for text in texts),
@@ -105,6 +106,7 @@ def request(
         is_normalized=is_normalized,
         size=size,
         tenant=tenant,
+        weight=weight,
         deadline_s=deadline_s,
     )
 
@@ -176,6 +178,23 @@ def test_one_text_of_another_tenant_does_not_wait_for_a_flood(
         answer.result(TIMEOUT_S)
 
 
+def test_a_tenant_with_three_times_the_weight_has_three_times_as_many_tokens(
+    opened: Callable[..., Embedder],
+) -> None:
+    executor = CountingExecutor(is_open=False)
+    embedder = opened(executor, max_num_batched_tokens=10)
+    held(embedder, executor)
+    answers = [
+        embedder.submit_request(request([first] * 10, tenant=str(first), weight=weight))
+        for first, weight in ((6, 1.0), (7, 3.0)) * 40
+    ]
+    executor.gate.set()
+    for answer in answers:
+        answer.result(TIMEOUT_S)
+    tenants = [plan.token_ids[0][0] for plan in executor.plans[1:41]]
+    assert 28 <= tenants.count(7) <= 32
+
+
 def test_cut_vectors_are_of_length_one_again(opened: Callable[..., Embedder]) -> None:
     embedder = opened(CountingExecutor())
     vectors = embedder.submit_request(request([7, 7], size=1, is_normalized=True)).result(TIMEOUT_S)
@@ -238,6 +257,9 @@ def test_a_lethal_request_that_is_alone_fails_after_three_deaths(
     embedder = opened(executor)
     with pytest.raises(LethalRequestError):
         embedder.submit_request(request([LETHAL])).result(TIMEOUT_S)
+    # Its texts are refused when they come again.
+    with pytest.raises(LethalRequestError):
+        embedder.submit_request(request([LETHAL]))
     assert executor.num_deaths == 3
     assert embedder.submit_request(request([7])).result(TIMEOUT_S).tolist() == [[1.0, 7.0]]
     assert embedder.is_healthy
