@@ -156,8 +156,8 @@ def read_text(given: object, where: str) -> Steps[str]:
 def read_system_prompt(given: object) -> Steps[str]:
     """Return the system prompt without the block in which Claude Code names its version.
 
-    That block is no instruction, and differs between conversations. In the prompt, it would keep
-    later blocks from being found in the prefix cache. Raises InvalidRequestError.
+    That block is no instruction, and may differ between conversations. In the prompt, it would
+    then keep later blocks from being found in the prefix cache. Raises InvalidRequestError.
     """
     texts = yield from _texts(given, "system")
     if not isinstance(given, list):

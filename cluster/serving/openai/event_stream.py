@@ -119,11 +119,9 @@ class EventStream(Response):
             await asyncio.gather(waiting, return_exceptions=True)
 
     async def _tell_of_wait(self, event: bytes, send: Send) -> None:
-        while not self._has_begun.is_set():
+        while True:
             with suppress(TimeoutError):
-                async with asyncio.timeout(_WAITING_S):
-                    await self._has_begun.wait()
-            if self._has_begun.is_set():
+                await asyncio.wait_for(self._has_begun.wait(), _WAITING_S)
                 return
             message: Message = {"type": "http.response.body", "body": event, "more_body": True}
             if self._take_progress is not None:

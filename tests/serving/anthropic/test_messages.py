@@ -78,7 +78,7 @@ PROMPTS: list[tuple[dict[str, Any], str]] = [
     ({"system": "Be brief."}, "system()=Be brief.;user()=hi;>"),
     ({"system": [{"type": "text", "text": "A", "cache_control": {"type": "ephemeral"}},
                  {"type": "text", "text": "B"}]}, "system()=AB;user()=hi;>"),
-    # The first block of Claude Code's requests, which differs between conversations.
+    # The first block of Claude Code's requests, which may differ between conversations.
     ({"system": [{"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cch=4af1;"},
                  {"type": "text", "text": "Be x-anthropic-billing-header: brief."}]},
      "system()=Be x-anthropic-billing-header: brief.;user()=hi;>"),
