@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class GenerationServiceStub:
-    """Generates text, or embeddings of texts, with the model of a server.
+    """Generates text with the model of a server, or embeds or scores texts.
 
     If the server requires API keys, every call must have the metadata "authorization: Bearer KEY".
     Requests, their ids and shared prefixes belong to the tenant of the key.
@@ -36,8 +36,9 @@ class GenerationServiceStub:
     in use, ABORTED if the client does not read its stream or another call has resumed it,
     RESOURCE_EXHAUSTED if the queue is full or the tenant is at its limits, DEADLINE_EXCEEDED if the
     deadline passed, UNAUTHENTICATED for a missing or invalid API key, PERMISSION_DENIED for a call
-    that the tenant may not make, UNIMPLEMENTED for a resumable stream where there are none, UNAVAILABLE
-    while the server starts or drains and if its engine failed, INTERNAL for a defect of the server.
+    that the tenant may not make, UNIMPLEMENTED for a resumable stream if the server has none,
+    UNAVAILABLE while the server starts or drains and if its engine failed, INTERNAL for a defect of
+    the server.
     Each error has details as in google.rpc.Status: always ErrorInfo, BadRequest with the path of an
     invalid field, and RetryInfo if the call may be retried.
 
@@ -106,7 +107,7 @@ class GenerationServiceStub:
 
 
 class GenerationServiceServicer:
-    """Generates text, or embeddings of texts, with the model of a server.
+    """Generates text with the model of a server, or embeds or scores texts.
 
     If the server requires API keys, every call must have the metadata "authorization: Bearer KEY".
     Requests, their ids and shared prefixes belong to the tenant of the key.
@@ -116,8 +117,9 @@ class GenerationServiceServicer:
     in use, ABORTED if the client does not read its stream or another call has resumed it,
     RESOURCE_EXHAUSTED if the queue is full or the tenant is at its limits, DEADLINE_EXCEEDED if the
     deadline passed, UNAUTHENTICATED for a missing or invalid API key, PERMISSION_DENIED for a call
-    that the tenant may not make, UNIMPLEMENTED for a resumable stream where there are none, UNAVAILABLE
-    while the server starts or drains and if its engine failed, INTERNAL for a defect of the server.
+    that the tenant may not make, UNIMPLEMENTED for a resumable stream if the server has none,
+    UNAVAILABLE while the server starts or drains and if its engine failed, INTERNAL for a defect of
+    the server.
     Each error has details as in google.rpc.Status: always ErrorInfo, BadRequest with the path of an
     invalid field, and RetryInfo if the call may be retried.
 
@@ -264,7 +266,7 @@ def add_GenerationServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GenerationService:
-    """Generates text, or embeddings of texts, with the model of a server.
+    """Generates text with the model of a server, or embeds or scores texts.
 
     If the server requires API keys, every call must have the metadata "authorization: Bearer KEY".
     Requests, their ids and shared prefixes belong to the tenant of the key.
@@ -274,8 +276,9 @@ class GenerationService:
     in use, ABORTED if the client does not read its stream or another call has resumed it,
     RESOURCE_EXHAUSTED if the queue is full or the tenant is at its limits, DEADLINE_EXCEEDED if the
     deadline passed, UNAUTHENTICATED for a missing or invalid API key, PERMISSION_DENIED for a call
-    that the tenant may not make, UNIMPLEMENTED for a resumable stream where there are none, UNAVAILABLE
-    while the server starts or drains and if its engine failed, INTERNAL for a defect of the server.
+    that the tenant may not make, UNIMPLEMENTED for a resumable stream if the server has none,
+    UNAVAILABLE while the server starts or drains and if its engine failed, INTERNAL for a defect of
+    the server.
     Each error has details as in google.rpc.Status: always ErrorInfo, BadRequest with the path of an
     invalid field, and RetryInfo if the call may be retried.
 
