@@ -73,7 +73,8 @@ class _MessagesHandlers:
                 origin=call.origin,
                 continuation=call.continuation,
             )
-            names = {"structure": "tools" if tools.is_forced else "output_config.format", **_NAMES}
+            structure = "tools" if tools.sets_structure else "output_config.format"
+            names = {"structure": structure, **_NAMES}
             try:
                 generation = await self._servicer.start_generation(given, call.entered)
             except InvalidRequestError as error:

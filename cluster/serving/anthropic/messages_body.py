@@ -51,7 +51,9 @@ class AnthropicTool(BodyPart):
         None, description="Ignored; arguments are streamed as they are generated."
     )
     allowed_callers: list[Literal["direct"]] | None = None
-    strict: bool | None = Field(None, description="Ignored; forced calls follow the schema.")
+    strict: bool | None = Field(
+        None, description="Whether calls that are not forced follow the schema, too."
+    )
 
 
 class AnthropicToolChoice(BodyPart):
@@ -338,6 +340,11 @@ def _tool_of(given: object, where: str) -> Tool:
     if not isinstance(schema, dict):
         param = f"{where}.input_schema"
         raise InvalidRequestError(f"{param} must be a JSON Schema object.", param=param)
-    tool = Tool(name=read.name, description=read.description, parameters=schema)
+    tool = Tool(
+        name=read.name,
+        description=read.description,
+        parameters=schema,
+        is_strict=bool(read.strict),
+    )
     tool.check_limits(where, schema_param=f"{where}.input_schema")
     return tool

@@ -93,7 +93,8 @@ class _Handlers:
         given = replace(
             asked.given, tenant=call.tenant.name, origin=call.origin, continuation=continuation
         )
-        names = {"structure": "tools" if asked.tools.is_forced else "text.format", **_NAMES}
+        structure = "tools" if asked.tools.sets_structure else "text.format"
+        names = {"structure": structure, **_NAMES}
         kept = self._servicer.buffers.open_buffer(call.tenant.name)
         kept.collect(len(asked.echo.large))
         try:

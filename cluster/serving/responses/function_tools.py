@@ -25,7 +25,9 @@ class FunctionTool(BodyPart):
     name: str = Field(json_schema_extra={"pattern": "^[A-Za-z0-9_.-]{1,64}$"})
     description: str | None = None
     parameters: Any = Field(None, json_schema_extra={"type": "object"})  # Any: a JSON schema
-    strict: bool | None = Field(None, description="Ignored; forced calls follow the schema.")
+    strict: bool | None = Field(
+        None, description="Whether calls that are not forced follow the schema, too."
+    )
     defer_loading: Literal[False] = False
     is_async: Literal[False] = Field(False, alias="async")
     allowed_callers: list[Literal["direct"]] | None = None
@@ -117,6 +119,11 @@ def _tool_of(given: object, where: str, *, namespace: str | None = None) -> Tool
         param = f"{where}.parameters"
         raise InvalidRequestError(f"{param} must be a JSON Schema object.", param=param)
     name = model_name(read.name, namespace)
-    tool = Tool(name=name, description=read.description, parameters=schema)
+    tool = Tool(
+        name=name,
+        description=read.description,
+        parameters=schema,
+        is_strict=bool(read.strict),
+    )
     tool.check_limits(where, schema_param=f"{where}.parameters")
     return tool

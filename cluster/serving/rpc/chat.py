@@ -242,6 +242,7 @@ def _read_tools(messages: Sequence[pb.Tool]) -> Steps[list[Tool]]:
             name=message.name,
             description=message.description or None,
             parameters=parameters or None,
+            is_strict=message.strict,
         )
         tool.check_limits(where, schema_param=f"{where}.parameters")
         tools.append(tool)

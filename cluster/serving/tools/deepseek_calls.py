@@ -11,12 +11,20 @@ from cluster.serving.tools.turn_reader import TurnReader
 if TYPE_CHECKING:
     from cluster.serving.tools.turn_reader import ToolSchemas
 
-__all__ = ["DEEPSEEK_BEGIN", "DeepSeekReader"]
+__all__ = [
+    "DEEPSEEK_BEGIN",
+    "DEEPSEEK_CALL_BEGIN",
+    "DEEPSEEK_CALL_END",
+    "DEEPSEEK_END",
+    "DEEPSEEK_SEPARATOR",
+    "DeepSeekReader",
+]
 
 DEEPSEEK_BEGIN = "<\uff5ctool\u2581calls\u2581begin\uff5c>"
-_END = "<\uff5ctool\u2581calls\u2581end\uff5c>"
-_CALL_BEGIN = "<\uff5ctool\u2581call\u2581begin\uff5c>"
-_SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
+DEEPSEEK_END = "<\uff5ctool\u2581calls\u2581end\uff5c>"
+DEEPSEEK_CALL_BEGIN = "<\uff5ctool\u2581call\u2581begin\uff5c>"
+DEEPSEEK_CALL_END = "<\uff5ctool\u2581call\u2581end\uff5c>"
+DEEPSEEK_SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
 _MAX_HEAD_LENGTH = 256
 
 
@@ -52,14 +60,16 @@ class DeepSeekReader(TurnReader):
 
     def _step_between(self) -> bool:
         found = [
-            (place, mark) for mark in (_CALL_BEGIN, _END) if (place := self._buffer.find(mark)) >= 0
+            (place, mark)
+            for mark in (DEEPSEEK_CALL_BEGIN, DEEPSEEK_END)
+            if (place := self._buffer.find(mark)) >= 0
         ]
         if found:
             place, mark = min(found)
             self._take(place + len(mark))
-            self._where = "head" if mark == _CALL_BEGIN else "content"
+            self._where = "head" if mark == DEEPSEEK_CALL_BEGIN else "content"
             return True
-        num_held = max(overlap(self._buffer, mark) for mark in (_CALL_BEGIN, _END))
+        num_held = max(overlap(self._buffer, mark) for mark in (DEEPSEEK_CALL_BEGIN, DEEPSEEK_END))
         self._take(len(self._buffer) - num_held)
         return False
 
@@ -68,12 +78,12 @@ class DeepSeekReader(TurnReader):
         if length < 0 and not is_end and len(self._buffer) < _MAX_HEAD_LENGTH:
             return False
         head = self._buffer[:length] if length >= 0 else ""
-        first, _, second = head.partition(_SEPARATOR)
+        first, _, second = head.partition(DEEPSEEK_SEPARATOR)
         name = first.strip()
         if name == "function" and second.strip():
             name = second.split("\n")[0].strip()
         if name not in self._tools:
-            self._write(DEEPSEEK_BEGIN + _CALL_BEGIN)
+            self._write(DEEPSEEK_BEGIN + DEEPSEEK_CALL_BEGIN)
             self._where = "content"
             return True
         self._take(length)

@@ -22,7 +22,13 @@ if TYPE_CHECKING:
     from cluster.serving.tools.tool import Tool
     from cluster.structured.grammar.turn import CallForm
 
-__all__ = ["call_structure", "list_structure", "message_structure", "turn_structure"]
+__all__ = [
+    "call_structure",
+    "check_length",
+    "list_structure",
+    "message_structure",
+    "turn_structure",
+]
 
 _MAX_DEPTH = 100
 
@@ -58,7 +64,7 @@ def message_structure(
         yield
         text = json_text(tool.schema(), param, most_bytes=MAX_TEXT_BYTES)
         num_characters += len(text)
-        _check_length(num_characters, param)
+        check_length(num_characters, param)
         # Names have no blanks, so none is the beginning of another one.
         opening = f"{tool.name} "
         messages.append(MessageForm(opening, "json_schema", text))
@@ -106,7 +112,7 @@ def _call_schema(
         yield
         parameters = _hoisted(tool, definitions, param)
         num_characters += len(json_text(tool.schema(), param, most_bytes=MAX_TEXT_BYTES))
-        _check_length(num_characters, param)
+        check_length(num_characters, param)
         calls.append(
             {
                 "type": "object",
@@ -118,11 +124,12 @@ def _call_schema(
     return {"anyOf": calls}, {"$defs": definitions}
 
 
-def _check_length(num_characters: int, param: str) -> None:
+def check_length(num_characters: int, param: str) -> None:
+    """Raise InvalidRequestError if the schemas of tools are too long together."""
     if num_characters > MAX_TEXT_LENGTH:
         raise InvalidRequestError(
             f"{param} may have at most {MAX_TEXT_LENGTH} characters of parameters together if "
-            "tool_choice is required or the answer has a structure.",
+            "tool_choice is required, a tool is strict or the answer has a structure.",
             param=param,
         )
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "HERMES_BEGIN",
+    "HERMES_END",
     "LLAMA_BEGIN",
     "MISTRAL_BEGIN",
     "ChoiceReader",
@@ -25,7 +26,7 @@ __all__ = [
 ]
 
 HERMES_BEGIN = "<tool_call>"
-_HERMES_END = "</tool_call>"
+HERMES_END = "</tool_call>"
 LLAMA_BEGIN = "<|python_tag|>"
 MISTRAL_BEGIN = "[TOOL_CALLS]"
 _MISTRAL_ARGUMENTS = "[ARGS]"
@@ -84,13 +85,13 @@ class HermesReader(_ObjectsReader):
             if found != "open":
                 self._where = "end" if found == "call" else "content"
             return found != "open" and bool(self._buffer)
-        before, mark, after = self._buffer.partition(_HERMES_END)
+        before, mark, after = self._buffer.partition(HERMES_END)
         if mark:
             # Text between a call and its end tag is dropped: it is not content.
             self._buffer = after
             self._where = "content"
             return True
-        self._buffer = before[len(before) - overlap(before, _HERMES_END) :]
+        self._buffer = before[len(before) - overlap(before, HERMES_END) :]
         return False
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cluster.serving.json_bodies.json_text import json_text
 from cluster.structured.grammar.schema_keywords import STANDALONE
@@ -28,6 +28,8 @@ class Tool:
     description: str | None = None
     parameters: Mapping[str, object] | None = None
     """The JSON schema of its arguments; None for no arguments."""
+    is_strict: bool = field(default=False, compare=False)
+    """Whether arguments must follow the schema even if the model need not call a tool."""
 
     def check_limits(self, param: str, *, schema_param: str) -> None:
         """Raise InvalidRequestError for an invalid name or schema, or a tool that is too large."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from cluster.serving.tools.channel_reader import ChannelReader
@@ -13,9 +13,11 @@ from cluster.serving.tools.forced_calls import (
     turn_structure,
 )
 from cluster.serving.tools.json_calls import ChoiceReader, ListReader, NamedReader
+from cluster.serving.tools.strict_calls import STRICT_FORMATS, strict_structure
 from cluster.serving.tools.tool import MAX_TOOLS, Tool
 from cluster.serving.tools.tool_calls import call_form, turn_reader
 from pagedray.errors import InvalidRequestError
+from pagedray.request import Structure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -24,11 +26,12 @@ if TYPE_CHECKING:
     from cluster.serving.tools.tool_calls import ToolCallFormat
     from cluster.serving.tools.turn_reader import TurnReader
     from cluster.structured.grammar.turn import CallForm
-    from pagedray.request import Structure
 
 __all__ = ["ToolChoice", "ToolUse", "check_allowed", "read_each_tool"]
 
 _PARAM = "tools"
+_ANY_OBJECT = {"type": "object"}
+_FREE_TEXT = Structure(kind="structural_tag", text='{"format":{"type":"any_text"}}')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +67,8 @@ class ToolUse:
         self._form: CallForm | None = None
         """How calls are written if a grammar lets the model choose between them and an answer."""
         self._names = tuple(tool.name for tool in self._tools)
+        self.sets_structure = self.is_forced
+        """Whether the structure comes from the tools alone, once it was read."""
         if choice.kind == "named":
             self._check_named()
         elif choice.kind == "required":
@@ -111,6 +116,9 @@ class ToolUse:
             return call_structure(tool, _PARAM)
         if self._choice.kind == "required":
             return (yield from list_structure(self._tools, _PARAM, is_parallel=is_parallel))
+        if answer is None and any(tool.is_strict for tool in self._tools):
+            self.sets_structure = True
+            return (yield from self._strict_structure())
         if answer is None or not self._tools:
             return answer
         _check_joined(answer, param)
@@ -147,6 +155,22 @@ class ToolUse:
             schemas = {tool.name: tool.schema() for tool in self._callable()}
             return ChannelReader(schemas, is_parallel=self._choice.is_parallel, is_open=is_open)
         return ChannelReader({}, answer=self.reader() if self.is_read else None, is_open=is_open)
+
+    def _strict_structure(self) -> Steps[Structure | None]:
+        """Return the structure of text and calls of which those of strict tools are valid."""
+        tools = [
+            tool if tool.is_strict else replace(tool, parameters=_ANY_OBJECT)
+            for tool in self._tools
+        ]
+        if self._writes_messages:
+            return (yield from message_structure(tools, _PARAM, _FREE_TEXT))
+        assert self._tool_format is not None
+        if self._tool_format not in STRICT_FORMATS:
+            return None
+        is_parallel = self._choice.is_parallel
+        return (
+            yield from strict_structure(tools, _PARAM, self._tool_format, is_parallel=is_parallel)
+        )
 
     @property
     def _writes_messages(self) -> bool:

@@ -90,6 +90,7 @@ class MatcherHandle:
         note_end: Callable[[int], None],
     ) -> None:
         sampling = request.sampling
+        structure = sampling.structure
         self.grammar = grammar
         self.error = ""
         """Why the structure ended the sequence with an error, if it did."""
@@ -103,7 +104,8 @@ class MatcherHandle:
             request.eos_token_ids,
             tuple(sampling.stop_token_ids),
             reasoning=request.reasoning,
-            mark="" if sampling.structure is None else sampling.structure.mark,
+            mark="" if structure is None else structure.mark,
+            has_text_before_mark=structure is not None and structure.kind == "calls",
             tenant=grammar.tenant,
         )
         self._num_prompt_tokens = len(request.prompt_token_ids)

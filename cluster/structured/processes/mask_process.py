@@ -165,7 +165,8 @@ class _MaskServer:
         matcher: TextMatcher = found
         mark_id = self._library.special_token_ids.get(start.mark) if start.mark else None
         if mark_id is not None:
-            matcher = MarkMatcher(found, mark_id, start.mark)
+            index = self._library.index if start.has_text_before_mark else None
+            matcher = MarkMatcher(found, mark_id, start.mark, text_index=index)
         if start.reasoning is None:
             return matcher
         return ReasoningMatcher(

@@ -91,6 +91,8 @@ class MatcherStart(msgspec.Struct, frozen=True, array_like=True):
     """The reasoning that may precede the structure."""
     mark: str = ""
     """What the structure may begin with, which may be a special token."""
+    has_text_before_mark: bool = False
+    """Whether free text may precede the mark."""
     tenant: str = ""
     """The tenant whose CPU budget its masks are charged to."""
 

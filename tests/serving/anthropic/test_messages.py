@@ -213,6 +213,20 @@ def test_tools_are_called(tool_server: Server) -> None:
     assert found[-2]["delta"]["stop_reason"] == "tool_use"
 
 
+def test_calls_of_strict_tools_follow_the_schema(tool_server: Server) -> None:
+    tool_server.engine.reset()
+    say(tool_server, CALL)
+    strict = TOOL | {"strict": True}
+    assert posted(tool_server, BODY | {"tools": [strict]}).status_code == 200
+    structure = tool_server.engine.log.submitted[-1].sampling.structure
+    assert structure is not None
+    assert (structure.kind, structure.mark) == ("calls", "<tool_call>")
+    strict = strict | {"input_schema": {"type": "object", "not": {}}}
+    refused = posted(tool_server, BODY | {"tools": [strict]})
+    assert refused.status_code == 400
+    assert "tools has the strict tool 'look', which" in refused.json()["error"]["message"]
+
+
 CASES: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens is required."),
     ({"max_tokens": 0}, "max_tokens must be 1 or more, not 0."),

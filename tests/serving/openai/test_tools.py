@@ -318,6 +318,35 @@ def test_continued_message_stays_open(client: openai.OpenAI, tool_server: Server
     assert prompt_of(tool_server).endswith("It is  ")
 
 
+def test_calls_of_strict_tools_follow_the_schema(
+    client: openai.OpenAI, tool_server: Server
+) -> None:
+    write(tool_server, AUTO)
+    function = TOOLS[0]["function"] | {"strict": True}
+    tools = [{"type": "function", "function": function}, TOOLS[1]]
+    _, calls, _ = streamed(client, tools=tools)
+    assert [name for name, _ in calls] == ["weather", "time"]
+    structure = tool_server.engine.log.submitted[-1].sampling.structure
+    assert structure is not None
+    assert (structure.kind, structure.mark) == ("calls", "<tool_call>")
+    assert "City" in structure.text
+
+
+def test_unsupported_schema_of_a_strict_tool_is_refused(client: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {"a": {"not": {}}}}
+    tools: list[Any] = [
+        {"type": "function", "function": {"name": "f", "strict": strict, "parameters": schema}}
+        for strict in (False, True)
+    ]
+    client.chat.completions.create(model="tiny", messages=ASK, tools=tools[:1])
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="tiny", messages=ASK, tools=tools[1:])
+    assert caught.value.param == "tools"
+    assert "tools has the strict tool 'f', which has an unsupported JSON Schema" in str(
+        caught.value
+    )
+
+
 @pytest.mark.parametrize("kind", ["call", "answer"])
 def test_model_calls_or_answers_with_the_schema(
     client: openai.OpenAI, tool_server: Server, kind: str

@@ -196,6 +196,20 @@ def test_tools_are_called(tool_server: Server, client: openai.OpenAI, is_stream:
     assert again.status == "completed"
 
 
+def test_calls_of_strict_tools_follow_the_schema(
+    tool_server: Server, client: openai.OpenAI
+) -> None:
+    say(tool_server, CALL)
+    strict: Any = TOOL | {"strict": True}
+    client.responses.create(model="tiny", input="hi", tools=[strict])
+    structure = tool_server.engine.log.submitted[-1].sampling.structure
+    assert structure is not None
+    assert (structure.kind, structure.mark) == ("calls", "<tool_call>")
+    strict = strict | {"parameters": {"type": "object", "not": {}}}
+    with pytest.raises(openai.BadRequestError, match="tools has the strict tool 'look', which"):
+        client.responses.create(model="tiny", input="hi", tools=[strict])
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_calls_name_their_namespace(
     tool_server: Server, client: openai.OpenAI, is_stream: bool

@@ -108,6 +108,14 @@ def test_named_tool_is_forced() -> None:
     assert parts[-1].finish_reason == pb.FINISH_REASON_TOOL_CALLS
 
 
+def test_calls_of_strict_tools_follow_the_schema() -> None:
+    strict = pb.Tool(name="look", parameters=TOOL.parameters, strict=True)
+    given = finish(_chat(tools=[TOOL, strict]).to_input(RpcCall(), ANONYMOUS, LARGEST, **TEMPLATE))
+    structure = given.sampling["structure"]
+    assert isinstance(structure, Structure)
+    assert (structure.kind, structure.mark) == ("calls", "<tool_call>")
+
+
 def test_calls_are_parsed_from_the_text_as_it_streams() -> None:
     chat = _chat(tools=[TOOL])
     text = 'Let me see. <tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'

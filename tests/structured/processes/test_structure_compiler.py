@@ -10,9 +10,12 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
+import msgspec
 import psutil
 import pytest
+from msgspec.structs import replace
 
+from cluster.structured.grammar.calls import CallsStructure, CallText
 from cluster.structured.grammar.grammar_text import MAX_TEXT_LENGTH, grammar_text
 from cluster.structured.processes.compiled_grammar import CompiledGrammar
 from cluster.structured.processes.compiler import StructureCompiler
@@ -92,6 +95,35 @@ def test_warm_up_starts_the_process_without_torch(
     libraries = " ".join(one.path for one in started.memory_maps())
     assert "xgrammar" in libraries
     assert "libtorch" not in libraries
+
+
+def test_special_token_marks_calls_behind_a_text(
+    compiler: StructureCompiler, tokenizer: Tokenizer
+) -> None:
+    mark, mark_id = "<|user|>", 3
+    given = CallsStructure(
+        mark=mark,
+        opening=("[",),
+        calls=(CallText("f", ("f(",), "{}", (")",)),),
+        separator=("",),
+        closing=("]",),
+        is_parallel=False,
+    )
+    structure = Structure(kind="calls", text=msgspec.json.encode(given).decode(), mark=mark)
+    grammar = asyncio.run(compiler.compile(structure))
+    request = replace(REQUEST, sampling=SamplingParams(structure=structure))
+    for text in ("", "[f(", "<|use"):
+        token_ids = [7, *tokenizer.encode(text, add_special_tokens=False)]
+        masks = made_masks(
+            [
+                (grammar.matcher(request), token_ids),
+                (grammar.matcher(request), [*token_ids, mark_id]),
+            ]
+        )
+        free, marked = (int.from_bytes(one, "little") for one in masks if isinstance(one, bytes))
+        assert free >> mark_id & 1
+        found = {tokenizer.token_bytes.bytes_of(one) for one in range(3072) if marked >> one & 1}
+        assert found == {b"[", b"[f", b"[f("} & {*map(tokenizer.token_bytes.bytes_of, range(3072))}
 
 
 @pytest.mark.parametrize("text", ["à", "root ::= 世", "\x9f\U000408e8ñ%"])

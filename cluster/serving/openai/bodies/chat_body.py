@@ -249,7 +249,7 @@ class ChatBody(GenerationBody):
         names = {"logprobs": "top_logprobs"}
         if self.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
-        if tools.is_forced:
+        if tools.sets_structure:
             names["structure"] = "functions" if self.has_functions else "tools"
         else:
             names |= self.structure_names()

@@ -42,7 +42,9 @@ class Function(BodyPart):
         description="The JSON Schema of its arguments.",
         json_schema_extra={"type": "object"},
     )
-    strict: bool | None = Field(None, description="Ignored; forced calls follow the schema.")
+    strict: bool | None = Field(
+        None, description="Whether calls that are not forced follow the schema, too."
+    )
 
 
 class ToolObject(BodyPart):
@@ -182,7 +184,10 @@ def _function_of(given: object, where: str) -> Tool:
         param = f"{where}.parameters"
         raise InvalidRequestError(f"{param} must be a JSON Schema object.", param=param)
     tool = Tool(
-        name=function.name, description=function.description, parameters=function.parameters
+        name=function.name,
+        description=function.description,
+        parameters=function.parameters,
+        is_strict=bool(function.strict),
     )
     tool.check_limits(where, schema_param=f"{where}.parameters")
     return tool
