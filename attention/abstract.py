@@ -1,7 +1,7 @@
 """The interface between the engine and an attention backend.
 
-Owns the words both sides use: parameters of a layer, host data of a step, metadata, state. Does
-not know how any backend computes. Metadata is always an argument; nothing here is a global.
+Defines what both sides use: parameters of a layer, host data of a step, metadata, state. Does not
+know how any backend computes. Metadata is always an argument; nothing here is a global.
 """
 
 from abc import ABC, abstractmethod
@@ -338,7 +338,7 @@ class AttentionBackend(ABC):
 
     @classmethod
     def check(cls, spec: AttentionSpec) -> tuple[str, ...]:
-        """Return every reason why this backend refuses a configuration; empty if it does not."""
+        """Return every reason why this backend rejects a configuration; empty if it does not."""
         return tuple(dict.fromkeys((*problems_of(spec), *cls._refusals(spec))))
 
     @classmethod

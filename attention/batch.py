@@ -1,4 +1,4 @@
-"""Host data of one step, from which a backend's builder plans. Does not know torch."""
+"""The host data of one step, from which a backend's builder makes a plan. Does not know torch."""
 
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,7 @@
-"""The backends on a GPU: which of them has which kernels, and what it requires.
+"""The backends on a GPU: which kernels each of them has, and what it requires.
 
-No kernel library is imported before a builder is made, so that the selector can ask any backend for
-its refusals on any machine.
+No kernel library is imported before a builder is made, so that the selector can ask every backend
+on any machine whether it supports a configuration.
 """
 
 import torch

@@ -76,7 +76,7 @@ class AsyncLLM:
                     "AsyncLLM generates text; use LLM for models that embed or score."
                 )
             self._tokenizer = Tokenizer.from_config(config)
-            # Each text waits for its turn: one that is refused would be read again and again.
+            # Each text waits for its turn: one that is rejected would be read again and again.
             text_pool = TextPool(max_waiting=sys.maxsize)
             self._validator = Validator(config, self._tokenizer, text_pool=text_pool)
             self._requests = RequestMaker(self._validator, config, seed)

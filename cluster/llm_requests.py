@@ -1,4 +1,4 @@
-"""From prompts and parameters of the Python API to requests."""
+"""Makes requests from the prompts and parameters of the Python API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests of `LLM` from their submission to their end, on the thread of the caller."""
+"""Runs the requests of `LLM` until they end, on the thread of the caller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers of things in messages."""
+"""Writes numbers of things, such as `1 request` and `2 requests`, in messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a rank is with its model."""
+"""How much of a model a rank has downloaded or loaded."""
 
 from __future__ import annotations
 

@@ -274,7 +274,7 @@ class ModelConfig:
     is_mlp_gated: bool = True
     has_mlp_bias: bool = False
     experts: ExpertsConfig | None = None
-    """What layers have in place of an MLP, or None."""
+    """What layers have instead of an MLP, or None."""
     is_encoder: bool = False
     """Whether tokens attend to all others of their text, as in BERT."""
     task: Task = "generate"

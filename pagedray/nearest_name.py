@@ -1,4 +1,4 @@
-"""What a misspelled name is most likely to mean."""
+"""Finds the name that a misspelled one most likely stands for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank tells its controller of its CPU pool."""
+"""What a rank reports to its controller about its CPU pool."""
 
 from typing import NamedTuple
 

@@ -1,8 +1,8 @@
-"""Where a rank stands: a word in shared memory that it writes and its controller reads.
+"""The progress of a rank: a word in shared memory that it writes and its controller reads.
 
-A rank stores a word whenever it enters a layer, a collective or another phase. The controller
-never waits for it, and reads it even if the rank's process is stopped. A board belongs to one
-epoch, so that a process that outlives its epoch writes to memory that is no longer read.
+A rank stores a word whenever it enters a layer, a collective or another phase. The controller never
+waits for it, and reads it even if the rank's process is stopped. A board belongs to one epoch, so
+that a process that outlives its epoch writes to memory that is no longer read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Values of clients in error messages."""
+"""Writes values of clients in error messages."""
 
 from __future__ import annotations
 

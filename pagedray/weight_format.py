@@ -1,4 +1,4 @@
-"""How checkpoints store the weights of linear layers: data, from which layers make products."""
+"""How checkpoints store the weights of linear layers: data by which layers choose kernels."""
 
 from __future__ import annotations
 

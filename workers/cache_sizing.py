@@ -1,6 +1,6 @@
-"""How many blocks the pools of a rank have, by options, by memory and by use.
+"""How many blocks the pools of a rank have: by its options, or by the memory that is available.
 
-What a GPU has free beside its steps is measured elsewhere.
+How much memory a GPU has left beside its steps is measured by `memory_profile`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Waits for GPU memory that a process which has died still has."""
+"""Waits until the GPU memory of a process that has died is free."""
 
 from __future__ import annotations
 

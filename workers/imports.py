@@ -1,4 +1,4 @@
-"""Imports what ranks need: all of it in a spare process, so that it is there before a rank dies.
+"""Imports what ranks need; a spare process imports all of it before a rank dies.
 
 A rank that starts leaves out libraries that only some models need.
 """

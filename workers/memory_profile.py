@@ -1,4 +1,4 @@
-"""What steps and graphs take of a GPU beside weights and cache, measured by running them."""
+"""Measures the GPU memory that steps and graphs need beside weights and cache, by running them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank does from its imports to the end of an epoch, and how long each part took.
+"""What a rank does from its imports to the end of an epoch, and how long each part takes.
 
 It starts no thread and does not know Ray. All but `measure_roof` is called by the thread that
 computes. The process that creates the actor of a rank imports this module without torch.

@@ -1,4 +1,4 @@
-"""What the steps of a rank must read and compute, and what its device was measured to do."""
+"""What the steps of a rank must read and compute, and the measured speed of its device."""
 
 from __future__ import annotations
 

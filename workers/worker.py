@@ -1,4 +1,4 @@
-"""One rank: the interface of what holds its part of a model and carries out its plans.
+"""The interface of a worker, which holds one rank's part of a model and runs its plans.
 
 Whether it runs inside the controller's process or inside a Ray actor is not known here.
 """

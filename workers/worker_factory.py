@@ -1,4 +1,4 @@
-"""Which worker runs a model: one that generates, or one that embeds or scores."""
+"""Chooses the worker that runs a model: one that generates, or one that embeds or scores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all backends on a GPU have in common; a subclass is a row of a table of its differences."""
+"""The base class of all backends on a GPU; a subclass declares only how it differs."""
 
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec

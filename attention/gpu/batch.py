@@ -1,6 +1,7 @@
-"""A step's numbers on the GPU, uploaded by one copy.
+"""The numbers of a step on the GPU, uploaded in one copy.
 
-Equal shapes have equal addresses, which is all that a captured graph needs of its inputs.
+Batches of equal shapes have equal addresses, which is all that a captured graph needs of its
+inputs.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The kernels of layers with equal parameters on a GPU: planned once a step, run for each layer."""
+"""The kernels of layers with equal parameters on a GPU: planned per step, run for each layer."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -76,7 +76,7 @@ class LayerKernels(ABC):
 
     @abstractmethod
     def plan_step(self, batch: GpuBatch) -> None:
-        """Plan a step in place of the last one, without waiting for the GPU."""
+        """Plan a step instead of the last one, without waiting for the GPU."""
 
     @abstractmethod
     def prefill(

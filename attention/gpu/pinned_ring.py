@@ -1,4 +1,4 @@
-"""Pinned host memory from which a GPU reads small arrays, a buffer for each of some uploads."""
+"""Pinned host memory from which a GPU reads small arrays: buffers that are used in turn."""
 
 from __future__ import annotations
 

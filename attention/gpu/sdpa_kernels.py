@@ -1,6 +1,6 @@
-"""The kernels of the torch_sdpa backend on a GPU: torch for equal prompts, or shared ones.
+"""The kernels of the torch_sdpa backend on a GPU: torch for prompts of one length, or shared ones.
 
-`scaled_dot_product_attention` cannot read blocks, and without a mask takes one length for all.
+`scaled_dot_product_attention` cannot read blocks, and without a mask it takes one length for all.
 """
 
 import torch

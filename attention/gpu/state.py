@@ -1,4 +1,4 @@
-"""What a worker keeps for captured graphs; the same for every backend on a GPU."""
+"""What a worker keeps for captured graphs, which is the same for every backend on a GPU."""
 
 from collections.abc import Mapping
 from functools import cache

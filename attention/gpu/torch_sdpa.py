@@ -1,4 +1,4 @@
-"""The torch_sdpa backend on a GPU: torch and the shared kernels, and no library."""
+"""The torch_sdpa backend on a GPU: torch and the shared kernels, without another library."""
 
 from attention.gpu.layer_kernels import LayerKernels, LayerSet
 from attention.gpu.metadata import GpuMetadataBuilder

@@ -1,1 +1,1 @@
-"""Kernels for what libraries do not support or do slowly."""
+"""Our own kernels, for what libraries do not support or compute slowly."""

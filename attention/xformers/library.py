@@ -1,7 +1,7 @@
 """The ops of xFormers that the backend uses, called directly.
 
-With any torch but the one that it was built for, xFormers' extension does not load, and its
-dispatcher refuses every op. The ops used here are Triton's or torch's own, and need neither.
+With any version of torch but the one that it was built for, xFormers' extension does not load, and
+its dispatcher rejects every op. The ops used here are Triton's or torch's own, and need neither.
 """
 
 import logging

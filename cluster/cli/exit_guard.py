@@ -29,7 +29,7 @@ _EXIT_CODE = 1
 def guard_exit(
     engine: StepLoop, loop: asyncio.AbstractEventLoop, *, limit_s: float = _LIMIT_S
 ) -> None:
-    """Start a thread that ends the process if the loop stands still once the engine has ended.
+    """Start a thread that ends the process if the loop hangs once the engine has ended.
 
     The process ends with exit code 1 after the loop has run nothing for `limit_s`.
     """

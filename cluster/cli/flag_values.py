@@ -1,4 +1,4 @@
-"""Converters of the values of flags, each of which refuses others in one line."""
+"""Converters of the values of flags, each of which rejects an invalid value in one line."""
 
 from __future__ import annotations
 

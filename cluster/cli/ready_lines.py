@@ -1,4 +1,4 @@
-"""What a server runs, how much it holds and where it listens, as `pagedray serve` prints it."""
+"""What `pagedray serve` prints when it is ready: what it runs, its capacity and its addresses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags of `vllm serve` that we do not have: those without effect, and those that are refused."""
+"""Flags of `vllm serve` that we do not have: those without effect, and those that are rejected."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def _with_flags(text: str, parser: argparse.ArgumentParser, *, mark: str = "") -
 
 
 def _exceptions(name: str) -> str:
-    """Return the values that are not refused, if a user could write some."""
+    """Return the values that are not rejected, if a user could write some."""
     values = {**WITHOUT_EFFECT, **_WITHOUT_EFFECT}.get(name, ())
     shown = [f"`{_text(value)}`" for value in values if value is not None and value is not False]
     return f", except for {' and '.join(shown)}" if shown else ""
@@ -201,7 +201,7 @@ class _Refuse(argparse.Action):
         super().__init__(*arguments, **{**options, "dest": argparse.SUPPRESS, "nargs": "?"})
         self._reason = reason
         self._name = name
-        """The option whose values may have no effect, or None if each value is refused."""
+        """The option whose values may have no effect, or None if each value is rejected."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, _: Any, value: Any, option: str | None = None

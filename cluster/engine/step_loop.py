@@ -184,7 +184,7 @@ class StepLoop(ABC):
         logger.info("All ranks are ready again after %.1f s.", self._clock.now_s() - started_s)
 
     def _restart_ranks(self) -> Sequence[int] | None:
-        """Start new ranks, and others in place of those that die meanwhile."""
+        """Start new ranks, and replace those that die meanwhile."""
         while True:
             try:
                 return self._executor.restart_ranks()
@@ -265,7 +265,7 @@ class StepLoop(ABC):
 
     @contextmanager
     def _wake_or_timeout(self) -> Iterator[None]:
-        """Hold `_wake`, or go on without it after a second: a thread that hangs may hold it."""
+        """Hold `_wake`, or continue without it after a second: a thread that hangs may hold it."""
         has_lock = self._wake.acquire(timeout=_LOCK_TIMEOUT_S)
         try:
             yield

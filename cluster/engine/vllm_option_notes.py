@@ -1,4 +1,4 @@
-"""vLLM's options that are others here, or none: what has no effect, what is refused, and why."""
+"""vLLM's options that have another name here, no effect, or are rejected, and why."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         )
     )
 )
-"""Why options that we do not have are refused, and what to use instead."""
+"""Why options that we do not have are rejected, and what to use instead."""
 
 VLLM_NAMES = frozenset((*ALIASES, *IGNORED, *WITHOUT_EFFECT, *REFUSED))
 """Options of vLLM that we do not have by these names."""

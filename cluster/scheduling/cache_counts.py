@@ -1,4 +1,4 @@
-"""What the statistics of a scheduler say about blocks, in the device pool and in each tier."""
+"""The scheduler's statistics about blocks, in the device pool and in each tier."""
 
 from cluster.scheduling.kv_manager import KvManager
 

@@ -1,4 +1,4 @@
-"""When open requests end because they are late."""
+"""The deadlines of open requests."""
 
 import heapq
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from pagedray.request import Request
 __all__ = ["Deadlines"]
 
 _FEW = 64
-"""Entries of ended requests that are kept without a look."""
+"""Entries of ended requests that are kept without a search for them."""
 
 
 class Deadlines:

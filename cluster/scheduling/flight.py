@@ -1,4 +1,4 @@
-"""A plan between the scheduler and the output that it waits for."""
+"""A plan that was sent, and whose output has not arrived."""
 
 import msgspec
 

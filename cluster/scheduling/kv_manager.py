@@ -1,7 +1,7 @@
 """The blocks of sequences: block tables, forks and swaps.
 
-Methods that allocate blocks allocate all that they need or none. When a sequence runs or is
-preempted is the scheduler's concern; what the prefix cache has of it is that of `prefixes`.
+Methods that allocate blocks allocate all that they need or none. The scheduler decides when a
+sequence runs or is preempted; `prefixes` finds and registers its blocks in the prefix cache.
 """
 
 from bisect import bisect_left
@@ -310,7 +310,7 @@ class KvManager:
         return [BlockCopy(*pair) for pair in zip(sources, targets, strict=True)]
 
     def num_lacking(self, sequence: Sequence, *, num_tokens: int, num_spare: int) -> int:
-        """Return the blocks that a refused sequence lacks beyond those free or in transit."""
+        """Return the blocks that a waiting sequence lacks beyond those free or in transit."""
         num_needed = self.blocks_for(num_tokens) + num_spare
         if sequence.refusal is not None:
             num_needed -= sequence.refusal.num_shared

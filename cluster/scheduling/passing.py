@@ -1,10 +1,10 @@
 """Lets sequences pass one that finds no room, and gives it back what they took.
 
-A sequence that finds too few free blocks does not stop those behind it: they start in the room
-that it cannot use. Of these, the ones that arrived after it borrow. Once the borrowers hold what it
+A sequence that finds too few free blocks does not stop those behind it: they start in the room that
+it cannot use. Of these, the ones that arrived after it borrow. Once the borrowers hold what it
 lacks, it is due: no other sequence passes, and `GRACE_STEPS` later it takes the room from them.
-Hence it waits for the sequences that ran when it was refused and for those that arrived before it,
-as if none had passed, and for a bounded number of steps more.
+Hence it waits for the sequences that ran when it found too few blocks and for those that arrived
+before it, as if none had passed, and for a bounded number of steps more.
 """
 
 from cluster.scheduling.sequence import Sequence, SequenceState
@@ -15,11 +15,11 @@ __all__ = ["GRACE_STEPS", "MAX_PASSED", "Passing"]
 MAX_PASSED = 4
 """Sequences that may be passed in one step, which bounds the time to find one that has room."""
 GRACE_STEPS = 16
-"""Steps for which borrowers may go on, since many end by themselves."""
+"""Steps for which borrowers may continue, since many end by themselves."""
 
 
 class Passing:
-    """The sequence that has been refused for the longest time, and those that borrow its room."""
+    """The sequence that has lacked room for the longest time, and those that borrow its room."""
 
     __slots__ = ("_due_step", "_num_starts", "_running", "claimant")
 
@@ -28,7 +28,7 @@ class Passing:
         self._num_starts = 0
         self._due_step = -1
         self.claimant: Sequence | None = None
-        """The sequence that has been refused for the longest time."""
+        """The sequence that has lacked room for the longest time."""
 
     @property
     def is_due(self) -> bool:

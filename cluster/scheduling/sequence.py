@@ -186,7 +186,7 @@ class Sequence:
         self.prefill_end = len(self.token_ids)
         """The number of tokens that its prefill computes; some may still be being sampled."""
         self.decode_end = 0
-        """While `num_computed` is less, its next token is planned without a look at its state; 0
+        """While `num_computed` is less, its next token is planned without examining its state; 0
         if that is not known."""
         self.num_prefilled = sys.maxsize
         """Tokens that were known when the prefill of its blocks ended; the maximum before."""

@@ -1,4 +1,4 @@
-"""Which calls a server accepts, by what is known without reading their texts."""
+"""Which calls a server accepts, by what is known before their texts are read."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Admission:
         return self._phase is _Phase.READY
 
     def set_ready(self) -> bool:
-        """Accept calls; return whether this is new. Has no effect once they are refused."""
+        """Accept calls; return whether this is new. Has no effect once they are rejected."""
         if self._phase is not _Phase.STARTING:
             return False
         self._phase = _Phase.READY

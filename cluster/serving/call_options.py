@@ -23,4 +23,4 @@ class CallOptions:
     reader_limits: ReaderLimits = field(default_factory=ReaderLimits)
     intake_limits: IntakeLimits = field(default_factory=IntakeLimits)
     strict_parameters: bool = False
-    """Whether parameters that would be ignored are refused."""
+    """Whether parameters that would be ignored are rejected."""

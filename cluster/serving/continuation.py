@@ -1,7 +1,7 @@
 """What a call has generated, kept outside its replica so that another one can continue the call.
 
-Whatever forwards a replica's responses keeps it, such as Ray Serve's proxies. It never comes from a
-client. Plain data without a protocol.
+It is kept by what forwards a replica's responses, such as Ray Serve's proxies, and never comes from
+a client. Plain data without a protocol.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class Frontends:
         return None if self._http is None else self._http.port
 
     async def start_servers(self) -> None:
-        """Bind the ports and serve; requests are refused until `set_ready`.
+        """Bind the ports and serve; requests are rejected until `set_ready`.
 
         Raises DeviceError if a port is not available; then none is bound.
         """

@@ -1,4 +1,4 @@
-"""What a server reports of itself, independent of any protocol."""
+"""What a server reports about itself, independent of any protocol."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ class Servicer:
     def stop_accepting(self) -> None:
         """Accept no more requests, and report not ready.
 
-        Calls that wait for a compilation are refused at once: it may take as long as the drain.
+        Calls that wait for a compilation are rejected at once: it may take as long as the drain.
         """
         self._admission.stop()
         self.validator.stop_accepting()
@@ -199,7 +199,7 @@ class Servicer:
 
         Raises OverloadedError while the tenant is at its limit or the queue of the engine is full;
         the caller passes it to `note_refused`. Frontends call it before they read a message, so
-        that an overloaded server spends little on what it refuses. A server that is not ready is
+        that an overloaded server spends little on what it rejects. A server that is not ready is
         reported by `start_generation` and `embed`.
         """
         # A call that resumes a stream needs no room; others are rejected later.
@@ -308,7 +308,7 @@ class Servicer:
         if call is not None and call.task is not None:
             call.task.abort()
             if call.proxied_id:
-                # The proxy may send it once more.
+                # The proxy may send it again.
                 self._calls.note_abort(tenant_name, call.proxied_id)
         if len(client_id) <= MAX_CLIENT_ID_LENGTH:
             self._calls.note_abort(tenant_name, client_id)

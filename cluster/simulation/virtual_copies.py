@@ -1,8 +1,8 @@
 """Copies between the pools in virtual time, beside the steps.
 
-They go as those of `workers/runner/block_swaps.py`: one stream for each direction, which waits for
-the steps before, while a step waits only for the evicted blocks that found no staging block. When
-they end is known when they begin.
+They behave like those of `workers/runner/block_swaps.py`: one stream for each direction, which
+waits for the steps before, while a step waits only for the evicted blocks that found no staging
+block. When they end is known when they begin.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reads and writes of cached blocks on a disk in virtual time.
 
-They go as those of `workers/runner/disk_jobs.py`: one thread reads and one writes, each in the
-order of plans, and no step waits for them.
+They behave like those of `workers/runner/disk_jobs.py`: one thread reads and one writes, each in
+the order of plans, and no step waits for them.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What processes and threads read and set of their operating system."""
+"""Properties of processes and threads that are read from the operating system, or set there."""

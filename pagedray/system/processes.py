@@ -1,4 +1,4 @@
-"""Processes of this machine, by what the kernel says of them."""
+"""What the kernel reports about the processes of this machine."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def lower_priority(thread_id: int, niceness: int) -> None:
 def let_others_interrupt(thread_id: int) -> None:
     """Ask the kernel to interrupt a thread that computes whenever another one wakes.
 
-    Since Linux 6.6, a thread that runs may otherwise go on until the next tick, 1 to 10 ms, even
+    Since Linux 6.6, a thread that runs may otherwise continue until the next tick, 1 to 10 ms, even
     if its priority is low. From 6.12 on, a thread may ask for longer time slices, which one that
     wakes with shorter ones interrupts. Threads that it starts inherit that. Other kernels ignore
     it.

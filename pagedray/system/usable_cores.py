@@ -1,4 +1,4 @@
-"""How many cores a process may use, in a container that has a part of those of its machine."""
+"""How many cores a process may use, which in a container can be fewer than the machine has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls in threads that do not hold up the end of the process, however long they take."""
+"""Runs calls in threads that do not delay the end of the process, however long they take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a progress line says of a download."""
+"""The text of a progress line about a download."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds a model on the Hub, and brings files of it to this node, once for all its processes."""
+"""Finds a model on the Hub, and downloads its files to this node, once for all processes."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _download(
 
 
 def _described(name: HubName, settings: HubSettings) -> HubRevision:
-    """Return what the Hub says of a model. Raises CheckpointError."""
+    """Return what the Hub says about a model. Raises CheckpointError."""
     from workers.hub.problems import HubUnreachableError, hub_error
 
     for num_tries in range(1, _NUM_TRIES + 1):

@@ -1,4 +1,4 @@
-"""From MODEL to the folder with its configuration and tokenizer, on this node."""
+"""Finds the folder on this node that has the configuration and the tokenizer of MODEL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What MODEL means: a folder, or a model on the Hub. This module asks no server."""
+"""Parses MODEL: a folder, or the name of a model on the Hub. Sends no request to a server."""
 
 from __future__ import annotations
 

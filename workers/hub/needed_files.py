@@ -1,4 +1,4 @@
-"""Which files of a repository a model is made of, besides its weights."""
+"""Which files of a repository belong to a model, besides its weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rank has of the experts of a layer."""
+"""The experts of a layer, or their columns, that one rank has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts in place of an MLP, sharded over the ranks as an MLP is.
+"""Experts instead of an MLP, sharded over the ranks as an MLP is.
 
 N. Shazeer et al., "Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts
 Layer", 2017.

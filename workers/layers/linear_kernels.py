@@ -168,7 +168,7 @@ class DenseLinear(LinearKernel):
     def add_or_return(self, stream: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
         if self.bias is not None:
             return self(x)
-        # The norm that follows then reads and writes two matrices in place of four.
+        # The norm that follows then reads and writes two matrices instead of four.
         stream.addmm_(x, self.weight.t())
         return None
 

@@ -1,4 +1,4 @@
-"""BERT (Devlin et al. 2018): an encoder with norms behind the additions (post-norm).
+"""BERT (Devlin et al. 2018): an encoder with norms after the additions (post-norm).
 
 RoBERTa (Liu et al. 2019) has the same layers, and other positions: see `text_positions`.
 """

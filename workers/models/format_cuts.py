@@ -1,4 +1,4 @@
-"""Whether the ranks of a group can each have a part of weights that are stored in groups."""
+"""Checks whether the ranks of a group can divide weights that are stored in groups of inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All-reduces of rows between the GPUs of one node, by our own kernel in place of NCCL's."""
+"""All-reduces of rows between the GPUs of one node, by our own kernel instead of NCCL's."""
 
 from __future__ import annotations
 

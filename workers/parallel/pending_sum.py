@@ -1,4 +1,4 @@
-"""A sum over the ranks that goes on while the device computes something else."""
+"""A sum over the ranks that continues while the device computes something else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A group of ranks in processes of their own: NCCL on GPUs, gloo on CPUs."""
+"""A group of ranks in separate processes: NCCL on GPUs, gloo on CPUs."""
 
 from __future__ import annotations
 

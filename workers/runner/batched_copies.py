@@ -72,7 +72,7 @@ class BatchedCopies:
     ) -> None:
         """Copy `sizes[i]` bytes between addresses, in any order, on the current stream.
 
-        Host memory must be pinned. Raises RuntimeError if the driver refuses.
+        Host memory must be pinned. Raises RuntimeError if the driver fails.
         """
         arrays = targets, sources, sizes
         assert all(one.dtype == np.uint64 and one.flags.c_contiguous for one in arrays)

@@ -1,4 +1,4 @@
-"""Decode steps captured as CUDA graphs: one launch in place of one for each kernel."""
+"""Decode steps captured as CUDA graphs: one launch instead of one for each kernel."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The file in which one rank keeps KV blocks, without a name in its folder.
+"""The file without a name in which one rank keeps KV blocks.
 
-What has no name cannot be opened by other users, and is gone with the process, however it ends. The
-checksums of blocks are only in memory: a block that comes back is as it was, or an error.
+Other users cannot open such a file, and it is deleted when the process ends, however it ends. The
+checksums of blocks are only in memory: reading a block that has changed is an error.
 """
 
 from __future__ import annotations

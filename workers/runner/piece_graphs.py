@@ -118,7 +118,7 @@ class PieceGraphs(StepGraphs[Recording]):
 
 
 class _WriteAlone(StepAttention):
-    """Writes keys and values, and returns zeros in place of attention."""
+    """Writes keys and values, and returns zeros instead of attention."""
 
     def __init__(self, write: Callable[[Attention, torch.Tensor, torch.Tensor], None]) -> None:
         self._write = write

@@ -1,4 +1,4 @@
-"""The names of a model in S3: `s3://BUCKET/PREFIX`. This module asks no server."""
+"""Parses the names of models in S3, `s3://BUCKET/PREFIX`. Sends no request to a server."""
 
 from __future__ import annotations
 

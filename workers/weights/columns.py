@@ -1,4 +1,4 @@
-"""Reads some columns of a matrix in a file, as a rank of several needs them."""
+"""Reads the columns of a matrix that one rank of several needs from a file."""
 
 from __future__ import annotations
 

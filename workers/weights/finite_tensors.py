@@ -1,6 +1,6 @@
-"""Refuses checkpoints whose weights are NaN or infinite.
+"""Rejects checkpoints whose weights are NaN or infinite.
 
-Such a checkpoint loads, but no request of it would succeed: every logit is NaN.
+Such a checkpoint would load, but none of its requests would succeed: every logit is NaN.
 """
 
 from __future__ import annotations

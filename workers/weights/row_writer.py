@@ -1,4 +1,4 @@
-"""Writes rows as a checkpoint stores them to where they are loaded."""
+"""Writes rows of a checkpoint to the tensor that they are loaded into."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tells two versions of a tensor apart, wherever and whenever their files were written."""
+"""Digests that differ for two versions of a tensor, but not by the place or time of their files."""
 
 from __future__ import annotations
 

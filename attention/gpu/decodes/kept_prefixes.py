@@ -1,4 +1,4 @@
-"""Keeps the shared prefixes of a step for the next ones, as long as a search finds the same."""
+"""Keeps the shared prefixes of a step for later steps, while a search would find the same ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Divides the keys of a step's decodes among programs, so that all of them end at about one time.
+"""Divides the keys of a step's decodes among programs, so that all end at about the same time.
 
 A program reads keys for one sequence, or for several that share a prefix, whose keys are then read
 once. Long ranges of keys are split, and merged by the program that finishes last. (Splits as in

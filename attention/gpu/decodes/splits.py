@@ -1,7 +1,6 @@
 """Chooses how ranges of keys are split among the programs of one KV head, by a model of a GPU.
 
-All times are in those of a tile of keys: what a program needs for one while the memory is not the
-limit.
+The unit of all times is what a program needs for a tile of keys while memory is not the limit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Finds out whether weights are finite, and copies them at the same time, on the CPU."""
+"""Copies weights on the CPU, and checks at the same time whether they are finite."""
 
 from __future__ import annotations
 

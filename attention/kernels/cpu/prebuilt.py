@@ -1,4 +1,4 @@
-"""Libraries of the kernels that were compiled with the package, for CPUs that were not known then.
+"""Libraries of the kernels that are compiled with the package, before the CPU is known.
 
     python -m attention.kernels.cpu.prebuilt
 

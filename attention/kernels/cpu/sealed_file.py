@@ -1,7 +1,7 @@
-"""Files that end with a digest of what is before it, so that a damaged one is noticed.
+"""Files that end with a digest of their content, so that damage is detected.
 
-A library that was cut off, for example when its machine failed, would end the process that loads it
-with a signal.
+Loading a library that was cut off, for example when its machine failed, would end the process with
+a signal.
 """
 
 from __future__ import annotations

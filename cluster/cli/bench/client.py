@@ -1,4 +1,4 @@
-"""What a load test asks of a server, and what it observes of the answer."""
+"""The interface of a load test's clients: what they send, and what they record of the answer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Timing:
 
 
 class BenchError(PagedRayError):
-    """The server refused a request, broke off its answer, or could not be reached."""
+    """The server rejected a request, ended its answer early, or could not be reached."""
 
     def __init__(self, reason: str) -> None:
         line = " ".join("".join(c if c.isprintable() else " " for c in reason).split())

@@ -245,7 +245,7 @@ def _failure(error: Exception) -> PagedRayError:
     if isinstance(error, aiohttp.ClientConnectorError):
         place = f"{url_host(error.host)}:{error.port}"
         cause = error.os_error
-        # asyncio's text has the address once more.
+        # asyncio's text repeats the address.
         is_refused = isinstance(cause, ConnectionRefusedError)
         reason = "Connection refused" if is_refused else cause.strerror or cause
         return BenchError(f"Cannot reach the server at {place}: {reason}.")

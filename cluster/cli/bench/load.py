@@ -1,4 +1,4 @@
-"""Sends requests at a rate, and collects how each went."""
+"""Sends requests at a rate, and records how each of them went."""
 
 from __future__ import annotations
 

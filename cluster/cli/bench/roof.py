@@ -1,4 +1,4 @@
-"""Which part of what the devices were measured to do a benchmark has used.
+"""The share of the devices' measured speed that a benchmark has used.
 
 The roof of a run is the time that its work would take at the measured speed: reading weights and
 cached keys and values, or computing, whichever takes longer. Activations are not counted.

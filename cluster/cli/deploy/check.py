@@ -1,4 +1,4 @@
-"""`pagedray deploy check`: says what of Helm values cannot work, before anything starts."""
+"""`pagedray deploy check`: reports what in Helm values cannot work, before anything starts."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """`pagedray deploy hold`: keeps the head of a Ray cluster until its workers have drained.
 
 Ray gives a node the whole of its drain time if something runs on it that cannot move, and Serve's
-controller, on the head, cannot. So the head does not drain: before it ends, this waits for the
-workers that drain, which need the head's GCS for that. If the head ends alone, none begins to, and
-it ends at once, so that KubeRay can start the next one.
+controller, on the head, cannot. So the head does not drain: before it ends, this command waits for
+the workers that drain, which need the head's GCS for that. If only the head ends, no worker begins
+to drain, and the head ends at once, so that KubeRay can start the next one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Nodes(Protocol):
 
 
 class GcsNodes:
-    """What the GCS of a Ray cluster knows of its nodes."""
+    """What the GCS of a Ray cluster knows about its nodes."""
 
     def __init__(self, address: str) -> None:
         host, _, port = address.rpartition(":")

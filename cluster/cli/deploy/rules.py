@@ -1,4 +1,4 @@
-"""What valid values for the chart may get wrong together: sizes, cores, hosts, upgrades."""
+"""Rules between values of the chart that are valid on their own: sizes, cores, hosts, upgrades."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def _upgrade(values: Values) -> Iterator[str]:
     step, surge = incremental["stepSizePercent"], incremental["maxSurgePercent"]
     if step > surge:
         yield (
-            f"upgrade.incremental.stepSizePercent: KubeRay refuses {step}, which is more than "
+            f"upgrade.incremental.stepSizePercent: KubeRay rejects {step}, which is more than "
             f"maxSurgePercent, {surge}."
         )
 

@@ -15,7 +15,7 @@ __all__ = ["is_ready", "service_lines"]
 _Object = dict[str, Any]
 _MAX_MESSAGE = 400
 _IS_FINAL = {
-    "ValidationFailed": "KubeRay refuses it",
+    "ValidationFailed": "KubeRay rejects it",
     "InitializingTimeout": "It did not start in time, and KubeRay has stopped trying",
 }
 _APPLICATIONS = {
@@ -62,7 +62,7 @@ def _waits(service: _Object, status: _Object) -> Iterator[str]:
         )
         return
     ready = _condition(status, "Ready")
-    # KubeRay does not record which generation it refused.
+    # KubeRay does not record which generation it rejected.
     if (final := _IS_FINAL.get(ready.get("reason", ""))) is not None:
         yield f"{final}: {_text(ready)}."
         return

@@ -1,4 +1,4 @@
-"""`pagedray deploy status`: says in words what a deployment on Kubernetes waits for."""
+"""`pagedray deploy status`: reports in words what a deployment on Kubernetes waits for."""
 
 from __future__ import annotations
 

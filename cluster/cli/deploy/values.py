@@ -81,7 +81,7 @@ def _ambiguous(node: Any, path: str) -> Iterator[str]:
 
 
 def schema_errors(values: Values, chart: Path) -> list[str]:
-    """Return a line for each value that the chart refuses, with its path and what is allowed."""
+    """Return a line for each value that the chart rejects, with its path and what is allowed."""
     try:
         schema = json.loads((chart / "values.schema.json").read_text())
     except OSError as error:
@@ -163,7 +163,7 @@ def _read(path: Path) -> Values:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Refuses a key that is there twice, of which YAML would take the last."""
+    """Rejects a key that is there twice, of which YAML would take the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         # What a mapping merges with `<<` may have its keys, too.

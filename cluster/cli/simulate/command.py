@@ -35,7 +35,7 @@ _FAILURE_EXIT = 1
 
 
 def simulate(parsed: argparse.Namespace) -> int:
-    """Run a simulation and print its figures; return 1 if a request was refused.
+    """Run a simulation and print its figures; return 1 if a request was rejected.
 
     Raises PagedRayError.
     """
@@ -52,7 +52,7 @@ def simulate(parsed: argparse.Namespace) -> int:
     if not report.refusals:
         return 0
     print(
-        f"pagedray: error: The fleet refused {len(report.refusals)} of {len(arrivals)} requests, "
+        f"pagedray: error: The fleet rejected {len(report.refusals)} of {len(arrivals)} requests, "
         f"the first one: {report.refusals[0]}",
         file=sys.stderr,
     )

@@ -26,7 +26,7 @@ class Report:
 
     summary: Summary
     refusals: tuple[str, ...]
-    """Why requests were refused, one for each."""
+    """Why requests were rejected, one for each."""
     num_swap_preemptions: int
     num_recompute_preemptions: int
     hit_rate: float

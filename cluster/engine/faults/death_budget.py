@@ -1,4 +1,4 @@
-"""How often ranks may die before their engine ends: by time, not by count.
+"""How often ranks may die before their engine ends, and the pauses before they are replaced.
 
 It has no clock: times are arguments.
 """

@@ -29,9 +29,9 @@ class _Lethal(NamedTuple):
 
 
 class LethalRequests:
-    """Refuses equal requests, and tenants that send many, for ten minutes.
+    """Rejects equal requests, and tenants that send many, for ten minutes.
 
-    Requests without a key belong to one tenant, which is never refused as a whole.
+    Requests without a key belong to one tenant, which is never rejected as a whole.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""Whether the model still computes: what to do when request after request has bad logits.
+"""Decides what happens when the logits of request after request are not finite.
 
-Loading refuses weights that are not finite, so either these requests are the cause, and others
-are not affected, or the ranks no longer compute correctly, for example because device memory is
+Loading rejects weights that are not finite, so either these requests are the cause, and others are
+not affected, or the ranks no longer compute correctly, for example because device memory is
 corrupt. A test request of one token distinguishes the two.
 """
 

@@ -1,4 +1,7 @@
-"""Observes a group's ranks: the plans that they have, the rule, and what a hang is called."""
+"""Observes the ranks of a group, and describes those that hang.
+
+It knows the plans that they have and the limits of each phase and device; `rank_watch` decides.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ __all__ = ["RankMonitor", "ReportSource"]
 
 _TICK_S = 0.25
 _START_LIMITS = WatchLimits(beat_s=60.0, first_s=300.0)
-"""Imports may hold up the heartbeat; a large tensor, a compiler or the network the rest."""
+"""Imports may delay the heartbeat; a large tensor, a compiler or the network may delay words."""
 _LIMITS = {"cpu": WatchLimits(), "cuda": WatchLimits(first_s=300.0)}
 """By device; on a GPU, libraries compile kernels for the first step of a kind."""
 

@@ -1,10 +1,9 @@
 """Decides when a rank hangs. Plain Python without clock, threads or I/O.
 
-A rank hangs if its process sends no heartbeats, or if it has work and its progress word stays the
-same for several times the longest interval between two words seen in steps of the same kind, or if
-it has finished a step but for block copies that do not end. Only
-observed time counts: while the observer itself does not run, because the machine or all processes
-are paused, no rank hangs.
+A rank hangs if its process sends no heartbeats, if it has work and its progress word stays the same
+for several times the longest interval between two words seen in steps of the same kind, or if it
+has finished a step but for block copies that do not end. Only observed time counts: while the
+observer itself does not run, because the machine or all processes are paused, no rank hangs.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ first of these deaths may have had another cause. One such request among n costs
 An accused request waits until another one survives, which proves that the ranks work; then it is a
 culprit.
 
-Requests may die only together. Then each half survives and the search is in vain. After two
-searches in vain among the same requests, half of them wait until the others have ended.
+Requests may die only together. Then each half survives and the search finds none. After two such
+searches among the same requests, half of them wait until the others have ended.
 
 It has no clock, and knows requests only by their ids and numbers of tokens.
 """
@@ -29,7 +29,7 @@ _SOLITARY_DEATHS = 2
 _MARGIN = 3
 """Tokens beyond those known at a death that clear a sequence: two steps were in flight."""
 _VAIN_SEARCHES = 2
-"""Searches in vain after which requests are separated."""
+"""Searches without a result after which requests are separated."""
 
 
 class _Separation(NamedTuple):
@@ -56,7 +56,7 @@ class Suspects:
         self._other_half: list[str] = []
         """Includes a culprit if no examined request is one."""
         self._rest: list[str] = []
-        """Suspects that may all be innocent, to be examined together at last."""
+        """Suspects that may all be innocent, to be examined together at the end."""
         self._died: list[str] = []
         """Those of the search that died together last."""
         self._survivors: set[str] = set()
@@ -68,7 +68,7 @@ class Suspects:
         self._has_culprit = False
         """Whether the search has accused a request."""
         self._num_vain: dict[str, int] = {}
-        """Searches in vain that an open request survived."""
+        """Searches without a result that an open request survived."""
         self._separations: list[_Separation] = []
 
     @property

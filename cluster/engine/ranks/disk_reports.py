@@ -1,4 +1,4 @@
-"""What the ranks of a group report of their files, joined.
+"""Joins the reports of a group's ranks about their disk files.
 
 A block is whole only if every rank has its part.
 """

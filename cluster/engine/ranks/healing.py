@@ -1,4 +1,4 @@
-"""Where the seconds of a replacement of ranks go."""
+"""The log line of a replacement of ranks: how long each phase took."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why a rank has died, by what Ray says of its actor."""
+"""Why a rank has died, according to Ray."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads where the ranks of a group stand: from shared memory, or from other nodes over Ray."""
+"""Reads the progress of a group's ranks: from shared memory, or from other nodes over Ray."""
 
 from __future__ import annotations
 

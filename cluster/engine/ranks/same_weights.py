@@ -1,4 +1,4 @@
-"""All ranks of a group need the same weights, although they may load them at different times."""
+"""Checks that all ranks of a group have loaded the same weights, also those that start later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of Ray, which may block for ever when Ray fails, in threads that can be abandoned."""
+"""Runs calls to Ray, which may block forever if it fails, in threads that can be abandoned."""
 
 from __future__ import annotations
 

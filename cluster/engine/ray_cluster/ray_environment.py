@@ -1,4 +1,4 @@
-"""What the processes of a Ray that this process starts inherit: a token, an address, time limits.
+"""The environment of the Ray processes that this process starts: a token, an address, time limits.
 
 Any client of the ports of Ray can run code as its user. So Ray listens on the loopback interface
 alone, and requires a token.
@@ -35,8 +35,8 @@ class RayEnvironment:
     def __init__(self, *, allow_unauthenticated: bool, reconnect_s: int) -> None:
         """Provide a token unless the operator has.
 
-        Ray's processes go on for `reconnect_s` without GCS. Raises StartupError if the operator has
-        turned tokens off.
+        Ray's processes continue for `reconnect_s` without GCS. Raises StartupError if the operator
+        has turned tokens off.
         """
         names = (_MODE, _TOKEN, _CLUSTER, RECONNECT_VARIABLE)
         self._before = {name: os.environ.get(name) for name in names}

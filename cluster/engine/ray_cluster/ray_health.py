@@ -80,7 +80,7 @@ class RayHealth:
     def run_unless_out(self, call: Callable[[], Result]) -> Result:
         """Return what `call` returns, which needs Ray. Raises StartupError during an outage.
 
-        Calls of Ray may then block for ever, so the call is abandoned, or fail at once.
+        Calls to Ray may then block forever, so the call is abandoned, or fail at once.
         """
         self._check_outage()
         try:

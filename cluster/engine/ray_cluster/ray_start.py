@@ -72,7 +72,7 @@ def join_ray() -> None:
 
 
 def reconnect_s() -> float:
-    """Return how long this process goes on without GCS before Ray ends it."""
+    """Return how long this process continues without GCS before Ray ends it."""
     return float(os.environ.get(RECONNECT_VARIABLE, _DEFAULT_RECONNECT_S))
 
 

@@ -1,4 +1,4 @@
-"""Keeps what SIGTERM does in this process while a native library installs a handler of its own."""
+"""Keeps the SIGTERM handler of this process when a native library installs its own."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class PrefixCache:
         self._keys: list[BlockKey | None] = [None] * num_blocks
         self._is_proven = bytearray(num_blocks)
         self._renewed: dict[bytes, bytes] = {}
-        """The digests in place of those that were renewed."""
+        """The digests that replace those that were renewed."""
         self.num_forgotten = 0
         """Blocks that were removed so far."""
         self.revision = 0

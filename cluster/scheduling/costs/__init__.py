@@ -1,1 +1,1 @@
-"""What steps and copies take, as measured, and which way to preempt a sequence costs less."""
+"""The measured times of steps and copies, and the choices that depend on them."""

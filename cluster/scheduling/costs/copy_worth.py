@@ -1,8 +1,9 @@
 """Whether cached blocks are worth a copy to the CPU pool, and back.
 
-An evicted block costs a copy, and pays once it is found again: then copying it back takes less than
-computing its tokens. How often that happens depends on the clients. It is counted, also for blocks
-that were not copied, whose digests are remembered as long as the CPU pool would have kept them.
+Copying an evicted block takes time, and saves time once the block is found again, if copying it
+back takes less than computing its tokens. How often that happens depends on the clients. It is
+counted, also for blocks that were not copied, whose digests are remembered as long as the CPU pool
+would have kept them.
 """
 
 from collections import OrderedDict

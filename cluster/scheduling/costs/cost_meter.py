@@ -1,4 +1,4 @@
-"""Measures what steps and copies take, by what rank 0 reports with its outputs."""
+"""Measures how long steps and copies take, by what rank 0 reports with its outputs."""
 
 from cluster.scheduling.costs.pace import Pace
 from cluster.scheduling.costs.step_times import StepTimes

@@ -1,4 +1,4 @@
-"""Waiting sequences that are passed in one step, out of the queue for as long."""
+"""Waiting sequences that are passed in one step; they are out of the queue until its end."""
 
 from cluster.scheduling.queues.fair_queue import FairQueue, Share
 from cluster.scheduling.sequence import Sequence

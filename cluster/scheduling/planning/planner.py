@@ -113,7 +113,7 @@ class Planner:
         return prefills
 
     def _prepare_decode(self, sequence: Sequence, draft: PlanDraft) -> bool:
-        """Find out how long a sequence decodes without a look at it; return False if not at all.
+        """Find out how long a sequence decodes unexamined; return False if it cannot decode now.
 
         It gets a block if it needs one.
         """

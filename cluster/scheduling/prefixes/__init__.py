@@ -1,1 +1,1 @@
-"""What the prefix cache has of sequences: look-ups, registered blocks, and those copied back."""
+"""The blocks of sequences in the prefix cache: look-ups, registration, and copies back."""

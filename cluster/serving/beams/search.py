@@ -1,4 +1,4 @@
-"""Beam search, as transformers defines it: which continuations of a prompt run on, and which stay.
+"""Beam search, as transformers defines it: which beams continue, and which are results.
 
 It knows neither engine nor text: log-probabilities come in, beams to compute go out.
 """

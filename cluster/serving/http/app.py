@@ -269,7 +269,7 @@ class HttpApp:
 
 
 def _credential(request: Request) -> str | None:
-    """Return the Authorization header, or what Anthropic's clients send in place of it.
+    """Return the Authorization header, or what Anthropic's clients send instead.
 
     Raises AuthenticationError.
     """

@@ -331,7 +331,7 @@ class HttpConnection(HttpToolsProtocol):
         self.cycle.keep_alive = False
 
     def _refuse(self, status: HTTPStatus, text: str) -> None:
-        """Respond in place of the application, and close."""
+        """Respond instead of the application, and close."""
         self._stop_watching()
         self.note_refusal()
         if self._has_head and self.cycle is not None and self.cycle.response_started:

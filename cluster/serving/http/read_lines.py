@@ -1,4 +1,4 @@
-"""Where what clients send waits for its turn on the event loop: see `ReadTurns`."""
+"""The queues in which data from clients waits for its turn on the event loop: see `ReadTurns`."""
 
 from __future__ import annotations
 

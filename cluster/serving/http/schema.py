@@ -71,7 +71,7 @@ class Body(BodyPart):
     ignored: ClassVar[Mapping[str, str]] = {}
     """Parameters that cannot change the answer, and why."""
     refused: ClassVar[Mapping[str, str]] = {}
-    """Unsupported parameters, and what to use instead or why they are refused."""
+    """Unsupported parameters, and what to use instead or why they are rejected."""
     synonyms: ClassVar[Mapping[str, str]] = {}
     """Names that other APIs give to parameters, and those that they have here."""
     max_entries: ClassVar[Mapping[str, int]] = {}
@@ -103,7 +103,7 @@ def read_body(
 ) -> Steps[AnyBody]:
     """Return the checked body of a call. Raises InvalidRequestError.
 
-    `note_ignored` is called with the name of each parameter that is ignored, and may refuse it.
+    `note_ignored` is called with the name of each parameter that is ignored, and may reject it.
     """
     try:
         given = yield from read_json(raw, size)
@@ -127,7 +127,7 @@ def read_part(kind: type[Part], given: object, where: str) -> Part:
 def missing_field(
     names: Sequence[str], given: object, where: str, kinds: Iterable[type[BodyPart]]
 ) -> InvalidRequestError:
-    """Return the refusal of a part, at the path `where`, that has none of the fields of `names`.
+    """Return the error for a part, at the path `where`, that has none of the fields of `names`.
 
     A name in it that is like one of them, and no field of the part's possible kinds, is named.
     Otherwise the first field is.
@@ -321,7 +321,7 @@ def _one_of(expected: str) -> str:
 
 
 def _unsupported(name: str, kind: type[BodyPart], where: str = "") -> InvalidRequestError:
-    """Return the refusal of a name in the part at the path `where`."""
+    """Return the error for a name in the part at the path `where`."""
     whole = _inside(where, name)
     if _PLAIN_NAME.fullmatch(whole) is None:
         return InvalidRequestError(f"{shown_value(whole)} is not supported.")

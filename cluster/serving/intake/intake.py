@@ -1,4 +1,4 @@
-"""What frontends ask before and while they read requests."""
+"""The limits that frontends apply before and while they read requests."""
 
 from __future__ import annotations
 

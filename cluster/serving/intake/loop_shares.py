@@ -183,7 +183,7 @@ class LoopShares:
         account.timer = loop.call_later(wait_s, self._give_turn, account)
 
     def _give_turn(self, account: _Account) -> None:
-        """Let the first request go on that waits, or all if none is delayed any longer."""
+        """Let the first waiting request continue, or all of them if none is delayed any longer."""
         account.timer = None
         wait_s = self._wait_s(account)
         while account.waiting and not wait_s:

@@ -1,4 +1,4 @@
-"""Ends the wait for messages that do not come, with one timer for all calls."""
+"""Ends the wait for messages that do not arrive, with one timer for all calls."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class EscapedStrings:
         """Each with its text for `_cut`."""
 
     def take_out(self, raw: bytes) -> Steps[bytes]:
-        """Return a body with a short string in place of each that has escapes."""
+        """Return a body in which a short string replaces each string that has escapes."""
         plain = yield from _without_escaped_quotes(raw)
         kept: list[bytes] = []
         copied = at = num_strings = 0

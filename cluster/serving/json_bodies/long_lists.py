@@ -31,7 +31,7 @@ class LongLists:
         self._lists: list[bytes] = []
 
     def take_out(self, raw: bytes) -> Steps[bytes]:
-        """Return a body without escaped quotes, with a string in place of each list."""
+        """Return a body without escaped quotes, in which a string replaces each list."""
         # Every second part is a string.
         parts = raw.split(b'"')
         for index in range(0, len(parts), 2):

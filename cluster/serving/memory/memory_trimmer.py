@@ -17,7 +17,7 @@ class MemoryTrimmer:
     """Trims memory after many large requests and responses. Used from the event loop only.
 
     It takes tens of milliseconds on a thread, during which others may wait for memory, so it comes
-    a second after the last of them, or every five seconds if they go on. What small requests
+    a second after the last of them, or every five seconds while they continue. What small requests
     take is used by the next ones.
     """
 

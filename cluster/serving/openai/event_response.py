@@ -1,4 +1,4 @@
-"""The base of responses that are streamed as events with names: one turn, whole or in pieces."""
+"""The base class of responses that are streamed as named events: one turn, whole or in pieces."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Responses that end when their client disconnects: event streams, and awaited work.
 
-A stream that can be resumed goes on without its response.
+A stream that can be resumed continues without its response.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptReportForm:
-    """What a response says of each token of its prompts."""
+    """What a response says about each token of its prompts."""
 
     num_listed: int | None
     """How many of the likeliest tokens `prompt_logprobs` has; None leaves it out."""

@@ -1,4 +1,4 @@
-"""Event streams that go on when their connection is cut, and the calls that resume them."""
+"""Event streams that continue when their connection is cut, and the calls that resume them."""
 
 from __future__ import annotations
 

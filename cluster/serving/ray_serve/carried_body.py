@@ -20,7 +20,7 @@ BODY_KEY = "pagedray.body"
 def receive_carried(scope: Scope, receive: Receive) -> Receive:
     """Return a `receive` whose first message is the body that `scope` carries, if it has one.
 
-    The messages of the body may follow once more, which applications ignore.
+    The messages of the body may be received again, which applications ignore.
     """
     body: bytes | None = scope.pop(BODY_KEY, None)
     if body is None:

@@ -1,7 +1,7 @@
-"""Ends a replica that hangs while it loads, from a process of its own.
+"""Ends a replica that hangs while it loads, from a child process.
 
 Ray Serve checks the health of replicas only once they have started, and a start has no limit. A
-replica that stands still cannot end itself, so a child process does; Serve then starts another one.
+replica that hangs cannot end itself, so a child process does; Serve then starts another one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["LoadWatchdog"]
 
 _MODULE = "cluster.serving.ray_serve.load_watchdog"
 _SILENCE_S = 60.0
-"""Imports may hold up the heartbeat, as they may in a rank."""
+"""Imports may delay the heartbeat, as they may in a rank."""
 _BEATS_PER_SILENCE = 20
 _CLOSE_WAIT_S = 5.0
 

@@ -44,7 +44,7 @@ class ServeOptions:
     stall_timeout_s: float = 120.0
     """A replica that has work but runs no step for this long is replaced."""
     load_timeout_s: float | None = None
-    """A replica that has not loaded after this long is replaced; None waits for ever."""
+    """A replica that has not loaded after this long is replaced; None waits forever."""
     lease_s: float = 30.0
     """A stream that is not read for this long is cancelled; at least 5 s, so that busy callers
     renew in time."""

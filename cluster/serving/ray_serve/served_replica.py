@@ -1,4 +1,4 @@
-"""What every deployment class of ours has: its engine, and the methods that Serve itself calls."""
+"""The base class of our deployments: an engine, and the methods that Serve itself calls."""
 
 from __future__ import annotations
 

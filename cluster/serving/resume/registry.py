@@ -171,7 +171,7 @@ class ResumableStreams:
                 "The body differs from the one of the stream that Last-Event-ID resumes."
             )
         if entry.stream.ends_at(number):
-            # Its grace time goes on, or a client that always asks again would keep the stream.
+            # Its grace time continues: a client that asks again and again must not keep the stream.
             return None
         entry.stop_timer()
         return entry.stream.attach_reader(number)

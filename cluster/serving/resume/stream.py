@@ -1,8 +1,8 @@
 """The messages of one call, kept so that a client whose connection was cut can read on.
 
 Messages are numbered from 1. A stream has one reader at a time, the call that resumed it last.
-Without a reader, generation goes on within the limits of the stream's buffer, until the grace time
-is over.
+Without a reader, generation continues within the limits of the stream's buffer, until the grace
+time is over.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class ResumableStream:
         return self.is_finished and self._error is None and number == self._last
 
     def attach_reader(self, number: int) -> StreamReader:
-        """Return a reader of the messages after `number`, in place of the current reader."""
+        """Return a reader of the messages after `number`, instead of the current reader."""
         assert self._first - 1 <= number <= self._last
         taken, self._reader = self._reader, StreamReader(self, number)
         if taken is not None:

@@ -14,10 +14,10 @@ _MAX_PER_HOST = 512
 _MAX_BYTES = 2**22
 _MAX_BYTES_PER_HOST = 2**21
 _MOST_COUNTED = 2**14
-"""Bytes of a connection that are counted: gRPC refuses longer headers, and does not keep the
+"""Bytes of a connection that are counted: gRPC rejects longer headers, and does not keep the
 health checks that it has answered."""
 _FEW_BYTES = 2**12
-"""A connection with fewer is not refused for the bytes of others."""
+"""A connection with fewer is not stopped for the bytes of others."""
 
 
 class UnprovenShare:

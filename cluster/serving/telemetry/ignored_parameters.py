@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class IgnoredParameters:
-    """Counts ignored parameters, and logs each name once; or refuses them."""
+    """Counts ignored parameters, and logs each name once; or rejects them."""
 
     def __init__(self, count: Callable[[str], None], *, is_strict: bool) -> None:
         """`count` is called with each name; they are those of tables in the code."""

@@ -1,4 +1,4 @@
-"""Limits log lines that any client can cause."""
+"""Limits how often lines that any client can cause are logged."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Panics of a library in Rust, as errors.
 
-A panic reaches Python as an exception that is no `Exception`, so that handlers of errors miss it.
+A panic reaches Python as an exception that is not an `Exception`, so handlers of errors miss it.
 Its class cannot be imported, and each library has its own.
 """
 
@@ -23,7 +23,7 @@ class LibraryPanicError(RuntimeError):
 
 @contextmanager
 def panics_as_errors() -> Iterator[None]:
-    """Raise LibraryPanicError in place of a panic."""
+    """Raise LibraryPanicError instead of a panic."""
     try:
         yield
     except BaseException as error:

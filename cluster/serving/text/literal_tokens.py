@@ -47,7 +47,7 @@ class MarkedText:
 
     @property
     def restored(self) -> str:
-        """The text with the client's own in place of the marks. Raises InvalidRequestError."""
+        """The text with the client's own text instead of the marks. Raises InvalidRequestError."""
         return _restored(self.text, self.originals)
 
 

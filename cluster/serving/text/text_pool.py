@@ -92,7 +92,7 @@ class TextPool:
         return await self._run(tenant, self._threads, work)
 
     async def encode_in_thread(self, tenant: str, encode: Callable[[], Result]) -> Result:
-        """Return the result of `encode`, which holds the interpreter's lock for moments only.
+        """Return the result of `encode`, which holds the interpreter's lock only briefly.
 
         At low priority it would otherwise keep other threads waiting for the lock. Raises
         OverloadedError if the tenant's queue is full.

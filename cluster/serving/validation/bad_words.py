@@ -1,4 +1,4 @@
-"""From the texts of `bad_words` to sequences of tokens, as vLLM defines them."""
+"""Converts the texts of `bad_words` to sequences of tokens, as vLLM does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits of what a call says of itself, beside its prompts and sampling parameters."""
+"""Checks the fields of a call other than its prompts and sampling parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts to token ids: texts are checked and tokenized, conversations rendered first.
+"""Converts prompts to token ids: texts are tokenized, conversations rendered first.
 
 Long texts are tokenized in threads, so that they do not block the event loop.
 """
@@ -58,7 +58,7 @@ class PromptReader:
     ) -> None:
         """Without a pool, long texts are tokenized in place, which blocks an event loop.
 
-        Without `request_templates`, a template of a request is refused.
+        Without `request_templates`, a template of a request is rejected.
         """
         self._tokenizer = tokenizer
         self._text_pool = text_pool
@@ -219,7 +219,7 @@ class PromptReader:
         )
 
     async def _template_of(self, prompt: ChatPrompt, tenant: str) -> ChatTemplate | None:
-        """Return the template that a prompt has in place of the model's, if any."""
+        """Return the template of a prompt that replaces the model's, if any."""
         source = prompt.template
         if source is None:
             return None

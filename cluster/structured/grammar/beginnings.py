@@ -33,7 +33,7 @@ def may_begin_with(text: str, rules: Mapping[str, Expression], start: Expression
 
 
 class _Reading:
-    """Finds where expressions end in a text, or at its end those that go on."""
+    """Finds where expressions end in a text, or which of them continue at its end."""
 
     def __init__(self, text: str, rules: Mapping[str, Expression]) -> None:
         self._text = text

@@ -1,4 +1,4 @@
-"""What follows the tokens of a sequence through a grammar."""
+"""The interface of matchers, which follow the tokens of a sequence through a grammar."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class StructureCompiler:
         return grammar
 
     def stop_accepting(self) -> None:
-        """Compile no more structures, and end the calls that wait for one; others go on."""
+        """Compile no more structures, and end the calls that wait for one; others continue."""
         self._threads.close()
 
     def close(self) -> None:

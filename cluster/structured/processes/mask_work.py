@@ -1,6 +1,6 @@
 """The masks that are being made: quick ones by a few threads, costly ones by others.
 
-A thread inside of xgrammar cannot be interrupted. So a thread whose mask is costly goes on at low
+A thread inside xgrammar cannot be interrupted. So a thread whose mask is costly continues at low
 priority, and another one takes its place; each tenant has one such thread at a time, which makes
 its other costly masks, too. A mask that takes too long altogether ends its sequence and the
 process.
@@ -36,11 +36,11 @@ CHECK_INTERVAL_S = 0.05
 _CHEAP_S = 0.001
 """CPU time of masks that are made before others, even of a tenant that has costly ones."""
 _COSTLY_S = 0.005
-"""CPU time of a mask that goes on at low priority, even if no step waits for others."""
+"""CPU time of a mask that continues at low priority, even if no step waits for others."""
 _NICENESS = 10
 """Priority of costly masks, for which no step waits; they still get a tenth of a busy core."""
 _SLOW_S = 0.01
-"""CPU time of a mask that goes on at the lowest priority, a seventieth of a busy core."""
+"""CPU time of a mask that continues at the lowest priority, a seventieth of a busy core."""
 _SLOW_NICENESS = 19
 _SLEEP_FACTOR = 6
 """A mask may sleep this many times its CPU time."""

@@ -217,7 +217,7 @@ def test_an_incremental_upgrade_needs_the_autoscaler_a_class_and_no_routes() -> 
     assert rules(values) == []
     upgrade["incremental"] |= {"stepSizePercent": 50, "maxSurgePercent": 20}
     [error] = rules(values)
-    assert error.startswith("upgrade.incremental.stepSizePercent: KubeRay refuses 50")
+    assert error.startswith("upgrade.incremental.stepSizePercent: KubeRay rejects 50")
 
 
 @pytest.mark.parametrize(("size", "num_errors"), [("1Ti", 0), ("800Gi", 0), ("780Gi", 1)])

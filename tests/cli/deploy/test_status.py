@@ -75,7 +75,7 @@ def test_a_service_that_serves_is_one_line() -> None:
                     }
                 ]
             },
-            "KubeRay refuses it: The RayService spec is invalid.",
+            "KubeRay rejects it: The RayService spec is invalid.",
         ),
         ({"conditions": [_NOT_READY]}, "has not created a Ray cluster yet"),
         (
@@ -135,7 +135,7 @@ def test_a_refused_change_is_not_one_that_kuberay_has_not_seen() -> None:
     # KubeRay leaves observedGeneration as it is when it refuses a change.
     refused = {"type": "Ready", "status": "False", "reason": "ValidationFailed", "message": "no"}
     _, *lines = status_lines(service(observedGeneration=1, conditions=[refused]), [])
-    assert lines == ["KubeRay refuses it: no."]
+    assert lines == ["KubeRay rejects it: no."]
 
 
 def test_a_service_that_is_being_suspended_says_so() -> None:

@@ -132,7 +132,7 @@ def test_loads_from_before_an_idle_time_do_not_route(
 def test_what_the_queue_refuses_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--num-prompts=20", "--max-queued-requests=5", "--max-num-seqs=1"]
     assert main(["simulate", *flags]) == 1
-    assert "refused 15 of 20 requests, the first one: " in capsys.readouterr().err
+    assert "rejected 15 of 20 requests, the first one: " in capsys.readouterr().err
 
 
 def test_times_between_and_beyond_points_are_linear() -> None:

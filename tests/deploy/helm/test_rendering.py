@@ -313,7 +313,7 @@ def test_the_endpoint_picker_reads_the_metrics_of_workers_alone() -> None:
                     "incremental": {"gatewayClassName": "a", "maxSurgePercent": 20},
                 },
             },
-            "stepSizePercent: KubeRay refuses 25",
+            "stepSizePercent: KubeRay rejects 25",
         ),
         (_HUB | {"gcs": {"faultTolerance": "rocksdb"}}, "GCSFaultToleranceEmbeddedStorage"),
         (_HUB | {"gateway": {"enabled": True}}, "gateway.name"),

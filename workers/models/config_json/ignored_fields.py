@@ -1,6 +1,6 @@
 """Fields of config.json that no family reads, each with the reason why it changes no output.
 
-A field that is neither read nor listed here could change the result, so it is refused by name.
+A field that is neither read nor listed here could change the result, so it is rejected by name.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Maps the memory in which a CPU pool outlives its rank.
 
-Only one process maps it at a time, so that none changes it after another one took its place. Behind
-the blocks, it says what they are of, once the scheduler knows that they are new: a rank that
-computes other keys and values than the one before starts with zeros.
+Only one process maps it at a time, so that none changes it after another one took its place. A
+digest behind the blocks says what they were computed from; it is written once the scheduler knows
+that the blocks are new. A rank that computes other keys and values than the one before starts with
+zeros.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ class MappedPool:
         origin: bytes,
         timeout_s: float = _LOCK_TIMEOUT_S,
     ) -> None:
-        """Map `num_bytes` of blocks; `origin`, 32 bytes, says what they are of.
+        """Map `num_bytes` of blocks; `origin`, 32 bytes, says what they depend on.
 
-        `num_extra_bytes` are kept with the blocks. Raises OSError if the memory cannot be had, or
-        another process does not give it up.
+        `num_extra_bytes` are kept with the blocks. Raises OSError if the memory is not
+        available, or another process does not release it.
         """
         assert len(origin) == 32
         self._origin = origin

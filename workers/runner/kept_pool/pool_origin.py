@@ -1,4 +1,7 @@
-"""What the content of a CPU pool is of: the same bytes mean the same keys and values."""
+"""Digests of what the content of a CPU pool depends on.
+
+If two digests are equal, the same bytes mean the same keys and values.
+"""
 
 from __future__ import annotations
 

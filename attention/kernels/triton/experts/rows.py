@@ -1,7 +1,7 @@
-"""The experts of a few rows: one product of a row with some columns at a time, at memory's speed.
+"""The experts of a few rows, multiplied at the speed of memory: a row with some columns at a time.
 
-A row's experts share nothing with those of other rows, so that there is nothing to put in order,
-and the second product adds the experts of a row up. See `gemm/row_product.py` for the products.
+The experts of a row are read for this row alone, so pairs are not put in order, and the second
+product adds up the experts of a row. See `gemm/row_product.py` for the products.
 
 Microseconds of a decode step of gpt-oss-20b on an H200, one sequence, with tiles of tensor cores
 and with these kernels: 3295 and 1997 (`python -m bench.account --shape gpt-oss-20b --case 1`).

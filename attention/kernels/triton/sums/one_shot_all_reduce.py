@@ -343,7 +343,7 @@ def _launch(
     tile = next_power_of_two(width)
     word_tile = tile * delta.dtype.itemsize // _WORD_BYTES
     num_programs = min(num_rows, inboxes.max_programs)
-    # A place is read by one thread alone: once it is emptied, another one would wait for ever.
+    # A place is read by one thread alone: once it is emptied, another one would wait forever.
     num_warps = max(1, min(4, word_tile // _WARP_SIZE), min(16, tile // 512))
     _all_reduce[(num_programs,)](
         delta,

@@ -109,7 +109,7 @@ class Message(BodyPart):
     reasoning: str | None = Field(None, description="The same as `reasoning_content`.")
     refusal: Any = Field(  # Any: only null
         None,
-        description="Only null; what a model refuses is content.",
+        description="Only null; a model's refusal is content.",
         json_schema_extra={"type": "null"},
     )
     annotations: Any = Field(  # Any: only an empty list

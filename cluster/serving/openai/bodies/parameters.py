@@ -1,4 +1,4 @@
-"""What becomes of parameters of OpenAI, vLLM and SGLang that are not fields of a body.
+"""Parameters of OpenAI, vLLM and SGLang that bodies ignore, or reject with a reason.
 
 `docs/compatibility.md` is made from these tables.
 """

@@ -1,4 +1,4 @@
-"""What requests share that one replica serves best: the routing key, and who sent them.
+"""The routing key, which requests share that one replica serves best, and the owner of a request.
 
 Plain Python without Ray. It does not know how a replica is chosen.
 """

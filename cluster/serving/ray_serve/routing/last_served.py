@@ -1,7 +1,7 @@
 """Remembers which replica served the requests of a key last, if it is not the key's own.
 
-Plain Python without Ray. The replica of most keys follows from the key, so that nothing need be
-remembered: these are the keys of which load moved a request.
+Plain Python without Ray. The replica of most keys follows from the key, so nothing has to be
+remembered for them: these are the keys whose requests were moved because of load.
 """
 
 from __future__ import annotations

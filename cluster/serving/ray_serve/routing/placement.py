@@ -1,7 +1,7 @@
 """Chooses the replica of a request: sticky by key, bounded by load.
 
-Without Ray. The cost of a choice hardly grows with the number of replicas: what does is done for
-all of them at once.
+Without Ray. The cost of a choice hardly grows with the number of replicas: what has to be computed
+for each replica is computed for all of them at once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DEFAULT_CALL_LOAD = 0.01
 """What a request adds to the load of its replica until that reports it."""
 
 MAX_CHOICES = 8
-"""Replicas among which a request without a key, or one that is refused, finds the least loaded."""
+"""Replicas among which a request without a key, or one that is rejected, finds the least loaded."""
 
 
 class Placement:

@@ -111,7 +111,7 @@ class AffinityRouter(RequestRouter):
         Those that do not respond are left out; Serve asks again if none accepts the request.
         """
         if pending_request is not None:
-            # Without this Serve asks again at once, for ever if no replica responds. That blocks
+            # Without this Serve asks again at once, forever if no replica responds. That blocks
             # the event loop, on which replicas are found to respond again.
             pending_request.routing_context.should_backoff = True
         if candidate_replicas is not self._candidates or self._watch.silent is not self._silent:

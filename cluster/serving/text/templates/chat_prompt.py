@@ -47,6 +47,6 @@ class ChatPrompt:
     variables: Mapping[str, object] = field(default_factory=dict)
     """Further variables of the chat template, some of those that it reads."""
     template: str | None = None
-    """The source of a chat template in place of the model's."""
+    """The source of a chat template that replaces the model's."""
     is_template_trusted: bool = False
     """Whether the template is of the operator's program, and not of a client."""

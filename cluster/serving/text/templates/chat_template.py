@@ -134,7 +134,7 @@ class ChatTemplate:
 def _in_channels(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     """Return messages as templates of gpt-oss read them: of one call, before its result.
 
-    They read the first call of a message, take a result for that of the last call, and refuse
+    They read the first call of a message, take a result for that of the last call, and reject
     reasoning and content beside a call: both become its reasoning.
     """
     written: list[ChatMessage] = []

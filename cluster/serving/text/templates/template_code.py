@@ -1,4 +1,4 @@
-"""Sources of chat templates to Python code, in the sandbox that runs them."""
+"""Compiles chat templates to Python code, in the sandbox that runs them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def compile_template(source: str) -> TemplateCode:
     try:
         code = environment.compile(source)
         variables = meta.find_undeclared_variables(environment.parse(source))
-    # The library passes on what Python's compiler says of the code that it makes.
+    # The library passes on what Python's compiler says about the code that it makes.
     except (jinja2.TemplateError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InvalidTemplateError(reason_of(error)) from error
     return TemplateCode(code, frozenset(variables.difference(environment.globals)))

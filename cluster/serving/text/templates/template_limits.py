@@ -1,7 +1,7 @@
 """Jinja's sandbox with limits of time and size, for templates of unknown models.
 
 The sandbox keeps a template from the rest of the process, but not from its time and memory: it may
-loop for ever, or double a text until the memory is full. So loops, calls, filters and operators
+loop forever, or double a text until the memory is full. So loops, calls, filters and operators
 are counted here, with the size of what they return.
 """
 

@@ -397,7 +397,7 @@ initContainers:
 {{- end -}}
 {{- with .Values.upgrade.incremental -}}
 {{- if gt (int .stepSizePercent) (int .maxSurgePercent) -}}
-{{- fail (printf "upgrade.incremental.stepSizePercent: KubeRay refuses %d, which is more than maxSurgePercent, %d." (int .stepSizePercent) (int .maxSurgePercent)) -}}
+{{- fail (printf "upgrade.incremental.stepSizePercent: KubeRay rejects %d, which is more than maxSurgePercent, %d." (int .stepSizePercent) (int .maxSurgePercent)) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

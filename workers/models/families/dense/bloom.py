@@ -1,4 +1,4 @@
-"""BLOOM: ALiBi, biases, a norm behind the embedding, queries, keys and values fused by head."""
+"""BLOOM: ALiBi, biases, a norm after the embedding, queries, keys and values fused by head."""
 
 from __future__ import annotations
 

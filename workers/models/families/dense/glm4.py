@@ -1,6 +1,6 @@
 """GLM-4: rope of neighbouring pairs on half of each head, gate and up projection fused.
 
-`Glm4ForCausalLM` (0414) adds norms behind attention and MLP to `GlmForCausalLM`.
+`Glm4ForCausalLM` (0414) adds norms after attention and MLP to `GlmForCausalLM`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""OLMo-2: norms behind attention and MLP only, and QK norm over all heads."""
+"""OLMo-2: norms after attention and MLP only, and QK norm over all heads."""
 
 from __future__ import annotations
 
