@@ -55,17 +55,13 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError("at least one duration must be greater than 0")
 
     @classmethod
-    def linear(
-        cls, *, step_s: float, token_s: float, pair_s: float = 0.0, block_s: float = 0.0
-    ) -> StepCost:
-        """Return a fixed time for a step, and one for each token, pair and copied block.
+    def linear(cls, *, step_s: float, token_s: float, block_s: float = 0.0) -> StepCost:
+        """Return a fixed time for a step, and one for each token and copied block.
 
         Blocks are copied equally fast in both directions.
         """
         return cls(
             points=((0, step_s), (1, step_s + token_s)),
-            context_s=pair_s,
-            pair_s=pair_s,
             block_out_s=block_s,
             block_in_s=block_s,
         )

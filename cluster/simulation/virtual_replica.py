@@ -143,7 +143,6 @@ class VirtualReplica:
         num_output_tokens: int,
         arrival_s: float = 0.0,
         tenant: str = "",
-        priority: int = 0,
         n: int = 1,
         has_limit: bool = True,
     ) -> VirtualCall:
@@ -161,7 +160,6 @@ class VirtualReplica:
             seed=number,
             eos_token_ids=(EOS,),
             tenant=tenant,
-            priority=priority,
         )
         call = VirtualCall(
             arrival_s=arrival_s,

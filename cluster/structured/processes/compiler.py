@@ -54,11 +54,10 @@ class StructureCompiler:
         make_vocabulary: Callable[[], Vocabulary],
         *,
         limits: CompileLimits | None = None,
-        cache_bytes: int = _CACHE_BYTES,
     ) -> None:
         """`make_vocabulary` is called once, for the first structure or at warm-up."""
         self._limits = limits or CompileLimits()
-        self._cache_bytes = cache_bytes
+        self._cache_bytes = _CACHE_BYTES
         # By tenant: the time that a structure takes must not reveal what others have sent.
         self._cache: OrderedDict[_Key, _Loaded] = OrderedDict()
         self._running: dict[_Key, Future[_Loaded]] = {}

@@ -49,13 +49,12 @@ def current_call() -> ProxiedCall | None:
 class HeldBytes:
     """The bytes that all calls of a proxy hold to continue elsewhere."""
 
-    def __init__(self, most: int = _MAX_HELD_BYTES) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self.number = 0
 
     def take(self, number: int) -> bool:
         """Count more bytes, if there is room."""
-        if self.number + number > self._most:
+        if self.number + number > _MAX_HELD_BYTES:
             return False
         self.number += number
         return True
