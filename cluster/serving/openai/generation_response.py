@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
-from cluster.serving.http.errors import Json, refusal_body
+from cluster.serving.openai.last_events import DONE_EVENT, error_event, numbered_event
 from cluster.serving.openai.prompt_reports import PromptReportForm, PromptReports
 from cluster.serving.openai.response_choice import ResponseChoice
 from cluster.serving.text.text_stream import SequenceOutput
@@ -24,6 +24,7 @@ from pagedray.request import FinishReason
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator, Mapping
 
+    from cluster.serving.http.errors import Json
     from cluster.serving.intake.parsing import Parsing
     from cluster.serving.memory.output_buffer import OutputBuffer
     from cluster.serving.openai.response_choice import ResponseOptions
@@ -32,12 +33,9 @@ if TYPE_CHECKING:
     from cluster.serving.tools.turns import Turn
     from pagedray.batch import TokenLogprobs
 
-__all__ = ["DONE_EVENT", "GenerationResponse", "error_event"]
+__all__ = ["GenerationResponse"]
 
 logger = logging.getLogger(__name__)
-
-DONE_EVENT = b"data: [DONE]\n\n"
-"""The last event of every stream."""
 
 _OUTPUT_BYTES = 128
 """Memory of an output beside its content."""
@@ -172,13 +170,15 @@ class GenerationResponse(ABC):
                 async for output in outputs:
                     written = [event for event in write(output) if event]
                     first, number = number + 1, number + len(written)
-                    yield [_numbered(event, first + place) for place, event in enumerate(written)]
+                    yield [
+                        numbered_event(event, first + place) for place, event in enumerate(written)
+                    ]
                     if self._error is not None:
                         raise self._error
         except Exception as error:
             number += 1
-            yield [_numbered(error_event(self._ended_by(error)), number)]
-        yield [_numbered(DONE_EVENT, number + 1)]
+            yield [numbered_event(error_event(self._ended_by(error)), number)]
+        yield [numbered_event(DONE_EVENT, number + 1)]
 
     def _ended_by(self, error: Exception) -> PagedRayError:
         """End the call, and return the error for its client, who sees no details of a defect."""
@@ -418,12 +418,3 @@ class GenerationResponse(ABC):
         self, tokens: list[tuple[int, TokenLogprobs]], choice: ResponseChoice
     ) -> Json:
         """Return log-probabilities in the endpoint's format."""
-
-
-def error_event(error: PagedRayError) -> bytes:
-    """Return the event of an error that ends a stream."""
-    return b"data: " + _encode(refusal_body(error)) + b"\n\n"
-
-
-def _numbered(event: bytes, number: int) -> bytes:
-    return b"id: %d\n%b" % (number, event)

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from cluster.serving.http.endpoint import json_response
 from cluster.serving.openai.event_stream import EventStream
-from cluster.serving.openai.generation_response import DONE_EVENT, error_event
+from cluster.serving.openai.last_events import DONE_EVENT, error_event
 from cluster.serving.resume.registry import StreamFormat
 from pagedray.errors import InvalidRequestError, PagedRayError
 

@@ -17,8 +17,9 @@ from starlette.middleware import Middleware
 
 from cluster.serving.continuation import CONTINUATION_KEY, PROGRESS_KEY, Progress
 from cluster.serving.intake.limits import MAX_REQUEST_BYTES
+from cluster.serving.openai.last_events import DONE_EVENT
 from cluster.serving.ray_serve.carried_body import BODY_KEY
-from cluster.serving.ray_serve.proxied_errors import DONE, error_response, last_events
+from cluster.serving.ray_serve.proxied_errors import error_response, last_events
 from cluster.serving.ray_serve.routing.affinity import (
     Owners,
     RoutingKey,
@@ -224,7 +225,7 @@ class _Response:
             for message in self._kept if is_whole else error:
                 await self._send(message)
         elif self._is_stream and self._call.is_complete:
-            rest = b"" if self._is_done else DONE
+            rest = b"" if self._is_done else DONE_EVENT
             await self._send({"type": "http.response.body", "body": rest, "more_body": False})
         elif self._is_stream and self._has_failed and self._has_ended and self._is_event_stream:
             for message in self._kept:
@@ -280,7 +281,7 @@ class _Response:
         if body:
             self._has_names = self._has_names or body.startswith(b"event: ")
             self._call.num_events += body.count(b"\n\n")
-            self._is_done = self._call.is_complete if self._has_names else body.endswith(DONE)
+            self._is_done = self._call.is_complete if self._has_names else body.endswith(DONE_EVENT)
             if progress is None:
                 # How far the client has come is unknown.
                 self._call.forgo_continuation()

@@ -8,16 +8,15 @@ import msgspec
 
 from cluster.serving.anthropic.errors import anthropic_error
 from cluster.serving.http.errors import refusal_body
+from cluster.serving.openai.last_events import DONE_EVENT, error_event
 
 if TYPE_CHECKING:
     from starlette.types import Message
 
     from pagedray.errors import PagedRayError
 
-__all__ = ["DONE", "error_response", "last_events"]
+__all__ = ["error_response", "last_events"]
 
-DONE = b"data: [DONE]\n\n"
-"""The last event of OpenAI's streams whose events have no names."""
 _encode = msgspec.json.encode
 
 
@@ -43,7 +42,7 @@ def last_events(path: str, error: PagedRayError, *, num_events: int) -> bytes:
             "param": None,
         }
         return b"event: error\ndata: %b\n\n" % _encode(fields)
-    return b"data: %b\n\n" % _body_of(path, error) + DONE
+    return error_event(error) + DONE_EVENT
 
 
 def _body_of(path: str, error: PagedRayError) -> bytes:
