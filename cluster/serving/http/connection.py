@@ -16,11 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import httptools
 import msgspec
-from uvicorn.protocols.http.httptools_impl import (
-    STATUS_LINE,
-    HttpToolsProtocol,
-    RequestResponseCycle,
-)
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from cluster.serving.connections.client_host import client_host
 from cluster.serving.http.errors import error_body
@@ -30,13 +26,12 @@ from cluster.serving.http.request_head import (
     is_ambiguous,
     num_head_bytes,
 )
+from cluster.serving.http.unchunked_response import disable_chunks
 from cluster.serving.telemetry.line_limit import LineLimit
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
-
-    from uvicorn._types import ASGISendEvent
 
     from cluster.serving.intake.read_turns import ReadTurns
 
@@ -167,7 +162,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def _handle(self, data: bytes) -> None:
         if self._is_answering:
-            self._refuse_pipelined()
+            self._reject_pipelined()
             return
         self._unset_keepalive_if_required()
         if self._write_timer is not None and not self.transport.get_write_buffer_size():
@@ -177,13 +172,13 @@ class HttpConnection(HttpToolsProtocol):
         try:
             self._parse(data)
         except httptools.HttpParserError:
-            self._refuse_unread()
+            self._reject_unread()
             return
         self._count_held()
         if self._num_held_bytes > MAX_HEAD_BYTES:
-            self._refuse_long()
+            self._reject_long()
         elif self.held.num_bytes > _MAX_HELD_BYTES and self._num_held_bytes > _SHORT_HEAD_BYTES:
-            self._refuse_large("The server is receiving too many long heads of requests.")
+            self._reject_large("The server is receiving too many long heads of requests.")
         elif self._is_waiting_for_head:
             self._watch_head()
         else:
@@ -232,7 +227,7 @@ class HttpConnection(HttpToolsProtocol):
             raise _InvalidRequestError
         super().on_headers_complete()
         if self.parser.get_http_version() == "1.0":
-            _disable_chunks(self.cycle)
+            disable_chunks(self.cycle)
         if self.expect_100_continue:
             # A client that is answered before it sends its body may or may not send it then.
             self.cycle.keep_alive = False
@@ -295,22 +290,22 @@ class HttpConnection(HttpToolsProtocol):
         """Whether a request is complete and its response is not."""
         return not self._is_waiting_for_head and not self.cycle.more_body
 
-    def _refuse_unread(self) -> None:
+    def _reject_unread(self) -> None:
         if self._is_answering:
-            self._refuse_pipelined()
+            self._reject_pipelined()
         elif self._has_long_head:
-            self._refuse_long()
+            self._reject_long()
         elif self._num_headers > MAX_HEADERS:
-            self._refuse_large(f"A request may have at most {MAX_HEADERS} headers.")
+            self._reject_large(f"A request may have at most {MAX_HEADERS} headers.")
         elif self._has_small_chunks:
-            self._refuse(
+            self._reject(
                 HTTPStatus.BAD_REQUEST,
                 f"The chunks of a body must have {MIN_CHUNK_BYTES} bytes on average after the "
                 f"first {FREE_CHUNKS}.",
             )
         else:
             self._log_invalid()
-            self._refuse(HTTPStatus.BAD_REQUEST, "The request is not valid HTTP.")
+            self._reject(HTTPStatus.BAD_REQUEST, "The request is not valid HTTP.")
 
     def _log_invalid(self) -> None:
         num_requests = self.invalid_lines.count_event()
@@ -321,16 +316,16 @@ class HttpConnection(HttpToolsProtocol):
                 self.client[0] if self.client else "an unknown address",
             )
 
-    def _refuse_long(self) -> None:
-        self._refuse_large(f"The head or trailers of the request exceed {MAX_HEAD_BYTES} bytes.")
+    def _reject_long(self) -> None:
+        self._reject_large(f"The head or trailers of the request exceed {MAX_HEAD_BYTES} bytes.")
 
-    def _refuse_large(self, text: str) -> None:
-        self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, text)
+    def _reject_large(self, text: str) -> None:
+        self._reject(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, text)
 
-    def _refuse_pipelined(self) -> None:
+    def _reject_pipelined(self) -> None:
         self.cycle.keep_alive = False
 
-    def _refuse(self, status: HTTPStatus, text: str) -> None:
+    def _reject(self, status: HTTPStatus, text: str) -> None:
         """Respond instead of the application, and close."""
         self._stop_watching()
         self.note_refusal()
@@ -381,20 +376,6 @@ class HttpConnection(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
-
-
-def _disable_chunks(cycle: RequestResponseCycle) -> None:
-    """Let the end of the connection end a response without a length, as HTTP/1.0 requires."""
-    cycle.chunked_encoding = False
-    send = cycle.send
-
-    async def send_unchunked(message: ASGISendEvent) -> None:
-        if message["type"] == "http.response.body":
-            # uvicorn compares it with the length of the body, which it does not know.
-            cycle.expected_content_length = len(message.get("body", b""))
-        await send(message)
-
-    cycle.send = send_unchunked  # type: ignore[method-assign]  # uvicorn makes the cycle
 
 
 def connection_kind(
