@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from cluster.serving.anthropic.errors import anthropic_error, rewording_length_errors
+from cluster.serving.anthropic.errors import ANTHROPIC_ERRORS, rewording_length_errors
 from cluster.serving.anthropic.messages_body import CountBody, MessagesBody
 from cluster.serving.anthropic.messages_response import MessagesResponse
 from cluster.serving.http.endpoint import Endpoint, HttpCall, json_response
@@ -37,14 +37,14 @@ def anthropic_endpoints(servicer: Servicer) -> tuple[Endpoint, ...]:
             path="/v1/messages",
             handler=handlers.create,
             operation="chat",
-            shape_error=anthropic_error,
+            errors=ANTHROPIC_ERRORS,
         ),
         Endpoint(
             method="POST",
             path="/v1/messages/count_tokens",
             handler=handlers.count_tokens,
             is_counted=True,
-            shape_error=anthropic_error,
+            errors=ANTHROPIC_ERRORS,
         ),
     )
 

@@ -6,6 +6,7 @@ import copy
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
+from cluster.serving.http.errors import ErrorShape
 from pagedray.errors import ContextLengthError, OutputLengthError, PromptLengthError
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
     from cluster.serving.http.errors import Json
 
-__all__ = ["anthropic_error", "rewording_length_errors"]
+__all__ = ["ANTHROPIC_ERRORS", "anthropic_error", "rewording_length_errors"]
 
 _KINDS: Mapping[int, str] = {
     401: "authentication_error",
@@ -28,14 +29,17 @@ _NO_THREADS: Json = {"error_code": "thread_unsupported_request", "unsupported": 
 """What lets the tool runner of Anthropic's library send all messages in each request."""
 
 
-def anthropic_error(body: Json, status: int) -> Json:
+def anthropic_error(body: Json, status: int, request_id: str | None = None) -> Json:
     """Return an error that is given in OpenAI's shape, with its status."""
     given = cast("Json", body["error"])
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
     error: Json = {"type": kind, "message": given["message"]}
     if given["param"] == "thread":
         error["details"] = _NO_THREADS
-    return {"type": "error", "error": error, "request_id": None}
+    return {"type": "error", "error": error, "request_id": request_id}
+
+
+ANTHROPIC_ERRORS = ErrorShape(write=anthropic_error, id_header="request-id")
 
 
 @contextmanager

@@ -189,7 +189,8 @@ class MessagesResponse(EventResponse):
         }
 
     def _error_event(self, error: PagedRayError) -> bytes:
-        written = _encode(anthropic_error(refusal_body(error), error.http_status))
+        shaped = anthropic_error(refusal_body(error), error.http_status, self._generation.id)
+        written = _encode(shaped)
         return b"event: error\ndata: " + written + b"\n\n"
 
 

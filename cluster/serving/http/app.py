@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import secrets
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -22,9 +23,9 @@ from cluster.serving.continuation import CONTINUATION_KEY
 from cluster.serving.http.allowed_origins import AllowedOrigins
 from cluster.serving.http.connection import IS_FIRST_KEY
 from cluster.serving.http.endpoint import Access, Endpoint, EndpointTable, HttpCall, json_response
-from cluster.serving.http.errors import ErrorShape, error_body, openai_error, refusal_body
+from cluster.serving.http.errors import error_body, refusal_body
 from cluster.serving.http.kept_response import kept_if_large
-from cluster.serving.inputs import Arrival
+from cluster.serving.inputs import MAX_CLIENT_ID_LENGTH, Arrival
 from cluster.serving.intake.loop_shares import MAX_WAITING, LoopTimer, TooManyWaitError
 from pagedray.errors import (
     AuthenticationError,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
     from cluster.serving.calls.open_calls import OpenCall
     from cluster.serving.http.allowed_hosts import AllowedHosts
+    from cluster.serving.http.errors import Json
     from cluster.serving.inputs import Operation
     from cluster.serving.intake.read_turns import ReadTurns
     from cluster.serving.servicer import Servicer
@@ -142,11 +144,8 @@ class HttpApp:
             most = _MAX_WAITING_BODIES if _has_body(request) else MAX_WAITING
             if shares.num_waiting(client) >= most:
                 shares.charge(client, _OTHER_S)
-                return _refusal(
-                    TooManyWaitError(shares.wait_s(client)),
-                    self._error_shape(request),
-                    {"connection": "close"},
-                )
+                error = TooManyWaitError(shares.wait_s(client))
+                return self._refusal(request, error, {"connection": "close"})
             await shares.wait_turn(client)
         timer = LoopTimer()
         response = await timer.run(self._respond(request))
@@ -178,21 +177,36 @@ class HttpApp:
         try:
             return await self._dispatch(request)
         except PagedRayError as error:
-            return _refusal(error, self._error_shape(request))
+            return self._refusal(request, error)
         except HTTPException as error:
-            shape = self._error_shape(request)
-            body = shape(error_body(error.detail, _CLIENT_ERROR), error.status_code)
-            return json_response(body, status=error.status_code, headers=error.headers)
+            body = error_body(error.detail, _CLIENT_ERROR)
+            return self._error(request, body, error.status_code, error.headers)
         except ClientDisconnect:
             return Response(status_code=_DISCONNECTED_STATUS)
         except Exception as error:
             logger.error("An HTTP request failed.", exc_info=error)
-            return _refusal(InternalError(), self._error_shape(request))
+            return self._refusal(request, InternalError())
 
-    def _error_shape(self, request: Request) -> ErrorShape:
-        """Return the shape of errors of the API that a path belongs to."""
-        methods, _ = self._table.find(_path_of(request.scope))
-        return next((one.shape_error for one in methods.values()), openai_error)
+    def _refusal(
+        self, request: Request, error: PagedRayError, headers: Mapping[str, str] | None = None
+    ) -> Response:
+        given = dict(headers or {})
+        if isinstance(error, OverloadedError | EngineError):
+            given["retry-after"] = str(math.ceil(error.retry_after_s))
+        if isinstance(error, AuthenticationError):
+            given["www-authenticate"] = "Bearer"
+        return self._error(request, refusal_body(error), error.http_status, given)
+
+    def _error(
+        self, request: Request, body: Json, status: int, headers: Mapping[str, str] | None
+    ) -> Response:
+        """Return an error, given in OpenAI's shape, as a response of the path's API."""
+        shape = self._table.errors_of(_path_of(request.scope))
+        request_id = _id_of(request)
+        given = dict(headers or {})
+        if shape.id_header is not None:
+            given[shape.id_header] = request_id
+        return json_response(shape.write(body, status, request_id), status=status, headers=given)
 
     async def _dispatch(self, request: Request) -> Response:
         try:
@@ -282,6 +296,13 @@ def _credential(request: Request) -> str | None:
     return None if key is None else f"Bearer {key}"
 
 
+def _id_of(request: Request) -> str:
+    """Return the client's own id of a request, or another one."""
+    given = request.headers.get("x-request-id", "")
+    is_valid = 0 < len(given) <= MAX_CLIENT_ID_LENGTH and given.isprintable()
+    return given if is_valid else secrets.token_hex(16)
+
+
 def _has_body(request: Request) -> bool:
     headers = request.headers
     return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
@@ -327,15 +348,3 @@ async def _live(receive: Receive, send: Send) -> None:
         await send({"type": f"{kind}.complete"})
         if kind == "lifespan.shutdown":
             return
-
-
-def _refusal(
-    error: PagedRayError, shape: ErrorShape, given: Mapping[str, str] | None = None
-) -> Response:
-    headers = dict(given or {})
-    if isinstance(error, OverloadedError | EngineError):
-        headers["retry-after"] = str(math.ceil(error.retry_after_s))
-    if isinstance(error, AuthenticationError):
-        headers["www-authenticate"] = "Bearer"
-    status = error.http_status
-    return json_response(shape(refusal_body(error), status), status=status, headers=headers)

@@ -17,7 +17,7 @@ from cluster.serving.auth.tenant import Tenant
 from cluster.serving.calls.open_calls import OpenCall
 from cluster.serving.continuation import CONTINUATION_KEY, Continuation
 from cluster.serving.http.body import JSON_TYPE, read_raw
-from cluster.serving.http.errors import ErrorShape, openai_error
+from cluster.serving.http.errors import OPENAI_ERRORS, ErrorShape
 from cluster.serving.http.schema import Body, read_body
 from cluster.serving.inputs import CallOrigin, Operation
 from cluster.serving.intake.intake import Intake
@@ -195,8 +195,8 @@ class Endpoint:
     access: Access = Access.TENANTS
     operation: Operation | None = None
     """The operation of the engine that its calls wait for, if any."""
-    shape_error: ErrorShape = openai_error
-    """Writes its errors in the shape of its API."""
+    errors: ErrorShape = OPENAI_ERRORS
+    """The shape of its errors, and of those of paths below its own that do not exist."""
     is_counted: bool = False
     """Whether its calls count toward the limit of open calls; those of an operation always do."""
     is_healthy: Callable[[], bool] | None = field(default=None, repr=False)
@@ -224,6 +224,9 @@ class EndpointTable:
                 if endpoint.method == "GET":
                     # The server leaves the body out.
                     methods["HEAD"] = endpoint
+        self._errors_below = {
+            f"{one.path}/": one.errors for one in endpoints if one.errors is not OPENAI_ERRORS
+        }
         # A path with an end is more specific than one whose parameter is all of the rest.
         self._open = dict(sorted(self._open.items(), key=lambda one: -len(one[0][1])))
 
@@ -239,6 +242,13 @@ class EndpointTable:
             if is_longer and path.startswith(prefix) and path.endswith(suffix):
                 return by_method, path[len(prefix) : len(path) - len(suffix)]
         return {}, ""
+
+    def errors_of(self, path: str) -> ErrorShape:
+        """Return the shape of errors of the API that a path belongs to."""
+        methods, _ = self.find(path)
+        of_path = (one.errors for one in methods.values())
+        below = (shape for root, shape in self._errors_below.items() if path.startswith(root))
+        return next(of_path, None) or next(below, OPENAI_ERRORS)
 
     def near(self, path: str) -> str | None:
         """Return the path of an endpoint that a client most likely means; None is none.

@@ -1,23 +1,30 @@
-"""Errors in OpenAI's shape."""
+"""Errors in OpenAI's shape, and the shapes of other APIs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pagedray.errors import PagedRayError
 
-__all__ = ["ErrorShape", "Json", "error_body", "openai_error", "refusal_body"]
+__all__ = ["OPENAI_ERRORS", "ErrorShape", "Json", "error_body", "refusal_body"]
 
 Json = dict[str, object]
-ErrorShape = Callable[[Json, int], Json]
-"""Writes an error that is given in OpenAI's shape, with its status, in that of another API."""
 
 
-def openai_error(body: Json, status: int) -> Json:
-    """Return the error as it is."""
-    return body
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorShape:
+    """How an API writes errors."""
+
+    write: Callable[[Json, int, str], Json]
+    """Takes an error in OpenAI's shape, its status, and the id of the request."""
+    id_header: str | None = None
+    """The header of the response that has the id, if any."""
+
+
+OPENAI_ERRORS = ErrorShape(write=lambda body, status, request_id: body)
 
 
 def error_body(

@@ -44,6 +44,18 @@ def main(url: str, folder: str) -> None:
     assert isinstance(refused, anthropic.BadRequestError)
     assert "max_tokens must be" in refused.message
     assert isinstance(error_of(client, {**given, "model": "x"}), anthropic.NotFoundError)
+    check_missing_endpoint(client)
+
+
+def check_missing_endpoint(client: anthropic.Anthropic) -> None:
+    """Errors below the endpoint have their shape, and the id of the request."""
+    try:
+        client.messages.batches.list(extra_headers={"x-request-id": "mine"})
+    except anthropic.NotFoundError as error:
+        assert error.request_id == "mine"
+        assert error.body["error"]["type"] == "not_found_error", error.body
+    else:
+        raise AssertionError
 
 
 def error_of(client: anthropic.Anthropic, given: dict) -> Exception | None:

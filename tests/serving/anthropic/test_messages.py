@@ -314,7 +314,7 @@ def test_bad_input_is_refused_in_their_shape(
     assert answer.json() == {
         "type": "error",
         "error": {"type": "invalid_request_error", "message": text},
-        "request_id": None,
+        "request_id": answer.headers["request-id"],
     }
     assert tool_server.engine.log.submitted == []
 
@@ -324,6 +324,19 @@ def test_other_errors_have_their_shape(tool_server: Server, tmp_path: Path) -> N
     assert (answer.status_code, answer.json()["error"]["type"]) == (404, "not_found_error")
     answer = httpx.get(f"{tool_server.url}/v1/messages")
     assert (answer.status_code, answer.json()["type"]) == (405, "error")
+    answer = httpx.get(f"{tool_server.url}/v1/other")
+    assert set(answer.json()) == {"error"}
+    assert "request-id" not in answer.headers
+
+
+@pytest.mark.parametrize("path", ["/", "/batches", "/batches/b1/results", "/count_tokens/"])
+def test_missing_endpoints_below_theirs_have_their_shape(tool_server: Server, path: str) -> None:
+    answer = httpx.get(f"{tool_server.url}/v1/messages{path}", headers={"x-request-id": "mine"})
+    assert answer.status_code == 404
+    assert answer.headers["request-id"] == "mine"
+    body = answer.json()
+    assert (body["type"], body["request_id"]) == ("error", "mine")
+    assert body["error"]["type"] == "not_found_error"
 
 
 @pytest.mark.parametrize(
