@@ -16,6 +16,7 @@ from cluster.serving.anthropic.system_messages import (
     has_later_system_messages,
     merge_system_messages,
 )
+from cluster.serving.anthropic.turns import combine_turns
 from cluster.serving.http.schema import Body, BodyPart, Defaults, named_schema, read_part
 from cluster.serving.inputs import GenerationInput, TokenizeInput
 from cluster.serving.json_bodies.json_text import json_text
@@ -178,6 +179,7 @@ class ConversationBody(Body):
             messages = (ChatMessage("system", system), *messages)
         if has_later_system_messages(messages) and not keeps_system_messages():
             messages = merge_system_messages(messages)
+        messages = combine_turns(messages)
         # As with Anthropic, the answer continues a last message of the assistant.
         is_open = bool(self.messages) and self.messages[-1].role == "assistant"
         if is_open and messages[-1].tool_calls:

@@ -10,10 +10,11 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
+from cluster.serving.anthropic.turns import joined_texts
 from cluster.serving.text.templates.chat_prompt import ChatMessage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
 __all__ = ["has_later_system_messages", "merge_system_messages"]
 
@@ -32,7 +33,9 @@ def merge_system_messages(messages: Sequence[ChatMessage]) -> tuple[ChatMessage,
     tool's result before it; after a turn of the assistant, it becomes a part of what follows.
     """
     leading = tuple(takewhile(lambda message: message.role == "system", messages))
-    merged = [ChatMessage("system", _joined(one.content for one in leading))] if leading else []
+    merged = (
+        [ChatMessage("system", joined_texts(one.content for one in leading))] if leading else []
+    )
     waiting: list[str] = []
     for message in messages[len(leading) :]:
         if message.role == "system":
@@ -58,17 +61,13 @@ def _with_text(
     texts = (
         [following.content, *waiting] if following.role == "tool" else [*waiting, following.content]
     )
-    return replace(following, content=_joined(texts))
+    return replace(following, content=joined_texts(texts))
 
 
 def _ending(merged: list[ChatMessage], waiting: Sequence[str]) -> list[ChatMessage]:
     """Put the waiting texts into the last message, or return a message of the user with them."""
     last = merged[-1]
     if last.role not in _ANSWERED:
-        return [ChatMessage("user", _joined(waiting))]
-    merged[-1] = replace(last, content=_joined([last.content, *waiting]))
+        return [ChatMessage("user", joined_texts(waiting))]
+    merged[-1] = replace(last, content=joined_texts([last.content, *waiting]))
     return []
-
-
-def _joined(texts: Iterable[str]) -> str:
-    return "\n\n".join(text for text in texts if text)

@@ -38,6 +38,14 @@ def main(url: str, folder: str) -> None:
     ).input_tokens
     usage = message.usage
     assert counted == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+    # Consecutive messages of a role are one.
+    parts = [{"role": "user", "content": text} for text in ("What does", "Queue.put do?")]
+    joined = {"role": "user", "content": "What does\n\nQueue.put do?"}
+    first, second = (
+        client.messages.count_tokens(model="tiny-llama", messages=one).input_tokens
+        for one in (parts, [joined])
+    )
+    assert first == second
     check_tools(client)
     check_tool_runner(client)
     refused = error_of(client, {**given, "max_tokens": 0})
@@ -49,13 +57,12 @@ def main(url: str, folder: str) -> None:
 
 def check_missing_endpoint(client: anthropic.Anthropic) -> None:
     """Errors below the endpoint have their shape, and the id of the request."""
+    found = None
     try:
         client.messages.batches.list(extra_headers={"x-request-id": "mine"})
     except anthropic.NotFoundError as error:
-        assert error.request_id == "mine"
-        assert error.body["error"]["type"] == "not_found_error", error.body
-    else:
-        raise AssertionError
+        found = error.request_id, error.body["request_id"], error.body["error"]["type"]
+    assert found == ("mine", "mine", "not_found_error"), found
 
 
 def error_of(client: anthropic.Anthropic, given: dict) -> Exception | None:

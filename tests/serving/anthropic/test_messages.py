@@ -95,6 +95,17 @@ PROMPTS: list[tuple[dict[str, Any], str]] = [
                    {"role": "user", "content": [{**RESULT, "is_error": True,
                     "content": [{"type": "text", "text": "no"}]}]}]},
      "user()=x;assistant()=!look{'a': None};tool()c1=Error: no;>"),
+    # As with Anthropic, consecutive messages of a role are one turn.
+    ({"messages": [{"role": "user", "content": "x"}, {"role": "user", "content": [
+        {"type": "text", "text": "y"}, {**RESULT, "content": "5"}]},
+        {"role": "user", "content": [{**RESULT, "content": "6"}]}, {"role": "user", "content": "z"},
+        {"role": "user", "content": "!"}]},
+     "user()=x\n\ny;tool()c1=5;tool()c1=6;user()=z\n\n!;>"),
+    ({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": [
+        {"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "ok"}]},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "ah"}, USE]},
+        {"role": "user", "content": [{**RESULT, "content": "5"}]}]},
+     "user()=x;assistant(hm\n\nah)=ok!look{'a': None};tool()c1=5;>"),
     # A response may have no content, and clients send it back.
     ({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": []},
                    {"role": "user", "content": "y"}]}, "user()=x;assistant()=;user()=y;>"),

@@ -87,6 +87,8 @@ def test_a_conversation_begins_like_its_earlier_turns(number: int) -> None:
 CONVERSATIONS: list[tuple[list[dict[str, Any]], str]] = [  # Any: JSON
     ([{"role": "user", "content": "a"}, {"role": "system", "content": "b"}],
      "system=S;user=a\n\nb;"),
+    ([{"role": "user", "content": "a"}, {"role": "system", "content": "b"},
+      {"role": "user", "content": "c"}], "system=S;user=a\n\nb\n\nc;"),
     ([{"role": "user", "content": "a"}, {"role": "assistant", "content": [USE]},
       {"role": "user", "content": [{**RESULT, "content": "5"}]},
       {"role": "system", "content": [{"type": "text", "text": "b"}]}],
