@@ -83,7 +83,7 @@ class GpuWorker:
         return self._rendezvous.address
 
     def load_progress(self) -> LoadProgress:
-        """Return how far this rank is with its model."""
+        """Return how much of its model this rank has downloaded or loaded."""
         return self._rank.load_progress
 
     def attach_board(self, board: MemoryAddress, rank: int) -> None:

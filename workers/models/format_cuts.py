@@ -32,17 +32,17 @@ def check_cuts(model: ModelConfig, num_ranks: int) -> None:
             if isinstance(format, Int4Format) and format.is_ordered and num_ranks > 1:
                 raise StartupError(
                     f"{name} is stored in another order of its inputs (desc_act), which "
-                    f"{num_ranks} ranks would cut; use one rank."
+                    f"{num_ranks} ranks cannot divide; use one rank."
                 )
             if format is not None and num_ranks > 1 and in_size // num_ranks % format.in_step:
                 raise StartupError(
                     f"{name} has {in_size} inputs in groups of {format.in_step}, which "
-                    f"{num_ranks} ranks would cut; use fewer ranks."
+                    f"{num_ranks} ranks cannot divide evenly; use fewer ranks."
                 )
     if _has_quantized_head(model, model.quantization) and model.vocab_size % num_ranks:
         raise StartupError(
-            f"{_HEAD} is quantized and has {model.vocab_size} outputs, which {num_ranks} ranks do "
-            "not divide; use a divisor."
+            f"{_HEAD} is quantized and has {model.vocab_size} outputs, which {num_ranks} "
+            "ranks cannot divide evenly; use a number of ranks that can."
         )
 
 

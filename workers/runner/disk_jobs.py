@@ -29,7 +29,7 @@ __all__ = ["DiskJobs"]
 logger = logging.getLogger(__name__)
 
 _HANG_S = 10.0
-"""After so long for one block, nothing is expected of the disk any more."""
+"""How long one block may take before the disk is no longer used."""
 
 
 class _Job(NamedTuple):

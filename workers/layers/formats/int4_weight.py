@@ -206,7 +206,7 @@ def _divided(part: slice, size: int, step: int) -> slice:
     first, end, _ = part.indices(size)
     if first % step or end % step:
         raise CheckpointError(
-            f"int4 weights are stored by {step}, which a rank's part from {first} to {end} would "
-            "cut; use fewer ranks."
+            f"int4 weights are stored in units of {step}, but a rank's part would be {first} to "
+            f"{end}; use fewer ranks."
         )
     return slice(first // step, end // step)
