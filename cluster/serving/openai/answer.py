@@ -40,7 +40,7 @@ async def answer_call(
 ) -> Response:
     """Return the HTTP response. Raises PagedRayError if a response that is no stream fails.
 
-    A stream sends `waiting_event`, if any, while its first event takes long.
+    A stream sends `waiting_event`, if any, after every 15 seconds without an event.
     """
     if is_stream:
         return EventStream(

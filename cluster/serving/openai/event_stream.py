@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import aclosing
 from typing import TYPE_CHECKING, TypeVar
 
 from starlette.requests import ClientDisconnect
@@ -15,11 +15,12 @@ from starlette.responses import Response
 
 from cluster.serving.continuation import PROGRESS_KEY
 from cluster.serving.http.kept_response import pieces_of
+from cluster.serving.openai.waiting_events import WaitingEvents
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 
-    from starlette.types import Message, Receive, Scope, Send
+    from starlette.types import Receive, Scope, Send
 
     from cluster.serving.continuation import Encoded
 
@@ -28,8 +29,6 @@ __all__ = ["EventStream", "unless_disconnected"]
 _PAUSE_RATIO = 3.0
 """How long a pause between pieces is, compared with the time to send one."""
 _MAX_PAUSE_S = 0.01
-_WAITING_S = 15.0
-"""Proxies and clients often close a connection on which nothing arrives for a minute or more."""
 
 Result = TypeVar("Result")
 
@@ -51,7 +50,7 @@ class EventStream(Response):
         """`close` ends what makes the events.
 
         `take_progress` returns what the events since the last call add; it is sent beside them.
-        `waiting_event` is sent every 15 seconds until the first of the events.
+        `waiting_event` is sent after every 15 seconds without an event.
         """
         super().__init__(
             headers={
@@ -66,7 +65,6 @@ class EventStream(Response):
         self._close = close
         self._take_progress = take_progress
         self._waiting_event = waiting_event
-        self._has_begun = asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -77,56 +75,43 @@ class EventStream(Response):
             self._close()
 
     async def _write(self, send: Send) -> None:
-        take_progress = self._take_progress
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async with aclosing(self._events) as events, self._telling_of_wait(send) as waiting:
-            async for written in events:
-                if not waiting.done():
-                    self._has_begun.set()
-                    await waiting
-                if take_progress is None:
-                    if isinstance(written, tuple):
-                        await _send_parts(written, send)
-                        continue
-                    await send({"type": "http.response.body", "body": written, "more_body": True})
-                else:
-                    if isinstance(written, tuple):
-                        written = b"".join(written)
-                    await send(
-                        {
-                            "type": "http.response.body",
-                            "body": written,
-                            "more_body": True,
-                            PROGRESS_KEY: take_progress(),
-                        }
-                    )
+        async with aclosing(self._events) as events:
+            if self._waiting_event is None:
+                async for written in events:
+                    await self._send_event(written, send)
+            else:
+                await self._write_all(events, self._waiting_event, send)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    @asynccontextmanager
-    async def _telling_of_wait(self, send: Send) -> AsyncIterator[asyncio.Future[None]]:
-        """Yield what is done once no more waiting events are sent."""
-        if self._waiting_event is None:
-            nothing = asyncio.get_running_loop().create_future()
-            nothing.set_result(None)
-            yield nothing
-            return
-        waiting = asyncio.create_task(self._tell_of_wait(self._waiting_event, send))
-        try:
-            yield waiting
-        finally:
-            waiting.cancel()
-            # If the client does not read, sending the next event fails as well.
-            await asyncio.gather(waiting, return_exceptions=True)
+    async def _write_all(
+        self, events: AsyncIterator[bytes | tuple[bytes, ...]], waiting_event: bytes, send: Send
+    ) -> None:
+        """Send the events, and others while there are none."""
+        waiting = WaitingEvents(lambda: self._send_event(waiting_event, send))
+        async with waiting.sending():
+            async for written in events:
+                await waiting.hold()
+                await self._send_event(written, send)
+                waiting.release()
 
-    async def _tell_of_wait(self, event: bytes, send: Send) -> None:
-        while True:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._has_begun.wait(), _WAITING_S)
+    async def _send_event(self, written: bytes | tuple[bytes, ...], send: Send) -> None:
+        if self._take_progress is None:
+            if isinstance(written, tuple):
+                await _send_parts(written, send)
                 return
-            message: Message = {"type": "http.response.body", "body": event, "more_body": True}
-            if self._take_progress is not None:
-                message[PROGRESS_KEY] = self._take_progress()
-            await send(message)
+            await send({"type": "http.response.body", "body": written, "more_body": True})
+            return
+        if isinstance(written, tuple):
+            written = b"".join(written)
+        await send(
+            {
+                "type": "http.response.body",
+                "body": written,
+                "more_body": True,
+                PROGRESS_KEY: self._take_progress(),
+            }
+        )
 
 
 async def _send_parts(parts: tuple[bytes, ...], send: Send) -> None:
