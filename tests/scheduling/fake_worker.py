@@ -172,11 +172,6 @@ class FakeWorker:
         self._pending_evictions: deque[tuple[int, int, Block]] = deque()
         self._pending_swaps: list[tuple[int, list[Block], int, list[Block], int, Block]] = []
 
-    @property
-    def oldest_pending_swap(self) -> int | None:
-        """The first step whose swaps are not acknowledged."""
-        return self._pending_swaps[0][0] if self._pending_swaps else None
-
     def send(self, plan: StepPlan, held_rows: set[int], known_bad: set[BadValue]) -> None:
         """Queue a plan, with the rows that sequences hold after it, which no plan contains.
 

@@ -41,12 +41,6 @@ def _byte_fallback_tokenizer() -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def _byte_level_tokenizer() -> tokenizers.Tokenizer:
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
-
-
 FALLBACK = _byte_fallback_tokenizer()
 
 
