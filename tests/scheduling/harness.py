@@ -1,15 +1,12 @@
-"""A scheduler with a fake worker, and the invariants of both."""
+"""A scheduler with a fake worker, both checked after every operation."""
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
-from cluster.scheduling.blocks.block_pool import BlockPool
 from cluster.scheduling.event import TokenEvent
 from cluster.scheduling.planning.policy import MAX_PREEMPTIONS
 from cluster.scheduling.scheduler import MAX_PLANS_IN_FLIGHT, Scheduler
-from cluster.scheduling.sequence import Sequence as ScheduledSequence
-from cluster.scheduling.sequence import SequenceState
-from pagedray.batch import BlockCopy, DiskReport, StepPlan
+from pagedray.batch import DiskReport, StepPlan
 from pagedray.config import Preemption, SchedulerConfig
 from pagedray.request import FinishReason, Request, SamplingParams
 from tests.scheduling.fake_worker import (
@@ -17,10 +14,13 @@ from tests.scheduling.fake_worker import (
     BadValue,
     Block,
     FakeWorker,
-    fingerprints,
     undisturbed,
 )
+from tests.scheduling.invariants import Invariants
 from tests.scheduling.masks.random_masks import RandomMasks
+
+if TYPE_CHECKING:
+    from cluster.scheduling.sequence import Sequence as ScheduledSequence
 
 HASH_KEY = b"a key that tests share"
 
@@ -84,17 +84,19 @@ class Harness:
         self.plans: list[StepPlan] = []
         self.acknowledged_step = -1
         self.masks = RandomMasks()
-        self.num_left_behind = 0
-        """Sequences seen that left shared blocks behind when they were swapped out."""
         self.num_late = 0
         """Times that a mask was late."""
         self._masked_step = -1
         """The last step whose masks were made."""
-        self._num_planned_tokens = 0
         self._was_restricted = False
-        self._started: set[int] = set()
-        """Seeds of the requests that have started."""
-        self._expected_content: dict[bytes, list[int]] = {}
+        self._invariants = Invariants(
+            self.scheduler,
+            config=self.config,
+            block_size=block_size,
+            requests=self.requests,
+            sequences=self.sequences,
+            plans=self.plans,
+        )
 
     def add(
         self,
@@ -172,9 +174,8 @@ class Harness:
                 self._make_masks()
             return None
         assert num_in_flight < MAX_PLANS_IN_FLIGHT
-        self._check_plan(plan)
+        self._invariants.check_plan(plan, is_restricted=self._was_restricted)
         self.plans.append(plan)
-        self._num_planned_tokens += plan.num_tokens
         held_rows = {s.row for s in self.sequences if s.row >= 0}
         self.worker.send(plan, held_rows, set(self.known_bad))
         self.worker.begin_disk_jobs(plan)
@@ -324,6 +325,15 @@ class Harness:
         self.settle()
         self.check_end()
 
+    def check(self) -> None:
+        """Check every invariant of the scheduler's state."""
+        self._invariants.check(self.worker)
+
+    @property
+    def num_left_behind(self) -> int:
+        """Sequences seen that left shared blocks behind when they were swapped out."""
+        return self._invariants.num_left_behind
+
     @property
     def max_num_turns(self) -> int:
         """The maximum number of rounds of all sequences in turn, with preemptions."""
@@ -359,68 +369,6 @@ class Harness:
         assert kv.cpu_pool.num_free == kv.cpu_pool.num_blocks
         assert len(self.scheduler._table._free_rows) == self.max_num_seqs
 
-    def check(self) -> None:
-        """Check every invariant of the scheduler's state."""
-        kv = self.scheduler._kv
-        holders = [s for s in self.sequences if s.state is not SequenceState.FINISHED]
-        swaps = list(kv._swaps._copied)
-        _check_pool(
-            kv.pool,
-            references=[b for s in self.sequences for b in (*s.block_ids, *s.reserved_block_ids)],
-            pins=[block for swap in swaps for block in swap.block_ids],
-        )
-        _check_pool(
-            kv.cpu_pool,
-            references=[block for s in self.sequences for block in s.cpu_block_ids],
-            pins=[
-                *(block for swap in swaps for block in swap.cpu_block_ids),
-                *self._blocks_being_saved(),
-                *(copy.target for copy in self._disk_copies(is_read=True)),
-                *(copy.source for copy in self._disk_copies(is_read=False)),
-            ],
-        )
-        if kv.disk_cache is not None:
-            _check_pool(
-                kv.disk_cache.pool,
-                references=[],
-                pins=[
-                    *(copy.source for copy in self._disk_copies(is_read=True)),
-                    *(copy.target for copy in self._disk_copies(is_read=False)),
-                ],
-            )
-        self._check_places(holders)
-        self._check_cache()
-        self._check_stats()
-        owners: dict[int, set[str]] = {}
-        for sequence in holders:
-            assert not sequence.num_left_behind or sequence.state is SequenceState.SWAPPED
-            self.num_left_behind += sequence.num_left_behind > 0
-            if sequence.state is SequenceState.RUNNING:
-                assert sequence.num_computed <= sequence.num_slots
-            assert sequence.num_slots == len(sequence.block_ids) * self.block_size
-            assert sequence.length <= sequence.max_length
-            if sequence.num_computed < sequence.decode_end:
-                assert sequence.state is SequenceState.RUNNING
-                assert not sequence.is_prefill
-                assert not sequence.num_deferred
-                assert sequence.decode_end <= sequence.num_slots
-                assert sequence.decode_end < sequence.max_length
-            assert 0 <= sequence.num_pending <= MAX_PLANS_IN_FLIGHT
-            for block in sequence.block_ids:
-                owners.setdefault(block, set()).add(sequence.active.request.tenant)
-        assert all(len(tenants) == 1 for tenants in owners.values())
-
-    def _blocks_being_saved(self) -> list[int]:
-        cpu_cache = self.scheduler._kv.cpu_cache
-        if cpu_cache is None:
-            return []
-        return [block for _, blocks in cpu_cache._in_flight for block in blocks]
-
-    def _disk_copies(self, *, is_read: bool) -> list[BlockCopy]:
-        """Return the copies from or to the disk that are under way."""
-        jobs = self.worker.disk_jobs[is_read]
-        return [copy for _, begun in jobs for copy, _ in begun]
-
     def _make_masks(self) -> None:
         """Make masks for the plan in flight and for deferred sequences, as the controller does."""
         masked = self.scheduler.masked_step()
@@ -453,162 +401,6 @@ class Harness:
             token_s=self._token_s,
         )
 
-    def _check_places(self, holders: list[ScheduledSequence]) -> None:
-        sequence_table = self.scheduler._table
-        places = {
-            SequenceState.WAITING: list(sequence_table.waiting),
-            SequenceState.RUNNING: list(sequence_table.running),
-            SequenceState.SWAPPED: list(sequence_table.swapped),
-            SequenceState.ARRIVING: list(sequence_table.arriving),
-            SequenceState.BARRED: list(sequence_table.barred),
-            SequenceState.HELD: [s for a in sequence_table.requests.values() for s in a.held],
-        }
-        for state, sequences in places.items():
-            assert len(sequences) == len(set(map(id, sequences)))
-            assert {id(s) for s in sequences} == {id(s) for s in holders if s.state is state}
-            if state is SequenceState.WAITING:
-                for tenant in {s.active.request.tenant for s in sequences}:
-                    own = [s for s in sequences if s.active.request.tenant == tenant]
-                    assert own == sorted(own, key=lambda s: s.order)
-            elif state is not SequenceState.HELD:
-                assert sequences == sorted(sequences, key=lambda s: s.order)
-        for sequence in holders:
-            has_row = sequence.state in (SequenceState.RUNNING, SequenceState.ARRIVING)
-            assert has_row == (sequence.row >= 0) == bool(sequence.block_ids)
-            assert (sequence.state is SequenceState.SWAPPED) == bool(sequence.cpu_block_ids)
-        rows = [s.row for s in holders if s.row >= 0]
-        rows += sequence_table._free_rows
-        assert sorted(rows) == list(range(self.max_num_seqs))
-        queued = [a.request for a in sequence_table.requests.values() if a.is_queued]
-        assert sequence_table.backlog.num_requests == len(queued)
-        assert sequence_table.backlog.num_tokens == sum(len(r.prompt_token_ids) for r in queued)
-        for active in sequence_table.requests.values():
-            tenant = active.request.tenant
-            num_open = sum(a.request.tenant == tenant for a in sequence_table.requests.values())
-            assert active.share.num_open == num_open
-
-    def _check_cache(self) -> None:
-        kv = self.scheduler._kv
-        if not kv.prefix_cache.is_enabled:
-            assert not any(kv.pool._is_kept)
-            assert len(kv.prefix_cache) == 0
-            return
-        block_of, keys = kv.prefix_cache._block_of, kv.prefix_cache._keys
-        key_of = {block: key for block, key in enumerate(keys) if key is not None}
-        assert {key.digest: block for block, key in key_of.items()} == block_of
-        assert set(key_of) == {b for b in range(kv.pool.num_blocks) if kv.pool._is_kept[b]}
-        assert set(kv.pool._idle) <= set(key_of)
-        for sequence in self.sequences:
-            self._note_keys(sequence)
-        self._check_cpu_cache()
-        self._check_disk_cache()
-        if self.worker.plans:
-            return
-        # Keys match the content of their sequence.
-        for block, key in key_of.items():
-            if block in kv.restores._arriving:
-                continue
-            content = self.worker.device[block]
-            if not any(isinstance(value, BadValue) for value in content):
-                assert content == self._expected_content[key.digest]
-            else:
-                # It may still be bad in the cache, but is not proven.
-                assert not kv.prefix_cache.is_proven(block)
-
-    def _check_cpu_cache(self) -> None:
-        kv = self.scheduler._kv
-        cpu_cache = kv.cpu_cache
-        if cpu_cache is None:
-            assert not any(kv.cpu_pool._is_kept)
-            return
-        assert kv.cpu_pool is cpu_cache.pool
-        key_of, saving = cpu_cache._key_of, set(self._blocks_being_saved())
-        saving |= {copy.target for copy in self._disk_copies(is_read=True)}
-        assert {key.digest: block for block, key in key_of.items()} == cpu_cache._block_of
-        assert set(key_of) == {b for b in range(kv.cpu_pool.num_blocks) if kv.cpu_pool._is_kept[b]}
-        assert set(kv.cpu_pool._idle) <= set(key_of)
-        assert cpu_cache._incomplete == saving & set(key_of)
-        assert not cpu_cache._copies, "a plan lacks copies"
-        assert not kv.restores._copies, "a plan lacks copies"
-        for block, key in key_of.items():
-            if block not in saving:
-                assert cpu_cache.find_block(key) == block
-                assert self.worker.cpu[block] == self._expected_content[key.digest]
-
-    def _check_disk_cache(self) -> None:
-        disk_cache = self.scheduler._kv.disk_cache
-        if disk_cache is None:
-            return
-        key_of, pool = disk_cache._key_of, disk_cache.pool
-        writing = {copy.target for copy in self._disk_copies(is_read=False)}
-        assert {key.digest: block for block, key in key_of.items()} == disk_cache._block_of
-        assert set(key_of) == {b for b in range(pool.num_blocks) if pool._is_kept[b]}
-        assert set(pool._idle) <= set(key_of)
-        assert disk_cache._incomplete == writing & set(key_of)
-        assert not disk_cache._reads, "a plan lacks reads"
-        assert disk_cache.num_reading == len(self._disk_copies(is_read=True))
-        assert disk_cache._num_writing == len(self._disk_copies(is_read=False))
-        assert set(disk_cache._step_of) == {c.target for c in self._disk_copies(is_read=True)}
-        for block, key in key_of.items():
-            if block not in writing:
-                assert disk_cache.find_block(key) == block
-                assert self.worker.disk[block] == self._expected_content[key.digest]
-
-    def _note_keys(self, sequence: ScheduledSequence) -> None:
-        size = self.block_size
-        missing = [key for key in sequence.keys if key.digest not in self._expected_content]
-        if not missing:
-            return
-        chain = fingerprints(sequence.active.request.tenant, sequence.token_ids)
-        for index, key in enumerate(sequence.keys):
-            content = chain[index * size : (index + 1) * size]
-            assert self._expected_content.setdefault(key.digest, content) == content
-
-    def _check_stats(self) -> None:
-        stats, pool = self.scheduler.stats(), self.scheduler._kv.pool
-        states = Counter(sequence.state for sequence in self.sequences)
-        assert stats.num_running == states[SequenceState.RUNNING]
-        waiting = (SequenceState.WAITING, SequenceState.HELD, SequenceState.BARRED)
-        assert stats.num_waiting == sum(states[state] for state in waiting)
-        assert stats.num_swapped == states[SequenceState.SWAPPED] + states[SequenceState.ARRIVING]
-        assert stats.num_free_blocks == len(pool._free) + len(pool._idle)
-        assert stats.num_cached_blocks == len(pool._idle)
-        assert stats.num_cached_cpu_blocks == len(self.scheduler._kv.cpu_pool._idle)
-        assert stats.num_saved_blocks == sum(len(plan.evictions) for plan in self.plans)
-        assert stats.num_restored_blocks + stats.num_swapped_in_blocks == sum(
-            len(plan.swap_ins) for plan in self.plans
-        )
-        assert stats.num_cpu_hit_tokens == stats.num_restored_blocks * self.block_size
-        assert stats.num_steps == len(self.plans)
-        assert stats.num_scheduled_tokens == self._num_planned_tokens
-
-    def _check_plan(self, plan: StepPlan) -> None:
-        sizes = [sequence.num_tokens for sequence in plan.sequences]
-        assert sum(sizes) <= self.config.max_num_batched_tokens
-        assert len(sizes) <= self.max_num_seqs
-        assert len({sequence.row for sequence in plan.sequences}) == len(sizes)
-        assert [size > 1 for size in sizes] == sorted((size > 1 for size in sizes), reverse=True)
-        assert sizes or plan.starts or plan.swap_outs or plan.disk_reads
-        # Requests of equal priority and tenant start in order of arrival, but for those that have
-        # found too few blocks.
-        by_seed = {request.seed: request for request in self.requests.values()}
-        self._started |= {start.seed for start in plan.starts}
-        if self._was_restricted:
-            return
-        for start in plan.starts:
-            request = by_seed[start.seed]
-            for active in self.scheduler._table.requests.values():
-                other = active.request
-                is_passed = other.seed < request.seed and other.seed not in self._started
-                if is_passed and (other.tenant, other.priority) == (
-                    request.tenant,
-                    request.priority,
-                ):
-                    assert any(
-                        sequence.refusal_number >= 0 or sequence.disk_step is not None
-                        for sequence in active.sequences
-                    )
-
     def _note(self, events: list[TokenEvent]) -> list[TokenEvent]:
         for event in events:
             key = (event.request_id, event.index)
@@ -620,19 +412,3 @@ class Harness:
                 self.reasons[key] = event.finish_reason
         self.events += events
         return events
-
-
-def _check_pool(pool: BlockPool, *, references: Iterable[int], pins: Iterable[int]) -> None:
-    """Check that each block has one state, and as many references as owners."""
-    num_references, num_pins = Counter(references), Counter(pins)
-    blocks = range(pool.num_blocks)
-    assert [num_references[block] for block in blocks] == pool._num_references
-    assert [num_pins[block] for block in blocks] == pool._num_pins
-    free = [*pool._free, *pool._idle]
-    assert len(free) == len(set(free))
-    used = {block for block in blocks if num_references[block] or num_pins[block]}
-    assert set(free) == set(blocks) - used
-    in_transit = {block for block in blocks if num_pins[block] and not num_references[block]}
-    assert pool.num_in_transit == len(in_transit)
-    assert pool.num_owned == len({block for block in blocks if num_references[block]})
-    assert pool.num_free + pool.num_owned + pool.num_in_transit == pool.num_blocks

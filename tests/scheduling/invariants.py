@@ -1,0 +1,280 @@
+"""The invariants of a scheduler, and of the blocks of the worker that runs its plans."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from cluster.scheduling.blocks.block_pool import BlockPool
+from cluster.scheduling.scheduler import MAX_PLANS_IN_FLIGHT, Scheduler
+from cluster.scheduling.sequence import Sequence as ScheduledSequence
+from cluster.scheduling.sequence import SequenceState
+from pagedray.batch import BlockCopy, StepPlan
+from pagedray.config import SchedulerConfig
+from pagedray.request import Request
+from tests.scheduling.fake_worker import BadValue, FakeWorker, fingerprints
+
+
+class Invariants:
+    """Checks a scheduler between its operations."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        *,
+        config: SchedulerConfig,
+        block_size: int,
+        requests: Mapping[str, Request],
+        sequences: Sequence[ScheduledSequence],
+        plans: Sequence[StepPlan],
+    ) -> None:
+        """The requests, their sequences and the plans are all that there were, and may grow."""
+        self._scheduler = scheduler
+        self._max_num_batched_tokens = config.max_num_batched_tokens
+        assert config.max_num_seqs is not None
+        self._max_num_seqs = config.max_num_seqs
+        self._block_size = block_size
+        self._requests = requests
+        self._sequences = sequences
+        self._plans = plans
+        self.num_left_behind = 0
+        """Sequences seen that left shared blocks behind when they were swapped out."""
+        self._started: set[int] = set()
+        """Seeds of the requests that have started."""
+        self._num_planned_tokens = 0
+        self._expected_content: dict[bytes, list[int]] = {}
+
+    def check(self, worker: FakeWorker) -> None:
+        """Check every invariant of the scheduler's state, and of the blocks of its worker."""
+        kv = self._scheduler._kv
+        holders = [s for s in self._sequences if s.state is not SequenceState.FINISHED]
+        swaps = list(kv._swaps._copied)
+        _check_pool(
+            kv.pool,
+            references=[b for s in self._sequences for b in (*s.block_ids, *s.reserved_block_ids)],
+            pins=[block for swap in swaps for block in swap.block_ids],
+        )
+        _check_pool(
+            kv.cpu_pool,
+            references=[block for s in self._sequences for block in s.cpu_block_ids],
+            pins=[
+                *(block for swap in swaps for block in swap.cpu_block_ids),
+                *self._blocks_being_saved(),
+                *(copy.target for copy in _disk_copies(worker, is_read=True)),
+                *(copy.source for copy in _disk_copies(worker, is_read=False)),
+            ],
+        )
+        if kv.disk_cache is not None:
+            _check_pool(
+                kv.disk_cache.pool,
+                references=[],
+                pins=[
+                    *(copy.source for copy in _disk_copies(worker, is_read=True)),
+                    *(copy.target for copy in _disk_copies(worker, is_read=False)),
+                ],
+            )
+        self._check_places(holders)
+        self._check_cache(worker)
+        self._check_stats()
+        owners: dict[int, set[str]] = {}
+        for sequence in holders:
+            assert not sequence.num_left_behind or sequence.state is SequenceState.SWAPPED
+            self.num_left_behind += sequence.num_left_behind > 0
+            if sequence.state is SequenceState.RUNNING:
+                assert sequence.num_computed <= sequence.num_slots
+            assert sequence.num_slots == len(sequence.block_ids) * self._block_size
+            assert sequence.length <= sequence.max_length
+            if sequence.num_computed < sequence.decode_end:
+                assert sequence.state is SequenceState.RUNNING
+                assert not sequence.is_prefill
+                assert not sequence.num_deferred
+                assert sequence.decode_end <= sequence.num_slots
+                assert sequence.decode_end < sequence.max_length
+            assert 0 <= sequence.num_pending <= MAX_PLANS_IN_FLIGHT
+            for block in sequence.block_ids:
+                owners.setdefault(block, set()).add(sequence.active.request.tenant)
+        assert all(len(tenants) == 1 for tenants in owners.values())
+
+    def check_plan(self, plan: StepPlan, *, is_restricted: bool) -> None:
+        """Check a plan: its size, and the order in which requests start unless some may not run."""
+        sizes = [sequence.num_tokens for sequence in plan.sequences]
+        self._num_planned_tokens += sum(sizes)
+        assert sum(sizes) <= self._max_num_batched_tokens
+        assert len(sizes) <= self._max_num_seqs
+        assert len({sequence.row for sequence in plan.sequences}) == len(sizes)
+        assert [size > 1 for size in sizes] == sorted((size > 1 for size in sizes), reverse=True)
+        assert sizes or plan.starts or plan.swap_outs or plan.disk_reads
+        # Requests of equal priority and tenant start in order of arrival, but for those that have
+        # found too few blocks.
+        by_seed = {request.seed: request for request in self._requests.values()}
+        self._started |= {start.seed for start in plan.starts}
+        if is_restricted:
+            return
+        for start in plan.starts:
+            request = by_seed[start.seed]
+            for active in self._scheduler._table.requests.values():
+                other = active.request
+                is_passed = other.seed < request.seed and other.seed not in self._started
+                if is_passed and (other.tenant, other.priority) == (
+                    request.tenant,
+                    request.priority,
+                ):
+                    assert any(
+                        sequence.refusal_number >= 0 or sequence.disk_step is not None
+                        for sequence in active.sequences
+                    )
+
+    def _blocks_being_saved(self) -> list[int]:
+        cpu_cache = self._scheduler._kv.cpu_cache
+        if cpu_cache is None:
+            return []
+        return [block for _, blocks in cpu_cache._in_flight for block in blocks]
+
+    def _check_places(self, holders: list[ScheduledSequence]) -> None:
+        sequence_table = self._scheduler._table
+        places = {
+            SequenceState.WAITING: list(sequence_table.waiting),
+            SequenceState.RUNNING: list(sequence_table.running),
+            SequenceState.SWAPPED: list(sequence_table.swapped),
+            SequenceState.ARRIVING: list(sequence_table.arriving),
+            SequenceState.BARRED: list(sequence_table.barred),
+            SequenceState.HELD: [s for a in sequence_table.requests.values() for s in a.held],
+        }
+        for state, sequences in places.items():
+            assert len(sequences) == len(set(map(id, sequences)))
+            assert {id(s) for s in sequences} == {id(s) for s in holders if s.state is state}
+            if state is SequenceState.WAITING:
+                for tenant in {s.active.request.tenant for s in sequences}:
+                    own = [s for s in sequences if s.active.request.tenant == tenant]
+                    assert own == sorted(own, key=lambda s: s.order)
+            elif state is not SequenceState.HELD:
+                assert sequences == sorted(sequences, key=lambda s: s.order)
+        for sequence in holders:
+            has_row = sequence.state in (SequenceState.RUNNING, SequenceState.ARRIVING)
+            assert has_row == (sequence.row >= 0) == bool(sequence.block_ids)
+            assert (sequence.state is SequenceState.SWAPPED) == bool(sequence.cpu_block_ids)
+        rows = [s.row for s in holders if s.row >= 0]
+        rows += sequence_table._free_rows
+        assert sorted(rows) == list(range(self._max_num_seqs))
+        queued = [a.request for a in sequence_table.requests.values() if a.is_queued]
+        assert sequence_table.backlog.num_requests == len(queued)
+        assert sequence_table.backlog.num_tokens == sum(len(r.prompt_token_ids) for r in queued)
+        for active in sequence_table.requests.values():
+            tenant = active.request.tenant
+            num_open = sum(a.request.tenant == tenant for a in sequence_table.requests.values())
+            assert active.share.num_open == num_open
+
+    def _check_cache(self, worker: FakeWorker) -> None:
+        kv = self._scheduler._kv
+        if not kv.prefix_cache.is_enabled:
+            assert not any(kv.pool._is_kept)
+            assert len(kv.prefix_cache) == 0
+            return
+        block_of, keys = kv.prefix_cache._block_of, kv.prefix_cache._keys
+        key_of = {block: key for block, key in enumerate(keys) if key is not None}
+        assert {key.digest: block for block, key in key_of.items()} == block_of
+        assert set(key_of) == {b for b in range(kv.pool.num_blocks) if kv.pool._is_kept[b]}
+        assert set(kv.pool._idle) <= set(key_of)
+        for sequence in self._sequences:
+            self._note_keys(sequence)
+        self._check_cpu_cache(worker)
+        self._check_disk_cache(worker)
+        if worker.plans:
+            return
+        # Keys match the content of their sequence.
+        for block, key in key_of.items():
+            if block in kv.restores._arriving:
+                continue
+            content = worker.device[block]
+            if not any(isinstance(value, BadValue) for value in content):
+                assert content == self._expected_content[key.digest]
+            else:
+                # It may still be bad in the cache, but is not proven.
+                assert not kv.prefix_cache.is_proven(block)
+
+    def _check_cpu_cache(self, worker: FakeWorker) -> None:
+        kv = self._scheduler._kv
+        cpu_cache = kv.cpu_cache
+        if cpu_cache is None:
+            assert not any(kv.cpu_pool._is_kept)
+            return
+        assert kv.cpu_pool is cpu_cache.pool
+        key_of, saving = cpu_cache._key_of, set(self._blocks_being_saved())
+        saving |= {copy.target for copy in _disk_copies(worker, is_read=True)}
+        assert {key.digest: block for block, key in key_of.items()} == cpu_cache._block_of
+        assert set(key_of) == {b for b in range(kv.cpu_pool.num_blocks) if kv.cpu_pool._is_kept[b]}
+        assert set(kv.cpu_pool._idle) <= set(key_of)
+        assert cpu_cache._incomplete == saving & set(key_of)
+        assert not cpu_cache._copies, "a plan lacks copies"
+        assert not kv.restores._copies, "a plan lacks copies"
+        for block, key in key_of.items():
+            if block not in saving:
+                assert cpu_cache.find_block(key) == block
+                assert worker.cpu[block] == self._expected_content[key.digest]
+
+    def _check_disk_cache(self, worker: FakeWorker) -> None:
+        disk_cache = self._scheduler._kv.disk_cache
+        if disk_cache is None:
+            return
+        key_of, pool = disk_cache._key_of, disk_cache.pool
+        writing = {copy.target for copy in _disk_copies(worker, is_read=False)}
+        assert {key.digest: block for block, key in key_of.items()} == disk_cache._block_of
+        assert set(key_of) == {b for b in range(pool.num_blocks) if pool._is_kept[b]}
+        assert set(pool._idle) <= set(key_of)
+        assert disk_cache._incomplete == writing & set(key_of)
+        assert not disk_cache._reads, "a plan lacks reads"
+        assert disk_cache.num_reading == len(_disk_copies(worker, is_read=True))
+        assert disk_cache._num_writing == len(_disk_copies(worker, is_read=False))
+        assert set(disk_cache._step_of) == {c.target for c in _disk_copies(worker, is_read=True)}
+        for block, key in key_of.items():
+            if block not in writing:
+                assert disk_cache.find_block(key) == block
+                assert worker.disk[block] == self._expected_content[key.digest]
+
+    def _note_keys(self, sequence: ScheduledSequence) -> None:
+        size = self._block_size
+        missing = [key for key in sequence.keys if key.digest not in self._expected_content]
+        if not missing:
+            return
+        chain = fingerprints(sequence.active.request.tenant, sequence.token_ids)
+        for index, key in enumerate(sequence.keys):
+            content = chain[index * size : (index + 1) * size]
+            assert self._expected_content.setdefault(key.digest, content) == content
+
+    def _check_stats(self) -> None:
+        stats, pool = self._scheduler.stats(), self._scheduler._kv.pool
+        states = Counter(sequence.state for sequence in self._sequences)
+        assert stats.num_running == states[SequenceState.RUNNING]
+        waiting = (SequenceState.WAITING, SequenceState.HELD, SequenceState.BARRED)
+        assert stats.num_waiting == sum(states[state] for state in waiting)
+        assert stats.num_swapped == states[SequenceState.SWAPPED] + states[SequenceState.ARRIVING]
+        assert stats.num_free_blocks == len(pool._free) + len(pool._idle)
+        assert stats.num_cached_blocks == len(pool._idle)
+        assert stats.num_cached_cpu_blocks == len(self._scheduler._kv.cpu_pool._idle)
+        assert stats.num_saved_blocks == sum(len(plan.evictions) for plan in self._plans)
+        assert stats.num_restored_blocks + stats.num_swapped_in_blocks == sum(
+            len(plan.swap_ins) for plan in self._plans
+        )
+        assert stats.num_cpu_hit_tokens == stats.num_restored_blocks * self._block_size
+        assert stats.num_steps == len(self._plans)
+        assert stats.num_scheduled_tokens == self._num_planned_tokens
+
+
+def _check_pool(pool: BlockPool, *, references: Iterable[int], pins: Iterable[int]) -> None:
+    """Check that each block has one state, and as many references as owners."""
+    num_references, num_pins = Counter(references), Counter(pins)
+    blocks = range(pool.num_blocks)
+    assert [num_references[block] for block in blocks] == pool._num_references
+    assert [num_pins[block] for block in blocks] == pool._num_pins
+    free = [*pool._free, *pool._idle]
+    assert len(free) == len(set(free))
+    used = {block for block in blocks if num_references[block] or num_pins[block]}
+    assert set(free) == set(blocks) - used
+    in_transit = {block for block in blocks if num_pins[block] and not num_references[block]}
+    assert pool.num_in_transit == len(in_transit)
+    assert pool.num_owned == len({block for block in blocks if num_references[block]})
+    assert pool.num_free + pool.num_owned + pool.num_in_transit == pool.num_blocks
+
+
+def _disk_copies(worker: FakeWorker, *, is_read: bool) -> list[BlockCopy]:
+    """Return the copies from or to the disk that are under way."""
+    jobs = worker.disk_jobs[is_read]
+    return [copy for _, begun in jobs for copy, _ in begun]
