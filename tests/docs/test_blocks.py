@@ -232,7 +232,7 @@ def test_key_file_is_accepted(tmp_path: Path) -> None:
 
 
 def test_serve_configuration_is_accepted() -> None:
-    block = _one("docs/ray-serve.md", "yaml", "# serve deploy config.yaml")
+    block = _one("docs/ray-serve.md", "yaml", "# config.yaml")
     config = ServeDeploySchema.model_validate(yaml.safe_load(block.text))
     [application] = config.applications
     assert application.import_path == "pagedray:build_app"
