@@ -117,7 +117,7 @@ RESPONSE_SCHEMAS: Json = {
     "AnthropicError": _object(
         type=_const("error"),
         error=_object(type=_STRING, message=_STRING),
-        request_id={"type": "null"},
+        request_id=_nullable(_STRING),
     ),
     "Error": _object(
         error=_object(
