@@ -28,7 +28,7 @@ HELD_POLL_S = 0.05
 
 
 class RequestRunner:
-    """Submits requests as the queue has room, and brings their events to their collectors."""
+    """Submits requests while the queue has room, and passes their events to their collectors."""
 
     def __init__(self, controller: Controller, sink: EventDispatcher) -> None:
         self._controller = controller

@@ -9,7 +9,7 @@ __all__ = ["GpuImpl"]
 
 
 class GpuImpl(AttentionImpl):
-    """The same for every backend on a GPU."""
+    """The computation of one layer, which is the same for every backend on a GPU."""
 
     def forward(
         self,

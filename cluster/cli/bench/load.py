@@ -24,7 +24,7 @@ __all__ = ["Load", "LoadResult", "send_load"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """When requests are sent."""
+    """The rate at which requests are sent, and how many may run at once."""
 
     request_rate: float = math.inf
     """Requests per second; infinity sends all at once."""

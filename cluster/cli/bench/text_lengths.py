@@ -18,7 +18,7 @@ _MAX_ROUNDS = 12
 
 
 class TextTokenizer(Protocol):
-    """What counts tokens: a `LocalTokenizer`, or the server's client."""
+    """Counts the tokens of texts: a `LocalTokenizer`, or the server's client."""
 
     async def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, with special tokens."""

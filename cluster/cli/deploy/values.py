@@ -163,7 +163,7 @@ def _read(path: Path) -> Values:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Rejects a key that is there twice, of which YAML would take the last."""
+    """Rejects a key that occurs twice, of which YAML would take the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         # What a mapping merges with `<<` may have its keys, too.

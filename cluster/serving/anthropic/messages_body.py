@@ -88,7 +88,7 @@ class OutputConfig(BodyPart):
 
 
 class ConversationBody(Body):
-    """What both endpoints read."""
+    """The fields of both bodies: the conversation, its tools and the format of the answer."""
 
     defaults: ClassVar[Defaults] = {
         "context_management": (

@@ -48,7 +48,7 @@ class _TenantEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The whole file."""
+    """The content of a key file."""
 
     tenants: dict[str, _TenantEntry]
 

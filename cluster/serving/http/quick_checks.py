@@ -25,7 +25,7 @@ _HEADERS = frozenset((b"accept", b"accept-encoding", b"connection", b"host", b"u
 
 
 class QuickChecks:
-    """Answers requests that ask for nothing but a health check, and for an end of the connection.
+    """Answers requests for a health check that also ask to close the connection.
 
     All others are for the application, and so are those that it does not answer with success.
     """

@@ -37,7 +37,7 @@ _MAX_MESSAGES = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntakeLimits:
-    """What an operator may set."""
+    """The limits on requests that an operator may set."""
 
     read_timeout_s: float = 30.0
     """How long the message or body of a request may take to arrive."""

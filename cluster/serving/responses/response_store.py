@@ -31,7 +31,7 @@ class LostReplicaError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """What a replica returns of a response that it keeps."""
+    """What a replica returns about a response that it keeps."""
 
     body: bytes = b""
     """The response in JSON, if it is read."""
@@ -42,7 +42,7 @@ class Kept:
 
 
 class OtherReplicas(Protocol):
-    """The replicas of a deployment, which keep responses, too."""
+    """The other replicas of a deployment, which keep responses too."""
 
     @property
     def own_name(self) -> str:

@@ -28,7 +28,7 @@ def peer_name(host: str, port: int) -> str:
 
 
 class ProvenConnections:
-    """The names of clients' addresses. Read from any thread."""
+    """The connections that have brought a valid call, by peer name. Read from any thread."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()

@@ -22,7 +22,7 @@ _LOOKS_PER_TIMEOUT = 10
 
 
 class StreamWriter:
-    """What is known of one call's writes."""
+    """The progress of one call's writes."""
 
     __slots__ = ("is_stalled", "num_looks", "num_marks", "num_seen", "task")
 

@@ -21,7 +21,7 @@ _FEW_BYTES = 2**12
 
 
 class UnprovenShare:
-    """What the connections without a valid call have, counted from the oldest on."""
+    """The number and the bytes of connections without a valid call, from the oldest on."""
 
     def __init__(self) -> None:
         self._num_open: Counter[str] = Counter()

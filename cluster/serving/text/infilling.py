@@ -62,7 +62,7 @@ _LEAD = "\u263a"
 
 
 class _Encoder(Protocol):
-    """What a tokenizer does for a prompt."""
+    """The part of a tokenizer that prompts need."""
 
     def encode_without_gil(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the token ids of a text."""
@@ -74,7 +74,7 @@ class _Encoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Infilling:
-    """How one model is asked for the middle."""
+    """Makes prompts in which one model fills in the middle."""
 
     _marks: _Marks
     _mark_ids: tuple[int, ...]

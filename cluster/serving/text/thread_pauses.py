@@ -15,7 +15,7 @@ _LONG_PAUSE_S = 0.01
 
 
 class ThreadPauses:
-    """Lets others run while the thread that made it works.
+    """Pauses of the thread that made it, in which other threads get the interpreter's lock.
 
     Without pauses, the event loop and the engine would wait five milliseconds whenever they need
     the interpreter's lock, which is several times a token.

@@ -14,7 +14,7 @@ class Compiled(msgspec.Struct, frozen=True, tag="compiled"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """The source is no template."""
+    """The source is not a valid template."""
 
     reason: str
 

@@ -34,7 +34,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]*")
 
 
 class InvalidTemplateError(ValueError):
-    """A source is no template; the message is the reason, without a full stop."""
+    """A source is not a valid template; the message is the reason, without a full stop."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ _REMOVED_FILTERS = frozenset(
 
 
 class LimitedEnvironment(ImmutableSandboxedEnvironment):
-    """A sandbox that counts what a template does, on each thread for itself."""
+    """A sandbox that counts what a template does, separately on each thread."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
