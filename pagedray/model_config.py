@@ -56,7 +56,7 @@ class RopeConfig:
     rotary_size: int | None = None
     """Number of leading elements of a head that are rotated; None is all."""
     is_interleaved: bool = False
-    """Whether a checkpoint's pairs are neighbours; otherwise their distance is half a head."""
+    """Whether the elements of a pair are adjacent in a checkpoint, not half a head apart."""
     beta_fast: float = 32.0
     """Yarn keeps pairs that turn more often than this in the original context."""
     beta_slow: float = 1.0

@@ -262,7 +262,7 @@ def _head_norm(
 def _neighbour_order(
     config: ModelConfig, params: AttentionParams, device: torch.device
 ) -> torch.Tensor | None:
-    """Return the columns of queries, keys and values with pairs of neighbours half a head apart.
+    """Return the columns of queries, keys and values with adjacent pairs half a head apart.
 
     Scores stay the same, since queries and keys are reordered alike. None keeps the order.
     """

@@ -183,7 +183,7 @@ def _bar(num_used: int, num_cached: int, size: int, width: int) -> Text:
     num_full = round(width * num_used / size) if size else 0
     num_known = min(round(width * num_cached / size) if size else 0, width - num_full)
     rest = width - num_full - num_known
-    # Distinguishable without colours too.
+    # Distinguishable without colors too.
     return Text.assemble(
         ("[", "dim"),
         ("#" * num_full, "cyan"),

@@ -89,7 +89,7 @@ class SwapCosts:
     def pays(self, *, num_copied: float, num_found: float, num_tokens: int) -> bool:
         """Return whether copying blocks out saves time if so many of them are found again.
 
-        A block has `num_tokens`. What its tokens attend to is not counted in its favour.
+        A block has `num_tokens`. What its tokens attend to is not counted in its favor.
         """
         if not self.is_measured:
             return True

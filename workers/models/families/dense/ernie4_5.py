@@ -1,4 +1,4 @@
-"""Ernie 4.5 (dense): Llama with rope of neighbouring pairs."""
+"""Ernie 4.5 (dense): Llama with rope of adjacent pairs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GLM-4: rope of neighbouring pairs on half of each head, gate and up projection fused.
+"""GLM-4: rope of adjacent pairs on half of each head, gate and up projection fused.
 
 `Glm4ForCausalLM` (0414) adds norms after attention and MLP to `GlmForCausalLM`.
 """
