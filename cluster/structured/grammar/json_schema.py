@@ -25,6 +25,7 @@ from cluster.structured.grammar.expressions import (
     size_of,
 )
 from cluster.structured.grammar.json_text import SPACE, VALUE, separated, surrounded
+from cluster.structured.grammar.multiples import Multiples
 from cluster.structured.grammar.number_ranges import number_of
 from cluster.structured.grammar.schema_keywords import (
     ANNOTATIONS,
@@ -74,6 +75,7 @@ class _SchemaReader:
         """`root` has fractions where `plain_root` has floats, which are written as they are."""
         self.rules = dict(json_text.JSON_RULES)
         self._strings = SchemaStrings(self.rules)
+        self._multiples = Multiples(self.rules)
         self._root = root
         self._plain_root = plain_root
         self._rules_by_path: dict[str, Rule] = {}
@@ -190,7 +192,7 @@ class _SchemaReader:
             case "boolean":
                 return json_text.BOOLEAN
             case "integer" | "number":
-                return number_of(schema, path, is_integer=name == "integer")
+                return number_of(schema, path, self._multiples, is_integer=name == "integer")
             case "string":
                 return self._strings.string_of(schema, path)
             case "array":

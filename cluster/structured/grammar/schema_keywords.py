@@ -31,11 +31,12 @@ ANNOTATIONS = frozenset(
         *("deprecated", "readOnly", "writeOnly", "discriminator", "$defs", "definitions"),
     )
 )
+_NUMBERS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
 KEYWORDS: Mapping[str, frozenset[str]] = {
     "null": frozenset(),
     "boolean": frozenset(),
-    "integer": frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")),
-    "number": frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")),
+    "integer": _NUMBERS,
+    "number": _NUMBERS,
     "string": frozenset(("minLength", "maxLength", "pattern", "format")),
     "array": frozenset(("items", "prefixItems", "minItems", "maxItems", "uniqueItems")),
     "object": frozenset(

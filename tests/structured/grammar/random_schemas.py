@@ -80,6 +80,7 @@ def _integer(generator: random.Random, depth: int) -> Schema:
     limits: list[Schema] = [
         {},
         {"minimum": low},
+        {"minimum": low, "multipleOf": generator.choice([2, 15, 100])},
         {"maximum": low},
         {"exclusiveMinimum": low, "maximum": low + generator.randint(1, 900)},
     ]
