@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from concurrent.futures import wait
 from typing import TYPE_CHECKING
 
 import ray
@@ -11,6 +12,7 @@ from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
 from ray._private.utils import read_ray_address
 
 from cluster.engine.ray_cluster.disk_reserve import DiskReserve
+from cluster.engine.ray_cluster.ray_calls import start_call
 from cluster.engine.ray_cluster.ray_environment import RayEnvironment, warn_if_unauthenticated
 from cluster.engine.ray_cluster.ray_health import RayHealth
 from cluster.engine.ray_cluster.ray_processes import (
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["RayConnection"]
 
 _CONNECT_TIMEOUT_S = 10.0
+_STOP_TIMEOUT_S = 10.0
+"""How long Ray may take to stop its processes; on a busy machine it takes seconds."""
 _RECONNECT_S = 90_000
 """Longer than any drain; a GCS that was started here and has ended does not return."""
 
@@ -56,11 +60,18 @@ class RayConnection:
         if self._environment is not None:
             if self.health.outage is not None:
                 # Ray cannot end them.
-                kill_ray_processes()
-                kill_processes(self._processes)
-            ray.shutdown()
+                self._kill_processes()
+            stopping = start_call(ray.shutdown)
+            if not wait((stopping,), _STOP_TIMEOUT_S).done:
+                # One of them hangs.
+                self._kill_processes()
+            stopping.result()
             self._environment.close()
         self._environment = None
+
+    def _kill_processes(self) -> None:
+        kill_ray_processes()
+        kill_processes(self._processes)
 
     def _join_cluster(self, config: EngineConfig, report_progress: ReportProgress) -> None:
         _check_is_direct()

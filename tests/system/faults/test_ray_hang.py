@@ -102,6 +102,17 @@ def test_hang_that_lasts_ends_the_server_after_its_streams(daemon: str, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("daemon", DAEMONS)
+def test_server_stops_although_a_daemon_hangs(daemon: str, tmp_path: Path) -> None:
+    with new_server(tmp_path / "log") as server:
+        family = server.family()
+        server.named(daemon)[0].suspend()
+        server.send(signal.SIGTERM)
+        assert server.wait(EXIT_S) == 0
+    assert still_running(family, 30.0) == []
+
+
+@pytest.mark.slow
 def test_busy_machine_and_pause_of_everything_are_no_hang(server: ServerProcess, log: Path) -> None:
     wait_for(lambda: is_ready(server), 10.0)
     num_lines = len(lines(log))
