@@ -193,6 +193,19 @@ def test_salt_reaches_the_engine(server: Server) -> None:
     assert submitted(server, "completions", TEXT | {"cache_salt": "s"}).cache_salt == "s"
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_request_id_that_no_header_can_contain_is_refused(
+    server: Server, *, is_stream: bool
+) -> None:
+    given = TEXT | {"request_id": "a\u4e16", "stream": is_stream}
+    answer = httpx.post(f"{server.url}/v1/completions", json=given)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "request_id"
+    given["request_id"] = "a\u00e9"
+    answer = httpx.post(f"{server.url}/v1/completions", json=given)
+    assert answer.headers["x-request-id"] == "a\u00e9"
+
+
 def test_request_id_is_the_calls_id(server: Server) -> None:
     answer = httpx.post(f"{server.url}/v1/completions", json=TEXT | {"request_id": "mine"})
     assert answer.json()["id"] == "cmpl-mine"

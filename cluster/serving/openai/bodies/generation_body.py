@@ -51,6 +51,7 @@ _SAMPLING_NAMES = (
     "ignore_eos",
     "prompt_logprobs",
 )
+_LAST_OF_LATIN_1 = "\u00ff"
 _ONE_STOP: dict[str, JsonValue] = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
 
 
@@ -305,8 +306,16 @@ class GenerationBody(Body):
 
     def client_id(self, header: str | None) -> str | None:
         """Return the client's own id of the call. Raises InvalidRequestError."""
-        if self.request_id is None or header is None:
-            return header if self.request_id is None else self.request_id
+        if self.request_id is None:
+            return header
+        if any(character > _LAST_OF_LATIN_1 for character in self.request_id):
+            raise InvalidRequestError(
+                "request_id must have characters of Latin-1 only: responses have it in the "
+                "header X-Request-Id.",
+                param="request_id",
+            )
+        if header is None:
+            return self.request_id
         if self.request_id != header:
             raise InvalidRequestError(
                 "request_id and the header X-Request-Id must be equal if both are set.",
