@@ -6,7 +6,7 @@ from array import array
 from typing import TYPE_CHECKING, Any
 
 from cluster.scheduling.scheduler import Scheduler
-from pagedray.batch import PromptLogprobs, StepOutput
+from pagedray.batch import PromptLogprobs, StepOutput, StepPlan
 from pagedray.config import SchedulerConfig
 from pagedray.request import FinishReason, Request, SamplingParams
 
@@ -17,15 +17,21 @@ if TYPE_CHECKING:
 
 ALLOWED = b"\xff" * 4
 PROMPT = (5, 6, 7, 8)
-LOGPROBS = PromptLogprobs(
-    row=0,
-    first_position=1,
-    num_likeliest=0,
-    chosen=array("f", [-0.5] * 3).tobytes(),
-    ranks=array("i", [1] * 3).tobytes(),
-    token_ids=b"",
-    logprobs=b"",
-)
+
+
+def logprobs(first_position: int, number: int) -> PromptLogprobs:
+    return PromptLogprobs(
+        row=0,
+        first_position=first_position,
+        num_likeliest=0,
+        chosen=array("f", [-0.5] * number).tobytes(),
+        ranks=array("i", [1] * number).tobytes(),
+        token_ids=b"",
+        logprobs=b"",
+    )
+
+
+LOGPROBS = logprobs(1, 3)
 
 
 class FirstIsLate:
@@ -75,10 +81,9 @@ def run_step(scheduler: Scheduler) -> list[TokenEvent]:
     return events
 
 
-def started(grammar: FirstIsLate) -> Scheduler:
-    """Return a scheduler whose request of two sequences has computed its prompt."""
-    scheduler = Scheduler(
-        config=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
+def new_scheduler(*, max_num_batched_tokens: int = 64) -> Scheduler:
+    return Scheduler(
+        config=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=max_num_batched_tokens),
         block_size=4,
         num_blocks=64,
         num_cpu_blocks=0,
@@ -86,6 +91,11 @@ def started(grammar: FirstIsLate) -> Scheduler:
         enable_prefix_cache=True,
         enable_cpu_prefix_cache=False,
     )
+
+
+def started(grammar: FirstIsLate) -> Scheduler:
+    """Return a scheduler whose request of two sequences has computed its prompt."""
+    scheduler = new_scheduler()
     sampling = SamplingParams(max_tokens=3, n=2, ignore_eos=True, prompt_logprobs=0)
     scheduler.add_request(
         Request(id="r", prompt_token_ids=PROMPT, sampling=sampling, seed=0, grammar=grammar)
@@ -110,3 +120,23 @@ def test_a_sequence_that_ends_without_a_token_has_them_too() -> None:
     events = run_step(scheduler)
     assert [(one.index, one.finish_reason) for one in events] == [(1, FinishReason.STOP)]
     assert events[0].prompt_logprobs == (LOGPROBS,)
+
+
+def test_a_prompt_that_is_computed_again_has_them_once() -> None:
+    parts = (logprobs(1, 2), logprobs(3, 1))
+    scheduler = new_scheduler(max_num_batched_tokens=2)
+    sampling = SamplingParams(max_tokens=2, ignore_eos=True, prompt_logprobs=0)
+    scheduler.add_request(Request(id="r", prompt_token_ids=PROMPT, sampling=sampling, seed=0))
+
+    def run_chunk(part: PromptLogprobs) -> list[TokenEvent]:
+        plan = scheduler.schedule()
+        assert isinstance(plan, StepPlan)
+        output = StepOutput(plan.step, [7] * plan.num_sampled, prompt_logprobs=[part])
+        return scheduler.update(output)
+
+    assert run_chunk(parts[0]) == []
+    # The ranks have died.
+    scheduler.reset()
+    assert run_chunk(parts[0]) == []
+    (event,) = run_chunk(parts[1])
+    assert event.prompt_logprobs == parts
