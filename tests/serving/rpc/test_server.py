@@ -58,7 +58,12 @@ def test_a_prompt_may_be_described_after_the_first_message(
     assert len(described) == 1
     found = described[0].prompt_info
     assert found.num_prompt_tokens == messages[0].prompt_info.num_prompt_tokens
-    assert len(found.prompt_logprobs.logprobs) == found.num_prompt_tokens - 1
+    count = found.num_prompt_tokens - 1
+    logprobs = found.prompt_logprobs
+    assert logprobs.num_top_logprobs == 1
+    assert (list(logprobs.logprobs), list(logprobs.ranks)) == ([-0.5] * count, [1] * count)
+    assert list(logprobs.top_token_ids) == [100] * count
+    assert list(logprobs.top_logprobs) == [-0.5] * count
 
 
 def test_one_connection_carries_hundreds_of_calls_at_once(stub: Stub) -> None:
