@@ -86,7 +86,6 @@ def test_bad_message_is_rejected_quickly(stub: Stub, method: str, message: Any, 
         getattr(stub, method)(message)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     status = status_of_call(caught.value)
-    assert f'"{field}"'.encode() or field.encode() in status.details[0].value
     assert field.encode() in status.details[0].value
     assert time.process_time() - started_s < 15
 
