@@ -131,6 +131,8 @@ class DecoderWorker(Worker):
     def capture_graphs(self, *, only_largest: bool = False) -> None:
         assert self._runner is not None
         self._runner.capture_graphs(only_largest=only_largest)
+        if self._host_pool is not None:
+            self._host_pool.start_pinning()
 
     def end_epoch(self) -> None:
         self._close_jobs()

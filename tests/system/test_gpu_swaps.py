@@ -88,6 +88,7 @@ class Rig:
             layers=(params,) * 4, dtype=torch.float32, device=device, block_size=16
         )
         pool = make_host_pool(spec, 64, mapper=mapper)  # type: ignore[arg-type]  # all it needs
+        pool.start_pinning()
         pool.wait_until_pinned()
         assert pool.num_pinned_blocks == 64
         assert pool.blocks.is_pinned()

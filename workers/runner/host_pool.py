@@ -1,4 +1,4 @@
-"""The CPU pool's memory, which is pinned in the background so that it delays no start.
+"""The CPU pool's memory, which is pinned in the background while steps run.
 
 Until a block is pinned, copies of it are slower and keep the host waiting, with the same result.
 """
@@ -77,7 +77,17 @@ class HostPool:
             )
             # They must be gone before the memory is; at exit, the process's end takes care of both.
             weakref.finalize(self, chunks.release).atexit = False
-            self._thread = threading.Thread(target=chunks.pin_all, name="pagedray-pin", daemon=True)
+        self._thread: threading.Thread | None = None
+
+    def start_pinning(self) -> None:
+        """Begin to pin blocks in the background, unless that has begun.
+
+        Call it when graphs are captured: both would wait for each other in the kernel.
+        """
+        if self._chunks is not None and self._thread is None:
+            self._thread = threading.Thread(
+                target=self._chunks.pin_all, name="pagedray-pin", daemon=True
+            )
             self._thread.start()
 
     def take_report(self) -> PoolReport:
@@ -97,8 +107,8 @@ class HostPool:
         return 0 if self._chunks is None else self._chunks.num_pinned_blocks
 
     def wait_until_pinned(self) -> None:
-        """Wait until blocks are pinned, as far as they can be."""
-        if self._chunks is not None:
+        """Wait until what `start_pinning` began has ended; blocks are pinned as far as possible."""
+        if self._thread is not None:
             self._thread.join()
 
     def has_layout(self, num_blocks: int, block_shape: Sequence[int], dtype: torch.dtype) -> bool:

@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 _MADV_POPULATE_WRITE = 23
 """Of Linux 5.14; `mmap` does not define it."""
 
+_POPULATED_BYTES = 4 * 2**20
+"""Memory that is provided at once; a step that maps memory waits for that long."""
+
 
 class Pinner(Protocol):
     """Pins memory, and returns 0 or the code of an error."""
@@ -120,6 +123,10 @@ class PinnedChunks:
 def _populate(address: int, num_bytes: int) -> None:
     """Have the kernel provide pages, which keeps no other call of CUDA waiting, if it can."""
     # An error means that they are provided while they are pinned.
-    ctypes.CDLL(None).madvise(
-        ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), ctypes.c_int(_MADV_POPULATE_WRITE)
-    )
+    madvise = ctypes.CDLL(None).madvise
+    for first in range(0, num_bytes, _POPULATED_BYTES):
+        madvise(
+            ctypes.c_void_p(address + first),
+            ctypes.c_size_t(min(_POPULATED_BYTES, num_bytes - first)),
+            ctypes.c_int(_MADV_POPULATE_WRITE),
+        )

@@ -58,11 +58,15 @@ def test_a_pool_may_be_empty() -> None:
     assert HostPool(0, (2, 3), torch.float32, pinner=None).blocks.shape == (0, 2, 3)
 
 
-def test_a_pool_is_pinned_whole_and_released_with_its_end() -> None:
+def test_a_pool_is_pinned_whole_when_asked_and_released_with_its_end() -> None:
     pinner = FakePinner(9)
     # A chunk has 64 blocks of a MiB.
     pool = HostPool(100, (2**20,), torch.uint8, pinner=pinner)
     pool.wait_until_pinned()
+    assert pool.num_pinned_blocks == 0
+    for _ in range(2):
+        pool.start_pinning()
+        pool.wait_until_pinned()
     assert pool.num_pinned_blocks == 100
     first = pool.blocks.data_ptr()
     assert pinner.pinned == {first: 64 * 2**20, first + 64 * 2**20: 36 * 2**20}
@@ -74,6 +78,7 @@ def test_memory_that_cannot_be_pinned_is_said_once(caplog: pytest.LogCaptureFixt
     unpinned: list[int] = []
     pinner = FakePinner(2)
     pool = HostPool(300, (2**20,), torch.uint8, pinner=pinner, note_unpinned=unpinned.append)
+    pool.start_pinning()
     pool.wait_until_pinned()
     assert pool.num_pinned_blocks == 128
     assert unpinned == [172]
