@@ -13,7 +13,9 @@ from pagedray.batch import EmbedPlan, StepPlan
 from pagedray.config import AttentionReport
 from pagedray.errors import DeviceError, StartupError
 from pagedray.pool_report import PoolReport
+from pagedray.system.usable_cores import num_usable_cores
 from workers.cache_sizing import cache_size, free_host_bytes, num_staging
+from workers.compiled_note import CompiledNote
 from workers.graph_sizes import GraphSizes, graph_sizes
 from workers.memory_profile import MemoryProfile
 from workers.models.decoder import Decoder
@@ -296,6 +298,7 @@ class DecoderWorker(Worker):
         """Return the bytes that the device pool may take."""
         if self._device.type == "cpu":
             return free_host_bytes(self._config)
+        self._compile_kernels()
         profile = MemoryProfile(
             self._config,
             self._device,
@@ -303,6 +306,23 @@ class DecoderWorker(Worker):
             lambda sizes: self._make_runner(self._make_cache(1, 0), sizes),
         )
         return profile.free_bytes(self._graph_sizes)
+
+    def _compile_kernels(self) -> None:
+        """Compile the kernels of all graphs side by side, unless that was done by another start."""
+        note = CompiledNote(self._config, self._device)
+        if note.exists:
+            return
+        runner = self._make_runner(self._make_cache(1, 0), self._graph_sizes)
+        num_threads = num_usable_cores() // self._config.parallel.tensor_parallel_size
+        try:
+            runner.compile_kernels(self._spec.dtype, max(1, num_threads))
+        except RuntimeError as error:
+            # They are compiled one after the other, when they are launched.
+            logger.warning("Could not compile kernels side by side: %s", error)
+        else:
+            note.write()
+        del runner
+        release_gpu_memory()
 
     @property
     def _graph_sizes(self) -> GraphSizes:

@@ -8,6 +8,7 @@ import torch
 
 from pagedray.rank_progress import Phase, ProgressWord
 from workers.models.step_attention import CachedAttention
+from workers.runner.dropped_capture import dropped_capture
 from workers.runner.step_graphs import StepGraphs
 
 if TYPE_CHECKING:
@@ -78,6 +79,13 @@ class DecodeGraphs(StepGraphs[_Graph]):
     def _capture(self, size: int) -> _Graph:
         with self._state.graph_capture(size):
             return self._captured(size)
+
+    def _trace(self, size: int) -> None:
+        with self._state.graph_capture(size):
+            metadata = self._state.graph_capture_get_metadata_for_batch(size)
+            attention = CachedAttention(self._kv_cache, metadata)
+            with dropped_capture(self._stream):
+                self._model.forward(self._token_ids[:size], self._positions[:size], attention, None)
 
     def _captured(self, size: int) -> _Graph:
         metadata = self._state.graph_capture_get_metadata_for_batch(size)

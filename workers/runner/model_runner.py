@@ -18,6 +18,7 @@ from workers.device_event import DeviceEvent, record_event
 from workers.models.step_attention import CachedAttention
 from workers.runner.block_swaps import BlockSwaps, SwapStreams
 from workers.runner.device_stream import CudaStream, HostStream, StepStream
+from workers.runner.dropped_capture import dropped_capture
 from workers.runner.prompts import Prompts
 from workers.runner.staging_blocks import StagingBlocks
 
@@ -156,6 +157,23 @@ class ModelRunner:
         """Compile what samples from logits of this dtype."""
         self._progress.enter(Phase.WARMING_UP)
         self._sampler.warm_up(dtype)
+
+    @torch.inference_mode()
+    def compile_kernels(self, dtype: torch.dtype, num_threads: int) -> None:
+        """Compile side by side what graphs launch, and what samples from logits of this dtype.
+
+        All ranks of a group must do this at the same time.
+        """
+        from attention.kernels.triton.launches.parallel_compilation import ParallelCompilation
+
+        with ParallelCompilation(num_threads) as compilation:
+            with dropped_capture(torch.cuda.Stream(self._cache.device_pool.device)):
+                self._sampler.warm_up(dtype)
+            for graphs in (self._decode_graphs, self._piece_graphs):
+                if graphs is not None:
+                    graphs.trace()
+            for count in compilation.wait():
+                self._progress.enter(Phase.WARMING_UP, count)
 
     def capture_graphs(self, *, only_largest: bool = False) -> None:
         """Capture all graphs. All ranks of a group must do this at the same time."""

@@ -13,6 +13,7 @@ import torch
 
 from pagedray.rank_progress import Phase, ProgressWord
 from workers.models.step_attention import StepAttention
+from workers.runner.dropped_capture import dropped_capture
 from workers.runner.piece_recorder import PieceRecorder, Recording
 from workers.runner.step_graphs import StepGraphs
 
@@ -94,18 +95,13 @@ class PieceGraphs(StepGraphs[Recording]):
 
     def _capture(self, size: int) -> Recording:
         token_ids, positions = self._token_ids[:size], self._positions[:size]
-        slots = self._slots[:size]
 
         def run_layers(
             attention: StepAttention,
         ) -> tuple[torch.Tensor, torch.Tensor | None]:
             return self._model.run_layers(token_ids, positions, attention)
 
-        def write(layer: Attention, key: torch.Tensor, value: torch.Tensor) -> None:
-            self._builder.write_layer(layer.layer_index, key, value, self._kv_cache, slots)
-
-        # The slots of an earlier step belong to its tokens.
-        slots.fill_(-1)
+        write = self._writer(size)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             # Libraries select and compile kernels at the first call with a shape.
@@ -115,6 +111,22 @@ class PieceGraphs(StepGraphs[Recording]):
         # What the warm-up has used is kept for its stream, where no step runs.
         torch.cuda.empty_cache()
         return recording
+
+    def _trace(self, size: int) -> None:
+        attention = _WriteAlone(self._writer(size))
+        with dropped_capture(self._stream):
+            self._model.run_layers(self._token_ids[:size], self._positions[:size], attention)
+
+    def _writer(self, size: int) -> Callable[[Attention, torch.Tensor, torch.Tensor], None]:
+        """Return what writes a layer's keys and values to the slots of so many tokens."""
+        slots = self._slots[:size]
+        # Those of an earlier step belong to its tokens.
+        slots.fill_(-1)
+
+        def write(layer: Attention, key: torch.Tensor, value: torch.Tensor) -> None:
+            self._builder.write_layer(layer.layer_index, key, value, self._kv_cache, slots)
+
+        return write
 
 
 class _WriteAlone(StepAttention):

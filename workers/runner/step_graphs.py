@@ -64,6 +64,16 @@ class StepGraphs(ABC, Generic[Capture]):
             if size not in self._captures:
                 self._add_capture(size)
 
+    @torch.inference_mode()
+    def trace(self) -> None:
+        """Capture all sizes, and drop the captures; nothing runs.
+
+        All ranks of a group must do this at the same time.
+        """
+        for size in reversed(self._sizes):
+            self._progress.enter(Phase.CAPTURING, size)
+            self._trace(size)
+
     @abstractmethod
     def can_replay(self, inputs: StepInputs) -> bool:
         """Return whether graphs can run a step."""
@@ -78,6 +88,10 @@ class StepGraphs(ABC, Generic[Capture]):
     @abstractmethod
     def _capture(self, size: int) -> Capture:
         """Capture the model for so many tokens, on the stream and with the pool of all captures."""
+
+    @abstractmethod
+    def _trace(self, size: int) -> None:
+        """Capture the model for so many tokens, without running it before, and drop the capture."""
 
     def _capture_for(self, num_tokens: int) -> tuple[int, Capture]:
         """Return the padded number of tokens, and its capture."""

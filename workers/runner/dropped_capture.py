@@ -1,0 +1,26 @@
+"""A capture of what a GPU would run, which is not kept."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["dropped_capture"]
+
+
+@contextmanager
+def dropped_capture(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Capture what is launched on a stream, and drop it: nothing runs.
+
+    It has a memory pool of its own: a shared one ends with the only capture that uses it.
+    """
+    # The graph would otherwise be instantiated.
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    # Libraries may be used here for the first time, and allocate what they need.
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="relaxed"):
+        yield
