@@ -91,17 +91,17 @@ class DecodeGraphs(StepGraphs[_Graph]):
         metadata = self._state.graph_capture_get_metadata_for_batch(size)
         attention = CachedAttention(self._kv_cache, metadata)
         token_ids, positions = self._token_ids[:size], self._positions[:size]
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            # Libraries select and compile kernels at the first call with a shape.
-            self._model.forward(token_ids, positions, attention, None)
-        torch.cuda.current_stream().wait_stream(self._stream)
+
+        def run() -> torch.Tensor:
+            return self._model.forward(token_ids, positions, attention, None)
+
+        self._run_first(run)
         graph = torch.cuda.CUDAGraph()
-        # Other threads, such as NCCL's watchdog, may call CUDA during the capture.
+        # Kernels may be loaded, and other threads, such as NCCL's watchdog, may call CUDA.
         with torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="relaxed"
         ):
-            hidden = self._model.forward(token_ids, positions, attention, None)
+            hidden = run()
         return _Graph(
             graph=graph,
             state=self._state.graph_clone(size),

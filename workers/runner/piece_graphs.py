@@ -102,14 +102,11 @@ class PieceGraphs(StepGraphs[Recording]):
             return self._model.run_layers(token_ids, positions, attention)
 
         write = self._writer(size)
+        self._run_first(lambda: run_layers(_WriteAlone(write)))
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            # Libraries select and compile kernels at the first call with a shape.
-            run_layers(_WriteAlone(write))
             recording = PieceRecorder(self._pool, write).record(run_layers)
         torch.cuda.current_stream().wait_stream(self._stream)
-        # What the warm-up has used is kept for its stream, where no step runs.
-        torch.cuda.empty_cache()
         return recording
 
     def _trace(self, size: int) -> None:

@@ -100,8 +100,8 @@ class PieceRecorder(StepAttention):
         return attended
 
     def _begin(self) -> None:
-        # Other threads, such as NCCL's watchdog, may call CUDA during the capture.
-        self._graph.capture_begin(self._pool, capture_error_mode="thread_local")
+        # Kernels may be loaded, and other threads, such as NCCL's watchdog, may call CUDA.
+        self._graph.capture_begin(self._pool, capture_error_mode="relaxed")
 
 
 class _Memory:

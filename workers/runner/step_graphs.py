@@ -14,6 +14,8 @@ import torch
 from pagedray.rank_progress import Phase, ProgressWord
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from attention.abstract import AttentionMetadata
     from workers.models.decoder import Decoder
     from workers.runner.input_batch import StepInputs
@@ -100,6 +102,20 @@ class StepGraphs(ABC, Generic[Capture]):
             # Every rank has the same plans, so that all capture at the same step.
             self._add_capture(size)
         return size, self._captures[size]
+
+    def _run_first(self, run: Callable[[], object]) -> None:
+        """Run what is captured next, unless there are captures.
+
+        Libraries allocate what they need at their first call, outside the captures' memory.
+        """
+        if self._captures:
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            run()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        # What was used is kept for this stream, where no step runs.
+        torch.cuda.empty_cache()
 
     @torch.inference_mode()
     def _add_capture(self, size: int) -> None:
