@@ -46,12 +46,14 @@ class Penalties:
             sampling.frequency_penalty,
         )
         token_ids = np.frombuffer(start.token_ids, np.int32)
+        counts, is_seen = self._output_counts[slot].zero_(), self._is_seen[slot].zero_()
+        seen_ids = self._known(token_ids)
+        if len(seen_ids):
+            is_seen.index_fill_(0, upload(seen_ids, self._device), True)
         output_ids = self._known(token_ids[start.num_prompt_tokens :])
-        counts = np.bincount(output_ids, minlength=self._vocab_size).astype(np.int32)
-        is_seen = np.zeros(self._vocab_size, dtype=np.bool_)
-        is_seen[self._known(token_ids)] = True
-        self._output_counts[slot].copy_(upload(counts, self._device))
-        self._is_seen[slot].copy_(upload(is_seen, self._device))
+        if len(output_ids):
+            output_ids, times = np.unique(output_ids, return_counts=True)
+            counts[upload(output_ids, self._device)] = upload(times.astype(np.int32), self._device)
 
     def end(self, row: int) -> None:
         """Forget the row."""
