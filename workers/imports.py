@@ -6,6 +6,7 @@ A rank that starts leaves out libraries that only some models need.
 from __future__ import annotations
 
 import gc
+import threading
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
@@ -36,8 +37,13 @@ def import_modules(config: EngineConfig) -> None:
         for name in _KERNELS:
             import_module(name)
         # Triton is imported only where it compiles.
+        from triton.runtime.cache import triton_key
+
         from attention.kernels.triton.launches.kernel_keys import fix_kernel_keys
 
+        # Before the first kernel, Triton hashes its own libraries, and keeps the result: 0.4 s, in
+        # which weights are loaded.
+        threading.Thread(target=triton_key, name="pagedray-triton-key", daemon=True).start()
         fix_kernel_keys()
 
 

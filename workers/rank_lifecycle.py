@@ -1,7 +1,7 @@
 """What a rank does from its imports to the end of an epoch, and how long each part takes.
 
-It starts no thread and does not know Ray. All but `measure_roof` is called by the thread that
-computes. The process that creates the actor of a rank imports this module without torch.
+It does not know Ray. All but `measure_roof` is called by the thread that computes. The process that
+creates the actor of a rank imports this module without torch.
 """
 
 from __future__ import annotations
@@ -88,9 +88,12 @@ class RankLifecycle:
 
         `device_index` is its place among the visible devices; `memory` is for its CPU pool.
         """
+        from workers.early_context import begin_context
         from workers.imports import import_modules, uncollected_imports
 
         self.durations = {}
+        if self._config.parallel.device == "cuda":
+            begin_context(device_index)
         with self._timed("imports"), uncollected_imports():
             import_modules(self._config)
         from workers.freed_memory import with_freed_memory
