@@ -374,6 +374,18 @@ def test_a_replay_is_not_charged_twice() -> None:
     assert 1.4 < matcher.cpu_s < 1.5
 
 
+def test_no_token_ends_a_sequence_before_min_tokens() -> None:
+    free: Any = QuickMatcher()  # Any: a fake
+    start = MatcherStart(0, 2, False, eos_token_ids=(0,), stop_token_ids=(3,))
+    matcher = SequenceMatcher(free, start, 32, lambda: CpuBudget(0.0))
+    forbidden = []
+    for token_ids in ([], [1], [1]):
+        masks = np.zeros((1, 1), np.int32)
+        assert matcher.write_mask(token_ids, masks, 0) is None
+        forbidden.append([token for token in range(32) if not masks[0, 0] >> token & 1])
+    assert forbidden == [[0, 3], [0, 3], []]
+
+
 class SleepingMatcher:
     """Sleeps until the end of the test."""
 
