@@ -20,6 +20,7 @@ from workers.graph_sizes import GraphSizes, graph_sizes
 from workers.memory_profile import MemoryProfile
 from workers.models.decoder import Decoder
 from workers.models.self_attention import attention_spec
+from workers.parallel.group import GroupBrokenError
 from workers.roof import measure_roof
 from workers.runner.cuda_graphs import DecodeGraphs
 from workers.runner.disk_jobs import DiskJobs
@@ -316,9 +317,11 @@ class DecoderWorker(Worker):
         num_threads = num_usable_cores() // self._config.parallel.tensor_parallel_size
         try:
             runner.compile_kernels(self._spec.dtype, max(1, num_threads))
-        except RuntimeError as error:
-            # They are compiled one after the other, when they are launched.
-            logger.warning("Could not compile kernels side by side: %s", error)
+        except GroupBrokenError:
+            raise
+        except Exception as error:
+            # Another Triton may have other hooks. Kernels are compiled when they are launched.
+            logger.warning("Could not compile kernels in parallel: %s", error)
         else:
             note.write()
         del runner
