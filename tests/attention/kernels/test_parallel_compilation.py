@@ -42,6 +42,7 @@ def compiled(folder: Path, *options: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_launches_find_what_threads_have_compiled(tmp_path: Path) -> None:
     first = compiled(tmp_path)
     assert first["compiled"] == len(first["hashes"]) > 4
