@@ -147,7 +147,7 @@ def test_http_ends_with_an_error_if_an_event_cannot_be_written(
     monkeypatch.setattr(
         server.frontends.servicer,
         "resumables",
-        ResumableStreams(ReaderLimits(resume_grace_s=30.0, resumes_anonymous=True)),
+        ResumableStreams(ReaderLimits(resume_grace_s=3600.0, resumes_anonymous=True)),
     )
     options = {"stream_options": {"resumable": True}} if is_resumable else {}
     body = {"model": "tiny", "prompt": "hello", "max_tokens": NUM_TOKENS, "ignore_eos": True}

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
     Serving = Callable[..., Server]
 
-GRACE_S = 30.0
+GRACE_S = 3600.0
+"""Does not end during a test, even if the machine pauses."""
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,7 @@ from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
 from tests.fakes import wait_for
 from tests.load.tenant_keys import write_keys
+from tests.serving.resume.conftest import GRACE_S
 from tests.serving.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -231,7 +232,7 @@ def test_stream_of_another_tenant_does_not_exist(serving: Serving, tmp_path: Pat
     file = tmp_path / "keys.toml"
     keys = write_keys(file, "ann", "ben")
     headers = {name: f"Bearer {key}" for name, key in keys.items()}
-    with serving(ReaderLimits(resume_grace_s=30), key_file=file) as server:
+    with serving(ReaderLimits(resume_grace_s=GRACE_S), key_file=file) as server:
         with httpx.Client(base_url=server.url, headers={"authorization": headers["ann"]}) as ann:
             begin(ann, "mine", num_events=2)
             with httpx.Client(
@@ -258,7 +259,7 @@ def test_stream_of_another_tenant_does_not_exist(serving: Serving, tmp_path: Pat
 
 
 def test_anonymous_streams_are_refused_unless_allowed(serving: Serving) -> None:
-    with serving(ReaderLimits(resume_grace_s=30)) as server:
+    with serving(ReaderLimits(resume_grace_s=GRACE_S)) as server:
         refused = httpx.post(f"{server.url}/v1/completions", json=body())
         assert refused.status_code == 403
         assert "--resume-anonymous" in refused.text
@@ -320,7 +321,7 @@ def test_resume_from_stands_alone(stub: Stub) -> None:
 
 
 def test_error_of_the_engine_reaches_who_resumes(serving: Serving) -> None:
-    limits = ReaderLimits(resume_grace_s=30, resumes_anonymous=True)
+    limits = ReaderLimits(resume_grace_s=GRACE_S, resumes_anonymous=True)
     with serving(limits) as server, httpx.Client(base_url=server.url) as http:
         begin(http, "http", max_tokens=MANY)
         with grpc.insecure_channel(server.grpc_target) as channel:
@@ -340,7 +341,7 @@ def test_error_of_the_engine_reaches_who_resumes(serving: Serving) -> None:
 
 def test_old_events_are_dropped_and_memory_is_bounded(serving: Serving) -> None:
     limits = ReaderLimits(
-        resume_grace_s=30, resumes_anonymous=True, resume_buffer=BufferLimits(32 * 2**14)
+        resume_grace_s=GRACE_S, resumes_anonymous=True, resume_buffer=BufferLimits(32 * 2**14)
     )
     with serving(limits) as server, httpx.Client(base_url=server.url) as http:
         resumables = server.frontends.servicer.resumables
@@ -362,7 +363,7 @@ def test_old_events_are_dropped_and_memory_is_bounded(serving: Serving) -> None:
 
 def test_tenant_without_room_starts_no_resumable_stream(serving: Serving) -> None:
     limits = ReaderLimits(
-        resume_grace_s=30, resumes_anonymous=True, resume_buffer=BufferLimits(32 * 2**13)
+        resume_grace_s=GRACE_S, resumes_anonymous=True, resume_buffer=BufferLimits(32 * 2**13)
     )
     with serving(limits) as server, httpx.Client(base_url=server.url) as http:
         resumables = server.frontends.servicer.resumables
@@ -385,7 +386,7 @@ def test_tenant_without_room_starts_no_resumable_stream(serving: Serving) -> Non
 
 
 def test_drain_waits_for_clients_that_may_come_back(serving: Serving) -> None:
-    limits = ReaderLimits(resume_grace_s=30, resumes_anonymous=True)
+    limits = ReaderLimits(resume_grace_s=GRACE_S, resumes_anonymous=True)
     with serving(limits) as server, httpx.Client(base_url=server.url) as http:
         server.engine.most_tokens = 5
         begin(http, "left")
@@ -419,7 +420,7 @@ async def test_reader_of_a_closed_stream_gets_an_error() -> None:
         yield [b"one"]
         await asyncio.sleep(60.0)
 
-    streams = ResumableStreams(ReaderLimits(resume_grace_s=30.0, resumes_anonymous=True))
+    streams = ResumableStreams(ReaderLimits(resume_grace_s=GRACE_S, resumes_anonymous=True))
     generation = SimpleNamespace(id="call", tenant="", close=lambda *_: None)
     reader = streams.open_stream(generation, batches(), StreamFormat("grpc", "Generate"))  # type: ignore[arg-type]  # a stand-in
     await wait_until(lambda: streams.num_bytes > 4096)
@@ -436,7 +437,7 @@ async def test_resuming_does_not_look_at_what_was_delivered(
             yield [b"x" * number]
         await asyncio.sleep(60.0)
 
-    streams = ResumableStreams(ReaderLimits(resume_grace_s=30.0, resumes_anonymous=True))
+    streams = ResumableStreams(ReaderLimits(resume_grace_s=GRACE_S, resumes_anonymous=True))
     generation = SimpleNamespace(id="call", tenant="", close=lambda *_: None)
     reader = streams.open_stream(generation, batches(), StreamFormat("grpc", "Generate"))  # type: ignore[arg-type]  # a stand-in
     num_read = 0
