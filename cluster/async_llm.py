@@ -15,9 +15,9 @@ from cluster.engine.options import engine_config
 from cluster.engine.progress import progress_reports
 from cluster.engine.vllm_options import engine_options
 from cluster.generation import Collector
-from cluster.llm_beams import BeamSearches, first_logprobs
+from cluster.llm_beams import BeamSearches, BeamSearchParams, first_logprobs
 from cluster.llm_prompts import read_conversations, read_prompts
-from cluster.llm_requests import RequestMaker
+from cluster.llm_requests import RequestMaker, check_params
 from cluster.sampling_params import RequestOutputKind, SamplingParams
 from cluster.serving.beams.step import check_beams_fit
 from cluster.serving.engine_client import EngineClient
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from cluster.engine.stats import EngineStats
     from cluster.generation import Generation
-    from cluster.llm_beams import BeamSearchOutput, BeamSearchParams
+    from cluster.llm_beams import BeamSearchOutput
     from cluster.llm_options import LLMOptions
     from cluster.llm_prompts import Conversation, GivenPrompt, SaltedPrompt
     from cluster.scheduling.event import TokenEvent
@@ -159,6 +159,7 @@ class AsyncLLM:
             raise InvalidRequestError(
                 "beam_search() takes one prompt; call it once for each.", param="prompt"
             )
+        check_params(params, BeamSearchParams, "params")
         client = self._sink.client_of(asyncio.get_running_loop(), self._engine)
         with self._freezer.freeze():
             start = await self._validated(prompts[0], params.sampling)
@@ -213,7 +214,9 @@ class AsyncLLM:
     async def _generate(
         self, prompt: SaltedPrompt, params: SamplingParams | None, given_id: str | None
     ) -> AsyncGenerator[Generation]:
-        params = params or self._requests.default_params
+        if params is None:
+            params = self._requests.default_params
+        check_params(params, SamplingParams, "sampling_params")
         client = self._sink.client_of(asyncio.get_running_loop(), self._engine)
         request_id = given_id or secrets.token_hex(16)
         if request_id in self._streams:

@@ -25,14 +25,14 @@ from cluster.llm_prompts import (
     read_prompts,
     read_stream_prompt,
 )
-from cluster.llm_requests import RequestMaker, run_apart
+from cluster.llm_requests import RequestMaker, check_params, run_apart
 from cluster.llm_runner import HELD_POLL_S, RequestRunner
 from cluster.serving.inputs import EmbeddingInput, ScoreInput
 from cluster.serving.text.tokenizer import Tokenizer
 from cluster.serving.validation.embedding_validator import MAX_PROMPTS, EmbeddingValidator
 from cluster.serving.validation.score_validator import MAX_PAIRS, ScoreValidator
 from cluster.serving.validation.validator import Validator
-from pagedray.errors import InvalidRequestError, OverloadedError
+from pagedray.errors import EngineError, InvalidRequestError, OverloadedError
 from pagedray.request import Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -103,6 +103,7 @@ class LLM:
         self._sink = EventDispatcher()
         self._freezer = CallFreezer()
         self._engine = open_engine(config, self._sink, report_progress)
+        self._is_closed = False
 
     def generate(
         self,
@@ -164,6 +165,7 @@ class LLM:
 
         Prompts and errors are those of `generate`.
         """
+        check_params(params, BeamSearchParams, "params")
         given = read_prompts(prompts)
         starts = self._validated(given, [params.sampling] * len(given))
         searches = BeamSearches(starts, params)
@@ -202,6 +204,7 @@ class LLM:
     ) -> Generator[str]:
         """Yield the text of one completion as it is generated; `sampling_params.n` must be 1."""
         params = sampling_params
+        check_params(params, SamplingParams, "sampling_params")
         if params.n != 1:
             raise InvalidRequestError(f"n must be 1 for streaming, not {params.n}.", param="n")
         (request,) = self._validated([read_stream_prompt(prompt)], [params])
@@ -293,6 +296,7 @@ class LLM:
 
     def close(self) -> None:
         """Stop the engine and its ranks. Further calls have no effect."""
+        self._is_closed = True
         self._engine.close()
         if isinstance(self._validator, Validator):
             self._validator.close()
@@ -311,6 +315,7 @@ class LLM:
     @property
     def _controller(self) -> Controller:
         """The engine, which is a Controller if the model generates text."""
+        self._check_open()
         assert isinstance(self._engine, Controller)
         return self._engine
 
@@ -321,8 +326,13 @@ class LLM:
     @property
     def _embedder(self) -> Embedder:
         """The engine, which is an Embedder if the model does not generate text."""
+        self._check_open()
         assert isinstance(self._engine, Embedder)
         return self._engine
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise EngineError("The LLM is closed; create another one.")
 
     def _run(
         self,
@@ -330,19 +340,12 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         show_progress: bool,
     ) -> list[Generation]:
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or self._requests.default_params] * len(prompts)
-        if len(params) != len(prompts):
-            raise InvalidRequestError(
-                f"sampling_params must have one entry per prompt, {len(prompts)}, not "
-                f"{len(params)}.",
-                param="sampling_params",
-            )
+        each = self._requests.params_of(params, len(prompts))
         self._requests.text_validator()
         return self._runner.complete(
-            self._parts(prompts, params),
+            self._parts(prompts, each),
             total=len(prompts),
-            is_watched=any(one.stop for one in params),
+            is_watched=any(one.stop for one in each),
             show_progress=show_progress,
         )
 
@@ -371,6 +374,7 @@ class LLM:
     def _validated(
         self, prompts: Sequence[SaltedPrompt], params: Sequence[SamplingParams]
     ) -> list[Request]:
+        self._check_open()
         return run_apart(self._requests.make(prompts, params))
 
 

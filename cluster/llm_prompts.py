@@ -63,7 +63,7 @@ def read_conversations(
     template: str | None,
 ) -> list[SaltedPrompt]:
     """Return the conversations of a call, of which there may be one. Raises InvalidRequestError."""
-    items = list(given)
+    items = _entries_of(given)
     conversations = [items] if not items or isinstance(items[0], Mapping) else items
     written = tuple(
         tool.for_template()
@@ -152,6 +152,15 @@ def _no_prompt(param: str) -> InvalidRequestError:
 def _messages(given: Conversation) -> tuple[ChatMessage, ...]:
     messages = [
         read_part(Message, dict(one) if isinstance(one, Mapping) else one, f"messages.{index}")
-        for index, one in enumerate(given)
+        for index, one in enumerate(_entries_of(given))
     ]
     return finish(read_messages(messages))
+
+
+def _entries_of(given: object) -> list[Any]:  # Any: messages, or conversations
+    if isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping):
+        return list(given)
+    raise InvalidRequestError(
+        "messages must be a list of dictionaries with role and content, or a list of such lists.",
+        param="messages",
+    )

@@ -4,27 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cluster.sampling_params import SamplingParams, engine_fields
 from cluster.serving.inputs import GenerationInput
 from cluster.serving.validation.validator import Validator
+from pagedray import request
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Mapping, Sequence
+    from collections.abc import Coroutine, Mapping
 
     from cluster.llm_prompts import SaltedPrompt
     from cluster.serving.validation.embedding_validator import EmbeddingValidator
     from cluster.serving.validation.score_validator import ScoreValidator
-    from pagedray import request
     from pagedray.config import EngineConfig
     from pagedray.request import Request
 
-__all__ = ["RequestMaker", "run_apart"]
+__all__ = ["RequestMaker", "check_params", "run_apart"]
 
 Result = TypeVar("Result")
+
+
+def check_params(given: object, kind: type[object], name: str) -> None:
+    """Check that a parameter of a call is a `kind`. Raises InvalidRequestError."""
+    if not isinstance(given, kind):
+        raise InvalidRequestError(
+            f"{name} must be {kind.__name__}, not {type(given).__name__}.", param=name
+        )
 
 
 class RequestMaker:
@@ -49,6 +58,22 @@ class RequestMaker:
         if not isinstance(self._validator, Validator):
             raise InvalidRequestError("The model does not generate text; use embed() or score().")
         return self._validator
+
+    # Any: what a caller gave.
+    def params_of(self, given: Any, num_prompts: int) -> Sequence[request.SamplingParams]:
+        """Return the parameters of each prompt of a call. Raises InvalidRequestError."""
+        if given is None or isinstance(given, request.SamplingParams):
+            return [given or self.default_params] * num_prompts
+        params = given if isinstance(given, Sequence) else [given]
+        for one in params:
+            check_params(one, request.SamplingParams, "sampling_params")
+        if len(params) != num_prompts:
+            raise InvalidRequestError(
+                f"sampling_params must have one entry per prompt, {num_prompts}, not "
+                f"{len(params)}.",
+                param="sampling_params",
+            )
+        return params
 
     async def make(
         self, prompts: Sequence[SaltedPrompt], params: Sequence[request.SamplingParams]

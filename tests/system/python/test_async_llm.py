@@ -330,6 +330,12 @@ def test_mistakes_are_refused(engine: AsyncLLM, runner: asyncio.Runner) -> None:
             runner.run(first(prompt))
     with pytest.raises(InvalidRequestError, match="event loop"):
         asyncio.run(first(TEXT))
+
+    async def first_with(params: object) -> None:
+        await anext(engine.generate(TEXT, params))  # type: ignore[arg-type]  # a mistake
+
+    with pytest.raises(InvalidRequestError, match="sampling_params must be SamplingParams, not"):
+        runner.run(first_with({"max_tokens": 4}))
     with pytest.raises(StartupError, match="quantisation"):
         AsyncLLM(TINY_LLAMA, quantisation=None)  # type: ignore[call-arg]  # a mistake
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from pagedray import LLM, BeamSearchParams
+from pagedray import LLM, BeamSearchParams, SamplingParams
 from pagedray.errors import InvalidRequestError
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
@@ -110,6 +110,12 @@ def test_other_parameters_are_refused(
 ) -> None:
     with pytest.raises(InvalidRequestError, match=text):
         llm.beam_search("The", BeamSearchParams(**{"max_tokens": 4, **options}))
+
+
+def test_sampling_params_are_not_those_of_a_search(llm: LLM) -> None:
+    params: Any = SamplingParams(max_tokens=4)  # Any: of another type
+    with pytest.raises(InvalidRequestError, match="params must be BeamSearchParams, not Sampling"):
+        llm.beam_search("The", params)
 
 
 @pytest.fixture(scope="module")

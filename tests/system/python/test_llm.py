@@ -10,7 +10,7 @@ import pytest
 
 from cluster.engine.controller import Controller
 from pagedray import LLM, FinishReason, SamplingParams
-from pagedray.errors import InvalidRequestError, OverloadedError
+from pagedray.errors import EngineError, InvalidRequestError, OverloadedError
 from tests.system.held_steps import hold_steps
 from tests.system.server_process import TINY_LLAMA
 
@@ -221,3 +221,12 @@ def test_bad_prompt_among_few_good_ones_starts_nothing(llm: LLM) -> None:
     with pytest.raises(InvalidRequestError, match="context"):
         llm.generate([[5] * 1024], SAMPLED, use_tqdm=False)
     assert llm.stats().num_prompt_tokens == before
+
+
+def test_a_closed_llm_says_so() -> None:
+    with LLM(TINY_LLAMA, executor="local", device="cpu", show_progress=False) as llm:
+        pass
+    with pytest.raises(EngineError, match="LLM is closed"):
+        llm.generate("import os", SAMPLED, use_tqdm=False)
+    with pytest.raises(EngineError, match="LLM is closed"):
+        next(llm.stream("import os", SAMPLED))

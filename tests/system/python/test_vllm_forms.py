@@ -159,6 +159,20 @@ def test_chat_takes_one_conversation_or_many(llm: LLM) -> None:
         llm.chat([{"role": "god", "content": "x"}], GREEDY, use_tqdm=False)
 
 
+@pytest.mark.parametrize("messages", ["hi", {"role": "user", "content": "hi"}, ["hi"], 5, None])
+def test_other_conversations_are_rejected(llm: LLM, messages: Any) -> None:  # Any: what is wrong
+    with pytest.raises(InvalidRequestError, match="messages must be a list of dictionaries"):
+        llm.chat(messages, GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize("params", [{"max_tokens": 3}, [{"max_tokens": 3}], "greedy", [None], 5])
+def test_other_sampling_params_are_rejected(llm: LLM, params: Any) -> None:  # Any: what is wrong
+    with pytest.raises(InvalidRequestError, match="sampling_params must be SamplingParams, not"):
+        llm.generate([TEXT], params, use_tqdm=False)
+    with pytest.raises(InvalidRequestError, match="sampling_params must be SamplingParams, not"):
+        next(llm.stream(TEXT, params))
+
+
 def test_chat_takes_a_template(llm: LLM) -> None:
     conversation = [{"role": "user", "content": "x = 1"}]
     template = "{% for one in messages %}{{ one.content + mood }}{% endfor %}"
