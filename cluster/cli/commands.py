@@ -32,12 +32,11 @@ _RAY_DEATHS = "^(A worker died or was killed while executing a task|Raylet is te
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser()
+    words = sys.argv[1:] if arguments is None else arguments
     try:
-        parsed = parser.parse_args(
-            _with_config(parser, sys.argv[1:] if arguments is None else arguments)
-        )
+        parsed = parser.parse_args(_with_config(parser, words))
     except StartupError as error:
-        parser.error(str(error))
+        command_parser(parser, words[0]).error(str(error))
     # The engine logs the death of a rank or a raylet in one line; Ray's paragraph of guesses, and
     # the end of the raylet's log, are filtered out.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", _RAY_DEATHS)

@@ -65,6 +65,10 @@ def chat(
     """Chat until end-of-file or an empty line; `given` is as in `generate`."""
     beginning = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
     with _loaded(model, options) as llm:
+        if not llm.get_tokenizer().has_chat_template:
+            raise InvalidRequestError(
+                "The model has no chat template; use `pagedray generate`, or --chat-template."
+            )
         sampling = _sampling(llm, given)
         print("Type a message; an empty line or Ctrl-D exits.", file=sys.stderr)
         messages = list(beginning)

@@ -100,5 +100,5 @@ def test_mistakes_are_one_line(
 def test_a_missing_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["serve", "folder", "--config", str(tmp_path / "absent.yaml")])
-    text = "absent.yaml: No such file or directory (see pagedray --help)\n"
+    text = "absent.yaml: No such file or directory (see pagedray serve --help)\n"
     assert capsys.readouterr().err.endswith(text)

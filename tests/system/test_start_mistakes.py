@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 SCALE = "model.layers.2.mlp.down_proj.weight_scale"
 MIXTRAL = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 7873024\n"
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 256}
 
 
@@ -121,6 +122,8 @@ MISTAKES: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), ("tokenizer.json",)),
     "invalid tokenizer": (write("tokenizer.json", "{}"), ("tokenizer.json", "not a valid")),
     "extra tensor": (add_tensor, ("unexpected tensor model.layers.0.lora.weight",)),
+    "pointer instead of weights": (write("model.safetensors", POINTER), ("git lfs pull",)),
+    "pointer instead of tokenizer": (write("tokenizer.json", POINTER), ("git lfs pull",)),
     "lying offsets": (lie_about_offsets, ("model.safetensors", "model.norm.weight")),
     "lying length": (lie_about_length, ("model.safetensors", "truncated or corrupt", str(2**62))),
     "pickled weights": (

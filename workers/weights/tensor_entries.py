@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from safetensors import SafetensorError, safe_open
 
 from pagedray.errors import CheckpointError
+from pagedray.lfs_pointer import check_is_no_pointer
 from pagedray.presence import has_file, has_path
 
 if TYPE_CHECKING:
@@ -157,6 +158,7 @@ def _entries_of_file(path: Path) -> dict[str, TensorEntry]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
+            check_is_no_pointer(path)
             raise CheckpointError(
                 f"{path} is truncated or corrupt: it has {size} bytes, and a header of {length}."
             )

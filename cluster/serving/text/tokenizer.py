@@ -19,6 +19,7 @@ from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
 from cluster.serving.text.templates.template_files import ChatTemplates
 from cluster.serving.text.token_bytes import TokenBytes
 from pagedray.errors import CheckpointError, InvalidRequestError
+from pagedray.lfs_pointer import check_is_no_pointer
 from pagedray.presence import has_file
 
 if TYPE_CHECKING:
@@ -212,9 +213,16 @@ class Tokenizer:
     def _template_for(self, prompt: ChatPrompt) -> ChatTemplate:
         if self._templates is None:
             raise InvalidRequestError(
-                "The model has no chat template; use the completions API.", param="messages"
+                "The model has no chat template: set the option chat_template, or use completions "
+                "instead of chat.",
+                param="messages",
             )
         return self._templates.template_for(prompt.tools)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether conversations can be rendered without a template of the request."""
+        return self._templates is not None
 
     def template_variables(self, *, has_tools: bool) -> frozenset[str]:
         """Return the variables of the chat template that a request may set; none without one."""
@@ -256,6 +264,7 @@ def _read(folder: Path) -> tokenizers.Tokenizer:
             return tokenizers.Tokenizer.from_file(str(path))
     # The library raises no more specific error.
     except Exception as error:
+        check_is_no_pointer(path)
         raise CheckpointError(f"{path} is not a valid tokenizer: {_one_line(error)}.") from error
 
 

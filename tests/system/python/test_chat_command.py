@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,3 +37,16 @@ def test_output_has_only_the_answers_to_the_conversation(
         monkeypatch.setattr("sys.stdin", io.StringIO(f"{QUESTION['content']}\n"))
         assert main(["chat", TINY_LLAMA, *FLAGS, *flags]) == 0
         assert capsys.readouterr().out == f"{answer}\n"
+
+
+def test_a_model_without_chat_template_is_rejected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(TINY_LLAMA, folder)
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    del settings["chat_template"]
+    path.write_text(json.dumps(settings))
+    assert main(["chat", str(folder), *FLAGS]) == 2
+    assert "no chat template; use `pagedray generate`" in capsys.readouterr().err
