@@ -339,11 +339,11 @@ class AttentionBackend(ABC):
     @classmethod
     def check(cls, spec: AttentionSpec) -> tuple[str, ...]:
         """Return every reason why this backend rejects a configuration; empty if it does not."""
-        return tuple(dict.fromkeys((*problems_of(spec), *cls._refusals(spec))))
+        return tuple(dict.fromkeys((*problems_of(spec), *cls._problems(spec))))
 
     @classmethod
     @abstractmethod
-    def _refusals(cls, spec: AttentionSpec) -> Iterable[str]:
+    def _problems(cls, spec: AttentionSpec) -> Iterable[str]:
         """Return the reasons of this backend alone; the spec may be invalid."""
 
     @staticmethod

@@ -41,14 +41,14 @@ def select_backend(name: str, spec: AttentionSpec) -> type[AttentionBackend]:
     if name == AUTO and supported:
         return backends[supported[0]]
     if name == AUTO:
-        refusals = " ".join(f"{other}: {problems}." for other, problems in reasons.items())
-        raise ValueError(f"No attention backend supports this configuration. {refusals}")
-    refusal = f"Unknown attention backend {name!r}."
+        each = " ".join(f"{other}: {problems}." for other, problems in reasons.items())
+        raise ValueError(f"No attention backend supports this configuration. {each}")
+    problem = f"Unknown attention backend {name!r}."
     if name in reasons:
-        refusal = (
+        problem = (
             f"Attention backend {name!r} does not support this configuration: {reasons[name]}."
         )
-    raise ValueError(f"{refusal} {_alternatives(supported)}")
+    raise ValueError(f"{problem} {_alternatives(supported)}")
 
 
 def _alternatives(names: Sequence[str]) -> str:

@@ -281,8 +281,8 @@ def _measure(backend: type[AttentionBackend], block_sizes: list[int], num_rounds
             block_size=block_size,
             max_seq_len=SEQ_LEN,
         )
-        if refusals := backend.check(spec):
-            print(f"{backend.get_name()}: {'; '.join(refusals)}", file=sys.stderr)
+        if rejections := backend.check(spec):
+            print(f"{backend.get_name()}: {'; '.join(rejections)}", file=sys.stderr)
             continue
         bench = Bench(backend, spec, num_rounds=num_rounds)
         rows += [

@@ -71,7 +71,7 @@ def main() -> int:
 
 
 def _supported() -> dict[str, tuple[PublishedFile, ModelConfig]]:
-    """Return the files that are not refused, and what they say, by their names."""
+    """Return the files that are not rejected, and what they say, by their names."""
     supported = {}
     for file in published_files():
         with tempfile.TemporaryDirectory() as folder:

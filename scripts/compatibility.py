@@ -27,7 +27,7 @@ def document_with_tables(document: str) -> str:
     for name, rows in (
         ("supported", _supported()),
         ("ignored", _ignored()),
-        ("refused", _refused()),
+        ("rejected", _rejected()),
     ):
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
         before, _, rest = document.partition(begin)
@@ -64,14 +64,14 @@ def _ignored() -> Iterable[str]:
         yield f"| `{name}` | {_endpoints(name, 'ignored')} | {reason} |"
 
 
-def _refused() -> Iterable[str]:
+def _rejected() -> Iterable[str]:
     yield "| parameter | endpoints | accepted value | alternative, or reason |"
     yield "| --- | --- | --- | --- |"
-    names = {name for table in ("defaults", "refused") for name, _ in _merged(table)}
-    reasons, defaults = dict(_merged("refused")), dict(_merged("defaults"))
+    names = {name for table in ("defaults", "rejected") for name, _ in _merged(table)}
+    reasons, defaults = dict(_merged("rejected")), dict(_merged("defaults"))
     for name in sorted(names):
         values = ", ".join(f"`{_json(value)}`" for value in defaults.get(name, ()))
-        table = "refused" if name in reasons else "defaults"
+        table = "rejected" if name in reasons else "defaults"
         yield f"| `{name}` | {_endpoints(name, table)} | {values} | {reasons.get(name, '')} |"
 
 

@@ -52,11 +52,11 @@ class SmallS3(FaultyServer):
         elif key in self.objects:
             self._send_object(exchange, self.objects[key])
         else:
-            self._refuse(exchange, 404)
+            self._reject(exchange, 404)
 
     def _send_object(self, exchange: Exchange, content: bytes) -> None:
         if exchange.headers["If-Match"] not in (None, _etag(content)):
-            self._refuse(exchange, 412)
+            self._reject(exchange, 412)
             return
         headers = {"ETag": _etag(content), "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"}
         found = re.fullmatch(r"bytes=(\d+)-(\d+)", exchange.headers["Range"] or "")
@@ -65,12 +65,12 @@ class SmallS3(FaultyServer):
             return
         first, last = int(found[1]), min(int(found[2]), len(content) - 1)
         if first >= len(content):
-            self._refuse(exchange, 416)
+            self._reject(exchange, 416)
             return
         headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
         exchange.send(206, headers, content[first : last + 1])
 
-    def _refuse(self, exchange: Exchange, status: int) -> None:
+    def _reject(self, exchange: Exchange, status: int) -> None:
         exchange.send(status, {}, self.error_body(status))
 
 

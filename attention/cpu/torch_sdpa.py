@@ -283,7 +283,7 @@ class TorchSDPABackend(AttentionBackend):
         return TorchSDPAMetadataBuilder
 
     @classmethod
-    def _refusals(cls, spec: AttentionSpec) -> Iterator[str]:
+    def _problems(cls, spec: AttentionSpec) -> Iterator[str]:
         if spec.device.type != "cpu":
             yield f"device is {spec.device.type}, but must be cpu"
         if spec.dtype == torch.float16:

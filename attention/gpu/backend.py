@@ -57,11 +57,11 @@ class GpuBackend(AttentionBackend):
     copy_blocks = staticmethod(blocks.copy_blocks)
 
     @classmethod
-    def _refusals(cls, spec: AttentionSpec) -> Iterator[str]:
+    def _problems(cls, spec: AttentionSpec) -> Iterator[str]:
         for module, package in cls.packages.items():
             if find_spec(module) is None:
                 yield f"the package {package} is not installed"
-        yield from cls._refusals_of_device(spec.device)
+        yield from cls._problems_of_device(spec.device)
         if spec.dtype not in cls.dtypes:
             yield f"dtype is {spec.dtype}, but must be {_alternatives(cls.dtypes)}"
         largest = cls.largest_head_size
@@ -70,7 +70,7 @@ class GpuBackend(AttentionBackend):
                 yield f"head_size is {head_size}, but must be at most {largest}"
 
     @classmethod
-    def _refusals_of_device(cls, device: torch.device) -> Iterator[str]:
+    def _problems_of_device(cls, device: torch.device) -> Iterator[str]:
         oldest = cls.oldest_capability
         if device.type != "cuda":
             yield f"device is {device.type}, but must be cuda"

@@ -20,7 +20,7 @@ from cluster.cli.one_line_parser import OneLineParser
 from cluster.cli.serve_flags import add_serve_flags
 from cluster.cli.simulate.flags import add_simulate_flags
 from cluster.cli.vllm_flags import add_vllm_flags
-from cluster.engine.options import REMOTE_CODE_REFUSAL
+from cluster.engine.options import REMOTE_CODE_REJECTION
 from pagedray.version import __version__
 
 __all__ = ["make_parser"]
@@ -190,12 +190,12 @@ def _model_command(
     )
     # vLLM's flag, which people bring along.
     parser.add_argument(
-        "--trust-remote-code", action=_RefuseRemoteCode, nargs=0, help=argparse.SUPPRESS
+        "--trust-remote-code", action=_RejectRemoteCode, nargs=0, help=argparse.SUPPRESS
     )
     return parser
 
 
-class _RefuseRemoteCode(argparse.Action):
+class _RejectRemoteCode(argparse.Action):
     # Any: argparse's own arguments.
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        parser.error(REMOTE_CODE_REFUSAL)
+        parser.error(REMOTE_CODE_REJECTION)

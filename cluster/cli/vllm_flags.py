@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from cluster.engine.vllm_option_notes import (
     IGNORED,
     IGNORED_SWITCHES,
-    REFUSED,
+    REJECTED,
     WITHOUT_EFFECT,
     has_no_effect,
 )
@@ -44,7 +44,7 @@ _VALUES_IGNORED: Mapping[str, str] = {
     "h11_max_incomplete_event_size": "heads of requests have fixed limits",
     "max_log_len": "the texts of requests are never logged",
 }
-_REFUSED: Mapping[str, str] = {
+_REJECTED: Mapping[str, str] = {
     "allow_credentials": "clients send their API key in a header",
     "allowed_headers": "only the headers of the API are allowed",
     "allowed_methods": "only the methods of the API are allowed",
@@ -114,13 +114,13 @@ def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
     )
     for name in (*(IGNORED.keys() - IGNORED_SWITCHES.keys()), *_VALUES_IGNORED):
         parser.add_argument(*_flags(name), action=_Ignore, nargs="?", help=hidden)
-    for name, reason in {**REFUSED, **_REFUSED}.items():
+    for name, reason in {**REJECTED, **_REJECTED}.items():
         opposite = _flag(f"no_{name}")
         if _has_no_effect(name, value=True):
             parser.add_argument(_flag(name), action=_Ignore, nargs=0, help=hidden)
-            parser.add_argument(opposite, action=_Refuse, reason=reason, name=None, help=hidden)
+            parser.add_argument(opposite, action=_Reject, reason=reason, name=None, help=hidden)
             continue
-        parser.add_argument(*_flags(name), action=_Refuse, reason=reason, name=name, help=hidden)
+        parser.add_argument(*_flags(name), action=_Reject, reason=reason, name=name, help=hidden)
         if _has_no_effect(name, value=False):
             parser.add_argument(opposite, action=_Ignore, nargs=0, help=hidden)
 
@@ -140,7 +140,7 @@ def flag_notes(parser: argparse.ArgumentParser) -> list[tuple[str, str]]:
     ignored = {**IGNORED, **_SWITCHES_IGNORED, **_VALUES_IGNORED, **_OWN_SWITCHES}
     for name, reason in ignored.items():
         notes[_flag(name)] = f"no effect: {reason}"
-    for name, reason in {**REFUSED, **_REFUSED}.items():
+    for name, reason in {**REJECTED, **_REJECTED}.items():
         if _has_no_effect(name, value=True):
             notes[_flag(name)] = f"no effect: {reason}"
             notes[_flag(f"no_{name}")] = f"rejected: {reason}"
@@ -196,7 +196,7 @@ class _Ignore(argparse.Action):
         pass
 
 
-class _Refuse(argparse.Action):
+class _Reject(argparse.Action):
     def __init__(self, *arguments: Any, reason: str, name: str | None, **options: Any) -> None:
         super().__init__(*arguments, **{**options, "dest": argparse.SUPPRESS, "nargs": "?"})
         self._reason = reason

@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container
 
 __all__ = [
-    "REMOTE_CODE_REFUSAL",
+    "REMOTE_CODE_REJECTION",
     "EngineOptions",
     "check_options",
     "engine_config",
-    "refuse_remote_code",
+    "reject_remote_code",
 ]
 
-REMOTE_CODE_REFUSAL = (
+REMOTE_CODE_REJECTION = (
     "trust_remote_code is not supported: code from a checkpoint is never run, because it could do "
     "whatever the server may do; models of the supported families need none."
 )
@@ -163,10 +163,10 @@ def check_options(options: EngineOptions) -> None:
     _config_from(SchedulerConfig, options)
 
 
-def refuse_remote_code(options: Container[str]) -> None:
+def reject_remote_code(options: Container[str]) -> None:
     """Raise StartupError if one of the options' names is trust_remote_code."""
     if "trust_remote_code" in options:
-        raise StartupError(REMOTE_CODE_REFUSAL)
+        raise StartupError(REMOTE_CODE_REJECTION)
 
 
 def _config_from(kind: type[Config], options: EngineOptions) -> Config:

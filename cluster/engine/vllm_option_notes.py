@@ -14,7 +14,7 @@ __all__ = [
     "ALIASES",
     "IGNORED",
     "IGNORED_SWITCHES",
-    "REFUSED",
+    "REJECTED",
     "VLLM_NAMES",
     "WITHOUT_EFFECT",
     "has_no_effect",
@@ -182,7 +182,7 @@ WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = MappingProxyType(
 )
 """Options that we do not have, and their values without effect."""
 
-REFUSED: Mapping[str, str] = MappingProxyType(
+REJECTED: Mapping[str, str] = MappingProxyType(
     dict(
         _by_option(
             {
@@ -254,7 +254,7 @@ REFUSED: Mapping[str, str] = MappingProxyType(
 )
 """Why options that we do not have are rejected, and what to use instead."""
 
-VLLM_NAMES = frozenset((*ALIASES, *IGNORED, *WITHOUT_EFFECT, *REFUSED))
+VLLM_NAMES = frozenset((*ALIASES, *IGNORED, *WITHOUT_EFFECT, *REJECTED))
 """Options of vLLM that we do not have by these names."""
 
 

@@ -7,8 +7,8 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from cluster.engine.option_values import checked_options
-from cluster.engine.options import EngineOptions, refuse_remote_code
-from cluster.engine.vllm_option_notes import ALIASES, REFUSED, has_no_effect
+from cluster.engine.options import EngineOptions, reject_remote_code
+from cluster.engine.vllm_option_notes import ALIASES, REJECTED, has_no_effect
 from pagedray.errors import StartupError
 from pagedray.nearest_name import nearest_name
 from pagedray.shown_value import shown_value
@@ -48,7 +48,7 @@ def engine_options(given: Mapping[str, object]) -> EngineOptions:
 def own_options(given: Mapping[str, object]) -> dict[str, object]:
     """Return options by our names and values. Raises StartupError for one that we do not have."""
     if given.get("trust_remote_code"):
-        refuse_remote_code(given)
+        reject_remote_code(given)
     known = {field.name for field in fields(EngineOptions)}
     options: dict[str, object] = {}
     for name, value in given.items():
@@ -58,7 +58,7 @@ def own_options(given: Mapping[str, object]) -> dict[str, object]:
                 raise StartupError(f"{name} and another name of {own} cannot be used together.")
             options[own] = own_value(own, value)
         elif not has_no_effect(name, value):
-            raise StartupError(_refusal(name, value, known))
+            raise StartupError(_rejection(name, value, known))
     return options
 
 
@@ -88,8 +88,8 @@ def context_length(text: str) -> int | None:
     return int(number)
 
 
-def _refusal(name: str, value: object, known: set[str]) -> str:
-    if name in REFUSED:
-        return f"{name} = {shown_value(value)} is not supported: {REFUSED[name]}."
+def _rejection(name: str, value: object, known: set[str]) -> str:
+    if name in REJECTED:
+        return f"{name} = {shown_value(value)} is not supported: {REJECTED[name]}."
     nearest = nearest_name(name, known | ALIASES.keys())
     return f"{name} is not an option{'.' if nearest is None else f'; did you mean {nearest}?'}"

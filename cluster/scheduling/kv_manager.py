@@ -14,8 +14,8 @@ from cluster.scheduling.blocks.disk_prefix_cache import DiskPrefixCache
 from cluster.scheduling.blocks.prefix_cache import PrefixCache
 from cluster.scheduling.prefixes.prefix_finder import PrefixFinder
 from cluster.scheduling.prefixes.prefix_registry import PrefixRegistry
-from cluster.scheduling.prefixes.refusals import Refusals
 from cluster.scheduling.prefixes.restores import Restores
+from cluster.scheduling.prefixes.shortages import Shortages
 from cluster.scheduling.sequence import Sequence
 from pagedray.batch import BlockCopy
 
@@ -26,7 +26,7 @@ class KvManager:
     """Owns both pools and the prefix cache."""
 
     __slots__ = (
-        "_refusals",
+        "_shortages",
         "_swaps",
         "block_size",
         "cpu_cache",
@@ -80,7 +80,7 @@ class KvManager:
         """Adds full blocks of sequences to the prefix cache, and removes them from all tiers."""
         self.restores = Restores(prefix_cache, self.finder, self.pool, cpu_cache)
         """The copies back from the CPU pool that are planned or under way."""
-        self._refusals = Refusals(prefix_cache, self.finder, self.pool)
+        self._shortages = Shortages(prefix_cache, self.finder, self.pool)
         self._swaps = CopiesInFlight()
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
@@ -129,12 +129,12 @@ class KvManager:
         not run before the step is acknowledged whose plan has the copies of `take_copies`.
         """
         num_needed = self.blocks_for(num_tokens) + num_spare
-        if self._refusals.is_still_refused(sequence, num_needed=num_needed):
+        if self._shortages.is_still_short(sequence, num_needed=num_needed):
             return False
         hits = self.finder.find_blocks(sequence)
         num_shared = sum(not self.pool.is_idle(block) for block in hits)
         if num_needed - num_shared > self.pool.num_free:
-            self._refusals.note_refusal(sequence, num_hits=len(hits), num_shared=num_shared)
+            self._shortages.note_shortage(sequence, num_hits=len(hits), num_shared=num_shared)
             return False
         for block in hits:
             self.pool.share(block)
@@ -222,7 +222,7 @@ class KvManager:
         sequence.num_left_behind = 0
         sequence.awaits_copies = False
         sequence.disk_step = None
-        sequence.refusal = None
+        sequence.shortage = None
 
     def num_shared(self, sequence: Sequence) -> int:
         """Return the leading blocks of a sequence that others own too, and that its keys find."""
@@ -277,7 +277,7 @@ class KvManager:
         """
         num_blocks = self.blocks_for(num_tokens)
         num_needed = num_blocks + num_spare
-        if self._refusals.is_still_refused(sequence, num_needed=num_needed):
+        if self._shortages.is_still_short(sequence, num_needed=num_needed):
             return None
         found = self.finder.find_blocks(sequence)
         # It writes to no block of tokens that it has computed.
@@ -287,7 +287,7 @@ class KvManager:
             return None
         num_shared = sum(not self.pool.is_idle(block) for block in hits)
         if num_needed - num_shared > self.pool.num_free:
-            self._refusals.note_refusal(sequence, num_hits=len(found), num_shared=num_shared)
+            self._shortages.note_shortage(sequence, num_hits=len(found), num_shared=num_shared)
             return None
         for block in hits:
             self.pool.share(block)
@@ -312,8 +312,8 @@ class KvManager:
     def num_lacking(self, sequence: Sequence, *, num_tokens: int, num_spare: int) -> int:
         """Return the blocks that a waiting sequence lacks beyond those free or in transit."""
         num_needed = self.blocks_for(num_tokens) + num_spare
-        if sequence.refusal is not None:
-            num_needed -= sequence.refusal.num_shared
+        if sequence.shortage is not None:
+            num_needed -= sequence.shortage.num_shared
         return num_needed - self.pool.num_free - self.pool.num_in_transit
 
     def num_owned_alone(self, sequence: Sequence) -> int:

@@ -35,10 +35,10 @@ class Passing:
         """Whether no sequence may pass the claimant."""
         return self._due_step >= 0
 
-    def note_refusal(self, sequence: Sequence) -> None:
+    def note_shortage(self, sequence: Sequence) -> None:
         """Note that a sequence found too few free blocks."""
-        if sequence.refusal_number < 0:
-            sequence.refusal_number = self._num_starts
+        if sequence.shortage_number < 0:
+            sequence.shortage_number = self._num_starts
         if self.claimant is None:
             self.claimant = sequence
 
@@ -46,7 +46,7 @@ class Passing:
         """Note that a sequence got a row and blocks."""
         self._num_starts += 1
         sequence.start_number = self._num_starts
-        sequence.refusal_number = -1
+        sequence.shortage_number = -1
         if sequence is self.claimant:
             self.clear()
 
@@ -63,7 +63,7 @@ class Passing:
         return [
             sequence
             for sequence in reversed(self._running)
-            if sequence.start_number > claimant.refusal_number
+            if sequence.start_number > claimant.shortage_number
             and sequence.order > claimant.order
             and not sequence.is_ending
         ]

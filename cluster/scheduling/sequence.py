@@ -12,7 +12,7 @@ from pagedray.request import Matcher, Request
 if TYPE_CHECKING:
     from array import array
 
-__all__ = ["ActiveRequest", "Refusal", "Sequence", "SequenceState"]
+__all__ = ["ActiveRequest", "Sequence", "SequenceState", "Shortage"]
 
 
 class SequenceState(Enum):
@@ -33,7 +33,7 @@ class SequenceState(Enum):
     FINISHED = auto()
 
 
-class Refusal(NamedTuple):
+class Shortage(NamedTuple):
     """What the prefix cache had when a sequence got no blocks, although it shares some."""
 
     next_key: BlockKey | None
@@ -137,11 +137,11 @@ class Sequence:
         "prefill_end",
         "prompt_step",
         "ready_step",
-        "refusal",
-        "refusal_number",
         "request_id",
         "reserved_block_ids",
         "row",
+        "shortage",
+        "shortage_number",
         "start_number",
         "state",
         "stop_token_ids",
@@ -197,7 +197,7 @@ class Sequence:
         self.num_preemptions = 0
         self.start_number = 0
         """Starts of sequences up to its own."""
-        self.refusal_number = -1
+        self.shortage_number = -1
         """Starts of sequences when it first found no room; -1 if it has not, or has run since."""
         self.num_initial_tokens = len(self.token_ids)
         """Tokens that it came with."""
@@ -227,7 +227,7 @@ class Sequence:
         """Keys of the leading full blocks, as far as hashed."""
         self.keys_revision = 0
         """The prefix cache's revision when the first of them was hashed."""
-        self.refusal: Refusal | None = None
+        self.shortage: Shortage | None = None
         """Of its last admission, if it waits since then."""
         self.num_registered = 0
         """Leading blocks that were registered with the prefix cache."""

@@ -201,7 +201,7 @@ class SequenceTable:
         sequence.row = -1
         sequence.ready_step = -1
         sequence.donor_row = -1
-        sequence.refusal_number = -1
+        sequence.shortage_number = -1
         if sequence.state is not SequenceState.HELD:
             self._queue_sequence(sequence)
 

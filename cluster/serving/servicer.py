@@ -198,7 +198,7 @@ class Servicer:
         """Return a call, which counts from here on, for `start_generation` and its like.
 
         Raises OverloadedError while the tenant is at its limit or the queue of the engine is full;
-        the caller passes it to `note_refused`. Frontends call it before they read a message, so
+        the caller passes it to `note_rejected`. Frontends call it before they read a message, so
         that an overloaded server spends little on what it rejects. A server that is not ready is
         reported by `start_generation` and `embed`.
         """
@@ -209,12 +209,12 @@ class Servicer:
             self.client.engine.check_room(tenant.name, 0)
         return self._calls.enter_call(tenant, is_admitted=is_continued, may_resume=may_resume)
 
-    def note_refused(
+    def note_rejected(
         self, error: OverloadedError, arrival: Arrival | None, frontend: Frontend
     ) -> None:
         """Count a call that may not enter; one that uses the engine has an `arrival`."""
         if arrival is None:
-            self.metrics.count_refusal(error, frontend)
+            self.metrics.count_rejection(error, frontend)
         else:
             self.observer.watch_call(arrival).note_end(error)
 

@@ -143,7 +143,7 @@ def _no_steps(rig: Rig) -> None:
 
 def _result(case: Case, name: str) -> str:
     if name not in case.backends:
-        return "refused: 16 bits only"
+        return "rejected: 16 bits only"
     try:
         if case.run is _no_steps:
             return _replayed(case, _backend(case, name))

@@ -26,5 +26,5 @@ class SharedBackend(GpuBackend):
     builder_cls = _Builder
 
     @classmethod
-    def _refusals(cls, spec: AttentionSpec) -> Iterator[str]:
+    def _problems(cls, spec: AttentionSpec) -> Iterator[str]:
         yield from ()

@@ -48,7 +48,7 @@ def test_backend_leaves_nothing_abstract() -> None:
 
 
 def test_incomplete_backend_is_rejected_when_it_is_defined() -> None:
-    with pytest.raises(TypeError, match=r"Gappy does not define _refusals, get_builder_cls"):
+    with pytest.raises(TypeError, match=r"Gappy does not define _problems, get_builder_cls"):
 
         class Gappy(AttentionBackend):
             @staticmethod
@@ -180,7 +180,7 @@ def test_selector_says_that_there_is_no_gpu(name: str) -> None:
         select_backend(name, spec)
 
 
-def test_selector_refuses_an_unknown_name() -> None:
+def test_selector_rejects_an_unknown_name() -> None:
     with pytest.raises(
         ValueError, match=r"Unknown attention backend 'flashattention'\. Backends .* torch_sdpa"
     ):
@@ -204,7 +204,7 @@ def test_shards_share_kv_heads_when_there_are_more_ranks() -> None:
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "num_ranks"), [(6, 2, 4), (12, 3, 2)])
-def test_heads_that_do_not_divide_are_refused(
+def test_heads_that_do_not_divide_are_rejected(
     num_heads: int, num_kv_heads: int, num_ranks: int
 ) -> None:
     with pytest.raises(ValueError, match=f"{num_ranks} ranks"):

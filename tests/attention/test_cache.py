@@ -87,7 +87,7 @@ def test_swap_moves_every_layer(pairs: list[tuple[int, int]], expected: list[int
         [(9, 3), (2, 1)],
     ],
 )
-def test_bad_pairs_are_refused(
+def test_bad_pairs_are_rejected(
     backend: type[AttentionBackend], pairs: list[tuple[int, int]]
 ) -> None:
     cache = numbered_cache()
@@ -98,7 +98,7 @@ def test_bad_pairs_are_refused(
     assert ids(cache) == list(range(6))
 
 
-def test_caches_of_different_blocks_are_refused() -> None:
+def test_caches_of_different_blocks_are_rejected() -> None:
     with pytest.raises(ValueError, match="Blocks differ"):
         TorchSDPABackend.swap_blocks(numbered_cache(), torch.zeros(6, 3, 2, 4, 2, 4), [(0, 0)])
 

@@ -48,7 +48,7 @@ def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) ->
         (changed("out", lambda t: torch.empty(64, 6).t()), "out has strides", "contiguous"),
     ],
 )
-def test_tensor_that_does_not_fit_is_refused(change: Tensors, given: str, allowed: str) -> None:
+def test_tensor_that_does_not_fit_is_rejected(change: Tensors, given: str, allowed: str) -> None:
     rig, tensors = fitting()
     metadata = rig.builder.build(rig.batch([(rig.sequence(), 5)], [], num_padding=1))
     layer: Attention = rig.layers[0]
@@ -57,7 +57,7 @@ def test_tensor_that_does_not_fit_is_refused(change: Tensors, given: str, allowe
         layer(**(tensors | change), metadata=metadata)
 
 
-def test_tensors_of_two_devices_are_refused() -> None:
+def test_tensors_of_two_devices_are_rejected() -> None:
     rig, tensors = fitting()
     metadata = rig.builder.build(rig.batch([(rig.sequence(), 6)], []))
     other = changed("value", lambda t: t.to("meta"))
@@ -65,7 +65,7 @@ def test_tensors_of_two_devices_are_refused() -> None:
         rig.layers[0](**(tensors | other), metadata=metadata)
 
 
-def test_queries_of_another_step_are_refused() -> None:
+def test_queries_of_another_step_are_rejected() -> None:
     rig, tensors = fitting()
     a = rig.sequence()
     rig.layers[0](**tensors, metadata=rig.builder.build(rig.batch([(a, 6)], [])))

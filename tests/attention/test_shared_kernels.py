@@ -226,7 +226,7 @@ def assert_same_step(step: AttentionMetadata, expected: AttentionMetadata) -> No
         )
 
 
-def test_sequence_beyond_the_graph_is_refused() -> None:
+def test_sequence_beyond_the_graph_is_rejected() -> None:
     rig = rig_of(params_of())
     a = rig.sequence()
     rig.step(prefills=[(a, 8)])

@@ -210,9 +210,9 @@ def test_progress_shows_a_speed_from_time_to_time(monkeypatch: pytest.MonkeyPatc
     assert stream.getvalue() == shown
 
 
-def test_trust_remote_code_is_refused_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+def test_trust_remote_code_is_rejected_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         parsed("serve", "folder", "--trust-remote-code")
     assert "code from a checkpoint is never run, because" in capsys.readouterr().err
     with pytest.raises(StartupError, match="code from a checkpoint is never run"):
-        LLM("folder", trust_remote_code=True)  # type: ignore[arg-type]  # what is refused
+        LLM("folder", trust_remote_code=True)  # type: ignore[arg-type]  # what is rejected

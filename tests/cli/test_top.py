@@ -192,7 +192,7 @@ def test_the_address_is_taken_in_each_obvious_form(
     assert "call-1" in capsys.readouterr().out
 
 
-def test_two_addresses_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_addresses_are_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["top", "127.0.0.1:1", "--url", "127.0.0.1:2"])
     assert "not allowed with argument" in capsys.readouterr().err

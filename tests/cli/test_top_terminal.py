@@ -179,7 +179,7 @@ def test_a_hanging_server_does_not_block_the_keyboard() -> None:
             is_released.set()
 
 
-def test_a_terminal_that_cannot_move_the_cursor_is_refused() -> None:
+def test_a_terminal_that_cannot_move_the_cursor_is_rejected() -> None:
     with Terminal(["top"], variables={"TERM": "dumb"}) as terminal:
         assert terminal.process.wait(60.0) == 2
         wait_for(lambda: "use --once" in terminal.text)

@@ -10,7 +10,7 @@ from cluster.cli.flags import engine_options
 from cluster.cli.one_line_parser import command_parser
 from cluster.cli.parser import make_parser
 from cluster.cli.vllm_flags import flag_notes
-from cluster.engine.vllm_option_notes import IGNORED, IGNORED_SWITCHES, REFUSED
+from cluster.engine.vllm_option_notes import IGNORED, IGNORED_SWITCHES, REJECTED
 from cluster.serving.auth.authenticator import Authenticator
 from pagedray.errors import AuthenticationError, StartupError
 
@@ -99,7 +99,7 @@ def test_flags_may_have_underscores() -> None:
         ("--dtype int4", "invalid choice: 'int4' (choose from "),
     ],
 )
-def test_others_are_refused_in_one_line(
+def test_others_are_rejected_in_one_line(
     flags: str, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
@@ -138,11 +138,11 @@ def test_keys_are_those_of_one_tenant() -> None:
 
 
 @pytest.mark.parametrize("key", ["", "short", "x" * 257, "with\nnewline", "\u00e9" * 9])
-def test_bad_keys_are_refused(key: str) -> None:
+def test_bad_keys_are_rejected(key: str) -> None:
     with pytest.raises(StartupError, match="--api-key must be"):
         Authenticator(keys=[key])
 
 
 def test_notes_are_whole_clauses() -> None:
-    notes = [*IGNORED_SWITCHES.values(), *IGNORED.values(), *REFUSED.values()]
+    notes = [*IGNORED_SWITCHES.values(), *IGNORED.values(), *REJECTED.values()]
     assert not [note for note in notes if re.fullmatch(r"[^ ].*[^ .,;]", note) is None]

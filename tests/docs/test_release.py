@@ -1,4 +1,4 @@
-"""The notes of a release come from the changelog, and a wheel without its data is refused."""
+"""The notes of a release come from the changelog, and a wheel without its data is rejected."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_notes_are_one_section() -> None:
         notes_of(changelog, "3.0")
 
 
-def test_a_wheel_without_protos_is_refused(tmp_path: Path) -> None:
+def test_a_wheel_without_protos_is_rejected(tmp_path: Path) -> None:
     wheel = tmp_path / "a.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("pagedray/py.typed", "")

@@ -60,7 +60,7 @@ class Rig:
         self._num_runs += 1
         for index in range(NUM_REQUESTS):
             self.sink.expect(f"r{index}")
-            # Equal requests are refused after the first that ends with an error.
+            # Equal requests are rejected after the first that ends with an error.
             middle = [MARKED_TOKEN] * 5 + [self._num_runs] if f"r{index}" == MARKED else [7] * 6
             self.engine.submit_request(
                 Request(

@@ -327,7 +327,7 @@ def test_a_client_that_leaves_during_a_search_does_not_stop_it() -> None:
     assert set(ends.values()) == {FinishReason.LENGTH}
 
 
-def test_lethal_request_that_is_sent_again_is_refused() -> None:
+def test_lethal_request_that_is_sent_again_is_rejected() -> None:
     executor = PoisonedExecutor({1: 3})
     rig = Rig(executor)
     rig.submit("poison", seed=1)

@@ -257,7 +257,7 @@ def test_a_lethal_request_that_is_alone_fails_after_three_deaths(
     embedder = opened(executor)
     with pytest.raises(LethalRequestError):
         embedder.submit_request(request([LETHAL])).result(TIMEOUT_S)
-    # Its texts are refused when they come again.
+    # Its texts are rejected when they come again.
     with pytest.raises(LethalRequestError):
         embedder.submit_request(request([LETHAL]))
     assert executor.num_deaths == 3

@@ -47,6 +47,6 @@ def test_invalid_values_name_the_file(tmp_path: Path, values: object, text: str)
         sampling_defaults("auto", write(tmp_path, values))
 
 
-def test_a_folder_without_the_file_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_the_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="must be auto, none or a folder"):
         sampling_defaults(tmp_path, tmp_path)

@@ -52,7 +52,7 @@ def test_ranks_end_if_the_engine_cannot_be_made(
 
 
 @pytest.mark.parametrize(("num_blocks", "remedy"), [(63, "--num-blocks"), (None, "--memory-frac")])
-def test_pool_that_holds_no_context_is_refused_with_the_numbers(
+def test_pool_that_holds_no_context_is_rejected_with_the_numbers(
     num_blocks: int | None, remedy: str
 ) -> None:
     options = EngineOptions(executor="local", device="cpu", num_blocks=num_blocks)
@@ -77,7 +77,7 @@ class _LargeBlocks(_ClosableExecutor):
 
 
 @pytest.mark.parametrize(("num_bytes", "is_enough"), [(2**20 - 1, False), (2**20, True)])
-def test_disk_that_holds_no_block_is_refused(
+def test_disk_that_holds_no_block_is_rejected(
     tmp_path: Path, num_bytes: int, *, is_enough: bool
 ) -> None:
     options = EngineOptions(
@@ -98,7 +98,7 @@ def test_disk_that_holds_no_block_is_refused(
     assert executor.is_closed
 
 
-def test_checksums_of_a_pool_that_ends_with_its_rank_are_refused() -> None:
+def test_checksums_of_a_pool_that_ends_with_its_rank_are_rejected() -> None:
     for options, error in (
         (EngineOptions(executor="local", cpu_pool_checksums=True), "ray executor"),
         (EngineOptions(cpu_pool_checksums=True, enable_kept_cpu_pool=False), "outlives its ranks"),
@@ -109,7 +109,7 @@ def test_checksums_of_a_pool_that_ends_with_its_rank_are_refused() -> None:
     assert engine_config(TINY_LLAMA, EngineOptions(device="cpu", cpu_pool_checksums=True))
 
 
-def test_swapping_without_cpu_blocks_is_refused() -> None:
+def test_swapping_without_cpu_blocks_is_rejected() -> None:
     options = EngineOptions(device="cpu", preemption="swap")
     assert engine_config(TINY_LLAMA, options)
     with pytest.raises(StartupError, match="preemption swap needs CPU blocks"):

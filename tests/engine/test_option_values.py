@@ -27,7 +27,7 @@ from tests.system.server_process import TINY_LLAMA
         ("max_num_seqs", [1], "a list of option max_num_seqs: Expected `int | null`, got `array`."),
     ],
 )
-def test_values_are_refused_in_one_line(
+def test_values_are_rejected_in_one_line(
     name: str,
     value: Any,  # Any: of a wrong type
     text: str,

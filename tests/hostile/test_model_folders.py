@@ -1,4 +1,4 @@
-"""Model folders that bring code: none of it runs, and the folder is refused by name."""
+"""Model folders that bring code: none of it runs, and the folder is rejected by name."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def change(path: Path, values: dict[str, Any]) -> None:  # Any: JSON
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-def test_configuration_that_names_code_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_configuration_that_names_code_is_rejected(folder: Path, tmp_path: Path) -> None:
     change(folder / "config.json", {"auto_map": {"AutoConfig": "configuration_evil.Evil"}})
     with pytest.raises(CheckpointError, match="auto_map"):
         read_model_config(folder)

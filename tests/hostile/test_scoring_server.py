@@ -61,7 +61,7 @@ class InvalidDocuments(ManyDocuments):
     allowed = frozenset(("400", "413", "429"))
 
     def body(self) -> bytes:
-        """Return a request that is refused after all of it has been read."""
+        """Return a request that is rejected after all of it has been read."""
         documents: list[object] = [self.document] * self.num_documents
         return json.dumps(
             {"model": "reranker", "query": QUERY, "documents": [*documents[1:], 1]}

@@ -1,6 +1,6 @@
 """The OCI runtime's configuration of a container of a pod, as the kubelet and containerd make it.
 
-Only what our manifests use is translated; anything else is refused, so that no field is ignored.
+Only what our manifests use is translated; anything else is rejected, so that no field is ignored.
 """
 
 from __future__ import annotations

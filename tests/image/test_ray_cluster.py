@@ -59,8 +59,8 @@ def test_processes_have_no_privileges(started: RayCluster) -> None:
 
 def test_files_of_the_image_cannot_be_written(started: RayCluster) -> None:
     for path in ("/new", "/opt/pagedray/new", "/home/pagedray/new", "/etc/pagedray/new"):
-        refused = started.worker.execute("touch", path)
-        assert "Read-only file system" in refused.stderr, path
+        rejected = started.worker.execute("touch", path)
+        assert "Read-only file system" in rejected.stderr, path
     for path in (
         "/tmp/new",
         "/tmp/ray/new",
@@ -82,7 +82,7 @@ def test_both_nodes_join_with_the_resources_of_their_pods(started: RayCluster) -
 
 
 @pytest.mark.parametrize("token", [None, "0" * 64])
-def test_ray_refuses_a_client_without_the_token(started: RayCluster, token: str | None) -> None:
+def test_ray_rejects_a_client_without_the_token(started: RayCluster, token: str | None) -> None:
     expected = 401 if token is None else 403
     assert started.put_serve_config(token).status_code == expected
     assert started.list_nodes(token).status_code == expected
@@ -113,9 +113,9 @@ def test_grpc_requires_a_key(served: RayCluster) -> None:
     )
     with grpc.insecure_channel(f"{served.worker.address}:9000") as channel:
         stub = pagedray_pb2_grpc.GenerationServiceStub(channel)
-        with pytest.raises(grpc.RpcError) as refusal:
+        with pytest.raises(grpc.RpcError) as rejection:
             list(stub.Generate(request, timeout=_TIMEOUT_S))
-        assert refusal.value.code() == grpc.StatusCode.UNAUTHENTICATED
+        assert rejection.value.code() == grpc.StatusCode.UNAUTHENTICATED
         metadata = (("authorization", f"Bearer {served.key}"),)
         *_, last = stub.Generate(request, metadata=metadata, timeout=_TIMEOUT_S)
     assert last.usage.num_generated_tokens == 8

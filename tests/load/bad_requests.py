@@ -26,12 +26,12 @@ from tests.serving.grpc_frontend import status_of_call
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["refuse_over_grpc", "refuse_over_http"]
+__all__ = ["reject_over_grpc", "reject_over_http"]
 
 _TARGET_S = 0.05
 
 
-class Refusals:
+class Rejections:
     """The responses to all cases."""
 
     def __init__(self) -> None:
@@ -73,11 +73,11 @@ class Refusals:
         }
 
 
-async def refuse_over_http(
+async def reject_over_http(
     port: int, keys: dict[str, str], *, repeats: int, cases: Iterable[str] = tuple(HTTP_CASES)
-) -> Refusals:
+) -> Rejections:
     """Send each case `repeats` times over HTTP."""
-    found = Refusals()
+    found = Rejections()
     for name in cases:
         case = HTTP_CASES[name]
         headers = {} if case.key is None else {"authorization": f"Bearer {keys[case.key]}"}
@@ -97,11 +97,11 @@ async def refuse_over_http(
     return found
 
 
-async def refuse_over_grpc(
+async def reject_over_grpc(
     target: str, keys: dict[str, str], *, repeats: int, cases: Iterable[str] = tuple(GRPC_CASES)
-) -> Refusals:
+) -> Rejections:
     """Send each case `repeats` times over gRPC."""
-    found = Refusals()
+    found = Rejections()
     async with grpc.aio.insecure_channel(target) as channel:
         for name in cases:
             case = GRPC_CASES[name]
@@ -166,13 +166,13 @@ def main() -> None:
             report.add("server", server.command)
             # The first structure loads modules, which is not measured.
             asyncio.run(
-                refuse_over_http(server.http_port, keys, repeats=1, cases=["regex that is none"])
+                reject_over_http(server.http_port, keys, repeats=1, cases=["regex that is none"])
             )
             report.add("http", asyncio.run(
-                refuse_over_http(server.http_port, keys, repeats=options.repeats)
+                reject_over_http(server.http_port, keys, repeats=options.repeats)
             ).figures())  # fmt: skip
             report.add("grpc", asyncio.run(
-                refuse_over_grpc(server.grpc_target, keys, repeats=options.repeats)
+                reject_over_grpc(server.grpc_target, keys, repeats=options.repeats)
             ).figures())  # fmt: skip
             report.add("errors_in_log", server.logged_errors())
     report.write(options.output)

@@ -51,7 +51,7 @@ _EVENT_ENDS = {
 _MESSAGES_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
 _CONNECTIONS = 4
 _TIMEOUT_S = 30.0
-_MOST_REFUSAL_BYTES = 2000
+_MOST_REJECTION_BYTES = 2000
 # Each structure starts a process, so there are only a few.
 _STRUCTURED_PART = 0.04
 _NUMBERS = re.compile(r"\d+")
@@ -67,7 +67,7 @@ class Findings:
         self.slowest: tuple[float, str, bytes] = (0.0, "", b"")
         self.faults: list[str] = []
         """Unexpected responses, with the body."""
-        self.refusals: Counter[str] = Counter()
+        self.rejections: Counter[str] = Counter()
         """Error messages without numbers."""
 
     def add(self, kind: str, body: bytes, status: str, seconds: float) -> None:
@@ -80,9 +80,9 @@ class Findings:
         """Add a response that no body may get."""
         self.faults.append(f"{what}, for {kind}: {body[:400]!r}")
 
-    def add_refusal(self, text: str) -> None:
+    def add_rejection(self, text: str) -> None:
         """Add an error message."""
-        self.refusals[_NUMBERS.sub("0", text)[:60]] += 1
+        self.rejections[_NUMBERS.sub("0", text)[:60]] += 1
 
     def figures(self) -> dict[str, object]:
         """Return the figures of the report."""
@@ -90,7 +90,7 @@ class Findings:
         return {
             "bodies": sum(self.statuses.values()),
             "statuses": dict(self.statuses.most_common()),
-            "kinds_of_refusals": len(self.refusals),
+            "kinds_of_refusals": len(self.rejections),
             "faults": len(self.faults),
             "first_faults": self.faults[:_MOST_SHOWN],
             "times": times_ms(self.seconds),
@@ -212,22 +212,22 @@ def _check_http(found: Findings, kind: str, body: bytes, answer: Answer) -> None
         and set(error) == fields
         and isinstance(error["message"], str)
         and "Traceback" not in error["message"]
-        and len(answer.body) < _MOST_REFUSAL_BYTES
+        and len(answer.body) < _MOST_REJECTION_BYTES
     )
     if not is_good:
         found.add_fault(kind, body, f"{answer.status} in bad form ({answer.body[:200]!r})")
-    found.add_refusal(error["message"])
+    found.add_rejection(error["message"])
 
 
 def _check_grpc(found: Findings, kind: str, body: bytes, error: grpc.aio.AioRpcError) -> None:
     text = error.details() or ""
-    found.add_refusal(text)
+    found.add_rejection(text)
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         # The client's own deadline has no details.
         return
     status = status_of_call(error)
     is_good = status.message == text and len(status.details) >= 1 and "Traceback" not in text
-    if not is_good or len(text) >= _MOST_REFUSAL_BYTES:
+    if not is_good or len(text) >= _MOST_REJECTION_BYTES:
         found.add_fault(kind, body, f"{error.code().name} in bad form ({text[:200]})")
 
 

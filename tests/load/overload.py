@@ -146,7 +146,7 @@ class _Phase:
 
     started_s: float = field(default_factory=time.perf_counter)
     served: list[float] = field(default_factory=list)
-    refused: list[float] = field(default_factory=list)
+    rejected: list[float] = field(default_factory=list)
     late: list[float] = field(default_factory=list)
     """How late this program sent each request, in seconds."""
 
@@ -155,7 +155,7 @@ class _Phase:
         sent_s = time.perf_counter()
         is_served = await client.ask(client.length())
         ended_s = time.perf_counter()
-        (self.served if is_served else self.refused).append(ended_s - sent_s)
+        (self.served if is_served else self.rejected).append(ended_s - sent_s)
 
 
 async def overload(
@@ -196,7 +196,7 @@ async def overload(
         "peak_tokens_per_s_afterwards": round(later_peak_per_s),
         "arrivals_per_s": round(rate_per_s, 1),
         "overload_s": overload_s,
-        "refusals": times_ms(phase.refused),
+        "refusals": times_ms(phase.rejected),
         "served": times_ms(phase.served),
         "sent_late": times_ms(phase.late),
         "goodput_tokens_per_s": round(goodput_per_s),

@@ -123,11 +123,11 @@ def test_dead_peer_is_end_of_file(listener: StepListener) -> None:
     with pytest.raises(ChannelClosedError):
         controller.receive(60.0)
     with pytest.raises(ChannelClosedError):
-        send_until_refused(controller)
+        send_until_rejected(controller)
     controller.close()
 
 
-def send_until_refused(controller: ControllerChannel) -> None:
+def send_until_rejected(controller: ControllerChannel) -> None:
     # The first send over TCP succeeds; the reset arrives afterwards.
     for _ in range(6000):
         controller.send(Shutdown())

@@ -61,7 +61,7 @@ def test_what_else_has_the_path_is_not_opened(tmp_path: Path) -> None:
                 open_memory(MemoryAddress(path, memory.address.label))
 
 
-def test_memory_that_others_may_open_is_refused() -> None:
+def test_memory_that_others_may_open_is_rejected() -> None:
     with closing(NodeMemory("cpu-pool")) as memory:
         Path(memory.address.path).chmod(0o666)
         with pytest.raises(PermissionError, match="open to other users"):

@@ -118,7 +118,7 @@ class Invariants:
                     request.priority,
                 ):
                     assert any(
-                        sequence.refusal_number >= 0 or sequence.disk_step is not None
+                        sequence.shortage_number >= 0 or sequence.disk_step is not None
                         for sequence in active.sequences
                     )
 

@@ -83,7 +83,7 @@ def test_a_continued_request_is_admitted_to_a_full_queue() -> None:
     ],
 )
 # Any: arguments of several types.
-def test_what_cannot_continue_is_refused(options: dict[str, Any], text: str) -> None:
+def test_what_cannot_continue_is_rejected(options: dict[str, Any], text: str) -> None:
     harness = Harness()
     with pytest.raises(InvalidRequestError, match=text):
         harness.add(PROMPT, **options)

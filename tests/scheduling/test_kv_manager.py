@@ -59,7 +59,7 @@ def test_admitted_sequence_has_blocks_for_its_tokens() -> None:
     assert len(kv.extend(sequence, 9)) == 1
 
 
-def test_refused_admission_changes_nothing() -> None:
+def test_rejected_admission_changes_nothing() -> None:
     kv = make_manager(num_blocks=4)
     run_prompt(kv, make_sequences(8)[0])
     before = state_of(kv.pool)
@@ -187,7 +187,7 @@ def test_fork_copies_nothing_if_the_last_block_has_one_token() -> None:
     assert second.block_ids[2] != first.block_ids[2]
 
 
-def test_refused_fork_changes_nothing() -> None:
+def test_rejected_fork_changes_nothing() -> None:
     kv = make_manager(num_blocks=3)
     first, second = make_sequences(10, n=2)
     run_prompt(kv, first)
@@ -295,7 +295,7 @@ def test_swapped_in_prefix_is_known_again() -> None:
     assert second.block_ids == first.block_ids[:2]
 
 
-def test_refused_swap_in_changes_nothing() -> None:
+def test_rejected_swap_in_changes_nothing() -> None:
     kv = make_manager(num_blocks=3)
     (sequence,) = make_sequences(10)
     run_prompt(kv, sequence)

@@ -27,6 +27,6 @@ def test_a_prompt_ends_although_decodes_take_longer_than_the_target() -> None:
 
 
 @pytest.mark.parametrize("target_ms", [0.0, -1.0, float("nan"), float("inf")])
-def test_bad_targets_are_refused(target_ms: float) -> None:
+def test_bad_targets_are_rejected(target_ms: float) -> None:
     with pytest.raises(StartupError, match="itl_target_ms must be above 0 and finite"):
         SchedulerConfig(itl_target_ms=target_ms)

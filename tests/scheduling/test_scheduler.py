@@ -146,7 +146,7 @@ def test_logprobs_go_with_their_token() -> None:
     assert event.logprobs == (logprobs,)
 
 
-def test_output_of_another_step_is_refused() -> None:
+def test_output_of_another_step_is_rejected() -> None:
     harness = Harness()
     harness.add([1, 2])
     harness.schedule()
@@ -179,7 +179,7 @@ def test_sequence_that_its_reader_finished_has_no_more_events() -> None:
     assert harness.reasons == {(request_id, 1): FinishReason.LENGTH}
 
 
-def test_request_that_can_never_fit_is_refused() -> None:
+def test_request_that_can_never_fit_is_rejected() -> None:
     harness = Harness(num_blocks=2, block_size=4)
     with pytest.raises(CapacityError, match="needs 3 KV blocks, but the cache has only 2"):
         harness.add([1, 2, 4], max_tokens=6)
@@ -188,7 +188,7 @@ def test_request_that_can_never_fit_is_refused() -> None:
     harness.drain()
 
 
-def test_request_over_the_queue_limit_is_refused() -> None:
+def test_request_over_the_queue_limit_is_rejected() -> None:
     harness = Harness(max_queued_requests=1)
     harness.add([1, 2])
     with pytest.raises(OverloadedError, match="The queue is full: at most 1 request may wait"):
@@ -206,14 +206,14 @@ def test_request_over_the_queue_limit_is_refused() -> None:
         ([2**31], "from 0 to 2147483647"),
     ],
 )
-def test_prompt_that_cannot_be_computed_is_refused(prompt: list[int], message: str) -> None:
+def test_prompt_that_cannot_be_computed_is_rejected(prompt: list[int], message: str) -> None:
     harness = Harness()
     with pytest.raises(InvalidRequestError, match=message):
         harness.add(prompt)
     assert not harness.scheduler.has_work
 
 
-def test_second_request_of_the_same_id_is_refused(scheduler: Scheduler) -> None:
+def test_second_request_of_the_same_id_is_rejected(scheduler: Scheduler) -> None:
     request = Request(id="r", prompt_token_ids=(1,), sampling=SamplingParams(), seed=0)
     scheduler.add_request(request)
     with pytest.raises(InvalidRequestError, match="'r' is already running"):

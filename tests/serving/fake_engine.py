@@ -63,7 +63,7 @@ class FakeEngine:
             self._sequences.clear()
         self.log = Log()
         self.script = self._default_script
-        self.refusal: PagedRayError | None = None
+        self.rejection: PagedRayError | None = None
         self.step_s = 0.0
         self.is_paused = False
         self.most_tokens: int | None = None
@@ -90,12 +90,12 @@ class FakeEngine:
         return self.is_healthy_flag
 
     def check_room(self, tenant: str, num_tokens: int) -> None:
-        if isinstance(self.refusal, OverloadedError):
-            raise self.refusal
+        if isinstance(self.rejection, OverloadedError):
+            raise self.rejection
 
     def submit_request(self, request: Request) -> None:
-        if self.refusal is not None:
-            raise self.refusal
+        if self.rejection is not None:
+            raise self.rejection
         with self._lock:
             self.log.submitted.append(request)
             self._sequences += [
@@ -152,7 +152,7 @@ class FakeEngine:
         """Die with this error."""
         self.is_healthy_flag = False
         self._error = error
-        self.refusal = error
+        self.rejection = error
         with self._lock:
             self._sequences.clear()
         self._sink.fail_all(error)

@@ -92,7 +92,7 @@ async def test_health_is_down_until_ready_and_while_draining(
     await stopping
 
 
-async def test_requests_are_refused_until_ready_and_when_draining(
+async def test_requests_are_rejected_until_ready_and_when_draining(
     frontends: Frontends, client: EngineClient, engine: FakeEngine
 ) -> None:
     given = GenerationInput(prompts=("x",))

@@ -59,7 +59,7 @@ def test_grpc_clients_may_give_each_name(named: NamedServer) -> None:
             list(stub.Generate(pb.GenerateRequest(model="tiny", text="a")))
 
 
-def test_other_names_are_refused(named: NamedServer) -> None:
+def test_other_names_are_rejected(named: NamedServer) -> None:
     body = {"model": "tiny", "prompt": "a"}
     answer = httpx.post(f"{named.url}/v1/completions", json=body)
     assert answer.status_code == 404

@@ -1,4 +1,4 @@
-"""One conversation over every API: the same prompt, text and refusals."""
+"""One conversation over every API: the same prompt, text and rejections."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_every_api_gives_the_model_the_same_request(server: Server) -> None:
     [{"temperature": 101.0}, {"top_p": 1.5}, {"temperature": -1.0}],
     ids=str,
 )
-def test_every_api_refuses_with_the_same_words(server: Server, sampling: Sampling) -> None:
+def test_every_api_rejects_with_the_same_words(server: Server, sampling: Sampling) -> None:
     errors = {name: ask(server, PLAIN | sampling) for name, ask in APIS.items()}
     # Each names fields as its own clients do.
     same = {
@@ -135,7 +135,7 @@ def test_every_api_refuses_with_the_same_words(server: Server, sampling: Samplin
     assert server.engine.log.submitted == []
 
 
-def test_every_api_refuses_too_many_tokens_with_the_same_numbers(server: Server) -> None:
+def test_every_api_rejects_too_many_tokens_with_the_same_numbers(server: Server) -> None:
     errors = {name: ask(server, PLAIN | {"max_tokens": 100_000})[1] for name, ask in APIS.items()}
     # Clients of Messages read the numbers in Anthropic's words.
     found = re.search(r"(\d+) \+ 100000 > (\d+),", errors.pop("messages"))

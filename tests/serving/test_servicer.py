@@ -140,9 +140,9 @@ async def test_open_calls_of_a_tenant_are_bounded(servicer: Servicer) -> None:
 
 
 async def test_tokens_of_open_calls_of_a_tenant_are_bounded(servicer: Servicer) -> None:
-    with pytest.raises(InvalidRequestError, match="may use 103 tokens, but") as refused:
+    with pytest.raises(InvalidRequestError, match="may use 103 tokens, but") as rejected:
         await servicer.start_generation(given(max_tokens=100))
-    assert refused.value.param == "max_tokens"
+    assert rejected.value.param == "max_tokens"
     call = await servicer.start_generation(given(max_tokens=60))
     with pytest.raises(OverloadedError, match="exceed the limit of 100"):
         await servicer.start_generation(given(max_tokens=60))
@@ -150,7 +150,7 @@ async def test_tokens_of_open_calls_of_a_tenant_are_bounded(servicer: Servicer) 
     (await servicer.start_generation(given(max_tokens=60))).close()
 
 
-async def test_refused_calls_hold_nothing(servicer: Servicer) -> None:
+async def test_rejected_calls_hold_nothing(servicer: Servicer) -> None:
     for _ in range(5):
         with pytest.raises(InvalidRequestError):
             await servicer.start_generation(given(prompts=((10**6,),)))
@@ -204,11 +204,11 @@ async def test_only_an_admin_may_set_a_negative_priority(servicer: Servicer) -> 
     (await servicer.start_generation(given("root", priority=-1))).close()
 
 
-async def test_full_queue_and_late_call_are_refused_before_texts_are_read(opened: Opened) -> None:
+async def test_full_queue_and_late_call_are_rejected_before_texts_are_read(opened: Opened) -> None:
     late = given(deadline_s=time.monotonic(), prompts=((10**6,),))
     with pytest.raises(DeadlineError, match="before the request arrived"):
         await opened.servicer.start_generation(late)
-    opened.engine.refusal = OverloadedError("The queue is full.")
+    opened.engine.rejection = OverloadedError("The queue is full.")
     with pytest.raises(OverloadedError):
         await opened.servicer.start_generation(given(prompts=((10**6,),)))
 
@@ -265,7 +265,7 @@ async def test_draining_server_accepts_nothing_and_ends_the_rest(opened: Opened)
     await draining
 
 
-async def test_a_drain_refuses_a_call_whose_structure_is_being_compiled(opened: Opened) -> None:
+async def test_a_drain_rejects_a_call_whose_structure_is_being_compiled(opened: Opened) -> None:
     # It takes many seconds.
     rules = " | ".join(f'"{i}" [{chr(0x100 + i)}a-z]{{120}}' for i in range(400))
     structure = Structure(kind="grammar", text=f"root ::= {rules}")
@@ -435,7 +435,7 @@ async def test_call_that_was_aborted_is_not_begun_again_when_a_proxy_sends_it_tw
     second.close()
 
 
-async def test_another_call_with_its_id_is_refused(servicer: Servicer) -> None:
+async def test_another_call_with_its_id_is_rejected(servicer: Servicer) -> None:
     call = replace(given(client_id="mine"), continuation=SENT)
     first = await servicer.start_generation(call)
     with pytest.raises(DuplicateIdError):

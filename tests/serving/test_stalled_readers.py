@@ -160,7 +160,7 @@ def test_complete_response_is_whole_however_large(impatient: Server) -> None:
     ],
 )
 # Any: fields of the body
-def test_response_larger_than_the_memory_of_a_tenant_is_refused(
+def test_response_larger_than_the_memory_of_a_tenant_is_rejected(
     tokenizer: Tokenizer, path: str, body: dict[str, Any]
 ) -> None:
     with serving(tokenizer, ReaderLimits(unread_buffer=BufferLimits(2**20))) as server:

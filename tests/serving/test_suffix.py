@@ -94,7 +94,7 @@ def test_middle_ends_where_another_file_begins(infill_server: Server) -> None:
         ),
     ],
 )
-def test_what_has_no_middle_is_refused(
+def test_what_has_no_middle_is_rejected(
     infill_server: Server, fields: dict[str, Any], message: str, param: str
 ) -> None:
     infill_server.engine.reset()
@@ -133,7 +133,7 @@ def test_grpc_asks_and_ends_as_http_does(
 
 
 @pytest.mark.parametrize("prompt", [{"token_ids": pb.TokenIds(ids=[5])}, {}])
-def test_grpc_refuses_a_suffix_without_a_text(
+def test_grpc_rejects_a_suffix_without_a_text(
     infill_server: Server, prompt: dict[str, Any]
 ) -> None:
     infill_server.engine.reset()

@@ -142,8 +142,8 @@ class Streams:
                 if response.HasField("usage"):
                     received.num_used = response.usage.num_generated_tokens
                 is_flowing.set()
-        except grpc.aio.AioRpcError as refusal:
-            error = refusal.code().name
+        except grpc.aio.AioRpcError as rejection:
+            error = rejection.code().name
         is_flowing.set()
         return received.ended(name, error)
 
@@ -169,8 +169,8 @@ class Streams:
                     received.has_reason |= bool(choice.finish_reason)
                 if chunk.usage is not None:
                     received.num_tokens = received.num_used = chunk.usage.completion_tokens
-        except openai.APIError as refusal:
-            error = refusal.message
+        except openai.APIError as rejection:
+            error = rejection.message
         is_flowing.set()
         return received.ended(name, error)
 

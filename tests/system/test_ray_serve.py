@@ -143,7 +143,7 @@ def test_chat_and_the_smaller_methods(
 
 
 # The same bad request for each frontend, and the expected message.
-REFUSALS: list[tuple[str | list[int], dict[str, Any], str]] = [  # Any: fields of all types
+REJECTIONS: list[tuple[str | list[int], dict[str, Any], str]] = [  # Any: fields of all types
     ("", {}, "prompt must not be empty."),
     ([5, 9999], {}, "prompt contains token id 9999, but ids are 0 to 3071."),
     ("x", {"top_p": 1.5}, "top_p must be 0 to 1, not 1.5."),
@@ -154,8 +154,8 @@ REFUSALS: list[tuple[str | list[int], dict[str, Any], str]] = [  # Any: fields o
 ]
 
 
-@pytest.mark.parametrize(("prompt", "sampling", "text"), REFUSALS)
-def test_every_frontend_refuses_with_the_same_words(
+@pytest.mark.parametrize(("prompt", "sampling", "text"), REJECTIONS)
+def test_every_frontend_rejects_with_the_same_words(
     cluster: ServeCluster,
     stub: pagedray_pb2_grpc.GenerationServiceStub,
     prompt: str | list[int],
@@ -167,9 +167,9 @@ def test_every_frontend_refuses_with_the_same_words(
         message.text = prompt
     else:
         message.token_ids.ids.extend(prompt)
-    with pytest.raises(grpc.RpcError) as refused:
+    with pytest.raises(grpc.RpcError) as rejected:
         list(stub.Generate(message))
-    assert (refused.value.code(), refused.value.details()) == (
+    assert (rejected.value.code(), rejected.value.details()) == (
         grpc.StatusCode.INVALID_ARGUMENT,
         text,
     )
@@ -185,9 +185,9 @@ def test_an_unknown_model_is_not_found(
     cluster: ServeCluster, stub: pagedray_pb2_grpc.GenerationServiceStub
 ) -> None:
     text = "The model 'other' does not exist; this server serves 'tiny-llama'."
-    with pytest.raises(grpc.RpcError) as refused:
+    with pytest.raises(grpc.RpcError) as rejected:
         list(stub.Generate(pb.GenerateRequest(text="x", model="other")))
-    assert (refused.value.code(), refused.value.details()) == (grpc.StatusCode.NOT_FOUND, text)
+    assert (rejected.value.code(), rejected.value.details()) == (grpc.StatusCode.NOT_FOUND, text)
     answer = httpx.post(f"{cluster.url}/v1/completions", json={"model": "other", "prompt": "x"})
     assert (answer.status_code, answer.json()["error"]["message"]) == (404, text)
     with pytest.raises(UnknownModelError) as raised:
@@ -198,21 +198,21 @@ def test_an_unknown_model_is_not_found(
 def test_malformed_messages_are_rejected(cluster: ServeCluster) -> None:
     with grpc.insecure_channel(cluster.grpc_target) as channel:
         generate = channel.unary_stream("/pagedray.v1.GenerationService/Generate")  # type: ignore[call-arg]  # grpc-stubs asks for what has a default
-        with pytest.raises(grpc.RpcError) as refused:
+        with pytest.raises(grpc.RpcError) as rejected:
             list(generate(b"\xff\xff"))
-        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        with pytest.raises(grpc.RpcError) as refused:
+        assert rejected.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        with pytest.raises(grpc.RpcError) as rejected:
             list(generate(b"x" * (4 * 2**20 + 1)))
-        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert rejected.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 def test_a_deadline_reaches_the_engine(
     stub: pagedray_pb2_grpc.GenerationServiceStub,
 ) -> None:
     sampling = pb.SamplingParams(max_tokens=900, ignore_eos=True, n=16)
-    with pytest.raises(grpc.RpcError) as refused:
+    with pytest.raises(grpc.RpcError) as rejected:
         list(stub.Generate(pb.GenerateRequest(text=PROMPT, sampling=sampling), timeout=0.3))
-    assert refused.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert rejected.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 async def test_prompts_with_a_common_prefix_go_to_one_replica(
@@ -282,7 +282,7 @@ def test_responses_are_found_on_any_replica(cluster: ServeCluster, client: opena
         assert name in names
 
 
-async def test_responses_of_a_replica_that_died_are_refused(
+async def test_responses_of_a_replica_that_died_are_rejected(
     cluster: ServeCluster, client: openai.OpenAI
 ) -> None:
     kept = kept_on_both(client)

@@ -291,9 +291,9 @@ def test_other_interfaces_refuse_connections(server: ServerProcess) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_ray_answers_to_the_token_alone(server: ServerProcess, home: Path, name: str) -> None:
     token = psutil.Process(server.named("raylet")[0].pid).environ()["RAY_AUTH_TOKEN"]
-    accepted, *refused = answers(server, name, token, None, "", "0" * len(token))
+    accepted, *rejected = answers(server, name, token, None, "", "0" * len(token))
     assert grpc.StatusCode.OK in accepted
-    for codes in refused:
+    for codes in rejected:
         assert grpc.StatusCode.UNAUTHENTICATED in codes
         assert grpc.StatusCode.OK not in codes
     assert not (home / ".ray").exists()

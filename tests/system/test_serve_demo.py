@@ -44,9 +44,9 @@ def test_http_requires_a_key(demo: ServeDemo) -> None:
 def test_grpc_requires_a_key(demo: ServeDemo) -> None:
     with grpc.insecure_channel(f"127.0.0.1:{demo.grpc_port}") as channel:
         stub = pagedray_pb2_grpc.GenerationServiceStub(channel)
-        with pytest.raises(grpc.RpcError) as refusal:
+        with pytest.raises(grpc.RpcError) as rejection:
             stub.ListModels(pb.ListModelsRequest(), timeout=60.0)
-        assert refusal.value.code() == grpc.StatusCode.UNAUTHENTICATED
+        assert rejection.value.code() == grpc.StatusCode.UNAUTHENTICATED
         metadata = (("authorization", f"Bearer {demo.key}"),)
         answer = stub.ListModels(pb.ListModelsRequest(), metadata=metadata, timeout=60.0)
         assert TINY_LLAMA.name in str(answer)

@@ -290,7 +290,7 @@ def test_what_ranks_would_cut_is_named(
     assert_one_line(capsys.readouterr().err, *words)
 
 
-def test_more_ranks_than_devices_are_refused(
+def test_more_ranks_than_devices_are_rejected(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     edit_config(folder, num_attention_heads=512, num_key_value_heads=512, head_dim=4)

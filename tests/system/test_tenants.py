@@ -211,8 +211,8 @@ def test_sigterm_drains_running_calls_and_rejects_others(server: ServerProcess) 
         server.send(signal.SIGTERM)
         wait_until(lambda: http.get("/ready").status_code == 503)
         body = {"model": "tiny-llama", "prompt": "x"}
-        refused = http.post("/v1/completions", json=body, headers=bearer("ann"))
-        assert refused.status_code == 503
+        rejected = http.post("/v1/completions", json=body, headers=bearer("ann"))
+        assert rejected.status_code == 503
     with pytest.raises(grpc.RpcError) as caught:
         list(service.Generate(unread_request(), metadata=metadata("ann"), timeout=TIMEOUT_S))
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE

@@ -71,7 +71,7 @@ def test_pool_beside_a_gpu_has_at_most_four_times_its_blocks(
     assert gpu_cache_size(256, replace(BESIDE_GPU, max_num_seqs=1)).num_cpu_blocks == 4 * 32
 
 
-def test_memory_of_less_than_two_blocks_is_refused() -> None:
+def test_memory_of_less_than_two_blocks_is_rejected() -> None:
     with pytest.raises(DeviceError, match=r"Only \d+ bytes of cuda memory are left for the KV cac"):
         gpu_cache_size(1, BESIDE_GPU)
 

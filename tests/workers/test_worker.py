@@ -71,7 +71,7 @@ def test_a_cache_takes_no_memory_before_it_is_used(worker: DecoderWorker) -> Non
 
 
 @pytest.mark.parametrize(("num_ranks", "named"), [(1, "of 1 rank need"), (8, "of 8 ranks need")])
-def test_pools_larger_than_the_memory_of_the_node_are_refused(num_ranks: int, named: str) -> None:
+def test_pools_larger_than_the_memory_of_the_node_are_rejected(num_ranks: int, named: str) -> None:
     group = SoloGroup()
     group.num_neighbors = num_ranks
     options = EngineOptions(device="cpu", num_threads=1, num_blocks=8, load_format="dummy")

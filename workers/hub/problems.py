@@ -44,7 +44,7 @@ def hub_error(error: BaseException, name: HubName, settings: HubSettings) -> Che
     causes = list(_causes(error))
     for cause in causes:
         if isinstance(cause, HfHubHTTPError):
-            return _refusal(cause, name, settings.endpoint)
+            return _rejection(cause, name, settings.endpoint)
     for cause in causes:
         if isinstance(cause, OSError) and cause.errno in _STORAGE_ERRORS:
             advice = (
@@ -62,7 +62,7 @@ def hub_error(error: BaseException, name: HubName, settings: HubSettings) -> Che
     )
 
 
-def _refusal(error: HfHubHTTPError, name: HubName, endpoint: str) -> CheckpointError:
+def _rejection(error: HfHubHTTPError, name: HubName, endpoint: str) -> CheckpointError:
     """Return the error for an answer of the Hub."""
     status = error.response.status_code
     access = "set HF_TOKEN to a token of an account that may read it"

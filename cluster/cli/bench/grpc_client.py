@@ -59,7 +59,7 @@ class GrpcClient(BenchClient):
                     pagedray_pb2.ListModelsRequest(), metadata=self._metadata, timeout=_CALL_S
                 )
             except grpc.aio.AioRpcError as error:
-                raise _refusal(error) from error
+                raise _rejection(error) from error
             model = found.models[0].name
         self._model = model
         return model
@@ -79,7 +79,7 @@ class GrpcClient(BenchClient):
                 if message.HasField("usage"):
                     usage = message.usage
         except grpc.aio.AioRpcError as error:
-            raise _refusal(error) from error
+            raise _rejection(error) from error
         return Timing(
             started_s=started_s,
             arrivals_s=tuple(arrivals),
@@ -95,7 +95,7 @@ class GrpcClient(BenchClient):
                 request, metadata=self._metadata, timeout=_CALL_S
             )
         except grpc.aio.AioRpcError as error:
-            raise _refusal(error) from error
+            raise _rejection(error) from error
         return list(answer.token_ids)
 
     async def decode(self, token_ids: list[int]) -> str:
@@ -105,7 +105,7 @@ class GrpcClient(BenchClient):
                 request, metadata=self._metadata, timeout=_CALL_S
             )
         except grpc.aio.AioRpcError as error:
-            raise _refusal(error) from error
+            raise _rejection(error) from error
         return str(answer.text)
 
     async def close(self) -> None:
@@ -135,7 +135,7 @@ class GrpcClient(BenchClient):
         )
 
 
-def _refusal(error: grpc.aio.AioRpcError) -> BenchError:
+def _rejection(error: grpc.aio.AioRpcError) -> BenchError:
     message = f"{error.code().name}: {error.details()}"
     if error.code() is grpc.StatusCode.UNAUTHENTICATED:
         message = with_key_hint(message, variables=KEY_VARIABLES)

@@ -49,11 +49,11 @@ def simulate(parsed: argparse.Namespace) -> int:
         _print_tables(report)
     if parsed.plot is not None:
         _write_plot(parsed.plot, fleet)
-    if not report.refusals:
+    if not report.rejections:
         return 0
     print(
-        f"pagedray: error: The fleet rejected {len(report.refusals)} of {len(arrivals)} requests, "
-        f"the first one: {report.refusals[0]}",
+        f"pagedray: error: The fleet rejected {len(report.rejections)} of {len(arrivals)} "
+        f"requests, the first one: {report.rejections[0]}",
         file=sys.stderr,
     )
     return _FAILURE_EXIT

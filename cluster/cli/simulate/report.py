@@ -25,7 +25,7 @@ class Report:
     """What a simulation found."""
 
     summary: Summary
-    refusals: tuple[str, ...]
+    rejections: tuple[str, ...]
     """Why requests were rejected, one for each."""
     num_swap_preemptions: int
     num_recompute_preemptions: int
@@ -59,7 +59,7 @@ def make_report(fleet: Fleet) -> Report:
     num_queried = sum(one.num_queried_tokens for one in stats)
     return Report(
         summary=summarize(_load_of(fleet.calls), percentiles=PERCENTILES, limits_ms={}),
-        refusals=tuple(call.error for call in fleet.calls if call.error),
+        rejections=tuple(call.error for call in fleet.calls if call.error),
         num_swap_preemptions=sum(one.num_swap_preemptions for one in stats),
         num_recompute_preemptions=sum(one.num_recompute_preemptions for one in stats),
         hit_rate=sum(one.num_hit_tokens for one in stats) / max(num_queried, 1),

@@ -103,7 +103,7 @@ class LoadsClient:
     def _decode(self, status: int, body: bytes, kind: type[_Body]) -> _Body:
         if status != http.client.OK:
             self._connection.close()
-            raise EngineError(_refusal(status, body))
+            raise EngineError(_rejection(status, body))
         try:
             return msgspec.json.decode(body, type=kind)
         except msgspec.MsgspecError as error:
@@ -120,7 +120,7 @@ def _tls(ca_file: Path | None) -> ssl.SSLContext:
         raise StartupError(f"Cannot read --tls-ca {ca_file}: {error}.") from error
 
 
-def _refusal(status: int, body: bytes) -> str:
+def _rejection(status: int, body: bytes) -> str:
     try:
         text = msgspec.json.decode(body, type=_ErrorBody).error.message
     except msgspec.MsgspecError:

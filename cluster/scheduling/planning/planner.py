@@ -189,7 +189,7 @@ class Planner:
         if sequence.num_pending or not budget or self._awaits_disk(sequence, draft.step):
             return False
         if not self._admit(sequence, draft):
-            self._table.passing.note_refusal(sequence)
+            self._table.passing.note_shortage(sequence)
             return False
         self._start(sequence, draft, budget=budget)
         return True
@@ -296,7 +296,7 @@ class Planner:
             if copies is None:
                 num_passed += 1
                 if sequence.cpu_block_ids:
-                    passing.note_refusal(sequence)
+                    passing.note_shortage(sequence)
                 else:
                     self._table.recompute_swapped(sequence)
                 continue

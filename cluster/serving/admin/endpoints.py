@@ -110,7 +110,7 @@ class _ServerHandlers:
 
         tokenizer = self._servicer.tokenizer
         given, has_strings = await call.body(TokenizeBody, read)
-        with call.metrics.counting_refusals("http"):
+        with call.metrics.counting_rejections("http"):
             given = replace(given, tenant=call.tenant.name)
             try:
                 token_ids = await self._servicer.tokenize(given)
@@ -134,7 +134,7 @@ class _ServerHandlers:
             return body.token_ids(), body.model
 
         token_ids, model = await call.body(DetokenizeBody, read)
-        with call.metrics.counting_refusals("http"):
+        with call.metrics.counting_rejections("http"):
             text = await self._servicer.detokenize(
                 token_ids, tenant=call.tenant.name, skip_special_tokens=False, model=model
             )

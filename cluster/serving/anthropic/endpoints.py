@@ -107,7 +107,7 @@ class _MessagesHandlers:
 
         with rewording_length_errors():
             given = await call.body(CountBody, read)
-            with call.metrics.counting_refusals("http"):
+            with call.metrics.counting_rejections("http"):
                 try:
                     given = replace(given, tenant=call.tenant.name)
                     token_ids = await self._servicer.tokenize(given)

@@ -106,7 +106,7 @@ class ConversationBody(Body):
         "workspace_id": "an identifier of the end user",
     }
     max_entries: ClassVar[Mapping[str, int]] = {"messages": MAX_MESSAGES, "tools": MAX_TOOLS}
-    refused: ClassVar[Mapping[str, str]] = {
+    rejected: ClassVar[Mapping[str, str]] = {
         "container": _NO_TOOLS_OF_ANTHROPIC,
         "context_management": "shorten the messages instead",
         "mcp_servers": _NO_TOOLS_OF_ANTHROPIC,

@@ -9,7 +9,7 @@ import msgspec
 from pydantic_core import from_json
 
 from cluster.serving.anthropic.errors import anthropic_error
-from cluster.serving.http.errors import Json, refusal_body
+from cluster.serving.http.errors import Json, rejection_body
 from cluster.serving.openai.event_response import EventResponse
 from cluster.serving.tools.turn_reader import TextDelta
 from pagedray.request import FinishReason
@@ -189,7 +189,7 @@ class MessagesResponse(EventResponse):
         }
 
     def _error_event(self, error: PagedRayError) -> bytes:
-        shaped = anthropic_error(refusal_body(error), error.http_status, self._generation.id)
+        shaped = anthropic_error(rejection_body(error), error.http_status, self._generation.id)
         written = _encode(shaped)
         return b"event: error\ndata: " + written + b"\n\n"
 

@@ -23,7 +23,7 @@ from cluster.serving.continuation import CONTINUATION_KEY
 from cluster.serving.http.allowed_origins import AllowedOrigins
 from cluster.serving.http.connection import IS_FIRST_KEY
 from cluster.serving.http.endpoint import Access, Endpoint, EndpointTable, HttpCall, json_response
-from cluster.serving.http.errors import error_body, refusal_body
+from cluster.serving.http.errors import error_body, rejection_body
 from cluster.serving.http.kept_response import kept_if_large
 from cluster.serving.inputs import MAX_CLIENT_ID_LENGTH, Arrival
 from cluster.serving.intake.loop_shares import MAX_WAITING, LoopTimer, TooManyWaitError
@@ -145,7 +145,7 @@ class HttpApp:
             if shares.num_waiting(client) >= most:
                 shares.charge(client, _OTHER_S)
                 error = TooManyWaitError(shares.wait_s(client))
-                return self._refusal(request, error, {"connection": "close"})
+                return self._rejection(request, error, {"connection": "close"})
             await shares.wait_turn(client)
         timer = LoopTimer()
         response = await timer.run(self._respond(request))
@@ -177,7 +177,7 @@ class HttpApp:
         try:
             return await self._dispatch(request)
         except PagedRayError as error:
-            return self._refusal(request, error)
+            return self._rejection(request, error)
         except HTTPException as error:
             body = error_body(error.detail, _CLIENT_ERROR)
             return self._error(request, body, error.status_code, error.headers)
@@ -185,9 +185,9 @@ class HttpApp:
             return Response(status_code=_DISCONNECTED_STATUS)
         except Exception as error:
             logger.error("An HTTP request failed.", exc_info=error)
-            return self._refusal(request, InternalError())
+            return self._rejection(request, InternalError())
 
-    def _refusal(
+    def _rejection(
         self, request: Request, error: PagedRayError, headers: Mapping[str, str] | None = None
     ) -> Response:
         given = dict(headers or {})
@@ -195,7 +195,7 @@ class HttpApp:
             given["retry-after"] = str(math.ceil(error.retry_after_s))
         if isinstance(error, AuthenticationError):
             given["www-authenticate"] = "Bearer"
-        return self._error(request, refusal_body(error), error.http_status, given)
+        return self._error(request, rejection_body(error), error.http_status, given)
 
     def _error(
         self, request: Request, body: Json, status: int, headers: Mapping[str, str] | None
@@ -240,7 +240,7 @@ class HttpApp:
             )
         except OverloadedError as error:
             call = self._call(request, tenant, rest, None)
-            self._servicer.note_refused(error, _arrival(call, endpoint.operation), "http")
+            self._servicer.note_rejected(error, _arrival(call, endpoint.operation), "http")
             raise
         try:
             return await self._handle(endpoint, self._call(request, tenant, rest, entered))
@@ -275,7 +275,7 @@ class HttpApp:
         """Return the tenant of a request. Raises AuthenticationError or ForbiddenError."""
         if endpoint is not None and endpoint.access is Access.PUBLIC:
             return ANONYMOUS
-        with self._servicer.metrics.counting_refusals("http"):
+        with self._servicer.metrics.counting_rejections("http"):
             tenant = self._servicer.authenticate(_credential(request))
             if endpoint is not None and endpoint.access is Access.ADMINS and not tenant.is_admin:
                 raise ForbiddenError("This endpoint requires the API key of an admin.")

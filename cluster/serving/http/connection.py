@@ -89,7 +89,7 @@ class HttpConnection(HttpToolsProtocol):
     """How long the client may leave what was written unread."""
     note_stall: Callable[[], None]
     """Called when a client that does not read is disconnected."""
-    note_refusal: Callable[[], None]
+    note_rejection: Callable[[], None]
     """Called when a request is rejected here."""
     invalid_lines: ClassVar[LineLimit]
     """Limits the log lines about invalid requests on all connections."""
@@ -328,7 +328,7 @@ class HttpConnection(HttpToolsProtocol):
     def _reject(self, status: HTTPStatus, text: str) -> None:
         """Respond instead of the application, and close."""
         self._stop_watching()
-        self.note_refusal()
+        self.note_rejection()
         if self._has_head and self.cycle is not None and self.cycle.response_started:
             # The request has its response, and the client would take another one for the next's.
             self.transport.close()
@@ -382,20 +382,20 @@ def connection_kind(
     read_timeout_s: float,
     write_timeout_s: float,
     *,
-    note_refusal: Callable[[], None],
+    note_rejection: Callable[[], None],
     note_stall: Callable[[], None],
     read_turns: ReadTurns,
 ) -> type[HttpConnection]:
     """Return a connection class for uvicorn, which passes no arguments of ours.
 
-    `note_refusal` is called for requests rejected before they reach the application, `note_stall`
+    `note_rejection` is called for requests rejected before they reach the application, `note_stall`
     for clients that are disconnected because they do not read. `read_turns` decides when what was
     received is handled.
     """
     members = {
         "read_timeout_s": read_timeout_s,
         "write_timeout_s": write_timeout_s,
-        "note_refusal": staticmethod(note_refusal),
+        "note_rejection": staticmethod(note_rejection),
         "note_stall": staticmethod(note_stall),
         "invalid_lines": LineLimit(),
         "read_turns": read_turns,

@@ -144,7 +144,7 @@ class HttpCall:
     async def _received(self) -> AsyncIterator[bytes]:
         """Yield the bytes of the body, which count as received inside of the block."""
         tenant = self.tenant.name
-        with self.metrics.counting_refusals("http"):
+        with self.metrics.counting_rejections("http"):
             try:
                 with self.intake.reception.open_message(tenant) as incoming:
                     yield await read_raw(

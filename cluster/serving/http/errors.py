@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pagedray.errors import PagedRayError
 
-__all__ = ["OPENAI_ERRORS", "ErrorShape", "Json", "error_body", "refusal_body"]
+__all__ = ["OPENAI_ERRORS", "ErrorShape", "Json", "error_body", "rejection_body"]
 
 Json = dict[str, object]
 
@@ -34,7 +34,7 @@ def error_body(
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def refusal_body(error: PagedRayError) -> Json:
+def rejection_body(error: PagedRayError) -> Json:
     """Return one of our errors in OpenAI's shape."""
     param = getattr(error, "param", None)
     return error_body(str(error), error.openai_type, param=param, code=error.openai_code)

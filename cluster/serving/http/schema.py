@@ -70,7 +70,7 @@ class Body(BodyPart):
     """Unsupported parameters and their values without effect."""
     ignored: ClassVar[Mapping[str, str]] = {}
     """Parameters that cannot change the answer, and why."""
-    refused: ClassVar[Mapping[str, str]] = {}
+    rejected: ClassVar[Mapping[str, str]] = {}
     """Unsupported parameters, and what to use instead or why they are rejected."""
     synonyms: ClassVar[Mapping[str, str]] = {}
     """Names that other APIs give to parameters, and those that they have here."""
@@ -165,7 +165,7 @@ def _validated(kind: type[Part], given: object, where: str) -> Part:
         return kind.model_validate(given)
     except ValidationError as error:
         details = error.errors(include_url=False, include_context=True)[0]
-        raise _refusal(details, where, kind) from error
+        raise _rejection(details, where, kind) from error
 
 
 def _validated_in_steps(kind: type[AnyBody], given: dict[str, object]) -> Steps[AnyBody]:
@@ -215,7 +215,7 @@ def _check_type(kind: type[BodyPart], given: dict[str, object], where: str) -> N
         TypeAdapter(field.annotation).validate_python(given["type"], strict=True)
     except ValidationError as error:
         details = error.errors(include_url=False, include_context=True)[0]
-        raise _refusal(details, _inside(where, "type"), BodyPart) from error
+        raise _rejection(details, _inside(where, "type"), BodyPart) from error
 
 
 @functools.cache
@@ -291,7 +291,7 @@ def _is_one_of(value: object, allowed: tuple[object, ...]) -> bool:
     return any(value == other and type(value) is type(other) for other in allowed)
 
 
-def _refusal(details: ErrorDetails, prefix: str, part: type[BodyPart]) -> InvalidRequestError:
+def _rejection(details: ErrorDetails, prefix: str, part: type[BodyPart]) -> InvalidRequestError:
     path = [str(step) for step in details["loc"]]
     where = ".".join([prefix, *path] if prefix else path)
     kind, given = details["type"], details["input"]
@@ -327,7 +327,7 @@ def _unsupported(name: str, kind: type[BodyPart], where: str = "") -> InvalidReq
         return InvalidRequestError(f"{shown_value(whole)} is not supported.")
     reason, nearest, known = None, None, _names_of(kind)
     if issubclass(kind, Body):
-        reason, nearest = kind.refused.get(name), kind.synonyms.get(name)
+        reason, nearest = kind.rejected.get(name), kind.synonyms.get(name)
         known = known.union(kind.ignored, kind.defaults)
     if reason is None:
         nearest = nearest or nearest_name(name, known - {name})

@@ -64,7 +64,7 @@ class HttpServer:
         kind = connection_kind(
             self._app.read_timeout_s,
             self._app.write_timeout_s,
-            note_refusal=self._app.count_unreadable,
+            note_rejection=self._app.count_unreadable,
             note_stall=self._app.count_stalled,
             read_turns=self._app.read_turns,
         )

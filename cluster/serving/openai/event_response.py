@@ -52,8 +52,8 @@ class EventResponse(ABC):
                     if error is not None:
                         raise error
                     buffer.collect(_OUTPUT_BYTES + len(last.text))
-                except PagedRayError as refusal:
-                    self._generation.close(refusal)
+                except PagedRayError as rejection:
+                    self._generation.close(rejection)
                     raise
                 self._collect(self._delta(last))
         assert usage is not None

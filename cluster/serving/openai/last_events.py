@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cluster.serving.http.errors import refusal_body
+from cluster.serving.http.errors import rejection_body
 
 if TYPE_CHECKING:
     from pagedray.errors import PagedRayError
@@ -19,7 +19,7 @@ DONE_EVENT = b"data: [DONE]\n\n"
 
 def error_event(error: PagedRayError) -> bytes:
     """Return the event of an error that ends a stream, except for `DONE_EVENT`."""
-    return b"data: %b\n\n" % msgspec.json.encode(refusal_body(error))
+    return b"data: %b\n\n" % msgspec.json.encode(rejection_body(error))
 
 
 def numbered_event(event: bytes, number: int) -> bytes:

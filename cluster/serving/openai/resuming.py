@@ -46,7 +46,7 @@ class StreamHandlers:
 
     def resume_post(self, call: HttpCall, number: int, form: StreamFormat) -> Response:
         """Return the response to a request that was sent again. Raises PagedRayError."""
-        with call.metrics.counting_refusals("http"):
+        with call.metrics.counting_rejections("http"):
             if call.client_id is None:
                 raise InvalidRequestError(
                     "Last-Event-ID requires the X-Request-Id of the stream.", param="X-Request-Id"
@@ -55,7 +55,7 @@ class StreamHandlers:
 
     async def resume(self, call: HttpCall) -> Response:
         """Answer GET with the rest of a stream."""
-        with call.metrics.counting_refusals("http"):
+        with call.metrics.counting_rejections("http"):
             return self._resume(call, call.rest, call.last_event_number or 0, None)
 
     async def end(self, call: HttpCall) -> Response:

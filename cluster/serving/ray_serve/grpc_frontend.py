@@ -65,7 +65,7 @@ class ServeGrpc:
                             yield answer
                             await stream.pause()
         except Exception as error:
-            yield _refusal(context, error)
+            yield _rejection(context, error)
 
     async def unary(self, method: str, request: Incoming, context: RayServegRPCContext) -> Message:
         """Return the response of a unary method."""
@@ -73,7 +73,7 @@ class ServeGrpc:
             async with self._received(method, request, context) as (message, call):
                 answer = await getattr(self._service, python_name(method))(message, call)
         except Exception as error:
-            return _refusal(context, error)
+            return _rejection(context, error)
         assert isinstance(answer, Message)
         return answer
 
@@ -88,7 +88,7 @@ class ServeGrpc:
             tenant = self._servicer.authenticate(call.authorization)
             await broadcast(tenant.name, list(message.request_ids))
         except Exception as error:
-            return _refusal(context, error)
+            return _rejection(context, error)
         return answer
 
     def health(self) -> Message:
@@ -116,7 +116,7 @@ class ServeGrpc:
         # Serve decodes messages itself if its configuration names the generated code.
         body = _body_of(request)
         try:
-            with self._servicer.metrics.counting_refusals(call.frontend):
+            with self._servicer.metrics.counting_rejections(call.frontend):
                 steps = parse(self._kinds[method], body, intake.size)
                 message = await intake.parsing.run(tenant.name, len(body), steps)
             yield message, replace(call, entered=entered, num_bytes=len(body))
@@ -143,7 +143,7 @@ def _call_of(context: RayServegRPCContext, request: Incoming) -> RpcCall:
     )
 
 
-def _refusal(context: RayServegRPCContext, error: Exception) -> Message:
+def _rejection(context: RayServegRPCContext, error: Exception) -> Message:
     status = status_of(error)
     context.set_code(code_of(status))
     context.set_details(status.message)

@@ -64,7 +64,7 @@ class ServeHandle:
     ) -> AsyncGenerator[GenerationOutput]:
         """Yield new tokens of the continuations, many in an output."""
         servicer = self._servicer
-        with servicer.metrics.counting_refusals("ray"):
+        with servicer.metrics.counting_rejections("ray"):
             tenant = self._tenant(key)
             read = _read_sampling(sampling)
             if beam_length_penalty is not None:
@@ -103,7 +103,7 @@ class ServeHandle:
         key: str | None,
     ) -> EmbeddingOutput:
         """Return the embeddings of texts."""
-        with self._servicer.metrics.counting_refusals("ray"):
+        with self._servicer.metrics.counting_rejections("ray"):
             given = EmbeddingInput(
                 prompts=_read_texts(prompts),
                 dimensions=dimensions,
@@ -125,7 +125,7 @@ class ServeHandle:
         key: str | None,
     ) -> EmbeddingOutput:
         """Return the scores of documents as vectors of one number."""
-        with self._servicer.metrics.counting_refusals("ray"):
+        with self._servicer.metrics.counting_rejections("ray"):
             given = ScoreInput(
                 pairs=_read_pairs(query, documents),
                 params=("query", "documents"),
@@ -139,13 +139,13 @@ class ServeHandle:
 
     def loads(self, key: str | None) -> ServerLoads:
         """Return the load, with the calls that the key's tenant may see."""
-        with self._servicer.metrics.counting_refusals("ray"):
+        with self._servicer.metrics.counting_rejections("ray"):
             tenant = self._tenant(key)
         return self._servicer.loads(tenant)
 
     def tenant_name(self, key: str | None) -> str:
         """Return the name of the key's tenant. Raises AuthenticationError."""
-        with self._servicer.metrics.counting_refusals("ray"):
+        with self._servicer.metrics.counting_rejections("ray"):
             return self._tenant(key).name
 
     def _tenant(self, key: str | None) -> Tenant:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from cluster.engine.option_values import checked_options
-from cluster.engine.options import EngineOptions, refuse_remote_code
+from cluster.engine.options import EngineOptions, reject_remote_code
 from cluster.engine.vllm_option_notes import VLLM_NAMES
 from cluster.engine.vllm_options import own_options
 from cluster.serving.reasoning.formats import ReasoningFormat
@@ -112,7 +112,7 @@ def read_arguments(given: Mapping[str, object]) -> ServeArguments:
         raise StartupError(
             "model is required: a Hub id, or the path of a checkpoint folder on every node."
         )
-    refuse_remote_code(given)
+    reject_remote_code(given)
     serve = {name: value for name, value in given.items() if name in _SERVE_NAMES}
     engine = {name: value for name, value in given.items() if name not in {"model", *serve}}
     for name in engine:

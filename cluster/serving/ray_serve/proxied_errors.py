@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from cluster.serving.anthropic.errors import anthropic_error
-from cluster.serving.http.errors import refusal_body
+from cluster.serving.http.errors import rejection_body
 from cluster.serving.openai.last_events import DONE_EVENT, error_event
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def last_events(path: str, error: PagedRayError, *, num_events: int) -> bytes:
 
 
 def _body_of(path: str, error: PagedRayError) -> bytes:
-    body = refusal_body(error)
+    body = rejection_body(error)
     if path.endswith(("/messages", "/messages/count_tokens")):
         body = anthropic_error(body, error.http_status)
     return _encode(body)

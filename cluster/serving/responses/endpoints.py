@@ -143,7 +143,7 @@ class _Handlers:
         given = await call.body_with(
             InputTokensBody, lambda body: self._previous(call.tenant.name, body), read
         )
-        with call.metrics.counting_refusals("http"):
+        with call.metrics.counting_rejections("http"):
             try:
                 token_ids = await self._servicer.tokenize(replace(given, tenant=call.tenant.name))
             except InvalidRequestError as error:

@@ -78,7 +78,7 @@ class TextConfig(BodyPart):
 class InputBody(Body):
     """The fields of all bodies: the conversation, its tools and the format of the answer."""
 
-    refused: ClassVar[Mapping[str, str]] = {
+    rejected: ClassVar[Mapping[str, str]] = {
         "conversation": "use previous_response_id, or send the earlier items as input",
         "truncation": "shorten the input instead",
     }

@@ -66,8 +66,8 @@ class ResponsesBody(InputBody):
         "max_tool_calls": "applies to OpenAI's built-in tools, which are not available",
         "stream_options": "streams are not obfuscated",
     }
-    refused: ClassVar[Mapping[str, str]] = {
-        **InputBody.refused,
+    rejected: ClassVar[Mapping[str, str]] = {
+        **InputBody.rejected,
         "access_programs": "access programs are not available",
         "background": "responses are not generated in the background",
         "context_management": "shorten the input instead",
@@ -185,8 +185,8 @@ class InputTokensBody(InputBody):
     """A conversation whose tokens are counted."""
 
     defaults: ClassVar[Defaults] = {"truncation": ("disabled",)}
-    refused: ClassVar[Mapping[str, str]] = {
-        **InputBody.refused,
+    rejected: ClassVar[Mapping[str, str]] = {
+        **InputBody.rejected,
         "personality": "describe it in instructions",
     }
 

@@ -50,10 +50,10 @@ class EntryInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         if not (method in _OPEN_METHODS or method.startswith(_OPEN_PREFIX)):
             metadata = metadata_of(handler_call_details.invocation_metadata)
             try:
-                with self._servicer.metrics.counting_refusals("grpc"):
+                with self._servicer.metrics.counting_rejections("grpc"):
                     self._servicer.authenticate(metadata.get(AUTHORIZATION))
             except PagedRayError as error:
-                return _refusal(error)
+                return _rejection(error)
         return await continuation(handler_call_details)
 
 
@@ -69,7 +69,7 @@ def enter_call(
 
     Raises AuthenticationError, or OverloadedError if the tenant or the server has no room for it.
     """
-    with servicer.metrics.counting_refusals(frontend):
+    with servicer.metrics.counting_rejections(frontend):
         tenant = servicer.authenticate(metadata.get(AUTHORIZATION))
     if method not in COUNTED:
         return tenant, None
@@ -83,12 +83,12 @@ def enter_call(
         if operation is not None:
             origin = RpcCall(frontend=frontend, metadata=metadata).origin
             arrival = Arrival(operation=operation, tenant=tenant.name, origin=origin)
-        servicer.note_refused(error, arrival, frontend)
+        servicer.note_rejected(error, arrival, frontend)
         raise
     return tenant, entered
 
 
-def _refusal(error: PagedRayError) -> grpc.RpcMethodHandler[Any, Any]:
+def _rejection(error: PagedRayError) -> grpc.RpcMethodHandler[Any, Any]:
     async def handle(_requests: object, context: Context) -> None:
         await abort_call(context, error)
 

@@ -88,7 +88,7 @@ class _Walk:
         while at < end:
             self._num_fields += 1
             if self._num_fields > _MAX_FIELDS:
-                self._refuse()
+                self._reject()
             tag = body[at]
             at += 1
             if tag > 127:
@@ -120,7 +120,7 @@ class _Walk:
             else:
                 return
 
-    def _refuse(self) -> NoReturn:
+    def _reject(self) -> NoReturn:
         raise InvalidRequestError(
             f"{self._outer or 'The message'} has too many entries: a message may have at most "
             f"{_MAX_FIELDS} fields, those of nested messages included.",

@@ -46,7 +46,7 @@ class MessageReader(Generic[Incoming]):
         tenant, entered = enter_call(self._servicer, metadata, self._method)
         try:
             with (
-                self._servicer.metrics.counting_refusals("grpc"),
+                self._servicer.metrics.counting_rejections("grpc"),
                 self._intake.reception.open_message(tenant.name) as incoming,
             ):
                 body = await self._receive(incoming, context)

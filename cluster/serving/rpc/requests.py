@@ -204,10 +204,10 @@ def _check_known_fields(message: Message, body: bytes) -> None:
         raise InvalidRequestError(
             f"{kind.__name__} has {num_unknown_bytes} bytes of unknown fields."
         )
-    _refuse_unknown_field(kind.FromString(body))
+    _reject_unknown_field(kind.FromString(body))
 
 
-def _refuse_unknown_field(message: Message) -> None:
+def _reject_unknown_field(message: Message) -> None:
     """Raise InvalidRequestError with the number of the first unknown field."""
     unknown = UnknownFieldSet(message)
     if len(unknown) > 0:
@@ -216,7 +216,7 @@ def _refuse_unknown_field(message: Message) -> None:
         if descriptor.message_type is None or descriptor.message_type.GetOptions().map_entry:
             continue
         for nested in value if descriptor.is_repeated else (value,):
-            _refuse_unknown_field(nested)
+            _reject_unknown_field(nested)
 
 
 def _deadline_s(

@@ -71,7 +71,7 @@ class GrpcService:
                 async for one in messages:
                     yield one
             return
-        with self._servicer.metrics.counting_refusals(call.frontend):
+        with self._servicer.metrics.counting_rejections(call.frontend):
             given = grpc_requests.read_generation(message, call, tenant)
         generation = await self._servicer.start_generation(given, call.entered)
         if message.resumable:
@@ -101,7 +101,7 @@ class GrpcService:
                 async for one in messages:
                     yield one
             return
-        with self._servicer.metrics.counting_refusals(call.frontend):
+        with self._servicer.metrics.counting_rejections(call.frontend):
             chat, given = await self._intake.parsing.run(
                 tenant.name, call.num_bytes, self._read_chat(message, call, tenant)
             )
@@ -130,7 +130,7 @@ class GrpcService:
     async def embed(self, message: pb.EmbedRequest, call: RpcCall) -> pb.EmbedResponse:
         """Return the embeddings of texts."""
         tenant = self._tenant(call)
-        with self._servicer.metrics.counting_refusals(call.frontend):
+        with self._servicer.metrics.counting_rejections(call.frontend):
             given = grpc_requests.read_embedding(message, call, tenant)
         output = await self._servicer.embed(given, call.entered)
         return pb.EmbedResponse(
@@ -141,7 +141,7 @@ class GrpcService:
     async def score(self, message: pb.ScoreRequest, call: RpcCall) -> pb.ScoreResponse:
         """Return the relevance of documents to a query."""
         tenant = self._tenant(call)
-        with self._servicer.metrics.counting_refusals(call.frontend):
+        with self._servicer.metrics.counting_rejections(call.frontend):
             given = grpc_requests.read_score(message, call, tenant)
         output = await self._servicer.score(given, call.entered)
         return pb.ScoreResponse(
@@ -245,7 +245,7 @@ class GrpcService:
         if call.entered is not None:
             # The call that the stream belongs to counts.
             call.entered.leave()
-        with self._servicer.metrics.counting_refusals(call.frontend):
+        with self._servicer.metrics.counting_rejections(call.frontend):
             grpc_requests.check_resume(message)
             reader = self._servicer.resumables.resume_stream(
                 tenant.name,

@@ -24,7 +24,7 @@ class CallReport:
     """The id known to the client; empty if the call was rejected before it had one."""
     sampling: SamplingParams | None
     outcome: str
-    is_refused: bool
+    is_rejected: bool
     """Whether it ended before it reached the engine."""
     arrived_s: float
     validated_s: float | None

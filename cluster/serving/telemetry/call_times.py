@@ -80,7 +80,7 @@ class CallTimes:
         """Observe a call that ended."""
         if report.validated_s is not None:
             self._validation.observe(report.validated_s - report.arrived_s)
-        if report.is_refused:
+        if report.is_rejected:
             return
         self._duration.observe(report.ended_s - report.arrived_s)
         self._prompt_length.observe(report.num_prompt_tokens)

@@ -131,7 +131,7 @@ class CallWatch:
                 id=self._id,
                 sampling=self._requests[0].sampling if self._requests else None,
                 outcome=outcome if isinstance(outcome, str) else outcome_of(outcome),
-                is_refused=not self._is_open,
+                is_rejected=not self._is_open,
                 arrived_s=self._arrived_s,
                 validated_s=self._validated_s,
                 started_s=self._started_s,

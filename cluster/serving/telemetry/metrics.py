@@ -40,8 +40,8 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(client))
         self._calls = self._counter("requests", "Calls that ended", "front", "outcome")
-        self._refusals = self._counter(
-            "refusals", "Calls rejected before they reached the engine", "front", "reason"
+        self._rejections = self._counter(
+            "rejections", "Calls rejected before they reached the engine", "front", "reason"
         )
         self._ignored = self._counter(
             "ignored_parameters", "Parameters of calls that were ignored", "parameter"
@@ -87,11 +87,11 @@ class Metrics:
 
     def count_call(self, report: CallReport) -> None:
         """Count a call that ended."""
-        self._count(report.outcome, report.origin.frontend, is_refused=report.is_refused)
+        self._count(report.outcome, report.origin.frontend, is_rejected=report.is_rejected)
         tenant = self._tenant(report.tenant)
         self._tenant_calls.labels(tenant).inc()
         self.times.observe_call(report)
-        if report.is_refused:
+        if report.is_rejected:
             return
         self._tenant_tokens.labels(tenant, "prompt").inc(report.num_prompt_tokens)
         if report.generates_tokens:
@@ -129,27 +129,27 @@ class Metrics:
         """Count a call that began in another replica."""
         self._continuations.labels(cause).inc()
 
-    def count_refusal(self, error: Exception, frontend: Frontend = "none") -> None:
+    def count_rejection(self, error: Exception, frontend: Frontend = "none") -> None:
         """Count a call that was rejected before it had a watch."""
-        self._count(outcome_of(error), frontend, is_refused=True)
+        self._count(outcome_of(error), frontend, is_rejected=True)
 
     @contextmanager
-    def counting_refusals(self, frontend: Frontend = "none") -> Iterator[None]:
+    def counting_rejections(self, frontend: Frontend = "none") -> Iterator[None]:
         """Count a call that is rejected inside the block."""
         try:
             yield
         except PagedRayError as error:
-            self.count_refusal(error, frontend)
+            self.count_rejection(error, frontend)
             raise
 
     def count_outcome(self, outcome: str, frontend: Frontend = "none") -> None:
         """Count a call that a frontend rejected, by its outcome."""
-        self._count(outcome, frontend, is_refused=True)
+        self._count(outcome, frontend, is_rejected=True)
 
-    def _count(self, outcome: str, frontend: Frontend, *, is_refused: bool) -> None:
+    def _count(self, outcome: str, frontend: Frontend, *, is_rejected: bool) -> None:
         self._calls.labels(frontend, outcome).inc()
-        if is_refused:
-            self._refusals.labels(frontend, outcome).inc()
+        if is_rejected:
+            self._rejections.labels(frontend, outcome).inc()
 
     def _tenant(self, name: str) -> str:
         """Return a tenant's label: its name, or a common one if there are too many."""

@@ -211,7 +211,7 @@ def _json_of(text: str, kinds: Set[str]) -> str:
     if "boolean" in kinds and written in ("True", "False"):
         written = written.lower()
     try:
-        value = json.loads(written, parse_constant=_refuse)
+        value = json.loads(written, parse_constant=_reject)
     except (ValueError, RecursionError):
         value = text
     if "string" in kinds and _KINDS_OF_VALUES[type(value)].isdisjoint(kinds):
@@ -233,5 +233,5 @@ def _list_of(value: object) -> list[object]:
     return value if isinstance(value, list) else []
 
 
-def _refuse(name: str) -> object:
+def _reject(name: str) -> object:
     raise ValueError(name)

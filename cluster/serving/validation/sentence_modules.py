@@ -28,7 +28,7 @@ def check_modules(folder: Path) -> None:
     for module in ConfigFile.read_list(path):
         kind = module.word("type").rpartition(".")[2]
         if kind not in _SUPPORTED:
-            raise module.refusal(
+            raise module.rejection(
                 "type",
                 f"names the module {kind[:40]!r}; supported modules are {', '.join(_SUPPORTED)}",
             )
@@ -40,5 +40,5 @@ def longest_text(folder: Path, context: int) -> int:
     if not has_file(path):
         return context
     file = ConfigFile.read(path)
-    file.refuse_unless("do_lower_case", False)
+    file.reject_unless("do_lower_case", False)
     return min(context, file.integer("max_seq_length", context, most=_MAX_TOKENS))

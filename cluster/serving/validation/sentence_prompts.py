@@ -38,13 +38,13 @@ class SentencePrompts:
         for name in section.given_keys():
             prompt = section.value(name)
             if not isinstance(prompt, str):
-                raise section.refusal(name, "must be a text")
+                raise section.rejection(name, "must be a text")
             prompts[name] = prompt
         default = file.value("default_prompt_name")
         if default is None:
             return cls(prompts)
         if not isinstance(default, str) or default not in prompts:
-            raise file.refusal("default_prompt_name", "must be the name of one of its prompts")
+            raise file.rejection("default_prompt_name", "must be the name of one of its prompts")
         return cls(prompts, prompts[default])
 
     def prompt(self, name: str | None) -> str:

@@ -58,7 +58,7 @@ _MAX_OPTIONAL = 128
 def read_json_schema(text: str) -> tuple[dict[str, Expression], Expression]:
     """Return the rules and the start expression of a schema. Raises InvalidRequestError."""
     try:
-        schema = json.loads(text, parse_constant=_refuse_constant, parse_float=_fraction)
+        schema = json.loads(text, parse_constant=_reject_constant, parse_float=_fraction)
     except ValueError as error:
         raise invalid_structure(f"structure is not valid JSON: {error}.") from error
     except RecursionError:
@@ -379,5 +379,5 @@ def _fraction(text: str) -> Fraction:
     return Fraction(text)
 
 
-def _refuse_constant(name: str) -> NoReturn:
+def _reject_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not allowed")

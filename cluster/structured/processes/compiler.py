@@ -17,7 +17,7 @@ from cluster.structured.processes.compiled_grammar import CompiledGrammar
 from cluster.structured.processes.compiler_client import CompilerClient
 from cluster.structured.processes.fair_thread_pool import FairThreadPool
 from cluster.structured.processes.mask_client import MaskClient
-from cluster.structured.processes.messages import CompileLimits, Died, Refused
+from cluster.structured.processes.messages import CompileLimits, Died, Rejected
 from pagedray.errors import EngineError, OverloadedError, ShuttingDownError
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ class StructureCompiler:
 
     def _compile(self, tenant: str, structure: Structure) -> _Loaded:
         answer = self._process.compile_structure(structure)
-        if isinstance(answer, Refused):
+        if isinstance(answer, Rejected):
             raise invalid_structure(answer.message)
         if isinstance(answer, Died):
             raise self._error_of(answer)

@@ -19,7 +19,7 @@ from cluster.structured.processes.messages import (
     CompileLimits,
     CompilerStart,
     Died,
-    Refused,
+    Rejected,
 )
 from pagedray.errors import EngineError, ShuttingDownError
 from pagedray.system.child_environment import child_environment
@@ -71,7 +71,7 @@ class CompilerClient:
         with self._lock:
             self._running()
 
-    def compile_structure(self, structure: Structure) -> Compiled | Refused | Died:
+    def compile_structure(self, structure: Structure) -> Compiled | Rejected | Died:
         """Return the result for a structure. Raises EngineError."""
         try:
             return self._compiled(structure)
@@ -81,7 +81,7 @@ class CompilerClient:
         # Another structure or an external signal was the cause.
         return self._compiled(structure)
 
-    def _compiled(self, structure: Structure) -> Compiled | Refused | Died:
+    def _compiled(self, structure: Structure) -> Compiled | Rejected | Died:
         ours, theirs = socket.socketpair()
         with ours, self._awaiting(ours):
             with theirs:
@@ -89,7 +89,7 @@ class CompilerClient:
             try:
                 ours.settimeout(self._limits.wait_s + _ANSWER_MARGIN_S)
                 write_frame(ours, msgspec.msgpack.encode(structure))
-                found: Compiled | Refused | Died = read_message(ours, Compiled | Refused | Died)
+                found: Compiled | Rejected | Died = read_message(ours, Compiled | Rejected | Died)
             except (OSError, EOFError) as error:
                 if self._is_closed:
                     raise ShuttingDownError from error

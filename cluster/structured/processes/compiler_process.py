@@ -34,7 +34,7 @@ from cluster.structured.processes.messages import (
     CompileLimits,
     CompilerStart,
     Died,
-    Refused,
+    Rejected,
 )
 from cluster.structured.processes.warm_up import NICENESS, WarmUp
 from pagedray.errors import InvalidRequestError
@@ -110,11 +110,11 @@ def _answer(connection: socket.socket, library: XGrammarLibrary, limits: Compile
         text = library.compile_grammar(grammar_text(structure))
         _try_out(library, text, limits)
     except InvalidRequestError as error:
-        answer: Compiled | Refused = Refused(str(error))
+        answer: Compiled | Rejected = Rejected(str(error))
     except UnicodeDecodeError as error:
         # The library quotes an unexpected character only in part.
         message = bytes(error.object).decode(errors="replace")
-        answer = Refused(f"structure cannot be compiled: {_in_short(message)}.")
+        answer = Rejected(f"structure cannot be compiled: {_in_short(message)}.")
     # Whatever the library raises, the client gets an answer.
     except Exception as error:
         lift_memory_limit()
@@ -122,14 +122,14 @@ def _answer(connection: socket.socket, library: XGrammarLibrary, limits: Compile
             what = f"takes more than {limits.memory_bytes >> 20} MiB to compile"
         else:
             what = f"cannot be compiled: {_in_short(str(error) or type(error).__name__)}"
-        answer = Refused(f"structure {what}.")
+        answer = Rejected(f"structure {what}.")
     else:
         lift_memory_limit()
         answer = Compiled(text.encode())
     body = msgspec.msgpack.encode(answer)
     if len(body) > limits.answer_bytes:
         size = f"{limits.answer_bytes >> 20} MiB"
-        body = msgspec.msgpack.encode(Refused(f"structure compiles to more than {size}."))
+        body = msgspec.msgpack.encode(Rejected(f"structure compiles to more than {size}."))
     # Sending takes as long as the reader does.
     signal.setitimer(signal.ITIMER_PROF, 0.0)
     signal.setitimer(signal.ITIMER_REAL, 0.0)

@@ -20,7 +20,7 @@ __all__ = [
     "MaskQuery",
     "MaskReply",
     "MatcherStart",
-    "Refused",
+    "Rejected",
     "StepQuery",
     "limits_for",
 ]
@@ -65,7 +65,7 @@ class Compiled(msgspec.Struct, frozen=True, tag="compiled"):
     text: bytes
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
+class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
     """A structure that was rejected, with the message for its client."""
 
     message: str

@@ -1,6 +1,6 @@
 """The part of FlashInfer that its backend calls, by the dense reference on a CPU.
 
-It refuses arguments that the library does not have, and plans that do not fit what is run.
+It rejects arguments that the library does not have, and plans that do not fit what is run.
 """
 
 from collections.abc import Iterator

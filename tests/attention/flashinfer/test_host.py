@@ -40,7 +40,7 @@ def rows_of(seq_lens: list[int], tables: list[list[int]]) -> SubBatch:
     )
 
 
-def test_every_reason_for_a_refusal_is_given() -> None:
+def test_every_reason_for_a_rejection_is_given() -> None:
     spec = replace(SPEC, dtype=torch.float32, layers=(params_of(4, 2, 512),))
     reasons = " ".join(FlashInferBackend.check(spec))
     for part in ("device is cpu", "dtype is torch.float32", "head_size is 512"):

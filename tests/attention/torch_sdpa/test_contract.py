@@ -323,7 +323,7 @@ def test_views_do_not_keep_a_cache_alive() -> None:
         assert blocks() is None
 
 
-def test_cache_of_another_shape_is_refused() -> None:
+def test_cache_of_another_shape_is_rejected() -> None:
     rig = Rig(params_of())
     a = rig.sequence()
     rig.step(prefills=[(a, 3)])

@@ -188,14 +188,14 @@ def test_metadata_of_parts_and_of_the_next_step_have_an_encoder() -> None:
     assert relative_error(output, reference) < 1e-5
 
 
-def test_batch_without_an_encoder_batch_is_refused() -> None:
+def test_batch_without_an_encoder_batch_is_rejected() -> None:
     rig = model_rig()
     batch = rig.batch([(rig.sequence(3), 2)], [])
     with pytest.raises(ValueError, match="has no encoder batch"):
         rig.builder.build(replace(batch, encoder=None))
 
 
-def test_part_of_an_encoder_is_refused() -> None:
+def test_part_of_an_encoder_is_rejected() -> None:
     rig = Rig(params_of(attention_type=AttentionType.ENCODER_ONLY))
     sequence = rig.sequence()
     sequence.length = 4

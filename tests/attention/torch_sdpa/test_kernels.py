@@ -21,7 +21,7 @@ class OnAnyDevice(TorchSDPAGpuBackend):
     """The backend, also where there is no GPU."""
 
     @classmethod
-    def _refusals(cls, spec: AttentionSpec) -> Iterable[str]:  # type: ignore[override]  # none
+    def _problems(cls, spec: AttentionSpec) -> Iterable[str]:  # type: ignore[override]  # none
         return ()
 
 

@@ -21,7 +21,7 @@ SPEC = AttentionSpec(
 )
 
 
-def test_every_reason_for_a_refusal_is_given() -> None:
+def test_every_reason_for_a_rejection_is_given() -> None:
     reasons = " ".join(XFormersBackend.check(replace(SPEC, dtype=torch.float32)))
     for part in ("device is cpu", "dtype is torch.float32, but must be bfloat16 or float16"):
         assert part in reasons
@@ -41,7 +41,7 @@ def test_old_gpu_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "the GPU has compute capability 7.5, but must have 8.0 or later" in reasons
 
 
-def test_refusal_does_not_import_the_library() -> None:
+def test_rejection_does_not_import_the_library() -> None:
     before = set(sys.modules)
     with pytest.raises(ValueError, match=r"'xformers' does not support .*: .*device is cpu"):
         select_backend("xformers", SPEC)

@@ -24,8 +24,8 @@ class OtherServer:
         self.headers: list[dict[str, str]] = []
         self.url = ""
         self.status = 200
-        self.refused_after: int | None = None
-        """How many requests are answered before the rest is refused."""
+        self.rejected_after: int | None = None
+        """How many requests are answered before the rest is rejected."""
         self.ends_early = False
         self.fails_in_stream = False
 
@@ -47,8 +47,8 @@ def serving() -> Iterator[OtherServer]:
                 return
             state.bodies.append(body)
             state.headers.append({name.lower(): value for name, value in self.headers.items()})
-            refused = state.refused_after is not None and len(state.bodies) > state.refused_after
-            if refused or state.status != 200:
+            rejected = state.rejected_after is not None and len(state.bodies) > state.rejected_after
+            if rejected or state.status != 200:
                 text = json.dumps({"error": {"message": "No such\nkey.", "code": None}})
                 self._answer(state.status if state.status != 200 else 429, text)
                 return

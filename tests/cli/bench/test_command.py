@@ -168,7 +168,7 @@ def one_error(found: tuple[int, str, str]) -> str:
     return error
 
 
-def test_refusals_are_one_line(
+def test_rejections_are_one_line(
     other: OtherServer, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     url, local = f"--base-url={other.url}", f"--tokenizer={folder}"
@@ -186,7 +186,7 @@ def test_refusals_are_one_line(
 def test_failures_amid_the_test_are_counted(
     other: OtherServer, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other.refused_after = 3
+    other.rejected_after = 3
     url, local = f"--base-url={other.url}", f"--tokenizer={folder}"
     code, out, error = run(capsys, url, local, *SHORT, "--max-concurrency=1", "--json")
     assert code == 1
@@ -199,7 +199,7 @@ def test_the_port_of_grpc_is_recognised(server: Server, capsys: pytest.CaptureFi
     assert "requires --backend grpc" in error
 
 
-def test_prompts_beyond_the_context_are_refused(
+def test_prompts_beyond_the_context_are_rejected(
     server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
     length = "--random-input-len=100000"
@@ -243,11 +243,11 @@ def test_keys_come_from_a_file_or_the_environment(
     keys = write_keys(tmp_path / "keys.toml", "one")
     (tmp_path / "key").write_text(keys["one"])
     with Server(tokenizer, key_file=tmp_path / "keys.toml") as server:
-        for backend, refusal in (("openai", "Status 401"), ("grpc", "UNAUTHENTICATED")):
+        for backend, rejection in (("openai", "Status 401"), ("grpc", "UNAUTHENTICATED")):
             given = (f"--backend={backend}", f"--base-url={base_url(server, backend)}", *SHORT)
             monkeypatch.setenv("OPENAI_API_KEY", "wrong")
             error = one_error(run(capsys, *given))
-            assert refusal in error
+            assert rejection in error
             assert "Use --api-key-file or set PAGEDRAY_API_KEY or OPENAI_API_KEY." in error
             assert run(capsys, *given, f"--api-key-file={tmp_path / 'key'}")[0] == 0
             monkeypatch.setenv("OPENAI_API_KEY", keys["one"])

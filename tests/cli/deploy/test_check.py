@@ -278,7 +278,7 @@ def test_a_release_has_a_name_that_kuberay_accepts(name: str) -> None:
         (f"replicas: {'9' * 5000}\n", "is not valid YAML"),
     ],
 )
-def test_an_invalid_file_is_refused(
+def test_an_invalid_file_is_rejected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, error: str
 ) -> None:
     assert check(tmp_path, text) == 2

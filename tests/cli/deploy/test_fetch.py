@@ -132,7 +132,7 @@ def test_a_mistake_is_one_line(
     ("model", "error"),
     [(str(TINY_LLAMA), "only models on the Hub"), ("org/tiny@", "names an invalid revision")],
 )
-def test_what_is_not_on_the_hub_is_refused(
+def test_what_is_not_on_the_hub_is_rejected(
     settings: HubSettings, run: Callable[[str, HubSettings], Path], model: str, error: str
 ) -> None:
     with pytest.raises(CheckpointError, match=error):

@@ -131,7 +131,7 @@ def test_what_it_waits_for_is_said(status: Object, line: str) -> None:
     assert any(line in one for one in lines), lines
 
 
-def test_a_refused_change_is_not_one_that_kuberay_has_not_seen() -> None:
+def test_a_rejected_change_is_not_one_that_kuberay_has_not_seen() -> None:
     # KubeRay leaves observedGeneration as it is when it refuses a change.
     refused = {"type": "Ready", "status": "False", "reason": "ValidationFailed", "message": "no"}
     _, *lines = status_lines(service(observedGeneration=1, conditions=[refused]), [])
@@ -447,7 +447,7 @@ def test_kubectl_says_why_it_fails(
         ),
     ],
 )
-def test_other_input_is_refused_in_one_line(
+def test_other_input_is_rejected_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, error: str
 ) -> None:
     file = tmp_path / "one.json"

@@ -88,7 +88,7 @@ def test_a_line_that_is_no_request_is_named(
         f'{{"points": [[0, 1], [{10**400}, 1]]}}',
     ],
 )
-def test_bad_costs_are_refused(
+def test_bad_costs_are_rejected(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cost = tmp_path / "cost.json"
@@ -106,7 +106,7 @@ def test_bad_costs_are_refused(
         (["--random-input-len=6000000", "--random-prefix-len=6000000"], "num_prompt_tokens must"),
     ],
 )
-def test_flags_that_are_valid_alone_are_refused_together(
+def test_flags_that_are_valid_alone_are_rejected_together(
     flags: list[str], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["simulate", *flags]) == 2
@@ -129,7 +129,7 @@ def test_loads_from_before_an_idle_time_do_not_route(
     assert report["prefix_cache_hit_rate"] == pytest.approx(0.4)
 
 
-def test_what_the_queue_refuses_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_queue_rejects_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--num-prompts=20", "--max-queued-requests=5", "--max-num-seqs=1"]
     assert main(["simulate", *flags]) == 1
     assert "rejected 15 of 20 requests, the first one: " in capsys.readouterr().err

@@ -48,9 +48,9 @@ def main(url: str, folder: str) -> None:
     assert first == second
     check_tools(client)
     check_tool_runner(client)
-    refused = error_of(client, {**given, "max_tokens": 0})
-    assert isinstance(refused, anthropic.BadRequestError)
-    assert "max_tokens must be" in refused.message
+    rejected = error_of(client, {**given, "max_tokens": 0})
+    assert isinstance(rejected, anthropic.BadRequestError)
+    assert "max_tokens must be" in rejected.message
     assert isinstance(error_of(client, {**given, "model": "x"}), anthropic.NotFoundError)
     check_missing_endpoint(client)
 

@@ -1,4 +1,4 @@
-"""litellm: chat and completions of two providers, streams, tools, Responses, a refusal."""
+"""litellm: chat and completions of two providers, streams, tools, Responses, a rejection."""
 
 import json
 import sys
@@ -42,7 +42,7 @@ def main(url: str, folder: str) -> None:
     except litellm.BadRequestError as error:
         if "temperature" in str(error):
             return
-    raise AssertionError("temperature = 500 was not refused")
+    raise AssertionError("temperature = 500 was not rejected")
 
 
 def check_chat(provider: str, url: str) -> str:

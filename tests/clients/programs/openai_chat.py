@@ -30,7 +30,7 @@ def main(url: str, folder: str) -> None:
     check_chat(client)
     check_completions(client)
     check_structures(client)
-    check_refusal(client)
+    check_rejection(client)
 
 
 def check_chat(client: openai.OpenAI) -> None:
@@ -98,14 +98,14 @@ def check_structures(client: openai.OpenAI) -> None:
     assert answer.choices[0].message.content
 
 
-def check_refusal(client: openai.OpenAI) -> None:
+def check_rejection(client: openai.OpenAI) -> None:
     """Ask for another model."""
     try:
         client.chat.completions.create(**{**ASKED, "model": "gpt-4o"})
     except openai.NotFoundError as error:
         if error.param == "model":
             return
-    raise AssertionError("an unknown model was not refused")
+    raise AssertionError("an unknown model was not rejected")
 
 
 if __name__ == "__main__":

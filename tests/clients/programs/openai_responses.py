@@ -43,7 +43,7 @@ def main(url: str, folder: str) -> None:
     written = client.responses.create(**ASKED, max_output_tokens=120, text={"format": schema})
     assert set(json.loads(written.output_text)) == {"city"}
     check_conversation(client)
-    check_refusal(client)
+    check_rejection(client)
 
 
 def check_conversation(client: openai.OpenAI) -> None:
@@ -62,19 +62,19 @@ def check_conversation(client: openai.OpenAI) -> None:
     try:
         client.responses.cancel(first.id)
     except openai.BadRequestError as error:
-        refusal = error.message
-    assert "background" in refusal, refusal
+        rejection = error.message
+    assert "background" in rejection, rejection
     client.responses.delete(first.id)
 
 
-def check_refusal(client: openai.OpenAI) -> None:
+def check_rejection(client: openai.OpenAI) -> None:
     """Continue a response that is not stored."""
     try:
         client.responses.create(**ASKED, previous_response_id="resp_1")
     except openai.BadRequestError as error:
         if error.param == "previous_response_id":
             return
-    raise AssertionError("previous_response_id was not refused")
+    raise AssertionError("previous_response_id was not rejected")
 
 
 if __name__ == "__main__":

@@ -83,17 +83,17 @@ def check(url: str, plain_url: str) -> None:
         model=NAME, messages=MESSAGES, max_tokens=120, response_format=structure
     )
     assert set(json.loads(written.choices[0].message.content)) == {"city"}
-    check_refusal(client)
+    check_rejection(client)
 
 
-def check_refusal(client: openai.OpenAI) -> None:
+def check_rejection(client: openai.OpenAI) -> None:
     """Ask for what is not supported."""
     try:
         client.completions.create(model=NAME, prompt=PROMPT, extra_body={"logprobs": 21})
     except openai.BadRequestError as error:
         if "logprobs" in str(error):
             return
-    raise AssertionError("logprobs = 21 was not refused")
+    raise AssertionError("logprobs = 21 was not rejected")
 
 
 if __name__ == "__main__":

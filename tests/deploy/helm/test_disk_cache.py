@@ -98,7 +98,7 @@ def test_replicas_write_less_than_their_disks_have(ranks: int, gpus: int, part: 
         (_DISK | {"arguments": {"disk_cache_bytes": 9}}, "disk_cache_bytes"),
     ],
 )
-def test_helm_refuses_disks_of_no_use(changes: Manifest, error: str) -> None:
+def test_helm_rejects_disks_of_no_use(changes: Manifest, error: str) -> None:
     run = run_helm("tp-8", changes)
     assert run.returncode != 0
     assert error in run.stderr

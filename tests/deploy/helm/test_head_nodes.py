@@ -36,7 +36,7 @@ def test_by_default_they_run_anywhere() -> None:
         assert not _NODES.keys() & pod.keys()
 
 
-def test_a_field_that_tolerations_do_not_have_is_refused() -> None:
+def test_a_field_that_tolerations_do_not_have_is_rejected() -> None:
     run = run_helm(None, _HUB | {"head": {"tolerations": [{"kee": "small"}]}})
     assert run.returncode != 0
     assert "head.tolerations.0" in run.stderr

@@ -1,4 +1,4 @@
-"""Helm 4 renders the chart as Helm 3 does, and refuses the same values."""
+"""Helm 4 renders the chart as Helm 3 does, and rejects the same values."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_both_render_the_same_of_other_values(values: Manifest) -> None:
         ({"graceSeconds": 100}, "graceSeconds: 100 would end a pod"),
     ],
 )
-def test_both_refuse_the_same(changes: Manifest, error: str) -> None:
+def test_both_reject_the_same(changes: Manifest, error: str) -> None:
     values = _HUB | changes
     run = _run(values)
     assert run.returncode != 0

@@ -27,5 +27,5 @@ def test_the_longest_name_fits_everywhere() -> None:
 
 
 @pytest.mark.parametrize("name", ["p" * 48, "1p", "p.q"])
-def test_helm_refuses_a_name_that_kuberay_would_refuse(name: str) -> None:
+def test_helm_rejects_a_name_that_kuberay_would_reject(name: str) -> None:
     assert "at most 47 lowercase letters" in run_helm(None, _HUB, release=name).stderr

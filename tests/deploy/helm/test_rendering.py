@@ -343,7 +343,7 @@ def test_the_endpoint_picker_reads_the_metrics_of_workers_alone() -> None:
         ),
     ],
 )
-def test_helm_refuses_values(changes: Manifest, error: str) -> None:
+def test_helm_rejects_values(changes: Manifest, error: str) -> None:
     run = run_helm(None, changes)
     assert run.returncode != 0
     assert error in run.stderr
@@ -362,7 +362,7 @@ def test_helm_refuses_values(changes: Manifest, error: str) -> None:
         ("gangScheduler: {queue: off}", "gangScheduler.queue"),
     ],
 )
-def test_helm_refuses_text_that_yaml_reads_as_something_else(text: str, path: str) -> None:
+def test_helm_rejects_text_that_yaml_reads_as_something_else(text: str, path: str) -> None:
     run = run_helm(None, f"model: a/b\n{text}\n")
     assert run.returncode != 0
     assert f"- {path}: " in run.stderr

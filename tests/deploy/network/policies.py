@@ -1,4 +1,4 @@
-"""Evaluates NetworkPolicies by the rules that Kubernetes documents, and refuses other fields."""
+"""Evaluates NetworkPolicies by the rules that Kubernetes documents, and rejects other fields."""
 
 from __future__ import annotations
 

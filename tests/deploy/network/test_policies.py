@@ -109,7 +109,7 @@ def test_a_rule_admits_as_kubernetes_documents(rule: Manifest, is_open: bool) ->
         {"from": [{"podSelector": {"matchExpressions": []}}]},
     ],
 )
-def test_what_is_not_evaluated_is_refused(rule: Manifest) -> None:
+def test_what_is_not_evaluated_is_rejected(rule: Manifest) -> None:
     spec = {"podSelector": {}, "policyTypes": ["Ingress"], "ingress": [rule]}
     policy = {"kind": "NetworkPolicy", "metadata": {"name": "one"}, "spec": spec}
     with pytest.raises(AssertionError):

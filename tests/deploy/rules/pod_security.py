@@ -25,7 +25,7 @@ _PROFILES = ("RuntimeDefault", "Localhost")
 
 
 def restricted_violations(pod: Manifest) -> list[str]:
-    """Return why a namespace that enforces the standard refuses the spec of a pod."""
+    """Return why a namespace that enforces the standard rejects the spec of a pod."""
     return [
         *_of_pod(pod),
         *(

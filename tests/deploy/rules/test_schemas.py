@@ -62,7 +62,7 @@ def test_a_built_in_kind_is_checked_strictly() -> None:
 
 
 @pytest.mark.parametrize("name", ["ScaledObject", "HTTPScaledObject"])
-def test_unknown_fields_of_scalers_are_refused(name: str) -> None:
+def test_unknown_fields_of_scalers_are_rejected(name: str) -> None:
     folder = DEPLOY / "single-pod/components/keda"
     text = (folder / "scaledobject.yaml").read_text()
     [manifest] = [one for one in yaml.safe_load_all(text) if one["kind"] == name]

@@ -8,7 +8,7 @@ from cluster.engine.faults.lethal_requests import LethalRequests
 from pagedray.errors import LethalRequestError, OverloadedError
 
 
-def test_an_equal_request_is_refused_for_ten_minutes() -> None:
+def test_an_equal_request_is_rejected_for_ten_minutes() -> None:
     lethal = LethalRequests()
     assert not lethal
     lethal.note_request("poison", "", 100.0)
@@ -32,7 +32,7 @@ def test_tenant_with_many_waits_until_the_first_is_old() -> None:
     lethal.check("honest", "bad", 601.0)
 
 
-def test_clients_without_keys_are_not_refused_for_one_another() -> None:
+def test_clients_without_keys_are_not_rejected_for_one_another() -> None:
     lethal = LethalRequests()
     for number in range(20):
         lethal.note_request(number, "", 0.0)

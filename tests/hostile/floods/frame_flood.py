@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FrameFlood"]
 
-_REFUSED_PAUSE_S = 0.05
+_REJECTED_PAUSE_S = 0.05
 
 
 class FrameFlood(Attack):
@@ -39,7 +39,7 @@ class FrameFlood(Attack):
                     open_connections.append((Http2Connection(target.grpc_port), self.frames()))
                     num_opened += 1
                 except OSError:
-                    time.sleep(_REFUSED_PAUSE_S)
+                    time.sleep(_REJECTED_PAUSE_S)
                     break
             for connection, frames in open_connections[:]:
                 data = next(frames, None)

@@ -44,7 +44,7 @@ class MemoryServer:
             http=connection_kind(
                 _TIMEOUT_S,
                 _TIMEOUT_S,
-                note_refusal=_ignore,
+                note_rejection=_ignore,
                 note_stall=_ignore,
                 read_turns=read_turns,
             ),

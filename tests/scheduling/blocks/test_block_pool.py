@@ -113,7 +113,7 @@ def test_block_in_transit_can_be_shared() -> None:
     "misuse",
     [BlockPool.release, BlockPool.share, BlockPool.pin, BlockPool.unpin, BlockPool.keep],
 )
-def test_misuse_is_refused_and_changes_nothing(
+def test_misuse_is_rejected_and_changes_nothing(
     misuse: Callable[[BlockPool, int], None], block: int
 ) -> None:
     pool = BlockPool(2, on_evict=None)

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: what the model reads, what clients get, and what is refused."""
+"""Anthropic's Messages API: what the model reads, what clients get, and what is rejected."""
 
 from __future__ import annotations
 
@@ -233,9 +233,9 @@ def test_calls_of_strict_tools_follow_the_schema(tool_server: Server) -> None:
     assert structure is not None
     assert (structure.kind, structure.mark) == ("calls", "<tool_call>")
     strict = strict | {"input_schema": {"type": "object", "not": {}}}
-    refused = posted(tool_server, BODY | {"tools": [strict]})
-    assert refused.status_code == 400
-    assert "tools has the strict tool 'look', which" in refused.json()["error"]["message"]
+    rejected = posted(tool_server, BODY | {"tools": [strict]})
+    assert rejected.status_code == 400
+    assert "tools has the strict tool 'look', which" in rejected.json()["error"]["message"]
 
 
 CASES: list[tuple[dict[str, Any], str]] = [
@@ -316,7 +316,7 @@ def test_call_that_is_cut_off_has_what_is_complete(
 
 
 @pytest.mark.parametrize(("given", "text"), CASES)
-def test_bad_input_is_refused_in_their_shape(
+def test_bad_input_is_rejected_in_their_shape(
     tool_server: Server, given: dict[str, Any], text: str
 ) -> None:
     tool_server.engine.reset()

@@ -97,7 +97,7 @@ CONVERSATIONS: list[tuple[list[dict[str, Any]], str]] = [  # Any: JSON
 
 
 @pytest.mark.parametrize(("messages", "text"), CONVERSATIONS)
-def test_a_template_that_refuses_them_gets_them_in_other_messages(
+def test_a_template_that_rejects_them_gets_them_in_other_messages(
     server: Server, messages: list[dict[str, Any]], text: str
 ) -> None:
     server.engine.reset()

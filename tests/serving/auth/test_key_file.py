@@ -68,7 +68,7 @@ def test_new_keys_are_random_and_not_stored_in_the_file(path: Path) -> None:
         "Bearer " + "x" * 10_000,
     ],
 )
-def test_call_without_a_known_key_is_refused_and_the_key_not_repeated(
+def test_call_without_a_known_key_is_rejected_and_the_key_not_repeated(
     path: Path, header: str | None
 ) -> None:
     with pytest.raises(AuthenticationError) as caught:
@@ -76,7 +76,7 @@ def test_call_without_a_known_key_is_refused_and_the_key_not_repeated(
     assert KEY[:-1] not in str(caught.value)
 
 
-def test_call_for_an_unknown_tenant_is_refused(path: Path) -> None:
+def test_call_for_an_unknown_tenant_is_rejected(path: Path) -> None:
     for name in ("", "bob"):
         with pytest.raises(AuthenticationError):
             Authenticator(path).tenant_named(name)

@@ -31,17 +31,17 @@ class Engine:
     def __init__(self) -> None:
         self.running: list[str] = []
         self.num_submitted = 0
-        self.num_refused = 0
+        self.num_rejected = 0
 
     def submit_request(self, request: Request) -> None:
-        if self.num_refused:
-            self.num_refused -= 1
+        if self.num_rejected:
+            self.num_rejected -= 1
             raise OverloadedError("The queue is full.")
         self.num_submitted += 1
         self.running.append(request.id)
 
     def abort_request(self, request_id: str) -> None:
-        # One that was refused may be aborted, too.
+        # One that was rejected may be aborted, too.
         self.running = [one for one in self.running if one != request_id]
 
 
@@ -185,7 +185,7 @@ async def test_an_error_of_one_beam_ends_all() -> None:
 
 async def test_a_step_waits_while_the_queue_is_full() -> None:
     call = Call()
-    call.engine.num_refused = 1
+    call.engine.num_rejected = 1
     await call.end_step()
     assert call.engine.running == []
     await wait_until(lambda: len(call.engine.running) == 4)
@@ -195,7 +195,7 @@ async def test_a_step_waits_while_the_queue_is_full() -> None:
 
 async def test_a_call_may_end_while_its_step_waits() -> None:
     call = Call()
-    call.engine.num_refused = 1000
+    call.engine.num_rejected = 1000
     await call.end_step()
     call.stream.abort()
     assert reasons_of(await events_of(call)) == dict.fromkeys(ALL, FinishReason.ABORT)

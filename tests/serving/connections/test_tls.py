@@ -45,7 +45,7 @@ def test_missing_file_is_named(files: TlsFiles) -> None:
         CertificateStore(files)
 
 
-def test_key_of_another_certificate_is_refused(files: TlsFiles) -> None:
+def test_key_of_another_certificate_is_rejected(files: TlsFiles) -> None:
     files.key.write_bytes(AUTHORITY.issue().key)
     with pytest.raises(StartupError, match="cannot be used: key values mismatch"):
         CertificateStore(files)

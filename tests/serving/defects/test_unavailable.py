@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 def test_unavailable_engine_says_when_to_retry(
     http: httpx.Client, stub: pagedray_pb2_grpc.GenerationServiceStub, engine: FakeEngine
 ) -> None:
-    engine.refusal = EngineError("The engine has stopped.")
-    engine.refusal.retry_after_s = 9.5
+    engine.rejection = EngineError("The engine has stopped.")
+    engine.rejection.retry_after_s = 9.5
     response = http.post("/v1/completions", json={"model": "tiny", "prompt": "x"})
     assert response.status_code == 503
     assert response.headers["retry-after"] == "10"

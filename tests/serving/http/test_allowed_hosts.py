@@ -40,7 +40,7 @@ def outcome(http: httpx.Client, **headers: str) -> int:
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/models", "/", "/health", "/docs", "/nothing"])
-def test_other_host_names_are_refused(http: httpx.Client, host: str, path: str) -> None:
+def test_other_host_names_are_rejected(http: httpx.Client, host: str, path: str) -> None:
     # What a browser sends after evil.example became the address of this machine.
     response = http.get(path, headers={"host": host})
     assert response.status_code == 421
@@ -86,7 +86,7 @@ def test_addresses_and_localhost_are_served(http: httpx.Client, host: str) -> No
     ],
 )
 @pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS"])
-def test_pages_of_other_sites_are_refused(
+def test_pages_of_other_sites_are_rejected(
     http: httpx.Client, engine: FakeEngine, origin: str, method: str
 ) -> None:
     headers = {"host": "127.0.0.1:8000", "origin": origin}
@@ -103,7 +103,7 @@ def test_the_servers_own_page_is_served(http: httpx.Client) -> None:
         assert response.status_code == 200, response.text
 
 
-def test_refusals_are_counted(http: httpx.Client) -> None:
+def test_rejections_are_counted(http: httpx.Client) -> None:
     http.get("/v1/models", headers={"host": "evil.example"})
     counted = [line for line in http.get("/metrics").text.splitlines() if "forbidden" in line]
     assert any(line.startswith("pagedray_requests_total{") for line in counted)

@@ -64,7 +64,7 @@ def test_no_page_may_by_default(server: Server) -> None:
     assert "access-control-allow-origin" not in answer.headers
 
 
-def test_unknown_paths_and_plain_options_stay_refused(open_server: Server) -> None:
+def test_unknown_paths_and_plain_options_stay_rejected(open_server: Server) -> None:
     assert asked(open_server, PAGE, "/nothing").status_code == 404
     plain = httpx.options(f"{open_server.url}/v1/models", headers={"origin": PAGE})
     assert plain.status_code == 405
@@ -77,7 +77,7 @@ def test_all_origins_are_named_by_a_star(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("origin", ["page.example", "ftp://x", "https://*.example", "https://x/y"])
-def test_what_is_no_origin_is_refused(origin: str) -> None:
+def test_what_is_no_origin_is_rejected(origin: str) -> None:
     with pytest.raises(StartupError, match="--allowed-origins must be"):
         AllowedOrigins([origin])
 

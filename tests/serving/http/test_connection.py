@@ -328,9 +328,9 @@ def test_heads_that_are_not_complete_are_bounded_together(server: Server) -> Non
             connection.sendall(begun)
             answered.register(connection, selectors.EVENT_READ)
         ((key, _), *_) = answered.select(60.0)
-        refused = key.fileobj
-        assert isinstance(refused, socket.socket)
-        assert refused.recv(2**16).startswith(b"HTTP/1.1 431 ")
+        rejected = key.fileobj
+        assert isinstance(rejected, socket.socket)
+        assert rejected.recv(2**16).startswith(b"HTTP/1.1 431 ")
         # Others, whose heads come in one piece, are served meanwhile.
         with connect(server) as other:
             other.sendall(b"GET /health HTTP/1.1\r\nConnection: close\r\n" + HOST + b"\r\n")
@@ -471,7 +471,7 @@ def test_expect_100_continue_is_answered(server: Server) -> None:
 def test_body_without_100_continue_is_not_parsed_as_a_request(
     server: Server, engine: FakeEngine
 ) -> None:
-    engine.refusal = OverloadedError("The queue is full.")
+    engine.rejection = OverloadedError("The queue is full.")
     with connect(server) as connection:
         connection.sendall(JSON_HEAD + b"Expect: 100-continue\r\nContent-Length: 100\r\n\r\n")
         received = read_to_end(connection)
@@ -516,7 +516,7 @@ CHUNKS = b"%x\r\n%b\r\n0\r\n\r\n"
 
 
 @pytest.mark.parametrize("coding", [b"chunked", b"Chunked", b"identity", b"gzip, chunked"])
-def test_transfer_encoding_of_http_1_0_is_refused(
+def test_transfer_encoding_of_http_1_0_is_rejected(
     server: Server, engine: FakeEngine, coding: bytes
 ) -> None:
     body = json.dumps({"model": "tiny", "prompt": "x", "max_tokens": 2}).encode()

@@ -45,7 +45,7 @@ def test_head_has_the_headers_of_get_and_no_body(http: httpx.Client, path: str) 
 
 
 def test_full_queue_sends_retry_after(http: httpx.Client, engine: FakeEngine) -> None:
-    engine.refusal = OverloadedError("The queue is full.", retry_after_s=1.5)
+    engine.rejection = OverloadedError("The queue is full.", retry_after_s=1.5)
     answer = _post(http, prompt="x", stream=True)
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "2")
     assert answer.json()["error"] == {
@@ -145,7 +145,7 @@ def test_error_is_the_last_event_before_the_end(http: httpx.Client, server: Serv
 def test_defect_reveals_no_details(
     http: httpx.Client, engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine.refusal = KeyError("/home/secret at 0xdeadbeef")  # type: ignore[assignment]  # a defect
+    engine.rejection = KeyError("/home/secret at 0xdeadbeef")  # type: ignore[assignment]  # a defect
     answer = _post(http, prompt="x")
     assert answer.status_code == 500
     assert answer.json()["error"]["message"] == "Internal server error; see the server log."

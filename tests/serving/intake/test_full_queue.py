@@ -40,11 +40,11 @@ COUNTER = 'pagedray_requests_total{{front="{}",outcome="overloaded"}}'
 
 @pytest.fixture
 def full(engine: FakeEngine) -> FakeEngine:
-    engine.refusal = OverloadedError("The queue is full.", retry_after_s=2.5)
+    engine.rejection = OverloadedError("The queue is full.", retry_after_s=2.5)
     return engine
 
 
-def num_refused(servicer: Servicer, frontend: str) -> float:
+def num_rejected(servicer: Servicer, frontend: str) -> float:
     text = servicer.metrics.render().decode()
     found = [one for one in text.splitlines() if one.startswith(COUNTER.format(frontend))]
     return sum(float(line.split()[-1]) for line in found)
@@ -54,15 +54,15 @@ def num_refused(servicer: Servicer, frontend: str) -> float:
 def test_http_reads_no_body_while_the_queue_is_full(
     http: httpx.Client, server: Server, full: FakeEngine, path: str
 ) -> None:
-    before = num_refused(server.frontends.servicer, "http")
+    before = num_rejected(server.frontends.servicer, "http")
     answer = http.post(path, content=b"{", headers={"content-type": "text/plain"})
     assert answer.status_code == 429
     assert answer.headers["retry-after"] == "3"
     assert answer.json()["error"]["code"] == "rate_limit_exceeded"
-    assert num_refused(server.frontends.servicer, "http") == before + 1
+    assert num_rejected(server.frontends.servicer, "http") == before + 1
 
 
-def test_http_keeps_the_connection_of_a_large_body_it_refuses(
+def test_http_keeps_the_connection_of_a_large_body_it_rejects(
     server: Server, full: FakeEngine
 ) -> None:
     # One connection, without reconnecting.
@@ -72,9 +72,9 @@ def test_http_keeps_the_connection_of_a_large_body_it_refuses(
     headers = {"Content-Type": "application/json"}
     with closing(connection):
         connection.request("POST", WORK[0], b" " * 3 * 2**20, headers)
-        refusal = connection.getresponse()
-        assert (refusal.status, refusal.read()[:9]) == (429, b'{"error":')
-        full.refusal = None
+        rejection = connection.getresponse()
+        assert (rejection.status, rejection.read()[:9]) == (429, b'{"error":')
+        full.rejection = None
         body = json.dumps({"model": "tiny", "prompt": "x", "max_tokens": 2})
         connection.request("POST", WORK[0], body, headers)
         assert connection.getresponse().status == 200
@@ -91,11 +91,13 @@ async def frontend(tokenizer: Tokenizer, tmp_path: Path) -> AsyncIterator[GrpcFr
     path.touch(mode=0o600)
     path.write_text(f'[tenants.red]\nkeys = ["sha256:{digest_of(KEY).hex()}"]\n')
     async with grpc_frontend(tokenizer, authenticator=Authenticator(path)) as frontend:
-        frontend.engine.refusal = OverloadedError("The queue is full.", retry_after_s=2.5)
+        frontend.engine.rejection = OverloadedError("The queue is full.", retry_after_s=2.5)
         yield frontend
 
 
-async def _refused(frontend: GrpcFrontend, method: str, key: str) -> tuple[grpc.StatusCode, Status]:
+async def _rejected(
+    frontend: GrpcFrontend, method: str, key: str
+) -> tuple[grpc.StatusCode, Status]:
     """Return the error of a call with a malformed message."""
     path = f"/pagedray.v1.GenerationService/{method}"
     async with grpc.aio.insecure_channel(frontend.target) as channel:
@@ -110,13 +112,13 @@ async def _refused(frontend: GrpcFrontend, method: str, key: str) -> tuple[grpc.
 async def test_grpc_receives_no_message_while_the_queue_is_full(
     frontend: GrpcFrontend, method: str
 ) -> None:
-    code, status = await _refused(frontend, method, KEY)
+    code, status = await _rejected(frontend, method, KEY)
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
     info, retry = ErrorInfo(), RetryInfo()
     assert status.details[0].Unpack(info)
     assert status.details[1].Unpack(retry)
     assert (info.reason, retry.retry_delay.ToMilliseconds()) == ("OVERLOADED", 2500)
-    assert num_refused(frontend.servicer, "grpc") == 1
+    assert num_rejected(frontend.servicer, "grpc") == 1
 
 
 @pytest.mark.parametrize(
@@ -134,11 +136,11 @@ async def test_serve_parses_no_message_while_the_queue_is_full(
     else:
         assert len([one async for one in service.stream(method, b"\xff", context)]) == 1
     assert context.code is code
-    assert num_refused(frontend.servicer, "ray") == (key == KEY)
+    assert num_rejected(frontend.servicer, "ray") == (key == KEY)
 
 
 async def test_grpc_checks_the_key_first(frontend: GrpcFrontend) -> None:
-    code, _ = await _refused(frontend, "Generate", "wrong")
+    code, _ = await _rejected(frontend, "Generate", "wrong")
     assert code is grpc.StatusCode.UNAUTHENTICATED
 
 

@@ -148,9 +148,9 @@ async def test_a_call_counts_while_its_body_arrives(
         answer = await server.http.post("/v1/completions", json=BODY, headers=headers("ann"))
         assert answer.status_code == 429
         assert "1 open call, which is its limit" in answer.text
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
+        with pytest.raises(grpc.aio.AioRpcError) as rejected:
             await server.stub.Tokenize(pb.TokenizeRequest(text="x"), metadata=metadata("ann"))
-        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert rejected.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         await server.generate("ben")
 
 
@@ -161,9 +161,9 @@ async def test_a_call_counts_while_its_message_arrives(
     async with hostile(tokenizer, tmp_path, IntakeLimits(), max_requests=1) as server:
         server.call(path=f"/pagedray.v1.GenerationService/{method}")
         await wait_until(lambda: server.num_bytes > 0)
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
+        with pytest.raises(grpc.aio.AioRpcError) as rejected:
             await server.generate("ann")
-        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert rejected.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         answer = await server.http.post("/tokenize", json={"prompt": "x"}, headers=headers("ann"))
         assert answer.status_code == 429
         # Calls that free something are not counted.
@@ -188,8 +188,8 @@ async def test_bytes_of_unfinished_bodies_are_bounded(tokenizer: Tokenizer, tmp_
         for _ in range(2):
             await server.post(50_000)
         await wait_until(lambda: server.num_bytes == 100_000)
-        refused = await (await server.post(50_000)).readline()
-        assert refused.startswith(b"HTTP/1.1 429")
+        rejected = await (await server.post(50_000)).readline()
+        assert rejected.startswith(b"HTTP/1.1 429")
         assert server.num_bytes == 100_000
         answer = await server.http.post("/v1/completions", json=BODY, headers=headers("ben"))
         assert answer.status_code == 200
@@ -203,8 +203,8 @@ async def test_messages_that_never_come_hold_bounded_memory(
     async with hostile(tokenizer, tmp_path, limits) as server:
         codes = [asyncio.ensure_future(server.call().code()) for _ in range(6)]
         await wait_until(lambda: sum(one.done() for one in codes) == 4)
-        refused = {await one for one in codes if one.done()}
-        assert refused == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+        rejected = {await one for one in codes if one.done()}
+        assert rejected == {grpc.StatusCode.RESOURCE_EXHAUSTED}
         assert server.num_bytes == 2 * 96 * 2**10
         await server.generate("ben")
         for one in codes:

@@ -336,7 +336,7 @@ def test_rejections_of_an_overloaded_server_are_not_charged(tokenizer: Tokenizer
     body = {"model": "tiny", "prompt": "x"}
     with Server(tokenizer) as server, grpc.insecure_channel(server.grpc_target) as channel:
         stub = pagedray_pb2_grpc.GenerationServiceStub(channel)
-        server.engine.refusal = OverloadedError("The queue is full.")
+        server.engine.rejection = OverloadedError("The queue is full.")
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
         assert answer.status_code == 429
         with pytest.raises(grpc.RpcError) as caught:
@@ -346,7 +346,7 @@ def test_rejections_of_an_overloaded_server_are_not_charged(tokenizer: Tokenizer
         # A call is charged after its client has the status.
         time.sleep(0.1)
         assert not shares._accounts
-        server.engine.refusal = None
+        server.engine.rejection = None
         with pytest.raises(grpc.RpcError):
             list(stub.Generate(pb.GenerateRequest(text=""), timeout=60))
         wait_for(lambda: "127.0.0.1" in shares._accounts)

@@ -101,12 +101,12 @@ async def test_nothing_pauses_while_nobody_waits_for_tokens() -> None:
 async def test_an_error_ends_the_turn() -> None:
     parsing, log = timed_parsing(), list[str]()
 
-    def refuse() -> Steps[str]:
+    def reject() -> Steps[str]:
         yield
         raise InvalidRequestError("bad")
 
     with pytest.raises(InvalidRequestError):
-        await parsing.run("ann", LONG, refuse())
+        await parsing.run("ann", LONG, reject())
     assert await parsing.run("ann", LONG, work(log, "next")) == "next"
 
 

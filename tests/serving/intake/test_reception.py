@@ -77,7 +77,7 @@ async def test_a_message_waits_until_those_before_it_have_arrived(reception: Rec
 
 
 @in_virtual_time
-async def test_a_message_that_waits_long_is_refused(reception: Reception) -> None:
+async def test_a_message_that_waits_long_is_rejected(reception: Reception) -> None:
     with reception.open_message("ann") as first, reception.open_message("ann") as second:
         await first.wait_room(80)
         with pytest.raises(OverloadedError, match="receive-buffer-mib"):
@@ -85,7 +85,7 @@ async def test_a_message_that_waits_long_is_refused(reception: Reception) -> Non
         await reception.open_message("ben").wait_room(80)
 
 
-@pytest.mark.parametrize("is_cancelled", [False, True], ids=["refused", "left"])
+@pytest.mark.parametrize("is_cancelled", [False, True], ids=["rejected", "left"])
 @in_virtual_time
 async def test_a_message_does_not_wait_for_one_that_has_left(is_cancelled: bool) -> None:
     reception = Reception(

@@ -69,13 +69,13 @@ def test_two_megabytes_of_escapes_are_read_in_short_steps(escape: str) -> None:
 
 
 @pytest.mark.parametrize("inside", [b"\\ud800", b"\\x", b"a\nb", b"\\u12", b"\xff"])
-def test_invalid_escapes_are_refused(inside: bytes) -> None:
+def test_invalid_escapes_are_rejected(inside: bytes) -> None:
     raw = b'{"a":"%b%b"}' % (b"\\n" * 40_000, inside)
     with pytest.raises(InvalidRequestError, match="valid JSON"):
         finish(read_json(raw))
 
 
-def test_duplicate_names_with_escapes_are_refused() -> None:
+def test_duplicate_names_with_escapes_are_rejected() -> None:
     raw = b'{"a":"%b","b\\n":1,"b\\u000a":2}' % (b"\\n" * 40_000)
     with pytest.raises(InvalidRequestError, match="duplicate name"):
         finish(read_json(raw))

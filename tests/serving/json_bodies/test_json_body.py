@@ -76,10 +76,10 @@ LARGE: dict[str, tuple[type[GenerationBody], bytes, str]] = {
 def test_body_of_many_objects_is_rejected_before_parsing(name: str) -> None:
     kind, raw, text = LARGE[name]
     started_s = time.thread_time()
-    with pytest.raises(InvalidRequestError) as refused:
+    with pytest.raises(InvalidRequestError) as rejected:
         finish(read_body(kind, raw, note_ignored=ignore))
     assert time.thread_time() - started_s < 2.0
-    assert str(refused.value) == text
+    assert str(rejected.value) == text
 
 
 @pytest.mark.parametrize("seed", range(8))

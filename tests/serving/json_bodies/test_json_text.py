@@ -14,11 +14,11 @@ TEXT = '{"k\u00f6ln":[1,2.5,true,null,1180591620717411303424],"\U0001f642":{"a":
 def test_text_may_have_the_most_bytes() -> None:
     num_bytes = len(TEXT.encode())
     assert json_text(VALUE, "schema", most_bytes=num_bytes) == TEXT
-    with pytest.raises(InvalidRequestError, match=f"at most {num_bytes - 1} bytes") as refused:
+    with pytest.raises(InvalidRequestError, match=f"at most {num_bytes - 1} bytes") as rejected:
         json_text(VALUE, "schema", most_bytes=num_bytes - 1)
-    assert refused.value.param == "schema"
+    assert rejected.value.param == "schema"
 
 
-def test_a_number_that_json_lacks_is_refused() -> None:
+def test_a_number_that_json_lacks_is_rejected() -> None:
     with pytest.raises(InvalidRequestError, match="cannot represent"):
         json_text([float("inf")], "schema", most_bytes=100)

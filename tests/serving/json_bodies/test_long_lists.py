@@ -64,14 +64,14 @@ def test_a_body_of_many_prompts_is_read(prompts: list[list[int]]) -> None:
 
 @pytest.mark.parametrize("bad", [b"1,,2", b"1,2,", b"1 2", b"1,x", b"NaN,1"])
 @pytest.mark.parametrize("is_last", [False, True])
-def test_invalid_lists_are_refused(bad: bytes, is_last: bool) -> None:
+def test_invalid_lists_are_rejected(bad: bytes, is_last: bool) -> None:
     numbers = b",".join([b"7"] * 70_000)
     inside = b"%b,%b" % ((numbers, bad) if is_last else (bad, numbers))
     with pytest.raises(InvalidRequestError, match="not valid JSON"):
         finish(read_json(b'{"prompt": [%b]}' % inside))
 
 
-def test_a_comma_at_the_end_of_a_step_is_refused() -> None:
+def test_a_comma_at_the_end_of_a_step_is_rejected() -> None:
     with pytest.raises(ValueError, match="trailing comma"):
         parsed(b'{"a":[%b9,]}' % (b"7," * 2**14))
 
@@ -81,7 +81,7 @@ def test_clients_cannot_have_a_list_put_in_place_of_a_string() -> None:
     assert parsed(json.dumps(body).encode()) == body
 
 
-def test_many_values_outside_of_lists_of_numbers_are_refused() -> None:
+def test_many_values_outside_of_lists_of_numbers_are_rejected() -> None:
     body = {"prompt": ["x", *[1] * 70_000]}
     with pytest.raises(InvalidRequestError, match="outside of long lists"):
         finish(read_json(json.dumps(body).encode()))

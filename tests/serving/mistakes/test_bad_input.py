@@ -28,7 +28,7 @@ TOO_LONG = "context_length_exceeded"
 
 @dataclass(frozen=True)
 class Case:
-    """A request that both frontends can write, and the refusal."""
+    """A request that both frontends can write, and the rejection."""
 
     text: str
     param: str
@@ -499,7 +499,7 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [  # Any: JSON
 
 
 @pytest.mark.parametrize(("body", "text"), CHAT_CASES)
-def test_chat_refuses(server: Server, body: dict[str, Any], text: str) -> None:
+def test_chat_rejects(server: Server, body: dict[str, Any], text: str) -> None:
     good = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
     answer = httpx.post(f"{server.url}/v1/chat/completions", json=good | body)
     assert (answer.status_code, answer.json()["error"]["message"]) == (400, text)
@@ -539,7 +539,7 @@ async def test_ids_are_short_and_printable(tokenizer: Tokenizer, client_id: str)
 
 
 @pytest.mark.parametrize("given", ["a\ud800", "\udfffb"])
-async def test_lone_surrogates_are_refused(tokenizer: Tokenizer, given: str) -> None:
+async def test_lone_surrogates_are_rejected(tokenizer: Tokenizer, given: str) -> None:
     validator = Validator(engine_config(), tokenizer)
     for one in (
         GenerationInput(prompts=(given,)),

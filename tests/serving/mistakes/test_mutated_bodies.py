@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 NUM_BODIES = 400
 
 
-async def check(server: Server, found: Findings, *, served: str, refused: str) -> None:
+async def check(server: Server, found: Findings, *, served: str, rejected: str) -> None:
     assert found.faults == []
     assert sum(found.statuses.values()) == NUM_BODIES
     # Some mutated bodies stay valid; others break in many ways.
     assert found.statuses[served] > NUM_BODIES // 50
-    assert found.statuses[refused] > NUM_BODIES // 4
-    assert len(found.refusals) > 20
+    assert found.statuses[rejected] > NUM_BODIES // 4
+    assert len(found.rejections) > 20
     async with grpc.aio.insecure_channel(server.grpc_target) as channel:
         stub: Any = pagedray_pb2_grpc.GenerationServiceStub(channel)  # Any: not async to mypy
         good = pb.GenerateRequest(text="x", sampling=pb.SamplingParams(max_tokens=2))
@@ -36,15 +36,15 @@ async def check(server: Server, found: Findings, *, served: str, refused: str) -
     await wait_until(lambda: server.engine.num_sequences == 0)
 
 
-async def test_mutated_messages_are_served_or_refused(server: Server) -> None:
+async def test_mutated_messages_are_served_or_rejected(server: Server) -> None:
     server.engine.script = lambda request, index: [72, 1]
     found = await mutate_over_grpc(server.grpc_target, NUM_BODIES, model="tiny")
-    await check(server, found, served="OK", refused="INVALID_ARGUMENT")
+    await check(server, found, served="OK", rejected="INVALID_ARGUMENT")
 
 
-async def test_mutated_json_is_served_or_refused(server: Server) -> None:
+async def test_mutated_json_is_served_or_rejected(server: Server) -> None:
     server.engine.script = lambda request, index: [72, 1]
     port = server.frontends.http_port
     assert port is not None
     found = await mutate_over_http(port, NUM_BODIES, model="tiny")
-    await check(server, found, served="200", refused="400")
+    await check(server, found, served="200", rejected="400")

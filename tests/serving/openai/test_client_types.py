@@ -1,4 +1,4 @@
-"""The parameters that OpenAI's client library has types for: each is read, ignored or refused."""
+"""The parameters that OpenAI's client library has types for: each is read, ignored or rejected."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ TYPES: list[tuple[type, type[BodyPart]]] = [
     (responses.ResponseFormatTextJSONSchemaConfigParam, TextFormat),
 ]
 # fmt: on
-REFUSED = {(Message, "audio"), (FunctionTool, "output_schema")}
-"""What would change the answer, and is refused by its name."""
+REJECTED = {(Message, "audio"), (FunctionTool, "output_schema")}
+"""What would change the answer, and is rejected by its name."""
 
 
 @pytest.mark.parametrize(("kind", "part"), TYPES)
@@ -71,5 +71,5 @@ def test_parameters_of_the_client_are_known(kind: type, part: type[BodyPart]) ->
     names = {*kind.__required_keys__, *kind.__optional_keys__}  # type: ignore[attr-defined]
     known = {field.alias or name for name, field in part.model_fields.items()}
     if issubclass(part, Body):
-        known = known.union(part.ignored, part.refused, part.defaults)
-    assert {(part, name) for name in names - known} <= REFUSED
+        known = known.union(part.ignored, part.rejected, part.defaults)
+    assert {(part, name) for name in names - known} <= REJECTED

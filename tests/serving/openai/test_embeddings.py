@@ -121,7 +121,7 @@ def test_texts_and_token_ids_are_accepted(
         ({"input": "x", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
     ],
 )
-def test_bad_bodies_are_refused(encoder: EncoderServer, body: dict[str, Any], param: str) -> None:
+def test_bad_bodies_are_rejected(encoder: EncoderServer, body: dict[str, Any], param: str) -> None:
     answer = httpx.post(f"{encoder.url}/v1/embeddings", json={"model": "tiny", **body})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
@@ -130,12 +130,12 @@ def test_bad_bodies_are_refused(encoder: EncoderServer, body: dict[str, Any], pa
 def test_encoder_does_not_generate_and_decoder_does_not_embed(
     client: openai.OpenAI, openai_client: openai.OpenAI
 ) -> None:
-    with pytest.raises(openai.APIStatusError) as refused:
+    with pytest.raises(openai.APIStatusError) as rejected:
         client.completions.create(model="tiny", prompt="x")
-    assert refused.value.status_code < 500
-    with pytest.raises(openai.APIStatusError) as refused:
+    assert rejected.value.status_code < 500
+    with pytest.raises(openai.APIStatusError) as rejected:
         openai_client.embeddings.create(model="tiny", input="x")
-    assert refused.value.status_code < 500
+    assert rejected.value.status_code < 500
     with pytest.raises(openai.NotFoundError):
         client.embeddings.create(model="other", input="x")
 
@@ -182,7 +182,7 @@ def test_tokens_of_a_conversation(http: httpx.Client, tokenizer: Tokenizer) -> N
         ("detokenize", {"tokens": [5] * 100_000}, "tokens"),
     ],
 )
-def test_bad_tokens_are_refused(
+def test_bad_tokens_are_rejected(
     http: httpx.Client, path: str, body: dict[str, Any], param: str
 ) -> None:
     answer = http.post(f"/{path}", json=body)

@@ -133,7 +133,7 @@ def test_unread_variables_are_counted(server: Server, caplog: pytest.LogCaptureF
 @pytest.mark.parametrize(
     "given", [{"store": True}, {"chat_template_kwargs": {"x": 1}}, {"reasoning_effort": "low"}]
 )
-def test_strict_servers_refuse_hints(strict_server: Server, given: dict[str, Any]) -> None:
+def test_strict_servers_reject_hints(strict_server: Server, given: dict[str, Any]) -> None:
     answer = httpx.post(f"{strict_server.url}/v1/chat/completions", json=CHAT | given)
     (name,) = given
     error = answer.json()["error"]
@@ -150,7 +150,7 @@ def test_strict_servers_refuse_hints(strict_server: Server, given: dict[str, Any
         ("messages", CHAT | {"output_config": {"effort": "low"}}, "output_config.effort"),
     ],
 )
-def test_a_refused_effort_has_the_clients_name(
+def test_a_rejected_effort_has_the_clients_name(
     strict_server: Server, path: str, given: dict[str, Any], name: str
 ) -> None:
     answer = httpx.post(f"{strict_server.url}/v1/{path}", json={"model": "tiny"} | given)
@@ -194,7 +194,7 @@ def test_salt_reaches_the_engine(server: Server) -> None:
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_request_id_that_no_header_can_contain_is_refused(
+def test_request_id_that_no_header_can_contain_is_rejected(
     server: Server, *, is_stream: bool
 ) -> None:
     given = TEXT | {"request_id": "a\u4e16", "stream": is_stream}

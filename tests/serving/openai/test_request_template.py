@@ -41,8 +41,8 @@ def trusting_server(tokenizer: Tokenizer) -> Iterator[Server]:
         yield server
 
 
-def refusal(server: Server, **fields: object) -> tuple[str, str | None]:
-    """Return the message and the parameter of a refused body."""
+def rejection(server: Server, **fields: object) -> tuple[str, str | None]:
+    """Return the message and the parameter of a rejected body."""
     answer = httpx.post(f"{server.url}/v1/chat/completions", json=BODY | fields)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
@@ -68,17 +68,17 @@ def test_prompt_is_rendered_by_the_template_of_the_request(trusting_server: Serv
     )
 
 
-def test_messages_that_the_template_rejects_are_refused(trusting_server: Server) -> None:
+def test_messages_that_the_template_rejects_are_rejected(trusting_server: Server) -> None:
     source = "{{ raise_exception('Only two.') }}"
-    assert refusal(trusting_server, chat_template=source) == (
+    assert rejection(trusting_server, chat_template=source) == (
         "The request's chat template rejected the messages: Only two.",
         "messages",
     )
 
 
 @pytest.mark.parametrize("source", ["", "{{ nothing }}"])
-def test_empty_prompts_are_refused(trusting_server: Server, source: str) -> None:
-    assert refusal(trusting_server, chat_template=source) == (
+def test_empty_prompts_are_rejected(trusting_server: Server, source: str) -> None:
+    assert rejection(trusting_server, chat_template=source) == (
         "The chat template renders these messages to an empty prompt.",
         "messages",
     )
@@ -92,8 +92,8 @@ def test_empty_prompts_are_refused(trusting_server: Server, source: str) -> None
         ("x" * 40_000, "chat_template may have at most 32768 characters, not 40000."),
     ],
 )  # fmt: skip
-def test_invalid_templates_are_refused(trusting_server: Server, source: str, message: str) -> None:
-    assert refusal(trusting_server, chat_template=source) == (message, "chat_template")
+def test_invalid_templates_are_rejected(trusting_server: Server, source: str, message: str) -> None:
+    assert rejection(trusting_server, chat_template=source) == (message, "chat_template")
 
 
 @pytest.mark.parametrize(
@@ -107,6 +107,6 @@ def test_invalid_templates_are_refused(trusting_server: Server, source: str, mes
     ],
 )
 def test_templates_of_requests_run_in_the_sandbox(trusting_server: Server, source: str) -> None:
-    message, param = refusal(trusting_server, chat_template=source)
+    message, param = rejection(trusting_server, chat_template=source)
     assert message.startswith("The request's chat template ")
     assert param == "messages"

@@ -226,7 +226,7 @@ def test_forced_arguments_are_an_object(
     assert json.dumps(given) in prompt_of(tool_server)
 
 
-def test_arguments_that_are_no_object_are_refused(tool_server: Server) -> None:
+def test_arguments_that_are_no_object_are_rejected(tool_server: Server) -> None:
     schema = {"type": "string"}
     bodies: dict[str, Any] = {
         "chat/completions": {"function": {"name": "look", "parameters": schema}},
@@ -332,7 +332,7 @@ def test_calls_of_strict_tools_follow_the_schema(
     assert "City" in structure.text
 
 
-def test_unsupported_schema_of_a_strict_tool_is_refused(client: openai.OpenAI) -> None:
+def test_unsupported_schema_of_a_strict_tool_is_rejected(client: openai.OpenAI) -> None:
     schema = {"type": "object", "properties": {"a": {"not": {}}}}
     tools: list[Any] = [
         {"type": "function", "function": {"name": "f", "strict": strict, "parameters": schema}}
@@ -481,12 +481,12 @@ INVALID_FUNCTIONS: list[tuple[dict[str, Any], str, str]] = [  # Any: JSON
 
 
 @pytest.mark.parametrize(("fields", "message", "param"), INVALID_FUNCTIONS)
-def test_invalid_functions_are_refused_by_their_names(
+def test_invalid_functions_are_rejected_by_their_names(
     client: openai.OpenAI, fields: dict[str, Any], message: str, param: str
 ) -> None:
-    with pytest.raises(openai.BadRequestError) as refused:
+    with pytest.raises(openai.BadRequestError) as rejected:
         client.post(
             "/chat/completions", cast_to=object, body={"model": "tiny", "messages": ASK, **fields}
         )
-    assert refused.value.body is not None
-    assert (refused.value.body["message"], refused.value.param) == (message, param)  # type: ignore[index]  # an object
+    assert rejected.value.body is not None
+    assert (rejected.value.body["message"], rejected.value.param) == (message, param)  # type: ignore[index]  # an object

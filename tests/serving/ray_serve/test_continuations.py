@@ -587,7 +587,7 @@ async def test_a_timeout_beyond_all_limits_is_invalid(serve: FailingReplicas) ->
     assert context.code is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_an_invalid_request_is_refused_once(serve: FailingReplicas) -> None:
+async def test_an_invalid_request_is_rejected_once(serve: FailingReplicas) -> None:
     request = pb.GenerateRequest(text="x", sampling=pb.SamplingParams(temperature=-1.0))
     context = await over_grpc(serve, "Generate", request)
     assert context.code is grpc.StatusCode.INVALID_ARGUMENT

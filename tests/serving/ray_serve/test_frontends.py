@@ -85,7 +85,7 @@ def generate(server: Server, case: Case) -> list[GenerationOutput]:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_a_handle_refuses_with_the_same_words(server: Server, case: Case) -> None:
+def test_a_handle_rejects_with_the_same_words(server: Server, case: Case) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         generate(server, case)
     assert str(caught.value) == case.text
@@ -93,7 +93,7 @@ def test_a_handle_refuses_with_the_same_words(server: Server, case: Case) -> Non
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_the_proxy_gets_the_status_of_refusals_and_nothing_is_raised(
+def test_the_proxy_gets_the_status_of_rejections_and_nothing_is_raised(
     server: Server, case: Case
 ) -> None:
     messages, context = stream(server, case.grpc_message())

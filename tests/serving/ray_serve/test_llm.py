@@ -178,7 +178,7 @@ async def test_complete_responses_and_errors_have_the_types_of_the_library(
     call: str, kind: str
 ) -> None:
     async def answer(request: Request) -> Response:
-        if (await request.json()).get("refused"):
+        if (await request.json()).get("rejected"):
             return JSONResponse({"error": {"message": "no", "type": "t"}}, status_code=429)
         return JSONResponse({"id": request.url.path})
 
@@ -187,10 +187,10 @@ async def test_complete_responses_and_errors_have_the_types_of_the_library(
     ask = getattr(answers, call)
     assert [one async for one in ask(LibraryRequest(), None)] == [(kind, {"id": path})]
     # The library reads the status from the code, also for event streams.
-    refused = ("ErrorResponse", {"error": {"message": "no", "type": "t", "code": 429}})
+    rejected = ("ErrorResponse", {"error": {"message": "no", "type": "t", "code": 429}})
     for stream in (False, True):
-        request = LibraryRequest(refused=True, stream=stream)
-        assert [one async for one in ask(request, None)] == [refused]
+        request = LibraryRequest(rejected=True, stream=stream)
+        assert [one async for one in ask(request, None)] == [rejected]
 
 
 async def test_headers_of_keys_and_traces_are_forwarded_and_those_of_the_body_are_not() -> None:
@@ -272,7 +272,7 @@ def test_a_model_without_a_source_is_found_by_its_id() -> None:
     assert llm_arguments(config).model == "org/tiny"
 
 
-def test_an_option_of_vllm_that_we_do_not_have_is_refused() -> None:
+def test_an_option_of_vllm_that_we_do_not_have_is_rejected() -> None:
     config = SimpleNamespace(
         model_loading_config=SimpleNamespace(model_id="tiny", model_source="/models/tiny"),
         engine_kwargs={"pipeline_parallel_size": 2},

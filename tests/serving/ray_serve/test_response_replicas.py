@@ -119,11 +119,11 @@ async def test_any_replica_reads_and_deletes_a_response(serve: FailingReplicas) 
     assert (status, deleted["deleted"]) == (200, True)
     # On its own replica and on another one.
     for _ in range(3):
-        status, refused = await of_id(serve, "GET", made["id"])
+        status, rejected = await of_id(serve, "GET", made["id"])
         assert status == 404
-        assert refused["error"]["message"] == f"Response with id {made['id']!r} not found."
-    status, refused = await responses(serve, previous_response_id=made["id"])
-    assert (status, refused["error"]["code"]) == (400, "previous_response_not_found")
+        assert rejected["error"]["message"] == f"Response with id {made['id']!r} not found."
+    status, rejected = await responses(serve, previous_response_id=made["id"])
+    assert (status, rejected["error"]["code"]) == (400, "previous_response_not_found")
 
 
 async def test_what_a_replica_kept_is_lost_with_it(
@@ -131,20 +131,20 @@ async def test_what_a_replica_kept_is_lost_with_it(
 ) -> None:
     _, made = await responses(serve)
     del stores["replica0"]
-    status, refused = await responses(serve, previous_response_id=made["id"])
+    status, rejected = await responses(serve, previous_response_id=made["id"])
     assert status == 400
-    assert refused["error"]["param"] == "previous_response_id"
-    assert refused["error"]["code"] == "previous_response_not_found"
-    assert "the replica that kept it has ended" in refused["error"]["message"]
-    assert "send the earlier items as input" in refused["error"]["message"]
-    status, refused = await of_id(serve, "GET", made["id"])
-    assert (status, "has ended" in refused["error"]["message"]) == (404, True)
+    assert rejected["error"]["param"] == "previous_response_id"
+    assert rejected["error"]["code"] == "previous_response_not_found"
+    assert "the replica that kept it has ended" in rejected["error"]["message"]
+    assert "send the earlier items as input" in rejected["error"]["message"]
+    status, rejected = await of_id(serve, "GET", made["id"])
+    assert (status, "has ended" in rejected["error"]["message"]) == (404, True)
 
 
 @pytest.mark.parametrize("given", ["resp_1", "resp_nobody", "resp_x_y", "resp_" + "0" * 32])
 async def test_ids_of_no_replica_are_unknown(serve: FailingReplicas, given: str) -> None:
-    status, refused = await responses(serve, previous_response_id=given)
-    assert (status, refused["error"]["message"]) == (
+    status, rejected = await responses(serve, previous_response_id=given)
+    assert (status, rejected["error"]["message"]) == (
         400, f"Previous response with id {given!r} not found."
     )  # fmt: skip
 

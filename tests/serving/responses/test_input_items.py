@@ -133,7 +133,7 @@ def test_pages_join_to_all_items(tool_server: Server, client: openai.OpenAI) -> 
         ("include[]=message.output_text.logprobs", "include"),
     ],
 )
-def test_bad_queries_are_refused_by_name(
+def test_bad_queries_are_rejected_by_name(
     tool_server: Server, client: openai.OpenAI, query: str, param: str
 ) -> None:
     say(tool_server, "Hello.")

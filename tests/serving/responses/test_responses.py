@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: what the model reads, what clients get, and what is refused."""
+"""OpenAI's Responses API: what the model reads, what clients get, and what is rejected."""
 
 from __future__ import annotations
 
@@ -310,7 +310,7 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("given", "text", "param"), CASES)
-def test_bad_input_is_refused(
+def test_bad_input_is_rejected(
     tool_server: Server, given: dict[str, Any], text: str, param: str
 ) -> None:
     tool_server.engine.reset()
@@ -340,7 +340,7 @@ async def test_repeated_parameters_count_as_unread_output_until_the_call_ends(
     await wait_until(lambda: not buffers.num_bytes)
 
 
-def test_more_than_a_tenant_may_keep_is_refused(tmp_path: Path) -> None:
+def test_more_than_a_tenant_may_keep_is_rejected(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     limits = ReaderLimits(unread_buffer=BufferLimits(total_bytes=2**19))

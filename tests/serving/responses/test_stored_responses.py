@@ -103,8 +103,8 @@ def test_only_complete_responses_that_may_be_stored_are(
     )
     # Its id cannot be chosen, or guessed.
     assert len(found.json()["id"]) == len("resp_") + 32
-    refused = httpx.get(f"{tool_server.url}/v1/responses/{found.json()['id']}?stream=true")
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "stream")
+    rejected = httpx.get(f"{tool_server.url}/v1/responses/{found.json()['id']}?stream=true")
+    assert (rejected.status_code, rejected.json()["error"]["param"]) == (400, "stream")
 
 
 @pytest.mark.parametrize("method", ["GET", "DELETE"])
@@ -171,8 +171,8 @@ def test_servers_may_store_nothing(server: Server) -> None:
     answer = httpx.post(url, json=body, timeout=60).json()
     assert answer["store"] is False
     assert httpx.get(f"{url}/{answer['id']}").status_code == 404
-    refused = httpx.post(url, json=body | {"previous_response_id": answer["id"]})
-    assert "because responses are not stored" in refused.json()["error"]["message"]
+    rejected = httpx.post(url, json=body | {"previous_response_id": answer["id"]})
+    assert "because responses are not stored" in rejected.json()["error"]["message"]
 
 
 def turn(size: int = 0, previous: StoredTurn | None = None) -> StoredTurn:
@@ -210,7 +210,7 @@ def test_a_tenant_has_a_quarter_of_the_memory() -> None:
         stored.find("a", "large")
 
 
-def test_long_conversations_are_refused() -> None:
+def test_long_conversations_are_rejected() -> None:
     stored = small(num_responses=1000)
     last = None
     for number in range(5):

@@ -154,9 +154,9 @@ def test_delete_of_an_unknown_stream_says_nothing(http: httpx.Client) -> None:
 def test_only_sent_events_are_resumed_from(http: httpx.Client, engine: FakeEngine) -> None:
     engine.most_tokens = 10
     begin(http, "early", num_events=2)
-    refused = rest(http, "early", 25)
-    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "stream_not_found")
-    assert rest(http, "unknown", 25).content == refused.content
+    rejected = rest(http, "early", 25)
+    assert (rejected.status_code, rejected.json()["error"]["code"]) == (404, "stream_not_found")
+    assert rest(http, "unknown", 25).content == rejected.content
     assert rest(http, "early", "x").status_code == 400
     assert rest(http, "early", "-1").status_code == 400
     assert rest(http, "early", "9" * 30).status_code == 400
@@ -258,11 +258,11 @@ def test_stream_of_another_tenant_does_not_exist(serving: Serving, tmp_path: Pat
             assert len(list(stub.Generate(resumption("grpc", 0), metadata=ann_key))) > 1
 
 
-def test_anonymous_streams_are_refused_unless_allowed(serving: Serving) -> None:
+def test_anonymous_streams_are_rejected_unless_allowed(serving: Serving) -> None:
     with serving(ReaderLimits(resume_grace_s=GRACE_S)) as server:
-        refused = httpx.post(f"{server.url}/v1/completions", json=body())
-        assert refused.status_code == 403
-        assert "--resume-anonymous" in refused.text
+        rejected = httpx.post(f"{server.url}/v1/completions", json=body())
+        assert rejected.status_code == 403
+        assert "--resume-anonymous" in rejected.text
         assert httpx.get(f"{server.url}/v1/streams/x").status_code == 403
         with grpc.insecure_channel(server.grpc_target) as channel:
             assert (
@@ -371,16 +371,16 @@ def test_tenant_without_room_starts_no_resumable_stream(serving: Serving) -> Non
             headers = {"x-request-id": f"{number}"}
             # The rest is generated once the server has noticed that the client is gone.
             server.engine.most_tokens = 1
-            with http.stream("POST", "/v1/completions", json=body(), headers=headers) as refused:
-                if refused.status_code != 200:
-                    refused.read()
+            with http.stream("POST", "/v1/completions", json=body(), headers=headers) as rejected:
+                if rejected.status_code != 200:
+                    rejected.read()
                     break
             wait_for(lambda: resumables.num_awaited == number + 1)  # noqa: B023
             server.engine.most_tokens = None
             wait_for(lambda: not server.frontends.servicer.num_open_calls)
         assert resumables.num_bytes <= 2**16
-        assert (refused.status_code, "resume or abort" in refused.text) == (429, True)
-        assert refused.headers["retry-after"] == "5"
+        assert (rejected.status_code, "resume or abort" in rejected.text) == (429, True)
+        assert rejected.headers["retry-after"] == "5"
         http.delete("/v1/streams/0")
         begin(http, "more")
 

@@ -74,7 +74,7 @@ def test_methods_are_called(server: Server, tmp_path: Path) -> None:
     assert (info["model"], info["numBlocks"]) == ("tiny", "64")
 
 
-def test_refusal_shows_its_details(server: Server, tmp_path: Path) -> None:
+def test_rejection_shows_its_details(server: Server, tmp_path: Path) -> None:
     message = {"text": "x", "sampling": {"topP": 2}}
     done = _curl(tmp_path, server, "--data", json.dumps(message), f"/{SERVICE}/Generate")
     assert done.returncode != 0

@@ -185,7 +185,7 @@ def test_others_run_between_tools_and_between_the_calls_of_a_message() -> None:
          "structure"),
     ],
 )  # fmt: skip
-def test_bad_tools_are_refused(fields: dict[str, Any], param: str) -> None:
+def test_bad_tools_are_rejected(fields: dict[str, Any], param: str) -> None:
     # Any: fields of all types
     with pytest.raises(InvalidRequestError) as caught:
         finish(_chat(**fields).to_input(RpcCall(), ANONYMOUS, LARGEST, **TEMPLATE))
@@ -212,7 +212,7 @@ def test_bad_tools_are_refused(fields: dict[str, Any], param: str) -> None:
          "chat_template_kwargs has an object with a duplicate name."),
     ],
 )  # fmt: skip
-def test_bad_conversation_is_refused(
+def test_bad_conversation_is_rejected(
     stub: Stub, server: Server, message: pb.ChatRequest, text: str
 ) -> None:
     with pytest.raises(grpc.RpcError) as caught:

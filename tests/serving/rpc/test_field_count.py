@@ -66,10 +66,10 @@ def test_messages_within_the_limits_pass(message: Message) -> None:
     ],
     ids=["messages", "tool calls", "strings", "choices"],
 )
-def test_too_many_fields_are_refused(message: Message, field: str) -> None:
-    with pytest.raises(InvalidRequestError, match=f"{field} has too many entries") as refused:
+def test_too_many_fields_are_rejected(message: Message, field: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"{field} has too many entries") as rejected:
         check(message)
-    assert refused.value.param == field
+    assert rejected.value.param == field
 
 
 def test_unpacked_numbers_and_unknown_fields_count() -> None:
@@ -99,14 +99,14 @@ def test_a_group_hides_no_fields(kind: type[Message], body: bytes) -> None:
 
 
 @pytest.mark.parametrize("token_id", [0, 300, 2**32 - 1])
-def test_more_token_ids_than_a_context_are_refused(token_id: int) -> None:
+def test_more_token_ids_than_a_context_are_rejected(token_id: int) -> None:
     message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[token_id] * 5001))
-    with pytest.raises(ContextLengthError, match=r"5001 entries.*--max-model-len") as refused:
+    with pytest.raises(ContextLengthError, match=r"5001 entries.*--max-model-len") as rejected:
         check(message)
-    assert refused.value.param == "token_ids"
+    assert rejected.value.param == "token_ids"
 
 
 @given(st.binary(max_size=300))
-def test_any_bytes_are_counted_or_refused(body: bytes) -> None:
+def test_any_bytes_are_counted_or_rejected(body: bytes) -> None:
     for kind in (pb.ChatRequest, pb.GenerateRequest):
         finish(check_fields(kind, body, SIZE))

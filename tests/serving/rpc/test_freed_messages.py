@@ -1,4 +1,4 @@
-"""What a call holds is freed when it is refused, not by a later garbage collection."""
+"""What a call holds is freed when it is rejected, not by a later garbage collection."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def _without_collections() -> Iterator[None]:
         pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * NUM_BYTES)),
         pb.GenerateRequest(text="x" * NUM_BYTES),
     ],
-    ids=["refused before it is parsed", "refused after it is parsed"],
+    ids=["rejected before it is parsed", "rejected after it is parsed"],
 )
-async def test_refused_message_is_freed_at_once(
+async def test_rejected_message_is_freed_at_once(
     tokenizer: Tokenizer, message: pb.GenerateRequest
 ) -> None:
     async with (
@@ -50,8 +50,8 @@ async def test_refused_message_is_freed_at_once(
         stub = server.stub(channel)
         held_before, _ = tracemalloc.get_traced_memory()
         for _ in range(NUM_CALLS):
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
+            with pytest.raises(grpc.aio.AioRpcError) as rejected:
                 await stub.Generate(message).read()
-            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert rejected.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         held, _ = tracemalloc.get_traced_memory()
     assert held - held_before < NUM_BYTES * NUM_CALLS / 4

@@ -100,7 +100,7 @@ async def test_nothing_but_health_answers_without_a_key(
     ["", "Bearer", "Bearer ", "Bearer wrong", f"Basic {KEYS['red']}", KEYS["red"],
      f"Bearer {KEYS['red']}x", f"Bearer {KEYS['red'][:-1]}"],
 )  # fmt: skip
-async def test_wrong_key_is_refused_with_details(
+async def test_wrong_key_is_rejected_with_details(
     channel: grpc.aio.Channel, frontend: GrpcFrontend, authorization: str
 ) -> None:
     call = frontend.stub(channel).Generate(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cluster.serving.text.tokenizer import Tokenizer
 
 TENANT_BYTES = 64 * 2**20
-# None waits for so long that it is refused.
+# None waits for so long that it is rejected.
 LIMITS = IntakeLimits(wait_s=600.0)
 REQUEST = pb.TokenizeRequest(text="hello")
 

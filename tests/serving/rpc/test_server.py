@@ -264,7 +264,7 @@ async def test_abort_hits_exactly_the_named_request(server: Server) -> None:
         await wait_until(lambda: engine.num_sequences == 0)
 
 
-async def test_running_id_is_refused_and_free_again_later(server: Server) -> None:
+async def test_running_id_is_rejected_and_free_again_later(server: Server) -> None:
     server.engine.most_tokens = 1
     async with grpc.aio.insecure_channel(server.grpc_target) as channel:
         stub: Any = Stub(channel)  # Any: the generated stub is not async to mypy
@@ -329,7 +329,7 @@ def test_timeout_in_the_message_ends_the_call(server: Server, stub: Stub) -> Non
 def test_errors_of_the_engine_have_their_codes(
     stub: Stub, engine: FakeEngine, error: Any, code: grpc.StatusCode
 ) -> None:
-    engine.refusal = error
+    engine.rejection = error
     with pytest.raises(grpc.RpcError) as caught:
         list(stub.Generate(_call()))
     assert (caught.value.code(), caught.value.details()) == (code, str(error))
@@ -417,7 +417,7 @@ def test_malformed_message_is_an_invalid_argument(server: Server, body: bytes) -
     ],
     ids=["message", "nested message", "many"],
 )
-def test_unknown_field_is_refused(server: Server, body: bytes, text: str) -> None:
+def test_unknown_field_is_rejected(server: Server, body: bytes, text: str) -> None:
     error = _raw_call(server, "Generate", body)
     assert (error.code(), error.details()) == (grpc.StatusCode.INVALID_ARGUMENT, text)
 
@@ -437,7 +437,7 @@ def test_unknown_method_is_unimplemented(server: Server) -> None:
         ),
     ],
 )
-def test_too_large_message_is_refused_before_it_is_parsed(
+def test_too_large_message_is_rejected_before_it_is_parsed(
     server: Server, num_bytes: int, text: str
 ) -> None:
     # These bytes are not a message, so parsing them fails.
@@ -445,14 +445,14 @@ def test_too_large_message_is_refused_before_it_is_parsed(
     assert (error.code(), error.details()) == (grpc.StatusCode.INVALID_ARGUMENT, text)
 
 
-def test_message_far_too_large_is_refused_by_its_length(server: Server) -> None:
+def test_message_far_too_large_is_rejected_by_its_length(server: Server) -> None:
     error = _raw_call(server, "Generate", b"\xff" * (2 * LIMIT))
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert f"({2 * LIMIT} vs. {LIMIT + LIMIT // 2})" in str(error.details())
     assert server.engine.log.submitted == []
 
 
-def test_too_much_metadata_is_refused(server: Server) -> None:
+def test_too_much_metadata_is_rejected(server: Server) -> None:
     error = _raw_call(server, "Generate", b"", metadata=(("x-large", "x" * 20_000),))
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
@@ -469,7 +469,7 @@ def test_many_nested_messages_are_rejected_quickly(server: Server) -> None:
     assert time.process_time() - started_s < 20
 
 
-def test_compressed_message_is_refused(server: Server) -> None:
+def test_compressed_message_is_rejected(server: Server) -> None:
     body = pb.GenerateRequest(text="x" * 100_000).SerializeToString()
     error = _raw_call(server, "Generate", body, compression=grpc.Compression.Gzip)
     assert error.code() is grpc.StatusCode.UNIMPLEMENTED
@@ -479,7 +479,7 @@ def test_compressed_message_is_refused(server: Server) -> None:
 def test_defect_reveals_no_details(
     stub: Stub, engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine.refusal = KeyError("/home/secret at 0xdeadbeef")  # type: ignore[assignment]  # a defect
+    engine.rejection = KeyError("/home/secret at 0xdeadbeef")  # type: ignore[assignment]  # a defect
     with pytest.raises(grpc.RpcError) as caught:
         list(stub.Generate(_call()))
     assert caught.value.code() is grpc.StatusCode.INTERNAL

@@ -31,7 +31,7 @@ def _details(status: Status) -> dict[str, Any]:  # Any: messages of all kinds
     return found
 
 
-def _refused(call: Any) -> tuple[grpc.StatusCode, Status]:  # Any: a call of any method
+def _rejected(call: Any) -> tuple[grpc.StatusCode, Status]:  # Any: a call of any method
     with pytest.raises(grpc.RpcError) as caught:
         list(call)
     status = status_of_call(caught.value)
@@ -70,7 +70,7 @@ def _refused(call: Any) -> tuple[grpc.StatusCode, Status]:  # Any: a call of any
 def test_bad_field_is_named_by_its_path(
     stub: Stub, engine: FakeEngine, message: pb.GenerateRequest, field: str, text: str
 ) -> None:
-    code, status = _refused(stub.Generate(message))
+    code, status = _rejected(stub.Generate(message))
     assert (code, status.message) == (grpc.StatusCode.INVALID_ARGUMENT, text)
     details = _details(status)
     (violation,) = details["BadRequest"].field_violations
@@ -82,7 +82,7 @@ def test_bad_field_is_named_by_its_path(
 
 
 def test_unknown_model_is_not_found(stub: Stub) -> None:
-    code, status = _refused(stub.Generate(pb.GenerateRequest(text="x", model="other")))
+    code, status = _rejected(stub.Generate(pb.GenerateRequest(text="x", model="other")))
     assert code is grpc.StatusCode.NOT_FOUND
     assert status.message == "The model 'other' does not exist; this server serves 'tiny'."
     info = _details(status)["ErrorInfo"]
@@ -92,8 +92,8 @@ def test_unknown_model_is_not_found(stub: Stub) -> None:
 
 
 def test_full_queue_sends_a_retry_delay(stub: Stub, engine: FakeEngine) -> None:
-    engine.refusal = errors.OverloadedError("The queue is full.", retry_after_s=2.5)
-    code, status = _refused(stub.Generate(pb.GenerateRequest(text="x")))
+    engine.rejection = errors.OverloadedError("The queue is full.", retry_after_s=2.5)
+    code, status = _rejected(stub.Generate(pb.GenerateRequest(text="x")))
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
     details = _details(status)
     assert details["ErrorInfo"].reason == "OVERLOADED"

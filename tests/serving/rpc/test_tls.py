@@ -52,7 +52,7 @@ async def _ask(frontend: GrpcFrontend, channel: grpc.aio.Channel) -> int:
     return int(messages[-1].usage.num_generated_tokens)
 
 
-async def _refusal(frontend: GrpcFrontend, channel: grpc.aio.Channel) -> grpc.StatusCode:
+async def _rejection(frontend: GrpcFrontend, channel: grpc.aio.Channel) -> grpc.StatusCode:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await _ask(frontend, channel)
     return caught.value.code()
@@ -62,8 +62,8 @@ async def test_client_trusts_the_certificate(tokenizer: Tokenizer, tmp_path: Pat
     async with grpc_frontend(tokenizer, certificates=_store(tmp_path)) as frontend:
         assert await _ask(frontend, _channel(frontend)) == 3
         unavailable = grpc.StatusCode.UNAVAILABLE
-        assert await _refusal(frontend, _channel(frontend, Authority("unknown"))) is unavailable
-        assert await _refusal(frontend, grpc.aio.insecure_channel(frontend.target)) is unavailable
+        assert await _rejection(frontend, _channel(frontend, Authority("unknown"))) is unavailable
+        assert await _rejection(frontend, grpc.aio.insecure_channel(frontend.target)) is unavailable
         assert len(frontend.engine.log.submitted) == 1
 
 
@@ -71,15 +71,15 @@ async def test_client_must_show_a_certificate(tokenizer: Tokenizer, tmp_path: Pa
     store = _store(tmp_path, client_ca=AUTHORITY.certificate)
     async with grpc_frontend(tokenizer, certificates=store) as frontend:
         unavailable = grpc.StatusCode.UNAVAILABLE
-        assert await _refusal(frontend, _channel(frontend)) is unavailable
+        assert await _rejection(frontend, _channel(frontend)) is unavailable
         other = Authority("another authority")
-        assert await _refusal(frontend, _channel(frontend, client=other.issue())) is unavailable
+        assert await _rejection(frontend, _channel(frontend, client=other.issue())) is unavailable
         assert frontend.engine.log.submitted == []
         assert await _ask(frontend, _channel(frontend, client=AUTHORITY.issue("client"))) == 3
         # The authority is replaced: clients of the old one are rejected.
         (tmp_path / "ca.crt").write_bytes(other.certificate)
         old = _channel(frontend, client=AUTHORITY.issue("client"))
-        assert await _refusal(frontend, old) is unavailable
+        assert await _rejection(frontend, old) is unavailable
         assert await _ask(frontend, _channel(frontend, client=other.issue("client"))) == 3
 
 
@@ -101,7 +101,7 @@ async def test_certificates_are_renewed_under_load(tokenizer: Tokenizer, tmp_pat
             assert await asyncio.gather(*asking) == [3] * 12
         next_authority.issue().write(tmp_path)
         assert await _ask(frontend, _channel(frontend, next_authority)) == 3
-        assert await _refusal(frontend, _channel(frontend)) is grpc.StatusCode.UNAVAILABLE
+        assert await _rejection(frontend, _channel(frontend)) is grpc.StatusCode.UNAVAILABLE
         messages = [message async for message in reader]
         assert messages[-1].usage.num_generated_tokens == 200
         await kept.close()  # type: ignore[call-arg]  # grpc-stubs asks for what has a default

@@ -56,7 +56,7 @@ async def test_json_line_describes_the_call(servicer: Servicer) -> None:
     assert "secret" not in line
 
 
-async def test_line_of_a_refused_id_is_no_longer_than_others(servicer: Servicer) -> None:
+async def test_line_of_a_rejected_id_is_no_longer_than_others(servicer: Servicer) -> None:
     stream = io.StringIO()
     given = GenerationInput(prompts=("x",), client_id="\x85" * 2**20)
     with logging_to(stream, form="text"), pytest.raises(InvalidRequestError):

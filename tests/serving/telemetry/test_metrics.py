@@ -127,19 +127,19 @@ async def test_tokens_in_flight_are_those_of_open_calls(servicer: Servicer) -> N
     assert value(servicer, "pagedray_requests_total", outcome="cancelled") == 1
 
 
-async def test_refusals_are_counted_by_reason(servicer: Servicer) -> None:
+async def test_rejections_are_counted_by_reason(servicer: Servicer) -> None:
     origin = CallOrigin(frontend="http")
     for given in ({"prompts": ("",)}, {"model": "other"}, {"prompts": ("x " * 4000,)}):
         with pytest.raises(RequestError):
             await run(servicer, origin=origin, **given)
     engine = servicer.client.engine
     assert isinstance(engine, FakeEngine)
-    engine.refusal = OverloadedError("full")
+    engine.rejection = OverloadedError("full")
     with pytest.raises(OverloadedError):
         await run(servicer, origin=origin)
     for reason in ("invalid", "unknown_model", "too_large", "overloaded"):
         labels = {"front": "http", "reason": reason}
-        assert value(servicer, "pagedray_refusals_total", **labels) == 1
+        assert value(servicer, "pagedray_rejections_total", **labels) == 1
     assert value(servicer, "pagedray_tokens_in_flight") == 0
 
 

@@ -109,7 +109,7 @@ async def test_phases_follow_one_another_within_the_call(
     assert phases[1].start_time == phases[0].end_time
 
 
-async def test_refusal_is_an_error_of_its_kind(
+async def test_rejection_is_an_error_of_its_kind(
     servicer: Servicer, exporter: InMemorySpanExporter
 ) -> None:
     with pytest.raises(InvalidRequestError):
@@ -177,7 +177,7 @@ def report(model: str = "tiny") -> CallReport:
         id="a",
         sampling=None,
         outcome="stop",
-        is_refused=False,
+        is_rejected=False,
         arrived_s=1.0,
         validated_s=1.1,
         started_s=1.2,
@@ -215,7 +215,7 @@ def test_nothing_is_traced_by_default(environment: dict[str, str]) -> None:
     assert otlp_tracer(None, environment) is None
 
 
-def test_endpoint_without_a_scheme_is_refused() -> None:
+def test_endpoint_without_a_scheme_is_rejected() -> None:
     with pytest.raises(
         StartupError, match="must be an http:// or https:// URL, not 'localhost:4318'"
     ):

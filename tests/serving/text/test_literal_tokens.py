@@ -209,7 +209,7 @@ def test_no_text_of_a_tool_forges_a_role(with_tools: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("cut", ["[:-1] }}", "[:-1] }}9", "[1:] }}"])
-def test_a_template_that_cuts_a_special_token_is_refused(cut: str, tmp_path: Path) -> None:
+def test_a_template_that_cuts_a_special_token_is_rejected(cut: str, tmp_path: Path) -> None:
     write_metaspace(tmp_path)
     settings = {"chat_template": "{{ messages[0].content" + cut}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -221,7 +221,7 @@ def test_a_template_that_cuts_a_special_token_is_refused(cut: str, tmp_path: Pat
         tokenizer.encode_marked(marked)
 
 
-def test_a_special_token_without_other_tokens_is_refused(tmp_path: Path) -> None:
+def test_a_special_token_without_other_tokens_is_rejected(tmp_path: Path) -> None:
     pieces = [("<unk>", 0.0), ("\u2581", -1.0), ("<s>", -1.0), ("a", -2.0)]
     made = tokenizers.Tokenizer(models.Unigram(pieces, 0, byte_fallback=False))
     made.decoder = decoders.Metaspace()

@@ -91,7 +91,7 @@ def test_files_of_templates_win_over_the_settings(copy: Path, tools: list[Any]) 
     assert ours.startswith("a file")
 
 
-def test_a_template_for_tools_alone_refuses_other_conversations(copy: Path) -> None:
+def test_a_template_for_tools_alone_rejects_other_conversations(copy: Path) -> None:
     configure(copy, chat_template=BY_NAME[:1])
     ours, expected = rendered_by_both(copy, [ChatMessage("user", "x")], TOOLS)
     assert ours == expected

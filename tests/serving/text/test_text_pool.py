@@ -225,7 +225,7 @@ def text_threads() -> set[threading.Thread]:
     return {one for one in threading.enumerate() if one.name.startswith("pagedray-text")}
 
 
-async def test_frontends_refuse_long_texts_when_too_many_wait(
+async def test_frontends_reject_long_texts_when_too_many_wait(
     tokenizer: Tokenizer, gate: threading.Event
 ) -> None:
     client = EngineClient(asyncio.get_running_loop())
@@ -252,9 +252,9 @@ async def test_frontends_refuse_long_texts_when_too_many_wait(
         stub = pagedray_pb2_grpc.GenerationServiceStub(channel)
         # Too long for the event loop, but short enough to fit the context.
         text = "x" * 3000
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
+        with pytest.raises(grpc.aio.AioRpcError) as rejected:
             await stub.Tokenize(pb.TokenizeRequest(text=text))
-        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert rejected.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         answer = await http.post("/v1/completions", json={"model": "tiny", "prompt": text})
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
     gate.set()

@@ -62,7 +62,7 @@ def test_chat_is_rendered_by_the_checkpoints_template(tokenizer: Tokenizer) -> N
     assert text == "<s><|user|>hi</s><|assistant|>"
 
 
-def test_template_may_refuse_messages(tokenizer: Tokenizer) -> None:
+def test_template_may_reject_messages(tokenizer: Tokenizer) -> None:
     messages = ChatMessage("user", "hi"), ChatMessage("system", "no")
     with pytest.raises(InvalidRequestError, match="The system speaks first"):
         tokenizer.render_chat(ChatPrompt(messages))
@@ -116,7 +116,7 @@ def test_named_templates_give_the_default_one(copy: Path) -> None:
     assert Tokenizer.from_folder(copy).render_chat(ChatPrompt(())) == "d"
 
 
-def test_model_without_template_refuses_chat(copy: Path) -> None:
+def test_model_without_template_rejects_chat(copy: Path) -> None:
     (copy / "tokenizer_config.json").unlink()
     with pytest.raises(InvalidRequestError, match="no chat template"):
         Tokenizer.from_folder(copy).render_chat(ChatPrompt((ChatMessage("user", "x"),)))
@@ -175,7 +175,7 @@ def test_a_template_of_the_options_replaces_those_of_the_folder(copy: Path, tmp_
         ("bytes.jinja", "bytes.jinja is not valid UTF-8."),
     ],
 )
-def test_an_invalid_template_of_the_options_is_refused_in_one_line(
+def test_an_invalid_template_of_the_options_is_rejected_in_one_line(
     copy: Path, given: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (copy / "broken.jinja").write_text("{% for %}")
@@ -187,7 +187,7 @@ def test_an_invalid_template_of_the_options_is_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_unknown_decoder_is_refused(copy: Path) -> None:
+def test_unknown_decoder_is_rejected(copy: Path) -> None:
     path = copy / "tokenizer.json"
     settings = json.loads(path.read_text())
     settings["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}

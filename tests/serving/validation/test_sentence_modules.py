@@ -1,4 +1,4 @@
-"""Modules of sentence-transformers that run here, and those that are refused by name."""
+"""Modules of sentence-transformers that run here, and those that are rejected by name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_modules_that_run_here_are_accepted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["Dense", "LayerNorm", "WeightedLayerPooling", "CNN"])
-def test_a_module_that_would_change_vectors_is_refused(kind: str, tmp_path: Path) -> None:
+def test_a_module_that_would_change_vectors_is_rejected(kind: str, tmp_path: Path) -> None:
     write_modules(tmp_path, "Transformer", "Pooling", kind)
     with pytest.raises(CheckpointError, match=rf"2\.type names the module '{kind}'; supported"):
         check_modules(tmp_path)
@@ -60,7 +60,7 @@ def test_the_longest_text_is_that_of_the_checkpoint(
     assert longest_text(tmp_path, 512) == longest
 
 
-def test_text_that_would_become_lower_case_is_refused(tmp_path: Path) -> None:
+def test_text_that_would_become_lower_case_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "sentence_bert_config.json").write_text('{"do_lower_case": true}')
     with pytest.raises(CheckpointError, match="do_lower_case must be false, not true"):
         longest_text(tmp_path, 512)

@@ -135,7 +135,7 @@ async def test_prompt_logprobs_are_bounded(tokenizer: Tokenizer) -> None:
         (SchedulerConfig(max_queued_tokens=42, max_queued_requests=6), None),
     ],
 )
-async def test_beams_that_no_queue_has_room_for_are_refused(
+async def test_beams_that_no_queue_has_room_for_are_rejected(
     tokenizer: Tokenizer, limits: SchedulerConfig, text: str | None
 ) -> None:
     validator = Validator(replace(engine_config(16), scheduler=limits), tokenizer)

@@ -114,7 +114,7 @@ def turn(kind: str, answer: str) -> Structure:
             {"structures": [{"begin": "<f>", "schema": {}, "end": ""}], "triggers": ["<f"]})),
     ],
 )  # fmt: skip
-def test_an_answer_that_may_begin_as_calls_is_refused(kind: str, answer: str) -> None:
+def test_an_answer_that_may_begin_as_calls_is_rejected(kind: str, answer: str) -> None:
     with pytest.raises(InvalidRequestError, match="structure may begin with '<call>'"):
         grammar_text(turn(kind, answer))
 

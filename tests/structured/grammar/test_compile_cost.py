@@ -40,7 +40,7 @@ def test_too_many_optional_parts_are_rejected(text: str) -> None:
         (200, 57, r"256 properties\."),
     ],
 )
-def test_objects_of_too_many_properties_are_refused(
+def test_objects_of_too_many_properties_are_rejected(
     num_required: int, num_optional: int, limit: str
 ) -> None:
     names = [f"p{index}" for index in range(num_required + num_optional)]

@@ -202,14 +202,14 @@ def test_tags_with_a_separator() -> None:
          "structure.structures.0.schema has an unsupported JSON Schema: #/x"),
     ],
 )  # fmt: skip
-def test_bad_tags_are_refused(given: Part, text: str) -> None:
+def test_bad_tags_are_rejected(given: Part, text: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         accepts(given)
     assert text in str(caught.value)
     assert len(str(caught.value)) < 300
 
 
-def test_deep_parts_are_refused() -> None:
+def test_deep_parts_are_rejected() -> None:
     part: Part = ANY
     for _ in range(40):
         part = {"type": "tag", **tag("<", ">", part)}
@@ -219,7 +219,7 @@ def test_deep_parts_are_refused() -> None:
         grammar_text(Structure(kind="structural_tag", text='{"a":' * 20_000))
 
 
-def test_text_that_is_no_json_is_refused() -> None:
+def test_text_that_is_no_json_is_rejected() -> None:
     for text in ("", "{", "[]", "5", '{"a":"\ud800"}', '{"format":NaN}'):
         with pytest.raises(InvalidRequestError, match="structur"):
             grammar_text(Structure(kind="structural_tag", text=text))

@@ -82,7 +82,7 @@ def example(part: Part, rng: random.Random) -> str:
 @pytest.mark.parametrize("seed", range(4))
 def test_random_tags_accept_the_same_texts(seed: int) -> None:
     rng = random.Random(seed)
-    num_accepted = num_refused = 0
+    num_accepted = num_rejected = 0
     for _ in range(60):
         part = random_part(rng)
         text = json.dumps({"type": "structural_tag", "format": part})
@@ -95,6 +95,6 @@ def test_random_tags_accept_the_same_texts(seed: int) -> None:
             accepted = _is_grammar_accept_string(ours, one)
             assert accepted == _is_grammar_accept_string(theirs, one), (part, one)
             num_accepted += accepted
-            num_refused += not accepted
+            num_rejected += not accepted
     assert num_accepted > 200
-    assert num_refused > 200
+    assert num_rejected > 200

@@ -146,10 +146,10 @@ def test_sockets_for_a_process_that_does_not_start_are_closed() -> None:
 def test_a_structure_that_takes_too_long_is_rejected_and_harms_no_other(
     own_compiler: StructureCompiler,
 ) -> None:
-    refused, grammar, same = asyncio.run(compile_all(own_compiler, LARGE, SMALL, SMALL))
-    assert isinstance(refused, InvalidRequestError)
-    assert refused.param == "structure"
-    assert str(refused) == "structure takes more than 1 s of CPU time to compile."
+    rejected, grammar, same = asyncio.run(compile_all(own_compiler, LARGE, SMALL, SMALL))
+    assert isinstance(rejected, InvalidRequestError)
+    assert rejected.param == "structure"
+    assert str(rejected) == "structure takes more than 1 s of CPU time to compile."
     assert grammar is same
     assert own_compiler.num_cached_bytes > 0
     own_compiler.close()
@@ -157,13 +157,13 @@ def test_a_structure_that_takes_too_long_is_rejected_and_harms_no_other(
         asyncio.run(own_compiler.compile(SMALL))
 
 
-def test_a_structure_that_is_refused_after_its_call_was_cancelled_logs_nothing(
+def test_a_structure_that_is_rejected_after_its_call_was_cancelled_logs_nothing(
     compiler: StructureCompiler, caplog: pytest.LogCaptureFixture
 ) -> None:
-    refused = Structure(kind="grammar", text="root ::= refused")
+    rejected = Structure(kind="grammar", text="root ::= rejected")
 
     async def cancel_one_of_two_calls() -> None:
-        cancelled, waiting = (asyncio.ensure_future(compiler.compile(refused)) for _ in range(2))
+        cancelled, waiting = (asyncio.ensure_future(compiler.compile(rejected)) for _ in range(2))
         await asyncio.sleep(0)
         cancelled.cancel()
         with pytest.raises(InvalidRequestError):
@@ -417,8 +417,8 @@ def test_a_structure_that_takes_too_much_memory_is_rejected_and_harms_no_other(
 ) -> None:
     limits = CompileLimits(compile_s=60.0, wait_s=120.0, memory_bytes=24 * 2**20)
     compiler = StructureCompiler(lambda: vocabulary(tokenizer), limits=limits)
-    refused, grammar = asyncio.run(compile_all(compiler, large(150), SMALL))
+    rejected, grammar = asyncio.run(compile_all(compiler, large(150), SMALL))
     compiler.close()
-    assert isinstance(refused, InvalidRequestError)
-    assert str(refused) == "structure takes more than 24 MiB to compile."
+    assert isinstance(rejected, InvalidRequestError)
+    assert str(rejected) == "structure takes more than 24 MiB to compile."
     assert isinstance(grammar, CompiledGrammar)

@@ -39,7 +39,7 @@ def fill(disk: Path) -> None:
             file.write(bytes(2**16))
 
 
-def test_start_on_a_full_disk_is_refused(disk: Path) -> None:
+def test_start_on_a_full_disk_is_rejected(disk: Path) -> None:
     fill(disk)
     done = run_pagedray("serve", str(TINY_LLAMA), "--device=cpu", "--grpc-port=0", "--http-port=0")
     assert done.code == 2

@@ -30,10 +30,10 @@ def run_apart(*arguments: str) -> list[Any]:  # Any: JSON values
 
 @pytest.mark.slow
 def test_ranks_on_other_nodes_serve() -> None:
-    alone, refusal, apart = run_apart()
+    alone, rejection, apart = run_apart()
     assert alone["families"] == apart["families"] == ["AF_INET"]
     assert alone["hosts"] == ["127.0.0.1"]
-    assert "--placement-strategy PACK" in refusal
+    assert "--placement-strategy PACK" in rejection
     assert sorted(apart["hosts"]) == ["127.0.0.2", "127.0.0.3"]
     assert len(alone["token_ids"]) == 8
     assert apart["token_ids"] == alone["token_ids"]

@@ -138,7 +138,7 @@ def test_converted_reranker_scores_pairs_as_transformers(tmp_path: Path) -> None
             llm.score(query, documents, instruction=INSTRUCTION)
 
 
-def test_model_without_answers_is_refused(tmp_path: Path) -> None:
+def test_model_without_answers_is_rejected(tmp_path: Path) -> None:
     save_qwen3(tmp_path)
     text = (tmp_path / "tokenizer.json").read_text()
     (tmp_path / "tokenizer.json").write_text(text.replace('"yes"', '"yez"'))

@@ -121,7 +121,7 @@ def test_beams_are_those_of_llm(engine: AsyncLLM, llm: LLM, runner: asyncio.Runn
         assert [one.tokens for one in found.sequences] == [one.tokens for one in expected.sequences]
         assert [one.text for one in found.sequences] == [one.text for one in expected.sequences]
     with pytest.raises(InvalidRequestError, match="takes one prompt"):
-        runner.run(engine.beam_search([[5], [6]], params))  # type: ignore[list-item]  # it is refused
+        runner.run(engine.beam_search([[5], [6]], params))  # type: ignore[list-item]  # it is rejected
 
 
 def test_deltas_join_to_the_whole(engine: AsyncLLM, runner: asyncio.Runner) -> None:
@@ -321,7 +321,7 @@ def test_conversations_are_rendered_as_by_llm(
     assert found.outputs[0].text == expected.outputs[0].text
 
 
-def test_mistakes_are_refused(engine: AsyncLLM, runner: asyncio.Runner) -> None:
+def test_mistakes_are_rejected(engine: AsyncLLM, runner: asyncio.Runner) -> None:
     async def first(prompt: object) -> None:
         await anext(engine.generate(prompt, GREEDY))  # type: ignore[arg-type]  # a mistake
 
@@ -340,7 +340,7 @@ def test_mistakes_are_refused(engine: AsyncLLM, runner: asyncio.Runner) -> None:
         AsyncLLM(TINY_LLAMA, quantisation=None)  # type: ignore[call-arg]  # a mistake
 
 
-def test_beams_that_no_queue_has_room_for_are_refused() -> None:
+def test_beams_that_no_queue_has_room_for_are_rejected() -> None:
     engine = AsyncLLM(
         TINY_LLAMA, device="cpu", executor="local", max_queued_tokens=64, show_progress=False
     )

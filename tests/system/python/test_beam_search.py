@@ -103,7 +103,7 @@ def test_results_have_their_shape(llm: LLM) -> None:
         ),
     ],
 )
-def test_other_parameters_are_refused(
+def test_other_parameters_are_rejected(
     llm: LLM,
     options: dict[str, Any],
     text: str,  # Any: what is wrong
@@ -202,7 +202,7 @@ def test_chat_over_grpc_has_the_beams_of_http(
         ({"beam_search": pb.BeamSearch(), "n": 19}, "n must be from 1 to 18 in a beam search"),
     ],
 )
-def test_other_messages_are_refused(
+def test_other_messages_are_rejected(
     stub: pagedray_pb2_grpc.GenerationServiceStub,
     given: dict[str, Any],  # Any: what is wrong
     text: str,
@@ -213,7 +213,7 @@ def test_other_messages_are_refused(
     assert text in (caught.value.details() or "")
 
 
-def test_chat_over_grpc_refuses_tools(stub: pagedray_pb2_grpc.GenerationServiceStub) -> None:
+def test_chat_over_grpc_rejects_tools(stub: pagedray_pb2_grpc.GenerationServiceStub) -> None:
     user = pb.ChatMessage(role=pb.CHAT_ROLE_USER, content="Hi")
     sampling = pb.SamplingParams(beam_search=pb.BeamSearch())
     choice = pb.ToolChoice(mode=pb.TOOL_CHOICE_MODE_REQUIRED)
@@ -251,7 +251,7 @@ def test_a_stream_has_the_beams_of_a_conversation(client: openai.OpenAI) -> None
         ({"use_beam_search": True, "min_tokens": 1}, "min_tokens cannot be combined with use_be"),
     ],
 )
-def test_other_bodies_are_refused(
+def test_other_bodies_are_rejected(
     client: openai.OpenAI,
     extra: dict[str, Any],  # Any: what is wrong
     text: str,

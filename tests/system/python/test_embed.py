@@ -92,7 +92,7 @@ def test_prompt_that_the_encoder_cannot_take_is_rejected(
         llm.embed(prompt if isinstance(prompt, str) else [prompt])
 
 
-def test_unknown_pooling_is_refused(llm: LLM) -> None:
+def test_unknown_pooling_is_rejected(llm: LLM) -> None:
     with pytest.raises(InvalidRequestError, match="one of mean, cls, last, not 'max'"):
         llm.embed("w1", pooling="max")  # type: ignore[arg-type]  # the mistake under test
 
@@ -172,9 +172,9 @@ def test_served_encoder_gives_the_same_vectors_on_both_frontends(
 def test_served_encoder_does_not_generate_and_describes_itself(server: ServerProcess) -> None:
     with httpx.Client(base_url=server.url) as http:
         assert http.get("/ready").status_code == 200
-        refused = http.post("/v1/completions", json={"model": "bert0", "prompt": "w1"})
-        assert refused.status_code == 400
-        assert "only computes embeddings" in refused.json()["error"]["message"]
+        rejected = http.post("/v1/completions", json={"model": "bert0", "prompt": "w1"})
+        assert rejected.status_code == 400
+        assert "only computes embeddings" in rejected.json()["error"]["message"]
         asked = http.post("/v1/embeddings", json={"model": "bert0", "input": ["w1 w5", "w7"]})
         assert asked.json()["usage"]["prompt_tokens"] == 7
         loads = http.get("/loads").json()

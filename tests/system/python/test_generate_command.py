@@ -39,7 +39,7 @@ def test_values_are_checked_before_the_model_is_loaded(capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     "command", [COMMAND[:3], ("chat", COMMAND[1]), ("bench", "latency", COMMAND[1])]
 )
-def test_a_model_that_embeds_is_refused_before_it_is_loaded(
+def test_a_model_that_embeds_is_rejected_before_it_is_loaded(
     command: Sequence[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*command, "--task=embed", "--device=cpu"]) == 2

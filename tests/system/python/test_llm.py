@@ -104,18 +104,18 @@ def test_stream_waits_until_the_queue_has_room(llm: LLM, monkeypatch: pytest.Mon
     engine = llm._engine
     assert isinstance(engine, Controller)
     submit = engine.submit_request
-    num_refused = 0
+    num_rejected = 0
 
     def submit_third(request: Request) -> None:
-        nonlocal num_refused
-        if num_refused < 2:
-            num_refused += 1
+        nonlocal num_rejected
+        if num_rejected < 2:
+            num_rejected += 1
             raise OverloadedError("The queue is full.")
         submit(request)
 
     monkeypatch.setattr(engine, "submit_request", submit_third)
     assert "".join(llm.stream("class Queue:\n", SAMPLED)) == expected
-    assert num_refused == 2
+    assert num_rejected == 2
 
 
 def test_calls_do_not_take_each_others_tokens(llm: LLM) -> None:

@@ -177,7 +177,7 @@ def test_pairs_are_scored_in_order(client: httpx.Client, folder: Path, path: str
         ("/score", {"text_1": "w1"}, "text_2"),
     ],
 )
-def test_bad_input_is_refused_by_its_name(
+def test_bad_input_is_rejected_by_its_name(
     client: httpx.Client, folder: Path, path: str, body: dict[str, Any], param: str
 ) -> None:
     content = json.dumps({"model": folder.name, **body})

@@ -140,7 +140,7 @@ def test_prompts_take_every_form(llm: LLM) -> None:
         (5, "lists of token ids"),
     ],
 )
-def test_other_prompts_are_refused(llm: LLM, prompt: Any, text: str) -> None:  # Any: what is wrong
+def test_other_prompts_are_rejected(llm: LLM, prompt: Any, text: str) -> None:  # Any: what is wrong
     with pytest.raises(InvalidRequestError, match=text):
         llm.generate(prompt, GREEDY, use_tqdm=False)
 
@@ -224,7 +224,7 @@ def test_seed_makes_results_repeat() -> None:
         ("max_model_len", "many", "such as 32768, 32K or auto, not 'many'"),
     ],
 )
-def test_what_is_not_there_is_refused(name: str, value: object, text: str) -> None:
+def test_what_is_not_there_is_rejected(name: str, value: object, text: str) -> None:
     with pytest.raises(StartupError, match=text):
         own_options({name: value})
 

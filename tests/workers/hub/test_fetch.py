@@ -317,7 +317,7 @@ def test_error_of_one_moment_is_tried_again(hub: SmallHub, settings: HubSettings
     fetched(settings)
 
 
-def test_refused_token_is_named(
+def test_rejected_token_is_named(
     hub: SmallHub, settings: HubSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
@@ -344,14 +344,14 @@ def test_silent_hub_is_given_up(
     assert re.search(expected, error)
 
 
-def test_model_that_exceeds_the_disk_is_refused(settings: HubSettings) -> None:
+def test_model_that_exceeds_the_disk_is_rejected(settings: HubSettings) -> None:
     revision, _ = fetched(settings)
     files = tuple(replace(file, size=10**18) for file in revision.files if file.name == WEIGHTS)
     with pytest.raises(CheckpointError, match=r"org/tiny needs 1000000000.00 GB more in"):
         fetch_files(replace(revision, files=files), [WEIGHTS], settings=settings)
 
 
-def test_model_without_configuration_or_safetensors_is_refused(
+def test_model_without_configuration_or_safetensors_is_rejected(
     hub: SmallHub, settings: HubSettings
 ) -> None:
     hub.push("org/tiny", {"model.gguf": b"x"})

@@ -63,7 +63,7 @@ def test_invalid_id_is_named_in_one_line(model: str) -> None:
 @pytest.mark.parametrize(
     "revision", ["", "..", "a..b", "a b", "-x", "x/", "x.lock", "a//b", "x" * 300]
 )
-def test_invalid_revision_is_refused(revision: str) -> None:
+def test_invalid_revision_is_rejected(revision: str) -> None:
     with pytest.raises(CheckpointError, match="names an invalid revision"):
         parse_model(f"a/b@{revision}")
 

@@ -102,7 +102,7 @@ def test_a_checkpoint_without_a_head_does_not_generate(tmp_path: Path) -> None:
         read_model_config(tmp_path, task="generate")
 
 
-def test_an_unknown_tensor_beside_the_head_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_tensor_beside_the_head_is_rejected(tmp_path: Path) -> None:
     save_checkpoint("qwen3-wide-heads", tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     model.register_parameter("extra", torch.nn.Parameter(torch.ones(2)))

@@ -90,7 +90,7 @@ def test_logits_equal_those_of_transformers(folder: Path) -> None:
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_scale_that_is_not_a_number_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_scale_that_is_not_a_number_is_rejected(folder: Path, tmp_path: Path) -> None:
     tensors = copied(folder, tmp_path)
     name = "model.layers.1.mlp.experts.down_proj_scales"
     tensors[name][2, 5, 1] = 255
@@ -99,7 +99,7 @@ def test_a_scale_that_is_not_a_number_is_refused(folder: Path, tmp_path: Path) -
         loaded_model(tmp_path, SoloGroup())
 
 
-def test_blocks_of_another_dtype_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_blocks_of_another_dtype_are_rejected(folder: Path, tmp_path: Path) -> None:
     tensors = copied(folder, tmp_path)
     name = "model.layers.0.mlp.experts.gate_up_proj_blocks"
     tensors[name] = tensors[name].float()
@@ -108,7 +108,7 @@ def test_blocks_of_another_dtype_are_refused(folder: Path, tmp_path: Path) -> No
         loaded_model(tmp_path, SoloGroup())
 
 
-def test_ranks_that_cut_a_block_are_refused(folder: Path) -> None:
+def test_ranks_that_cut_a_block_are_rejected(folder: Path) -> None:
     config = read_model_config(folder)
     check_parallel(config, 1)
     with pytest.raises(StartupError, match="3 blocks of 32 columns of each expert in mxfp4"):

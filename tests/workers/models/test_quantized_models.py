@@ -251,7 +251,7 @@ def test_dummy_weights_give_finite_logits(
     assert bool(run(model, group).isfinite().all())
 
 
-def test_ranks_that_would_cut_a_block_are_refused(tmp_path: Path) -> None:
+def test_ranks_that_would_cut_a_block_are_rejected(tmp_path: Path) -> None:
     save_wide(tmp_path / "plain")
     save_fp8_blocks(tmp_path / "plain", tmp_path / "fp8", tmp_path / "exact", 64)
     config = read_model_config(tmp_path / "fp8")
@@ -268,7 +268,7 @@ def test_other_formats_need_a_checkpoint(tmp_path: Path) -> None:
         with_method(read_model_config(tmp_path), "awq")
 
 
-def test_experts_are_refused(tmp_path: Path) -> None:
+def test_experts_are_rejected(tmp_path: Path) -> None:
     save_checkpoint("qwen3_moe-renormalized", tmp_path)
     with pytest.raises(StartupError, match="fp8 is not supported for a model with experts"):
         with_method(read_model_config(tmp_path), "fp8")

@@ -1,4 +1,4 @@
-"""Streams that know what happens before what, and pools that refuse unordered accesses.
+"""Streams that know what happens before what, and pools that reject unordered accesses.
 
 Every access of a block has the vector clock of its stream. Two accesses of a block, one of which is
 a write, must be ordered: on one stream, by an event that a stream waits for, or because the host

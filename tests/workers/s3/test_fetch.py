@@ -139,7 +139,7 @@ def test_a_part_of_another_version_is_not_continued(s3: SmallS3, tmp_path: Path)
     assert not list(folder.rglob("*.part"))
 
 
-def test_a_file_that_changes_during_its_download_is_refused(s3: SmallS3, tmp_path: Path) -> None:
+def test_a_file_that_changes_during_its_download_is_rejected(s3: SmallS3, tmp_path: Path) -> None:
     weights = s3.objects[f"team/tiny/{_WEIGHTS}"]
 
     def change_after_one_chunk(done: int, total: int) -> None:
@@ -246,7 +246,7 @@ def test_without_credentials_requests_are_not_signed(
 @pytest.mark.parametrize(
     "text", ["s3://", "s3://b", "s3://models/", "s3://models/a/../b", "s3://models/a b", "models/a"]
 )
-def test_other_names_are_refused(text: str) -> None:
+def test_other_names_are_rejected(text: str) -> None:
     with pytest.raises(CheckpointError, match="is not a folder in S3"):
         parse_location(text)
 

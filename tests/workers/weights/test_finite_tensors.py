@@ -1,4 +1,4 @@
-"""Checkpoints with NaN or infinite weights are refused by the name of the tensor."""
+"""Checkpoints with NaN or infinite weights are rejected by the name of the tensor."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def alibi_config(
     """Return a decoder with ALiBi, layer norms and an MLP four times as wide, without a gate."""
     check_causal(file)
     if hidden_size % num_heads:
-        raise file.refusal(
+        raise file.rejection(
             heads_key, f"must be a divisor of the hidden size {hidden_size}, not {num_heads}"
         )
     vocab_size = file.integer("vocab_size", most=MAX_VOCAB)

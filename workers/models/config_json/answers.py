@@ -61,7 +61,7 @@ def _check_module(folder: Path, *, no: int, yes: int) -> None:
     file = ConfigFile.read(path)
     for key, token_id in (("true_token_id", yes), ("false_token_id", no)):
         if file.value(key) != token_id:
-            raise file.refusal(
+            raise file.rejection(
                 key,
                 f"must be {token_id}, the token of the answer in the prompt of Qwen3-Reranker; "
                 "rerankers with other answers are not supported",

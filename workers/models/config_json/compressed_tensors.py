@@ -42,7 +42,7 @@ def compressed_tensors_rules(
         format = _format(section, group)
         rules += [FormatRule(pattern, format) for pattern in _patterns(group, "targets")]
     if not rules:
-        raise section.refusal("config_groups", "must name the targets of at least one group")
+        raise section.rejection("config_groups", "must name the targets of at least one group")
     return tuple(rules), tuple(_patterns(section, "ignore"))
 
 
@@ -58,8 +58,8 @@ def has_cache_scales(section: ConfigFile) -> bool:
     scheme.choice("type", ("float",))
     scheme.integer("num_bits", least=8, most=8)
     scheme.choice("strategy", ("tensor",))
-    scheme.refuse_unless("symmetric", True)
-    scheme.refuse_unless("dynamic", False)
+    scheme.reject_unless("symmetric", True)
+    scheme.reject_unless("dynamic", False)
     return True
 
 
@@ -67,7 +67,7 @@ def block_shape(section: ConfigFile, key: str) -> tuple[int, int]:
     """Return the output and input channels of a block, a list of two numbers."""
     sizes = section.indices(key, most=_MAX_BLOCK)
     if len(sizes) != 2 or not all(sizes):
-        raise section.refusal(key, f"must be a list of two numbers above 0, not {list(sizes)}")
+        raise section.rejection(key, f"must be a list of two numbers above 0, not {list(sizes)}")
     return sizes[0], sizes[1]
 
 
@@ -75,19 +75,19 @@ def _format(section: ConfigFile, group: ConfigFile) -> WeightFormat:
     weights = group.section("weights")
     group.note_read("format")
     weights.note_read(*_RECORDS)
-    weights.refuse_unless("dynamic", False)
+    weights.reject_unless("dynamic", False)
     if weights.choice("type", ("float", "int")) == "int":
         if weights.integer("num_bits", least=4, most=8) == 8:
             return _int8_format(section, group, weights)
         return _int4_format(group, weights)
     weights.integer("num_bits", least=8, most=8)
-    weights.refuse_unless("symmetric", True)
+    weights.reject_unless("symmetric", True)
     return _fp8_format(group, weights)
 
 
 def _int4_format(group: ConfigFile, weights: ConfigFile) -> Int4Format:
     weights.integer("num_bits", least=4, most=4)
-    group.refuse_unless("input_activations", None)
+    group.reject_unless("input_activations", None)
     # Weights that were rounded in another order are stored in theirs.
     weights.choice("actorder", ("weight", "static"), "weight")
     is_grouped = weights.choice("strategy", ("group", "channel")) == "group"
@@ -99,7 +99,7 @@ def _int4_format(group: ConfigFile, weights: ConfigFile) -> Int4Format:
 
 
 def _int8_format(section: ConfigFile, group: ConfigFile, weights: ConfigFile) -> Int8Format:
-    weights.refuse_unless("symmetric", True)
+    weights.reject_unless("symmetric", True)
     weights.choice("actorder", ("weight", "static"), "weight")
     if group.value("input_activations") is not None:
         # Inputs are not quantized, whose scales would have to be stored if they were not dynamic.
@@ -108,8 +108,8 @@ def _int8_format(section: ConfigFile, group: ConfigFile, weights: ConfigFile) ->
         inputs.choice("type", ("int",))
         inputs.integer("num_bits", least=8, most=8)
         inputs.choice("strategy", ("token",))
-        inputs.refuse_unless("symmetric", True)
-        inputs.refuse_unless("dynamic", True)
+        inputs.reject_unless("symmetric", True)
+        inputs.reject_unless("dynamic", True)
     stored = group if group.value("format") is not None else section
     is_packed = stored.choice("format", ("int-quantized", "pack-quantized")) == "pack-quantized"
     scales = weights.choice("strategy", ("tensor", "channel", "group"))
@@ -124,13 +124,13 @@ def _fp8_format(group: ConfigFile, weights: ConfigFile) -> Fp8Format:
     inputs.note_read(*_RECORDS)
     inputs.choice("type", ("float",))
     inputs.integer("num_bits", least=8, most=8)
-    inputs.refuse_unless("symmetric", True)
+    inputs.reject_unless("symmetric", True)
     scales = weights.choice("strategy", ("tensor", "channel", "block"))
     if scales == "block":
         block = block_shape(weights, "block_structure")
-        inputs.refuse_unless("dynamic", True)
+        inputs.reject_unless("dynamic", True)
         inputs.choice("strategy", ("group",))
-        inputs.refuse_unless("group_size", block[1])
+        inputs.reject_unless("group_size", block[1])
         return Fp8Format(scales="block", block=block)
     is_dynamic = inputs.flag("dynamic", False)
     inputs.choice("strategy", ("token",) if is_dynamic else ("tensor",))
@@ -148,6 +148,6 @@ def _patterns(section: ConfigFile, key: str) -> Iterator[re.Pattern[str]]:
             try:
                 yield name_pattern(word.removeprefix(_REGEX))
             except PatternError as error:
-                raise section.refusal(key, f"has {word[:60]!r}, which {error}") from None
+                raise section.rejection(key, f"has {word[:60]!r}, which {error}") from None
         else:
             yield re.compile(rf"{re.escape(word)}$")

@@ -80,7 +80,7 @@ class ConfigFile:
         """The path of the file."""
         return self._path
 
-    def refusal(self, key: str, problem: str) -> CheckpointError:
+    def rejection(self, key: str, problem: str) -> CheckpointError:
         """Return an error that names the file, the key and the problem."""
         # A key that is not known may be any text; an error is one line.
         is_plain = key.isprintable() and len(key) <= _MAX_KEY
@@ -142,7 +142,7 @@ class ConfigFile:
         """Return an integer from `least` to `most`."""
         value = self._given(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise self.refusal(
+            raise self.rejection(
                 key, f"must be an integer from {least} to {most}, not {_shown(value)}"
             )
         return value
@@ -162,7 +162,7 @@ class ConfigFile:
             or not isinstance(value, int | float)
             or not (least < value <= most and math.isfinite(value))
         ):
-            raise self.refusal(
+            raise self.rejection(
                 key,
                 f"must be a number above {least:g} and at most {most:g}, not {_shown(value)}",
             )
@@ -180,7 +180,7 @@ class ConfigFile:
         """Return a list of `length` numbers, each above `least` and at most `most`."""
         values = self._given(key, MISSING)
         if not isinstance(values, list) or len(values) != length:
-            raise self.refusal(key, f"must be a list of {length} numbers, not {_shown(values)}")
+            raise self.rejection(key, f"must be a list of {length} numbers, not {_shown(values)}")
         items = ConfigFile(
             self._path,
             {str(index): value for index, value in enumerate(values)},
@@ -188,17 +188,17 @@ class ConfigFile:
         )
         return tuple(items.number(str(index), least=least, most=most) for index in range(length))
 
-    def refuse_unless(self, key: str, allowed: object) -> None:
+    def reject_unless(self, key: str, allowed: object) -> None:
         """Raise CheckpointError for any value but the one that is supported."""
         value = self._given(key, allowed)
         if value != allowed:
-            raise self.refusal(key, f"must be {_shown(allowed)}, not {_shown(value)}")
+            raise self.rejection(key, f"must be {_shown(allowed)}, not {_shown(value)}")
 
     def flag(self, key: str, default: bool) -> bool:
         """Return true or false."""
         value = self._given(key, default)
         if not isinstance(value, bool):
-            raise self.refusal(key, f"must be true or false, not {_shown(value)}")
+            raise self.rejection(key, f"must be true or false, not {_shown(value)}")
         return value
 
     def choice(self, key: str, allowed: Iterable[str], default: str | _Missing = MISSING) -> str:
@@ -206,7 +206,7 @@ class ConfigFile:
         value = self._given(key, default)
         words = list(allowed)
         if not isinstance(value, str) or value not in words:
-            raise self.refusal(key, f"must be one of {', '.join(words)}, not {_shown(value)}")
+            raise self.rejection(key, f"must be one of {', '.join(words)}, not {_shown(value)}")
         return value
 
     def token_ids(self, key: str) -> tuple[int, ...]:
@@ -215,7 +215,7 @@ class ConfigFile:
         ids = value if isinstance(value, list) else [] if value is None else [value]
         for token_id in ids:
             if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
-                raise self.refusal(
+                raise self.rejection(
                     key, f"must contain only non-negative token ids, not {_shown(token_id)}"
                 )
         return tuple(ids)
@@ -229,7 +229,7 @@ class ConfigFile:
             isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
             for value in values
         ):
-            raise self.refusal(
+            raise self.rejection(
                 key, f"must be a list of integers from 0 to {most}, not {_shown(values)}"
             )
         return tuple(values)
@@ -238,7 +238,7 @@ class ConfigFile:
         """Return a string."""
         value = self._given(key, MISSING)
         if not isinstance(value, str):
-            raise self.refusal(key, f"must be a string, not {_shown(value)}")
+            raise self.rejection(key, f"must be a string, not {_shown(value)}")
         return value
 
     def words(self, key: str) -> tuple[str, ...]:
@@ -247,7 +247,7 @@ class ConfigFile:
         if value is None:
             return ()
         if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
-            raise self.refusal(key, f"must be a list of strings, not {_shown(value)}")
+            raise self.rejection(key, f"must be a list of strings, not {_shown(value)}")
         return tuple(value)
 
     def section(self, key: str, defaults: Mapping[str, object] = _NO_DEFAULTS) -> ConfigFile:
@@ -256,7 +256,7 @@ class ConfigFile:
         if value is None:
             value = {}
         if not isinstance(value, dict):
-            raise self.refusal(key, f"must be an object, not {_shown(value)}")
+            raise self.rejection(key, f"must be an object, not {_shown(value)}")
         if key not in self._sections:
             self._sections[key] = ConfigFile(
                 self._path, {**defaults, **value}, prefix=f"{self._prefix}{key}."
@@ -268,7 +268,7 @@ class ConfigFile:
         if value is not None:
             return value
         if default is MISSING:
-            raise self.refusal(key, "is missing")
+            raise self.rejection(key, "is missing")
         return default
 
 

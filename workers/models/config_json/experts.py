@@ -32,7 +32,7 @@ def experts_of(
     given = [key for key in _NUM_KEYS if key in file]
     num_experts = file.integer(given[0] if given else _NUM_KEYS[0], default_num, most=MAX_EXPERTS)
     if len(given) == len(_NUM_KEYS) and file.value(given[1]) != num_experts:
-        raise file.refusal(given[1], f"must be equal to {given[0]} {num_experts}")
+        raise file.rejection(given[1], f"must be equal to {given[0]} {num_experts}")
     num_chosen = file.integer("num_experts_per_tok", default_num_chosen, most=num_experts)
     return ExpertsConfig(
         num_experts=num_experts,

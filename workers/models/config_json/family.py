@@ -80,7 +80,7 @@ def base_config(
         "num_key_value_heads", default_num_kv_heads or num_heads, most=MAX_HEADS
     )
     if num_heads % num_kv_heads:
-        raise file.refusal(
+        raise file.rejection(
             "num_attention_heads",
             f"must be a multiple of num_key_value_heads {num_kv_heads}, not {num_heads}",
         )
@@ -108,7 +108,7 @@ def base_config(
 def check_causal(file: ConfigFile) -> None:
     """Raise CheckpointError for a decoder whose tokens attend to later ones."""
     if file.has_null("is_causal") or not file.flag("is_causal", True):
-        raise file.refusal("is_causal", "must be true, since an encoder cannot generate")
+        raise file.rejection("is_causal", "must be true, since an encoder cannot generate")
 
 
 def eos_token_ids(file: ConfigFile, vocab_size: int) -> tuple[int, ...]:
@@ -131,11 +131,11 @@ def model_dtype(file: ConfigFile) -> Dtype:
 
 def _head_size(file: ConfigFile, hidden_size: int, num_heads: int, default: int | None) -> int:
     if "head_dim" not in file and default is None and hidden_size % num_heads:
-        raise file.refusal(
+        raise file.rejection(
             "hidden_size",
             f"must be a multiple of num_attention_heads {num_heads}, not {hidden_size}",
         )
     size = file.integer("head_dim", default or hidden_size // num_heads, most=MAX_HEAD_SIZE)
     if size % 2:
-        raise file.refusal("head_dim", f"must be even, not {size}")
+        raise file.rejection("head_dim", f"must be even, not {size}")
     return size

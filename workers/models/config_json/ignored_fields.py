@@ -90,7 +90,7 @@ def check_all_read(file: ConfigFile, architecture: str) -> None:
     for section, key in file.unread():
         # By convention null, false, 0 and what is empty leave an option off.
         if section.value(key) and reason_to_ignore(key) is None:
-            raise section.refusal(
+            raise section.rejection(
                 key,
                 f"is not a field of {architecture} that is supported; remove it if it has no "
                 "effect",

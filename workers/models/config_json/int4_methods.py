@@ -43,7 +43,7 @@ def awq_format(section: ConfigFile) -> Int4Format:
     section.note_read(*_AWQ_RECORDS)
     section.integer(section.first_of("w_bit", "bits"), least=4, most=4)
     section.choice("version", ("gemm", "GEMM"), "gemm")
-    section.refuse_unless("zero_point", True)
+    section.reject_unless("zero_point", True)
     size = group_size(section, section.first_of("q_group_size", "group_size"))
     return Int4Format(packing="awq", group_size=size)
 
@@ -55,5 +55,5 @@ def group_size(section: ConfigFile, key: str) -> int | None:
         return None
     if size not in GROUP_SIZES:
         allowed = ", ".join(map(str, GROUP_SIZES))
-        raise section.refusal(key, f"must be one of -1, {allowed}, not {size}")
+        raise section.rejection(key, f"must be one of -1, {allowed}, not {size}")
     return size

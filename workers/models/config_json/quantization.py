@@ -41,7 +41,7 @@ def with_quantization(
     """Return the configuration with these formats. Raises CheckpointError."""
     if config.is_encoder or config.experts is not None:
         what = "an encoder" if config.is_encoder else "a model with experts"
-        raise file.refusal(
+        raise file.rejection(
             "quantization_config", f"is not supported for {what}; use weights in bfloat16"
         )
     tensors = config.text_tensors
@@ -66,7 +66,7 @@ def _fp8(section: ConfigFile) -> Quantization:
     is_static = section.choice("activation_scheme", ("dynamic", "static"), "dynamic") == "static"
     if "weight_block_size" in section:
         if is_static:
-            raise section.refusal("activation_scheme", "must be dynamic with weight_block_size")
+            raise section.rejection("activation_scheme", "must be dynamic with weight_block_size")
         block = block_shape(section, "weight_block_size")
         format = Fp8Format(scales="block", block=block, scale_name="weight_scale_inv")
     else:
@@ -87,7 +87,7 @@ def _not_converted(section: ConfigFile, key: str) -> tuple[re.Pattern[str], ...]
         try:
             patterns.append(name_pattern(word, r"(?:{0})(?:(?<=\.)|(?=\.|$))"))
         except PatternError as error:
-            raise section.refusal(key, f"has {word[:60]!r}, which {error}") from None
+            raise section.rejection(key, f"has {word[:60]!r}, which {error}") from None
         patterns.append(re.compile(f".*{re.escape(word)}$"))
     return tuple(patterns)
 

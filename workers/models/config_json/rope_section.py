@@ -48,10 +48,10 @@ def with_rope(
     config: ModelConfig, file: ConfigFile, *, default_theta: float = 10000.0
 ) -> ModelConfig:
     """Return the configuration with the rope of all layers, which rotates whole heads."""
-    file.refuse_unless("partial_rotary_factor", 1)
+    file.reject_unless("partial_rotary_factor", 1)
     theta = file.number("rope_theta", default_theta, most=MAX_THETA)
     section = rope_section(file)
-    section.refuse_unless("partial_rotary_factor", 1)
+    section.reject_unless("partial_rotary_factor", 1)
     rope = rope_of(section, file, default_theta=theta)
     return replace(config, rope=rope, max_positions=longest_context(config, rope))
 
@@ -67,12 +67,12 @@ def ropes_by_layer_type(
     if "rope_parameters" not in file:
         full = file.section("rope_scaling")
     elif "rope_scaling" in file:
-        raise file.refusal("rope_scaling", "is not allowed together with rope_parameters")
+        raise file.rejection("rope_scaling", "is not allowed together with rope_parameters")
     for key in by_kind.given_keys():
         if key not in (full_key, window_key):
-            raise by_kind.refusal(key, f"is not allowed; use {full_key} and {window_key}")
+            raise by_kind.rejection(key, f"is not allowed; use {full_key} and {window_key}")
     for section in (full, window):
-        section.refuse_unless("partial_rotary_factor", 1)
+        section.reject_unless("partial_rotary_factor", 1)
     return (
         rope_of(full, file, default_theta=theta),
         rope_of(window, file, default_theta=window_theta),
@@ -86,7 +86,7 @@ def rotary_size(
     whole = file.number("partial_rotary_factor", default_factor, most=1.0)
     size = int(head_size * section.number("partial_rotary_factor", whole, most=1.0))
     if size % 2 or not size:
-        raise section.refusal(
+        raise section.rejection(
             "partial_rotary_factor",
             f"must result in an even size of the rotated part of each head, not {size}",
         )
@@ -96,7 +96,7 @@ def rotary_size(
 def rope_of(section: ConfigFile, file: ConfigFile, *, default_theta: float) -> RopeConfig:
     """Return the rope of one section of a file, of whole heads."""
     for key in section.keys_of_objects():
-        raise section.refusal(key, "is an object, but rope must be the same for all layers")
+        raise section.rejection(key, "is an object, but rope must be the same for all layers")
     section.note_read(*_KEYS_OF_KINDS)
     file.note_read("original_max_position_embeddings")
     theta = section.number("rope_theta", default_theta, most=MAX_THETA)
@@ -117,7 +117,7 @@ def rope_of(section: ConfigFile, file: ConfigFile, *, default_theta: float) -> R
     low = section.number("low_freq_factor", most=MAX_FACTOR)
     high = section.number("high_freq_factor", most=MAX_FACTOR)
     if high <= low:
-        raise section.refusal("high_freq_factor", f"must be more than low_freq_factor {low:g}")
+        raise section.rejection("high_freq_factor", f"must be more than low_freq_factor {low:g}")
     return RopeConfig(
         kind=kind,
         theta=theta,
@@ -136,9 +136,9 @@ def _yarn(section: ConfigFile, file: ConfigFile, theta: float) -> RopeConfig:
     fast = section.number("beta_fast", 32.0, most=MAX_FACTOR)
     slow = section.number("beta_slow", 1.0, most=MAX_FACTOR)
     if slow >= fast:
-        raise section.refusal("beta_fast", f"must be more than beta_slow {slow:g}")
+        raise section.rejection("beta_fast", f"must be more than beta_slow {slow:g}")
     if theta <= 1.0:
-        raise section.refusal("rope_theta", f"must be above 1, not {theta:g}")
+        raise section.rejection("rope_theta", f"must be above 1, not {theta:g}")
     return RopeConfig(
         kind="yarn",
         theta=theta,

@@ -28,7 +28,7 @@ def with_score(config: ModelConfig, file: ConfigFile) -> ModelConfig:
     labels = file.section("id2label")
     labels.note_read(*labels.given_keys())
     if len(labels.given_keys()) != 1:
-        raise file.refusal("id2label", "must have one entry: the head must give one score")
+        raise file.rejection("id2label", "must have one entry: the head must give one score")
     return replace(config, task="score", score_activation=_score_activation(file))
 
 

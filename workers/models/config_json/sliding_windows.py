@@ -22,7 +22,7 @@ def windows_by_layer_type(
     """Return each layer's window by `layer_types`, or by the default if that is missing."""
     has_window = has_window_by_layer(file, len(has_window_by_default)) or has_window_by_default
     if file.has_null("sliding_window") and any(has_window):
-        raise file.refusal(
+        raise file.rejection(
             "sliding_window", "must be an integer, since some layers use sliding attention"
         )
     window = file.integer("sliding_window", default_window, most=MAX_POSITIONS)
@@ -51,10 +51,10 @@ def has_window_by_layer(file: ConfigFile, num_layers: int) -> list[bool]:
     """Return whether each layer has a window; empty if `layer_types` is missing."""
     kinds = file.words("layer_types")
     if kinds and len(kinds) != num_layers:
-        raise file.refusal("layer_types", f"must have {num_layers} entries, not {len(kinds)}")
+        raise file.rejection("layer_types", f"must have {num_layers} entries, not {len(kinds)}")
     for kind in kinds:
         if kind not in _KINDS:
-            raise file.refusal(
+            raise file.rejection(
                 "layer_types", f"may contain only {' and '.join(_KINDS)}, not {kind[:40]!r}"
             )
     return [kind == "sliding_attention" for kind in kinds]

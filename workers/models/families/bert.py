@@ -49,14 +49,14 @@ def _read(file: ConfigFile, architecture: str) -> ModelConfig:
     file.choice("position_embedding_type", ("absolute",), "absolute")
     for key in ("is_decoder", "add_cross_attention"):
         if file.flag(key, False):
-            raise file.refusal(key, "must be false")
+            raise file.rejection(key, "must be false")
     # An encoder has no head and generates nothing; the others are of cross-encoders.
     file.note_read("tie_word_embeddings", "eos_token_id")
     file.note_read("sentence_transformers", "sbert_ce_default_activation_function")
     hidden_size = file.integer("hidden_size", most=MAX_SIZE)
     num_heads = file.integer("num_attention_heads", most=MAX_SIZE)
     if hidden_size % num_heads:
-        raise file.refusal(
+        raise file.rejection(
             "hidden_size",
             f"must be a multiple of num_attention_heads {num_heads}, not {hidden_size}",
         )

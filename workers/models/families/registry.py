@@ -98,10 +98,10 @@ def read_model_config(
     family = _family(file)
     for key in _CODE_KEYS:
         if file.value(key) and not family.may_name_code:
-            raise file.refusal(key, "requires code from the checkpoint, which is never run")
+            raise file.rejection(key, "requires code from the checkpoint, which is never run")
     quantization = None if family.reads_quantization else read_quantization(file)
     file.choice("model_type", family.model_types, family.model_types[0])
-    file.refuse_unless("is_encoder_decoder", False)
+    file.reject_unless("is_encoder_decoder", False)
     config = family.read(file)
     if quantization is not None:
         config = with_quantization(config, file, quantization)
@@ -180,13 +180,13 @@ def _family(file: ConfigFile) -> Family:
     known = ", ".join(_FAMILIES)
     given = file.words("architectures")
     if not given:
-        raise file.refusal("architectures", f"is missing; supported architectures are {known}")
+        raise file.rejection("architectures", f"is missing; supported architectures are {known}")
     for architecture in given:
         if architecture in _FAMILIES:
             return _FAMILIES[architecture]
         if _has_no_head(architecture):
             return _FAMILIES[_with_head(architecture)]
-    raise file.refusal(
+    raise file.rejection(
         "architectures",
         f"names {given[0][:60]!r}, which is not supported; supported architectures are {known}",
     )

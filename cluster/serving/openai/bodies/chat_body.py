@@ -13,9 +13,9 @@ from cluster.serving.openai.bodies.field_kinds import bounds
 from cluster.serving.openai.bodies.generation_body import GenerationBody
 from cluster.serving.openai.bodies.messages import Message, read_messages
 from cluster.serving.openai.bodies.parameters import (
-    CHAT_REFUSED,
+    CHAT_REJECTED,
     CHAT_WITHOUT_EFFECT,
-    REFUSED,
+    REJECTED,
     WITHOUT_EFFECT,
 )
 from cluster.serving.openai.bodies.tool_fields import (
@@ -53,7 +53,7 @@ class ChatBody(GenerationBody):
     """A conversation for the model to continue."""
 
     defaults: ClassVar[Defaults] = {**WITHOUT_EFFECT, **CHAT_WITHOUT_EFFECT}
-    refused: ClassVar[Mapping[str, str]] = {**REFUSED, **CHAT_REFUSED}
+    rejected: ClassVar[Mapping[str, str]] = {**REJECTED, **CHAT_REJECTED}
     synonyms: ClassVar[Mapping[str, str]] = {
         **GenerationBody.synonyms,
         "enable_thinking": "chat_template_kwargs.enable_thinking",

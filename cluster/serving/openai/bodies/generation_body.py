@@ -13,7 +13,7 @@ from cluster.serving.http.schema import Body, Defaults, named_schema, read_part
 from cluster.serving.inputs import MAX_SALT_LENGTH
 from cluster.serving.openai.bodies.beam_fields import check_beams
 from cluster.serving.openai.bodies.field_kinds import bounds
-from cluster.serving.openai.bodies.parameters import IGNORED, REFUSED, WITHOUT_EFFECT
+from cluster.serving.openai.bodies.parameters import IGNORED, REJECTED, WITHOUT_EFFECT
 from cluster.serving.openai.bodies.stream_options import StreamOptions
 from cluster.serving.openai.bodies.structure import (
     RequestedStructure,
@@ -60,7 +60,7 @@ class GenerationBody(Body):
 
     defaults: ClassVar[Defaults] = WITHOUT_EFFECT
     ignored: ClassVar[Mapping[str, str]] = IGNORED
-    refused: ClassVar[Mapping[str, str]] = REFUSED
+    rejected: ClassVar[Mapping[str, str]] = REJECTED
     synonyms: ClassVar[Mapping[str, str]] = {
         "ebnf": "guided_grammar",
         "extra_key": "cache_salt",

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from cluster.serving.http.schema import Defaults
 
 __all__ = [
-    "CHAT_REFUSED",
+    "CHAT_REJECTED",
     "CHAT_WITHOUT_EFFECT",
     "IGNORED",
     "MODERATION",
-    "REFUSED",
+    "REJECTED",
     "WITHOUT_EFFECT",
 ]
 
@@ -52,7 +52,7 @@ CHAT_WITHOUT_EFFECT: Defaults = {
     "stream_reasoning": (True,),
 }
 
-REFUSED: Mapping[str, str] = {
+REJECTED: Mapping[str, str] = {
     "custom_logit_processor": "code of clients is never run",
     "extra_body": "the client library sends its entries as parameters of the request",
     "kv_transfer_params": "a replica computes the prompts of its own requests",
@@ -67,7 +67,7 @@ REFUSED: Mapping[str, str] = {
 
 MODERATION = "the server has no moderation model; send the texts to a moderation service"
 
-CHAT_REFUSED: Mapping[str, str] = {
+CHAT_REJECTED: Mapping[str, str] = {
     "audio": "the output is text",
     "modalities": "the output is text",
     "moderation": MODERATION,

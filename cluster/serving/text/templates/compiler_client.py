@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 
-from cluster.serving.text.templates.compiler_messages import Compiled, Died, Refused
+from cluster.serving.text.templates.compiler_messages import Compiled, Died, Rejected
 from cluster.serving.text.templates.template_code import InvalidTemplateError, TemplateCode
 from cluster.structured.processes.frames import read_frame, read_message, write_frame
 from pagedray.errors import EngineError, OverloadedError, ShuttingDownError
@@ -58,8 +58,8 @@ class CompilerClient:
             try:
                 connection.settimeout(self._wait_s)
                 write_frame(connection, source.encode())
-                found: Compiled | Refused | Died = read_message(
-                    connection, Compiled | Refused | Died
+                found: Compiled | Rejected | Died = read_message(
+                    connection, Compiled | Rejected | Died
                 )
             except TimeoutError as error:
                 self._end()
@@ -74,7 +74,7 @@ class CompilerClient:
         match found:
             case Compiled(code, variables):
                 return TemplateCode(marshal.loads(code), frozenset(variables))
-            case Refused(reason):
+            case Rejected(reason):
                 raise InvalidTemplateError(reason)
             case Died(number):
                 raise self._error_of(number)

@@ -2,7 +2,7 @@
 
 import msgspec
 
-__all__ = ["Compiled", "Died", "Refused"]
+__all__ = ["Compiled", "Died", "Rejected"]
 
 
 class Compiled(msgspec.Struct, frozen=True, tag="compiled"):
@@ -13,7 +13,7 @@ class Compiled(msgspec.Struct, frozen=True, tag="compiled"):
     variables: tuple[str, ...]
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
+class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
     """The source is not a valid template."""
 
     reason: str

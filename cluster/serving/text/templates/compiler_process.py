@@ -14,7 +14,7 @@ import sys
 
 import msgspec
 
-from cluster.serving.text.templates.compiler_messages import Compiled, Died, Refused
+from cluster.serving.text.templates.compiler_messages import Compiled, Died, Rejected
 from cluster.serving.text.templates.template_code import InvalidTemplateError, compile_template
 from cluster.structured.processes.frames import read_frame, write_frame
 from cluster.structured.processes.memory_limit import lift_memory_limit, limit_memory
@@ -59,9 +59,9 @@ def _answer(connection: socket.socket, source: str, compile_s: float) -> None:
     limit_memory(_MEMORY_BYTES)
     try:
         found = compile_template(source)
-        answer: Compiled | Refused = Compiled(marshal.dumps(found.code), tuple(found.variables))
+        answer: Compiled | Rejected = Compiled(marshal.dumps(found.code), tuple(found.variables))
     except InvalidTemplateError as error:
-        answer = Refused(str(error))
+        answer = Rejected(str(error))
     lift_memory_limit()
     body = msgspec.msgpack.encode(answer)
     # A frame is sent as a whole.

@@ -10,7 +10,7 @@ _NUM_MEMBERS = 16_000
 
 
 class ManyMembers(PostFlood):
-    """Names and values that the parser makes before they are refused."""
+    """Names and values that the parser makes before they are rejected."""
 
     name = "16000 members of metadata"
     path = "/v1/chat/completions"

@@ -20,7 +20,7 @@ _BEGUN = frame(
     call_headers("/grpc.health.v1.Health/Check")
     + b"".join(literal_field(b"x-%d" % index, b"a" * 100) for index in range(64)),
 )
-_REFUSED_PAUSE_S = 0.05
+_REJECTED_PAUSE_S = 0.05
 
 
 class HeldHeaders(Attack):
@@ -40,7 +40,7 @@ class HeldHeaders(Attack):
                 try:
                     connection = Http2Connection(target.grpc_port, source=source)
                 except OSError:
-                    time.sleep(_REFUSED_PAUSE_S)
+                    time.sleep(_REJECTED_PAUSE_S)
                     continue
                 connections.append(stack.enter_context(connection))
                 connection.send_unread(_BEGUN)

@@ -16,7 +16,7 @@ from tests.hostile.fuzz.target import Target
 
 
 def run(data: bytes) -> None:
-    """Draw a picture of the terminal's size, or refuse the response."""
+    """Draw a picture of the terminal's size, or reject the response."""
     try:
         history = msgspec.json.decode(data, type=LoadHistory)
     except msgspec.MsgspecError:

@@ -17,7 +17,7 @@ from cluster.structured.processes.messages import (
     MadeMask,
     MaskQuery,
     MaskReply,
-    Refused,
+    Rejected,
     StepQuery,
 )
 from pagedray.request import FinishReason, Structure
@@ -26,7 +26,7 @@ from tests.hostile.fuzz.target import Target
 _KINDS: tuple[object, ...] = (
     MaskReply,
     GrammarLoaded | LoadFailed,
-    Compiled | Refused | Died,
+    Compiled | Rejected | Died,
     StepQuery,
     LoadGrammar,
     CompilerStart,
@@ -69,7 +69,7 @@ TARGET = Target(
     seeds=(
         _seed(_REPLY, MaskReply),
         _seed(GrammarLoaded(5), GrammarLoaded | LoadFailed),
-        _seed(Compiled(b"{}"), Compiled | Refused | Died),
+        _seed(Compiled(b"{}"), Compiled | Rejected | Died),
         _seed(StepQuery([MaskQuery(1, [2])], [3], [4], 0.5, 5.0), StepQuery),
         _seed(Structure(kind="regex", text="a"), Structure),
         b"\x00\x00\x00\x00\x01\xc0",

@@ -197,7 +197,7 @@ async def test_a_call_continues_three_times_at_most(serve: Serve) -> None:
     assert len(serve.sent) == 4
 
 
-async def test_an_invalid_request_is_refused_once(serve: Serve) -> None:
+async def test_an_invalid_request_is_rejected_once(serve: Serve) -> None:
     with pytest.raises(InvalidRequestError):
         await collect(serve.stream("hello", {"n": 0}))
     assert len(serve.sent) == 1

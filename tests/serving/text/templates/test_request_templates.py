@@ -75,7 +75,7 @@ async def test_templates_render_as_those_of_transformers(
     ],
     ids=["syntax", "nesting"],
 )
-async def test_invalid_templates_are_refused_by_reason(
+async def test_invalid_templates_are_rejected_by_reason(
     templates: RequestTemplates, source: str, reason: str
 ) -> None:
     with pytest.raises(InvalidRequestError) as caught:
@@ -157,7 +157,7 @@ async def test_an_invalid_template_of_a_cancelled_call_logs_nothing(
     assert caplog.records == []
 
 
-async def test_tenant_with_many_templates_is_refused_and_others_are_not() -> None:
+async def test_tenant_with_many_templates_is_rejected_and_others_are_not() -> None:
     compiler = GatedCompiler()
     templates = RequestTemplates({}, compiler=compiler)
     calls = [asyncio.create_task(templates.template_of(str(n), "ann")) for n in range(16)]

@@ -134,7 +134,7 @@ WORDS = (
         WORDS + "{{ raise_exception(ns.a) }}",
     ],
 )
-def test_a_refused_operation_takes_no_memory(source: str) -> None:
+def test_a_rejected_operation_takes_no_memory(source: str) -> None:
     template = ChatTemplate(BIG + source, {}, origin="here")
     tracemalloc.start()
     try:

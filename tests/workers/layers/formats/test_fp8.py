@@ -90,7 +90,7 @@ def test_reordered_rows_keep_their_scales() -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_a_weight_that_is_not_finite_is_refused(value: float, tmp_path: Path) -> None:
+def test_a_weight_that_is_not_finite_is_rejected(value: float, tmp_path: Path) -> None:
     weight = torch.randn(12, 20)
     weight[7, 3] = value
     save_file({"a.weight": weight}, tmp_path / "model.safetensors")
@@ -118,7 +118,7 @@ def test_few_rows_and_many_give_the_same_columns(num_rows: int, has_bias: bool) 
     torch.testing.assert_close(kernel.gated(x).double(), gated, rtol=4e-2, atol=0.5)
 
 
-def test_sizes_that_the_library_cannot_multiply_are_refused() -> None:
+def test_sizes_that_the_library_cannot_multiply_are_rejected() -> None:
     stored = Fp8Weight(AT_LOAD, 24, 48, device=DEVICE)
     with pytest.raises(DeviceError, match=r"a has 48 inputs and 24 outputs .* multiples of 16"):
         Fp8Linear(stored, None, name="a", device=DEVICE)
@@ -137,7 +137,7 @@ def test_sizes_that_the_library_cannot_multiply_are_refused() -> None:
     ],
     ids=str,
 )
-def test_a_gpu_that_cannot_multiply_fp8_is_refused_before_memory_is_taken(
+def test_a_gpu_that_cannot_multiply_fp8_is_rejected_before_memory_is_taken(
     dtype: torch.dtype,
     capability: tuple[int, int],
     message: str,

@@ -66,13 +66,13 @@ def test_each_rank_has_its_part(name: str, tmp_path: Path) -> None:
     assert_near(sums[0] + sums[1], exact)
 
 
-def test_parts_that_cut_words_are_refused() -> None:
+def test_parts_that_cut_words_are_rejected() -> None:
     layer = column_layer({"a": 36}, 128, FORMATS["awq"], Rank(0, 2))
     with pytest.raises(CheckpointError, match=r"a has 18 outputs and 128 inputs .* multiples of 8"):
         list(layer.weight_shards())
 
 
-def test_parts_that_cut_groups_are_refused() -> None:
+def test_parts_that_cut_groups_are_rejected() -> None:
     layer = row_layer("a", 32, 96, FORMATS["awq"], Rank(0, 2))
     with pytest.raises(CheckpointError, match=r"a has 32 outputs and 48 inputs .* of 32"):
         list(layer.weight_shards())
@@ -88,7 +88,7 @@ def test_layers_of_one_product_need_the_same_order(tmp_path: Path) -> None:
         loaded(column_layer({"a": 64, "b": 64}, 128, format), tmp_path)
 
 
-def test_groups_of_other_sizes_are_refused(tmp_path: Path) -> None:
+def test_groups_of_other_sizes_are_rejected(tmp_path: Path) -> None:
     format = FORMATS["gptq"]
     tensors = Int4Tensors.random(64, 128, format).stored("a")
     tensors["a.g_idx"][:3] = 2

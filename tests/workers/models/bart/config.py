@@ -58,14 +58,16 @@ def read_bart_config(folder: Path, *, dtype: Dtype | None = None) -> BartConfig:
     file = ConfigFile.read(folder / "config.json")
     architectures = file.words("architectures")
     if not set(architectures) & set(_ARCHITECTURES):
-        raise file.refusal("architectures", f"must name one of {', '.join(_ARCHITECTURES)}")
+        raise file.rejection("architectures", f"must name one of {', '.join(_ARCHITECTURES)}")
     file.choice("activation_function", ("gelu",), "gelu")
     hidden_size = file.integer("d_model", most=_MAX_SIZE)
     num_heads = file.integer("decoder_attention_heads", most=_MAX_SIZE)
     if file.integer("encoder_attention_heads", most=_MAX_SIZE) != num_heads:
-        raise file.refusal("encoder_attention_heads", f"must be {num_heads}, as in the decoder")
+        raise file.rejection("encoder_attention_heads", f"must be {num_heads}, as in the decoder")
     if hidden_size % num_heads:
-        raise file.refusal("d_model", f"must be a multiple of {num_heads} heads, not {hidden_size}")
+        raise file.rejection(
+            "d_model", f"must be a multiple of {num_heads} heads, not {hidden_size}"
+        )
     vocab_size = file.integer("vocab_size", most=_MAX_VOCAB)
     return BartConfig(
         folder=folder,

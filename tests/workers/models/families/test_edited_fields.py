@@ -1,4 +1,4 @@
-"""Edited fields of config.json: refused, or read as transformers reads them."""
+"""Edited fields of config.json: rejected, or read as transformers reads them."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def edited(values: dict[str, Any], path: FieldPath, value: object) -> dict[str, 
 
 
 def our_logits(folder: Path) -> torch.Tensor | None:
-    """Return what we compute, or None if we refuse the file."""
+    """Return what we compute, or None if we reject the file."""
     try:
         model_config = read_model_config(folder, dtype="float32")
         if model_config.max_positions < NUM_TOKENS:
@@ -149,7 +149,7 @@ def their_logits(folder: Path) -> torch.Tensor | None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("num_edits", [SAMPLE, pytest.param(None, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
-def test_edited_fields_are_refused_or_read_as_transformers_reads_them(
+def test_edited_fields_are_rejected_or_read_as_transformers_reads_them(
     name: str, num_edits: int | None, tmp_path: Path
 ) -> None:
     save_checkpoint(name, tmp_path)
@@ -169,5 +169,5 @@ def test_edited_fields_are_refused_or_read_as_transformers_reads_them(
         else:
             wrong.append((place, value))
     assert not wrong
-    # A few edits may all be refused.
+    # A few edits may all be rejected.
     assert num_edits is not None or num_equal > len(edits) / 10

@@ -216,7 +216,7 @@ def test_phi3_may_rotate_a_part_of_each_head(spelling: dict[str, Any], tmp_path:
     assert config.max_positions == 128
 
 
-_GEMMA_REFUSALS: list[tuple[dict[str, Any], str]] = [
+_GEMMA_REJECTIONS: list[tuple[dict[str, Any], str]] = [
     (
         {"hidden_activation": "gelu"},
         'hidden_activation must be one of gelu_pytorch_tanh, not "gelu"',
@@ -232,11 +232,11 @@ _GEMMA_REFUSALS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("base", [GEMMA2, GEMMA3])
-@pytest.mark.parametrize(("changes", "part"), _GEMMA_REFUSALS)
+@pytest.mark.parametrize(("changes", "part"), _GEMMA_REJECTIONS)
 def test_values_that_no_gemma_supports_are_named(
     base: dict[str, Any], changes: dict[str, Any], part: str, tmp_path: Path
 ) -> None:
-    _check_refused(tmp_path, base, changes, part)
+    _check_rejected(tmp_path, base, changes, part)
 
 
 @pytest.mark.parametrize(
@@ -309,7 +309,7 @@ def test_values_that_no_gemma_supports_are_named(
 def test_unsupported_values_are_named(
     base: dict[str, Any], changes: dict[str, Any], part: str, tmp_path: Path
 ) -> None:
-    _check_refused(tmp_path, base, changes, part)
+    _check_rejected(tmp_path, base, changes, part)
 
 
 @pytest.mark.parametrize("key", ["short_factor", "long_factor"])
@@ -319,10 +319,10 @@ def test_wrong_factors_of_longrope_are_named(key: str, value: object, tmp_path: 
         "original_max_position_embeddings": 32,
         "rope_scaling": LONGROPE | {key: value},
     }
-    _check_refused(tmp_path, PHI3, changes, f"rope_scaling.{key}")
+    _check_rejected(tmp_path, PHI3, changes, f"rope_scaling.{key}")
 
 
-def _check_refused(folder: Path, base: dict[str, Any], changes: dict[str, Any], part: str) -> None:
+def _check_rejected(folder: Path, base: dict[str, Any], changes: dict[str, Any], part: str) -> None:
     written(folder, base, **changes)
     with pytest.raises(CheckpointError) as caught:
         read_model_config(folder)

@@ -1,4 +1,4 @@
-"""Every field of transformers' configuration classes is read, may be ignored, or is refused."""
+"""Every field of transformers' configuration classes is read, may be ignored, or is rejected."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_what_transformers_saves_is_accepted_with_any_ignored_field(
 
 @pytest.mark.parametrize("architecture", FAMILIES)
 @pytest.mark.parametrize("value", [True, 0.5, "x", [1], {"a": 1}])
-def test_an_unknown_field_is_refused_by_its_name(
+def test_an_unknown_field_is_rejected_by_its_name(
     architecture: str, value: object, tmp_path: Path
 ) -> None:
     values = shape_of(architecture) | {"architectures": [architecture], "score_offset": value}

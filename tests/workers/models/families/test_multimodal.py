@@ -103,7 +103,7 @@ def test_every_layout_is_loaded_without_the_vision_part(
         "language_model.vision_tower.weight",
     ],
 )
-def test_any_other_tensor_is_refused(extra: str, tmp_path: Path) -> None:
+def test_any_other_tensor_is_rejected(extra: str, tmp_path: Path) -> None:
     save_checkpoint("mistral3-window", tmp_path)
     rename(tmp_path, by_part)
     path = tmp_path / "model.safetensors"
@@ -112,7 +112,7 @@ def test_any_other_tensor_is_refused(extra: str, tmp_path: Path) -> None:
         loaded_model(tmp_path, SoloGroup())
 
 
-def test_the_same_tensor_in_two_layouts_is_refused(tmp_path: Path) -> None:
+def test_the_same_tensor_in_two_layouts_is_rejected(tmp_path: Path) -> None:
     save_checkpoint("mistral3-window", tmp_path)
     rename(tmp_path, by_part)
     path = tmp_path / "model.safetensors"
@@ -222,7 +222,7 @@ def test_what_is_not_supported_is_named(
         read_model_config(tmp_path)
 
 
-def test_a_soft_cap_of_logits_is_refused_beside_vision(tmp_path: Path) -> None:
+def test_a_soft_cap_of_logits_is_rejected_beside_vision(tmp_path: Path) -> None:
     written(tmp_path, GEMMA3, text_config=TEXT | {"final_logit_softcapping": 30.0})
     with pytest.raises(CheckpointError, match=r"final_logit_softcapping must be null, not 30\.0"):
         read_model_config(tmp_path)
@@ -233,7 +233,7 @@ def test_null_unties_embeddings(base: dict[str, Any], tmp_path: Path) -> None:
     assert not read_config(tmp_path, base, tie_word_embeddings=None).has_tied_embeddings
 
 
-def test_another_head_size_of_qwen2_5_vl_is_refused(tmp_path: Path) -> None:
+def test_another_head_size_of_qwen2_5_vl_is_rejected(tmp_path: Path) -> None:
     written(tmp_path, QWEN2_5_VL, text_config=TEXT | {"head_dim": 16})
     with pytest.raises(CheckpointError, match=r"text_config\.head_dim must be 8, not 16"):
         read_model_config(tmp_path)

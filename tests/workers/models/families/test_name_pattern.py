@@ -1,4 +1,4 @@
-"""Patterns of layers' names: those that checkpoints have are read, and slow ones refused."""
+"""Patterns of layers' names: those that checkpoints have are read, and slow ones rejected."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_patterns_of_checkpoints_match_as_in_python(text: str) -> None:
         *("*", "x" * 501, "[^.]+" * 5, r"\d*" * 17),
     ],
 )
-def test_what_may_take_long_is_refused(text: str) -> None:
+def test_what_may_take_long_is_rejected(text: str) -> None:
     with pytest.raises(PatternError) as caught:
         name_pattern(text)
     assert "\n" not in str(caught.value)

@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from pagedray.model_config import ModelConfig
 
 META = torch.device("meta")
-REFUSED = {
+REJECTED = {
     "deepseek-v3",
     "glm-4-9b",
 }
 FILES = {file.name: file for file in published_files()}
-LOADED = [name for name in FILES if name not in REFUSED]
+LOADED = [name for name in FILES if name not in REJECTED]
 DECODERS = [name for name in LOADED if not name.startswith("bge-")]
 
 Shapes = dict[str, tuple[int, ...]]
@@ -102,7 +102,7 @@ def test_the_context_is_that_of_transformers(name: str, tmp_path: Path) -> None:
     assert longest == theirs.max_position_embeddings - skipped
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED))
+@pytest.mark.parametrize("name", sorted(REJECTED))
 def test_what_is_not_supported_is_named(name: str, tmp_path: Path) -> None:
     architecture = FILES[name].config["architectures"][0]
     with pytest.raises(CheckpointError, match=f"names '{architecture}'") as caught:

@@ -1,4 +1,4 @@
-"""Sections `quantization_config`: what is read of them, and what is refused by name."""
+"""Sections `quantization_config`: what is read of them, and what is rejected by name."""
 
 from __future__ import annotations
 
@@ -267,7 +267,7 @@ def test_what_is_not_supported_is_named(section: dict[str, Any], part: str, tmp_
     assert "\n" not in message
 
 
-def test_experts_and_encoders_are_refused(tmp_path: Path) -> None:
+def test_experts_and_encoders_are_rejected(tmp_path: Path) -> None:
     experts = SHAPE | {"architectures": ["MixtralForCausalLM"], "num_key_value_heads": 3}
     encoder = {key: SHAPE[key] for key in SHAPE} | {"architectures": ["BertModel"]}
     for values, what in ((experts, "a model with experts"), (encoder, "an encoder")):

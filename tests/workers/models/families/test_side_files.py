@@ -127,7 +127,7 @@ def test_a_stored_head_of_another_shape_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [False, None])
 @pytest.mark.parametrize("name", ["llama-5-heads", "bloom-6-heads"])
-def test_a_model_that_is_not_causal_is_refused(name: str, value: object, tmp_path: Path) -> None:
+def test_a_model_that_is_not_causal_is_rejected(name: str, value: object, tmp_path: Path) -> None:
     save_checkpoint(name, tmp_path)
     assert read_config(tmp_path, json.loads((tmp_path / "config.json").read_text()), is_causal=True)
     edit(tmp_path, is_causal=value)

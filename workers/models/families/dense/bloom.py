@@ -30,7 +30,7 @@ _NAMES = TensorNames(
 
 
 def _read(file: ConfigFile) -> ModelConfig:
-    file.refuse_unless("apply_residual_connection_post_layernorm", False)
+    file.reject_unless("apply_residual_connection_post_layernorm", False)
     heads_key = file.first_of("num_attention_heads", "n_head")
     config = alibi_config(
         file,

@@ -41,7 +41,7 @@ def _read(file: ConfigFile) -> ModelConfig:
     )
     config = with_rope(config, file)
     for key, value in _FIXED.items():
-        file.refuse_unless(key, value)
+        file.reject_unless(key, value)
     # The period of the older spelling; that of `layer_types` wins.
     pattern = file.integer("sliding_window_pattern", 4, most=MAX_LAYERS)
     windows = windows_by_layer_type(

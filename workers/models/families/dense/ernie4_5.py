@@ -27,7 +27,7 @@ def _read(file: ConfigFile) -> ModelConfig:
         is_tied_by_default=True,
     )
     config = with_rope(config, file, default_theta=_THETA)
-    file.refuse_unless("compression_ratio", 1)
+    file.reject_unless("compression_ratio", 1)
     has_bias = file.flag("use_bias", False)
     assert config.rope is not None
     return replace(

@@ -28,7 +28,7 @@ def _read(file: ConfigFile) -> ModelConfig:
         default_head_size=256,
         is_tied_by_default=True,
     )
-    file.refuse_unless("use_bidirectional_attention", False)
+    file.reject_unless("use_bidirectional_attention", False)
     has_bias = file.flag("attention_bias", False)
     return replace(
         with_rope(config, file),

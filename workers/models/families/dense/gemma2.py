@@ -38,7 +38,7 @@ def gemma_config(
     )
     # A second spelling, which transformers ignores.
     file.note_read("sliding_window_size")
-    file.refuse_unless("use_bidirectional_attention", False)
+    file.reject_unless("use_bidirectional_attention", False)
     has_bias = file.flag("attention_bias", False)
     return replace(
         config,

@@ -22,7 +22,7 @@ def read_gemma3(file: ConfigFile) -> ModelConfig:
     """Return the configuration of a Gemma-3, or of the text part of one."""
     config = gemma_config(file, GEMMA3.architecture, default_logit_cap=None)
     # Transformers reads this soft cap, but does not apply it.
-    file.refuse_unless("attn_logit_softcapping", None)
+    file.reject_unless("attn_logit_softcapping", None)
     rope, window_rope = ropes_by_layer_type(
         file,
         theta=file.number("rope_theta", 1e6, most=MAX_THETA),

@@ -32,7 +32,7 @@ def read_ministral3(file: ConfigFile) -> ModelConfig:
     )
     section = rope_section(file)
     if config.rope is None or config.rope.kind != "yarn":
-        raise section.refusal(kind_key(section), "must be yarn")
+        raise section.rejection(kind_key(section), "must be yarn")
     # A copy of the context length, which transformers does not use.
     section.note_read("max_position_embeddings")
     growth = section.number("llama_4_scaling_beta", most=_MAX_GROWTH)

@@ -57,19 +57,19 @@ def _read(file: ConfigFile) -> ModelConfig:
 def _check(file: ConfigFile, attention: ConfigFile) -> None:
     """Raise CheckpointError for options that transformers ignores or does not support."""
     file.choice("norm_type", _NORM_WORDS, _NORM_WORDS[0])
-    file.refuse_unless("no_bias", True)
-    file.refuse_unless("expansion_ratio", 4)
-    file.refuse_unless("logit_scale", None)
-    file.refuse_unless("embedding_fraction", 1)
+    file.reject_unless("no_bias", True)
+    file.reject_unless("expansion_ratio", 4)
+    file.reject_unless("logit_scale", None)
+    file.reject_unless("embedding_fraction", 1)
     # ALiBi replaces learned positions.
     file.note_read("learned_pos_emb")
     # What transformers writes into each section.
     attention.note_read("model_type", "dtype", "torch_dtype", "architectures")
-    attention.refuse_unless("attn_type", "multihead_attention")
-    attention.refuse_unless("alibi", True)
-    attention.refuse_unless("prefix_lm", False)
-    attention.refuse_unless("qk_ln", False)
-    attention.refuse_unless("attn_uses_sequence_id", False)
+    attention.reject_unless("attn_type", "multihead_attention")
+    attention.reject_unless("alibi", True)
+    attention.reject_unless("prefix_lm", False)
+    attention.reject_unless("qk_ln", False)
+    attention.reject_unless("attn_uses_sequence_id", False)
 
 
 def _qkv_limit(attention: ConfigFile) -> float | None:

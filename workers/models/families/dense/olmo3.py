@@ -22,7 +22,7 @@ _THETA = 5e5
 def _read(file: ConfigFile) -> ModelConfig:
     config = olmo_config(file, OLMO3.architecture)
     # Transformers 5 would apply another value to layers without a window only.
-    file.refuse_unless("rope_theta", _THETA)
+    file.reject_unless("rope_theta", _THETA)
     rope, window_rope = ropes_by_layer_type(file, theta=_THETA, window_theta=_THETA)
     all_but_each_fourth = [(layer + 1) % 4 != 0 for layer in range(config.num_layers)]
     return replace(

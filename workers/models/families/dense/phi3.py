@@ -22,10 +22,10 @@ _NAMES = TensorNames(qkv=("self_attn.qkv_proj",), mlp_input=("mlp.gate_up_proj",
 def _read(file: ConfigFile) -> ModelConfig:
     config = base_config(file, PHI3.architecture, default_norm_eps=1e-5)
     for key in ("attention_bias", "mlp_bias", "lm_head_bias"):
-        file.refuse_unless(key, False)
+        file.reject_unless(key, False)
     # Options of code in Phi-4-mini's checkpoint, which transformers lacks.
     for key in ("full_attn_mod", "interpolate_factor"):
-        file.refuse_unless(key, 1)
+        file.reject_unless(key, 1)
     rope, max_positions, long_context = read_longrope(
         file, head_size=config.head_size, max_positions=config.max_positions
     )

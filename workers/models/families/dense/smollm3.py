@@ -42,7 +42,7 @@ def _rotated_layers(file: ConfigFile, num_layers: int) -> tuple[bool, ...]:
         return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
     values = file.value("no_rope_layers")
     if not isinstance(values, list) or len(values) != num_layers or not set(values) <= {0, 1}:
-        raise file.refusal("no_rope_layers", f"must be a list of {num_layers} numbers, 0 or 1")
+        raise file.rejection("no_rope_layers", f"must be a list of {num_layers} numbers, 0 or 1")
     return tuple(bool(value) for value in values)
 
 
@@ -52,7 +52,7 @@ def _windows(file: ConfigFile, rotated: tuple[bool, ...]) -> tuple[int | None, .
     has_window = has_window_by_layer(file, len(rotated))
     if any(has_window) and not file.flag("use_sliding_window", False):
         # Transformers masks by the window or not, depending on its implementation of attention.
-        raise file.refusal(
+        raise file.rejection(
             "layer_types", "may contain only full_attention unless use_sliding_window is true"
         )
     if not file.flag("use_sliding_window", False) or "sliding_window" not in file:

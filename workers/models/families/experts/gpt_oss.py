@@ -97,7 +97,7 @@ def _has_mxfp4(file: ConfigFile, config: ModelConfig) -> bool:
     section.note_read("dequantize")
     for module in section.words("modules_to_not_convert"):
         if "experts" in module:
-            raise section.refusal(
+            raise section.rejection(
                 "modules_to_not_convert", "must not name experts, which are all in mxfp4"
             )
     for key, size in (
@@ -105,7 +105,7 @@ def _has_mxfp4(file: ConfigFile, config: ModelConfig) -> bool:
         ("intermediate_size", config.intermediate_size),
     ):
         if size % MXFP4_BLOCK_SIZE:
-            raise file.refusal(
+            raise file.rejection(
                 key, f"must be a multiple of {MXFP4_BLOCK_SIZE} in mxfp4, not {size}"
             )
     return True

@@ -91,7 +91,7 @@ def _with_thetas(config: ModelConfig, file: ConfigFile) -> ModelConfig:
     thetas = file.numbers("layer_rope_theta", config.num_layers, least=-1.0, most=MAX_THETA)
     given = {theta for theta in thetas if theta}
     if len(given) > 1 or min(thetas) < 0.0:
-        raise file.refusal("layer_rope_theta", "must contain only 0 and one number above 0")
+        raise file.rejection("layer_rope_theta", "must contain only 0 and one number above 0")
     if not given:
         return replace(config, rope=None)
     assert config.rope is not None

@@ -29,7 +29,7 @@ _DEFAULTS = {
 def _read(file: ConfigFile) -> ModelConfig:
     text = file.section(TEXT_SECTION, _DEFAULTS)
     # Transformers reads this soft cap, but applies it to models without vision only.
-    text.refuse_unless("final_logit_softcapping", None)
+    text.reject_unless("final_logit_softcapping", None)
     return as_text_part(
         read_gemma3(text),
         file,

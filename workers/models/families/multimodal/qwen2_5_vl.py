@@ -23,7 +23,7 @@ def _read(file: ConfigFile) -> ModelConfig:
         text, QWEN2_5_VL.architecture, default_num_kv_heads=8, default_norm_eps=1e-5
     )
     # Transformers reads no other size.
-    text.refuse_unless("head_dim", config.hidden_size // config.num_heads)
+    text.reject_unless("head_dim", config.hidden_size // config.num_heads)
     config = replace(
         with_rope(config, text, default_theta=1e6),
         has_qkv_bias=True,

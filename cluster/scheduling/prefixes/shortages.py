@@ -3,12 +3,12 @@
 from cluster.scheduling.blocks.block_pool import BlockPool
 from cluster.scheduling.blocks.prefix_cache import PrefixCache
 from cluster.scheduling.prefixes.prefix_finder import PrefixFinder
-from cluster.scheduling.sequence import Refusal, Sequence
+from cluster.scheduling.sequence import Sequence, Shortage
 
-__all__ = ["Refusals"]
+__all__ = ["Shortages"]
 
 
-class Refusals:
+class Shortages:
     """Says in O(1) whether a sequence that found too few free blocks still does."""
 
     __slots__ = ("_cache", "_finder", "_pool")
@@ -19,26 +19,26 @@ class Refusals:
         self._finder = finder
         self._pool = pool
 
-    def note_refusal(self, sequence: Sequence, *, num_hits: int, num_shared: int) -> None:
+    def note_shortage(self, sequence: Sequence, *, num_hits: int, num_shared: int) -> None:
         """Note that a sequence has no room, with `num_hits` cached blocks on the device."""
         is_all = num_hits == self._finder.num_shareable(sequence)
-        sequence.refusal = Refusal(
+        sequence.shortage = Shortage(
             None if is_all else sequence.keys[num_hits],
             num_shared,
             self._pool.num_revived + self._cache.num_forgotten,
             self._cache.revision,
         )
 
-    def is_still_refused(self, sequence: Sequence, *, num_needed: int) -> bool:
+    def is_still_short(self, sequence: Sequence, *, num_needed: int) -> bool:
         """Return whether there is certainly no room yet, in O(1).
 
         Among the cached blocks of a sequence, one more is in use only after an idle one was
         shared, one was forgotten and computed again, or the first missing one was computed.
         """
-        refusal, cache, pool = sequence.refusal, self._cache, self._pool
-        if refusal is None or refusal.revision != cache.revision:
+        shortage, cache, pool = sequence.shortage, self._cache, self._pool
+        if shortage is None or shortage.revision != cache.revision:
             return False
-        if refusal.next_key is not None and cache.find_block(refusal.next_key) is not None:
+        if shortage.next_key is not None and cache.find_block(shortage.next_key) is not None:
             return False
-        num_changes = pool.num_revived + cache.num_forgotten - refusal.num_changes
-        return num_needed - refusal.num_shared - num_changes > pool.num_free
+        num_changes = pool.num_revived + cache.num_forgotten - shortage.num_changes
+        return num_needed - shortage.num_shared - num_changes > pool.num_free

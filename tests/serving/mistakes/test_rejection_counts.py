@@ -42,7 +42,7 @@ def num_invalid(http: httpx.Client) -> float:
     ],
     ids=["no JSON", "unknown field", "prompt of no kind", "out of range", "no JSON type", "large"],
 )
-def test_call_that_http_refuses_is_counted(
+def test_call_that_http_rejects_is_counted(
     http: httpx.Client, body: bytes, headers: dict[str, str]
 ) -> None:
     before = num_invalid(http)
@@ -56,7 +56,7 @@ def test_call_that_http_refuses_is_counted(
     ids=["no message", "unknown field", "large"],
 )
 @pytest.mark.parametrize("method", ["Generate", "Embed", "Tokenize"])
-def test_call_that_grpc_refuses_is_counted(
+def test_call_that_grpc_rejects_is_counted(
     http: httpx.Client, server: Server, method: str, message: bytes
 ) -> None:
     before = num_invalid(http)
@@ -66,9 +66,9 @@ def test_call_that_grpc_refuses_is_counted(
             request_serializer=bytes,
             response_deserializer=bytes,
         )
-        with pytest.raises(grpc.RpcError) as refused:
+        with pytest.raises(grpc.RpcError) as rejected:
             list(generate(message))
-    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert rejected.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert num_invalid(http) == before + 1
 
 

@@ -1,4 +1,4 @@
-"""Refusals over Ray Serve are counted once each, under their frontend."""
+"""Rejections over Ray Serve are counted once each, under their frontend."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def counted(servicer: Servicer) -> dict[str, float]:
         f"{sample.labels['front']} {sample.labels['reason']}": sample.value
         for family in servicer.metrics.registry.collect()
         for sample in family.samples
-        if sample.name == "pagedray_refusals_total"
+        if sample.name == "pagedray_rejections_total"
     }
 
 
@@ -66,7 +66,7 @@ def counted(servicer: Servicer) -> dict[str, float]:
         ("Abort", b"", "wrong", "unauthenticated"),
     ],
 )
-async def test_refusals_of_serves_grpc_are_counted(
+async def test_rejections_of_serves_grpc_are_counted(
     servicer: Servicer,
     method: str,
     message: Any,  # Any: bytes or one of several messages
@@ -99,7 +99,7 @@ async def test_refusals_of_serves_grpc_are_counted(
         ({"model": "other"}, "unknown_model"),
     ],
 )
-async def test_refusals_of_a_handles_generate_are_counted(
+async def test_rejections_of_a_handles_generate_are_counted(
     servicer: Servicer,
     arguments: dict[str, Any],  # Any: arguments of all types
     reason: str,
@@ -122,7 +122,7 @@ async def test_refusals_of_a_handles_generate_are_counted(
         ({"timeout_s": -1}, "invalid"),
     ],
 )
-async def test_refusals_of_a_handles_embed_are_counted(
+async def test_rejections_of_a_handles_embed_are_counted(
     servicer: Servicer,
     arguments: dict[str, Any],  # Any: arguments of all types
     reason: str,
@@ -145,7 +145,7 @@ async def test_refusals_of_a_handles_embed_are_counted(
         ({"timeout_s": -1}, "invalid"),
     ],
 )
-async def test_refusals_of_a_handles_score_are_counted(
+async def test_rejections_of_a_handles_score_are_counted(
     servicer: Servicer,
     arguments: dict[str, Any],  # Any: arguments of all types
     reason: str,
