@@ -94,10 +94,10 @@ def _measured(rank: int, size: int, port: int, width: int) -> list[Row]:
         stream, delta = torch.zeros(2, num_rows, width, dtype=dtype, device=device)
 
         def nccl(stream: torch.Tensor, delta: torch.Tensor) -> None:
-            add_norm(stream, group.all_reduce(delta), weight, None, EPS, is_centred=False)
+            add_norm(stream, group.all_reduce(delta), weight, None, EPS, is_centered=False)
 
         def one(stream: torch.Tensor, delta: torch.Tensor) -> None:
-            one_shot.add_norm(stream, delta, weight, None, EPS, is_centred=False)
+            one_shot.add_norm(stream, delta, weight, None, EPS, is_centered=False)
 
         nccl_us = _replay_us(partial(nccl, stream, delta), group.barrier)
         one_shot_us = late_us = None

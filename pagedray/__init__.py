@@ -56,7 +56,7 @@ _HOMES = {
     "PagedRayLLM": "cluster.serving.ray_serve.llm",
     "build_app": "cluster.serving.ray_serve.deployment",
 }
-_NEIGHBOURS = ("attention", "cluster", "workers")
+_NEIGHBORS = ("attention", "cluster", "workers")
 
 
 def __getattr__(name: str) -> object:
@@ -69,11 +69,11 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-def _check_neighbours() -> None:
+def _check_neighbors() -> None:
     # The packages beside this one have common names: a user's own `cluster` that comes first on
     # the path would shadow ours.
     root = Path(__file__).resolve().parent.parent
-    for name in _NEIGHBOURS:
+    for name in _NEIGHBORS:
         spec = find_spec(name)
         found = None if spec is None or spec.origin is None else Path(spec.origin).resolve()
         expected = root / name / "__init__.py"
@@ -83,4 +83,4 @@ def _check_neighbours() -> None:
             )
 
 
-_check_neighbours()
+_check_neighbors()

@@ -205,7 +205,7 @@ _MORE_CASES = (
         more={"head_dim": 16},
     ),
     Case(
-        name="ernie-neighbours",
+        name="ernie-neighbors",
         family="Ernie4_5",
         more={"head_dim": 16},
     ),

@@ -145,9 +145,9 @@ def kernel_rows(
         multiplied = [one for one in inside if _is_gemm(one.name)]
         labels = [*layer_gemms * num_layers, "head"]
         is_known = len(multiplied) == len(labels)
-        labelled = iter(labels)
+        labeled = iter(labels)
         for one in inside:
-            label = next(labelled) if is_known and _is_gemm(one.name) else ""
+            label = next(labeled) if is_known and _is_gemm(one.name) else ""
             times[label, one.name] += one.end - one.start
             counts[label, one.name] += 1
     rows = []
@@ -176,7 +176,7 @@ def kernel_rows(
 
 
 def gaps_of(steps: list[list[Launch]]) -> tuple[dict[str, float], int]:
-    """Return the longest gaps by neighbours, microseconds a step, and the nanoseconds of all."""
+    """Return the longest gaps by neighbors, microseconds a step, and the nanoseconds of all."""
     total: dict[str, int] = Counter()
     for step in steps:
         last, end = step[0], step[0].end

@@ -14,7 +14,7 @@ __all__ = ["Chart", "draw_charts"]
 
 _WIDTH, _HEIGHT = 700, 150
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60, 40, 30, 25
-_COLOUR = "#1f6fb2"
+_COLOR = "#1f6fb2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +51,9 @@ def _draw(chart: Chart, *, top: int) -> Iterator[str]:
         for x, value in chart.points
     ]
     line = " ".join(f"{x:.1f},{low - value / most * (low - high):.1f}" for x, value, _ in placed)
-    yield f'<polyline points="{line}" fill="none" stroke="{_COLOUR}" stroke-width="1.5"/>'
+    yield f'<polyline points="{line}" fill="none" stroke="{_COLOR}" stroke-width="1.5"/>'
     for x, value, number in placed:
         y = low - value / most * (low - high)
-        yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{_COLOUR}"/>'
+        yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{_COLOR}"/>'
         yield f'<text x="{x:.1f}" y="{y - 6:.1f}" text-anchor="middle">{value:,.3g}</text>'
         yield f'<text x="{x:.1f}" y="{low + 15}" text-anchor="middle">{number:,g}</text>'

@@ -151,7 +151,7 @@ def test_it_fits_the_terminal_and_ends_with_q(url: str) -> None:
         assert LEAVE_OWN_SCREEN in terminal.written
 
 
-def test_it_is_readable_in_80_columns_without_colours(url: str) -> None:
+def test_it_is_readable_in_80_columns_without_colors(url: str) -> None:
     arguments = ["top", f"--url={url}"]
     with Terminal(arguments, columns=80, lines=24, variables={"NO_COLOR": "1"}) as terminal:
         for words in (

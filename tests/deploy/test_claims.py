@@ -52,12 +52,12 @@ def test_the_claim_of_the_single_pod_holds_its_model() -> None:
 def test_the_documented_selector_creates_the_claim_alone(name: str) -> None:
     key, value = "app.kubernetes.io/component", "models"
     assert f"-l {key}={value}" in (DEPLOY.parent / "docs/kubernetes.md").read_text()
-    labelled = [
+    labeled = [
         one["kind"]
         for one in overlay(name).values()
         if one["metadata"].get("labels", {}).get(key) == value
     ]
-    assert labelled == ["PersistentVolumeClaim"]
+    assert labeled == ["PersistentVolumeClaim"]
 
 
 def _room(claim: Manifest) -> int:

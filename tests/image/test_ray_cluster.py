@@ -172,10 +172,10 @@ def test_streams_end_whole_when_their_pod_gets_sigterm(served: RayCluster) -> No
         ends = [pool.submit(stream.read, _NUM_TOKENS) for stream in streams]
         for stream in streams:
             assert stream.flows.wait(_TIMEOUT_S)
-        signalled_s = time.monotonic()
+        signaled_s = time.monotonic()
         worker.terminate()
         assert [end.result(_TIMEOUT_S) for end in ends] == [_NUM_TOKENS] * len(streams)
-    assert all(stream.ended_s > signalled_s for stream in streams)
+    assert all(stream.ended_s > signaled_s for stream in streams)
 
 
 def test_a_head_that_ends_alone_ends_soon(served: RayCluster) -> None:

@@ -1,4 +1,4 @@
-"""Waiting for conditions that other threads fulfil."""
+"""Waiting for conditions that other threads fulfill."""
 
 from __future__ import annotations
 

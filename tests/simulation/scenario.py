@@ -192,7 +192,7 @@ def _make_client(
 
 
 def shrink(scenario: Scenario, fails: Callable[[Scenario], bool]) -> Scenario:
-    """Return a scenario that fails too, and of which no simpler neighbour does."""
+    """Return a scenario that fails too, and of which no simpler neighbor does."""
     is_smaller = True
     while is_smaller:
         is_smaller = False

@@ -184,7 +184,7 @@ def test_no_tenant_sees_or_ends_what_another_runs(server: ServerProcess) -> None
     assert last.sequences[0].finish_reason == pagedray_pb2.FINISH_REASON_ABORTED
 
 
-def test_changed_and_signalled_keys_are_read_again(server: ServerProcess, key_file: Path) -> None:
+def test_changed_and_signaled_keys_are_read_again(server: ServerProcess, key_file: Path) -> None:
     with httpx.Client(base_url=server.url) as http:
 
         def status(name: str) -> int:

@@ -69,7 +69,7 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     assert report.token_ids == [8]
 
 
-def test_a_neighbour_keeps_its_token_and_a_broken_row_stays_broken() -> None:
+def test_a_neighbor_keeps_its_token_and_a_broken_row_stays_broken() -> None:
     sampler = sampler_of(temperature=0.0)
     started(sampler, 1, is_masked=False, temperature=0.0)
     started(sampler, 2, is_masked=True, temperature=0.0)

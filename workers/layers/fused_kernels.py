@@ -51,11 +51,11 @@ def add_norm_kernel(
     bias: torch.Tensor | None,
     eps: float,
     *,
-    is_centred: bool,
+    is_centered: bool,
     overlaps: bool,
     dtype: torch.dtype,
 ) -> AddNormKernel | None:
-    """Return the kernel of RMSNorm, or of LayerNorm if `is_centred`, for inputs of `dtype`.
+    """Return the kernel of RMSNorm, or of LayerNorm if `is_centered`, for inputs of `dtype`.
 
     Whether it `overlaps` with the kernel before it is for GPUs.
     """
@@ -68,10 +68,10 @@ def add_norm_kernel(
             weight=weight,
             bias=bias,
             eps=eps,
-            is_centred=is_centred,
+            is_centered=is_centered,
             overlaps=overlaps,
         )
-    if is_centred or bias is not None or weight.dtype != dtype:
+    if is_centered or bias is not None or weight.dtype != dtype:
         return None
     return AddNorm.make(weight, eps)
 
@@ -81,7 +81,7 @@ def quantized_add_norm_kernel(
     bias: torch.Tensor | None,
     eps: float,
     *,
-    is_centred: bool,
+    is_centered: bool,
     overlaps: bool,
 ) -> QuantizedAddNormKernel | None:
     """Return the kernel of `add_norm_kernel` that quantizes the norm."""
@@ -94,7 +94,7 @@ def quantized_add_norm_kernel(
         weight=weight,
         bias=bias,
         eps=eps,
-        is_centred=is_centred,
+        is_centered=is_centered,
         overlaps=overlaps,
     )
 

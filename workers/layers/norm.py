@@ -31,7 +31,7 @@ __all__ = ["LayerNorm", "OffsetRMSNorm", "QKNorm", "RMSNorm", "ResidualNorm"]
 class ResidualNorm(Layer):
     """A norm of the residual stream, fused with the addition before it where a kernel can."""
 
-    _is_centred: ClassVar[bool] = False
+    _is_centered: ClassVar[bool] = False
     """Whether the mean is subtracted."""
     _weight_dtype: ClassVar[torch.dtype | None] = None
     """The dtype of the weight; None is that of the stream."""
@@ -65,12 +65,12 @@ class ResidualNorm(Layer):
             self._weight,
             self._bias,
             eps,
-            is_centred=self._is_centred,
+            is_centered=self._is_centered,
             overlaps=overlaps,
             dtype=dtype,
         )
         self._quantized_kernel = quantized_add_norm_kernel(
-            self._weight, self._bias, eps, is_centred=self._is_centred, overlaps=overlaps
+            self._weight, self._bias, eps, is_centered=self._is_centered, overlaps=overlaps
         )
 
     def quantized(
@@ -89,7 +89,7 @@ class ResidualNorm(Layer):
 
         A reader is a kernel that starts while the one before it ends, as this does if it overlaps.
         """
-        is_rms = not self._is_centred and self._bias is None
+        is_rms = not self._is_centered and self._bias is None
         if delta is None and is_rms and self._overlaps:
             return UnnormedRow(stream, self._weight, self._eps)
         return self(stream, delta)
@@ -123,7 +123,11 @@ class ResidualNorm(Layer):
                 return None
             add_norm = partial(one_shot.add_norm, delta=delta)
         return add_norm(
-            stream, weight=self._weight, bias=self._bias, eps=self._eps, is_centred=self._is_centred
+            stream,
+            weight=self._weight,
+            bias=self._bias,
+            eps=self._eps,
+            is_centered=self._is_centered,
         )
 
     def _summed(self, delta: torch.Tensor | PendingSum | None) -> torch.Tensor | None:
@@ -172,7 +176,7 @@ class OffsetRMSNorm(ResidualNorm):
 class LayerNorm(ResidualNorm):
     """Layer normalization (Ba, Kiros and Hinton 2016), with or without a bias."""
 
-    _is_centred = True
+    _is_centered = True
 
     def _normed(self, stream: torch.Tensor) -> torch.Tensor:
         return functional.layer_norm(

@@ -105,7 +105,7 @@ class DecoderSelfAttention(CompositeLayer):
         )
         self._limit = config.qkv_limit
         self._head_norm = _head_norm(prefix, config, params, group, dtype=dtype, device=device)
-        self._neighbours = _neighbour_order(config, params, device)
+        self._neighbors = _neighbor_order(config, params, device)
         self._sinks = None
         if config.has_sinks:
             self._sinks = torch.empty(params.num_heads, dtype=torch.float32, device=device)
@@ -210,9 +210,9 @@ class DecoderSelfAttention(CompositeLayer):
         return work if self._sinks is None else work + WeightWork(num_bytes=self._sinks.nbytes)
 
     def finalize(self) -> None:
-        if self._neighbours is not None:
-            self._qkv.reorder(self._neighbours)
-            self._neighbours = None
+        if self._neighbors is not None:
+            self._qkv.reorder(self._neighbors)
+            self._neighbors = None
         super().finalize()
 
     def sublayers(self) -> Iterator[Layer]:
@@ -259,7 +259,7 @@ def _head_norm(
     )
 
 
-def _neighbour_order(
+def _neighbor_order(
     config: ModelConfig, params: AttentionParams, device: torch.device
 ) -> torch.Tensor | None:
     """Return the columns of queries, keys and values with adjacent pairs half a head apart.

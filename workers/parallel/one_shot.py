@@ -156,7 +156,7 @@ class OneShotAllReduce:
         bias: torch.Tensor | None,
         eps: float,
         *,
-        is_centred: bool,
+        is_centered: bool,
     ) -> torch.Tensor:
         """Add the sum of `delta` over the ranks to the stream, in place; return the stream's norm.
 
@@ -166,7 +166,7 @@ class OneShotAllReduce:
 
         self._progress.begin_collective(Phase.ALL_REDUCE)
         normed = all_reduce_add_norm(
-            stream, delta, weight, bias, eps, is_centred=is_centred, inboxes=self._inboxes
+            stream, delta, weight, bias, eps, is_centered=is_centered, inboxes=self._inboxes
         )
         self._progress.end_collective()
         return normed

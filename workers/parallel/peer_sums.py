@@ -153,12 +153,12 @@ class _PeerSum(PendingSum):
         bias: torch.Tensor | None,
         eps: float,
         *,
-        is_centred: bool,
+        is_centered: bool,
     ) -> torch.Tensor:
         from attention.kernels.triton.sums.received_rows import add_received_norm
 
         return add_received_norm(
-            stream, self._rows, self._received(), weight, bias, eps, is_centred=is_centred
+            stream, self._rows, self._received(), weight, bias, eps, is_centered=is_centered
         )
 
     def _received(self) -> ReceivedRows:

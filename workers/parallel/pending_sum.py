@@ -25,14 +25,14 @@ class PendingSum(ABC):
         bias: torch.Tensor | None,
         eps: float,
         *,
-        is_centred: bool,
+        is_centered: bool,
     ) -> torch.Tensor | None:
         """Add the sum to the stream, in place, and return the stream's norm.
 
         All are `[num_rows, width]`; the norm is that of `ResidualNorm`. Returns None, and does
         nothing, if no kernel does both: then `finish` must be called.
         """
-        del stream, weight, bias, eps, is_centred
+        del stream, weight, bias, eps, is_centered
         return None
 
 

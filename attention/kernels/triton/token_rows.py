@@ -43,7 +43,7 @@ def _add_norm(
     size: tl.constexpr,
     has_delta: tl.constexpr,
     has_bias: tl.constexpr,
-    is_centred: tl.constexpr,
+    is_centered: tl.constexpr,
     is_quantized: tl.constexpr,
     is_dependent: tl.constexpr,
     tile: tl.constexpr,
@@ -64,7 +64,7 @@ def _add_norm(
         kept = (kept.to(tl.float32) + added.to(tl.float32)).to(stream.dtype.element_ty)
         tl.store(stream + row * stream_stride + elements, kept, mask=is_element)
     x = kept.to(tl.float32)
-    if is_centred:
+    if is_centered:
         x = tl.where(is_element, x - tl.sum(x, axis=0) / size, 0.0)
     normed = x / tl.sqrt(tl.sum(x * x, axis=0) / size + eps)
     normed *= tl.load(weight + elements, mask=is_element, other=0.0).to(tl.float32)
@@ -87,17 +87,17 @@ def add_norm(
     bias: torch.Tensor | None,
     eps: float,
     *,
-    is_centred: bool,
+    is_centered: bool,
     overlaps: bool = False,
 ) -> torch.Tensor:
     """Return the norm of `stream + delta`, `[num_rows, size]`; `stream` becomes that sum.
 
-    The norm is RMSNorm, or LayerNorm if `is_centred`, which subtracts the mean. With `overlaps`, it
-    starts while the kernel before it ends, which must be of the same stream: not one of NCCL.
+    The norm is RMSNorm, or LayerNorm if `is_centered`, which subtracts the mean. With `overlaps`,
+    it starts while the kernel before it ends, which must be of the same stream: not one of NCCL.
     """
     out = torch.empty(stream.shape, dtype=stream.dtype, device=stream.device)
     _launch_add_norm(
-        stream, delta, weight, bias, eps, out, None, is_centred=is_centred, overlaps=overlaps
+        stream, delta, weight, bias, eps, out, None, is_centered=is_centered, overlaps=overlaps
     )
     return out
 
@@ -109,7 +109,7 @@ def quantized_add_norm(
     bias: torch.Tensor | None,
     eps: float,
     *,
-    is_centred: bool,
+    is_centered: bool,
     overlaps: bool = False,
 ) -> QuantizedRows:
     """Return what `quantize_rows` makes of `add_norm`, by one kernel."""
@@ -122,7 +122,7 @@ def quantized_add_norm(
         eps,
         rows.values,
         rows.scales,
-        is_centred=is_centred,
+        is_centered=is_centered,
         overlaps=overlaps,
     )
     return rows
@@ -137,7 +137,7 @@ def _launch_add_norm(
     out: torch.Tensor,
     scales: torch.Tensor | None,
     *,
-    is_centred: bool,
+    is_centered: bool,
     overlaps: bool,
 ) -> None:
     num_rows, size = stream.shape
@@ -162,7 +162,7 @@ def _launch_add_norm(
                 size,
                 delta is not None,
                 bias is not None,
-                is_centred,
+                is_centered,
                 scales is not None,
                 can_depend(stream.device),
                 tile,

@@ -16,7 +16,7 @@ __all__ = ["draw_samples"]
 
 _WIDTH, _PANEL_HEIGHT = 800, 180
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 20, 30, 25
-_COLOURS = ("#1f6fb2", "#d1662a")
+_COLORS = ("#1f6fb2", "#d1662a")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,15 +75,15 @@ def _draw_panel(panel: _Panel, times: Sequence[float], *, top: int) -> Iterator[
         yield f'<text x="{left - 6}" y="{y + 4}" text-anchor="end">{part * most:,.4g}</text>'
         yield f'<text x="{x}" y="{low + 16}" text-anchor="middle">{part * last_s:,.4g}</text>'
     for number, (name, values) in enumerate(panel.lines):
-        colour = _COLOURS[number]
+        color = _COLORS[number]
         points = " ".join(
             f"{left + time_s / last_s * (right - left):.1f},{low - value / most * (low - high):.1f}"
             for time_s, value in zip(times, values, strict=True)
         )
-        yield f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
+        yield f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="1.5"/>'
         if len(panel.lines) > 1:
             x = right - 80 * (len(panel.lines) - number - 1)
-            yield f'<text x="{x}" y="{high - 10}" text-anchor="end" fill="{colour}">{name}</text>'
+            yield f'<text x="{x}" y="{high - 10}" text-anchor="end" fill="{color}">{name}</text>'
 
 
 def _rates(times: Sequence[float], counts: Sequence[int]) -> list[float]:

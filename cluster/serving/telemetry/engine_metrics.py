@@ -54,7 +54,7 @@ class EngineCollector(Collector):
 
 
 def _sequence_families(scheduler: SchedulerStats) -> Iterator[Metric]:
-    yield _labelled_gauge(
+    yield _labeled_gauge(
         "sequences",
         "Sequences by state",
         "state",
@@ -77,9 +77,9 @@ def _pool_families(stats: EngineStats) -> Iterator[Metric]:
     sizes = {"device": scheduler.num_blocks, "cpu": scheduler.num_cpu_blocks}
     free = {"device": scheduler.num_free_blocks, "cpu": scheduler.num_free_cpu_blocks}
     used = {pool: _used(size, free[pool]) for pool, size in sizes.items()}
-    yield _labelled_gauge("blocks", "KV blocks of each pool", "pool", sizes)
-    yield _labelled_gauge("free_blocks", "Free KV blocks of each pool", "pool", free)
-    yield _labelled_gauge("kv_use", "Fraction of each pool in use, 0 to 1", "pool", used)
+    yield _labeled_gauge("blocks", "KV blocks of each pool", "pool", sizes)
+    yield _labeled_gauge("free_blocks", "Free KV blocks of each pool", "pool", free)
+    yield _labeled_gauge("kv_use", "Fraction of each pool in use, 0 to 1", "pool", used)
     yield _gauge(
         "unpinned_blocks",
         "Blocks of the CPU pools that cannot be pinned, on all ranks",
@@ -108,7 +108,7 @@ def _prefix_families(stats: EngineStats) -> Iterator[Metric]:
         "Tokens found in the prefix cache that were copied back from the CPU pool",
         scheduler.num_cpu_hit_tokens,
     )
-    yield _labelled_counter(
+    yield _labeled_counter(
         "prefix_copied_bytes",
         "Bytes of cached KV blocks copied out of and into device memory, on all ranks",
         "direction",
@@ -149,7 +149,7 @@ def _disk_families(stats: EngineStats) -> Iterator[Metric]:
         "Tokens found on the disk, which were read into the CPU pool",
         scheduler.num_disk_hit_tokens,
     )
-    yield _labelled_counter(
+    yield _labeled_counter(
         "prefix_disk_bytes",
         "Bytes of cached KV blocks written to the disk and read from it, on all ranks",
         "direction",
@@ -158,7 +158,7 @@ def _disk_families(stats: EngineStats) -> Iterator[Metric]:
             "in": scheduler.num_read_blocks * stats.block_bytes,
         },
     )
-    yield _labelled_counter(
+    yield _labeled_counter(
         "prefix_disk_failures",
         "Blocks that a rank could not write to the disk, or read from it as they were written",
         "direction",
@@ -168,7 +168,7 @@ def _disk_families(stats: EngineStats) -> Iterator[Metric]:
 
 def _preemption_families(stats: EngineStats) -> Iterator[Metric]:
     scheduler = stats.scheduler
-    yield _labelled_counter(
+    yield _labeled_counter(
         "preemptions",
         "Preempted sequences, by kind",
         "kind",
@@ -177,7 +177,7 @@ def _preemption_families(stats: EngineStats) -> Iterator[Metric]:
             "recompute": scheduler.num_recompute_preemptions,
         },
     )
-    yield _labelled_counter(
+    yield _labeled_counter(
         "swapped_bytes",
         "Bytes of KV blocks swapped out of and into device memory, on all ranks",
         "direction",
@@ -194,13 +194,13 @@ def _step_families(stats: EngineStats) -> Iterator[Metric]:
     yield _counter("steps", "Steps run", stats.num_steps)
     yield _counter("prompt_tokens", "Prompt tokens accepted", stats.num_prompt_tokens)
     yield _counter("generated_tokens", "Tokens generated", stats.num_generated_tokens)
-    yield _labelled_counter(
+    yield _labeled_counter(
         "rank_replacements",
         "Replacements of ranks after one had failed, by cause",
         "cause",
         stats.replacements,
     )
-    yield _labelled_counter(
+    yield _labeled_counter(
         "hangs", "Hangs found, by what made no progress", "kind", stats.num_hangs
     )
     yield _counter(
@@ -238,11 +238,11 @@ def _counter(name: str, text: str, value: float) -> Metric:
     return CounterMetricFamily(f"pagedray_{name}", text, value=value)
 
 
-def _labelled_gauge(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+def _labeled_gauge(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
     return _filled(GaugeMetricFamily(f"pagedray_{name}", text, labels=[label]), values)
 
 
-def _labelled_counter(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+def _labeled_counter(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
     return _filled(CounterMetricFamily(f"pagedray_{name}", text, labels=[label]), values)
 
 

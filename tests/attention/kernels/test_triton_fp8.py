@@ -106,8 +106,8 @@ def test_norms_are_quantized_and_the_stream_is_the_sum(has_delta: bool, dtype: t
     stream, delta = rows_of(4, 100, dtype), rows_of(4, 100, dtype) if has_delta else None
     weight = torch.randn(100).to(dtype).to(DEVICE)
     sums = stream.clone()
-    rows = add_norm(sums, delta, weight, None, 1e-6, is_centred=False)
-    found = quantized_add_norm(stream, delta, weight, None, 1e-6, is_centred=False)
+    rows = add_norm(sums, delta, weight, None, 1e-6, is_centered=False)
+    found = quantized_add_norm(stream, delta, weight, None, 1e-6, is_centered=False)
     assert torch.equal(stream, sums)
     exact = functional.rms_norm(stream.double(), (100,), weight.double(), 1e-6)
     assert_equal_rows(found, rows, exact)

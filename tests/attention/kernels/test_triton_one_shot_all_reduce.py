@@ -111,7 +111,7 @@ def test_the_sum_is_added_to_the_stream_and_normed(
         weight,
         bias if has_bias else None,
         EPS,
-        is_centred=has_bias,
+        is_centered=has_bias,
         inboxes=one.view,
     )
     assert_near(stream, total)

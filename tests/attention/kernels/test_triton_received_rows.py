@@ -66,7 +66,7 @@ def test_the_sum_is_added_to_the_stream_and_normed(has_bias: bool, dtype: torch.
         weight,
         bias if has_bias else None,
         EPS,
-        is_centred=has_bias,
+        is_centered=has_bias,
     )
     assert_near(half, total)
     expected = functional.rms_norm(half.double(), (WIDTH,), weight.double(), EPS)

@@ -30,7 +30,7 @@ def test_rows_are_added_and_normed(size: int, eps: float, dtype: torch.dtype) ->
     stream, delta = strided(3, size, dtype), strided(3, size, dtype)
     weight = torch.randn(size).to(dtype).to(DEVICE)
     total = stream.double() + delta.double()
-    normed = add_norm(stream, delta, weight, None, eps, is_centred=False)
+    normed = add_norm(stream, delta, weight, None, eps, is_centered=False)
     assert_near(stream, total)
     assert_near(normed, functional.rms_norm(stream.double(), (size,), weight.double(), eps))
 
@@ -38,17 +38,17 @@ def test_rows_are_added_and_normed(size: int, eps: float, dtype: torch.dtype) ->
 def test_without_a_delta_the_stream_stays() -> None:
     stream = strided(3, 80, torch.float32)
     before, weight = stream.clone(), torch.ones(80, device=DEVICE)
-    add_norm(stream, None, weight, None, 1e-6, is_centred=False)
+    add_norm(stream, None, weight, None, 1e-6, is_centered=False)
     assert torch.equal(stream, before)
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_a_centred_norm_is_the_layer_norm(has_bias: bool) -> None:
+def test_a_centered_norm_is_the_layer_norm(has_bias: bool) -> None:
     # A large mean would drown a variance that is taken as a difference of squares.
     stream = strided(3, 80, torch.float32) + 100.0
     weight, noise = torch.randn(2, 80, device=DEVICE)
     bias = noise if has_bias else None
-    normed = add_norm(stream, None, weight, bias, 1e-5, is_centred=True)
+    normed = add_norm(stream, None, weight, bias, 1e-5, is_centered=True)
     exact = functional.layer_norm(
         stream.double(),
         (80,),
@@ -63,7 +63,7 @@ def test_a_float32_weight_is_not_rounded_to_the_rows_type() -> None:
     stream = torch.ones(1, 16, dtype=torch.bfloat16, device=DEVICE)
     weight = torch.full((16,), 1.0 + 2.0**-10, device=DEVICE)
     bias = torch.full((16,), -1.0, device=DEVICE)
-    normed = add_norm(stream, None, weight, bias, 0.0, is_centred=False)
+    normed = add_norm(stream, None, weight, bias, 0.0, is_centered=False)
     assert normed.tolist() == [[2.0**-10] * 16]
 
 
@@ -113,5 +113,5 @@ def test_the_first_half_gates_the_second(
 def test_no_rows_launch_no_kernel() -> None:
     none = torch.empty(0, 64, device=DEVICE)
     weight = torch.ones(64, device=DEVICE)
-    assert add_norm(none, none, weight, None, 1e-6, is_centred=False).shape == (0, 64)
+    assert add_norm(none, none, weight, None, 1e-6, is_centered=False).shape == (0, 64)
     assert gated(none, "silu").shape == (0, 32)

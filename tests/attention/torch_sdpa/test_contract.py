@@ -62,7 +62,7 @@ def test_sequence_survives_a_swap_to_other_blocks() -> None:
     rig.step(prefills=[(a, 3)], decodes=[b])
 
 
-def test_prompts_of_equal_length_need_not_be_neighbours() -> None:
+def test_prompts_of_equal_length_need_not_be_neighbors() -> None:
     rig = Rig(params_of())
     a, b, c, d = (rig.sequence() for _ in range(4))
     rig.step(prefills=[(a, 3)])

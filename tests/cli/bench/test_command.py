@@ -194,7 +194,7 @@ def test_failures_amid_the_test_are_counted(
     assert (json.loads(out)["completed"], json.loads(out)["failed"]) == (2, 4)
 
 
-def test_the_port_of_grpc_is_recognised(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_port_of_grpc_is_recognized(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     error = one_error(run(capsys, f"--base-url=http://{server.grpc_target}", *SHORT))
     assert "requires --backend grpc" in error
 

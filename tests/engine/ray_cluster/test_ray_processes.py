@@ -33,11 +33,11 @@ def label() -> Iterator[str]:
     """An argument by which the children are found, whatever their parent is."""
     label = f"0.{uuid.uuid4().int % 10**9}"
     yield label
-    for process in labelled(label):
+    for process in labeled(label):
         process.kill()
 
 
-def labelled(label: str) -> list[psutil.Process]:
+def labeled(label: str) -> list[psutil.Process]:
     return [
         process
         for process in psutil.process_iter(["name", "cmdline"])
@@ -49,7 +49,7 @@ def test_no_process_is_left_that_starts_while_others_are_killed(label: str) -> N
     # Taken for a daemon of Ray by the path of its program.
     program = str(Path(ray.__file__).parent / "raylet")
     with subprocess.Popen([sys.executable, "-c", PARENT, program, label]) as parent:
-        wait_for(lambda: labelled(label), 60.0)
+        wait_for(lambda: labeled(label), 60.0)
         kill_ray_processes()
         assert parent.wait(60.0) < 0
-    assert still_running(labelled(label), 20.0) == []
+    assert still_running(labeled(label), 20.0) == []

@@ -48,7 +48,7 @@ or a call without a response with a text.
 """
 
 
-class Neighbours:
+class Neighbors:
     """The other replicas, as one of them sees them. An OtherReplicas."""
 
     def __init__(self, own_name: str, stores: dict[str, ResponseStore]) -> None:
@@ -78,7 +78,7 @@ class Replica:
         """`stores` are those of all replicas by their names, to which its own is added."""
         self.name = name
         stores = {} if stores is None else stores
-        store = ResponseStore(StoredResponses(StoreLimits()), Neighbours(name, stores))
+        store = ResponseStore(StoredResponses(StoreLimits()), Neighbors(name, stores))
         stores[name] = store
         client = EngineClient(asyncio.get_running_loop())
         self.engine = FakeEngine(client, script)

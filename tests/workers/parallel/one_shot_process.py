@@ -78,9 +78,9 @@ def _normed(
     weight, bias = torch.randn(2, WIDTH, device=DEVICE, generator=generator).to(rows.dtype)
     stream = torch.randn(len(rows), WIDTH, device=DEVICE, generator=generator).to(rows.dtype)
     other = stream.clone()
-    normed = one_shot.add_norm(stream, rows.clone(), weight, bias, EPS, is_centred=True)
+    normed = one_shot.add_norm(stream, rows.clone(), weight, bias, EPS, is_centered=True)
     summed = group.all_reduce(rows.clone())
-    expected = add_norm(other, summed, weight, bias, EPS, is_centred=True)
+    expected = add_norm(other, summed, weight, bias, EPS, is_centered=True)
     return normed, stream, expected, other
 
 
@@ -139,10 +139,10 @@ def _beside_products(
                 num_wrong += torch.ne(oldest.finish(), expected).sum()
                 continue
             stream = torch.zeros_like(expected)
-            normed = oldest.add_norm(stream, norm_weight, None, EPS, is_centred=False)
+            normed = oldest.add_norm(stream, norm_weight, None, EPS, is_centered=False)
             assert normed is not None
             num_wrong += torch.ne(stream, expected).sum()
-            right = add_norm(expected, None, norm_weight, None, EPS, is_centred=False)
+            right = add_norm(expected, None, norm_weight, None, EPS, is_centered=False)
             num_wrong += torch.ne(normed, right).sum()
     pending.pop()[0].finish()
     return num_wrong.cpu(), torch.zeros(1, dtype=torch.int64)

@@ -24,7 +24,7 @@ def test_uniforms_are_even_and_below_one() -> None:
     assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.02
 
 
-def test_neighbouring_seeds_indices_and_positions_are_independent() -> None:
+def test_neighboring_seeds_indices_and_positions_are_independent() -> None:
     for starts in (
         [generator_start(seed, 0) for seed in range(-10_000, 10_000)],
         [generator_start(5, index) for index in range(20_000)],

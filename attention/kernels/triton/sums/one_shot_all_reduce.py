@@ -239,7 +239,7 @@ def _all_reduce(
     num_words: tl.constexpr,
     has_norm: tl.constexpr,
     has_bias: tl.constexpr,
-    is_centred: tl.constexpr,
+    is_centered: tl.constexpr,
     has_one_row: tl.constexpr,
     is_dependent: tl.constexpr,
     word_tile: tl.constexpr,
@@ -268,7 +268,7 @@ def _all_reduce(
         )  # fmt: skip
         finish_row(
             first, added, before, delta, stream, weight, bias, out, delta_stride, stream_stride,
-            eps, width, has_norm, has_bias, is_centred, tile,
+            eps, width, has_norm, has_bias, is_centered, tile,
         )  # fmt: skip
     else:
         step = tl.num_programs(0)
@@ -293,7 +293,7 @@ def _all_reduce(
             )  # fmt: skip
             finish_row(
                 row, added, before, delta, stream, weight, bias, out, delta_stride, stream_stride,
-                eps, width, has_norm, has_bias, is_centred, tile,
+                eps, width, has_norm, has_bias, is_centered, tile,
             )  # fmt: skip
 
 
@@ -309,7 +309,7 @@ def all_reduce_add_norm(
     bias: torch.Tensor | None,
     eps: float,
     *,
-    is_centred: bool,
+    is_centered: bool,
     inboxes: Inboxes,
 ) -> torch.Tensor:
     """Return the norm of `stream` plus the sum of all ranks' `delta`, `[num_rows, width]`.
@@ -320,7 +320,7 @@ def all_reduce_add_norm(
     assert stream.shape == delta.shape
     assert stream.stride(1) == 1
     out = torch.empty_like(delta, memory_format=torch.contiguous_format)
-    _launch(delta, stream, weight, bias, out, eps, is_centred, inboxes)
+    _launch(delta, stream, weight, bias, out, eps, is_centered, inboxes)
     return out
 
 
@@ -331,7 +331,7 @@ def _launch(
     bias: torch.Tensor | None,
     out: torch.Tensor,
     eps: float,
-    is_centred: bool,
+    is_centered: bool,
     inboxes: Inboxes,
 ) -> None:
     num_rows, width = delta.shape
@@ -366,7 +366,7 @@ def _launch(
         num_words=data.shape[1],
         has_norm=stream is not None,
         has_bias=bias is not None,
-        is_centred=is_centred,
+        is_centered=is_centered,
         has_one_row=num_rows == num_programs,
         word_tile=word_tile,
         tile=tile,

@@ -67,7 +67,7 @@ def _add_received(
     width: tl.constexpr,
     has_norm: tl.constexpr,
     has_bias: tl.constexpr,
-    is_centred: tl.constexpr,
+    is_centered: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
     """Add one row of both ranks; write the sum, or the norm of the stream plus the sum.
@@ -85,7 +85,7 @@ def _add_received(
     added = (mine.to(tl.float32) + theirs.to(tl.float32)).to(delta.dtype.element_ty)
     finish_row(
         row, added, before, delta, stream, weight, bias, out, delta_stride, stream_stride,
-        eps, width, has_norm, has_bias, is_centred, tile,
+        eps, width, has_norm, has_bias, is_centered, tile,
     )  # fmt: skip
 
 
@@ -95,7 +95,7 @@ _ADD_RECEIVED = KernelLauncher(_add_received)
 
 def add_received(delta: torch.Tensor, received: ReceivedRows) -> None:
     """Add the rows of the other rank to `delta`, `[num_rows, width]`, in place."""
-    _launch(delta, received, None, delta, None, delta, 0.0, is_centred=False)
+    _launch(delta, received, None, delta, None, delta, 0.0, is_centered=False)
 
 
 def add_received_norm(
@@ -106,7 +106,7 @@ def add_received_norm(
     bias: torch.Tensor | None,
     eps: float,
     *,
-    is_centred: bool,
+    is_centered: bool,
 ) -> torch.Tensor:
     """Return the norm of `stream` plus the rows of both ranks, `[num_rows, width]`.
 
@@ -115,7 +115,7 @@ def add_received_norm(
     assert stream.shape == delta.shape
     assert stream.stride(1) == 1
     out = torch.empty_like(delta, memory_format=torch.contiguous_format)
-    _launch(delta, received, stream, weight, bias, out, eps, is_centred=is_centred)
+    _launch(delta, received, stream, weight, bias, out, eps, is_centered=is_centered)
     return out
 
 
@@ -128,7 +128,7 @@ def _launch(
     out: torch.Tensor,
     eps: float,
     *,
-    is_centred: bool,
+    is_centered: bool,
 ) -> None:
     num_rows, width = delta.shape
     assert num_rows <= len(received.rows)
@@ -155,7 +155,7 @@ def _launch(
             width,
             stream is not None,
             bias is not None,
-            is_centred,
+            is_centered,
             tile,
         ),
         num_warps=min(16, max(4, tile // 512)),

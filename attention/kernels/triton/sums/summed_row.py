@@ -43,7 +43,7 @@ def finish_row(
     width: tl.constexpr,
     has_norm: tl.constexpr,
     has_bias: tl.constexpr,
-    is_centred: tl.constexpr,
+    is_centered: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
     """Write the sum of a row; or add it to the stream, as it was before, and write its norm."""
@@ -53,7 +53,7 @@ def finish_row(
         kept = (before.to(tl.float32) + added.to(tl.float32)).to(stream.dtype.element_ty)
         tl.store(stream + row * stream_stride + elements, kept, mask=is_element)
         x = tl.where(is_element, kept.to(tl.float32), 0.0)
-        if is_centred:
+        if is_centered:
             x = tl.where(is_element, x - tl.sum(x, axis=0) / width, 0.0)
         normed = x / tl.sqrt(tl.sum(x * x, axis=0) / width + eps)
         normed *= tl.load(weight + elements, mask=is_element, other=0.0).to(tl.float32)

@@ -37,7 +37,7 @@ def unnormed(size: int, dtype: torch.dtype, norm_dtype: torch.dtype, eps: float)
 
 def written_norm(row: UnnormedRow) -> torch.Tensor:
     """Return the norm as a kernel of its own computes it."""
-    return add_norm(row.stream, None, row.weight, None, row.eps, is_centred=False)
+    return add_norm(row.stream, None, row.weight, None, row.eps, is_centered=False)
 
 
 def exact_norm(row: UnnormedRow) -> torch.Tensor:
@@ -75,7 +75,7 @@ def test_inputs_are_rounded_as_a_norm_that_is_written() -> None:
     weight = (random(64, 1024, dtype=torch.bfloat16) / 32).to(DEVICE)
     found = normed_gemv(row, weight, None, TUNING)
     expected = gemv(written_norm(row), weight, None, TUNING)
-    # The sum of squares has another order, so that an element may round to its other neighbour.
+    # The sum of squares has another order, so that an element may round to its other neighbor.
     assert (found == expected).double().mean() > 0.9
 
 
@@ -121,7 +121,7 @@ def test_a_product_is_added_as_if_it_were_written_first(out_size: int, dtype: to
     add_gemv(stream[:, :out_size], x, weight, bias, TUNING)
     unfused = kept[:, :out_size].clone()
     product = gemv(x, weight, bias, TUNING)
-    add_norm(unfused, product, bias, None, 1e-6, is_centred=False)
+    add_norm(unfused, product, bias, None, 1e-6, is_centered=False)
     assert torch.equal(stream[:, :out_size], unfused)
     # Nothing behind the row is written.
     assert torch.equal(stream[:, out_size:], kept[:, out_size:])

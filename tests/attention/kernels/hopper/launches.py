@@ -171,7 +171,7 @@ def quantized() -> None:
         quantize_rows(tensor(256, size), tensor(1, dtype=torch.float32))
         quantized_gated(tensor(256, 2 * size), "silu")
         quantized_add_norm(
-            tensor(256, size), tensor(256, size), tensor(size), None, 1e-5, is_centred=False
+            tensor(256, size), tensor(256, size), tensor(size), None, 1e-5, is_centered=False
         )
 
 
@@ -260,7 +260,7 @@ def rows() -> None:
     """Norms and rotations."""
     stream, weight = tensor(64, 4096), tensor(4096)
     for overlaps in (False, True):
-        add_norm(stream, tensor(64, 4096), weight, None, 1e-5, is_centred=False, overlaps=overlaps)
+        add_norm(stream, tensor(64, 4096), weight, None, 1e-5, is_centered=False, overlaps=overlaps)
     heads = tensor(64, 32, 128)
     norm_heads(heads, tensor(32, 128), 1e-6)
     rotate_heads(heads, tensor(64, dtype=torch.int64), tensor(4096, 128, dtype=torch.float32))
@@ -281,7 +281,7 @@ def sums_over_ranks() -> None:
     for num_rows in (64, 1024):
         stream, delta = tensor(num_rows, 4096), tensor(num_rows, 4096)
         all_reduce_rows(delta, inboxes)
-        all_reduce_add_norm(stream, delta, weight, None, 1e-5, is_centred=False, inboxes=inboxes)
+        all_reduce_add_norm(stream, delta, weight, None, 1e-5, is_centered=False, inboxes=inboxes)
         received = ReceivedRows(
             rows=tensor(num_rows, 4096),
             flag=tensor(1, dtype=INT),
@@ -289,7 +289,7 @@ def sums_over_ranks() -> None:
             abort=tensor(1, dtype=torch.int64),
         )
         add_received(delta, received)
-        add_received_norm(stream, delta, received, weight, None, 1e-5, is_centred=False)
+        add_received_norm(stream, delta, received, weight, None, 1e-5, is_centered=False)
 
 
 LAUNCHES: dict[str, Callable[[], None]] = {

@@ -126,7 +126,7 @@ class Browser:
             self.send("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **where)
 
     def look(self, *, width: int, height: int, scheme: str = "light") -> None:
-        """Emulate a screen of this size and colour scheme."""
+        """Emulate a screen of this size and color scheme."""
         self.send(
             "Emulation.setDeviceMetricsOverride",
             width=width,

@@ -1,8 +1,8 @@
-// A code block with its language and a button that copies it. It has colours once it is complete.
+// A code block with its language and a button that copies it. It has colors once it is complete.
 
 import { make } from "../dom.js";
 import { copyButton } from "../copy_button.js";
-import { codeColours } from "./code_colours.js";
+import { codeColors } from "./code_colors.js";
 
 // Lines of a part: a browser lays out a part that grows, and not those before it.
 const PART_LINES = 32;
@@ -40,8 +40,8 @@ export class CodeBlock {
       make("pre", { tabIndex: 0 }, this.#code),
     );
     this.#append(token.text);
-    const colour = () => codeColours.colour(this.#text, this.#language, this.#code.children);
-    this.node.addEventListener(COMPLETE, colour, { once: true });
+    const color = () => codeColors.color(this.#text, this.#language, this.#code.children);
+    this.node.addEventListener(COMPLETE, color, { once: true });
   }
 
   /** Extend the block to a longer text, if it begins alike; return whether it does. */

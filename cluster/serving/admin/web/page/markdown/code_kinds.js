@@ -1,4 +1,4 @@
-// The kinds of parts of code that have a colour, and how the library names them.
+// The kinds of parts of code that have a color, and how the library names them.
 
 /** The kinds; each is a highlight in the style sheet. */
 export const KINDS = ["comment", "keyword", "string", "number", "title", "name", "added", "removed"];

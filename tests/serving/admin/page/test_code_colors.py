@@ -1,4 +1,4 @@
-"""Colours of code on the page: which parts have one, and when."""
+"""Colors of code on the page: which parts have one, and when."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.serving.admin.page.test_markdown import put
 if TYPE_CHECKING:
     from tests.serving.admin.page.chat_page import ChatPage
 
-COLOURED = (
+COLORED = (
     "[...CSS.highlights].flatMap(([name, highlight]) => [...highlight].map((range) =>"
     " [name, range.startContainer.data.slice(range.startOffset, range.endOffset)]))"
 )
@@ -36,18 +36,18 @@ import('/page/markdown/markdown_view.js').then(({ MarkdownView }) => {
 """
 
 
-def coloured(page: ChatPage, least: int = 1) -> list[list[str]]:
-    """Return the kinds and the texts of all coloured parts, once there are enough."""
-    page.wait_for(f"{COLOURED}.length >= {least}")
-    found: list[list[str]] = page.evaluate(COLOURED)
+def colored(page: ChatPage, least: int = 1) -> list[list[str]]:
+    """Return the kinds and the texts of all colored parts, once there are enough."""
+    page.wait_for(f"{COLORED}.length >= {least}")
+    found: list[list[str]] = page.evaluate(COLORED)
     return found
 
 
 def rest(page: ChatPage) -> None:
     """Let the worker answer, and the browser look at what is in view."""
     page.evaluate(
-        "import('/page/markdown/code_colours.js').then(({ codeColours }) =>"
-        " codeColours.colour('', 'python', []))"
+        "import('/page/markdown/code_colors.js').then(({ codeColors }) =>"
+        " codeColors.color('', 'python', []))"
     )
     frames = "requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(wake, 50)))"
     page.evaluate(f"new Promise((wake) => {frames})")
@@ -57,10 +57,10 @@ def fenced(code: str, language: str = "python") -> str:
     return json.dumps(f"```{language}\n{code}```\n")
 
 
-def test_parts_of_code_have_the_colour_of_their_kind(page: ChatPage) -> None:
+def test_parts_of_code_have_the_color_of_their_kind(page: ChatPage) -> None:
     put(page, fenced(CODE))
-    assert sorted(coloured(page, len(KINDS))) == sorted(KINDS)
-    # Colours add no elements, so that the text is that of the model.
+    assert sorted(colored(page, len(KINDS))) == sorted(KINDS)
+    # Colors add no elements, so that the text is that of the model.
     assert page.text("pre code") == CODE.rstrip("\n")
     assert page.count("pre code > *") == 1
     assert page.count("pre code > * > *") == 0
@@ -71,10 +71,10 @@ def test_parts_of_code_have_the_colour_of_their_kind(page: ChatPage) -> None:
 def test_kinds_have_styles_of_their_own(page: ChatPage, scheme: str) -> None:
     page.browser.look(width=1200, height=800, scheme=scheme)
     put(page, fenced(CODE))
-    coloured(page, len(KINDS))
+    colored(page, len(KINDS))
     style = "getComputedStyle(document.querySelector('pre code'), '::highlight(%s)').color"
-    colours = {page.evaluate(style % kind) for kind in {kind for kind, _ in KINDS}}
-    assert len(colours) == 6
+    colors = {page.evaluate(style % kind) for kind in {kind for kind, _ in KINDS}}
+    assert len(colors) == 6
     page.browser.look(width=1200, height=800)
 
 
@@ -86,52 +86,52 @@ def test_kinds_have_styles_of_their_own(page: ChatPage, scheme: str) -> None:
         *(pytest.param(one, marks=pytest.mark.slow) for one in ("", "constructor", "plaintext")),
     ],
 )
-def test_code_of_no_known_language_has_no_colours(page: ChatPage, language: str) -> None:
+def test_code_of_no_known_language_has_no_colors(page: ChatPage, language: str) -> None:
     put(page, fenced(CODE, language))
     rest(page)
-    assert page.evaluate(COLOURED) == []
+    assert page.evaluate(COLORED) == []
     assert page.console == []
 
 
-def test_only_complete_blocks_have_colours(page: ChatPage) -> None:
+def test_only_complete_blocks_have_colors(page: ChatPage) -> None:
     page.evaluate(APPEND % json.dumps(f"```python\n{CODE}"))
     page.wait_for("document.querySelector('pre code') !== null")
     rest(page)
-    assert page.evaluate(COLOURED) == []
+    assert page.evaluate(COLORED) == []
     page.evaluate("window.view.append('```\\n\\none\\n\\ntwo\\n\\nthree\\n')")
-    assert len(coloured(page, len(KINDS))) == len(KINDS)
+    assert len(colored(page, len(KINDS))) == len(KINDS)
     page.evaluate("window.view.end()")
     rest(page)
-    assert sorted(coloured(page, len(KINDS))) == sorted(KINDS)
+    assert sorted(colored(page, len(KINDS))) == sorted(KINDS)
     page.evaluate("window.view.node.remove()")
-    page.wait_for(f"{COLOURED}.length === 0")
+    page.wait_for(f"{COLORED}.length === 0")
 
 
-def test_code_inside_of_a_list_has_colours(page: ChatPage) -> None:
+def test_code_inside_of_a_list_has_colors(page: ChatPage) -> None:
     put(page, json.dumps("- a\n\n  ```python\n  x = 1\n  ```\n"))
-    assert coloured(page) == [["code-number", "1"]]
+    assert colored(page) == [["code-number", "1"]]
 
 
 def test_code_inside_of_a_string_is_no_string(page: ChatPage) -> None:
     put(page, fenced('f"a {b + 1} c"\n'))
-    assert sorted(coloured(page, 3)) == [
+    assert sorted(colored(page, 3)) == [
         ["code-number", "1"],
         ["code-string", ' c"'],
         ["code-string", 'f"a '],
     ]
 
 
-def test_text_that_spans_many_lines_is_coloured_in_all_of_them(page: ChatPage) -> None:
+def test_text_that_spans_many_lines_is_colored_in_all_of_them(page: ChatPage) -> None:
     # Lines are laid out in parts of 32.
     doc = '"""' + "".join(f"line {number}\n" for number in range(40)) + '"""'
     put(page, fenced(f"x = 1\n{doc}\n"))
-    strings = [text for kind, text in coloured(page, 3) if kind == "code-string"]
+    strings = [text for kind, text in colored(page, 3) if kind == "code-string"]
     assert "".join(strings) == doc
 
 
-def test_long_code_is_coloured_where_it_is_seen(page: ChatPage) -> None:
+def test_long_code_is_colored_where_it_is_seen(page: ChatPage) -> None:
     put(page, fenced("x = 1\n" * 5000))
-    assert 32 <= len(coloured(page, 32)) < 200
+    assert 32 <= len(colored(page, 32)) < 200
     scroll = "const pre = document.querySelector('.code pre'); pre.scrollTop = pre.scrollHeight"
     page.evaluate(f"{{ {scroll} }}")
     last = "document.querySelector('pre code > :last-child').firstChild"
@@ -141,17 +141,17 @@ def test_long_code_is_coloured_where_it_is_seen(page: ChatPage) -> None:
     page.wait_for(f"!{shown % first}")
 
 
-def test_colours_of_code_that_is_gone_are_freed(page: ChatPage) -> None:
+def test_colors_of_code_that_is_gone_are_freed(page: ChatPage) -> None:
     put(page, fenced(CODE))
-    coloured(page)
+    colored(page)
     page.evaluate("window.view.node.remove()")
-    page.wait_for(f"{COLOURED}.length === 0")
+    page.wait_for(f"{COLORED}.length === 0")
 
 
-def test_code_that_takes_too_long_stays_in_one_colour(page: ChatPage) -> None:
+def test_code_that_takes_too_long_stays_in_one_color(page: ChatPage) -> None:
     slow: Any = "'```python\\n' + 'x = foo(1, \"a\")\\n'.repeat(20_000) + '```\\n'"
     put(page, slow)
     rest(page)
-    assert page.evaluate(COLOURED) == []
+    assert page.evaluate(COLORED) == []
     put(page, fenced(CODE))
-    assert len(coloured(page, len(KINDS))) == len(KINDS)
+    assert len(colored(page, len(KINDS))) == len(KINDS)

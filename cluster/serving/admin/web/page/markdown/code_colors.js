@@ -1,14 +1,14 @@
-// Colours what is in view of code, by highlights of the browser, which add no elements.
+// Colors what is in view of code, by highlights of the browser, which add no elements.
 
 import { KINDS } from "./code_kinds.js";
 import { TimedWorker } from "./timed_worker.js";
 
 const LIMIT_MS = 5000;
 const MAX_CHARS = 200_000;
-// Parts so near to the view are coloured, too.
+// Parts so near to the view are colored, too.
 const MARGIN = "300px";
 
-class CodeColours {
+class CodeColors {
   #worker = new TimedWorker("highlighter", LIMIT_MS);
   #highlights = [];
   #observer = null;
@@ -16,7 +16,7 @@ class CodeColours {
   #parts = new WeakMap();
 
   constructor() {
-    // Older browsers show code in one colour.
+    // Older browsers show code in one color.
     if (globalThis.CSS?.highlights === undefined) return;
     this.#highlights = KINDS.map((kind) => {
       const highlight = new Highlight();
@@ -30,8 +30,8 @@ class CodeColours {
     });
   }
 
-  /** Colour the parts of a text, which are elements with one text node each, in their order. */
-  async colour(text, language, parts) {
+  /** Color the parts of a text, which are elements with one text node each, in their order. */
+  async color(text, language, parts) {
     if (this.#observer === null || language === "" || text.length > MAX_CHARS) return;
     const runs = await this.#worker.ask({ text, language: language.toLowerCase() });
     if (runs === null) return;
@@ -83,5 +83,5 @@ class CodeColours {
   }
 }
 
-/** The colours of all code on the page. */
-export const codeColours = new CodeColours();
+/** The colors of all code on the page. */
+export const codeColors = new CodeColors();
