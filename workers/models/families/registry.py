@@ -12,22 +12,17 @@ from workers.models.config_json.answers import is_reranker, with_answers
 from workers.models.config_json.config_file import ConfigFile
 from workers.models.config_json.ignored_fields import check_all_read
 from workers.models.config_json.quantization import read_quantization, with_quantization
+from workers.models.families.alibi.bloom import BLOOM
+from workers.models.families.alibi.mpt import MPT
 from workers.models.families.bert import BERT, ROBERTA
-from workers.models.families.dense.bloom import BLOOM
-from workers.models.families.dense.cohere2 import COHERE2
 from workers.models.families.dense.ernie4_5 import ERNIE4_5
 from workers.models.families.dense.gemma import GEMMA
-from workers.models.families.dense.gemma2 import GEMMA2
-from workers.models.families.dense.gemma3 import GEMMA3
 from workers.models.families.dense.glm4 import GLM, GLM4
 from workers.models.families.dense.granite import GRANITE
 from workers.models.families.dense.llama import LLAMA
-from workers.models.families.dense.ministral import MINISTRAL
 from workers.models.families.dense.ministral3 import MINISTRAL3
 from workers.models.families.dense.mistral import MISTRAL
-from workers.models.families.dense.mpt import MPT
 from workers.models.families.dense.olmo2 import OLMO2
-from workers.models.families.dense.olmo3 import OLMO3
 from workers.models.families.dense.phi3 import PHI3
 from workers.models.families.dense.qwen2 import QWEN2
 from workers.models.families.dense.qwen3 import QWEN3
@@ -47,6 +42,11 @@ from workers.models.families.multimodal.gemma3 import GEMMA3_MULTIMODAL
 from workers.models.families.multimodal.mistral3 import MISTRAL3
 from workers.models.families.multimodal.qwen2_5_vl import QWEN2_5_VL
 from workers.models.families.multimodal.qwen3_vl import QWEN3_VL
+from workers.models.families.windowed.cohere2 import COHERE2
+from workers.models.families.windowed.gemma2 import GEMMA2
+from workers.models.families.windowed.gemma3 import GEMMA3
+from workers.models.families.windowed.ministral import MINISTRAL
+from workers.models.families.windowed.olmo3 import OLMO3
 from workers.models.format_cuts import check_cuts
 
 if TYPE_CHECKING:

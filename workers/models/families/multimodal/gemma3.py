@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from workers.models.config_json.family import Family
-from workers.models.families.dense.gemma3 import read_gemma3
 from workers.models.families.multimodal.text_part import (
     TEXT_SECTION,
     as_text_part,
     is_tied_by_default,
 )
+from workers.models.families.windowed.gemma3 import read_gemma3
 
 if TYPE_CHECKING:
     from pagedray.model_config import ModelConfig

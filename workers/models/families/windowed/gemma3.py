@@ -9,7 +9,7 @@ from workers.models.config_json.family import Family
 from workers.models.config_json.limits import MAX_LAYERS, MAX_THETA
 from workers.models.config_json.rope_section import ropes_by_layer_type
 from workers.models.config_json.sliding_windows import windows_by_layer_type
-from workers.models.families.dense.gemma2 import gemma_config
+from workers.models.families.windowed.gemma2 import gemma_config
 
 if TYPE_CHECKING:
     from pagedray.model_config import ModelConfig
