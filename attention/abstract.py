@@ -289,7 +289,6 @@ class AttentionBackend(ABC):
     """
 
     supports_graph_capture: ClassVar[bool] = False
-    accept_output_buffer: ClassVar[bool] = True
 
     def __init_subclass__(cls) -> None:
         names = AttentionBackend.__abstractmethods__
