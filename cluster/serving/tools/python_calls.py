@@ -9,9 +9,9 @@ from typing import Literal
 
 from cluster.serving.tools.turn_reader import TurnReader
 
-__all__ = ["PythonReader"]
+__all__ = ["PYTHON_MARKS", "PythonReader"]
 
-_MARKS = ("<|python_tag|>", "<|python_start|>")
+PYTHON_MARKS = ("<|python_tag|>", "<|python_start|>")
 _LIST_BEGIN = re.compile(r"\[\s*([\w.\-]*)\s*(\()?")
 _CALL = re.compile(r"\s*([\w.\-]+)\s*\(")
 _MAX_BEGIN_LENGTH = 128
@@ -43,7 +43,7 @@ class PythonReader(TurnReader):
 
     def _step_start(self, *, is_end: bool) -> bool:
         begun = self._buffer.lstrip()
-        for mark in _MARKS:
+        for mark in PYTHON_MARKS:
             if begun.startswith(mark):
                 self._buffer = begun[len(mark) :]
                 return True
@@ -53,7 +53,7 @@ class PythonReader(TurnReader):
             self._buffer = begun[1:]
             self._where = "calls"
             return True
-        is_mark = any(mark.startswith(begun) for mark in _MARKS)
+        is_mark = any(mark.startswith(begun) for mark in PYTHON_MARKS)
         is_list = found is not None and found.end() == len(begun) < _MAX_BEGIN_LENGTH
         if not is_end and (is_mark or is_list):
             return False

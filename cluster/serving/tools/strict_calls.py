@@ -1,6 +1,7 @@
 """The structure of a turn in which tools may be called, some of which are strict.
 
-A call is written as the model was trained to; its text is free up to the mark of the first one.
+A call is written as the model was trained to. Text is free up to the mark of the first call, or, in
+formats in which a turn consists of calls or text, unless it begins as calls do.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec.structs import asdict
 
 from cluster.serving.json_bodies.json_text import json_text
 from cluster.serving.tools.deepseek_calls import (
@@ -19,8 +21,20 @@ from cluster.serving.tools.deepseek_calls import (
     DEEPSEEK_SEPARATOR,
 )
 from cluster.serving.tools.forced_calls import check_length
-from cluster.serving.tools.json_calls import HERMES_BEGIN, HERMES_END, MISTRAL_BEGIN
-from cluster.structured.grammar.calls import CallsStructure, CallText, Texts
+from cluster.serving.tools.json_calls import (
+    HERMES_BEGIN,
+    HERMES_END,
+    LLAMA_BEGIN,
+    MISTRAL_BEGIN,
+)
+from cluster.serving.tools.python_calls import PYTHON_MARKS
+from cluster.structured.grammar.calls.texts import Texts
+from cluster.structured.grammar.calls.turn_with_calls import (
+    CallsStructure,
+    CallText,
+    LeadingCallsStructure,
+    Notation,
+)
 from cluster.structured.grammar.grammar_text import MAX_TEXT_BYTES
 from pagedray.request import Structure
 
@@ -31,7 +45,7 @@ if TYPE_CHECKING:
     from cluster.serving.tools.tool import Tool
     from cluster.serving.tools.tool_calls import ToolCallFormat
 
-__all__ = ["STRICT_FORMATS", "strict_structure"]
+__all__ = ["strict_structure"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,15 +58,43 @@ class _Form:
     end: Texts
     separator: Texts
     closing: Texts = ()
+    notation: Notation = "json"
+    beginnings: tuple[Texts, ...] = ()
+    """How a turn that consists of calls may begin; empty if text may precede calls."""
 
 
 _JSON_BEGIN = ("{{", '"name":', '"{name}",', '"arguments":', "")
+_NUM_LETTERS = 3
+"""Letters of a name that make a list one of calls; each of them is a state of the grammar."""
+
+
+def _python_form(mark: str) -> _Form:
+    return _Form(
+        mark=mark,
+        opening=("[", ""),
+        begin=("{name}(", ""),
+        end=("", ")"),
+        separator=("", ",", ""),
+        closing=("", "]"),
+        notation="python",
+        beginnings=(*((one,) for one in PYTHON_MARKS), ("[", "{name}")),
+    )
+
+
 _DEEPSEEK = _Form(
     mark=DEEPSEEK_BEGIN,
     begin=(f"{DEEPSEEK_CALL_BEGIN}{{name}}{DEEPSEEK_SEPARATOR}", ""),
     end=("", DEEPSEEK_CALL_END),
     separator=("", ""),
     closing=("", DEEPSEEK_END),
+)
+_QWEN = _Form(
+    mark=HERMES_BEGIN,
+    opening=("", ""),
+    begin=("<function={name}>", ""),
+    end=("</function>", "", HERMES_END),
+    separator=("", HERMES_BEGIN, ""),
+    notation="parameters",
 )
 _FORMS: Mapping[ToolCallFormat, _Form] = {
     "deepseek_v3": _Form(
@@ -70,6 +112,22 @@ _FORMS: Mapping[ToolCallFormat, _Form] = {
         end=("", "}", HERMES_END),
         separator=("", HERMES_BEGIN, ""),
     ),
+    "glm45": _Form(
+        mark=HERMES_BEGIN,
+        opening=("", ""),
+        begin=("{name}", ""),
+        end=(HERMES_END,),
+        separator=("", HERMES_BEGIN, ""),
+        notation="arg_keys",
+    ),
+    "llama3_json": _Form(
+        mark=LLAMA_BEGIN,
+        begin=("{{", '"name":', '"{name}",', '"parameters":', ""),
+        end=("", "}"),
+        separator=("", ";", ""),
+        beginnings=((LLAMA_BEGIN,), ("{{",)),
+    ),
+    "llama4_pythonic": _python_form(PYTHON_MARKS[1]),
     "mistral": _Form(
         mark=MISTRAL_BEGIN,
         opening=("", "[", ""),
@@ -78,15 +136,17 @@ _FORMS: Mapping[ToolCallFormat, _Form] = {
         separator=(",", ""),
         closing=("", "]"),
     ),
+    "pythonic": _python_form(PYTHON_MARKS[0]),
+    "qwen3_coder": _QWEN,
+    "qwen3_xml": _QWEN,
 }
-STRICT_FORMATS = frozenset(_FORMS)
-"""The formats whose calls a grammar can constrain after free text."""
+"""All formats but `openai`, whose calls are messages."""
 
 
 def strict_structure(
     tools: Sequence[Tool], param: str, tool_format: ToolCallFormat, *, is_parallel: bool
 ) -> Steps[Structure]:
-    """Return the structure of free text and calls of these tools, in one of STRICT_FORMATS.
+    """Return the structure of free text and calls of these tools, which are part of its text.
 
     Raises InvalidRequestError that names `param`.
     """
@@ -107,5 +167,19 @@ def strict_structure(
         separator=form.separator,
         closing=form.closing,
         is_parallel=is_parallel,
+        notation=form.notation,
     )
-    return Structure(kind="calls", text=msgspec.json.encode(given).decode(), mark=form.mark)
+    if form.beginnings:
+        names = sorted({tool.name[:_NUM_LETTERS] for tool in tools})
+        beginnings = {
+            tuple(text.format(name=name) for text in one)
+            for one in form.beginnings
+            for name in names
+        }
+        leading = LeadingCallsStructure(**asdict(given), beginnings=tuple(sorted(beginnings)))
+        return Structure(kind="leading_calls", text=_encoded(leading), mark=form.mark)
+    return Structure(kind="calls", text=_encoded(given), mark=form.mark)
+
+
+def _encoded(given: CallsStructure) -> str:
+    return msgspec.json.encode(given).decode()

@@ -13,7 +13,7 @@ from cluster.serving.tools.forced_calls import (
     turn_structure,
 )
 from cluster.serving.tools.json_calls import ChoiceReader, ListReader, NamedReader
-from cluster.serving.tools.strict_calls import STRICT_FORMATS, strict_structure
+from cluster.serving.tools.strict_calls import strict_structure
 from cluster.serving.tools.tool import MAX_TOOLS, Tool
 from cluster.serving.tools.tool_calls import call_form, turn_reader
 from pagedray.errors import InvalidRequestError
@@ -156,7 +156,7 @@ class ToolUse:
             return ChannelReader(schemas, is_parallel=self._choice.is_parallel, is_open=is_open)
         return ChannelReader({}, answer=self.reader() if self.is_read else None, is_open=is_open)
 
-    def _strict_structure(self) -> Steps[Structure | None]:
+    def _strict_structure(self) -> Steps[Structure]:
         """Return the structure of text and calls of which those of strict tools are valid."""
         tools = [
             tool if tool.is_strict else replace(tool, parameters=_ANY_OBJECT)
@@ -165,8 +165,6 @@ class ToolUse:
         if self._writes_messages:
             return (yield from message_structure(tools, _PARAM, _FREE_TEXT))
         assert self._tool_format is not None
-        if self._tool_format not in STRICT_FORMATS:
-            return None
         is_parallel = self._choice.is_parallel
         return (
             yield from strict_structure(tools, _PARAM, self._tool_format, is_parallel=is_parallel)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from cluster.serving.text.marks import overlap
 from cluster.serving.tools.turn_reader import TurnReader
+from cluster.structured.grammar.calls.element_values import kinds_of, read_value
 
 if TYPE_CHECKING:
     from cluster.serving.tools.turn_reader import ToolSchemas
@@ -19,15 +20,6 @@ __all__ = ["GlmReader", "QwenCoderReader"]
 _BEGIN = "<tool_call>"
 _MAX_HEAD_LENGTH = 512
 """Characters of a name or a key with its marks."""
-_KINDS_OF_VALUES: Mapping[type, Set[str]] = {
-    bool: {"boolean"},
-    dict: {"object"},
-    float: {"number"},
-    int: {"integer", "number"},
-    list: {"array"},
-    str: {"string"},
-    type(None): {"null"},
-}
 
 
 class _ElementsReader(TurnReader):
@@ -47,6 +39,7 @@ class _ElementsReader(TurnReader):
 
     def __init__(self, tools: ToolSchemas, *, is_parallel: bool, has_short_ids: bool) -> None:
         super().__init__(tools, is_parallel=is_parallel, has_short_ids=has_short_ids)
+        self._schema: Mapping[str, object] = {}
         self._properties: Mapping[str, object] = {}
         self._has_arguments = False
         self._is_string = False
@@ -95,7 +88,8 @@ class _ElementsReader(TurnReader):
         elif found[1] in self._tools:
             self._take(found.end())
             self._begin_call(found[1])
-            properties = self._tools[found[1]].get("properties")
+            self._schema = self._tools[found[1]]
+            properties = self._schema.get("properties")
             self._properties = properties if isinstance(properties, Mapping) else {}
             self._has_arguments = False
             self._where = "between"
@@ -128,7 +122,7 @@ class _ElementsReader(TurnReader):
         return bool(self._buffer)
 
     def _begin_value(self, key: str) -> None:
-        self._kinds = _kinds_of(self._properties.get(key))
+        self._kinds = kinds_of(self._properties.get(key), self._schema)
         self._is_string = self._kinds == {"string"}
         self._is_value_new = True
         comma = ", " if self._has_arguments else "{"
@@ -206,32 +200,4 @@ def _escaped(text: str) -> str:
 
 
 def _json_of(text: str, kinds: Set[str]) -> str:
-    """Return a value as JSON; a text that is no JSON of an allowed type is a string."""
-    written = text.strip()
-    if "boolean" in kinds and written in ("True", "False"):
-        written = written.lower()
-    try:
-        value = json.loads(written, parse_constant=_reject)
-    except (ValueError, RecursionError):
-        value = text
-    if "string" in kinds and _KINDS_OF_VALUES[type(value)].isdisjoint(kinds):
-        value = text
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _kinds_of(schema: object) -> Set[str]:
-    """Return the types that a schema or its branches name; empty if it does not say."""
-    if not isinstance(schema, Mapping):
-        return frozenset()
-    branches = (schema, *_list_of(schema.get("anyOf")), *_list_of(schema.get("oneOf")))
-    kinds = [one.get("type") for one in branches if isinstance(one, Mapping)]
-    named = (name for kind in kinds for name in (kind if isinstance(kind, list) else [kind]))
-    return frozenset(name for name in named if isinstance(name, str))
-
-
-def _list_of(value: object) -> list[object]:
-    return value if isinstance(value, list) else []
-
-
-def _reject(name: str) -> object:
-    raise ValueError(name)
+    return json.dumps(read_value(text, kinds), ensure_ascii=False)

@@ -7,8 +7,12 @@ features. Ours reject them, so that everything a parser accepts is enforced.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from pagedray.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = [
     "MAX_SIZE",
@@ -17,12 +21,14 @@ __all__ = [
     "Concat",
     "Expression",
     "Lookahead",
+    "Ranges",
     "Repeat",
     "Rule",
     "Text",
     "complement",
     "invalid_structure",
     "optional",
+    "replaced",
     "size_of",
     "write_ebnf",
 ]
@@ -113,6 +119,25 @@ def complement(ranges: Ranges) -> Characters:
     if first <= _MAX_CODE_POINT:
         left.append((first, _MAX_CODE_POINT))
     return Characters(tuple(left))
+
+
+def replaced(
+    expression: Expression, replacement: Callable[[Expression], Expression | None]
+) -> Expression:
+    """Return an expression in which every part that has a replacement is replaced by it."""
+    found = replacement(expression)
+    if found is not None:
+        return found
+    match expression:
+        case Concat(parts):
+            return Concat(tuple(replaced(part, replacement) for part in parts))
+        case Alternation(parts):
+            return Alternation(tuple(replaced(part, replacement) for part in parts))
+        case Repeat(part, minimum, maximum):
+            return Repeat(replaced(part, replacement), minimum, maximum)
+        case Lookahead(part):
+            return Lookahead(replaced(part, replacement))
+    return expression
 
 
 def size_of(expression: Expression) -> int:

@@ -2,7 +2,7 @@
 
 import json
 
-from cluster.structured.grammar.calls import read_calls
+from cluster.structured.grammar.calls.turn_with_calls import read_calls, read_leading_calls
 from cluster.structured.grammar.expressions import (
     Alternation,
     Expression,
@@ -36,6 +36,8 @@ def grammar_text(structure: Structure) -> str:
             return write_ebnf(*read_turn(structure.text, _grammar))
         case "calls":
             return write_ebnf(*read_calls(structure.text))
+        case "leading_calls":
+            return write_ebnf(*read_leading_calls(structure.text))
         case "messages":
             return write_ebnf(*read_messages(structure.text, _grammar))
     return write_ebnf(*_grammar(structure.kind, structure.text))

@@ -6,9 +6,7 @@ ones beside them. A keyword that cannot be enforced is rejected by its name.
 
 import json
 from collections.abc import Sequence
-from fractions import Fraction
-from math import isinf
-from typing import NoReturn, cast
+from typing import cast
 
 from cluster.structured.grammar import json_text
 from cluster.structured.grammar.disjoint import are_disjoint
@@ -20,11 +18,12 @@ from cluster.structured.grammar.expressions import (
     Repeat,
     Rule,
     Text,
-    invalid_structure,
     optional,
     size_of,
 )
 from cluster.structured.grammar.json_text import SPACE, VALUE, separated, surrounded
+from cluster.structured.grammar.loaded_schema import load_schema
+from cluster.structured.grammar.members import Member, members_in_order
 from cluster.structured.grammar.multiples import Multiples
 from cluster.structured.grammar.number_ranges import number_of
 from cluster.structured.grammar.schema_keywords import (
@@ -42,30 +41,32 @@ from cluster.structured.grammar.schema_keywords import (
 )
 from cluster.structured.grammar.schema_strings import SchemaStrings
 
-__all__ = ["read_json_schema"]
+__all__ = ["read_json_schema", "read_members"]
 
 _MAX_DEPTH = 64
-_MAX_EXPONENT = 400
-"""Of a number; no float has a larger one."""
 _MAX_NODES = 4096
 _MAX_ONE_OF = 128
 _MAX_PROPERTIES = 256
 """Of one object. The time and memory to compile grow with the square of their number."""
 _MAX_OPTIONAL = 128
 """Properties of one object that are not required."""
+_BY_FORMAT = " for the arguments of strict tools in this format of tool calls"
 
 
 def read_json_schema(text: str) -> tuple[dict[str, Expression], Expression]:
     """Return the rules and the start expression of a schema. Raises InvalidRequestError."""
-    try:
-        schema = json.loads(text, parse_constant=_reject_constant, parse_float=_fraction)
-    except ValueError as error:
-        raise invalid_structure(f"structure is not valid JSON: {error}.") from error
-    except RecursionError:
-        raise invalid_structure("structure is a JSON Schema that is nested too deeply.") from None
-    reader = _SchemaReader(schema, json.loads(text))
-    start = reader.read(schema, "#", depth=0, unguarded=())
-    return reader.rules, start
+    reader = _SchemaReader(*load_schema(text))
+    return reader.rules, reader.read_root()
+
+
+def read_members(text: str) -> tuple[dict[str, Expression], list[Member] | None, object]:
+    """Return rules, the members of objects of a schema, None if these may be any, and the schema.
+
+    Raises InvalidRequestError for a schema of objects with neither.
+    """
+    schema, plain_schema = load_schema(text)
+    reader = _SchemaReader(schema, plain_schema)
+    return reader.rules, reader.members_of_root(), plain_schema
 
 
 class _SchemaReader:
@@ -80,6 +81,28 @@ class _SchemaReader:
         self._plain_root = plain_root
         self._rules_by_path: dict[str, Rule] = {}
         self._num_nodes = 0
+
+    def read_root(self) -> Expression:
+        """Return the expression of the whole schema."""
+        return self.read(self._root, "#", depth=0, unguarded=())
+
+    def members_of_root(self) -> list[Member] | None:
+        """Return the members of the objects that the whole schema allows; None if it allows all."""
+        schema = self._root
+        if not isinstance(schema, dict) or STANDALONE.intersection(schema):
+            fail("#", f"must be an object with properties{_BY_FORMAT}")
+        _check_keywords(schema, "#")
+        if (members := self._members(schema, "#", 0)) is not None:
+            return members
+        for keyword in ("maxProperties", "minProperties", "patternProperties", "propertyNames"):
+            if keyword in schema:
+                fail(f"#/{keyword}", f"requires properties{_BY_FORMAT}")
+        more = schema.get("additionalProperties", "properties" not in schema)
+        if more is False:
+            return []
+        if more is not True and more != {}:
+            fail("#/additionalProperties", f"must be true or false{_BY_FORMAT}")
+        return None
 
     def read(
         self, schema: object, path: str, *, depth: int, unguarded: tuple[str, ...]
@@ -98,10 +121,7 @@ class _SchemaReader:
             return VALUE
         if not isinstance(schema, dict):
             fail(path, "must be an object or true")
-        # Extensions, as in OpenAPI, do not restrict values.
-        keywords = {keyword for keyword in schema if not keyword.startswith("x-")}
-        for keyword in sorted(keywords - KNOWN):
-            fail(f"{path}/{keyword}", "is not a supported keyword")
+        keywords = _check_keywords(schema, path)
         whole = STANDALONE.intersection(schema)
         if not whole:
             return self._of_types(schema, path, depth)
@@ -226,6 +246,18 @@ class _SchemaReader:
         return _checked(surrounded("[", _leading_items(first, minimum, more), "]"), schema, path)
 
     def _object(self, schema: Schema, path: str, depth: int) -> Expression:
+        members = self._members(schema, path, depth)
+        if members is None:
+            return self._map(schema, path, depth)
+        inside = members_in_order(
+            [Concat((_key_of(one.name, path), one.value)) for one in members],
+            [one.is_required for one in members],
+            self.rules,
+        )
+        return surrounded("{", inside, "}")
+
+    def _members(self, schema: Schema, path: str, depth: int) -> list[Member] | None:
+        """Return the members of an object, or None if it has no properties."""
         properties = schema.get("properties", {})
         required = schema.get("required", [])
         if not isinstance(properties, dict):
@@ -244,26 +276,32 @@ class _SchemaReader:
             )
         minimum, maximum = count_limits_of(schema, path, "minProperties", "maxProperties")
         if not properties:
-            return self._map(schema, path, depth, minimum, maximum)
+            return None
         if schema.get("patternProperties"):
             fail(f"{path}/patternProperties", "cannot be combined with properties")
         if _restricts_names(schema):
             fail(f"{path}/propertyNames", "cannot be combined with properties")
         if minimum > len(required) or (maximum is not None and maximum < len(properties)):
             fail(path, "has minProperties or maxProperties that contradict its properties")
-        members, are_required = [], []
+        members = []
         for name, part in properties.items():
             if part is not False or name in required:
                 part_path = f"{path}/properties/{escaped_pointer(name)}"
-                key = _key_of(name, path)
                 value = self.read(part, part_path, depth=depth + 1, unguarded=())
-                members.append(Concat((key, value)))
-                are_required.append(name in required)
-        return surrounded("{", _members_in_order(members, are_required, self.rules), "}")
+                is_required = name in required
+                members.append(
+                    Member(
+                        name=name,
+                        schema=resolve(self._plain_root, part_path, path),
+                        path=part_path,
+                        value=value,
+                        is_required=is_required,
+                    )
+                )
+        return members
 
-    def _map(
-        self, schema: Schema, path: str, depth: int, minimum: int, maximum: int | None
-    ) -> Expression:
+    def _map(self, schema: Schema, path: str, depth: int) -> Expression:
+        minimum, maximum = count_limits_of(schema, path, "minProperties", "maxProperties")
         patterns = schema.get("patternProperties", {})
         if not isinstance(patterns, dict):
             fail(f"{path}/patternProperties", "must be an object of schemas")
@@ -310,28 +348,13 @@ class _SchemaReader:
         return self._strings.string_of({"pattern": pattern}, f"{path}/patternProperties"), value
 
 
-def _members_in_order(
-    members: Sequence[Expression], are_required: Sequence[bool], rules: dict[str, Expression]
-) -> Expression:
-    """Return members in order, separated by commas; those not required may be omitted.
-
-    `rules` gets one rule for each member: that member or a later one, and those that follow. The
-    compiled grammar has a copy of all states for each rule, so more rules would make it larger.
-    """
-    number = len(rules)
-    remaining: Expression = Concat(())
-    following: Expression = Concat(())
-    may_end = True
-    for index in range(len(members) - 1, -1, -1):
-        chosen: Expression = Concat((members[index], following))
-        if index < len(members) - 1 and not are_required[index]:
-            chosen = Alternation((chosen, remaining))
-        remaining = Rule(f"from{number}x{index}")
-        rules[remaining.name] = chosen
-        with_comma = Concat((Text(","), SPACE, remaining))
-        may_end = may_end and not are_required[index]
-        following = optional(with_comma) if may_end else with_comma
-    return optional(remaining) if may_end else remaining
+def _check_keywords(schema: Schema, path: str) -> set[str]:
+    """Return the keywords of a schema, each of which is known."""
+    # Extensions, as in OpenAPI, do not restrict values.
+    keywords = {keyword for keyword in schema if not keyword.startswith("x-")}
+    for keyword in sorted(keywords - KNOWN):
+        fail(f"{path}/{keyword}", "is not a supported keyword")
+    return keywords
 
 
 def _restricts_names(schema: Schema) -> bool:
@@ -368,16 +391,3 @@ def _checked(array: Expression, schema: Schema, path: str) -> Expression:
             "often as it may occur",
         )
     return array
-
-
-def _fraction(text: str) -> Fraction:
-    """Return a number exactly. Raises ValueError if it has no finite float."""
-    _, _, exponent = text.lower().partition("e")
-    # A fraction has as many digits as its exponent says.
-    if abs(int(exponent or 0)) > _MAX_EXPONENT or isinf(float(text)):
-        raise ValueError(f"{text:.40} is beyond the range of a number")
-    return Fraction(text)
-
-
-def _reject_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not allowed")

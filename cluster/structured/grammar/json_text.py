@@ -23,6 +23,7 @@ from cluster.structured.grammar.expressions import (
 __all__ = [
     "ARRAY",
     "BOOLEAN",
+    "COMMA",
     "CONTENT",
     "INTEGER",
     "JSON_RULES",
@@ -54,7 +55,7 @@ _SPACES = Repeat(Characters(((0x09, 0x0A), (0x20, 0x20))), 0, None)
 _AFTER_STRING = Characters(tuple((ord(c), ord(c)) for c in ",:]}"))
 STRING_END = Concat((_QUOTE, Lookahead(Concat((_SPACES, _AFTER_STRING)))))
 """The closing quote of a string."""
-_COMMA = Concat((Text(","), SPACE))
+COMMA = Concat((Text(","), SPACE))
 _DIGIT = Characters(((0x30, 0x39),))
 # Characters that JSON requires to be escaped.
 _ESCAPED = ((0x00, 0x1F), (0x22, 0x22), (0x5C, 0x5C))
@@ -87,7 +88,7 @@ def separated(part: Expression, minimum: int, maximum: int | None) -> Expression
     if maximum == 0:
         return Concat(())
     num_more = None if maximum is None else maximum - 1
-    more = Repeat(Concat((_COMMA, part)), max(minimum - 1, 0), num_more)
+    more = Repeat(Concat((COMMA, part)), max(minimum - 1, 0), num_more)
     some = Concat((part, more))
     return some if minimum > 0 else optional(some)
 

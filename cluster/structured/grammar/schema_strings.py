@@ -18,11 +18,13 @@ from cluster.structured.grammar.schema_keywords import Schema, count_limits_of, 
 from cluster.structured.grammar.string_formats import STRING_FORMATS, StringFormat
 from pagedray.errors import InvalidRequestError
 
-__all__ = ["SchemaStrings", "limited_string"]
+__all__ = ["SchemaStrings", "found_in", "limited_string"]
 
 
 class SchemaStrings:
     """Makes the rules of all strings of one schema, and limits their total cost."""
+
+    _rule_prefix = ""
 
     def __init__(self, rules: dict[str, Expression]) -> None:
         """Rules are added to `rules`."""
@@ -44,22 +46,37 @@ class SchemaStrings:
             return self._pattern(schema["pattern"], f"{path}/pattern")
         if keyword == "format":
             return self._pattern(_format_of(schema, path).pattern, f"{path}/format")
-        rule, expression = limited_string(*count_limits_of(schema, path, "minLength", "maxLength"))
+        rule, expression = self.limited_string(
+            *count_limits_of(schema, path, "minLength", "maxLength")
+        )
         if rule.name not in self._rules:
             self._add_cost(cost_of(expression), f"{path}/{limits[-1]}")
             self._rules[rule.name] = expression
         return rule
 
+    def limited_string(self, minimum: int, maximum: int | None) -> tuple[Rule, Expression]:
+        """Return a rule of strings of `minimum` to `maximum` characters, and its expression."""
+        return limited_string(minimum, maximum)
+
+    def string_of_pattern(self, pattern: str) -> Expression:
+        """Return strings in which a regular expression matches. Raises InvalidRequestError."""
+        before, expression, after = found_in(pattern, CONTENT)
+        string = as_json_string(expression)
+        assert isinstance(string, Concat)
+        left, content, right = string.parts
+        return Concat((left, *before, content, *after, right))
+
     def _pattern(self, pattern: str, path: str) -> Rule:
         if pattern not in self._patterns:
             try:
-                expression = _string_of_pattern(pattern)
+                expression = self.string_of_pattern(pattern)
             except InvalidRequestError as error:
                 raise invalid_structure(
                     f"{str(error).removesuffix('.')}, in {path[:200]}."
                 ) from None
             self._add_cost(cost_of(expression), path)
-            rule = self._patterns[pattern] = Rule(f"pattern{len(self._patterns)}")
+            rule = Rule(f"{self._rule_prefix}pattern{len(self._patterns)}")
+            self._patterns[pattern] = rule
             loops, self._rules[rule.name] = with_loops_as_rules(expression, prefix=f"{rule.name}x")
             self._rules |= loops
         return self._patterns[pattern]
@@ -83,19 +100,22 @@ def limited_string(minimum: int, maximum: int | None) -> tuple[Rule, Expression]
     return rule, Concat((Text('"'), Repeat(PLAIN, minimum, maximum), *STRING_END.parts))
 
 
-def _string_of_pattern(pattern: str) -> Expression:
-    """Return JSON strings in which a regular expression matches. Raises InvalidRequestError."""
+_Parts = tuple[Expression, ...]
+
+
+def found_in(pattern: str, text: Expression) -> tuple[_Parts, Expression, _Parts]:
+    """Return a regular expression, with the text that may be before and after it.
+
+    Raises InvalidRequestError.
+    """
     expression = read_regex(pattern)
     # Without an anchor the pattern may match anywhere in the string.
-    before = () if pattern.startswith("^") else (CONTENT,)
-    after = () if pattern.endswith("$") else (CONTENT,)
-    string = as_json_string(expression)
-    assert isinstance(string, Concat)
-    left, content, right = string.parts
+    before: _Parts = () if pattern.startswith("^") else (text,)
+    after: _Parts = () if pattern.endswith("$") else (text,)
     if isinstance(expression, Alternation) and (before or after) and not (before and after):
         # An anchor belongs to one of the alternatives only.
         before = after = ()
-    return Concat((left, *before, content, *after, right))
+    return before, expression, after
 
 
 def _format_of(schema: Schema, path: str) -> StringFormat:

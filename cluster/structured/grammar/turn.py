@@ -11,17 +11,17 @@ from cluster.structured.grammar.expressions import (
     Alternation,
     Concat,
     Expression,
-    Lookahead,
     Repeat,
     Rule,
     Text,
     invalid_structure,
+    replaced,
 )
 from cluster.structured.grammar.json_schema import read_json_schema
 from cluster.structured.grammar.json_text import JSON_RULES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Container
 
 __all__ = [
     "CallForm",
@@ -130,28 +130,15 @@ def read_turn(text: str, read_answer: Callable[[str, str], Grammar]) -> Grammar:
     return rules, Alternation((calls, answer))
 
 
-def under_prefix(grammar: Grammar, prefix: str) -> Grammar:
-    """Return a grammar whose rules, other than those of JSON itself, have names of their own."""
+def under_prefix(grammar: Grammar, prefix: str, *, shared: Container[str] = JSON_RULES) -> Grammar:
+    """Return a grammar whose rules, other than those that all parts share, have their own names."""
+
+    def own_name(name: str) -> str:
+        return name if name in shared else f"{prefix}{name}"
+
+    def renamed(expression: Expression) -> Expression | None:
+        return Rule(own_name(expression.name)) if isinstance(expression, Rule) else None
+
     rules, start = grammar
-    renamed = {_prefixed(name, prefix): _renamed(one, prefix) for name, one in rules.items()}
-    return renamed, _renamed(start, prefix)
-
-
-def _prefixed(name: str, prefix: str) -> str:
-    """Return the name of a rule of one part; all parts share the rules of JSON itself."""
-    return name if name in JSON_RULES else f"{prefix}{name}"
-
-
-def _renamed(expression: Expression, prefix: str) -> Expression:
-    match expression:
-        case Rule(name):
-            return Rule(_prefixed(name, prefix))
-        case Concat(parts):
-            return Concat(tuple(_renamed(part, prefix) for part in parts))
-        case Alternation(parts):
-            return Alternation(tuple(_renamed(part, prefix) for part in parts))
-        case Repeat(part, minimum, maximum):
-            return Repeat(_renamed(part, prefix), minimum, maximum)
-        case Lookahead(part):
-            return Lookahead(_renamed(part, prefix))
-    return expression
+    own = {own_name(name): replaced(one, renamed) for name, one in rules.items()}
+    return own, replaced(start, renamed)

@@ -3,37 +3,34 @@
 from __future__ import annotations
 
 import json
-import random
 from typing import TYPE_CHECKING
 
 import jsonschema
-import numpy as np
 import pytest
 
 from cluster.serving.intake.steps import finish
-from cluster.serving.tools.strict_calls import STRICT_FORMATS
 from cluster.serving.tools.tool import Tool
-from cluster.serving.tools.tool_choice import ToolChoice, ToolUse
+from cluster.serving.tools.tool_calls import TOOL_CALL_FORMATS
 from cluster.structured.grammar.grammar_text import grammar_text
-from cluster.structured.matchers.mark_matcher import MarkMatcher
-from cluster.structured.matchers.vocabulary import Vocabulary
-from cluster.structured.matchers.xgrammar_library import XGrammarLibrary
 from pagedray.errors import InvalidRequestError
+from tests.serving.tools.strict_writer import (
+    EOS,
+    LLAMA,
+    MISTRAL,
+    TEXTS,
+    Writer,
+    made_library,
+    read,
+    use_of,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from cluster.serving.tools.tool_calls import ToolCallFormat
-    from cluster.serving.tools.turn_reader import TurnDelta
-    from cluster.structured.matchers.token_matcher import TokenMatcher
+    from cluster.structured.matchers.xgrammar_library import XGrammarLibrary
 
-EOS = 0
-MISTRAL = "[TOOL_CALLS]"
-TEXTS = (
-    *("", MISTRAL, "</s>", "<tool_call>", "</tool_call>", "l>{", "\n", "\uff5c", "\u2581"),
-    *map(chr, range(32, 127)),
-)
-NUM_SPECIAL = 3
+LEADING_FORMATS = ("llama3_json", "llama4_pythonic", "pythonic")
+"""Those in which a turn is calls or text."""
+MARKED_FORMATS = [one for one in TOOL_CALL_FORMATS if one not in (*LEADING_FORMATS, "openai")]
 SCHEMAS = {
     "look": {
         "type": "object",
@@ -51,83 +48,11 @@ LOOSE = Tool(name="loose", parameters=UNSUPPORTED)
 
 @pytest.fixture(scope="module")
 def library() -> XGrammarLibrary:
-    tokens = tuple(b"" if at < NUM_SPECIAL else text.encode() for at, text in enumerate(TEXTS))
-    return XGrammarLibrary(
-        Vocabulary(
-            tokens=tokens,
-            eos_token_ids=(EOS,),
-            special_token_ids={text: TEXTS.index(text) for text in TEXTS[1:NUM_SPECIAL]},
-        )
-    )
-
-
-class Writer:
-    """Writes texts that the masks of a turn with tools allow."""
-
-    def __init__(self, library: XGrammarLibrary, use: ToolUse) -> None:
-        structure = finish(use.structure(None, None))
-        assert structure is not None
-        self._library = library
-        compiled, _ = library.load_grammar(library.compile_grammar(grammar_text(structure)))
-        self.mark = structure.mark
-        self.text = ""
-        self.has_ended = False
-        inner = library.matcher(compiled)
-        self._matcher: TokenMatcher = inner
-        mark_id = library.special_token_ids.get(self.mark)
-        if mark_id is not None:
-            self._matcher = MarkMatcher(inner, mark_id, self.mark, text_index=library.index)
-
-    def restart(self) -> None:
-        """Return to the start of the turn."""
-        self._matcher.reset()
-        self.text = ""
-        self.has_ended = False
-
-    def allowed(self) -> list[int]:
-        masks = np.zeros((1, self._library.num_mask_words), dtype=np.int32)
-        self._matcher.write_mask(masks, 0)
-        bits = np.unpackbits(masks[0].view(np.uint8), count=len(TEXTS), bitorder="little")
-        found: list[int] = np.flatnonzero(bits).tolist()
-        return found
-
-    def write(self, tokens: Sequence[str]) -> None:
-        """Write tokens, each of which must be allowed."""
-        for token in tokens:
-            assert TEXTS.index(token) in self.allowed(), (self.text, token)
-            assert self._matcher.accept_token(TEXTS.index(token))
-            self.text += token
-
-    def write_randomly(self, seed: int) -> None:
-        """Write until the end, or for a while."""
-        generator = random.Random(seed)
-        for _ in range(500):
-            chosen = generator.choice(self.allowed())
-            if chosen == EOS:
-                self.has_ended = True
-                return
-            self.write([TEXTS[chosen]])
-
-
-def use_of(
-    tool_format: ToolCallFormat, tools: Iterable[Tool], *, is_parallel: bool = True
-) -> ToolUse:
-    return ToolUse([*tools], ToolChoice(is_parallel=is_parallel), tool_format=tool_format)
-
-
-def read(use: ToolUse, text: str) -> tuple[str, list[tuple[str, str]]]:
-    """Return the content of a turn, and the name and arguments of each call."""
-    reader = use.reader()
-    deltas: list[TurnDelta] = [*map(reader.read_piece, text), reader.flush()]
-    calls: dict[int, list[str]] = {}
-    for call in (one for delta in deltas for one in delta.calls):
-        begun = calls.setdefault(call.index, [call.name or "", ""])
-        begun[1] += call.arguments
-    return "".join(delta.content for delta in deltas), [(a, b) for a, b in calls.values()]
+    return made_library()
 
 
 @pytest.mark.parametrize("is_parallel", [False, True])
-@pytest.mark.parametrize("tool_format", sorted(STRICT_FORMATS))
+@pytest.mark.parametrize("tool_format", MARKED_FORMATS)
 def test_calls_behind_a_text_are_valid(
     library: XGrammarLibrary, tool_format: ToolCallFormat, is_parallel: bool
 ) -> None:
@@ -185,6 +110,57 @@ def test_error_names_the_strict_tool() -> None:
     assert structure is not None
     with pytest.raises(InvalidRequestError, match="strict tool 'strict', which has an unsupported"):
         grammar_text(structure)
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "text"),
+    [
+        ("llama3_json", "  {"),
+        ("llama3_json", "<|python_tag|>"),
+        ("pythonic", " [ loo"),
+        ("pythonic", "<|python_start|>"),
+        ("llama4_pythonic", "<|python_tag|>"),
+    ],
+)
+def test_turn_that_begins_as_calls_do_consists_of_them(
+    library: XGrammarLibrary, tool_format: ToolCallFormat, text: str
+) -> None:
+    writer = Writer(library, use_of(tool_format, STRICT))
+    for letter in text[:-1]:
+        writer.write(letter)
+        assert EOS in writer.allowed()
+    if TEXTS.index(text[-1]) in writer.allowed():
+        writer.write(text[-1])
+        assert EOS not in writer.allowed()
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "text"),
+    [
+        ("llama3_json", 'a {"name": "look"} <|python_tag|>'),
+        ("llama3_json", "<|python_ta g|>"),
+        ("pythonic", "[1, [look(where=2)]"),
+        ("pythonic", "[lo(]"),
+        ("pythonic", "a [look(where=2)]"),
+    ],
+)
+def test_text_that_begins_otherwise_is_free(
+    library: XGrammarLibrary, tool_format: ToolCallFormat, text: str
+) -> None:
+    use = use_of(tool_format, STRICT)
+    writer = Writer(library, use)
+    writer.write(text)
+    assert EOS in writer.allowed()
+    assert read(use, writer.text) == (text, [])
+
+
+def test_special_token_marks_calls_at_the_start_only(library: XGrammarLibrary) -> None:
+    writer = Writer(library, use_of("llama3_json", STRICT))
+    writer.write([LLAMA, *'{"name": "look.again", "parameters": {}}'])
+    assert EOS in writer.allowed()
+    writer.restart()
+    writer.write("a")
+    assert TEXTS.index(LLAMA) not in writer.allowed()
 
 
 def test_tools_that_are_not_strict_are_called_freely() -> None:

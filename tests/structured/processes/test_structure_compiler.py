@@ -15,7 +15,7 @@ import psutil
 import pytest
 from msgspec.structs import replace
 
-from cluster.structured.grammar.calls import CallsStructure, CallText
+from cluster.structured.grammar.calls.turn_with_calls import CallsStructure, CallText
 from cluster.structured.grammar.grammar_text import MAX_TEXT_LENGTH, grammar_text
 from cluster.structured.processes.compiled_grammar import CompiledGrammar
 from cluster.structured.processes.compiler import StructureCompiler

@@ -1,0 +1,81 @@
+"""Text that does not begin as calls do, as the rules of an automaton."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cluster.structured.grammar.expressions import (
+    Alternation,
+    Characters,
+    Concat,
+    Expression,
+    Repeat,
+    Rule,
+    complement,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from cluster.structured.grammar.calls.texts import Texts
+    from cluster.structured.grammar.expressions import Ranges
+    from cluster.structured.grammar.turn import Grammar
+
+    _State = frozenset[tuple[Texts, int]]
+    """What is left of the beginnings that the text may have, and how many characters of the first
+    part of it the text has."""
+
+__all__ = ["other_text"]
+
+_LAST_BLANK = 0x3000
+_BLANKS = tuple(filter(str.isspace, map(chr, range(_LAST_BLANK + 1))))
+"""What readers skip, as Python's strip does."""
+
+
+def other_text(beginnings: Sequence[Texts], prefix: str) -> Grammar:
+    """Return rules, named with a prefix, and text that has none of these beginnings.
+
+    There may be blanks before each text of a beginning. The text may be empty.
+    """
+    anything = Rule(f"{prefix}rest")
+    rules: dict[str, Expression] = {anything.name: Repeat(complement(()), 0, None)}
+    start = frozenset((beginning, 0) for beginning in beginnings)
+    names = {start: f"{prefix}0"}
+    left = [start]
+    while left:
+        state = left.pop()
+        letters = {texts[0][place] for texts, place in state}
+        following = {letter: _after(state, letter) for letter in sorted(letters)}
+        before_text = frozenset((texts, place) for texts, place in state if not place)
+        blanks = _BLANKS if before_text else ()
+        others = complement(_ranges((*letters, *blanks)))
+        branches: list[Expression] = [Concat(()), Concat((others, anything))]
+        steps = [(_ranges(letter), found) for letter, found in following.items()]
+        steps += [(_ranges(blanks), before_text)] if blanks else []
+        for ranges, found in steps:
+            if found is not None:
+                if found not in names:
+                    names[found] = f"{prefix}{len(names)}"
+                    left.append(found)
+                branches.append(Concat((Characters(ranges), Rule(names[found]))))
+        rules[names[state]] = Alternation(tuple(branches))
+    return rules, Rule(names[start])
+
+
+def _after(state: _State, letter: str) -> _State | None:
+    """Return the state after a letter, or None if the letter completes a beginning."""
+    found: set[tuple[Texts, int]] = set()
+    for texts, place in state:
+        if texts[0][place] != letter:
+            continue
+        if place + 1 < len(texts[0]):
+            found.add((texts, place + 1))
+        elif len(texts) > 1:
+            found.add((texts[1:], 0))
+        else:
+            return None
+    return frozenset(found)
+
+
+def _ranges(characters: Iterable[str]) -> Ranges:
+    return tuple((ord(one), ord(one)) for one in sorted(characters))

@@ -1,0 +1,48 @@
+"""The strings that a JSON schema allows, without quotes and escapes."""
+
+from __future__ import annotations
+
+from cluster.structured.grammar.expressions import (
+    Characters,
+    Concat,
+    Expression,
+    Repeat,
+    Rule,
+    Text,
+    complement,
+    invalid_structure,
+    replaced,
+)
+from cluster.structured.grammar.schema_strings import SchemaStrings, found_in
+
+__all__ = ["RawStrings", "without_angle"]
+
+_ANGLE = (ord("<"), ord("<"))
+_LETTER = complement((_ANGLE,))
+
+
+class RawStrings(SchemaStrings):
+    """Makes strings without `<`, so that no mark can be in them."""
+
+    _rule_prefix = "raw"
+
+    def limited_string(self, minimum: int, maximum: int | None) -> tuple[Rule, Expression]:
+        rule = Rule(f"raw{minimum}to{'' if maximum is None else maximum}")
+        return rule, Repeat(_LETTER, minimum, maximum)
+
+    def string_of_pattern(self, pattern: str) -> Expression:
+        before, expression, after = found_in(pattern, Repeat(_LETTER, 0, None))
+        return replaced(Concat((*before, expression, *after)), _without_angle)
+
+
+def without_angle(characters: Characters) -> Characters:
+    """Return characters other than `<`."""
+    return complement((*complement(characters.ranges).ranges, _ANGLE))
+
+
+def _without_angle(expression: Expression) -> Expression | None:
+    if isinstance(expression, Text) and "<" in expression.text:
+        raise invalid_structure(
+            "structure requires '<' in a string, which the format of tool calls does not allow."
+        )
+    return without_angle(expression) if isinstance(expression, Characters) else None
