@@ -27,12 +27,12 @@ class MemoryAddress(NamedTuple):
 
 
 class NodeMemory:
-    """The controller's side; empty until someone gives it a size."""
+    """The controller's end of the memory, which is empty until one end sets its size."""
 
     def __init__(self, purpose: str) -> None:
-        """The processes that use it show the `purpose`.
+        """`purpose` is part of the name that tools show for the memory of a process.
 
-        Raises OSError if the system makes no such memory.
+        Raises OSError if the system cannot create the memory.
         """
         label = f"pagedray-{purpose}-{secrets.token_hex(16)}"
         self.descriptor = os.memfd_create(label)

@@ -118,7 +118,7 @@ class RankReport:
 
     @property
     def place(self) -> str:
-        """Where the rank stands, for people."""
+        """A description of what the rank does, for log messages."""
         index = self.word >> 8 & 0xFFFF
         if index == _NO_INDEX and self.phase is Phase.ALL_REDUCE:
             return "an all-reduce outside the layers"

@@ -111,7 +111,7 @@ class Controller(StepLoop):
         self._scheduler.check_room(tenant, num_tokens)
 
     def abort_request(self, request_id: str) -> None:
-        """End a request; ignored if it has ended or does not exist."""
+        """End a request; has no effect if it has ended or does not exist."""
         with self._wake:
             events = self._scheduler.abort_request(request_id)
             self._wake.notify()

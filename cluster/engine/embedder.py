@@ -1,4 +1,4 @@
-"""Embeds texts: an encoder over an executor.
+"""Runs a model that embeds texts, on the ranks of an executor.
 
 Texts are independent and finish in a single step, so that only their order and the number that
 fit into a step are scheduled. A step holds texts of several requests. One thread runs steps; any

@@ -34,7 +34,7 @@ class Outage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankHealth:
-    """What an observer sees of the ranks."""
+    """What the observation of the ranks has found."""
 
     hang: str = ""
     """Which rank hangs and where it stands; empty if none does."""

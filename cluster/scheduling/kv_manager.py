@@ -88,8 +88,8 @@ class KvManager:
     def clear(self, damaged: Collection[int] | None = None) -> None:
         """Make every block free; the caller clears each sequence with `disown`.
 
-        All become empty, except that the CPU pool keeps what was whole, but for its `damaged`
-        blocks, unless these are None.
+        The CPU pool keeps its complete blocks except the `damaged` ones, or none if `damaged` is
+        None; all other pools become empty.
         """
         self._swaps.clear()
         self.restores.clear()
@@ -107,10 +107,10 @@ class KvManager:
         return -(-num_tokens // self.block_size)
 
     def awaits_disk(self, sequence: Sequence, step: int) -> bool:
-        """Return whether a sequence that might start is better off to wait for blocks on the disk.
+        """Return whether a sequence should wait for blocks on the disk before it starts.
 
-        The plan of `step` reads them. It does so once, whatever becomes of them meanwhile, so that
-        it starts in the end.
+        The plan of `step` reads them. A sequence waits for the disk only once, even if its blocks
+        are lost meanwhile, so that it starts eventually.
         """
         if self.disk_cache is None:
             return False

@@ -19,7 +19,7 @@ _Outcome = bytes | FinishReason | None
 
 
 class MadeMasks(NamedTuple):
-    """What became of the masks of a step."""
+    """The masks of a step, and the sequences without one."""
 
     masks: StepMasks | None
     """None if no plan is in flight."""
@@ -41,7 +41,7 @@ class MaskedStep(NamedTuple):
     """Sequences without a plan in flight whose next token waits for its mask."""
 
     def make_masks(self, wait_s: float) -> MadeMasks:
-        """Wait for the masks of the step up to `wait_s`, and ask for those that others wait for."""
+        """Wait up to `wait_s` for the masks of the step, and request those of waiting sequences."""
         # The previous step may have ended a sequence; its token of this step is discarded.
         rows = [one for one in self.sequences if one.state is not SequenceState.FINISHED]
         # A deferred sequence that was preempted may be in the plan before its mask is made.

@@ -12,14 +12,14 @@ __all__ = ["PromptLogprobsBuffer"]
 
 
 class PromptLogprobsBuffer:
-    """Those of requests that asked for them and of which no event has any yet."""
+    """Log-probabilities of prompts that were requested and that no event contains yet."""
 
     def __init__(self) -> None:
         self.requests: dict[str, ActiveRequest] = {}
         """The requests, by id. While there is none, nothing else needs to be called."""
 
     def add_request(self, active: ActiveRequest) -> None:
-        """Await those of a request, if it asks for them."""
+        """Expect log-probabilities of a prompt, if its request asks for them."""
         if active.prompt_logprobs is not None:
             self.requests[active.request.id] = active
 
@@ -29,7 +29,7 @@ class PromptLogprobsBuffer:
             self.requests.pop(sequence.request_id, None)
 
     def described(self, prefilled: Iterable[Sequence]) -> dict[int, Sequence]:
-        """Return the sequences of a plan whose prompts they describe, by row."""
+        """Return the sequences of a plan that compute the log-probabilities of prompts, by row."""
         return {
             sequence.row: sequence
             for sequence in prefilled
@@ -37,7 +37,7 @@ class PromptLogprobsBuffer:
         }
 
     def keep(self, described: dict[int, Sequence], computed: Iterable[PromptLogprobs]) -> None:
-        """Keep those that a step has computed of the sequences that its plan described."""
+        """Keep what a step has computed for the `described` sequences of its plan."""
         for found in computed:
             sequence = described.get(found.row)
             kept = None if sequence is None else sequence.active.prompt_logprobs

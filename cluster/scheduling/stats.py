@@ -6,7 +6,7 @@ __all__ = ["SchedulerStats"]
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Gauges, and counters since the start; an encoder has no blocks."""
+    """The gauges of a scheduler, and its counters since the start; encoders have no blocks."""
 
     max_num_seqs: int = 0
     """Sequences that can run at once."""

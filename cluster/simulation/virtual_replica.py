@@ -146,7 +146,7 @@ class VirtualReplica:
         n: int = 1,
         has_limit: bool = True,
     ) -> VirtualCall:
-        """Have a request arrive, whose sequences end with a stop token unless it `has_limit`."""
+        """Add a request; its sequences end with a stop token unless it `has_limit`."""
         number = next(self._numbers)
         request = Request(
             id=f"{number:032x}",

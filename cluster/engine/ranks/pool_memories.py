@@ -33,7 +33,7 @@ class PoolMemories:
         return None if memory is None else memory.address
 
     def note_reports(self, reports: Sequence[PoolReport]) -> None:
-        """Take note of what became of the pools of ranks, by rank, before they serve steps."""
+        """Note the reports of ranks about their pools, by rank, before they serve steps."""
         for rank, report in enumerate(reports):
             # What the memory has is older than the rank's own pool: no later rank may find it.
             if not report.is_shared and (memory := self._memories[rank]) is not None:

@@ -37,7 +37,7 @@ _RECONNECT_S = 90_000
 
 
 class RayConnection:
-    """Ray, until `close`."""
+    """A connection to Ray, until `close`."""
 
     def __init__(self, config: EngineConfig, report_progress: ReportProgress) -> None:
         """Connect to the running Ray cluster, or start one. Raises StartupError."""

@@ -33,7 +33,7 @@ class SmallNode(Node):
 
 @contextmanager
 def small_nodes() -> Iterator[None]:
-    """Have `ray.init` start a `SmallNode` until the context ends."""
+    """Let `ray.init` start a `SmallNode` until the context ends."""
     node = ray._private.node
     node.Node = SmallNode  # type: ignore[misc]  # a class is replaced
     try:

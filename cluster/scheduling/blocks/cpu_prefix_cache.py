@@ -70,7 +70,7 @@ class CpuPrefixCache(KeyedBlocks):
         return copies
 
     def acknowledge(self, step: int) -> None:
-        """Have the blocks found that were saved up to `step`, which every rank has finished."""
+        """Make blocks available that were saved up to `step`, which every rank has finished."""
         while self._in_flight and self._in_flight[0][0] <= step:
             for block in self._in_flight.popleft()[1]:
                 self.end_copy(block)
@@ -82,7 +82,7 @@ class CpuPrefixCache(KeyedBlocks):
             self.num_kept_hit_blocks += sum(block in self._kept for block in blocks)
 
     def begin_epoch(self, damaged: Collection[int] | None) -> None:
-        """Keep what was whole before ranks were replaced, but for the `damaged` blocks.
+        """Keep the blocks that were complete before ranks were replaced, except `damaged` ones.
 
         None if the pool of some rank is new, so that nothing is left.
         """

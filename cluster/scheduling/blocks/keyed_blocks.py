@@ -71,7 +71,7 @@ class KeyedBlocks:
         return block
 
     def end_copy(self, block: int) -> None:
-        """Have a block found, whose content has arrived."""
+        """Make a block available to look-ups, since its content has arrived."""
         self._incomplete.discard(block)
         self.pool.unpin(block)
 

@@ -185,7 +185,7 @@ class PrefixCache:
         return True
 
     def prove_blocks(self, blocks: Iterable[int]) -> None:
-        """Record that logits which depend on blocks were finite, of those that are in the cache."""
+        """Record that logits which depend on blocks were finite; those not cached are ignored."""
         keys, is_proven = self._keys, self._is_proven
         for block in blocks:
             if keys[block] is not None:

@@ -41,7 +41,7 @@ class StepTimes:
         return self._squares > 0.0
 
     def note_step(self, *, num_tokens: int, num_pairs: int, seconds: float) -> None:
-        """Add a step; `num_pairs` of its tokens and those they attend to."""
+        """Add a step; `num_pairs` counts pairs of a token of it and one that this attends to."""
         self._weights = None
         features = (1.0, num_tokens * _TOKEN_UNIT, num_pairs * _PAIR_UNIT)
         self._squares = _KEPT * self._squares + seconds * seconds
@@ -61,7 +61,10 @@ class StepTimes:
         return self._fit()[0] + self.marginal_s(num_tokens=num_tokens, num_pairs=num_pairs)
 
     def num_tokens_within(self, seconds: float, *, first_position: int) -> float:
-        """Return how many tokens of a prompt prolong a step by so much, from a position on."""
+        """Return how many tokens of a prompt, from a position on, a step computes in so much time.
+
+        The fixed time of the step is not included.
+        """
         if seconds <= 0.0:
             return 0
         _, token_s, pair_s = self._fit()

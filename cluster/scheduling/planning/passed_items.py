@@ -30,7 +30,7 @@ class PassedItems:
         return len(self._items) >= _MAX_PASSED
 
     def pass_item(self, sequence: Sequence) -> None:
-        """Take a sequence from the queue; with the fourth of a tenant, no other of it is found."""
+        """Take a sequence from the queue; the fourth of a tenant hides all others of it."""
         self._items.append(sequence)
         count = self._counts[sequence.share] = self._counts.get(sequence.share, 0) + 1
         self._queue.remove(sequence)
@@ -38,6 +38,6 @@ class PassedItems:
             self._queue.hide_share(sequence.share)
 
     def put_back(self) -> None:
-        """Put all that were passed back into the queue."""
+        """Put all passed sequences back into the queue."""
         for sequence in self._items:
             self._queue.insert(sequence)

@@ -107,7 +107,7 @@ class Preemptor:
         return True
 
     def lacks_blocks(self, head: Sequence) -> bool:
-        """Return whether a waiting sequence lacks blocks of which its tenant may have so many."""
+        """Return whether a waiting sequence lacks blocks, and its tenant may have that many."""
         num_needed = self._kv.blocks_for(self._room.num_tokens_to_hold(head))
         num_tenants = len({sequence.share for sequence in self._table.running} | {head.share})
         if num_needed > self._kv.pool.num_blocks // num_tenants:

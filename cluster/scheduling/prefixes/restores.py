@@ -40,7 +40,7 @@ class Restores:
         return len(self._copies)
 
     def restore_blocks(self, sequence: Sequence, first: int) -> list[int]:
-        """Have cached blocks copied back from index `first` on, and return their new places.
+        """Copy cached blocks from index `first` on back to the device; return their new blocks.
 
         The caller keeps room for them. They are pinned in both pools until it unpins them, once
         every rank has made the copies.

@@ -144,7 +144,7 @@ class FairQueue(Generic[Item]):
             self._backlogged.add(share)
 
     def hide_share(self, share: Share[Item]) -> None:
-        """Have `first` find no item of a tenant until one is inserted that is its first."""
+        """Hide the items of a tenant from `first` until another item becomes its first one."""
         self._backlogged.discard(share)
 
     def remove(self, item: Item) -> None:
