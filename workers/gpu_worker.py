@@ -129,7 +129,7 @@ class GpuWorker:
         return self._answer(self._rank.available_cache, max_num_seqs)
 
     def pool_report(self) -> PoolReport:
-        """Return what became of the rank's CPU pool when its cache was allocated."""
+        """Return the state of the rank's CPU pool when its cache was allocated."""
         return self._rank.pool_report
 
     def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> str | AttentionReport:

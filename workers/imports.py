@@ -61,9 +61,9 @@ def import_libraries(config: EngineConfig) -> None:
 
 @contextmanager
 def uncollected_imports() -> Iterator[None]:
-    """Collect no garbage while modules are imported, and never look for any in what exists then.
+    """Disable garbage collection while modules are imported, and exempt what exists afterwards.
 
-    Modules have some hundred thousand objects, which each collection would go through. For a
+    Modules have some hundred thousand objects, which each collection would traverse. Only for a
     process that ends with its rank.
     """
     gc.disable()

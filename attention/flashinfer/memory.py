@@ -61,7 +61,7 @@ class PlanMemory:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Have the wrapper plan into the buffer that the last plan did not use."""
+        """Let the wrapper plan into the buffer that the last plan did not use."""
         self._turn = 1 - self._turn
         # Waits only if the host is two plans ahead of the GPU.
         self._copied[self._turn].synchronize()

@@ -183,7 +183,7 @@ class StackedExperts(ExpertProduct):
 
 
 class GroupedExperts(StackedExperts):
-    """Weights of the dtype of the rows."""
+    """Experts whose weights have the dtype of the rows."""
 
     def _allocate(self, part: ExpertPart) -> None:
         self._gate_up, self._down = (

@@ -23,7 +23,7 @@ _ALL = slice(None)
 
 
 class ExpertTensors:
-    """A rank has some columns of each expert, or some whole experts.
+    """The tensors of a rank's experts: some columns of each expert, or some whole experts.
 
     Experts are stored one by one, with their index in the name, or as stacks of all.
     """

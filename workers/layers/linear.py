@@ -64,7 +64,7 @@ def columns_of(names: Sequence[str], layers: Sequence[tuple[int, slice]]) -> lis
 
 
 class ColumnParallelLinear(Layer):
-    """Each rank computes some output columns of one or several layers, in one GEMM."""
+    """One or several linear layers in one GEMM, of which each rank computes some columns."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class ColumnParallelLinear(Layer):
 
 
 class RowParallelLinear(Layer):
-    """Each rank multiplies its part of the input; an all-reduce adds the partial outputs.
+    """A linear layer of which each rank multiplies its part of the input; an all-reduce adds these.
 
     Without `reduces`, the outputs stay partial for a `ResidualNorm` that sums them as well.
     """

@@ -27,7 +27,7 @@ __all__ = ["MLP", "GatedMLP", "PlainMLP"]
 
 
 class MLP(CompositeLayer):
-    """The first layers are sharded by columns and the last by rows, with one all-reduce.
+    """An MLP whose first layers are sharded by columns and the last by rows: one all-reduce.
 
     Without `reduces`, the output is this rank's part of the sum.
     """
@@ -103,7 +103,7 @@ class MLP(CompositeLayer):
 
 
 class GatedMLP(MLP):
-    """Gate and up are one GEMM."""
+    """An MLP with a gate; gate and up projection are one GEMM."""
 
     # On a CPU, one GEMM and two operations are no slower than two GEMMs of oneDNN with a fused
     # SiLU and a fused multiplication, and make a step in float32 7% faster.

@@ -23,7 +23,7 @@ __all__ = ["DequantizedExperts", "Mxfp4Experts", "make_expert_product"]
 
 
 class Mxfp4Experts(StackedExperts):
-    """Weights stay in mxfp4, and are dequantized in registers; for rows in bfloat16."""
+    """Experts whose weights stay in mxfp4 and are dequantized in registers; rows are bfloat16."""
 
     def _allocate(self, part: ExpertPart) -> None:
         assert part.dtype == torch.bfloat16
@@ -55,7 +55,7 @@ class Mxfp4Experts(StackedExperts):
 
 
 class DequantizedExperts(ExpertProduct):
-    """Weights are dequantized when they are loaded."""
+    """Experts whose weights are stored in mxfp4 and dequantized when they are loaded."""
 
     def __init__(self, part: ExpertPart) -> None:
         self._plain = _plain_class(part.device)(part)

@@ -18,7 +18,7 @@ __all__ = ["WholeQKNorm"]
 
 
 class WholeQKNorm(Layer):
-    """Heads are sharded over the ranks, which sum their squares: two numbers for each token."""
+    """RMSNorm over all heads, of which ranks sum their parts: two numbers for each token."""
 
     def __init__(
         self,

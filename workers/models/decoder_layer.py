@@ -167,7 +167,7 @@ class DecoderLayer(CompositeLayer):
 
 
 class ParallelDecoderLayer(DecoderLayer):
-    """Attention and MLP of one norm of the stream, as in Cohere's models."""
+    """A layer whose attention and MLP both read one norm of the stream, as in Cohere's models."""
 
     def halved(self) -> HalvedLayer | None:
         return None

@@ -72,9 +72,10 @@ def attention_spec(
 
 
 class DecoderSelfAttention(CompositeLayer):
-    """Heads are sharded over the ranks; KV heads are replicated if there are more ranks.
+    """Self attention, with heads sharded over the ranks.
 
-    Without `reduces`, the output is this rank's part of the sum.
+    KV heads are replicated if there are fewer than ranks. Without `reduces`, the output is this
+    rank's part of the sum.
     """
 
     def __init__(

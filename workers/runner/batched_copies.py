@@ -56,7 +56,7 @@ _Function = ctypes.CFUNCTYPE(
 
 
 class BatchedCopies:
-    """The driver's function."""
+    """Copies many blocks by the function of the driver."""
 
     def __init__(self, address: int) -> None:
         self._function = _Function(address)

@@ -24,10 +24,11 @@ _Ints: TypeAlias = "NDArray[np.int64]"
 
 
 class TokenTable:
-    """Sampled tokens are written here, where the next step reads them without the host.
+    """The tokens of every row, on the device.
 
-    On a GPU, kernels exchange all numbers with pinned host memory, since copy engines may be busy
-    with blocks.
+    Sampled tokens are written here, and the next step reads them without waiting for the host. On
+    a GPU, kernels exchange all numbers with pinned host memory, since copy engines may be busy with
+    blocks.
     """
 
     def __init__(

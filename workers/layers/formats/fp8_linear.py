@@ -21,9 +21,9 @@ _SIZE_STEP = 16
 
 
 class Fp8Linear(QuantizedLinear):
-    """Up to 16 rows of inputs are not quantized; more are, for the tensor cores.
+    """The product with an fp8 weight: more than 16 rows of inputs are quantized for tensor cores.
 
-    A scale of inputs in the checkpoint is used only for the latter.
+    Fewer rows are not, and then a scale of inputs in the checkpoint is not used.
     """
 
     multiplies_fp8 = True

@@ -23,7 +23,7 @@ __all__ = ["Fp8Weight"]
 
 
 class Fp8Weight(StoredWeight):
-    """Values and the scales of their rows."""
+    """A weight in fp8: its values, and the scales of their rows."""
 
     def __init__(
         self, format: Fp8Format, out_size: int, in_size: int, *, device: torch.device

@@ -17,9 +17,10 @@ __all__ = ["GpuInt4Linear"]
 
 
 class GpuInt4Linear(QuantizedLinear):
-    """Up to 64 rows are multiplied by numbers that are unpacked in registers, one by a GEMV.
+    """The product with an int4 weight, which is unpacked in registers for up to 64 rows.
 
-    For more, the weight is dequantized in each step. The GEMV multiplies in float16, whose digits
+    A single row is multiplied by a GEMV, and for more than 64 rows the weight is dequantized in
+    each step. The GEMV multiplies in float16, whose digits
     do not suffice for a row in float32.
     """
 

@@ -37,7 +37,10 @@ class _Part:
 
 
 class Int4Weight(StoredWeight):
-    """Numbers, scales and zeros, `[out_size, in_size]` and `[out_size, groups]`."""
+    """A weight of four bits.
+
+    Numbers are `[out_size, in_size]`, scales and zeros `[out_size, groups]`.
+    """
 
     def __init__(
         self, format: Int4Format, out_size: int, in_size: int, *, device: torch.device

@@ -23,7 +23,7 @@ _SIGN = 0x80
 
 
 class Int8Weight(StoredWeight):
-    """Numbers and scales; scales of whole tensors are those of all their channels."""
+    """A weight of eight bits; a scale of a whole tensor becomes that of each channel."""
 
     def __init__(
         self, format: Int8Format, out_size: int, in_size: int, *, device: torch.device

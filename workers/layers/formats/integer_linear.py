@@ -38,7 +38,7 @@ class _CpuIntegerLinear(QuantizedLinear):
 
 
 class CpuInt4Linear(_CpuIntegerLinear):
-    """Numbers of four bits, whose inputs may have another order."""
+    """The product with a weight of four bits, whose inputs may be in another order."""
 
     def __init__(self, stored: Int4Weight, bias: torch.Tensor | None, device: torch.device) -> None:
         super().__init__(stored, bias, device)
@@ -62,7 +62,7 @@ class CpuInt4Linear(_CpuIntegerLinear):
 
 
 class CpuInt8Linear(_CpuIntegerLinear):
-    """Numbers of eight bits."""
+    """The product with a weight of eight bits."""
 
     def __init__(self, stored: Int8Weight, bias: torch.Tensor | None, device: torch.device) -> None:
         super().__init__(stored, bias, device)

@@ -19,7 +19,7 @@ __all__ = ["PoolOrigin"]
 
 
 class PoolOrigin:
-    """The rank's part of the model, and its weights.
+    """What a CPU pool was computed from: the rank's part of the model, and its weights.
 
     Weights count as the same if their files have the same names, sizes and times.
     """
