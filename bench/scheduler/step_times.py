@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from cluster.scheduling.kv_factory import KvOptions
 from cluster.scheduling.queues.fair_queue import FairQueue, Share
 from cluster.scheduling.scheduler import Scheduler
 from pagedray.batch import StepOutput
@@ -43,12 +44,13 @@ class _Steps:
                 max_queued_requests=10**6,
                 max_queued_tokens=10**9,
             ),
-            block_size=_BLOCK_SIZE,
-            num_blocks=num_blocks,
-            num_cpu_blocks=0,
+            kv=KvOptions(
+                block_size=_BLOCK_SIZE,
+                num_blocks=num_blocks,
+                num_cpu_blocks=0,
+                enable_cpu_prefix_cache=False,
+            ),
             max_model_len=2 * _NUM_PROMPT_TOKENS,
-            enable_prefix_cache=True,
-            enable_cpu_prefix_cache=False,
         )
         self._numbers = itertools.count()
 
@@ -167,12 +169,13 @@ def fork_figures() -> dict[str, float]:
         config=SchedulerConfig(
             max_num_seqs=n, max_num_batched_tokens=num_tokens, max_queued_tokens=10**9
         ),
-        block_size=_BLOCK_SIZE,
-        num_blocks=2 * num_tokens // _BLOCK_SIZE,
-        num_cpu_blocks=0,
+        kv=KvOptions(
+            block_size=_BLOCK_SIZE,
+            num_blocks=2 * num_tokens // _BLOCK_SIZE,
+            num_cpu_blocks=0,
+            enable_cpu_prefix_cache=False,
+        ),
         max_model_len=num_tokens + 100,
-        enable_prefix_cache=True,
-        enable_cpu_prefix_cache=False,
     )
     request = Request(
         id="a",

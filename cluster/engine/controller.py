@@ -17,6 +17,7 @@ from cluster.engine.faults.output_watch import OutputWatch
 from cluster.engine.mask_patience import MaskPatience
 from cluster.engine.stats import EngineStats
 from cluster.engine.step_loop import StepLoop
+from cluster.scheduling.kv_factory import KvOptions
 from cluster.scheduling.scheduler import MAX_PLANS_IN_FLIGHT, Scheduler
 from pagedray.errors import WorkerError
 
@@ -70,13 +71,15 @@ class Controller(StepLoop):
         self._outlet = _Outlet(sink)
         self._scheduler = Scheduler(
             config=config.scheduler,
-            block_size=config.cache.block_size,
-            num_blocks=executor.cache_size.num_blocks,
-            num_cpu_blocks=executor.cache_size.num_cpu_blocks,
+            kv=KvOptions(
+                block_size=config.cache.block_size,
+                num_blocks=executor.cache_size.num_blocks,
+                num_cpu_blocks=executor.cache_size.num_cpu_blocks,
+                enable_prefix_cache=config.cache.enable_prefix_cache,
+                enable_cpu_prefix_cache=config.cache.enable_cpu_prefix_cache,
+                num_disk_blocks=config.cache.num_disk_blocks(executor.cache_size.block_bytes),
+            ),
             max_model_len=config.max_model_len,
-            enable_prefix_cache=config.cache.enable_prefix_cache,
-            enable_cpu_prefix_cache=config.cache.enable_cpu_prefix_cache,
-            num_disk_blocks=config.cache.num_disk_blocks(executor.cache_size.block_bytes),
         )
         self._has_disk = self._scheduler.has_disk
         self._inquiry = DeathInquiry(self._scheduler, self._clock)

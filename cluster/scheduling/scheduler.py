@@ -22,7 +22,7 @@ from cluster.scheduling.deadlines import Deadlines
 from cluster.scheduling.event import TokenEvent
 from cluster.scheduling.fault_recovery import FaultRecovery
 from cluster.scheduling.flight import Flight
-from cluster.scheduling.kv_factory import make_kv_manager
+from cluster.scheduling.kv_factory import KvOptions, make_kv_manager
 from cluster.scheduling.masked_step import MadeMasks, MaskedStep
 from cluster.scheduling.output_reader import OutputReader
 from cluster.scheduling.planning.planner import Planner
@@ -60,30 +60,14 @@ class Scheduler:
         self,
         *,
         config: SchedulerConfig,
-        block_size: int,
-        num_blocks: int,
-        num_cpu_blocks: int,
+        kv: KvOptions,
         max_model_len: int,
-        enable_prefix_cache: bool,
-        enable_cpu_prefix_cache: bool,
-        num_disk_blocks: int = 0,
-        hash_key: bytes | None = None,
     ) -> None:
         self._config = config
         self._max_model_len = max_model_len
         step_times = StepTimes()
         self._swap_costs = SwapCosts(step_times)
-        self._kv = make_kv_manager(
-            config,
-            self._swap_costs,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            num_cpu_blocks=num_cpu_blocks,
-            num_disk_blocks=num_disk_blocks,
-            enable_prefix_cache=enable_prefix_cache,
-            enable_cpu_prefix_cache=enable_cpu_prefix_cache,
-            hash_key=hash_key,
-        )
+        self._kv = make_kv_manager(config, self._swap_costs, kv)
         self._backlog = Backlog(
             max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens
         )
@@ -96,7 +80,7 @@ class Scheduler:
         if config.itl_target_ms is not None:
             pace = Pace(config.itl_target_ms / 1e3, step_times)
         may_copy = config.preemption == "auto" or self._kv.cpu_cache is not None
-        has_choice = num_cpu_blocks > 0 and config.preemption != "swap" and may_copy
+        has_choice = kv.num_cpu_blocks > 0 and config.preemption != "swap" and may_copy
         self._cost_meter = None
         if has_choice or pace is not None:
             self._cost_meter = CostMeter(step_times, self._swap_costs, pace)

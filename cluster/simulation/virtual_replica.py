@@ -14,6 +14,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from cluster.scheduling.kv_factory import KvOptions
 from cluster.scheduling.scheduler import MAX_PLANS_IN_FLIGHT, Scheduler
 from cluster.simulation.virtual_copies import VirtualCopies
 from pagedray.batch import StepOutput
@@ -107,14 +108,16 @@ class VirtualReplica:
         """A `disk` that holds `num_disk_blocks` keeps what the CPU pool has no room for."""
         self.scheduler = Scheduler(
             config=config,
-            block_size=block_size,
-            num_blocks=cache_size.num_blocks,
-            num_cpu_blocks=cache_size.num_cpu_blocks,
+            kv=KvOptions(
+                block_size=block_size,
+                num_blocks=cache_size.num_blocks,
+                num_cpu_blocks=cache_size.num_cpu_blocks,
+                enable_prefix_cache=enable_prefix_cache,
+                enable_cpu_prefix_cache=enable_cpu_prefix_cache,
+                num_disk_blocks=0 if disk is None else num_disk_blocks,
+                hash_key=b"the key of simulations",
+            ),
             max_model_len=max_model_len,
-            enable_prefix_cache=enable_prefix_cache,
-            enable_cpu_prefix_cache=enable_cpu_prefix_cache,
-            num_disk_blocks=0 if disk is None else num_disk_blocks,
-            hash_key=b"the key of simulations",
         )
         self._disk = disk if self.scheduler.has_disk else None
         self.block_size = block_size

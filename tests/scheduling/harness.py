@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from cluster.scheduling.event import TokenEvent
+from cluster.scheduling.kv_factory import KvOptions
 from cluster.scheduling.planning.policy import MAX_PREEMPTIONS
 from cluster.scheduling.scheduler import MAX_PLANS_IN_FLIGHT, Scheduler
 from pagedray.batch import DiskReport, StepPlan
@@ -56,14 +57,16 @@ class Harness:
         )
         self.scheduler = Scheduler(
             config=self.config,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            num_cpu_blocks=num_cpu_blocks,
+            kv=KvOptions(
+                block_size=block_size,
+                num_blocks=num_blocks,
+                num_cpu_blocks=num_cpu_blocks,
+                enable_prefix_cache=enable_prefix_cache,
+                enable_cpu_prefix_cache=enable_cpu_prefix_cache,
+                num_disk_blocks=num_disk_blocks,
+                hash_key=HASH_KEY,
+            ),
             max_model_len=max_model_len,
-            enable_prefix_cache=enable_prefix_cache,
-            enable_cpu_prefix_cache=enable_cpu_prefix_cache,
-            num_disk_blocks=num_disk_blocks,
-            hash_key=HASH_KEY,
         )
         self.tenants: dict[int, str] = {}
         self.bad_lengths: dict[int, int] = {}

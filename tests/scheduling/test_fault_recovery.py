@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cluster.scheduling.kv_factory import KvOptions
 from cluster.scheduling.prefixes.prefix_registry import PrefixRegistry
 from cluster.scheduling.scheduler import Scheduler
 from pagedray.batch import StepOutput
@@ -19,12 +20,13 @@ if TYPE_CHECKING:
 def test_no_token_follows_one_that_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = Scheduler(
         config=SchedulerConfig(),
-        block_size=3,
-        num_blocks=8,
-        num_cpu_blocks=0,
+        kv=KvOptions(
+            block_size=3,
+            num_blocks=8,
+            num_cpu_blocks=0,
+            enable_cpu_prefix_cache=False,
+        ),
         max_model_len=24,
-        enable_prefix_cache=True,
-        enable_cpu_prefix_cache=False,
     )
     request = Request(
         id="r", prompt_token_ids=(1, 2), sampling=SamplingParams(max_tokens=2), seed=0

@@ -4,7 +4,7 @@ import pytest
 
 from cluster.scheduling.costs.step_times import StepTimes
 from cluster.scheduling.costs.swap_costs import SwapCosts
-from cluster.scheduling.kv_factory import make_kv_manager
+from cluster.scheduling.kv_factory import KvOptions, make_kv_manager
 from pagedray.config import SchedulerConfig
 
 
@@ -28,13 +28,14 @@ def test_a_tier_needs_the_one_above_it(
     kv = make_kv_manager(
         SchedulerConfig(),
         SwapCosts(StepTimes()),
-        block_size=4,
-        num_blocks=8,
-        num_cpu_blocks=num_cpu_blocks,
-        num_disk_blocks=num_disk_blocks,
-        enable_prefix_cache=is_enabled,
-        enable_cpu_prefix_cache=has_cpu_tier,
-        hash_key=None,
+        KvOptions(
+            block_size=4,
+            num_blocks=8,
+            num_cpu_blocks=num_cpu_blocks,
+            num_disk_blocks=num_disk_blocks,
+            enable_prefix_cache=is_enabled,
+            enable_cpu_prefix_cache=has_cpu_tier,
+        ),
     )
     caches = kv.prefix_cache, kv.cpu_cache, kv.disk_cache
     assert (caches[0].is_enabled, caches[1] is not None, caches[2] is not None) == tiers

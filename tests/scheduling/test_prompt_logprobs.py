@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING, Any
 
+from cluster.scheduling.kv_factory import KvOptions
 from cluster.scheduling.scheduler import Scheduler
 from pagedray.batch import PromptLogprobs, StepOutput, StepPlan
 from pagedray.config import SchedulerConfig
@@ -84,12 +85,13 @@ def run_step(scheduler: Scheduler) -> list[TokenEvent]:
 def new_scheduler(*, max_num_batched_tokens: int = 64) -> Scheduler:
     return Scheduler(
         config=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=max_num_batched_tokens),
-        block_size=4,
-        num_blocks=64,
-        num_cpu_blocks=0,
+        kv=KvOptions(
+            block_size=4,
+            num_blocks=64,
+            num_cpu_blocks=0,
+            enable_cpu_prefix_cache=False,
+        ),
         max_model_len=128,
-        enable_prefix_cache=True,
-        enable_cpu_prefix_cache=False,
     )
 
 

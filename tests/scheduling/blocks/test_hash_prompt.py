@@ -5,6 +5,7 @@ from array import array
 import pytest
 
 from cluster.scheduling.blocks.prefix_cache import PrefixCache, PromptKeys
+from cluster.scheduling.kv_factory import KvOptions
 from cluster.scheduling.scheduler import Scheduler
 from pagedray.batch import StepOutput
 from pagedray.config import SchedulerConfig
@@ -17,13 +18,14 @@ NUM_TOKENS = 6000
 def make_scheduler() -> Scheduler:
     return Scheduler(
         config=SchedulerConfig(max_num_batched_tokens=8192),
-        block_size=16,
-        num_blocks=1000,
-        num_cpu_blocks=0,
+        kv=KvOptions(
+            block_size=16,
+            num_blocks=1000,
+            num_cpu_blocks=0,
+            enable_cpu_prefix_cache=False,
+            hash_key=b"key",
+        ),
         max_model_len=8192,
-        enable_prefix_cache=True,
-        enable_cpu_prefix_cache=False,
-        hash_key=b"key",
     )
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from cluster.scheduling.kv_factory import KvOptions
 from cluster.scheduling.scheduler import Scheduler
 from pagedray.batch import SequencePlan, StepOutput
 from pagedray.config import SchedulerConfig
@@ -60,12 +61,13 @@ class Steps:
         self.grammar = SlowGrammar()
         self.scheduler = Scheduler(
             config=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
-            block_size=4,
-            num_blocks=64,
-            num_cpu_blocks=0,
+            kv=KvOptions(
+                block_size=4,
+                num_blocks=64,
+                num_cpu_blocks=0,
+                enable_cpu_prefix_cache=False,
+            ),
             max_model_len=128,
-            enable_prefix_cache=True,
-            enable_cpu_prefix_cache=False,
         )
         self.add("slow", self.grammar)
         if has_other:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
+from cluster.scheduling.kv_factory import KvOptions
 from cluster.scheduling.scheduler import Scheduler
 from pagedray.batch import StepOutput
 from pagedray.config import SchedulerConfig
@@ -63,12 +64,14 @@ def request(name: str, grammar: LastTokenGrammar | None) -> Request:
 def scheduler() -> Scheduler:
     return Scheduler(
         config=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
-        block_size=4,
-        num_blocks=32,
-        num_cpu_blocks=0,
+        kv=KvOptions(
+            block_size=4,
+            num_blocks=32,
+            num_cpu_blocks=0,
+            enable_prefix_cache=False,
+            enable_cpu_prefix_cache=False,
+        ),
         max_model_len=32,
-        enable_prefix_cache=False,
-        enable_cpu_prefix_cache=False,
     )
 
 
