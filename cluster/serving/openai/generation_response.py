@@ -16,7 +16,11 @@ import msgspec
 
 from cluster.serving.openai.last_events import DONE_EVENT, error_event, numbered_event
 from cluster.serving.openai.prompt_reports import PromptReportForm, PromptReports
-from cluster.serving.openai.response_choice import ResponseChoice
+from cluster.serving.openai.response_choice import (
+    ResponseChoice,
+    aborted_prompts,
+    take_returned,
+)
 from cluster.serving.text.text_stream import SequenceOutput
 from pagedray.errors import InternalError, PagedRayError
 from pagedray.request import FinishReason
@@ -113,33 +117,13 @@ class GenerationResponse(ABC):
             head |= self._prompt_ids(0) if self._options.has_token_ids else {}
             head |= prompts.fields(0)
         parts = [_encode(head)[:-1] + b',"choices":[']
-        for index, choice in enumerate(self._returned()):
+        for index, choice in enumerate(take_returned(self._choices, self._options)):
             # Encoding all at once would hold the event loop.
             await asyncio.sleep(0)
             choice.index = index
             parts += [self._complete_choice(choice, prompts), b","]
         parts[-1] = b'],"usage":%b}' % _encode(self._usage(usage))
         return parts
-
-    def _aborted_prompts(self) -> set[int]:
-        """Return the indices of the prompts of aborted choices."""
-        return {
-            index // self._options.num_per_prompt
-            for index, choice in self._choices.items()
-            if choice.last is not None and choice.last.finish_reason is FinishReason.ABORT
-        }
-
-    def _returned(self) -> Iterator[ResponseChoice]:
-        """Remove all choices, and yield those of the response in order."""
-        choices = [self._choices.pop(index) for index in sorted(self._choices)]
-        size, number = self._options.num_per_prompt, self._options.num_returned
-        if number == size:
-            yield from choices
-            return
-        for first in range(0, len(choices), size):
-            yield from sorted(
-                choices[first : first + size], key=ResponseChoice.mean_logprob, reverse=True
-            )[:number]
 
     async def events(self) -> AsyncGenerator[bytes]:
         """Yield server-sent events; an error becomes the last event before `[DONE]`."""
@@ -390,7 +374,7 @@ class GenerationResponse(ABC):
             form,
             self._generation.prompts,
             self._generation.prompt_logprobs,
-            aborted=self._aborted_prompts(),
+            aborted=aborted_prompts(self._choices, self._options),
             buffer=buffer,
             run=functools.partial(self._parsing.run, self._generation.tenant),
         )

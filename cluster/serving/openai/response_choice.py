@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from cluster.serving.openai.text_offsets import TextOffsets
 from cluster.serving.text.text_stream import SequenceOutput
 from cluster.serving.tools.turns import Turn
+from pagedray.request import FinishReason
 
-__all__ = ["ResponseChoice", "ResponseOptions"]
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+__all__ = ["ResponseChoice", "ResponseOptions", "aborted_prompts", "take_returned"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,3 +79,27 @@ class ResponseChoice:
         It is the lowest of all without tokens, as those of an aborted call may be.
         """
         return self.sum_logprobs / self.num_tokens if self.num_tokens else -math.inf
+
+
+def aborted_prompts(choices: Mapping[int, ResponseChoice], options: ResponseOptions) -> set[int]:
+    """Return the indices of the prompts of aborted choices, which are given by their indices."""
+    return {
+        index // options.num_per_prompt
+        for index, choice in choices.items()
+        if choice.last is not None and choice.last.finish_reason is FinishReason.ABORT
+    }
+
+
+def take_returned(
+    choices: dict[int, ResponseChoice], options: ResponseOptions
+) -> Iterator[ResponseChoice]:
+    """Remove all choices, and yield those that a complete response has, in order."""
+    ordered = [choices.pop(index) for index in sorted(choices)]
+    size, number = options.num_per_prompt, options.num_returned
+    if number == size:
+        yield from ordered
+        return
+    for first in range(0, len(ordered), size):
+        yield from sorted(
+            ordered[first : first + size], key=ResponseChoice.mean_logprob, reverse=True
+        )[:number]
