@@ -37,7 +37,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from pagedray.counted import counted
+from pagedray.wording.counted import counted
 
 __all__ = [
     "AuthenticationError",

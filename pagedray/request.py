@@ -10,7 +10,7 @@ import msgspec
 
 from pagedray.errors import InvalidRequestError
 from pagedray.reasoning import Reasoning
-from pagedray.shown_value import shown_value
+from pagedray.wording.shown_value import shown_value
 
 __all__ = [
     "MAX_ALLOWED",

@@ -10,8 +10,8 @@ import yaml
 from cluster.cli.one_line_parser import dashed_flag
 from cluster.cli.serve_flags import CONFIG_FLAG
 from pagedray.errors import StartupError
-from pagedray.nearest_name import nearest_name
-from pagedray.shown_value import shown_value
+from pagedray.wording.nearest_name import nearest_name
+from pagedray.wording.shown_value import shown_value
 
 if TYPE_CHECKING:
     import argparse

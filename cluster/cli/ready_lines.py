@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cluster.serving.connections.listener import url_host
-from pagedray.counted import counted
+from pagedray.wording.counted import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

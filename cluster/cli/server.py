@@ -18,8 +18,8 @@ from cluster.engine.progress import progress_reports
 from cluster.serving.engine_client import EngineClient
 from cluster.serving.frontends import Frontends
 from cluster.serving.text.tokenizer import Tokenizer
-from pagedray.counted import counted
 from pagedray.errors import StartupError
+from pagedray.wording.counted import counted
 
 if TYPE_CHECKING:
     from cluster.engine.controller import Controller

@@ -21,7 +21,6 @@ from cluster.scheduling.queues.backlog import Backlog
 from cluster.scheduling.queues.fair_queue import FairQueue
 from cluster.scheduling.stats import SchedulerStats
 from pagedray.batch import EmbedPlan
-from pagedray.counted import counted
 from pagedray.errors import (
     DeadlineError,
     EngineError,
@@ -29,6 +28,7 @@ from pagedray.errors import (
     PagedRayError,
     WorkerError,
 )
+from pagedray.wording.counted import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar, get_args, get_origin, get_ty
 import msgspec
 
 from pagedray.errors import StartupError
-from pagedray.shown_value import shown_value
+from pagedray.wording.shown_value import shown_value
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

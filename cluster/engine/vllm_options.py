@@ -10,8 +10,8 @@ from cluster.engine.option_values import checked_options
 from cluster.engine.options import EngineOptions, reject_remote_code
 from cluster.engine.vllm_option_notes import ALIASES, REJECTED, has_no_effect
 from pagedray.errors import StartupError
-from pagedray.nearest_name import nearest_name
-from pagedray.shown_value import shown_value
+from pagedray.wording.nearest_name import nearest_name
+from pagedray.wording.shown_value import shown_value
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -4,9 +4,9 @@ from array import array
 
 from cluster.scheduling.kv_manager import KvManager
 from cluster.scheduling.queues.backlog import Backlog
-from pagedray.counted import counted
 from pagedray.errors import CapacityError, InvalidRequestError
 from pagedray.request import Request
+from pagedray.wording.counted import counted
 
 __all__ = ["Admission"]
 

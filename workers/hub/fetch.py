@@ -6,9 +6,9 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from pagedray.counted import counted
 from pagedray.errors import CheckpointError, PagedRayError
 from pagedray.model_config import HubFile, HubRevision
+from pagedray.wording.counted import counted
 from workers.hub.daemon_calls import start_call
 from workers.hub.model_name import HubName, is_commit
 from workers.hub.needed_files import is_side_file

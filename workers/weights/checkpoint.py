@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pagedray.counted import counted
 from pagedray.errors import CheckpointError
+from pagedray.wording.counted import counted
 from workers.layers.formats.mxfp4 import SCALE
 from workers.weights.row_writer import write_rows
 from workers.weights.tensor_digest import tensor_digest

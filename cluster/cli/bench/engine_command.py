@@ -23,10 +23,10 @@ from cluster.cli.bench.roof import (
 )
 from cluster.cli.bench.workloads import WORKLOADS, uniform_workload
 from cluster.cli.text_llm import TextLLM
-from pagedray.counted import counted
 from pagedray.errors import DeviceError, StartupError
 from pagedray.request import SamplingParams
 from pagedray.version import __version__
+from pagedray.wording.counted import counted
 
 if TYPE_CHECKING:
     import argparse

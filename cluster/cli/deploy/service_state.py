@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pagedray.counted import counted
+from pagedray.wording.counted import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,8 +11,8 @@ import jsonschema
 import yaml
 
 from pagedray.errors import StartupError
-from pagedray.nearest_name import nearest_name
-from pagedray.shown_value import shown_value
+from pagedray.wording.nearest_name import nearest_name
+from pagedray.wording.shown_value import shown_value
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence

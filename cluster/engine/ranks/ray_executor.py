@@ -21,8 +21,8 @@ from cluster.engine.ranks.ray_ranks import RayRanks
 from cluster.engine.ranks.spare_ranks import SpareRanks
 from cluster.engine.ray_cluster.ray_connection import RayConnection
 from pagedray.batch import EmbedOutput, EmbedPlan, StepOutput
-from pagedray.counted import counted
 from pagedray.errors import DeviceError, StartupError, WorkerError
+from pagedray.wording.counted import counted
 
 if TYPE_CHECKING:
     from pagedray.batch import DiskReport, StepMasks, StepPlan

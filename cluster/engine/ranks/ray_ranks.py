@@ -23,10 +23,10 @@ from cluster.engine.ranks.ray_reports import RayReports
 from cluster.engine.ranks.same_weights import check_same_weights
 from pagedray.channel import ChannelClosedError
 from pagedray.config import CacheSize
-from pagedray.counted import counted
 from pagedray.errors import DeviceError, HungRankError, StartupError, WorkerError
 from pagedray.load_progress import LoadProgress
 from pagedray.step_listener import StepListener
+from pagedray.wording.counted import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -6,8 +6,8 @@ they would otherwise be arrival rates.
 
 from collections import Counter
 
-from pagedray.counted import counted
 from pagedray.errors import OverloadedError
+from pagedray.wording.counted import counted
 
 __all__ = ["Backlog"]
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from cluster.serving.auth.key_file import KeyFile, digest_of
 from cluster.serving.auth.tenant import ANONYMOUS, Tenant
-from pagedray.counted import counted
 from pagedray.errors import AuthenticationError, StartupError
+from pagedray.wording.counted import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,7 +8,7 @@ import msgspec
 
 from pagedray.errors import InvalidRequestError
 from pagedray.request import SamplingParams
-from pagedray.shown_value import shown_value
+from pagedray.wording.shown_value import shown_value
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

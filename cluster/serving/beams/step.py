@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from pagedray.counted import counted
 from pagedray.errors import InvalidRequestError
 from pagedray.request import SamplingParams
+from pagedray.wording.counted import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

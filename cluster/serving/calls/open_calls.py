@@ -10,8 +10,8 @@ import time
 from typing import TYPE_CHECKING, Protocol
 
 from cluster.serving.server_info import CallInfo
-from pagedray.counted import counted
 from pagedray.errors import DuplicateIdError, InvalidRequestError, OverloadedError
+from pagedray.wording.counted import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from cluster.serving.connections.client_host import client_host
 from cluster.serving.http.read_lines import MAX_CHECK_BYTES, read_line
 from cluster.serving.telemetry.line_limit import LineLimit
-from pagedray.counted import counted
+from pagedray.wording.counted import counted
 
 if TYPE_CHECKING:
     import ssl

@@ -19,8 +19,8 @@ from pydantic import BaseModel, ConfigDict, JsonValue, TypeAdapter, ValidationEr
 from cluster.serving.intake.limits import LARGEST, RequestSize, check_num_messages
 from cluster.serving.json_bodies.json_body import read_json
 from pagedray.errors import ContextLengthError, InvalidRequestError
-from pagedray.nearest_name import nearest_name
-from pagedray.shown_value import shown_value
+from pagedray.wording.nearest_name import nearest_name
+from pagedray.wording.shown_value import shown_value
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails

@@ -22,8 +22,8 @@ from cluster.serving.inputs import (
 from cluster.serving.text.templates.chat_prompt import ChatPrompt
 from cluster.serving.validation.embedding_validator import MAX_PROMPTS
 from pagedray.errors import InvalidRequestError
-from pagedray.nearest_name import nearest_name
 from pagedray.request import SamplingParams
+from pagedray.wording.nearest_name import nearest_name
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence

@@ -13,7 +13,7 @@ import msgspec
 from cluster.serving.responses.query import check_include, read_query
 from cluster.serving.text.templates.chat_prompt import ChatMessage, MessageToolCall
 from pagedray.errors import InvalidRequestError
-from pagedray.shown_value import shown_value
+from pagedray.wording.shown_value import shown_value
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pagedray.errors import InvalidRequestError
-from pagedray.nearest_name import nearest_name
-from pagedray.shown_value import shown_value
+from pagedray.wording.nearest_name import nearest_name
+from pagedray.wording.shown_value import shown_value
 
 if TYPE_CHECKING:
     from collections.abc import Collection

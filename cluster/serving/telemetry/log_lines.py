@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from logging.handlers import QueueHandler, QueueListener
 from typing import TYPE_CHECKING, Literal, TextIO
 
-from pagedray.counted import counted
+from pagedray.wording.counted import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

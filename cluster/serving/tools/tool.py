@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from cluster.serving.json_bodies.json_text import json_text
 from cluster.structured.grammar.schema_keywords import STANDALONE
 from pagedray.errors import InvalidRequestError
-from pagedray.shown_value import shown_value
+from pagedray.wording.shown_value import shown_value
 
 __all__ = ["MAX_TOOLS", "Tool"]
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, get_args
 import msgspec
 
 from cluster.serving.validation.prompt_reader import check_unicode
-from pagedray.counted import counted
 from pagedray.errors import InvalidRequestError, OutputLengthError
 from pagedray.request import SamplingParams, Structure, StructureKind, check_token_ids
+from pagedray.wording.counted import counted
 
 if TYPE_CHECKING:
     from cluster.serving.inputs import GenerationInput

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pagedray.errors import InvalidRequestError
 from pagedray.presence import has_file
-from pagedray.shown_value import shown_value
+from pagedray.wording.shown_value import shown_value
 from workers.models.config_json.config_file import ConfigFile
 
 if TYPE_CHECKING:

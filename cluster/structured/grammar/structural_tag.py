@@ -23,8 +23,8 @@ from cluster.structured.grammar.expressions import (
 from cluster.structured.grammar.text_until import MAX_STATES, text_until
 from cluster.structured.grammar.turn import Grammar, under_prefix
 from pagedray.errors import InvalidRequestError
-from pagedray.nearest_name import nearest_name
-from pagedray.shown_value import shown_value
+from pagedray.wording.nearest_name import nearest_name
+from pagedray.wording.shown_value import shown_value
 
 __all__ = ["read_structural_tag"]
 

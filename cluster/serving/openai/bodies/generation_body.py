@@ -31,7 +31,7 @@ from pagedray.request import (
     MAX_STOP,
     MAX_STOP_LENGTH,
 )
-from pagedray.shown_value import shown_value
+from pagedray.wording.shown_value import shown_value
 
 __all__ = ["GenerationBody"]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from cluster.serving.text.templates.chat_template import ChatTemplate
 from pagedray.errors import CheckpointError, InvalidRequestError, StartupError
 from pagedray.presence import has_file
-from pagedray.shown_value import shown_value
+from pagedray.wording.shown_value import shown_value
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

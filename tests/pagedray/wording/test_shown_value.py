@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagedray.shown_value import shown_value
+from pagedray.wording.shown_value import shown_value
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagedray.counted import counted
+from pagedray.wording.counted import counted
 
 
 def test_only_one_thing_is_singular() -> None:

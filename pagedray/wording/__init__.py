@@ -1,0 +1,1 @@
+"""Values, numbers and names as error messages and logs show them."""
