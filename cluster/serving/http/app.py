@@ -21,10 +21,11 @@ from cluster.serving.auth.tenant import ANONYMOUS, Tenant
 from cluster.serving.connections.client_host import client_host
 from cluster.serving.continuation import CONTINUATION_KEY
 from cluster.serving.http.allowed_origins import AllowedOrigins
-from cluster.serving.http.connection import IS_FIRST_KEY
+from cluster.serving.http.connection import IS_FIRST_KEY, MAX_HEAD_BYTES, MAX_HEADERS
 from cluster.serving.http.endpoint import Access, Endpoint, EndpointTable, HttpCall, json_response
 from cluster.serving.http.errors import error_body, rejection_body
 from cluster.serving.http.kept_response import kept_if_large
+from cluster.serving.http.request_head import num_head_bytes
 from cluster.serving.inputs import MAX_CLIENT_ID_LENGTH, Arrival
 from cluster.serving.intake.loop_shares import MAX_WAITING, LoopTimer, TooManyWaitError
 from pagedray.errors import (
@@ -209,6 +210,7 @@ class HttpApp:
         return json_response(shape.write(body, status, request_id), status=status, headers=given)
 
     async def _dispatch(self, request: Request) -> Response:
+        _check_head(request.scope)
         try:
             self._check_host(request.headers)
         except HTTPException:
@@ -333,6 +335,16 @@ def _arrival(call: HttpCall, operation: Operation | None) -> Arrival | None:
         client_id=call.client_id,
         origin=call.origin,
     )
+
+
+def _check_head(scope: Scope) -> None:
+    """Raise HTTPException if a head is too large: Ray Serve's proxy has no limits of its own."""
+    headers = scope["headers"]
+    if len(headers) > MAX_HEADERS:
+        raise HTTPException(431, f"A request may have at most {MAX_HEADERS} headers.")
+    url = scope.get("raw_path", b"") + scope.get("query_string", b"")
+    if num_head_bytes(url, headers) > MAX_HEAD_BYTES:
+        raise HTTPException(431, f"The head of the request exceeds {MAX_HEAD_BYTES} bytes.")
 
 
 def _path_of(scope: Scope) -> str:

@@ -9,6 +9,7 @@ servicer.
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -42,6 +43,8 @@ __all__ = ["ReplicaGuard", "middlewares"]
 SESSION_HEADER = "x-session-id"
 _MOST_READ_BYTES = 256 * 2**10
 """Requests with longer bodies are routed by load alone, since reading them delays others."""
+_READ_TIMEOUT_S = 10.0
+"""Requests whose bodies take longer are routed by load alone, too."""
 _TIMEOUT = 408
 """The status of a replica that did not receive the whole body in time, and closes the connection.
 
@@ -317,13 +320,18 @@ async def _short_body(scope: Scope, request: _Request) -> bytes | None:
     receive = request.receiver()
     parts: list[bytes] = []
     num_bytes = 0
-    while not (request.is_whole or request.is_disconnected):
-        message = await receive()
-        parts.append(message.get("body", b""))
-        num_bytes += len(parts[-1])
-        if num_bytes > _MOST_READ_BYTES:
-            # Some servers ignore Content-Length beside Transfer-Encoding.
-            return None
+    try:
+        async with asyncio.timeout(_READ_TIMEOUT_S):
+            while not (request.is_whole or request.is_disconnected):
+                message = await receive()
+                parts.append(message.get("body", b""))
+                num_bytes += len(parts[-1])
+                if num_bytes > _MOST_READ_BYTES:
+                    # Some servers ignore Content-Length beside Transfer-Encoding.
+                    return None
+    except TimeoutError:
+        # The replica limits how long the rest may take.
+        return None
     return b"".join(parts) if request.is_whole else None
 
 

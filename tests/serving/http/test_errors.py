@@ -10,6 +10,7 @@ import httpx
 import openai
 import pytest
 
+from cluster.serving.http_app import build_http_app
 from pagedray.errors import LethalRequestError, OverloadedError, WorkerError
 from tests.serving.conftest import CONTEXT
 from tests.serving.defects.failing_sequence import failing_sequence
@@ -245,3 +246,24 @@ def test_large_chunked_body_is_rejected(http: httpx.Client) -> None:
         return
     assert answer.status_code == 413
     assert f"{2**20 + 8 * 128 * CONTEXT} bytes" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({f"x-{number}": "a" for number in range(100)}, 200),
+        ({f"x-{number}": "a" for number in range(129)}, 431),
+        ({"x-long": "a" * 60_000}, 200),
+        ({"x-long": "a" * 70_000}, 431),
+    ],
+)
+async def test_large_head_is_rejected_behind_a_server_without_limits(
+    server: Server, headers: dict[str, str], status: int
+) -> None:
+    """As behind Ray Serve's proxy."""
+    transport = httpx.ASGITransport(build_http_app(server.frontends.servicer, read_timeout_s=1.0))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        answer = await client.get("/v1/models", headers=headers)
+    assert answer.status_code == status
+    if status == 431:
+        assert answer.json()["error"]["type"] == "invalid_request_error"

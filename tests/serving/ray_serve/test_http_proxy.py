@@ -135,6 +135,41 @@ async def test_a_body_that_is_longer_than_its_header_says_is_not_kept() -> None:
     await ReplicaGuard(app)(scope, receive, send)
 
 
+@in_virtual_time
+async def test_a_body_that_arrives_slowly_is_left_to_the_replica() -> None:
+    """It gets what has arrived first, and its own limit of time applies to the rest."""
+    rest = asyncio.Event()
+    parts = [b'{"prompt": ', b'"hello"}']
+
+    async def receive() -> Message:
+        if len(parts) == 1:
+            await rest.wait()
+        return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
+
+    received = b""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:  # Any: ASGI
+        nonlocal received
+        assert BODY_KEY not in scope
+        rest.set()
+        received = (await receive())["body"] + (await receive())["body"]
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def send(message: Message) -> None:
+        pass
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/completions",
+        "headers": [(b"content-length", b"19")],
+    }
+    async with asyncio.timeout(60.0):
+        await ReplicaGuard(app)(scope, receive, send)
+    assert received == b'{"prompt": "hello"}'
+
+
 @pytest.mark.parametrize(
     ("headers", "num_sent"),
     [([(b"connection", b"close")], 4), ([], 1)],
