@@ -5,6 +5,9 @@ Some of them, such as Ray's agents, keep running after GCS or the raylet has fai
 
 from __future__ import annotations
 
+import os
+import re
+import stat
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +23,10 @@ if TYPE_CHECKING:
 __all__ = ["RayProcess", "kill_processes", "kill_ray_processes", "ray_processes"]
 
 _PROC = Path("/proc")
+_SESSION = re.compile(r"/session_[^/]*_(\d+)/")
+"""A folder of Ray, named after the process that started it."""
+_TITLE = b"ray::"
+"""With which the command line of a process of Ray may begin once it runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +38,10 @@ class RayProcess:
 
 
 def ray_processes() -> frozenset[RayProcess]:
-    """Return the daemons of Ray that this process has started, and all their descendants."""
+    """Return the daemons of Ray that this process has started, and all their descendants.
+
+    Also those whose parent has ended: an agent that waits for a GCS that has ended does not notice.
+    """
     return _found(_pass)
 
 
@@ -53,9 +63,8 @@ def kill_ray_processes() -> None:
 
 def _found(visit: Callable[[RayProcess], object]) -> frozenset[RayProcess]:
     """Return what `ray_processes` does; `visit` each process before its children are looked up."""
-    programs = str(Path(ray.__file__).parent).encode()
     found: set[RayProcess] = set()
-    waiting = [pid for pid in _children("self") if programs in _command_line(pid)]
+    waiting = [pid for pid in _children("self") if _is_of_ray(pid)] + _orphans()
     while waiting:
         pid = waiting.pop()
         process = _identified(pid)
@@ -90,7 +99,32 @@ def _children(pid: str) -> list[int]:
     return found
 
 
-def _command_line(pid: int) -> bytes:
+def _orphans() -> list[int]:
+    """Return those processes of Ray that write to a log of a Ray that this process started."""
+    started = start_ticks(os.getpid())
+    found: list[int] = []
+    for folder in _PROC.glob("[0-9]*"):
+        pid = int(folder.name)
+        with suppress(OSError):
+            # An earlier process may have had the id of this one.
+            if _is_of_ray(pid) and start_ticks(pid) >= started and _writes_to_our_log(pid):
+                found.append(pid)
+    return found
+
+
+def _writes_to_our_log(pid: int) -> bool:
+    for link in (_PROC / str(pid) / "fd").iterdir():
+        with suppress(OSError):
+            session = _SESSION.search(str(link.readlink()))
+            if session is None or int(session[1]) != os.getpid():
+                continue
+            if link.lstat().st_mode & stat.S_IWUSR:
+                return True
+    return False
+
+
+def _is_of_ray(pid: int) -> bool:
+    line = b""
     with suppress(OSError):
-        return (_PROC / str(pid) / "cmdline").read_bytes()
-    return b""
+        line = (_PROC / str(pid) / "cmdline").read_bytes()
+    return line.startswith(_TITLE) or str(Path(ray.__file__).parent).encode() in line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import uuid
@@ -12,7 +13,7 @@ import psutil
 import pytest
 import ray
 
-from cluster.engine.ray_cluster.ray_processes import kill_ray_processes
+from cluster.engine.ray_cluster.ray_processes import kill_ray_processes, ray_processes
 from tests.fakes import wait_for
 from tests.process_ends import still_running
 
@@ -25,6 +26,15 @@ import subprocess, sys, time
 for _ in range(1000):
     subprocess.Popen(["sleep", "30", sys.argv[2]])
     time.sleep(0.001)
+"""
+# Taken for a process of Ray by the path of its program.
+PROGRAM = str(Path(ray.__file__).parent / "raylet")
+# Ends, and leaves a child with an open file.
+STARTER = """
+import subprocess, sys
+file = open(sys.argv[3], sys.argv[4])
+command = [sys.executable, "-c", "import time; time.sleep(60)", *sys.argv[1:3]]
+subprocess.Popen(command, pass_fds=[file.fileno()])
 """
 
 
@@ -46,10 +56,37 @@ def labeled(label: str) -> list[psutil.Process]:
 
 
 def test_no_process_is_left_that_starts_while_others_are_killed(label: str) -> None:
-    # Taken for a daemon of Ray by the path of its program.
-    program = str(Path(ray.__file__).parent / "raylet")
-    with subprocess.Popen([sys.executable, "-c", PARENT, program, label]) as parent:
+    with subprocess.Popen([sys.executable, "-c", PARENT, PROGRAM, label]) as parent:
         wait_for(lambda: labeled(label), 60.0)
         kill_ray_processes()
         assert parent.wait(60.0) < 0
     assert still_running(labeled(label), 20.0) == []
+
+
+@pytest.mark.parametrize(
+    ("program", "owner", "mode", "is_found"),
+    [
+        (PROGRAM, os.getpid(), "w", True),
+        # Neither other programs, nor processes of another Ray, nor readers of a log.
+        ("python", os.getpid(), "w", False),
+        (PROGRAM, os.getppid(), "w", False),
+        (PROGRAM, os.getpid(), "r", False),
+    ],
+)
+def test_process_whose_parent_has_ended_is_found_by_the_log_to_which_it_writes(
+    tmp_path: Path, program: str, owner: int, mode: str, is_found: bool
+) -> None:
+    log = tmp_path / f"session_2026-01-01_00-00-00_000000_{owner}" / "logs" / "raylet.out"
+    log.parent.mkdir(parents=True)
+    log.touch()
+    label = uuid.uuid4().hex
+    arguments = (program, label, str(log), mode)
+    subprocess.run([sys.executable, "-c", STARTER, *arguments], check=True)
+    (orphan,) = (
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if label in (process.info["cmdline"] or ())
+    )
+    found = {process.pid for process in ray_processes()}
+    orphan.kill()
+    assert (orphan.pid in found) is is_found
