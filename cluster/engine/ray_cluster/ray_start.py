@@ -27,7 +27,8 @@ _DEFAULT_RECONNECT_S = 60.0
 _STARTS_WORKERS_AHEAD = "prestart_worker_first_driver"
 """Whether Ray starts a worker for each CPU at once. Ranks need one each; the others would take
 memory for as long as Ray runs, and cores while the ranks start."""
-_TIMED_OUT = "timed out"
+_TIMEOUTS = ("timed out", "failed to connect to gcs")
+"""Parts of messages of Ray, in lower case, if one of its processes did not start in time."""
 _LITTLE_SPACE_BYTES = 64 * 2**20
 
 
@@ -56,7 +57,7 @@ def start_ray(*, num_cpus: int) -> None:
             # Ray leaves running what it started before it failed.
             kill_ray_processes()
             ray.shutdown()
-            if is_last or _TIMED_OUT not in str(error):
+            if is_last or not _is_timeout(error):
                 raise StartupError(f"Could not start Ray: {_report(error)}") from error
             # A busy machine may take longer than the time limits of Ray.
             logger.warning("Starting Ray again: %s", _report(error))
@@ -117,9 +118,14 @@ def _disk_hint(error: Exception) -> str:
     return f" Ray writes to {folder}, with {space}; RAY_TMPDIR selects another folder."
 
 
+def _is_timeout(error: Exception) -> bool:
+    message = str(error).lower()
+    return any(part in message for part in _TIMEOUTS)
+
+
 def _logs_hint(error: Exception) -> str:
     """Return a sentence about the logs of a Ray that did not start in time, which say why."""
-    if _TIMED_OUT not in str(error):
+    if not _is_timeout(error):
         return ""
     # The name of a session ends with the process that started it; the newest is the last by name.
     sessions = sorted((ray_folder() / "ray").glob(f"session_*_{os.getpid()}"))
