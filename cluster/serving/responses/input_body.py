@@ -10,6 +10,7 @@ from pydantic import Field
 from cluster.serving.http.schema import Body, BodyPart, named_schema, read_part
 from cluster.serving.json_bodies.json_text import json_text
 from cluster.serving.openai.bodies.chat_body import MAX_MESSAGES
+from cluster.serving.openai.bodies.tool_fields import read_choice_of
 from cluster.serving.responses.function_tools import FunctionTools
 from cluster.serving.responses.items import ITEMS, read_items
 from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
@@ -193,19 +194,12 @@ class InputBody(Body):
         return Structure(kind="json_schema", text=text)
 
     def _choice(self, *, has_tools: bool) -> Steps[ToolChoice]:
-        given, is_parallel = self.tool_choice, self.parallel_tool_calls
-        if given is None:
-            given = "auto" if has_tools else "none"
-        if isinstance(given, dict):
-            if given.get("type") == "allowed_tools":
-                return (yield from _allowed_choice(given, is_parallel))
-            named = read_part(NamedTool, given, "tool_choice")
-            return ToolChoice(kind="named", name=named.name, is_parallel=is_parallel)
-        if given == "none" or given == "auto" or given == "required":
-            return ToolChoice(kind=given, is_parallel=is_parallel)
-        raise InvalidRequestError(
-            "tool_choice must be none, auto, required, a named function or allowed_tools.",
-            param="tool_choice",
+        return read_choice_of(
+            self.tool_choice,
+            is_parallel=self.parallel_tool_calls,
+            has_tools=has_tools,
+            read_name=lambda named: read_part(NamedTool, named, "tool_choice").name,
+            read_allowed=_allowed_choice,
         )
 
 

@@ -12,7 +12,7 @@ from cluster.serving.tools.tool_choice import ToolChoice, check_allowed, read_ea
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from cluster.serving.intake.steps import Steps
 
@@ -25,6 +25,7 @@ __all__ = [
     "ToolObject",
     "functions_field",
     "read_choice",
+    "read_choice_of",
     "read_function_choice",
     "read_functions",
     "read_tools",
@@ -129,13 +130,33 @@ def read_functions(given: object) -> Steps[tuple[Tool, ...]]:
 
 def read_choice(given: object, *, is_parallel: bool, has_tools: bool) -> Steps[ToolChoice]:
     """Return the tool choice that `tool_choice` describes. Raises InvalidRequestError."""
+    return read_choice_of(
+        given,
+        is_parallel=is_parallel,
+        has_tools=has_tools,
+        read_name=lambda named: read_part(ToolChoiceObject, named, "tool_choice").function.name,
+        read_allowed=_allowed_choice,
+    )
+
+
+def read_choice_of(
+    given: object,
+    *,
+    is_parallel: bool,
+    has_tools: bool,
+    read_name: Callable[[object], str],
+    read_allowed: Callable[[dict[str, object], bool], Steps[ToolChoice]],
+) -> Steps[ToolChoice]:
+    """Return a tool choice, of which an API writes a function or several in a form of its own.
+
+    Raises InvalidRequestError.
+    """
     if given is None:
         given = "auto" if has_tools else "none"
     if isinstance(given, dict):
         if given.get("type") == "allowed_tools":
-            return (yield from _allowed_choice(given, is_parallel))
-        named = read_part(ToolChoiceObject, given, "tool_choice")
-        return ToolChoice(kind="named", name=named.function.name, is_parallel=is_parallel)
+            return (yield from read_allowed(given, is_parallel))
+        return ToolChoice(kind="named", name=read_name(given), is_parallel=is_parallel)
     if given == "none" or given == "auto" or given == "required":
         return ToolChoice(kind=given, is_parallel=is_parallel)
     raise InvalidRequestError(
