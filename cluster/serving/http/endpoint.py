@@ -24,6 +24,7 @@ from cluster.serving.intake.intake import Intake
 from cluster.serving.telemetry.ignored_parameters import IgnoredParameters
 from cluster.serving.telemetry.metrics import Metrics
 from pagedray.errors import InvalidRequestError
+from pagedray.wording.nearest_name import nearest_name
 
 if TYPE_CHECKING:
     from cluster.serving.intake.limits import RequestSize
@@ -35,6 +36,8 @@ HEALTHY = {"status": "ok"}
 """The body of a health check that succeeds."""
 
 _MOST_DIGITS = 18
+_LONGEST_LIKE = 64
+"""Characters of a path that is compared with all others, which takes time."""
 _VERSION = "/v1"
 
 _ABSENT = frozenset(("/v1/responses/compact",))
@@ -253,10 +256,13 @@ class EndpointTable:
     def near(self, path: str) -> str | None:
         """Return the path of an endpoint that a client most likely means; None is none.
 
-        The URL that a client is given may lack the version, or have it twice.
+        The URL that a client is given may lack the version, or have it twice, or be misspelled.
         """
         bare = path.removeprefix(_VERSION).rstrip("/")
-        return next((one for one in (_VERSION + bare, bare) if one in self._exact), None)
+        for one in (_VERSION + bare, bare):
+            if one in self._exact:
+                return one
+        return nearest_name(path, self._exact) if len(path) <= _LONGEST_LIKE else None
 
 
 def json_response(

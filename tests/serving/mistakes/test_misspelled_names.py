@@ -119,10 +119,12 @@ def test_synonyms_are_parameters() -> None:
         ("/v1/rerank/", "/v1/rerank"),
         ("/v1/health", "/health"),
         ("/responses", "/v1/responses"),
-        *(("/v1", None), ("/", None), ("/v1/none", None), ("/v1//chat/completions", None)),
+        ("/v1/chat/completion", "/v1/chat/completions"),
+        ("/v1//chat/completions", "/v1/chat/completions"),
+        *(("/v1", None), ("/", None), ("/v1/none", None), (f"/v1/completions{'s' * 64}", None)),
     ],
 )
-def test_a_path_without_the_version_is_answered_with_the_right_one(
+def test_a_wrong_path_is_answered_with_the_right_one(
     http: httpx.Client, path: str, known: str | None
 ) -> None:
     answer = http.post(path, json={})
