@@ -13,6 +13,13 @@ if TYPE_CHECKING:
 
 __all__ = ["ChatPage"]
 
+# The page gives up parsing after some seconds, which a busy machine may take for any text.
+_PATIENT = """
+(() => {
+  const set = window.setTimeout;
+  window.setTimeout = (call, ms, ...rest) => set(call, ms >= 3000 ? 20 * ms : ms, ...rest);
+})()
+"""
 ANSWER = "document.querySelector('.message.assistant:last-child')"
 
 
@@ -41,9 +48,14 @@ class ChatPage:
         # An open page would poll during the next test.
         self.browser.open("data:text/html,")
 
-    def load(self) -> None:
-        """Open the page and wait until the server is ready."""
+    def load(self, *, keeps_limits: bool = False) -> None:
+        """Open the page and wait until the server is ready.
+
+        Limits of seconds are twenty times as long unless the page `keeps_limits`.
+        """
         self.browser.open(self._server.url)
+        if not keeps_limits:
+            self.evaluate(_PATIENT)
         self.wait_for("document.getElementById('status').textContent === 'Ready'")
 
     @property

@@ -149,6 +149,7 @@ def test_colors_of_code_that_is_gone_are_freed(page: ChatPage) -> None:
 
 
 def test_code_that_takes_too_long_stays_in_one_color(page: ChatPage) -> None:
+    page.load(keeps_limits=True)
     slow: Any = "'```python\\n' + 'x = foo(1, \"a\")\\n'.repeat(20_000) + '```\\n'"
     put(page, slow)
     rest(page)

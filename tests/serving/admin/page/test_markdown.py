@@ -251,6 +251,7 @@ def test_images_of_models_are_links_that_the_user_may_follow(page: ChatPage) -> 
     ],
 )
 def test_hostile_text_makes_few_nodes_and_loses_nothing(page: ChatPage, text: str) -> None:
+    page.load(keeps_limits=True)
     put(page, text)
     assert page.evaluate("window.view.node.querySelectorAll('*').length") < 10_000
     depth = (
@@ -287,6 +288,7 @@ def test_text_is_shown_as_it_is_without_a_worker(page: ChatPage) -> None:
 
 
 def test_worker_that_takes_too_long_is_replaced(page: ChatPage) -> None:
+    page.load(keeps_limits=True)
     slow = (
         "import('/page/markdown/lexer.js').then(async ({ lexer }) => {"
         " const found = await lexer.lex('*a'.repeat(1_000_000));"
