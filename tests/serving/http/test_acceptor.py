@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -13,9 +14,11 @@ from cluster.serving.connections.connection_limits import ConnectionLimits
 from cluster.serving.connections.listener import listen
 from cluster.serving.http.acceptor import Acceptor
 from cluster.serving.intake.read_turns import ReadTurns
+from tests.serving.certificates import Authority
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 _CHECK = b"GET /health HTTP/1.1\r\n\r\n"
 _QUICK_CHECK = b"GET /ready HTTP/1.1\r\n\r\n"
@@ -57,6 +60,7 @@ def accept_into(
     turns: ReadTurns,
     limits: ConnectionLimits | None = None,
     have_turns: list[bool] | None = None,
+    context: ssl.SSLContext | None = None,
 ) -> tuple[Acceptor, tuple[str, int]]:
     listener = listen("HTTP", "127.0.0.1", 0)
     address = listener.getsockname()
@@ -72,7 +76,7 @@ def accept_into(
         limits=ConnectionLimits() if limits is None else limits,
         read_turns=turns,
         answer_check=lambda begun: b"passed" if begun == _QUICK_CHECK else None,
-        context=None,
+        context=context,
     )
     return acceptor, address
 
@@ -182,3 +186,26 @@ async def test_bytes_that_arrive_before_the_turn_are_read_in_it(late: bytes) -> 
         assert have_turns == [bool(late)]
         acceptor.close()
         await acceptor.wait_closed()
+
+
+async def test_connection_whose_handshake_fails_does_not_count(tmp_path: Path) -> None:
+    authority = Authority()
+    authority.issue().write(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "tls.crt", tmp_path / "tls.key")
+    limits = ConnectionLimits(total=1, per_host=1)
+    turns = ReadTurns(has_streams=lambda: False)
+    acceptor, address = accept_into([], turns, limits, context=context)
+    async with asyncio.timeout(60.0):
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(_OTHER)
+        assert await reader.read() == b""
+        writer.close()
+        await acceptor.wait_closed()
+        trusting = ssl.create_default_context(cadata=authority.certificate.decode())
+        # Raises an OSError if there is no room for it.
+        _, writer = await asyncio.open_connection(*address, ssl=trusting)
+        writer.close()
+        await writer.wait_closed()
+    acceptor.close()
+    await acceptor.wait_closed()

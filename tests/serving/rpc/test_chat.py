@@ -69,6 +69,16 @@ def test_turn_is_streamed_with_prompt_and_usage(stub: Stub, tokenizer: Tokenizer
     assert messages[-1].sequences[0].finish_reason == pb.FINISH_REASON_LENGTH
 
 
+def test_turn_without_log_probabilities_is_streamed(stub: Stub, tokenizer: Tokenizer) -> None:
+    token_ids = tokenizer.encode(TEXT, add_special_tokens=False)
+    sampling = pb.SamplingParams(max_tokens=len(token_ids))
+    sequences = [
+        one for message in stub.Chat(_request(sampling=sampling)) for one in message.sequences
+    ]
+    assert "".join(one.content for one in sequences) == TEXT
+    assert [token_id for one in sequences for token_id in one.token_ids] == token_ids
+
+
 def test_conversation_reaches_the_prompt(stub: Stub, server: Server) -> None:
     turns = [
         pb.ChatMessage(role=pb.CHAT_ROLE_SYSTEM, content="Be brief."),

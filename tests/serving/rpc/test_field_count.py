@@ -54,6 +54,10 @@ def test_messages_within_the_limits_pass(message: Message) -> None:
             pb.ChatRequest(messages=[pb.ChatMessage(tool_calls=[pb.ToolCall()] * 100_000)]),
             "messages",
         ),
+        (
+            pb.ChatRequest(messages=[pb.ChatMessage(tool_calls=[pb.ToolCall()] * 100)] * 1000),
+            "messages",
+        ),
         (pb.AbortRequest(request_ids=[""] * 100_000), "request_ids"),
         (
             pb.GenerateRequest(
@@ -64,7 +68,7 @@ def test_messages_within_the_limits_pass(message: Message) -> None:
             "sampling",
         ),
     ],
-    ids=["messages", "tool calls", "strings", "choices"],
+    ids=["messages", "tool calls", "small messages", "strings", "choices"],
 )
 def test_too_many_fields_are_rejected(message: Message, field: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"{field} has too many entries") as rejected:

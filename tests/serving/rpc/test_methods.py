@@ -67,6 +67,7 @@ def test_conversation_is_tokenized_as_chat_reads_it(stub: Stub, server: Server) 
         ("Detokenize", pb.DetokenizeRequest(token_ids=[5] * 300_000), "token_ids"),
         ("Abort", pb.AbortRequest(request_ids=["x"] * 1025), "request_ids"),
         ("Tokenize", pb.TokenizeRequest(text="x" * 1_000_000), "text"),
+        ("Tokenize", pb.TokenizeRequest(), "prompt"),
         ("Tokenize", pb.TokenizeRequest(conversation=pb.Conversation()), "messages"),
         ("Tokenize", pb.TokenizeRequest(conversation=pb.Conversation(
             messages=[pb.ChatMessage(content="x")])), "messages.0.role"),

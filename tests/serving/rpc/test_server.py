@@ -413,9 +413,19 @@ def test_malformed_message_is_an_invalid_argument(server: Server, body: bytes) -
     [
         (b"\x12\x01x\xfa\x07\x01y", "GenerateRequest has no field with number 127."),
         (b"\x12\x01x\x22\x04\xfa\x07\x01y", "SamplingParams has no field with number 127."),
+        (
+            pb.GenerateRequest(
+                text="x",
+                sampling=pb.SamplingParams(
+                    logit_bias={5: 1.0},
+                    structure=pb.Structure.FromString(b"\xfa\x07\x01y"),
+                ),
+            ).SerializeToString(),
+            "Structure has no field with number 127.",
+        ),
         (b"x" * 20_000, "GenerateRequest has 20000 bytes of unknown fields."),
     ],
-    ids=["message", "nested message", "many"],
+    ids=["message", "nested message", "after a map", "many"],
 )
 def test_unknown_field_is_rejected(server: Server, body: bytes, text: str) -> None:
     error = _raw_call(server, "Generate", body)
