@@ -40,6 +40,8 @@ from cluster.structured.grammar.schema_keywords import (
     types_of_value,
 )
 from cluster.structured.grammar.schema_strings import SchemaStrings
+from cluster.structured.grammar.schema_values import finite_values
+from cluster.structured.grammar.unique_items import must_differ, unique_items
 
 __all__ = ["read_json_schema", "read_members"]
 
@@ -220,13 +222,17 @@ class _SchemaReader:
         return self._object(schema, path, depth)
 
     def _array(self, schema: Schema, path: str, depth: int) -> Expression:
-        if schema.get("uniqueItems"):
-            fail(f"{path}/uniqueItems", "is not a supported keyword")
         minimum, maximum = count_limits_of(schema, path, "minItems", "maxItems")
         prefix = schema.get("prefixItems", [])
         if not isinstance(prefix, list):
             fail(f"{path}/prefixItems", "must be a list of schemas")
         items = schema.get("items", not prefix)
+        if must_differ(schema, path) and (maximum is None or maximum > 1):
+            # It rejects what is not supported.
+            self.read(items, f"{path}/items", depth=depth + 1, unguarded=())
+            plain = resolve(self._plain_root, f"{path}/items", path) if "items" in schema else items
+            values = finite_values(plain, self._plain_root)
+            return unique_items(values, path, self.rules, minimum=minimum, maximum=maximum)
         if items is False:
             maximum = len(prefix) if maximum is None else min(maximum, len(prefix))
             if minimum > maximum:

@@ -53,7 +53,24 @@ def test_texts_of_random_schemas_are_valid(
 @pytest.mark.parametrize(
     ("schema", "place"),
     [
-        ({"type": "array", "uniqueItems": True}, "#/uniqueItems"),
+        ({"type": "array", "uniqueItems": True}, "#/uniqueItems is supported only for items whose"),
+        (
+            {"type": "array", "uniqueItems": True, "items": {"type": "string"}},
+            "#/uniqueItems is supported only for items whose",
+        ),
+        (
+            {"type": "array", "uniqueItems": True, "prefixItems": [{"const": 1}]},
+            "#/uniqueItems cannot be combined with prefixItems",
+        ),
+        ({"type": "array", "uniqueItems": 1}, "#/uniqueItems must be true or false"),
+        (
+            {"type": "array", "uniqueItems": True, "items": {"enum": list(range(8))}},
+            "#/uniqueItems needs more than 128 rules",
+        ),
+        (
+            {"type": "array", "uniqueItems": True, "items": {"enum": [1, 1.0]}, "minItems": 2},
+            "# requires more different items than it allows",
+        ),
         ({"type": "array", "contains": {"const": 9}}, "#/contains"),
         ({"type": "number", "multipleOf": 0.5}, "#/multipleOf"),
         ({"not": {"type": "integer"}}, "#/not"),

@@ -7,13 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cluster.structured.grammar.calls.element_values import (
-    finite_values,
-    is_unrestricted,
-    kinds_of,
-    read_value,
-    resolved,
-)
+from cluster.structured.grammar.calls.element_values import read_value
 from cluster.structured.grammar.calls.raw_strings import RawStrings, without_angle
 from cluster.structured.grammar.expressions import (
     Alternation,
@@ -31,6 +25,12 @@ from cluster.structured.grammar.json_schema import read_members
 from cluster.structured.grammar.json_text import JSON_RULES, SPACE, STRING
 from cluster.structured.grammar.members import members_in_order
 from cluster.structured.grammar.schema_keywords import fail
+from cluster.structured.grammar.schema_values import (
+    finite_values,
+    is_unrestricted,
+    kinds_of,
+    resolved,
+)
 from cluster.structured.grammar.text_until import text_until
 
 if TYPE_CHECKING:
