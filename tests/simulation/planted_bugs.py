@@ -28,7 +28,7 @@ from cluster.scheduling.prefixes.prefix_finder import PrefixFinder
 from cluster.scheduling.prefixes.restores import Restores
 from cluster.scheduling.scheduler import Scheduler
 from cluster.scheduling.sequence_table import SequenceTable
-from cluster.serving.engine_client import EngineStream
+from cluster.serving.engine_stream import EngineStream
 from pagedray.channel import StepChannel
 
 if TYPE_CHECKING:

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
     from cluster.serving.calls.open_calls import OpenCall
     from cluster.serving.continuation import Continuation, Encoded
-    from cluster.serving.engine_client import EngineClient, EngineStream
+    from cluster.serving.engine_client import EngineClient
+    from cluster.serving.engine_stream import EngineStream
     from cluster.serving.inputs import GenerationInput
     from cluster.serving.memory.output_buffer import OutputBuffer
     from cluster.serving.telemetry.call_watch import CallWatch

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     import httpx
 
     from cluster.serving.calls.generation_call import GenerationOutput
-    from cluster.serving.engine_client import EngineClient, EngineStream
+    from cluster.serving.engine_client import EngineClient
+    from cluster.serving.engine_stream import EngineStream
     from pagedray.v1 import pagedray_pb2_grpc
     from tests.serving.conftest import Server
 
