@@ -292,16 +292,19 @@ class _Response:
 
 
 class _Prompt(msgspec.Struct):
-    """The prompt of a request body."""
+    """What a request body says about its prompt."""
 
     prompt: str | list[int] | None = None
     messages: list[dict[str, object]] | None = None
     input: str | list[dict[str, object]] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
+    session_id: str | None = None
 
     def key(self) -> str | None:
         """Return the routing key."""
+        if self.session_id:
+            return self.session_id
         replica = replica_of(self.previous_response_id or "")
         if replica is not None:
             return replica_key(replica)

@@ -88,6 +88,13 @@ async def test_turns_of_responses_have_the_key_of_their_beginning_or_of_what_the
     assert await key_of(given % b"resp_1") == await key_of(b'{"input": "a"}')
 
 
+async def test_a_body_may_name_its_session() -> None:
+    first, second = (b'{"session_id": "mine", "prompt": "%b"}' % text for text in (b"a", b"b"))
+    assert await key_of(first) == await key_of(second) == "mine"
+    header = {SESSION_HEADER: "other"}
+    assert (await keys_of("/v1/completions", (first, header)))[0].text == "other"
+
+
 async def test_a_key_has_the_owner_of_the_credential() -> None:
     body = b'{"input": "a"}'
     headers = [

@@ -23,6 +23,7 @@ __all__ = [
 
 IGNORED: Mapping[str, str] = {
     "guided_decoding_backend": "xgrammar compiles every structure",
+    "media_io_kwargs": "applies to images and audio, which are not supported",
     "metadata": "labels for OpenAI's dashboard",
     "mm_processor_kwargs": "applies to images and audio, which are not supported",
     "nvext": "hints for NVIDIA's router",
@@ -30,9 +31,13 @@ IGNORED: Mapping[str, str] = {
     "prompt_cache_key": "prefixes are always cached for each tenant",
     "prompt_cache_options": "prefixes are always cached, as long as there is room",
     "prompt_cache_retention": "prefixes stay in the cache as long as there is room",
+    "return_mm_kwargs": "applies to images and audio, which are not supported",
+    "return_token_offsets": "applies to endpoints of vLLM that only render prompts",
     "safety_identifier": "an identifier of the end user",
     "service_tier": "there is only one service tier",
+    "session_id": "only affects to which replica of Ray Serve a request is routed",
     "store": "completions are not stored",
+    "stream_interval": "a stream has the tokens of each step as soon as they are generated",
     "user": "an identifier of the end user",
     "verbosity": "only applies to models of OpenAI",
     "vllm_xargs": "arguments for plugins of vLLM",
@@ -42,26 +47,39 @@ IGNORED: Mapping[str, str] = {
 WITHOUT_EFFECT: Defaults = {
     "no_stop_trim": (False,),
     "return_hidden_states": (False,),
+    "routed_experts_prompt_start": (0,),
     "spaces_between_special_tokens": (True,),
+    "thinking_token_budget": (-1,),
+    "truncation_side": ("left",),
+    "watermarking": (False,),
 }
 """Unsupported parameters and their values without effect, of completions and chat."""
 
 CHAT_WITHOUT_EFFECT: Defaults = {
+    "echo": (False,),
     "modalities": (["text"],),
+    "return_prompt_text": (False,),
     "separate_reasoning": (True,),
     "stream_reasoning": (True,),
 }
 
 REJECTED: Mapping[str, str] = {
     "custom_logit_processor": "code of clients is never run",
+    "ec_transfer_params": "images and audio are not supported",
     "extra_body": "the client library sends its entries as parameters of the request",
     "kv_transfer_params": "a replica computes the prompts of its own requests",
+    "logprob_token_ids": "log-probabilities are those of the most likely tokens",
     "logits_processors": "code of clients is never run",
     "lora_path": "LoRA adapters are not supported",
     "no_stop_trim": "use include_stop_str_in_output",
     "prompt_embeds": "use text or token ids",
+    "repetition_detection": "use repetition_penalty, or limit max_tokens",
     "return_hidden_states": "the server does not return hidden states",
+    "routed_experts_prompt_start": "the server does not return routed experts",
     "spaces_between_special_tokens": "the text is always as the tokenizer decodes it",
+    "thinking_token_budget": "use reasoning_effort, or limit max_tokens",
+    "truncation_side": "truncation always keeps the end of the prompt",
+    "watermarking": "outputs have no watermark",
 }
 """Parameters that would change the output, and what to use instead or why not."""
 
@@ -69,8 +87,10 @@ MODERATION = "the server has no moderation model; send the texts to a moderation
 
 CHAT_REJECTED: Mapping[str, str] = {
     "audio": "the output is text",
+    "echo": "use continue_final_message, and prepend the message",
     "modalities": "the output is text",
     "moderation": MODERATION,
+    "return_prompt_text": "use return_token_ids, and /detokenize",
     "separate_reasoning": "the reasoning is always separated from the content",
     "stream_reasoning": "a stream has the reasoning as it is generated",
     "web_search_options": "the server has no access to the web",
