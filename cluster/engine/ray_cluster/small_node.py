@@ -1,21 +1,26 @@
-"""A head node of Ray without the processes that ranks do not need.
+"""A head node of Ray without what ranks do not need, which makes it start sooner.
 
-Each of these processes imports Ray and takes 80 to 120 MiB, and `ray.init` waits for the API
-server, which sends usage statistics and serves the dashboard.
+Each of Ray's own processes imports Ray, and takes 80 to 120 MiB. `ray.init` waits for some of them.
 """
 
 from __future__ import annotations
 
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import ray
 from ray._private.node import Node
+from ray.exceptions import RpcError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = ["small_nodes"]
+
+_REGISTRATION_POLL_S = 0.01
+_REGISTRATION_TIMEOUT_S = 10.0
+"""Afterwards, Ray waits, and reports what is wrong."""
 
 
 class SmallNode(Node):
@@ -30,13 +35,40 @@ class SmallNode(Node):
     def start_log_monitor(self) -> None:
         """Start nothing: what ranks log stays in their files."""
 
+    def start_ray_processes(self) -> None:
+        """Start the raylet, and wait until GCS knows it, which Ray looks up only once a second."""
+        super().start_ray_processes()  # type: ignore[no-untyped-call]  # Ray has few types
+        deadline_s = time.monotonic() + _REGISTRATION_TIMEOUT_S
+        while time.monotonic() < deadline_s and not self._is_registered():
+            time.sleep(_REGISTRATION_POLL_S)
+
+    def _is_registered(self) -> bool:
+        try:
+            client = self.get_gcs_client()  # type: ignore[no-untyped-call]  # as above
+            nodes = client.get_all_node_info(timeout=_REGISTRATION_TIMEOUT_S)
+        except RpcError:
+            return False
+        return any(node_id.hex() == self.node_id for node_id in nodes)
+
 
 @contextmanager
 def small_nodes() -> Iterator[None]:
-    """Let `ray.init` start a `SmallNode` until the context ends."""
-    node = ray._private.node
+    """Let `ray.init` start a `SmallNode` until the context ends.
+
+    Its dashboard agent, for which its raylet waits, is that of a Ray that was installed without the
+    dashboard: it imports less, and serves no HTTP.
+    """
+    node, parts = ray._private.node, ray._private.utils
+    dependency_error = parts.get_dashboard_dependency_error
     node.Node = SmallNode  # type: ignore[misc]  # a class is replaced
+    parts.get_dashboard_dependency_error = _no_dashboard
     try:
         yield
     finally:
         node.Node = Node  # type: ignore[misc]
+        parts.get_dashboard_dependency_error = dependency_error
+
+
+def _no_dashboard() -> ImportError:
+    """Return why Ray has no dashboard, in place of `get_dashboard_dependency_error`."""
+    return ImportError("The node of this process has no dashboard.")

@@ -25,13 +25,22 @@ except DeviceError as error:
 
 STARTED = """
 import psutil, ray
+from ray._private import services, utils
+from ray._raylet import GcsClient
 from cluster.engine.options import EngineOptions, engine_config
 from cluster.engine.ray_cluster.ray_connection import RayConnection
 
-node_class = ray._private.node.Node
+def look_up(address, node_id):
+    nodes = GcsClient(address=address).get_all_node_info()
+    print(any(node.hex() == node_id for node in nodes))
+    return get_node(address, node_id)
+
+node_class, dashboard_error = ray._private.node.Node, utils.get_dashboard_dependency_error
+get_node, services.get_node = services.get_node, look_up
 config = engine_config("examples/tiny-llama", EngineOptions(), lambda what, fraction: None)
 connection = RayConnection(config, lambda what, fraction: None)
 print(ray.cluster_resources()["node:__internal_head__"], ray._private.node.Node is node_class)
+print(utils.get_dashboard_dependency_error is dashboard_error)
 for process in psutil.Process().children(recursive=True):
     print(process.cmdline())
 connection.close()
@@ -51,17 +60,22 @@ def test_gpus_are_counted_without_torch() -> None:
 def test_ray_is_started_without_a_dashboard() -> None:
     names = {"RAY_ADDRESS", "RAY_AUTH_MODE"}
     environment = {name: value for name, value in os.environ.items() if name not in names}
-    head, *processes = subprocess.run(
+    is_known, head, is_as_before, *processes = subprocess.run(
         [sys.executable, "-c", STARTED],
         env=environment,
         capture_output=True,
         text=True,
         check=True,
     ).stdout.splitlines()
+    # When Ray first looks the node up; it would look again after a second.
+    assert is_known == "True"
     assert head == "1.0 True"
+    assert is_as_before == "True"
     running = "\n".join(processes)
     assert "gcs_server" in running
     assert "raylet" in running
     # Of the API server, of the autoscaler, and of what sends logs to this process.
     for program in ("dashboard.py", "monitor.py"):
         assert program not in running
+    # The agent of the raylet, which serves no dashboard either.
+    assert "--minimal" in running
