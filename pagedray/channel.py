@@ -130,9 +130,9 @@ class StepChannel(Generic[Outgoing, Incoming]):
             messages.append(self._take(size))
         return messages
 
-    def has_message(self) -> bool:
-        """Return whether `receive` can read something, an end-of-file included."""
-        return self._frame_size() is not None or bool(self._readable.poll(0))
+    def has_message(self, timeout_s: float = 0.0) -> bool:
+        """Return whether `receive` can read something in time, an end-of-file included."""
+        return self._frame_size() is not None or bool(self._readable.poll(timeout_s * 1e3))
 
     def close(self) -> None:
         """Close this end; the peer reads end-of-file."""

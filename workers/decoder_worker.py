@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from contextlib import suppress
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
@@ -80,6 +81,8 @@ class DecoderWorker(Worker):
         self._checksum_jobs: ChecksumJobs | None = None
         self._disk_jobs: DiskJobs | None = None
         self._is_warm = False
+        self._idle_lock = threading.Lock()
+        """Held while idle time is used, and while nothing may run beside a measurement."""
 
     def load_weights(self, report_progress: Callable[[int, int], None]) -> dict[str, str]:
         assert self._model is not None
@@ -134,6 +137,20 @@ class DecoderWorker(Worker):
     def capture_graphs(self, *, only_largest: bool = False) -> None:
         assert self._runner is not None
         self._runner.capture_graphs(only_largest=only_largest)
+
+    def use_idle_time(self) -> bool:
+        if not self._idle_lock.acquire(blocking=False):
+            return False
+        try:
+            assert self._runner is not None
+            # Several ranks would have to capture a graph between the same two steps.
+            if self._group.size == 1 and self._runner.capture_next():
+                return True
+            return self._host_pool is not None and self._host_pool.pin_next()
+        finally:
+            self._idle_lock.release()
+
+    def start_pinning(self) -> None:
         if self._host_pool is not None:
             self._host_pool.start_pinning()
 
@@ -151,6 +168,9 @@ class DecoderWorker(Worker):
     def launch(self, plan: StepPlan | EmbedPlan) -> PendingTokens:
         assert isinstance(plan, StepPlan)
         assert self._runner is not None
+        if plan.swap_outs or plan.evictions:
+            # There may have been too little idle time.
+            self.start_pinning()
         if self._checksum_jobs is not None:
             self._checksum_jobs.begin(plan)
         if self._disk_jobs is not None:
@@ -163,7 +183,8 @@ class DecoderWorker(Worker):
 
     def measure_roof(self) -> RankRoof:
         assert self._model is not None
-        return measure_roof(self._model, self._spec)
+        with self._idle_lock:
+            return measure_roof(self._model, self._spec)
 
     def close(self) -> None:
         self._close_jobs()

@@ -18,6 +18,8 @@ __all__ = ["serve_steps"]
 
 _POLL_S = 5e-5
 """Interval of polling for the end of a step while no plan arrives."""
+_IDLE_S = 0.05
+"""Time without a step after which idle time is used; shorter pauses are between steps."""
 
 
 def serve_steps(
@@ -28,7 +30,7 @@ def serve_steps(
     A step's output is sent as soon as it is ready, and its acknowledgement once its block copies
     have ended too; a plan that arrives before is launched behind the running step. A step that
     needs masks gets them before the next plan, and after the outputs of all earlier steps are sent,
-    since masks depend on these.
+    since masks depend on these. Between plans, the worker uses its idle time.
     """
     _StepServer(worker, channel, progress, is_first=is_first).serve()
 
@@ -46,6 +48,8 @@ class _StepServer:
         self._disk = worker.disk_jobs
         self._pending: deque[PendingStep] = deque()
         self._copying: deque[tuple[int, PendingStep]] = deque()
+        self._uses_idle_time = False
+        """Whether it has, since the last message."""
 
     def serve(self) -> None:
         """Launch plans and send what has ended until a Shutdown arrives."""
@@ -58,7 +62,13 @@ class _StepServer:
             if self._is_busy and not self._channel.has_message():
                 time.sleep(_POLL_S)
                 continue
+            if not self._channel.has_message(0.0 if self._uses_idle_time else _IDLE_S):
+                self._uses_idle_time = self._worker.use_idle_time()
+                self._progress.enter(Phase.IDLE)
+                if self._uses_idle_time:
+                    continue
             message = self._channel.receive()
+            self._uses_idle_time = False
             if isinstance(message, Shutdown):
                 return
             assert not isinstance(message, StepMasks)

@@ -134,8 +134,20 @@ class Worker(ABC):
         """Capture CUDA graphs; steps may be launched afterwards.
 
         All ranks of a group do this at the same time. With `only_largest`, the others are captured
-        when a step first needs them, so that steps begin sooner.
+        when a step first needs them or by `use_idle_time`, so that steps begin sooner.
         """
+
+    def use_idle_time(self) -> bool:
+        """Do a part of what would slow later steps down; return False if nothing is left.
+
+        A part takes some 20 ms, in which no step may be launched: a missing graph is captured, or a
+        part of the CPU pool is pinned.
+        """
+        return False
+
+    @abstractmethod
+    def start_pinning(self) -> None:
+        """Pin the CPU pool beside steps, for a caller that does not call `use_idle_time`."""
 
     @abstractmethod
     def end_epoch(self) -> None:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Row", "measure_engine"]
 
+_CAPTURES_S = 4.0
+"""How long the idle engine has to capture its graphs."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
@@ -63,6 +66,7 @@ def measure_engine(
             max_graph_tokens=options.max_graph_tokens,
         ) as llm:
             start_s = time.perf_counter() - started_s
+            time.sleep(_CAPTURES_S)
             rows = []
             for workload in WORKLOADS[options.shape]:
                 if options.workload and workload.name not in options.workload:

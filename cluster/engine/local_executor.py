@@ -179,6 +179,7 @@ class LocalExecutor(Executor):
         attention = worker.allocate_cache(cache_size.num_blocks, cache_size.num_cpu_blocks)
         worker.warm_up()
         worker.capture_graphs()
+        worker.start_pinning()
         return worker, cache_size, attention
 
     def _are_first_copied(self) -> bool:
@@ -203,6 +204,7 @@ class LocalExecutor(Executor):
         self._worker.allocate_cache(size.num_blocks, size.num_cpu_blocks)
         self._worker.warm_up()
         self._worker.capture_graphs(only_largest=True)
+        self._worker.start_pinning()
 
     def _report_download(self, done: int, total: int) -> None:
         if self._is_given_up:

@@ -35,6 +35,7 @@ __all__ = [
     "REMOTE_CODE_REJECTION",
     "EngineOptions",
     "check_options",
+    "default_device",
     "engine_config",
     "reject_remote_code",
 ]
@@ -113,7 +114,7 @@ def engine_config(
     Reads no tensor of the checkpoint, and downloads none. `report_progress` is called with what is
     downloaded, and the part that is done. Raises StartupError.
     """
-    options = replace(options, device=options.device or _default_device())
+    options = replace(options, device=options.device or default_device())
     located = locate_model(model, report_progress)
     model_config = read_model_config(located.folder, dtype=options.dtype, task=options.task)
     if options.quantization is not None:
@@ -157,7 +158,7 @@ def engine_config(
 
 def check_options(options: EngineOptions) -> None:
     """Raise StartupError if options are invalid for any model."""
-    options = replace(options, device=options.device or _default_device())
+    options = replace(options, device=options.device or default_device())
     _config_from(ParallelConfig, options)
     _config_from(CacheConfig, options)
     _config_from(SchedulerConfig, options)
@@ -174,6 +175,7 @@ def _config_from(kind: type[Config], options: EngineOptions) -> Config:
     return kind(**{field.name: getattr(options, field.name) for field in fields(kind)})
 
 
-def _default_device() -> Device:
+def default_device() -> Device:
+    """Return the device that ranks use if no option says it."""
     # Asking torch would cost seconds in a process that may never need it.
     return "cuda" if Path("/dev/nvidiactl").exists() else "cpu"

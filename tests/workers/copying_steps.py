@@ -41,6 +41,10 @@ class CopyingWorker:
         self.steps.append(CopyingStep(plan.step))
         return self.steps[-1]
 
+    def use_idle_time(self) -> bool:
+        """Return that nothing is left to do."""
+        return False
+
     def end_copies(self) -> None:
         """End all copies so far."""
         for step in self.steps:

@@ -25,7 +25,7 @@ class ScriptedChannel:
         self._script = deque(script)
         self.sent: list[Any] = []  # Any: messages of several types
 
-    def has_message(self) -> bool:
+    def has_message(self, timeout_s: float = 0.0) -> bool:
         first = self._script[0]
         if isinstance(first, StepPlan | Shutdown):
             return True

@@ -89,9 +89,11 @@ def test_graphs_give_the_tokens_and_the_cache_of_eager_steps(folder: Path, backe
 
 @needs_gpu
 @pytest.mark.gpu
-def test_graphs_captured_when_a_step_needs_them_change_nothing(folder: Path) -> None:
+@pytest.mark.parametrize("num_next", [0, 7, 1000])
+def test_graphs_captured_after_the_start_change_nothing(folder: Path, num_next: int) -> None:
     at_start, pool = run_steps(folder)
-    lazily, lazy_pool = run_steps(folder, only_largest=True)
+    # Those that are missing then are captured when a step needs them.
+    lazily, lazy_pool = run_steps(folder, only_largest=True, num_next=num_next)
     assert [one.token_ids for one in lazily] == [one.token_ids for one in at_start]
     assert torch.equal(lazy_pool, pool)
 
@@ -132,9 +134,13 @@ def run_steps(
     folder: Path,
     *,
     only_largest: bool = False,
+    num_next: int = 0,
     **options: Any,  # Any: engine options of any type
 ) -> tuple[list[StepOutput], torch.Tensor]:
-    """Return the outputs of `mixed_plans` and the cache after them."""
+    """Return the outputs of `mixed_plans` and the cache after them.
+
+    With `only_largest`, up to `num_next` of the other graphs are captured before.
+    """
     config = engine_config(
         folder,
         EngineOptions(
@@ -152,6 +158,10 @@ def run_steps(
     worker.allocate_cache(1 + NUM_ROWS * BLOCKS_PER_ROW, 0)
     worker.warm_up()
     worker.capture_graphs(only_largest=only_largest)
+    num_captured = 0
+    while num_captured < num_next and worker.use_idle_time():
+        num_captured += 1
+    assert worker.use_idle_time() == (only_largest and num_captured == num_next)
     outputs = [worker.launch(plan).output() for plan in mixed_plans()]
     assert worker._runner is not None
     pool = worker._runner._cache.device_pool.float().cpu()

@@ -1,4 +1,4 @@
-"""The CPU pool's memory, which is pinned in the background while steps run.
+"""The CPU pool's memory, which is pinned after the start, part by part.
 
 Until a block is pinned, copies of it are slower and keep the host waiting, with the same result.
 """
@@ -79,8 +79,15 @@ class HostPool:
             weakref.finalize(self, chunks.release).atexit = False
         self._thread: threading.Thread | None = None
 
+    def pin_next(self) -> bool:
+        """Pin some of the blocks; return False if none are left, or if a thread pins them.
+
+        Call it while no step runs: steps would be slower meanwhile.
+        """
+        return self._chunks is not None and self._thread is None and self._chunks.pin_next()
+
     def start_pinning(self) -> None:
-        """Begin to pin blocks in the background, unless that has begun.
+        """Begin to pin the blocks that are left in the background, unless that has begun.
 
         Call it when graphs are captured: both would wait for each other in the kernel.
         """

@@ -181,6 +181,14 @@ class ModelRunner:
             if graphs is not None:
                 graphs.capture_graphs(only_largest=only_largest)
 
+    def capture_next(self) -> bool:
+        """Capture the smallest of the missing graphs; return False if none is missing."""
+        graphs = [one for one in (self._decode_graphs, self._piece_graphs) if one is not None]
+        incomplete = [one for one in graphs if one.missing_sizes]
+        if incomplete:
+            min(incomplete, key=lambda one: one.missing_sizes[0]).capture_next()
+        return bool(incomplete)
+
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingTokens:
         """Launch the step of a plan; on a GPU, return before its kernels have run."""

@@ -77,38 +77,39 @@ class PinnedChunks:
         # The garbage collector may release the chunks on the thread that pins them.
         self._lock = threading.RLock()
         self._num_pinned_chunks = 0
-        self._is_released = False
+        self._pinning_s = 0.0
+        self._has_failed = self._is_released = False
         self.num_pinned_blocks = 0
 
-    def pin_all(self) -> None:
-        """Pin chunk after chunk; if that fails, the rest stays as it is."""
-        started_s = time.perf_counter()
-        for address, num_bytes, end in self._chunks:
-            with self._lock:
-                if self._is_released:
-                    return
-                error = self._pinner.pin(address, num_bytes)
-                if self._is_released:
-                    self._pinner.unpin(address)
-                    return
-                if error:
-                    logger.warning(
-                        "Only %s of %s blocks of the CPU pool are pinned, and copies of the "
-                        "others are slower: CUDA returned error %s.",
-                        self.num_pinned_blocks,
-                        self._num_blocks,
-                        error,
-                    )
-                    self._note_unpinned(self._num_blocks - self.num_pinned_blocks)
-                    return
+    def pin_next(self) -> bool:
+        """Pin the next chunk; return False if none is left. If it fails, the rest stays as it is.
+
+        One thread at a time may do so.
+        """
+        with self._lock:
+            is_over = self._has_failed or self._is_released
+            if is_over or self._num_pinned_chunks == len(self._chunks):
+                return False
+            address, num_bytes, end = self._chunks[self._num_pinned_chunks]
+            started_s = time.perf_counter()
+            error = self._pinner.pin(address, num_bytes)
+            self._pinning_s += time.perf_counter() - started_s
+            if self._is_released:
+                self._pinner.unpin(address)
+            elif error:
+                self._has_failed = True
+                self._report_failure(error)
+            else:
                 self._num_pinned_chunks += 1
                 self.num_pinned_blocks = end
-        num_bytes = sum(size for _, size, _ in self._chunks)
-        logger.info(
-            "Pinned %.1f GiB of host memory for the CPU pool in %.1f s.",
-            num_bytes / 2**30,
-            time.perf_counter() - started_s,
-        )
+                if self._num_pinned_chunks == len(self._chunks):
+                    self._report_end()
+        return True
+
+    def pin_all(self) -> None:
+        """Pin the chunks that are left."""
+        while self.pin_next():
+            pass
 
     def release(self) -> None:
         """Unpin all chunks, and pin no more; no copy of them may be under way."""
@@ -118,6 +119,24 @@ class PinnedChunks:
             for address, _, _ in self._chunks[: self._num_pinned_chunks]:
                 self._pinner.unpin(address)
             self._num_pinned_chunks = 0
+
+    def _report_failure(self, error: int) -> None:
+        logger.warning(
+            "Only %s of %s blocks of the CPU pool are pinned, and copies of the others are slower: "
+            "CUDA returned error %s.",
+            self.num_pinned_blocks,
+            self._num_blocks,
+            error,
+        )
+        self._note_unpinned(self._num_blocks - self.num_pinned_blocks)
+
+    def _report_end(self) -> None:
+        num_bytes = sum(size for _, size, _ in self._chunks)
+        logger.info(
+            "Pinned %.1f GiB of host memory for the CPU pool in %.1f s.",
+            num_bytes / 2**30,
+            self._pinning_s,
+        )
 
 
 def _populate(address: int, num_bytes: int) -> None:

@@ -56,6 +56,11 @@ class StepGraphs(ABC, Generic[Capture]):
         self._stream = torch.cuda.Stream(model.device)
         self._captures: dict[int, Capture] = {}
 
+    @property
+    def missing_sizes(self) -> list[int]:
+        """The sizes that are not captured, ascending."""
+        return [size for size in self._sizes if size not in self._captures]
+
     def capture_graphs(self, *, only_largest: bool = False) -> None:
         """Capture the missing sizes, or only the largest; a replay captures the one that it needs.
 
@@ -65,6 +70,10 @@ class StepGraphs(ABC, Generic[Capture]):
         for size in self._sizes[-1:] if only_largest else reversed(self._sizes):
             if size not in self._captures:
                 self._add_capture(size)
+
+    def capture_next(self) -> None:
+        """Capture the smallest missing size."""
+        self._add_capture(self.missing_sizes[0])
 
     @torch.inference_mode()
     def trace(self) -> None:

@@ -23,6 +23,7 @@ from cluster.cli.bench.roof import (
 )
 from cluster.cli.bench.workloads import WORKLOADS, uniform_workload
 from cluster.cli.text_llm import TextLLM
+from cluster.engine.options import default_device
 from pagedray.errors import DeviceError, StartupError
 from pagedray.request import SamplingParams
 from pagedray.version import __version__
@@ -41,6 +42,8 @@ __all__ = ["bench_latency", "bench_throughput"]
 
 _PERCENTILES = (10, 25, 50, 75, 90, 99)
 _WARM_UP_TOKENS = 16
+_CAPTURES_S = 4.0
+"""How long an idle GPU has to capture the graphs that the warm-up did not need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,8 @@ def bench_throughput(parsed: argparse.Namespace, options: EngineOptions) -> int:
     with _engine(parsed, options) as llm:
         warm_up = workload.requests(llm.vocab_size, parsed.seed + 2)
         _generate(llm, warm_up, has_bar=False, most_tokens=_WARM_UP_TOKENS)
+        if (options.device or default_device()) == "cuda":
+            time.sleep(_CAPTURES_S)
         requests = workload.requests(llm.vocab_size, parsed.seed)
         before = llm.stats()
         generated = _generate(llm, requests, has_bar=not (parsed.disable_tqdm or parsed.json))

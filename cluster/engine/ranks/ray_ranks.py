@@ -111,7 +111,8 @@ class RayRanks:
             blocks = cache.num_blocks, cache.num_cpu_blocks
             reports = self._call("Allocating the KV cache", "allocate_cache", blocks)
             self._note_pool_reports()
-            self._warm_up(captures_lazily=False)
+            # A single rank captures the others while it is idle.
+            self._warm_up(captures_lazily=self._size == 1)
             self._spares.note_devices(self._actors, self.places)
             self._connect()
         # All ranks have the same backend and layers.

@@ -74,6 +74,36 @@ def test_a_pool_is_pinned_whole_when_asked_and_released_with_its_end() -> None:
     assert pinner.pinned == {}
 
 
+def test_a_pool_is_pinned_in_parts_and_the_rest_by_a_thread() -> None:
+    pinner = FakePinner(9)
+    pool = HostPool(300, (2**20,), torch.uint8, pinner=pinner)
+    assert [(pool.pin_next(), pool.num_pinned_blocks) for _ in range(2)] == [
+        (True, 64),
+        (True, 128),
+    ]
+    pool.start_pinning()
+    # A thread pins, or has pinned, what is left.
+    assert not pool.pin_next()
+    pool.wait_until_pinned()
+    assert pool.num_pinned_blocks == 300
+    assert len(pinner.pinned) == 5
+
+
+def test_parts_end_with_the_pool_or_the_first_that_cannot_be_pinned() -> None:
+    unpinned: list[int] = []
+    for num_chunks, expected in ((9, 100), (1, 64)):
+        pool = HostPool(
+            100,
+            (2**20,),
+            torch.uint8,
+            pinner=FakePinner(num_chunks),
+            note_unpinned=unpinned.append,
+        )
+        assert [pool.pin_next() for _ in range(4)] == [True, True, False, False]
+        assert pool.num_pinned_blocks == expected
+    assert unpinned == [36]
+
+
 def test_memory_that_cannot_be_pinned_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     unpinned: list[int] = []
     pinner = FakePinner(2)
