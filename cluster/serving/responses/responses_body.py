@@ -13,6 +13,7 @@ from cluster.serving.http.schema import Defaults
 from cluster.serving.inputs import GenerationInput, TokenizeInput
 from cluster.serving.openai.bodies.field_kinds import bounds
 from cluster.serving.openai.bodies.parameters import IGNORED, MODERATION
+from cluster.serving.openai.bodies.sampling_fields import SamplingFields
 from cluster.serving.responses.input_body import InputBody
 from cluster.serving.responses.query import LOGPROBS
 from pagedray.errors import InvalidRequestError
@@ -41,7 +42,7 @@ class Echo:
     """Those that may be large, as members of a JSON object."""
 
 
-class ResponsesBody(InputBody):
+class ResponsesBody(InputBody, SamplingFields):
     """A conversation for the model to continue."""
 
     defaults: ClassVar[Defaults] = {
@@ -54,12 +55,14 @@ class ResponsesBody(InputBody):
         **{
             name: IGNORED[name]
             for name in (
+                "mm_processor_kwargs",
                 "prompt_cache_key",
                 "prompt_cache_options",
                 "prompt_cache_retention",
                 "safety_identifier",
                 "service_tier",
                 "user",
+                "vllm_xargs",
             )
         },
         "client_metadata": "labels for OpenAI's logs",
@@ -89,10 +92,6 @@ class ResponsesBody(InputBody):
         "deleted by its id; true by default.",
     )
     max_output_tokens: int | None = bounds("Maximum number of tokens to generate.", 1)
-    temperature: float | None = bounds("Sampling temperature; 0 is greedy.", 0, 100)
-    top_p: float | None = bounds(
-        "Cumulative probability of the most likely tokens to sample from.", 0, 1
-    )
     metadata: Any = Field(  # Any: strings, within limits that pydantic would report for each
         None,
         description=f"Up to {_MAX_LABELS} strings with names, which the response repeats.",
@@ -134,10 +133,7 @@ class ResponsesBody(InputBody):
         prompt = yield from self.prompt(
             tools, known_variables=known_variables, note_ignored=note_ignored, earlier=earlier
         )
-        sampling: dict[str, object] = {}
-        for name in ("temperature", "top_p"):
-            if getattr(self, name) is not None:
-                sampling[name] = getattr(self, name)
+        sampling = self.common_sampling()
         if self.max_output_tokens is not None:
             sampling["max_tokens"] = self.max_output_tokens
         structure = yield from tools.structure(self.structure(), "text.format")
@@ -148,6 +144,8 @@ class ResponsesBody(InputBody):
             sampling=sampling,
             model=self.model,
             client_id=client_id,
+            priority=self.priority,
+            cache_salt=self.cache_salt or "",
             # Some models mark a call with special tokens.
             skips_special_tokens=not tools.is_read,
         )

@@ -113,6 +113,28 @@ def test_template_reads_the_input(tool_server: Server, given: dict[str, Any], te
     assert tool_server.tokenizer.decode(request.prompt_token_ids) == text
 
 
+def test_parameters_of_vllm_are_those_of_the_request(tool_server: Server) -> None:
+    given = {
+        "temperature": 0.5,
+        "top_k": 7,
+        "top_p": 0.5,
+        "min_p": 0.125,
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.25,
+        "seed": 3,
+        "ignore_eos": True,
+        "stop": ["a"],
+    }
+    tool_server.engine.reset()
+    salted = {"cache_salt": "b", "priority": 2}
+    assert posted(tool_server, given | salted).status_code == 200
+    (request,) = tool_server.engine.log.submitted
+    found = {name: getattr(request.sampling, name) for name in given}
+    assert found == given | {"stop": ("a",)}
+    assert (request.priority, bool(request.cache_salt)) == (2, True)
+
+
 def test_response_has_their_shape(tool_server: Server, client: openai.OpenAI) -> None:
     say(tool_server, "Hello.")
     response = client.responses.create(model="tiny", input="hi", metadata={"a": "b"}, store=False)
@@ -304,6 +326,8 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     ({"input": "~" * 3000},
      "input has 3008 tokens, but the context length of 1024 allows at most 1023 and one generated "
      "token.", "input"),
+    ({"top_k": -2}, "top_k must be -1 or more, not -2.", "top_k"),
+    ({"stop": [""]}, "stop must contain strings of 1 to 512 characters.", "stop"),
     ({"max_tokens": 5}, "max_tokens is not supported: did you mean max_output_tokens?",
      "max_tokens"),
 ]  # fmt: skip

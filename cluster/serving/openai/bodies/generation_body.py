@@ -7,13 +7,13 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import Field, JsonValue
+from pydantic import Field
 
-from cluster.serving.http.schema import Body, Defaults, named_schema, read_part
-from cluster.serving.inputs import MAX_SALT_LENGTH
+from cluster.serving.http.schema import Defaults, named_schema, read_part
 from cluster.serving.openai.bodies.beam_fields import check_beams
 from cluster.serving.openai.bodies.field_kinds import bounds
 from cluster.serving.openai.bodies.parameters import IGNORED, REJECTED, WITHOUT_EFFECT
+from cluster.serving.openai.bodies.sampling_fields import SamplingFields
 from cluster.serving.openai.bodies.stream_options import StreamOptions
 from cluster.serving.openai.bodies.structure import (
     RequestedStructure,
@@ -28,34 +28,17 @@ from pagedray.request import (
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_N,
-    MAX_STOP,
-    MAX_STOP_LENGTH,
 )
 from pagedray.wording.shown_value import shown_value
 
 __all__ = ["GenerationBody"]
 
 _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,19}")
-_SAMPLING_NAMES = (
-    "n",
-    "max_tokens",
-    "min_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "ignore_eos",
-    "prompt_logprobs",
-)
+_SAMPLING_NAMES = ("n", "max_tokens", "min_tokens", "prompt_logprobs")
 _LAST_OF_LATIN_1 = "\u00ff"
-_ONE_STOP: dict[str, JsonValue] = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
 
 
-class GenerationBody(Body):
+class GenerationBody(SamplingFields):
     """The parameters of both endpoints."""
 
     defaults: ClassVar[Defaults] = WITHOUT_EFFECT
@@ -102,41 +85,7 @@ class GenerationBody(Body):
     min_tokens: int | None = bounds(
         "Minimum number of tokens before an end-of-sequence or stop token ends the output.", 0
     )
-    temperature: float | None = bounds("Sampling temperature; 0 is greedy.", 0, 100)
-    top_k: int | None = bounds(
-        "Number of most likely tokens to sample from; 0 or -1 samples from all.", -1
-    )
-    top_p: float | None = bounds(
-        "Cumulative probability of the most likely tokens to sample from.", 0, 1
-    )
-    min_p: float | None = bounds(
-        "Minimum probability of a token, relative to that of the most likely token.", 0, 1
-    )
-    repetition_penalty: float | None = bounds(
-        "Divides positive and multiplies negative logits of tokens in the prompt or the output.",
-        0.01,
-        100,
-    )
-    presence_penalty: float | None = bounds(
-        "Subtracted from the logits of tokens in the output.", -2, 2
-    )
-    frequency_penalty: float | None = bounds(
-        "Subtracted from a token's logit once for each of its occurrences in the output.", -2, 2
-    )
-    seed: int | None = bounds(
-        "Random seed, which makes sampling reproducible.", -(2**63), 2**63 - 1
-    )
-    ignore_eos: bool | None = Field(
-        None, description="Whether to generate past the model's end-of-sequence tokens."
-    )
     # The validator checks lists and objects, their length before their entries.
-    stop: Any = Field(
-        None,
-        description="Strings that end the output.",
-        json_schema_extra={
-            "anyOf": [_ONE_STOP, {"type": "array", "items": _ONE_STOP, "maxItems": MAX_STOP}]
-        },
-    )
     stop_token_ids: Any = Field(
         None,
         description="Token ids that end the output.",
@@ -176,12 +125,6 @@ class GenerationBody(Body):
             "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
             "maxProperties": MAX_LOGIT_BIAS,
         },
-    )
-    priority: int = Field(
-        0,
-        description="Requests with a lower value are served earlier, and may preempt running "
-        "requests of the same tenant with a higher value.",
-        json_schema_extra={"minimum": -(2**31), "maximum": 2**31 - 1},
     )
     stream: bool = Field(
         False, description="Whether the response is a stream of server-sent events."
@@ -224,11 +167,6 @@ class GenerationBody(Body):
     request_id: str | None = Field(
         None,
         description="The same as the header X-Request-Id; if both are set, they must be equal.",
-    )
-    cache_salt: str | None = Field(
-        None,
-        description="Prefixes are shared only by requests with the same salt.",
-        json_schema_extra={"minLength": 1, "maxLength": MAX_SALT_LENGTH},
     )
     truncate_prompt_tokens: int | None = Field(
         None,
@@ -348,11 +286,10 @@ class GenerationBody(Body):
 
     def sampling(self) -> dict[str, object]:
         """Return the fields of SamplingParams that the client set."""
-        given: dict[str, object] = {
+        given = self.common_sampling()
+        given |= {
             name: value for name in _SAMPLING_NAMES if (value := getattr(self, name)) is not None
         }
-        if self.stop is not None:
-            given["stop"] = _stop_of(self.stop)
         if self.stop_token_ids is not None:
             given["stop_token_ids"] = _tuple_of(self.stop_token_ids, "stop_token_ids")
         if self.bad_words is not None:
@@ -373,12 +310,6 @@ class GenerationBody(Body):
             # By which the choices are compared.
             given.setdefault("logprobs", 0)
         return given
-
-
-def _stop_of(given: object) -> object:
-    if isinstance(given, str):
-        return (given,)
-    return tuple(given) if isinstance(given, list) else given
 
 
 def _tuple_of(given: object, name: str) -> tuple[object, ...]:
