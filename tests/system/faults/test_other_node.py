@@ -21,7 +21,7 @@ def run_apart(*arguments: str) -> list[Any]:  # Any: JSON values
         env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0"},
         stdout=subprocess.PIPE,
         text=True,
-        timeout=150,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0
