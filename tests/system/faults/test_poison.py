@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import threading
-import time
 from typing import TYPE_CHECKING, Literal
 
+import psutil
 import pytest
 
 from cluster.engine.controller import Controller
@@ -20,6 +19,8 @@ from tests.system.rank_processes import rank_processes
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from pagedray.batch import StepPlan
 
 UNKNOWN_TOKEN = 10**6
 """The model has no such token, so that its rank dies. The validator would reject it."""
@@ -118,14 +119,15 @@ def test_rank_in_this_process_survives_a_poison_prompt(local_rig: Rig) -> None:
 
 
 @pytest.mark.slow
-def test_request_whose_later_token_kills_the_rank_ends_alone(rig: Rig) -> None:
+def test_request_whose_later_token_kills_the_rank_ends_alone(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given = prompts(7)
     expected = undisturbed(rig, given)
-    killer = Killer(rig, "r3", length=len(given["r3"]) + 12)
+    kill_before_steps(rig, monkeypatch, "r3", length=len(given["r3"]) + 12)
     for name, prompt in given.items():
         rig.submit(name, prompt)
     ends = rig.ends()
-    killer.stop()
     assert ends.pop("r3") is FinishReason.ERROR
     assert set(ends.values()) == {FinishReason.LENGTH}
     tokens = rig.tokens()
@@ -173,32 +175,19 @@ def test_three_deaths_in_a_row_end_no_request(rig: Rig) -> None:
     assert rig.engine.is_healthy
 
 
-class Killer:
-    """Kills the rank whenever a request runs that has so many tokens."""
+def kill_before_steps(rig: Rig, monkeypatch: pytest.MonkeyPatch, name: str, *, length: int) -> None:
+    """Kill the rank before each step in which a request has at least so many tokens."""
+    executor = rig.engine._executor
+    submit = executor.submit_plan
 
-    def __init__(self, rig: Rig, name: str, *, length: int) -> None:
-        self._rig = rig
-        self._name = name
-        self._length = length
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
+    def kill_and_submit(plan: StepPlan) -> None:
+        running = rig.engine._scheduler.lengths_in_flight().get(name, {})
+        if running.get(0, 0) >= length:
+            ranks = rank_processes()
+            for rank in ranks:
+                rank.kill()
+            # A rank that still runs could end the step.
+            psutil.wait_procs(ranks, timeout=60.0)
+        submit(plan)
 
-    def stop(self) -> None:
-        self._is_over.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        engine = self._rig.engine
-        killed: set[int] = set()
-        while not self._is_over.is_set():
-            with engine._wake:
-                running = engine._scheduler.lengths_in_flight().get(self._name, {})
-                is_deadly = running.get(0, 0) >= self._length and not engine._is_replacing
-                if is_deadly:
-                    # Its step cannot end meanwhile, or its output is not read.
-                    for rank in rank_processes():
-                        if rank.pid not in killed:
-                            killed.add(rank.pid)
-                            rank.kill()
-            time.sleep(0.0005)
+    monkeypatch.setattr(executor, "submit_plan", kill_and_submit)
