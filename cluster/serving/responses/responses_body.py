@@ -85,7 +85,10 @@ class ResponsesBody(InputBody, SamplingFields):
         "max_tokens": "max_output_tokens",
     }
 
-    model: str = Field(description="The name of the model, which `/v1/models` lists.")
+    model: str | None = Field(
+        None,
+        description="The name of the model, which `/v1/models` lists; optional.",
+    )
     store: bool | None = Field(
         None,
         description="Whether the response is kept in memory, so that it can be continued, read and "

@@ -315,7 +315,7 @@ HTTP_CASES: list[tuple[dict[str, Any], str, str | None]] = [  # Any: JSON
      "stream_options.x"),
     ({"stream": True, "stream_options": 3}, "stream_options must be an object, not 3.",
      "stream_options"),
-    ({"model": None}, "model is required.", "model"),
+    ({"model": 5}, "model must be a string, not 5.", "model"),
     ({"echo": True, "logprobs": 1, "stream": True}, "echo with logprobs requires stream = false.",
      "echo"),
     ({"max_tokens": 0, "echo": True, "stream": True},

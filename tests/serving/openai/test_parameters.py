@@ -63,6 +63,19 @@ def prompt_of(server: Server, **given: object) -> str:
     return server.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("completions", TEXT), ("chat/completions", CHAT), ("responses", {"input": "hello"})],
+)
+@pytest.mark.parametrize("model", [{}, {"model": None}])
+def test_request_without_a_model_is_for_the_served_one(
+    template_server: Server, path: str, body: dict[str, Any], model: dict[str, None]
+) -> None:
+    given = {name: one for name, one in body.items() if name != "model"} | model
+    answer = httpx.post(f"{template_server.url}/v1/{path}", json=given)
+    assert (answer.status_code, answer.json()["model"]) == (200, "tiny")
+
+
 CALL = {"id": "1", "type": "function", "function": {"name": "a.b", "arguments": ""}, "index": 0}
 PROMPTS: list[tuple[dict[str, Any], str]] = [  # Any: JSON
     ({}, "::hello"),

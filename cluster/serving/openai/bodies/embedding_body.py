@@ -28,7 +28,10 @@ class EmbeddingBody(Body):
     ignored: ClassVar[Mapping[str, str]] = {"user": IGNORED["user"]}
     synonyms: ClassVar[Mapping[str, str]] = {"prompt": "input", "text": "input", "texts": "input"}
 
-    model: str = Field(description="The name of the model, which `/v1/models` lists.")
+    model: str | None = Field(
+        None,
+        description="The name of the model, which `/v1/models` lists; optional.",
+    )
     input: Any = prompts_field(MAX_INPUTS, min_items=1)  # Any: as for a prompt
     encoding_format: Literal["float", "base64"] = Field(
         "float", description="`base64` encodes little-endian 32-bit floats."

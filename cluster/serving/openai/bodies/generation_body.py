@@ -57,7 +57,10 @@ class GenerationBody(SamplingFields):
     }
     with_nulls: ClassVar[frozenset[str]] = frozenset(("messages", "stream_options"))
 
-    model: str = Field(description="The name of the model, which `/v1/models` lists.")
+    model: str | None = Field(
+        None,
+        description="The name of the model, which `/v1/models` lists; optional.",
+    )
     n: int = Field(
         1,
         description="Number of choices for each prompt.",

@@ -47,7 +47,10 @@ class RerankBody(Body):
     defaults: ClassVar[Defaults] = {**_DEFAULTS, "max_tokens_per_doc": ()}
     max_entries: ClassVar[Mapping[str, int]] = {"documents": MAX_PAIRS}
 
-    model: str = Field(description="The name of the model, which `/v1/models` lists.")
+    model: str | None = Field(
+        None,
+        description="The name of the model, which `/v1/models` lists; optional.",
+    )
     query: str = Field(
         description="The text that documents are compared with.", json_schema_extra={"minLength": 1}
     )
@@ -89,7 +92,10 @@ class ScoreBody(Body):
 
     defaults: ClassVar[Defaults] = _DEFAULTS
 
-    model: str = Field(description="The name of the model, which `/v1/models` lists.")
+    model: str | None = Field(
+        None,
+        description="The name of the model, which `/v1/models` lists; optional.",
+    )
     text_1: Any = Field(  # Any: a string or a list
         description="One text, or as many as `text_2` has.",
         json_schema_extra={"anyOf": [_TEXT, _TEXTS]},
