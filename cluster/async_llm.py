@@ -90,6 +90,7 @@ class AsyncLLM:
         """By the ids of requests; None until a request has entered the queue."""
         self._aborted: set[str] = set()
         """Those that were aborted before that."""
+        self._is_shut_down = False
         self._turns = asyncio.Lock()
         """Held by the call that enters the queue next."""
 
@@ -160,7 +161,7 @@ class AsyncLLM:
                 "beam_search() takes one prompt; call it once for each.", param="prompt"
             )
         check_params(params, BeamSearchParams, "params")
-        client = self._sink.client_of(asyncio.get_running_loop(), self._engine)
+        client = self._client()
         with self._freezer.freeze():
             start = await self._validated(prompts[0], params.sampling)
             check_beams_fit([start], params.beam_width, self._queue_limits, param="beam_width")
@@ -200,6 +201,7 @@ class AsyncLLM:
 
         Running requests end with EngineError. Further calls have no effect.
         """
+        self._is_shut_down = True
         self._sink.fail_all(EngineError("The engine was shut down."))
         self._engine.close()
         self._validator.close()
@@ -211,13 +213,18 @@ class AsyncLLM:
         # It waits for processes.
         await asyncio.to_thread(self.shutdown)
 
+    def _client(self) -> EngineClient:
+        if self._is_shut_down:
+            raise EngineError("The AsyncLLM is shut down; create another one.")
+        return self._sink.client_of(asyncio.get_running_loop(), self._engine)
+
     async def _generate(
         self, prompt: SaltedPrompt, params: SamplingParams | None, given_id: str | None
     ) -> AsyncGenerator[Generation]:
         if params is None:
             params = self._requests.default_params
         check_params(params, SamplingParams, "sampling_params")
-        client = self._sink.client_of(asyncio.get_running_loop(), self._engine)
+        client = self._client()
         request_id = given_id or secrets.token_hex(16)
         if request_id in self._streams:
             raise DuplicateIdError(request_id)

@@ -367,7 +367,9 @@ def test_shutdown_ends_what_runs() -> None:
         async for _ in engine.generate(TEXT, ENDLESS):
             engine.shutdown()
 
-    with pytest.raises(EngineError, match="shut down"):
+    with pytest.raises(EngineError, match="engine was shut down"):
+        asyncio.run(run())
+    with pytest.raises(EngineError, match="AsyncLLM is shut down"):
         asyncio.run(run())
     engine.shutdown()
 
