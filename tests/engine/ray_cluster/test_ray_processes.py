@@ -72,6 +72,8 @@ def test_no_process_is_left_that_starts_while_others_are_killed(label: str) -> N
         (PROGRAM, os.getppid(), "w", False),
         (PROGRAM, os.getpid(), "r", False),
     ],
+    # Test processes that share the work must give each test the same name.
+    ids=["daemon", "other program", "other owner", "reader"],
 )
 def test_process_whose_parent_has_ended_is_found_by_the_log_to_which_it_writes(
     tmp_path: Path, program: str, owner: int, mode: str, is_found: bool
