@@ -11,7 +11,7 @@ from pydantic import Field
 
 from cluster.serving.http.schema import Defaults
 from cluster.serving.inputs import GenerationInput, TokenizeInput
-from cluster.serving.openai.bodies.field_kinds import bounds
+from cluster.serving.openai.bodies.field_kinds import bounds, model_field
 from cluster.serving.openai.bodies.parameters import IGNORED, MODERATION
 from cluster.serving.openai.bodies.sampling_fields import SamplingFields
 from cluster.serving.responses.input_body import InputBody
@@ -85,10 +85,7 @@ class ResponsesBody(InputBody, SamplingFields):
         "max_tokens": "max_output_tokens",
     }
 
-    model: str | None = Field(
-        None,
-        description="The name of the model, which `/v1/models` lists; optional.",
-    )
+    model: str | None = model_field()
     store: bool | None = Field(
         None,
         description="Whether the response is kept in memory, so that it can be continued, read and "

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from cluster.serving.http.schema import Body
 from cluster.serving.inputs import EmbeddingInput
-from cluster.serving.openai.bodies.field_kinds import bounds, prompts_field
+from cluster.serving.openai.bodies.field_kinds import bounds, model_field, prompts_field
 from cluster.serving.openai.bodies.parameters import IGNORED
 from pagedray.errors import InvalidRequestError
 
@@ -28,10 +28,7 @@ class EmbeddingBody(Body):
     ignored: ClassVar[Mapping[str, str]] = {"user": IGNORED["user"]}
     synonyms: ClassVar[Mapping[str, str]] = {"prompt": "input", "text": "input", "texts": "input"}
 
-    model: str | None = Field(
-        None,
-        description="The name of the model, which `/v1/models` lists; optional.",
-    )
+    model: str | None = model_field()
     input: Any = prompts_field(MAX_INPUTS, min_items=1)  # Any: as for a prompt
     encoding_format: Literal["float", "base64"] = Field(
         "float", description="`base64` encodes little-endian 32-bit floats."

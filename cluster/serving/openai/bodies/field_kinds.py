@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field, JsonValue
 
-__all__ = ["bounds", "prompts_field"]
+__all__ = ["bounds", "model_field", "prompts_field"]
 
 
 # Any: a pydantic field.
@@ -17,6 +17,11 @@ def bounds(description: str, low: float | None = None, high: float | None = None
         name: value for name, value in limits.items() if value is not None
     }
     return Field(None, description=description, json_schema_extra=known)
+
+
+def model_field() -> Any:  # Any: a pydantic field
+    """Return a field with the name of the model, which clients may omit."""
+    return Field(None, description="The name of the model, which `/v1/models` lists; optional.")
 
 
 def prompts_field(max_items: int, *, min_items: int | None = None) -> Any:  # Any: a pydantic field

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from cluster.serving.http.schema import Defaults, named_schema, read_part
 from cluster.serving.openai.bodies.beam_fields import check_beams
-from cluster.serving.openai.bodies.field_kinds import bounds
+from cluster.serving.openai.bodies.field_kinds import bounds, model_field
 from cluster.serving.openai.bodies.parameters import IGNORED, REJECTED, WITHOUT_EFFECT
 from cluster.serving.openai.bodies.sampling_fields import SamplingFields
 from cluster.serving.openai.bodies.stream_options import StreamOptions
@@ -57,10 +57,7 @@ class GenerationBody(SamplingFields):
     }
     with_nulls: ClassVar[frozenset[str]] = frozenset(("messages", "stream_options"))
 
-    model: str | None = Field(
-        None,
-        description="The name of the model, which `/v1/models` lists; optional.",
-    )
+    model: str | None = model_field()
     n: int = Field(
         1,
         description="Number of choices for each prompt.",

@@ -9,7 +9,7 @@ from pydantic import Field, JsonValue
 
 from cluster.serving.http.schema import Body, BodyPart, Defaults, named_schema, read_part
 from cluster.serving.inputs import ScoreInput
-from cluster.serving.openai.bodies.field_kinds import bounds
+from cluster.serving.openai.bodies.field_kinds import bounds, model_field
 from cluster.serving.validation.score_validator import MAX_PAIRS
 from pagedray.errors import InvalidRequestError
 
@@ -47,10 +47,7 @@ class RerankBody(Body):
     defaults: ClassVar[Defaults] = {**_DEFAULTS, "max_tokens_per_doc": ()}
     max_entries: ClassVar[Mapping[str, int]] = {"documents": MAX_PAIRS}
 
-    model: str | None = Field(
-        None,
-        description="The name of the model, which `/v1/models` lists; optional.",
-    )
+    model: str | None = model_field()
     query: str = Field(
         description="The text that documents are compared with.", json_schema_extra={"minLength": 1}
     )
@@ -92,10 +89,7 @@ class ScoreBody(Body):
 
     defaults: ClassVar[Defaults] = _DEFAULTS
 
-    model: str | None = Field(
-        None,
-        description="The name of the model, which `/v1/models` lists; optional.",
-    )
+    model: str | None = model_field()
     text_1: Any = Field(  # Any: a string or a list
         description="One text, or as many as `text_2` has.",
         json_schema_extra={"anyOf": [_TEXT, _TEXTS]},
