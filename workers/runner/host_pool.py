@@ -9,6 +9,7 @@ import math
 import mmap
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -84,7 +85,12 @@ class HostPool:
 
         Call it while no step runs: steps would be slower meanwhile.
         """
-        return self._chunks is not None and self._thread is None and self._chunks.pin_next()
+        if self._chunks is None or self._thread is not None:
+            return False
+        # CUDA keeps the error of a failed call for the thread that made it, and torch would raise
+        # it at the next kernel of that thread, which must not be the one that runs steps.
+        with ThreadPoolExecutor(1, thread_name_prefix="pagedray-pin") as pinning:
+            return pinning.submit(self._chunks.pin_next).result()
 
     def start_pinning(self) -> None:
         """Begin to pin the blocks that are left in the background, unless that has begun.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import threading
 
 import pytest
 import torch
@@ -20,9 +21,12 @@ class FakePinner:
         self._num_left = num_chunks
         self.pinned: dict[int, int] = {}
         """Bytes by address."""
+        self.last_error = threading.local()
+        """As CUDA keeps it: for the thread whose call failed."""
 
     def pin(self, address: int, num_bytes: int) -> int:
         if not self._num_left:
+            self.last_error.code = 2
             return 2
         self._num_left -= 1
         assert all(
@@ -102,6 +106,15 @@ def test_parts_end_with_the_pool_or_the_first_that_cannot_be_pinned() -> None:
         assert [pool.pin_next() for _ in range(4)] == [True, True, False, False]
         assert pool.num_pinned_blocks == expected
     assert unpinned == [36]
+
+
+def test_a_failed_part_leaves_no_error_in_the_thread_that_asked_for_it() -> None:
+    # It runs the steps, and torch would raise the error at its next kernel.
+    pinner = FakePinner(0)
+    pool = HostPool(100, (2**20,), torch.uint8, pinner=pinner)
+    assert pool.pin_next()
+    assert not pool.pin_next()
+    assert not hasattr(pinner.last_error, "code")
 
 
 def test_memory_that_cannot_be_pinned_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
