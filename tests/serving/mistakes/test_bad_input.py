@@ -394,6 +394,8 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [  # Any: JSON
      "'function', not 'god'."),
     ({"messages": [{"role": "user", "content": 5}]},
      "messages.0.content must be a string or a list of text parts."),
+    ({"messages": [{"role": "user", "content": ["x", 5]}]},
+     "messages.0.content must be a string or a list of text parts."),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
      "messages.0.content.0 is not supported: image_url parts need a model that reads more than "
      "text."),

@@ -93,6 +93,8 @@ PROMPTS: list[tuple[dict[str, Any], str]] = [  # Any: JSON
     ({"messages": [{"role": "assistant", "tool_calls": [CALL]}]}, "::{}"),
     ({"messages": [{"role": "user", "content": [
         {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]}]}, "::hi"),
+    ({"messages": [{"role": "user", "content": ["hi", {"type": "text", "text": " "}, "ho"]}]},
+     "::hi ho"),
 ]  # fmt: skip
 
 

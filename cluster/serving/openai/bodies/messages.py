@@ -71,13 +71,16 @@ class Message(BodyPart):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Any = Field(  # Any: an error names the invalid part
         None,
-        description="A string or an array of text parts; optional with calls or reasoning. Special "
-        "tokens of the model are treated as ordinary text, in every text of a message or "
-        "tool.",
+        description="A string or an array of strings and text parts; optional with calls or "
+        "reasoning. Special tokens of the model are treated as ordinary text, in every text of a "
+        "message or tool.",
         json_schema_extra={
             "anyOf": [
                 {"type": "string"},
-                {"type": "array", "items": named_schema("TextPart")},
+                {
+                    "type": "array",
+                    "items": {"anyOf": [{"type": "string"}, named_schema("TextPart")]},
+                },
             ]
         },
     )
@@ -254,14 +257,19 @@ def _call_of(call: MessageCall, where: str) -> MessageToolCall:
     return MessageToolCall(id=call.id, name=call.function.name, arguments=arguments)
 
 
-def _is_text_part(part: object) -> bool:
+def _text_of(part: object) -> str | None:
+    """Return the text of a part of a message; None if it is no text part."""
+    if type(part) is str:
+        return part
     # As TextPart, whose validation would take ten times as long for each of thousands.
-    return (
+    if (
         type(part) is dict
         and (len(part) == 2 or part.keys() <= _TEXT_NAMES)
         and part.get("type") == "text"
-        and type(part.get("text")) is str
-    )
+        and type(text := part.get("text")) is str
+    ):
+        return text
+    return None
 
 
 def _content_of(given: object, where: str, *, is_needed: bool) -> str:
@@ -271,11 +279,16 @@ def _content_of(given: object, where: str, *, is_needed: bool) -> str:
         if is_needed:
             raise InvalidRequestError(f"{where} is required.", param=where)
         return ""
-    if isinstance(given, list) and all(map(_is_text_part, given)):
-        return "".join([part["text"] for part in given])
     if isinstance(given, list):
-        index = next(index for index, part in enumerate(given) if not _is_text_part(part))
-        _check_text_part(given[index], f"{where}.{index}")
+        texts: list[str] = []
+        for index, part in enumerate(given):
+            text = _text_of(part)
+            if text is None:
+                _check_text_part(part, f"{where}.{index}")
+                break
+            texts.append(text)
+        else:
+            return "".join(texts)
     raise InvalidRequestError(f"{where} must be a string or a list of text parts.", param=where)
 
 
