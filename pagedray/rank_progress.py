@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 __all__ = ["MAX_INDEX", "Phase", "ProgressBoard", "ProgressWord", "RankReport"]
 
 _CELL_BYTES = 8
-_NUM_CELLS = 8
-"""Cells of a rank: a cache line, which no other rank writes."""
+_NUM_CELLS = 16
+"""Cells of a rank: two cache lines, which no other rank writes."""
 _WORD, _NUM_BEATS, _NUM_FINISHED, _IS_COMPILING, _PID, _START_TICKS = range(6)
-_COPYING, _NUM_UNPINNED = 6, 7
+_COPYING, _NUM_UNPINNED, _NUM_UNCAPTURED = 6, 7, 8
 _NUM_COUNTS = 1 << 40
 """A word has a count of the words before it."""
 _NO_INDEX = 0xFFFF
@@ -109,6 +109,8 @@ class RankReport:
     """When its process started, which tells it from a later one with the same id."""
     num_unpinned: int = 0
     """Blocks of its CPU pool that cannot be pinned."""
+    num_uncaptured: int = 0
+    """Sizes of steps whose CUDA graphs could not be captured."""
     copying: int = 0
     """One more than the oldest step that it has finished but for its block copies; 0 is none."""
 
@@ -136,6 +138,7 @@ class RankReport:
             pid=cells[_PID],
             start_ticks=cells[_START_TICKS],
             num_unpinned=cells[_NUM_UNPINNED],
+            num_uncaptured=cells[_NUM_UNCAPTURED],
             copying=cells[_COPYING],
         )
 
@@ -199,6 +202,14 @@ class ProgressWord:
         """Note how many blocks of the CPU pool cannot be pinned, in this epoch and later ones."""
         self._num_unpinned = num_blocks
         self._cells[_NUM_UNPINNED] = num_blocks
+
+    def begin_captures(self) -> None:
+        """Note that graphs are captured from the beginning."""
+        self._cells[_NUM_UNCAPTURED] = 0
+
+    def add_uncaptured(self, num_sizes: int) -> None:
+        """Note sizes of steps whose CUDA graphs could not be captured, in this epoch."""
+        self._cells[_NUM_UNCAPTURED] += num_sizes
 
     def beat(self, *, is_compiling: bool) -> None:
         """Note that the process runs."""

@@ -111,6 +111,7 @@ class DecoderWorker(Worker):
     def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> AttentionReport:
         # Of an attempt that failed for want of memory.
         self._close_jobs()
+        self._group.progress.begin_captures()
         cache = self._make_cache(num_blocks, num_cpu_blocks)
         if self._host_pool is not None and self._host_pool.checksums is not None:
             self._checksum_jobs = ChecksumJobs(self._host_pool.checksums)
@@ -272,6 +273,7 @@ class DecoderWorker(Worker):
                 sizes=sizes.decodes,
                 pool=pool,
                 progress=self._group.progress,
+                is_alone=self._group.size == 1,
             )
         if sizes.pieces:
             piece_graphs = PieceGraphs(
@@ -282,6 +284,7 @@ class DecoderWorker(Worker):
                 sizes=sizes.pieces,
                 pool=pool,
                 progress=self._group.progress,
+                is_alone=self._group.size == 1,
             )
         return ModelRunner(
             model=self._model,

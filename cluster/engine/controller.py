@@ -140,6 +140,7 @@ class Controller(StepLoop):
                 num_hangs=dict(self._num_hangs),
                 num_lethal_requests=self._inquiry.num_culprits,
                 num_unpinned_blocks=self._num_unpinned,
+                num_uncaptured_graphs=self._num_uncaptured,
                 step_times=self._step_times.snapshot(),
             )
 

@@ -44,6 +44,8 @@ class RankHealth:
     """Whether a rank has work, other than waiting for masks."""
     num_unpinned: int = 0
     """Blocks of CPU pools that cannot be pinned, of all ranks; 0 while a rank hangs."""
+    num_uncaptured: int = 0
+    """Sizes of steps whose CUDA graphs could not be captured; 0 while a rank hangs."""
 
 
 class Executor(ABC):

@@ -32,6 +32,8 @@ class EngineStats:
     """Requests that ended because ranks died whenever they ran."""
     num_unpinned_blocks: int = 0
     """Blocks of the CPU pools that cannot be pinned, of all ranks."""
+    num_uncaptured_graphs: int = 0
+    """CUDA graphs that could not be captured; steps of their sizes run without them."""
     step_times: HistogramSnapshot = field(default_factory=HistogramSnapshot)
 
     @property

@@ -63,6 +63,8 @@ class StepLoop(ABC):
         """Hangs that were found, by what made no progress."""
         self._num_unpinned = 0
         """Blocks of CPU pools that cannot be pinned."""
+        self._num_uncaptured = 0
+        """Sizes of steps whose CUDA graphs could not be captured."""
         self._stall = ""
         """What makes no progress; empty if everything does."""
         self._step_clock, self._stall_clock = ProgressClock(), ProgressClock()
@@ -235,6 +237,7 @@ class StepLoop(ABC):
             return
         health = self._executor.observe_ranks(now_s)
         self._num_unpinned = health.num_unpinned
+        self._num_uncaptured = health.num_uncaptured
         silence_s = self._step_clock.silence_s(
             now_s, self._num_steps, is_expected=health.is_busy or not self._has_work
         )

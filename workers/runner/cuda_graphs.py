@@ -56,15 +56,19 @@ class DecodeGraphs(StepGraphs[_Graph]):
         sizes: list[int],
         pool: Any,  # Any: torch does not export the type
         progress: ProgressWord,
+        is_alone: bool,
     ) -> None:
         """`sizes` are the batch sizes to capture, ascending; `table` begins the steps."""
-        super().__init__(model, kv_cache, table, sizes=sizes, pool=pool, progress=progress)
+        super().__init__(
+            model,
+            kv_cache,
+            table,
+            sizes=sizes,
+            pool=pool,
+            progress=progress,
+            is_alone=is_alone,
+        )
         self._state = backend.get_state_cls()(spec)
-
-    def can_replay(self, inputs: StepInputs) -> bool:
-        """Return whether a step has only decodes, and no more than the largest captured size."""
-        batch = inputs.attention
-        return batch.num_prefills == 0 and batch.num_decodes <= self._sizes[-1]
 
     def replay(self, inputs: StepInputs, metadata: AttentionMetadata) -> torch.Tensor:
         num_tokens = len(inputs.token_ids)
@@ -75,6 +79,11 @@ class DecodeGraphs(StepGraphs[_Graph]):
         hidden = graph.hidden[:num_tokens]
         indices = inputs.logits_indices
         return hidden if indices is None else hidden.index_select(0, indices)
+
+    def _fits(self, inputs: StepInputs) -> bool:
+        """Return whether a step has only decodes, and no more than the largest captured size."""
+        batch = inputs.attention
+        return batch.num_prefills == 0 and batch.num_decodes <= self._sizes[-1]
 
     def _capture(self, size: int) -> _Graph:
         with self._state.graph_capture(size):

@@ -63,15 +63,20 @@ class PieceGraphs(StepGraphs[Recording]):
         sizes: list[int],
         pool: Any,  # Any: torch does not export the type
         progress: ProgressWord,
+        is_alone: bool,
     ) -> None:
         """`sizes` are the numbers of tokens to capture, ascending; `table` begins the steps."""
-        super().__init__(model, kv_cache, table, sizes=sizes, pool=pool, progress=progress)
+        super().__init__(
+            model,
+            kv_cache,
+            table,
+            sizes=sizes,
+            pool=pool,
+            progress=progress,
+            is_alone=is_alone,
+        )
         self._builder = builder
         self._slots = torch.full_like(self._token_ids, -1)
-
-    def can_replay(self, inputs: StepInputs) -> bool:
-        """Return whether a step has no more tokens than the largest captured size."""
-        return len(inputs.token_ids) <= self._sizes[-1]
 
     def replay(self, inputs: StepInputs, metadata: AttentionMetadata) -> torch.Tensor:
         num_tokens = len(inputs.token_ids)
@@ -92,6 +97,10 @@ class PieceGraphs(StepGraphs[Recording]):
             None if delta is None else delta.narrow(0, 0, num_tokens),
             inputs.logits_indices,
         )
+
+    def _fits(self, inputs: StepInputs) -> bool:
+        """Return whether a step has no more tokens than the largest captured size."""
+        return len(inputs.token_ids) <= self._sizes[-1]
 
     def _capture(self, size: int) -> Recording:
         token_ids, positions = self._token_ids[:size], self._positions[:size]

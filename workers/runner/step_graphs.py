@@ -1,17 +1,17 @@
 """What the graphs of decodes and those of steps with prompts have in common.
 
-Owns the sizes and the captures; does not know what a capture holds.
+Owns the captures and their stream; does not know what a capture holds.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from bisect import bisect_left
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
 from pagedray.rank_progress import Phase, ProgressWord
+from workers.runner.captures import Captures
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,8 +41,12 @@ class StepGraphs(ABC, Generic[Capture]):
         sizes: list[int],
         pool: Any,  # Any: torch does not export the type
         progress: ProgressWord,
+        is_alone: bool,
     ) -> None:
-        """`sizes` are the numbers of tokens to capture, ascending; `table` begins the steps."""
+        """`sizes` are the numbers of tokens to capture, ascending; `table` begins the steps.
+
+        `is_alone` says that no other rank runs the same steps.
+        """
         self._progress = progress
         self._model = model
         self._kv_cache = kv_cache
@@ -54,26 +58,25 @@ class StepGraphs(ABC, Generic[Capture]):
         self._positions = table.positions[: sizes[-1]]
         # One for all captures, since cuBLAS keeps memory for each stream.
         self._stream = torch.cuda.Stream(model.device)
-        self._captures: dict[int, Capture] = {}
+        self._captures = Captures(
+            sizes, self._captured_on_stream, progress=progress, may_lack=is_alone
+        )
 
     @property
     def missing_sizes(self) -> list[int]:
-        """The sizes that are not captured, ascending."""
-        return [size for size in self._sizes if size not in self._captures]
+        """The sizes that are still to be captured, ascending."""
+        return self._captures.missing_sizes
 
     def capture_graphs(self, *, only_largest: bool = False) -> None:
-        """Capture the missing sizes, or only the largest; a replay captures the one that it needs.
+        """Capture the missing sizes, or only the largest; a step captures the one that it needs.
 
-        All ranks of a group must do this at the same time.
+        All ranks of a group must do this at the same time. Raises what capturing raises.
         """
-        # The largest first, since the smaller ones reuse its memory pool.
-        for size in self._sizes[-1:] if only_largest else reversed(self._sizes):
-            if size not in self._captures:
-                self._add_capture(size)
+        self._captures.capture_all(only_largest=only_largest)
 
     def capture_next(self) -> None:
-        """Capture the smallest missing size."""
-        self._add_capture(self.missing_sizes[0])
+        """Capture the smallest missing size; if that fails, some steps run without graphs."""
+        self._captures.capture_next()
 
     @torch.inference_mode()
     def trace(self) -> None:
@@ -85,16 +88,20 @@ class StepGraphs(ABC, Generic[Capture]):
             self._progress.enter(Phase.CAPTURING, size)
             self._trace(size)
 
-    @abstractmethod
     def can_replay(self, inputs: StepInputs) -> bool:
-        """Return whether graphs can run a step."""
+        """Return whether graphs can run a step; captures what is missing for it."""
+        return self._fits(inputs) and self._captures.find(len(inputs.token_ids)) is not None
 
     @abstractmethod
     def replay(self, inputs: StepInputs, metadata: AttentionMetadata) -> torch.Tensor:
         """Return the normed hidden states, `[num_sampled, hidden_size]`.
 
-        The next replay may overwrite them.
+        Call it only if `can_replay`. The next replay may overwrite them.
         """
+
+    @abstractmethod
+    def _fits(self, inputs: StepInputs) -> bool:
+        """Return whether the step is of a kind and size that is captured."""
 
     @abstractmethod
     def _capture(self, size: int) -> Capture:
@@ -106,18 +113,16 @@ class StepGraphs(ABC, Generic[Capture]):
 
     def _capture_for(self, num_tokens: int) -> tuple[int, Capture]:
         """Return the padded number of tokens, and its capture."""
-        size = self._sizes[bisect_left(self._sizes, num_tokens)]
-        if size not in self._captures:
-            # Every rank has the same plans, so that all capture at the same step.
-            self._add_capture(size)
-        return size, self._captures[size]
+        found = self._captures.find(num_tokens)
+        assert found is not None
+        return found
 
     def _run_first(self, run: Callable[[], object]) -> None:
         """Run what is captured next, unless there are captures.
 
         Libraries allocate what they need at their first call, outside the captures' memory.
         """
-        if self._captures:
+        if self._captures.are_any:
             return
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -127,6 +132,7 @@ class StepGraphs(ABC, Generic[Capture]):
         torch.cuda.empty_cache()
 
     @torch.inference_mode()
-    def _add_capture(self, size: int) -> None:
-        self._progress.enter(Phase.CAPTURING, size)
-        self._captures[size] = self._capture(size)
+    def _captured_on_stream(self, size: int) -> Capture:
+        # If a capture fails, torch may leave its stream as the current one.
+        with torch.cuda.stream(torch.cuda.current_stream()):
+            return self._capture(size)

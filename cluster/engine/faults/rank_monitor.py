@@ -93,8 +93,11 @@ class RankMonitor:
             for report in reports
         )
         if not hung:
-            num_unpinned = sum(report.num_unpinned for report in reports)
-            return RankHealth(is_busy=is_busy, num_unpinned=num_unpinned)
+            return RankHealth(
+                is_busy=is_busy,
+                num_unpinned=sum(report.num_unpinned for report in reports),
+                num_uncaptured=sum(report.num_uncaptured for report in reports),
+            )
         return RankHealth(hang=self._sentence(hung, reports), is_busy=is_busy)
 
     def _sentence(self, hung: list[int], reports: Sequence[RankReport]) -> str:

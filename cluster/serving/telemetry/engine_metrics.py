@@ -191,6 +191,11 @@ def _preemption_families(stats: EngineStats) -> Iterator[Metric]:
 def _step_families(stats: EngineStats) -> Iterator[Metric]:
     yield _gauge("last_step_seconds", "Duration of the last step", stats.last_step_s)
     yield duration_family("step_seconds", "Duration of a step", stats.step_times)
+    yield _gauge(
+        "uncaptured_graphs",
+        "CUDA graphs that could not be captured; steps of their sizes run without them",
+        stats.num_uncaptured_graphs,
+    )
     yield _counter("steps", "Steps run", stats.num_steps)
     yield _counter("prompt_tokens", "Prompt tokens accepted", stats.num_prompt_tokens)
     yield _counter("generated_tokens", "Tokens generated", stats.num_generated_tokens)

@@ -151,9 +151,11 @@ def test_rank_that_waits_for_others_to_load_is_not_blamed(ranks: Ranks) -> None:
     assert hang.startswith("Rank 1 has")
 
 
-def test_blocks_that_cannot_be_pinned_are_counted_over_all_ranks(ranks: Ranks) -> None:
+def test_what_makes_ranks_slower_is_counted_over_all_ranks(ranks: Ranks) -> None:
     ranks.start_processes()
     ranks.monitor.begin_steps()
     for number, word in enumerate(ranks.words, start=1):
         word.note_unpinned(number)
-    assert ranks.monitor.observe(0.0).num_unpinned == 3
+        word.add_uncaptured(10 * number)
+    health = ranks.monitor.observe(0.0)
+    assert (health.num_unpinned, health.num_uncaptured) == (3, 30)

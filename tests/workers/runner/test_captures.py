@@ -1,0 +1,102 @@
+"""The captures of a rank, and steps without one after a failure."""
+
+from __future__ import annotations
+
+import pytest
+
+from pagedray.rank_progress import ProgressWord, RankReport
+from workers.runner.captures import Captures
+
+SIZES = [1, 2, 4, 8]
+
+
+class Gpu:
+    """Captures sizes as text, for as long as it has memory."""
+
+    def __init__(self, num_captures: int = 100) -> None:
+        self.num_captures = num_captures
+        self.captured: list[int] = []
+
+    def capture(self, size: int) -> str:
+        if len(self.captured) == self.num_captures:
+            raise RuntimeError("CUDA out of memory.\nSee the documentation.")
+        self.captured.append(size)
+        return f"graph {size}"
+
+
+def make_captures(gpu: Gpu, progress: ProgressWord, *, may_lack: bool = True) -> Captures[str]:
+    return Captures(SIZES, gpu.capture, progress=progress, may_lack=may_lack)
+
+
+def num_uncaptured(progress: ProgressWord) -> int:
+    return RankReport.from_cells(progress.cells()).num_uncaptured
+
+
+def test_the_largest_is_captured_first_and_others_by_size_or_when_a_step_needs_them() -> None:
+    gpu = Gpu()
+    captures = make_captures(gpu, ProgressWord())
+    assert not captures.are_any
+    captures.capture_all(only_largest=True)
+    assert captures.are_any
+    assert captures.find(3) == (4, "graph 4")
+    assert captures.find(4) == (4, "graph 4")
+    captures.capture_next()
+    assert captures.missing_sizes == [2]
+    captures.capture_all(only_largest=False)
+    assert gpu.captured == [8, 4, 1, 2]
+    assert captures.missing_sizes == []
+
+
+def test_after_a_failure_missing_sizes_have_no_graph_and_captured_ones_do(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    gpu, progress = Gpu(2), ProgressWord()
+    captures = make_captures(gpu, progress)
+    captures.capture_all(only_largest=True)
+    captures.capture_next()
+    captures.capture_next()
+    # Memory is free again, but a rank that fails and succeeds by turns would pause again and again.
+    gpu.num_captures = 100
+    assert captures.missing_sizes == []
+    assert [captures.find(size) for size in SIZES] == [
+        (1, "graph 1"),
+        None,
+        None,
+        (8, "graph 8"),
+    ]
+    assert num_uncaptured(progress) == 2
+    assert caplog.messages == [
+        "Could not capture the CUDA graph of size 2; steps of 2 sizes run without graphs and are "
+        "slower: CUDA out of memory."
+    ]
+
+
+def test_a_step_whose_graph_cannot_be_captured_runs_without_it() -> None:
+    progress = ProgressWord()
+    captures = make_captures(Gpu(1), progress)
+    captures.capture_all(only_largest=True)
+    assert captures.find(1) is None
+    assert num_uncaptured(progress) == 3
+    # Graphs of another kind may fail too.
+    other = make_captures(Gpu(0), progress)
+    other.capture_next()
+    assert num_uncaptured(progress) == 7
+    progress.begin_captures()
+    assert num_uncaptured(progress) == 0
+
+
+def test_a_failure_before_the_first_step_is_raised() -> None:
+    captures = make_captures(Gpu(1), ProgressWord())
+    captures.capture_all(only_largest=True)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        captures.capture_all(only_largest=False)
+
+
+def test_one_of_several_ranks_raises_at_a_step_too() -> None:
+    # The others would run the step padded, and this one would not.
+    captures = make_captures(Gpu(1), ProgressWord(), may_lack=False)
+    captures.capture_all(only_largest=True)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        captures.find(1)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        captures.capture_next()
