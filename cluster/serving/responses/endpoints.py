@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["responses_endpoints"]
 
-_NAMES = {"max_tokens": "max_output_tokens", "messages": "input"}
+_COUNT_NAMES = {"messages": "input"}
 
 
 @dataclass(slots=True)
@@ -50,6 +50,8 @@ class _Asked:
     tools: ToolUse
     names: Mapping[str, FunctionName]
     """Those of functions in namespaces, by those that the model knows."""
+    params: Mapping[str, str]
+    """The client's names for parameters of the engine."""
     echo: Echo
     is_stream: bool
     is_stored: bool
@@ -93,8 +95,6 @@ class _Handlers:
         given = replace(
             asked.given, tenant=call.tenant.name, origin=call.origin, continuation=continuation
         )
-        structure = "tools" if asked.tools.sets_structure else "text.format"
-        names = {"structure": structure, **_NAMES}
         kept = self._servicer.buffers.open_buffer(call.tenant.name)
         kept.collect(len(asked.echo.large))
         try:
@@ -102,7 +102,7 @@ class _Handlers:
         except BaseException as error:
             kept.clear()
             if isinstance(error, InvalidRequestError):
-                raise renamed(error, names) from error
+                raise renamed(error, asked.params) from error
             raise
         generation.keep_until_closed(kept)
         # Clients may choose the ids of calls, but not those of stored responses.
@@ -147,7 +147,7 @@ class _Handlers:
             try:
                 token_ids = await self._servicer.tokenize(replace(given, tenant=call.tenant.name))
             except InvalidRequestError as error:
-                raise renamed(error, _NAMES) from error
+                raise renamed(error, _COUNT_NAMES) from error
         return json_response({"object": "response.input_tokens", "input_tokens": len(token_ids)})
 
     async def list_input(self, call: HttpCall) -> Response:
@@ -197,6 +197,7 @@ class _Handlers:
             given=given,
             tools=tools,
             names=functions.names,
+            params=body.names(tools),
             echo=echo,
             is_stream=body.stream,
             is_stored=is_stored,

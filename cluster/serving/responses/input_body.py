@@ -10,6 +10,7 @@ from pydantic import Field
 from cluster.serving.http.schema import Body, BodyPart, named_schema, read_part
 from cluster.serving.json_bodies.json_text import json_text
 from cluster.serving.openai.bodies.chat_body import MAX_MESSAGES
+from cluster.serving.openai.bodies.structure import RequestedStructure
 from cluster.serving.openai.bodies.tool_fields import read_choice_of
 from cluster.serving.responses.function_tools import FunctionTools
 from cluster.serving.responses.items import ITEMS, read_items
@@ -19,7 +20,6 @@ from cluster.serving.tools.tool import MAX_TOOLS
 from cluster.serving.tools.tool_choice import ToolChoice, ToolUse, check_allowed
 from cluster.structured.grammar.grammar_text import MAX_TEXT_BYTES
 from pagedray.errors import InvalidRequestError
-from pagedray.request import Structure
 
 if TYPE_CHECKING:
     from cluster.serving.intake.steps import Steps
@@ -167,31 +167,32 @@ class InputBody(Body):
         variables = given.variables(known_variables, note_ignored)
         return ChatPrompt(messages, tools.for_template, variables=variables)
 
-    def structure(self) -> Structure | None:
-        """Return the structure of the text, if it has one. Raises InvalidRequestError."""
+    def requested_structure(self) -> RequestedStructure:
+        """Return the requested structure of the text. Raises InvalidRequestError."""
+        requested = RequestedStructure()
         if self.text is None:
-            return None
+            return requested
         if not isinstance(self.text, dict):
             raise InvalidRequestError("text must be an object.", param="text")
         given, param = self.text.get("format"), "text.format"
         kept = {name: one for name, one in self.text.items() if name != "format"}
         read_part(TextConfig, kept, "text")
         if given is None:
-            return None
+            return requested
         schema = given.get("schema") if isinstance(given, dict) else None
         read = read_part(
             TextFormat, {**given, "schema": {}} if schema is not None else given, param
         )
-        if read.type == "text":
-            return None
         if read.type == "json_object":
-            return Structure(kind="json_object")
-        if not isinstance(schema, dict):
-            raise InvalidRequestError(
-                f"{param}.schema must be a JSON Schema.", param=f"{param}.schema"
-            )
-        text = json_text(schema, f"{param}.schema", most_bytes=MAX_TEXT_BYTES)
-        return Structure(kind="json_schema", text=text)
+            requested.add_structure("json_object", "", param)
+        elif read.type == "json_schema":
+            if not isinstance(schema, dict):
+                raise InvalidRequestError(
+                    f"{param}.schema must be a JSON Schema.", param=f"{param}.schema"
+                )
+            text = json_text(schema, f"{param}.schema", most_bytes=MAX_TEXT_BYTES)
+            requested.add_structure("json_schema", text, param)
+        return requested
 
     def _choice(self, *, has_tools: bool) -> Steps[ToolChoice]:
         return read_choice_of(

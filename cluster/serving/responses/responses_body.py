@@ -20,6 +20,7 @@ from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from cluster.serving.intake.steps import Steps
+    from cluster.serving.openai.bodies.structure import RequestedStructure
     from cluster.serving.text.templates.chat_prompt import ChatMessage
     from cluster.serving.tools.tool_choice import ToolUse
 
@@ -136,19 +137,36 @@ class ResponsesBody(InputBody, SamplingFields):
         sampling = self.common_sampling()
         if self.max_output_tokens is not None:
             sampling["max_tokens"] = self.max_output_tokens
-        structure = yield from tools.structure(self.structure(), "text.format")
+        requested = self.requested_structure()
+        structure = yield from tools.structure(requested.structure, requested.param)
         if structure is not None:
             sampling["structure"] = structure
         return GenerationInput(
             prompts=(prompt,),
             sampling=sampling,
             model=self.model,
-            client_id=client_id,
+            client_id=self.client_id(client_id),
             priority=self.priority,
             cache_salt=self.cache_salt or "",
             # Some models mark a call with special tokens.
-            skips_special_tokens=not tools.is_read,
+            skips_special_tokens=self.skip_special_tokens and not tools.is_read,
+            includes_stop=self.include_stop_str_in_output,
         )
+
+    def requested_structure(self) -> RequestedStructure:
+        """Return the requested structure of the text. Raises InvalidRequestError."""
+        requested = super().requested_structure()
+        self.add_structured_outputs(requested)
+        return requested
+
+    def names(self, tools: ToolUse) -> dict[str, str]:
+        """Return the client's names for parameters of the engine that differ from them."""
+        structure = "tools" if tools.sets_structure else self.requested_structure().param
+        return {
+            "max_tokens": "max_output_tokens",
+            "messages": "input",
+            "structure": structure or "text.format",
+        }
 
     def echoed(self, *, is_stored: bool) -> Steps[Echo]:
         """Return the parameters that a response repeats."""
@@ -200,7 +218,7 @@ class InputTokensBody(InputBody):
     ) -> Steps[TokenizeInput]:
         """Return the input of the call. Raises InvalidRequestError."""
         # It may be invalid.
-        self.structure()
+        self.requested_structure()
         prompt = yield from self.prompt(
             tools, known_variables=known_variables, note_ignored=note_ignored, earlier=earlier
         )

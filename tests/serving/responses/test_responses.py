@@ -20,6 +20,7 @@ from cluster.serving.memory.tenant_bytes import BufferLimits
 from cluster.serving.responses.items import read_items
 from cluster.serving.responses.stored_responses import StoreLimits
 from cluster.serving.text.tokenizer import Tokenizer
+from pagedray.request import Structure
 from tests.serving.checkpoint import write_tokenizer
 from tests.serving.conftest import Server
 from tests.serving.waiting import wait_until
@@ -133,6 +134,42 @@ def test_parameters_of_vllm_are_those_of_the_request(tool_server: Server) -> Non
     found = {name: getattr(request.sampling, name) for name in given}
     assert found == given | {"stop": ("a",)}
     assert (request.priority, bool(request.cache_salt)) == (2, True)
+
+
+def test_biases_and_structures_of_vllm_are_those_of_the_request(tool_server: Server) -> None:
+    tool_server.engine.reset()
+    given = {"logit_bias": {"5": -2}, "structured_outputs": {"regex": "a+"}, "request_id": "mine"}
+    answer = posted(tool_server, given)
+    assert (answer.status_code, answer.headers["x-request-id"]) == (200, "mine")
+    (request,) = tool_server.engine.log.submitted
+    assert request.sampling.logit_bias == {5: -2}
+    assert request.sampling.structure == Structure(kind="regex", text="a+")
+    assert request.grammar is not None
+
+
+def test_text_may_include_its_end(tool_server: Server, client: openai.OpenAI) -> None:
+    say(tool_server, "One, two, three.")
+    whole, kept = (
+        client.responses.create(
+            model="tiny",
+            input="hi",
+            extra_body={"stop": [" two"], "include_stop_str_in_output": kept},
+        )
+        for kept in (False, True)
+    )
+    assert (whole.output_text, kept.output_text) == ("One,", "One, two")
+
+
+def test_text_may_include_special_tokens(tool_server: Server, client: openai.OpenAI) -> None:
+    (special,) = tool_server.tokenizer.encode("<|system|>", add_special_tokens=False)
+    hello = tool_server.tokenizer.encode("Hello", add_special_tokens=False)
+    tool_server.engine.script = lambda request, index: [special, *hello, 1]
+    skipped, kept = (
+        client.responses.create(model="tiny", input="hi", extra_body={"skip_special_tokens": skips})
+        for skips in (True, False)
+    )
+    assert skipped.output_text == "Hello"
+    assert kept.output_text.startswith("<|system|>Hello")
 
 
 def test_response_has_their_shape(tool_server: Server, client: openai.OpenAI) -> None:

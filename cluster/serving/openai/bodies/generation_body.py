@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from pydantic import Field
 
-from cluster.serving.http.schema import Defaults, named_schema, read_part
+from cluster.serving.http.schema import Defaults, named_schema
 from cluster.serving.openai.bodies.beam_fields import check_beams
 from cluster.serving.openai.bodies.field_kinds import bounds, model_field
 from cluster.serving.openai.bodies.parameters import IGNORED, REJECTED, WITHOUT_EFFECT
@@ -17,7 +16,6 @@ from cluster.serving.openai.bodies.sampling_fields import SamplingFields
 from cluster.serving.openai.bodies.stream_options import StreamOptions
 from cluster.serving.openai.bodies.structure import (
     RequestedStructure,
-    StructuredOutputs,
     read_response_format,
 )
 from pagedray.errors import InvalidRequestError
@@ -33,9 +31,7 @@ from pagedray.wording.shown_value import shown_value
 
 __all__ = ["GenerationBody"]
 
-_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,19}")
 _SAMPLING_NAMES = ("n", "max_tokens", "min_tokens", "prompt_logprobs")
-_LAST_OF_LATIN_1 = "\u00ff"
 
 
 class GenerationBody(SamplingFields):
@@ -116,16 +112,6 @@ class GenerationBody(SamplingFields):
             "maxItems": MAX_BAD_WORDS,
         },
     )
-    logit_bias: Any = Field(
-        None,
-        description="Token ids and the biases added to their logits.",
-        json_schema_extra={
-            "type": "object",
-            "propertyNames": {"pattern": "^[0-9]{1,10}$"},
-            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
-            "maxProperties": MAX_LOGIT_BIAS,
-        },
-    )
     stream: bool = Field(
         False, description="Whether the response is a stream of server-sent events."
     )
@@ -134,23 +120,11 @@ class GenerationBody(SamplingFields):
         description="`include_usage`, `continuous_usage_stats` and `resumable`; requires stream = "
         "true.",
     )
-    skip_special_tokens: bool = Field(
-        True, description="Whether special tokens are left out of the text."
-    )
-    include_stop_str_in_output: bool = Field(
-        False, description="Whether the text includes the stop string or token that ended it."
-    )
     # Read when used, so that an error names the innermost field.
     response_format: Any = Field(
         None,
         description="`text`, `json_object`, `json_schema` with a schema, or `structural_tag`.",
         json_schema_extra=named_schema("ResponseFormat"),
-    )
-    structured_outputs: Any = Field(
-        None,
-        description="A constraint on the output: one of `json`, `regex`, `choice`, `grammar`, "
-        "`json_object` and `structural_tag`.",
-        json_schema_extra=named_schema("StructuredOutputs"),
     )
     guided_json: Any = Field(
         None,
@@ -164,10 +138,6 @@ class GenerationBody(SamplingFields):
         json_schema_extra={"type": "array", "items": {"type": "string"}},
     )
     guided_grammar: str | None = Field(None, description="The same as structured_outputs.grammar.")
-    request_id: str | None = Field(
-        None,
-        description="The same as the header X-Request-Id; if both are set, they must be equal.",
-    )
     truncate_prompt_tokens: int | None = Field(
         None,
         description="Keep only this many tokens at the end of the prompt; -1 keeps as many as fit "
@@ -242,33 +212,12 @@ class GenerationBody(SamplingFields):
         if best_of > self.n and self.stream:
             raise InvalidRequestError("best_of above n requires stream = false.", param="best_of")
 
-    def client_id(self, header: str | None) -> str | None:
-        """Return the client's own id of the call. Raises InvalidRequestError."""
-        if self.request_id is None:
-            return header
-        if any(character > _LAST_OF_LATIN_1 for character in self.request_id):
-            raise InvalidRequestError(
-                "request_id must have characters of Latin-1 only: responses have it in the "
-                "header X-Request-Id.",
-                param="request_id",
-            )
-        if header is None:
-            return self.request_id
-        if self.request_id != header:
-            raise InvalidRequestError(
-                "request_id and the header X-Request-Id must be equal if both are set.",
-                param="request_id",
-            )
-        return header
-
     def requested_structure(self) -> RequestedStructure:
         """Return the requested structure of the output. Raises InvalidRequestError."""
         requested = RequestedStructure()
         if self.response_format is not None:
             read_response_format(self.response_format, requested)
-        if self.structured_outputs is not None:
-            outputs = read_part(StructuredOutputs, self.structured_outputs, "structured_outputs")
-            requested.add_outputs(outputs, "structured_outputs")
+        self.add_structured_outputs(requested)
         if self.guided_json is not None:
             requested.add_schema(self.guided_json, "guided_json")
         if self.guided_regex is not None:
@@ -301,8 +250,6 @@ class GenerationBody(SamplingFields):
                 raise InvalidRequestError(
                     "allowed_token_ids must not be empty.", param="allowed_token_ids"
                 )
-        if self.logit_bias is not None:
-            given["logit_bias"] = _bias_of(self.logit_bias)
         if self.num_logprobs is not None:
             given["logprobs"] = self.num_logprobs
         if self.num_generated > self.n:
@@ -316,17 +263,3 @@ def _tuple_of(given: object, name: str) -> tuple[object, ...]:
     if not isinstance(given, list):
         raise InvalidRequestError(f"{name} must be a list of integers.", param=name)
     return tuple(given)
-
-
-def _bias_of(given: object) -> dict[object, object]:
-    if not isinstance(given, dict):
-        raise InvalidRequestError(
-            "logit_bias must be an object that maps token ids to numbers.", param="logit_bias"
-        )
-    wrong = next((name for name in given if not _INTEGER.fullmatch(name)), None)
-    if wrong is not None:
-        raise InvalidRequestError(
-            f'logit_bias maps token ids, such as "5", and not {shown_value(wrong)}.',
-            param="logit_bias",
-        )
-    return {int(name): value for name, value in given.items()}

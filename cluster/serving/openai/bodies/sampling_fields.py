@@ -1,18 +1,24 @@
-"""The parameters of sampling that all endpoints which generate text have in common."""
+"""The parameters that all of OpenAI's endpoints which generate text have in common."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from pydantic import Field, JsonValue
 
-from cluster.serving.http.schema import Body
+from cluster.serving.http.schema import Body, named_schema, read_part
 from cluster.serving.inputs import MAX_SALT_LENGTH
 from cluster.serving.openai.bodies.field_kinds import bounds
-from pagedray.request import MAX_STOP, MAX_STOP_LENGTH
+from cluster.serving.openai.bodies.structure import RequestedStructure, StructuredOutputs
+from pagedray.errors import InvalidRequestError
+from pagedray.request import MAX_LOGIT_BIAS, MAX_STOP, MAX_STOP_LENGTH
+from pagedray.wording.shown_value import shown_value
 
 __all__ = ["SamplingFields"]
 
+_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,19}")
+_LAST_OF_LATIN_1 = "\u00ff"
 _NAMES = (
     "temperature",
     "top_k",
@@ -65,6 +71,33 @@ class SamplingFields(Body):
             "anyOf": [_ONE_STOP, {"type": "array", "items": _ONE_STOP, "maxItems": MAX_STOP}]
         },
     )
+    logit_bias: Any = Field(
+        None,
+        description="Token ids and the biases added to their logits.",
+        json_schema_extra={
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+            "maxProperties": MAX_LOGIT_BIAS,
+        },
+    )
+    skip_special_tokens: bool = Field(
+        True, description="Whether special tokens are left out of the text."
+    )
+    include_stop_str_in_output: bool = Field(
+        False, description="Whether the text includes the stop string or token that ended it."
+    )
+    # Read when used, so that an error names the innermost field.
+    structured_outputs: Any = Field(
+        None,
+        description="A constraint on the output: one of `json`, `regex`, `choice`, `grammar`, "
+        "`json_object` and `structural_tag`.",
+        json_schema_extra=named_schema("StructuredOutputs"),
+    )
+    request_id: str | None = Field(
+        None,
+        description="The same as the header X-Request-Id; if both are set, they must be equal.",
+    )
     priority: int = Field(
         0,
         description="Requests with a lower value are served earlier, and may preempt running "
@@ -77,13 +110,40 @@ class SamplingFields(Body):
         json_schema_extra={"minLength": 1, "maxLength": MAX_SALT_LENGTH},
     )
 
+    def client_id(self, header: str | None) -> str | None:
+        """Return the client's own id of the call. Raises InvalidRequestError."""
+        if self.request_id is None:
+            return header
+        if any(character > _LAST_OF_LATIN_1 for character in self.request_id):
+            raise InvalidRequestError(
+                "request_id must have characters of Latin-1 only: responses have it in the "
+                "header X-Request-Id.",
+                param="request_id",
+            )
+        if header is None:
+            return self.request_id
+        if self.request_id != header:
+            raise InvalidRequestError(
+                "request_id and the header X-Request-Id must be equal if both are set.",
+                param="request_id",
+            )
+        return header
+
+    def add_structured_outputs(self, requested: RequestedStructure) -> None:
+        """Request the structure of `structured_outputs`. Raises InvalidRequestError."""
+        if self.structured_outputs is not None:
+            outputs = read_part(StructuredOutputs, self.structured_outputs, "structured_outputs")
+            requested.add_outputs(outputs, "structured_outputs")
+
     def common_sampling(self) -> dict[str, object]:
-        """Return the fields of SamplingParams that the client set."""
+        """Return the fields of SamplingParams that the client set. Raises InvalidRequestError."""
         given: dict[str, object] = {
             name: value for name in _NAMES if (value := getattr(self, name)) is not None
         }
         if self.stop is not None:
             given["stop"] = _stop_of(self.stop)
+        if self.logit_bias is not None:
+            given["logit_bias"] = _bias_of(self.logit_bias)
         return given
 
 
@@ -91,3 +151,17 @@ def _stop_of(given: object) -> object:
     if isinstance(given, str):
         return (given,)
     return tuple(given) if isinstance(given, list) else given
+
+
+def _bias_of(given: object) -> dict[object, object]:
+    if not isinstance(given, dict):
+        raise InvalidRequestError(
+            "logit_bias must be an object that maps token ids to numbers.", param="logit_bias"
+        )
+    wrong = next((name for name in given if not _INTEGER.fullmatch(name)), None)
+    if wrong is not None:
+        raise InvalidRequestError(
+            f'logit_bias maps token ids, such as "5", and not {shown_value(wrong)}.',
+            param="logit_bias",
+        )
+    return {int(name): value for name, value in given.items()}
