@@ -32,7 +32,7 @@ from attention.gpu.metadata import GpuMetadata, GpuMetadataBuilder
 from attention.gpu.torch_sdpa import TorchSDPAGpuMetadataBuilder
 from attention.gpu_backends import FlashInferBackend, TorchSDPAGpuBackend, XFormersBackend
 from attention.layer import Attention
-from bench.command import command_and_date
+from bench.records.command import command_and_date
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bench.command import command_and_date
+from bench.records.command import command_and_date
 from cluster.engine.controller import Controller
 from cluster.engine.executor import Executor, RankHealth
 from pagedray.batch import ControllerMessage, StepOutput, StepPlan, WorkerMessage

@@ -28,8 +28,8 @@ from attention.cache import kv_cache_shape
 from attention.layer import Attention
 from attention.params import storage_dtype
 from attention.selector import select_backend
-from bench.command import command_and_date
-from bench.machine import cpu_and_cores
+from bench.records.command import command_and_date
+from bench.records.machine import cpu_and_cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cluster
-from bench.command import command_and_date
 from bench.frontend_server import start_frontends
 from bench.frontends.kinds import KINDS, NUM_STREAMS, open_clients
 from bench.frontends.token_counter import TokenCounter
+from bench.records.command import command_and_date
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.command import command_and_date
+from bench.records.command import command_and_date
 from cluster.serving.ray_serve.routing.placement import Placement
 from cluster.simulation.fleet import Fleet
 from cluster.simulation.step_cost import LLAMA_8B_H200

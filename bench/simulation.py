@@ -14,8 +14,8 @@ import platform
 import sys
 from pathlib import Path
 
-from bench.command import command_and_date
 from bench.engine import WORKLOADS, Workload
+from bench.records.command import command_and_date
 from bench.scheduler.cases import decodes_beside_prompt
 from cluster.simulation.step_cost import LLAMA_8B_H200
 from cluster.simulation.virtual_replica import VirtualReplica, distinct_prompt

@@ -38,7 +38,7 @@ def main() -> int:
     """Measure each start, print it, and write all if requested."""
     # Imported here, since the processes that start engines import this module as well.
     from bench.engine import SHAPES, save_model
-    from bench.record import write_results
+    from bench.records.run_record import write_results
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b", help="with random weights")

@@ -31,9 +31,9 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
 from tokenizers.models import WordLevel
 
-from bench.command import command_and_date
 from bench.cpu.engines import EngineProcess, PagedRay, Transformers
-from bench.machine import cpu_name
+from bench.records.command import command_and_date
+from bench.records.machine import cpu_name
 
 PROMPT_TOKENS = 128
 NEW_TOKENS = 64

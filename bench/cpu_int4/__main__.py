@@ -29,10 +29,10 @@ from typing import Any, Protocol
 
 import torch
 
-from bench.command import command_and_date
 from bench.cpu.engines import EngineProcess, PagedRay
 from bench.cpu_int4.checkpoints import BFLOAT16, write_checkpoints
-from bench.machine import cpu_name
+from bench.records.command import command_and_date
+from bench.records.machine import cpu_name
 
 PROMPT_TOKENS = 32
 NEW_TOKENS = 48

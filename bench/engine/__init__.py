@@ -2,7 +2,7 @@
 
 from bench.engine.shapes import LLAMA_8B, SHAPES, save_model
 from bench.engine.workloads import MAX_TOKEN_ID, WORKLOADS, Workload
-from bench.record import write_results
+from bench.records.run_record import write_results
 
 __all__ = [
     "LLAMA_8B",

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from bench.engine.measurement import measure_engine
 from bench.engine.shapes import SHAPES
-from bench.record import write_results
+from bench.records.run_record import write_results
 
 if TYPE_CHECKING:
     from bench.engine.measurement import Row

@@ -20,8 +20,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.command import command_and_date
 from bench.fleet.line_chart import Chart, draw_charts
+from bench.records.command import command_and_date
 from cluster.serving.ray_serve.routing.affinity import prefix_key
 from cluster.serving.ray_serve.routing.placement import Placement
 from cluster.simulation.fleet import Fleet

@@ -35,12 +35,12 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import TYPE_CHECKING
 
-from bench.command import command_and_date
 from bench.frontends.kinds import KINDS, NUM_STREAMS, SERVE_KINDS, open_clients
 from bench.frontends.process import FrontendProcess
 from bench.frontends.serve_cluster import ServeCluster
 from bench.frontends.token_counter import TokenCounter
-from bench.machine import cpu_and_cores
+from bench.records.command import command_and_date
+from bench.records.machine import cpu_and_cores
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

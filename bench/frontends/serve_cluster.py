@@ -21,7 +21,7 @@ from ray import serve
 
 from bench.controller import SimulatedRanks
 from bench.frontend_server import MODEL, TOKEN
-from bench.machine import free_port
+from bench.records.machine import free_port
 from cluster.serving.ray_serve.deployment import PagedRay, deployment_options
 from cluster.serving.ray_serve.options import read_arguments
 from pagedray.batch import StepOutput

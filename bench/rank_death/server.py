@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from bench.machine import free_port
+from bench.records.machine import free_port
 
 __all__ = ["Server"]
 

@@ -15,7 +15,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from bench.command import command_and_date
+from bench.records.command import command_and_date
 from bench.scheduler.cases import (
     FLOODS,
     FULL_STEP_S,

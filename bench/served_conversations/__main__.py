@@ -23,9 +23,9 @@ import ray
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
-from bench.command import command_and_date
 from bench.frontend_server import MODEL
-from bench.machine import cpu_name, free_port
+from bench.records.command import command_and_date
+from bench.records.machine import cpu_name, free_port
 from bench.served_conversations.forgetful_router import ForgetfulRouter
 from bench.served_conversations.users import Conversations, run_conversations
 from cluster.serving.ray_serve.deployment import PagedRay, deployment_options

@@ -34,9 +34,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bench.command import command_and_date
 from bench.controller import simulated_config
-from bench.machine import cpu_name
+from bench.records.command import command_and_date
+from bench.records.machine import cpu_name
 from bench.structured.timed_engine import EOS_TOKEN_ID, EndlessSink, TimedExecutor, pick_token
 from cluster.engine.controller import Controller
 from cluster.engine.options import EngineOptions, engine_config

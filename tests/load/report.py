@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.machine import cpu_name
+from bench.records.machine import cpu_name
 
 if TYPE_CHECKING:
     import argparse

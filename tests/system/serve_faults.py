@@ -28,7 +28,7 @@ import httpx
 import psutil
 import ray
 
-from bench.machine import cpu_name
+from bench.records.machine import cpu_name
 from tests.system.serve_cancels import cancel_many, lose_some
 from tests.system.serve_cluster import ServeCluster
 from tests.system.serve_streams import Streams, summary

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bench.command import command_and_date
+from bench.records.command import command_and_date
 from pagedray import __version__
 
 if TYPE_CHECKING:
