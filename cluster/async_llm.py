@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Self, Unpack
 from cluster.engine.controller import Controller
 from cluster.engine.frozen_heap import CallFreezer
 from cluster.engine.open_engine import open_engine
-from cluster.engine.options import engine_config
+from cluster.engine.options.engine_options import engine_config
+from cluster.engine.options.vllm_options import engine_options
 from cluster.engine.progress import progress_reports
-from cluster.engine.vllm_options import engine_options
 from cluster.generation import Collector
 from cluster.llm_beams import BeamSearches, BeamSearchParams, first_logprobs
 from cluster.llm_prompts import read_conversations, read_prompts

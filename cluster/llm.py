@@ -12,9 +12,9 @@ from cluster.engine.embedder import Embedder
 from cluster.engine.event_buffers import EventDispatcher
 from cluster.engine.frozen_heap import CallFreezer
 from cluster.engine.open_engine import open_engine
-from cluster.engine.options import engine_config
+from cluster.engine.options.engine_options import engine_config
+from cluster.engine.options.vllm_options import engine_options
 from cluster.engine.progress import progress_reports
-from cluster.engine.vllm_options import engine_options
 from cluster.generation import Collector, Completion, Generation
 from cluster.llm_beams import BeamSearches, BeamSearchOutput, BeamSearchParams, first_logprobs
 from cluster.llm_prompts import (

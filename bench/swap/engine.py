@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from cluster.engine.controller import Controller
 from cluster.engine.local_executor import LocalExecutor
 from cluster.engine.open_engine import open_engine
-from cluster.engine.options import EngineOptions, engine_config
+from cluster.engine.options.engine_options import EngineOptions, engine_config
 from pagedray.request import Request, SamplingParams
 from workers.decoder_worker import DecoderWorker
 

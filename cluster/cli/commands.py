@@ -11,7 +11,7 @@ from cluster.cli.lost_output import discard_output, has_lost_reader
 from cluster.cli.one_line_parser import USAGE_EXIT, command_parser
 from cluster.cli.parser import make_parser
 from cluster.cli.serve_flags import CONFIG_FLAG
-from cluster.engine.options import engine_config
+from cluster.engine.options.engine_options import engine_config
 from cluster.engine.progress import progress_reports
 from pagedray.errors import InvalidRequestError, PagedRayError, StartupError
 from pagedray.system.descriptor_limit import raise_descriptor_limit

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
-from cluster.engine.options import EngineOptions
-from cluster.engine.vllm_options import context_length, own_value
+from cluster.engine.options.engine_options import EngineOptions
+from cluster.engine.options.vllm_options import context_length, own_value
 from pagedray.config import (
     AllReduce,
     Device,

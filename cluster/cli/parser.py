@@ -20,7 +20,7 @@ from cluster.cli.one_line_parser import OneLineParser
 from cluster.cli.serve_flags import add_serve_flags
 from cluster.cli.simulate.flags import add_simulate_flags
 from cluster.cli.vllm_flags import add_vllm_flags
-from cluster.engine.options import REMOTE_CODE_REJECTION
+from cluster.engine.options.engine_options import REMOTE_CODE_REJECTION
 from pagedray.version import __version__
 
 __all__ = ["make_parser"]

@@ -15,7 +15,7 @@ from pagedray.request import SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from cluster.engine.options import EngineOptions
+    from cluster.engine.options.engine_options import EngineOptions
     from cluster.llm import LLM
 
 __all__ = ["chat", "generate"]

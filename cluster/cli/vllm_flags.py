@@ -7,7 +7,7 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
-from cluster.engine.vllm_option_notes import (
+from cluster.engine.options.vllm_option_notes import (
     IGNORED,
     IGNORED_SWITCHES,
     REJECTED,

@@ -16,7 +16,7 @@ import pytest
 from attention.selector import BACKEND_NAMES
 from cluster.cli.flags import engine_options, sampling_fields
 from cluster.cli.parser import make_parser
-from cluster.engine.options import EngineOptions
+from cluster.engine.options.engine_options import EngineOptions
 from cluster.engine.progress import ProgressLine
 from cluster.llm import LLM
 from pagedray.errors import StartupError

@@ -9,7 +9,7 @@ import pytest
 
 from cluster.engine.controller import Controller
 from cluster.engine.local_executor import LocalExecutor
-from cluster.engine.options import EngineOptions, engine_config
+from cluster.engine.options.engine_options import EngineOptions, engine_config
 from cluster.scheduling.blocks.prefix_cache import PrefixCache
 from cluster.scheduling.kv_manager import KvManager
 from cluster.scheduling.prefixes.prefix_registry import PrefixRegistry

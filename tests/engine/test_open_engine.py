@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cluster.engine.open_engine import open_engine
-from cluster.engine.options import EngineOptions, engine_config
+from cluster.engine.options.engine_options import EngineOptions, engine_config
 from pagedray.errors import StartupError
 from tests.fakes import FakeExecutor, RecordingSink
 from tests.system.server_process import TINY_LLAMA

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cluster.engine.local_executor import LocalExecutor
-from cluster.engine.options import EngineOptions, engine_config
+from cluster.engine.options.engine_options import EngineOptions, engine_config
 from pagedray.batch import SequencePlan, SequenceStart, StepPlan, pack_token_ids
 from pagedray.request import SamplingParams
 from tests.system.server_process import TINY_LLAMA

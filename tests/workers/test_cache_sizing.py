@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from cluster.engine.options import EngineOptions, engine_config
+from cluster.engine.options.engine_options import EngineOptions, engine_config
 from pagedray.errors import DeviceError
 from pagedray.system.host_memory import available_host_bytes
 from tests.system.server_process import TINY_LLAMA

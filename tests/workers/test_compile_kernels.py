@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from cluster.engine.options import EngineOptions, engine_config
+from cluster.engine.options.engine_options import EngineOptions, engine_config
 from tests.checkpoints import save_word_tokenizer
 from tests.workers.test_piece_graphs import CONFIG, VOCAB_SIZE
 from workers.compiled_note import CompiledNote

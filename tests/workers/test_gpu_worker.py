@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from cluster.engine.options import EngineOptions, engine_config
+from cluster.engine.options.engine_options import EngineOptions, engine_config
 from pagedray.batch import SequencePlan, StepPlan, WorkerFailure
 from pagedray.config import CacheSize
 from pagedray.step_listener import StepListener

@@ -23,7 +23,7 @@ from cluster.cli.bench.roof import (
 )
 from cluster.cli.bench.workloads import WORKLOADS, uniform_workload
 from cluster.cli.text_llm import TextLLM
-from cluster.engine.options import default_device
+from cluster.engine.options.engine_options import default_device
 from pagedray.errors import DeviceError, StartupError
 from pagedray.request import SamplingParams
 from pagedray.version import __version__
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from cluster.cli.bench.workloads import EngineRequest, Workload
-    from cluster.engine.options import EngineOptions
+    from cluster.engine.options.engine_options import EngineOptions
     from cluster.engine.stats import EngineStats
     from cluster.llm import LLM
 

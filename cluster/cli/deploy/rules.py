@@ -6,7 +6,7 @@ import ipaddress
 import re
 from typing import TYPE_CHECKING
 
-from cluster.engine.options import check_options
+from cluster.engine.options.engine_options import check_options
 from cluster.serving.ray_serve.options import read_arguments
 from pagedray.errors import StartupError
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ray.serve.grpc_util import RayServegRPCContext
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-    from cluster.engine.options import EngineOptions
+    from cluster.engine.options.engine_options import EngineOptions
     from cluster.serving.continuation import Continuation
     from cluster.serving.inputs import Prompt
     from cluster.serving.responses.response_store import Action, Kept

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from cluster.engine.option_values import checked_options
-from cluster.engine.options import EngineOptions, reject_remote_code
-from cluster.engine.vllm_option_notes import VLLM_NAMES
-from cluster.engine.vllm_options import own_options
+from cluster.engine.options.engine_options import EngineOptions, reject_remote_code
+from cluster.engine.options.option_values import checked_options
+from cluster.engine.options.vllm_option_notes import VLLM_NAMES
+from cluster.engine.options.vllm_options import own_options
 from cluster.serving.reasoning.formats import ReasoningFormat
 from cluster.serving.telemetry.log_lines import LogFormat
 from cluster.serving.tools.tool_calls import ToolCallFormat

@@ -14,7 +14,7 @@ import yaml
 from cluster.cli.commands import main
 from cluster.cli.deploy.rules import rule_errors
 from cluster.cli.deploy.values import Values, read_values, schema_errors
-from cluster.engine.options import EngineOptions
+from cluster.engine.options.engine_options import EngineOptions
 from cluster.serving.ray_serve.options import ServeOptions
 from tests.faulty_server import Fault
 

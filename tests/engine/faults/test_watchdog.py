@@ -17,7 +17,7 @@ from cluster.engine.faults import rank_monitor
 from cluster.engine.faults.rank_watch import WatchLimits
 from cluster.engine.faults.watchdog import ProgressClock
 from cluster.engine.local_executor import LocalExecutor
-from cluster.engine.options import EngineOptions, engine_config
+from cluster.engine.options.engine_options import EngineOptions, engine_config
 from pagedray.errors import EngineError, HungRankError
 from pagedray.request import FinishReason, Request, SamplingParams
 from tests.engine.test_controller import config

@@ -11,7 +11,7 @@ import torch
 
 PROGRAM = """
 import sys
-from cluster.engine.options import EngineOptions, engine_config
+from cluster.engine.options.engine_options import EngineOptions, engine_config
 from cluster.engine.ray_cluster.ray_connection import RayConnection
 from pagedray.errors import DeviceError
 
@@ -27,7 +27,7 @@ STARTED = """
 import psutil, ray
 from ray._private import services, utils
 from ray._raylet import GcsClient
-from cluster.engine.options import EngineOptions, engine_config
+from cluster.engine.options.engine_options import EngineOptions, engine_config
 from cluster.engine.ray_cluster.ray_connection import RayConnection
 
 def look_up(address, node_id):

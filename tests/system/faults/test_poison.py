@@ -10,7 +10,7 @@ import pytest
 
 from cluster.engine.controller import Controller
 from cluster.engine.open_engine import open_engine
-from cluster.engine.options import EngineOptions, engine_config
+from cluster.engine.options.engine_options import EngineOptions, engine_config
 from pagedray.request import FinishReason, Request, SamplingParams
 from tests.checkpoints import CASES, save_checkpoint
 from tests.fakes import RecordingSink, wait_for

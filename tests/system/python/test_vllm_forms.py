@@ -12,8 +12,8 @@ import transformers
 from msgspec.structs import replace
 
 import pagedray
-from cluster.engine.options import EngineOptions
-from cluster.engine.vllm_options import context_length, own_options
+from cluster.engine.options.engine_options import EngineOptions
+from cluster.engine.options.vllm_options import context_length, own_options
 from cluster.llm_options import LLMOptions
 from pagedray import LLM, SamplingParams
 from pagedray.errors import InvalidRequestError, StartupError

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
-from cluster.engine.options import EngineOptions, engine_config
+from cluster.engine.options.engine_options import EngineOptions, engine_config
 from pagedray.batch import EmbedPlan, Pooling
 from pagedray.errors import CheckpointError, StartupError
 from tests.workers.reference import save_checkpoint, token_ids

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from cluster.engine.generation_config import sampling_defaults
+from cluster.engine.options.generation_config import sampling_defaults
 from pagedray.config import (
     AllReduce,
     CacheConfig,

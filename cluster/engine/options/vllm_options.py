@@ -6,9 +6,9 @@ import re
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from cluster.engine.option_values import checked_options
-from cluster.engine.options import EngineOptions, reject_remote_code
-from cluster.engine.vllm_option_notes import ALIASES, REJECTED, has_no_effect
+from cluster.engine.options.engine_options import EngineOptions, reject_remote_code
+from cluster.engine.options.option_values import checked_options
+from cluster.engine.options.vllm_option_notes import ALIASES, REJECTED, has_no_effect
 from pagedray.errors import StartupError
 from pagedray.wording.nearest_name import nearest_name
 from pagedray.wording.shown_value import shown_value

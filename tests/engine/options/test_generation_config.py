@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.engine.generation_config import sampling_defaults
+from cluster.engine.options.generation_config import sampling_defaults
 from pagedray.errors import StartupError
 
 if TYPE_CHECKING:
