@@ -8,13 +8,10 @@ from cluster.serving.admin.openapi_operations import OPERATIONS, ApiOperation
 from cluster.serving.admin.openapi_responses import RESPONSE_SCHEMAS
 from cluster.serving.admin.tokenize_body import DetokenizeBody, TokenizeBody
 from cluster.serving.anthropic.blocks import BLOCKS
-from cluster.serving.anthropic.messages_body import (
-    AnthropicTool,
-    CountBody,
-    MessagesBody,
-    OutputConfig,
-    OutputFormat,
-)
+from cluster.serving.anthropic.conversation_body import OutputConfig
+from cluster.serving.anthropic.count_body import CountBody
+from cluster.serving.anthropic.messages_body import MessagesBody, OutputFormat
+from cluster.serving.anthropic.tool_fields import AnthropicTool
 from cluster.serving.openai.bodies.chat_body import ChatBody
 from cluster.serving.openai.bodies.completion_body import CompletionBody
 from cluster.serving.openai.bodies.embedding_body import EmbeddingBody

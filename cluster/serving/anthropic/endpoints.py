@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from cluster.serving.anthropic.count_body import CountBody
 from cluster.serving.anthropic.errors import ANTHROPIC_ERRORS, rewording_length_errors
-from cluster.serving.anthropic.messages_body import CountBody, MessagesBody
+from cluster.serving.anthropic.messages_body import MessagesBody
 from cluster.serving.anthropic.messages_response import MessagesResponse
 from cluster.serving.http.endpoint import Endpoint, HttpCall, json_response
 from cluster.serving.http.schema import renamed

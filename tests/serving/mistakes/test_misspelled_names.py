@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from cluster.serving.anthropic.messages_body import CountBody, MessagesBody
+from cluster.serving.anthropic.count_body import CountBody
+from cluster.serving.anthropic.messages_body import MessagesBody
 from cluster.serving.openai.bodies.chat_body import ChatBody
 from cluster.serving.openai.bodies.completion_body import CompletionBody
 from cluster.serving.openai.bodies.embedding_body import EmbeddingBody

@@ -6,7 +6,8 @@ import json
 from typing import TYPE_CHECKING, TypeVar
 
 from cluster.serving.admin.tokenize_body import DetokenizeBody, TokenizeBody
-from cluster.serving.anthropic.messages_body import CountBody, MessagesBody
+from cluster.serving.anthropic.count_body import CountBody
+from cluster.serving.anthropic.messages_body import MessagesBody
 from cluster.serving.http.schema import Body, read_body
 from cluster.serving.intake.steps import finish
 from cluster.serving.openai.bodies.chat_body import ChatBody

@@ -1,0 +1,37 @@
+"""The body of POST /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cluster.serving.anthropic.conversation_body import ConversationBody
+from cluster.serving.inputs import TokenizeInput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cluster.serving.intake.steps import Steps
+    from cluster.serving.tools.tool_choice import ToolUse
+
+__all__ = ["CountBody"]
+
+
+class CountBody(ConversationBody):
+    """A conversation whose tokens are counted."""
+
+    def to_input(
+        self,
+        tools: ToolUse,
+        *,
+        known_variables: frozenset[str],
+        keeps_system_messages: Callable[[], bool],
+        note_ignored: Callable[[str], None],
+    ) -> Steps[TokenizeInput]:
+        """Return the input of the call. Raises InvalidRequestError."""
+        prompt = yield from self.prompt(
+            tools,
+            known_variables=known_variables,
+            keeps_system_messages=keeps_system_messages,
+            note_ignored=note_ignored,
+        )
+        return TokenizeInput(prompt=prompt, model=self.model)
