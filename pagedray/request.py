@@ -135,6 +135,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     token of the prompt; None returns no log-probabilities of the prompt."""
     structure: Structure | None = None
     """Constraint on the text, or None."""
+    thinking_token_budget: int | None = None
+    """Number of tokens after which the model's reasoning is ended; None does not limit it."""
 
     def __post_init__(self) -> None:
         _check_int("n", self.n, 1, MAX_N)
@@ -154,6 +156,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if self.prompt_logprobs is not None:
             _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        if self.thinking_token_budget is not None:
+            _check_int("thinking_token_budget", self.thinking_token_budget, 0, MAX_COUNT)
         _check_stop(self.stop)
         _check_logit_bias(self.logit_bias)
         _check_size("stop_token_ids", len(self.stop_token_ids), MAX_LOGIT_BIAS)
@@ -164,9 +168,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _check_int("allowed_token_ids", token_id, 0, 2**31 - 1)
         _check_bad_words(self.bad_words)
         for name in ("allowed_token_ids", "bad_words"):
-            if getattr(self, name) and self.structure is not None:
+            if not getattr(self, name):
+                continue
+            # They might forbid every token that a mask allows.
+            if self.structure is not None:
                 raise InvalidRequestError(
                     f"{name} cannot be combined with a structure.", param=name
+                )
+            if self.thinking_token_budget is not None:
+                raise InvalidRequestError(
+                    f"{name} cannot be combined with thinking_token_budget.", param=name
                 )
 
     @property
@@ -248,7 +259,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: float | None = None
     """When the request is aborted, on the monotonic clock."""
     grammar: Grammar | None = None
-    """The compiled `sampling.structure`."""
+    """The compiled `sampling.structure`, with the limit on the reasoning before it."""
     reasoning: Reasoning | None = None
     """How the model's reasoning is marked, which the structure does not apply to; None if it does
     not reason or the prompt is no conversation."""

@@ -20,6 +20,8 @@ _MOST_PENALTY = 10
 _ALLOWED = frozenset(
     ("min_p", "seed", "temperature", "top_k", "top_p", "ignore_eos", "logprobs", "max_tokens", "n")
 )
+_ZERO_COUNTS = frozenset(("prompt_logprobs", "thinking_token_budget"))
+"""Parameters that have an effect if they are 0."""
 _DEFAULTS = msgspec.structs.asdict(SamplingParams())
 
 
@@ -39,7 +41,6 @@ def check_beam_sampling(sampling: Mapping[str, object], param: str) -> None:
     `param` is what asks for the search.
     """
     for name, value in sampling.items():
-        # Log-probabilities of the prompt with 0 of the likeliest tokens are some, too.
-        is_given = value is not None if name == "prompt_logprobs" else bool(value)
+        is_given = value is not None if name in _ZERO_COUNTS else bool(value)
         if is_given and name not in _ALLOWED and value != _DEFAULTS.get(name):
             raise InvalidRequestError(f"{name} cannot be combined with {param}.", param=name)

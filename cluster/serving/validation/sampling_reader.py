@@ -10,16 +10,25 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
+from cluster.serving.text.templates.chat_prompt import ChatPrompt
 from cluster.serving.validation.prompt_reader import check_unicode
 from pagedray.errors import InvalidRequestError, OutputLengthError
 from pagedray.request import SamplingParams, Structure, StructureKind, check_token_ids
 from pagedray.wording.counted import counted
 
 if TYPE_CHECKING:
-    from cluster.serving.inputs import GenerationInput
-    from pagedray.config import EngineConfig
+    from collections.abc import Sequence
 
-__all__ = ["SamplingReader", "check_choice", "check_prompt_logprobs"]
+    from cluster.serving.inputs import GenerationInput, Prompt
+    from pagedray.config import EngineConfig
+    from pagedray.reasoning import Reasoning
+
+__all__ = [
+    "SamplingReader",
+    "check_choice",
+    "check_prompt_logprobs",
+    "check_reasoning_budget",
+]
 
 _MAX_PROMPT_LOGPROBS = 2**18
 """Of all tokens of a prompt together."""
@@ -99,6 +108,25 @@ def check_prompt_logprobs(number: int | None, num_prompt_tokens: int) -> None:
             f"prompt_logprobs = {number} for a prompt of {counted(num_prompt_tokens, 'token')} "
             f"requests {num_values} log-probabilities; at most {_MAX_PROMPT_LOGPROBS} are allowed.",
             param="prompt_logprobs",
+        )
+
+
+def check_reasoning_budget(reasoning: Reasoning | None, prompts: Sequence[Prompt]) -> None:
+    """Raise InvalidRequestError if the reasoning after the prompts cannot be limited."""
+    param = "thinking_token_budget"
+    if not all(isinstance(prompt, ChatPrompt) for prompt in prompts):
+        raise InvalidRequestError(f"{param} requires a conversation.", param=param)
+    if reasoning is None:
+        raise InvalidRequestError(
+            f"{param} is not supported: the model does not reason, or the server does not know "
+            "the format (--reasoning-format).",
+            param=param,
+        )
+    if reasoning.has_channels:
+        raise InvalidRequestError(
+            f"{param} is not supported for a model that may reason several times in a turn: use "
+            "reasoning_effort.",
+            param=param,
         )
 
 

@@ -35,6 +35,7 @@ from cluster.serving.validation.sampling_reader import (
     SamplingReader,
     check_choice,
     check_prompt_logprobs,
+    check_reasoning_budget,
 )
 from cluster.structured.matchers.vocabulary import vocabulary_of
 from cluster.structured.processes.compiler import StructureCompiler
@@ -115,6 +116,8 @@ class Validator:
         self.check_model(given.model)
         check_call(given)
         sampling = self._sampling.read_sampling(given)
+        if sampling.thinking_token_budget is not None:
+            check_reasoning_budget(self.reasoning, given.prompts)
         check_num_sequences(len(given.prompts), sampling.n)
         is_long = are_long(given.prompts)
         self._check_continuation(given, len(given.prompts) * sampling.n)
@@ -129,13 +132,15 @@ class Validator:
             await asyncio.sleep(0)
         if given.beam_length_penalty is not None:
             check_beams_fit(requests, sampling.n, self._queue_limits, param="n")
-        if sampling.structure is None:
+        if not any(map(_needs_grammar, requests)):
             return tuple(requests)
         # Last, because it is the most expensive.
         grammar = await self._compiled(sampling.structure, given.tenant)
         return tuple(msgspec.structs.replace(request, grammar=grammar) for request in requests)
 
-    async def _compiled(self, structure: Structure, tenant: str) -> CompiledGrammar:
+    async def _compiled(self, structure: Structure | None, tenant: str) -> CompiledGrammar:
+        if structure is None:
+            return await self._structures.compile(None, tenant=tenant)
         began_s = time.monotonic()
         try:
             return await self._structures.compile(structure, tenant=tenant)
@@ -264,6 +269,13 @@ class Validator:
             raise InvalidRequestError(f"{param} must not be empty.", param=param)
         if num_tokens + 1 > self._context:
             raise PromptLengthError(num_tokens, self._context, param=param)
+
+
+def _needs_grammar(request: Request) -> bool:
+    """Return whether its tokens are masked."""
+    sampling = request.sampling
+    limits_reasoning = sampling.thinking_token_budget is not None and request.reasoning is not None
+    return sampling.structure is not None or limits_reasoning
 
 
 def _continued(request: Request, continuation: Continuation | None, prompt_index: int) -> Request:

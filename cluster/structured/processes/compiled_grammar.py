@@ -107,6 +107,7 @@ class MatcherHandle:
             mark="" if structure is None else structure.mark,
             has_text_before_mark=structure is not None and structure.kind == "calls",
             tenant=grammar.tenant,
+            reasoning_budget=sampling.thinking_token_budget,
         )
         self._num_prompt_tokens = len(request.prompt_token_ids)
         self._num_sent = self._num_prompt_tokens

@@ -43,7 +43,7 @@ _DEFECTS = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.
 """Signals by which the library crashes, for example when one of its threads gets no memory."""
 
 _Loaded = tuple[CompiledGrammar, int]
-_Key = tuple[str, "Structure"]
+_Key = tuple[str, "Structure | None"]
 
 
 class StructureCompiler:
@@ -89,12 +89,13 @@ class StructureCompiler:
         with contextlib.suppress(ShuttingDownError):
             self._threads.submit_task("", self._start)
 
-    async def compile(self, structure: Structure, *, tenant: str = "") -> CompiledGrammar:
+    async def compile(self, structure: Structure | None, *, tenant: str = "") -> CompiledGrammar:
         """Return a structure's grammar, which is cached for its tenant.
 
-        Raises RequestError, or EngineError if the process fails.
+        Without a structure, it allows every token: only reasoning is limited. Raises RequestError,
+        or EngineError if the process fails.
         """
-        if len(structure.text) > MAX_TEXT_LENGTH:
+        if structure is not None and len(structure.text) > MAX_TEXT_LENGTH:
             raise invalid_structure(
                 f"structure has {len(structure.text)} characters; "
                 f"at most {MAX_TEXT_LENGTH} are allowed."
@@ -158,7 +159,9 @@ class StructureCompiler:
             _, size = self._cache.pop(oldest)
             sizes[tenant] -= size
 
-    def _compile(self, tenant: str, structure: Structure) -> _Loaded:
+    def _compile(self, tenant: str, structure: Structure | None) -> _Loaded:
+        if structure is None:
+            return self._mask_client().load_grammar(b"", tenant=tenant)
         answer = self._process.compile_structure(structure)
         if isinstance(answer, Rejected):
             raise invalid_structure(answer.message)

@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from cluster.structured.matchers.free_matcher import FreeMatcher
 from cluster.structured.matchers.mark_matcher import MarkMatcher
+from cluster.structured.matchers.reasoning_budget import ReasoningBudget
 from cluster.structured.matchers.reasoning_matcher import ReasoningMatcher
 from cluster.structured.processes.cpu_budgets import TenantCpuBudgets
 from cluster.structured.processes.frames import read_message, write_frame
@@ -89,6 +91,7 @@ class _MaskServer:
         self._connection = connection
         # Any: the library's own type.
         self._grammars: dict[int, Any] = {}
+        """None for those that allow every token."""
         self._matchers: dict[int, SequenceMatcher] = {}
         self._budgets = TenantCpuBudgets()
         self._work = MaskWork(min(_MAX_THREADS, len(os.sched_getaffinity(0))), self._send)
@@ -99,6 +102,9 @@ class _MaskServer:
     def load_grammar(self, load: LoadGrammar) -> int:
         """Load a grammar; return its size in bytes. Raises RuntimeError."""
         self._remove_grammars(load.ended_grammar_ids)
+        if not load.text:
+            self._grammars[load.grammar_id] = None
+            return 0
         compiled, num_bytes = self._library.load_grammar(load.text.decode())
         self._grammars[load.grammar_id] = compiled
         return num_bytes
@@ -160,8 +166,19 @@ class _MaskServer:
             expected_s=budget.last_mask_s if matcher is None else matcher.last_cpu_s,
         )
 
+    def _turn_matcher(self, start: MatcherStart) -> TokenMatcher:
+        matcher = self._grammar_matcher(start)
+        if start.reasoning is None or start.reasoning_budget is None:
+            return matcher
+        return ReasoningBudget(
+            matcher, start.reasoning, self._library.index, max_tokens=start.reasoning_budget
+        )
+
     def _grammar_matcher(self, start: MatcherStart) -> TokenMatcher:
-        found = self._library.matcher(self._grammars[start.grammar_id])
+        compiled = self._grammars[start.grammar_id]
+        if compiled is None:
+            return FreeMatcher()
+        found = self._library.matcher(compiled)
         matcher: TextMatcher = found
         mark_id = self._library.special_token_ids.get(start.mark) if start.mark else None
         if mark_id is not None:
@@ -176,7 +193,7 @@ class _MaskServer:
     def _matcher_of(self, query: MaskQuery) -> SequenceMatcher:
         if query.start is not None:
             self._matchers[query.sequence_id] = SequenceMatcher(
-                self._grammar_matcher(query.start),
+                self._turn_matcher(query.start),
                 query.start,
                 self._library.vocab_size,
                 lambda: self._budgets.budget_of(query.sequence_id),

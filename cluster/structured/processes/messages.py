@@ -95,6 +95,8 @@ class MatcherStart(msgspec.Struct, frozen=True, array_like=True):
     """Whether free text may precede the mark."""
     tenant: str = ""
     """The tenant whose CPU budget its masks are charged to."""
+    reasoning_budget: int | None = None
+    """Number of tokens after which the reasoning is ended; None does not limit it."""
 
 
 class MaskQuery(msgspec.Struct, frozen=True, array_like=True):
@@ -148,6 +150,7 @@ class LoadGrammar(msgspec.Struct, frozen=True, array_like=True):
 
     grammar_id: int
     text: bytes
+    """Empty for a grammar that allows every token."""
     ended_grammar_ids: list[int]
 
 

@@ -385,6 +385,15 @@ def allowed(tools: list[object], mode: str = "auto") -> dict[str, object]:
 MANY = {f"x{number}": 1 for number in range(100)}
 CALL = {"id": "1", "type": "function", "function": {"name": "a", "arguments": "{}"}}
 CHAT_CASES: list[tuple[dict[str, Any], str]] = [  # Any: JSON
+    ({"thinking_token_budget": 5},
+     "thinking_token_budget is not supported: the model does not reason, or the server does not "
+     "know the format (--reasoning-format)."),
+    ({"thinking_token_budget": -2},
+     "thinking_token_budget must be 0 or more, not -2."),
+    ({"thinking_token_budget": 5, "bad_words": ["x"]},
+     "bad_words cannot be combined with thinking_token_budget."),
+    ({"thinking_token_budget": 0, "use_beam_search": True},
+     "thinking_token_budget cannot be combined with use_beam_search."),
     ({"messages": []}, "messages must not be empty."),
     ({"messages": "hi"}, "messages must be a list, not 'hi'."),
     ({"messages": ["hi"]}, "messages.0 must be an object, not 'hi'."),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pagedray import LLM, SamplingParams
+from pagedray.errors import InvalidRequestError
 from pagedray.request import FinishReason, Structure
 from tests.reasoning_model import END_TOKEN_ID, write_reasoning_model
 
@@ -63,6 +64,61 @@ def test_reasoning_without_an_end_has_no_answer(llm: LLM) -> None:
     for output in result.outputs:
         assert output.finish_reason is FinishReason.LENGTH
         assert (output.content, len(output.token_ids)) == ("", 30)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_reasoning_ends_at_its_budget(llm: LLM, temperature: float) -> None:
+    given = params(
+        structure=None,
+        temperature=temperature,
+        logit_bias={END_TOKEN_ID: -100.0, 0: -100.0, 1: -100.0},
+        max_tokens=24,
+        n=3,
+    )
+    limited = params(
+        structure=None,
+        temperature=temperature,
+        logit_bias=given.logit_bias,
+        max_tokens=24,
+        n=3,
+        thinking_token_budget=10,
+    )
+    (free,) = llm.chat(ASK, given, use_tqdm=False)
+    (result,) = llm.chat(ASK, limited, use_tqdm=False)
+    for output, other in zip(result.outputs, free.outputs, strict=True):
+        assert output.token_ids[:10] == other.token_ids[:10]
+        assert output.token_ids.index(END_TOKEN_ID) == 10
+        assert len(output.token_ids) == 24
+        assert (other.content, bool(output.content)) == ("", True)
+
+
+def test_structure_follows_reasoning_that_was_ended(llm: LLM) -> None:
+    given = params(logit_bias={END_TOKEN_ID: -100.0}, thinking_token_budget=5, max_tokens=100, n=4)
+    (result,) = llm.chat(ASK, given, use_tqdm=False)
+    for output in result.outputs:
+        assert output.finish_reason is FinishReason.STOP
+        assert re.fullmatch(REGEX, output.content), output.text
+        assert output.token_ids.index(END_TOKEN_ID) == 5
+
+
+def test_budget_has_no_effect_without_reasoning(llm: LLM) -> None:
+    found = [
+        llm.chat(
+            ASK,
+            params(structure=None, max_tokens=20, thinking_token_budget=budget),
+            use_tqdm=False,
+            chat_template_kwargs={"enable_thinking": False},
+        )
+        for budget in (None, 0)
+    ]
+    (free,), (limited,) = found
+    texts = [[output.token_ids for output in one.outputs] for one in (free, limited)]
+    assert texts[0] == texts[1]
+
+
+def test_budget_of_a_text_is_rejected(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="requires a conversation"):
+        llm.generate("Some things are", params(thinking_token_budget=3), use_tqdm=False)
 
 
 def test_prompt_may_end_the_reasoning(llm: LLM) -> None:

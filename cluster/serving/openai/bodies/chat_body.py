@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 __all__ = ["MAX_MESSAGES", "ChatBody", "check_open_end"]
 
 MAX_MESSAGES = 4096
+_UNLIMITED = -1
 _FUNCTION_NAMES = {"tools": "functions", "tool_choice": "function_call"}
 """The parameters of a call with functions, by those of tools."""
 
@@ -60,6 +61,7 @@ class ChatBody(GenerationBody):
         "input": "messages",
         "prompt": "messages",
         "thinking": "chat_template_kwargs.enable_thinking",
+        "thinking_budget": "thinking_token_budget",
     }
     max_entries: ClassVar[Mapping[str, int]] = {
         "messages": MAX_MESSAGES,
@@ -143,6 +145,11 @@ class ChatBody(GenerationBody):
         "false. Ignored if the template reads neither.",
     )
 
+    thinking_token_budget: int | None = bounds(
+        "Number of tokens after which the model's reasoning is ended; -1 does not limit it. "
+        "Requires a model that reasons, other than gpt-oss.",
+        -1,
+    )
     include_reasoning: bool = Field(
         True, description="Whether the response contains the model's reasoning."
     )
@@ -215,6 +222,8 @@ class ChatBody(GenerationBody):
         sampling = self.sampling()
         if self.max_completion_tokens is not None:
             sampling["max_tokens"] = self.max_completion_tokens
+        if self.thinking_token_budget not in (None, _UNLIMITED):
+            sampling["thinking_token_budget"] = self.thinking_token_budget
         structure = yield from self._structure(tools)
         if structure is not None:
             sampling["structure"] = structure

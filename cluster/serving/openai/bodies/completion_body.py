@@ -7,9 +7,11 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
+from cluster.serving.http.schema import Defaults
 from cluster.serving.inputs import GenerationInput, InfillPrompt, Prompt
 from cluster.serving.openai.bodies.field_kinds import bounds, prompts_field
 from cluster.serving.openai.bodies.generation_body import GenerationBody
+from cluster.serving.openai.bodies.parameters import REJECTED, WITHOUT_EFFECT
 from pagedray.errors import InvalidRequestError
 from pagedray.request import MAX_LOGPROBS, MAX_N
 
@@ -21,6 +23,11 @@ _DEFAULT_MAX_TOKENS = 16
 class CompletionBody(GenerationBody):
     """Texts for the model to continue."""
 
+    defaults: ClassVar[Defaults] = {**WITHOUT_EFFECT, "thinking_token_budget": (-1,)}
+    rejected: ClassVar[Mapping[str, str]] = {
+        **REJECTED,
+        "thinking_token_budget": "reasoning is separated from the text by /v1/chat/completions",
+    }
     ids_field: ClassVar[str | None] = "prompt"
     synonyms: ClassVar[Mapping[str, str]] = {
         **GenerationBody.synonyms,

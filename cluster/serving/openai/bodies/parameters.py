@@ -49,7 +49,6 @@ WITHOUT_EFFECT: Defaults = {
     "return_hidden_states": (False,),
     "routed_experts_prompt_start": (0,),
     "spaces_between_special_tokens": (True,),
-    "thinking_token_budget": (-1,),
     "truncation_side": ("left",),
     "watermarking": (False,),
 }
@@ -77,7 +76,6 @@ REJECTED: Mapping[str, str] = {
     "return_hidden_states": "the server does not return hidden states",
     "routed_experts_prompt_start": "the server does not return routed experts",
     "spaces_between_special_tokens": "the text is always as the tokenizer decodes it",
-    "thinking_token_budget": "use reasoning_effort, or limit max_tokens",
     "truncation_side": "truncation always keeps the end of the prompt",
     "watermarking": "outputs have no watermark",
 }
