@@ -51,6 +51,9 @@ _TIMEOUT = 408
 It is also that of a client that does not read, whose connection stays open, and of Serve itself
 when its time limit passed.
 """
+_PAUSE_S = 0.1
+"""A client that sends nothing for so long waits for the response, or does not send the rest."""
+_MOST_PAUSES = 100
 _PROBES = ("/health", "/ready")
 """The ends of paths that are answered soon, even if no replica is available."""
 
@@ -121,7 +124,7 @@ class _Request:
         self._receive = receive
         self._call = call
         self._messages: list[Message] | None = []
-        self._num_bytes = 0
+        self._num_bytes = self._num_messages = 0
         self.is_disconnected = False
         self.is_whole = False
         """Whether the end of the body was received."""
@@ -137,6 +140,7 @@ class _Request:
                 return self._messages[place - 1]
             message = await self._receive()
             place += 1
+            self._num_messages += 1
             if message["type"] == "http.disconnect":
                 self.is_disconnected = True
             else:
@@ -145,6 +149,20 @@ class _Request:
             return message
 
         return receive
+
+    async def wait_until_sent(self) -> None:
+        """Wait until the client has sent its body, or pauses.
+
+        Serve receives the body whether a replica reads it or not. If the connection were closed
+        before, the client would miss the response.
+        """
+        for _ in range(_MOST_PAUSES):
+            before = self._num_messages
+            if self.is_whole or self.is_disconnected:
+                return
+            await asyncio.sleep(_PAUSE_S)
+            if self._num_messages == before:
+                return
 
     def _hold(self, message: Message) -> None:
         if self._messages is None:
@@ -180,6 +198,8 @@ class _Response:
         self._is_event_stream = False
         """Whether the current replica sends events."""
         self._has_ended = False
+        self._closes = False
+        """Whether the connection is closed after the response."""
         self._has_names = False
         """Whether the events of the stream have names, so that none of them is `[DONE]`."""
         self._is_done = False
@@ -263,7 +283,8 @@ class _Response:
         self._is_late = status == _TIMEOUT and self._call.is_cancelled
         if self._is_late:
             return
-        misses_body = status == _TIMEOUT and headers.get("connection") == "close"
+        self._closes = headers.get("connection") == "close"
+        misses_body = status == _TIMEOUT and self._closes
         has_lost_body = misses_body and self._request.is_whole
         self._has_failed = has_lost_body or status == ReplicaDiedError.http_status
         if self._is_stream:
@@ -275,6 +296,8 @@ class _Response:
 
     async def _send_part(self, message: Message, progress: Progress | None) -> None:
         kept, self._kept = self._kept, []
+        if kept and self._closes:
+            await self._request.wait_until_sent()
         for earlier in kept:
             self._has_started = True
             await self._send(earlier)

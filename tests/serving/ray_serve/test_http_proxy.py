@@ -201,6 +201,46 @@ async def test_only_a_call_whose_body_was_lost_is_sent_again(
 
 
 @in_virtual_time
+@pytest.mark.parametrize(
+    ("num_sent", "received"), [(5, ["part"] * 5 + ["response"]), (3, ["part"] * 3 + ["response"])]
+)
+async def test_a_connection_is_closed_once_the_client_has_sent_its_body_or_pauses(
+    num_sent: int, received: list[str]
+) -> None:
+    events: list[str] = []
+
+    async def receive() -> Message:
+        num_parts = events.count("part")
+        if num_parts == num_sent:
+            # The rest never comes.
+            await asyncio.Event().wait()
+        await asyncio.sleep(0.05)
+        events.append("part")
+        return {"type": "http.request", "body": b"x", "more_body": num_parts < 4}
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:  # Any: ASGI
+        # As Serve's proxy receives what no replica reads.
+        reading = asyncio.create_task(read(receive))
+        headers = [(b"connection", b"close")]
+        await send({"type": "http.response.start", "status": 413, "headers": headers})
+        await send({"type": "http.response.body", "body": b"too large"})
+        reading.cancel()
+
+    async def read(receive: Any) -> None:  # Any: ASGI
+        while (await receive())["more_body"]:
+            pass
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            events.append("response")
+
+    length = [(b"content-length", b"5000000")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": length}
+    await ReplicaGuard(app)(scope, receive, send)
+    assert events == received
+
+
+@in_virtual_time
 async def test_readiness_is_answered_while_no_replica_is_available() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:  # Any: ASGI
         # As Serve waits until a replica is available, and swallows the cancellation.
