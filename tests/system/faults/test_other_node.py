@@ -44,8 +44,9 @@ def test_rank_that_hangs_on_another_node_is_replaced() -> None:
     (report,) = run_apart("hang")
     print(f"paused for {report['pause_s']:.1f} s")
     assert report["is_equal"]
-    # Ray alone would wait 40 s for an answer of the process.
-    assert report["pause_s"] < 30.0
+    # To Ray, a stopped process is alive: its reports are missing, and it is killed on its node.
+    assert report["replacements"] == {"death": 0, "hang": 1}
+    assert 1 in report["ended"]
 
 
 @pytest.mark.slow

@@ -2,8 +2,9 @@
 
 Prints a line of JSON per placement: the address family of the step channel, the addresses under
 which the ranks reach each other, and the tokens. With `hang`, it stops the process of a rank, and
-prints how much longer the tokens then took, and whether they were those of an undisturbed run.
-With `lose`, the node of a rank is lost, and another one joins later.
+prints whether the tokens were those of an undisturbed run, how much longer they took, how often
+ranks were replaced by cause, and which ranks' processes have ended. With `lose`, the node of a rank
+is lost, and another one joins later.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import ray
 from ray.cluster_utils import Cluster
 
@@ -25,6 +27,7 @@ from pagedray import LLM, SamplingParams
 from pagedray.errors import DeviceError
 from pagedray.node_memory import MemoryAddress
 from pagedray.rank_progress import ProgressBoard
+from tests.process_ends import still_running
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -105,13 +108,17 @@ def disturb(folder: str, fault: Callable[[LLM], None]) -> None:
             return generation.outputs[0].token_ids, time.monotonic() - started_s
 
         undisturbed, undisturbed_s = generate()
+        processes = [psutil.Process(one.pid) for one in ranks_of(llm)._reports.read()]
         disturbed = threads.submit(generate)
         time.sleep(0.5)
         fault(llm)
         token_ids, disturbed_s = disturbed.result()
+        running = still_running(processes, 0.0)
         report = {
             "pause_s": disturbed_s - undisturbed_s,
             "is_equal": token_ids == undisturbed,
+            "replacements": llm._engine.stats().replacements,
+            "ended": [rank for rank, one in enumerate(processes) if one not in running],
         }
         print(json.dumps(report))
 
