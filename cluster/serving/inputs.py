@@ -97,7 +97,9 @@ class GenerationInput:
     adds_special_tokens: bool = True
     """Whether special tokens are added to texts; a chat template adds its own."""
     max_prompt_tokens: int | None = None
-    """Number of tokens at the end of a prompt that are kept; -1 is as many as fit."""
+    """Number of tokens of a prompt that are kept; -1 is as many as fit."""
+    truncates_end: bool = False
+    """Whether those at the beginning of the prompt are kept, and not those at its end."""
     cache_salt: str = ""
     """Prefixes are shared only by requests with the same salt."""
     beam_length_penalty: float | None = None

@@ -256,13 +256,13 @@ class Validator:
         sampling: SamplingParams,
         given: GenerationInput,
     ) -> tuple[int, ...]:
-        """Return the end of a prompt."""
+        """Return the end of a prompt, or its beginning."""
         if num_kept == -1:
             reserved = given.default_max_tokens or 1
             if "max_tokens" in given.sampling:
                 reserved = sampling.max_tokens
             num_kept = max(1, self._context - reserved)
-        return token_ids[-num_kept:]
+        return token_ids[:num_kept] if given.truncates_end else token_ids[-num_kept:]
 
     def _check_prompt_length(self, num_tokens: int, param: str) -> None:
         if num_tokens == 0:

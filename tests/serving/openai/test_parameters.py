@@ -192,9 +192,7 @@ def test_special_tokens_may_be_left_out(server: Server) -> None:
 
 
 @pytest.mark.parametrize(("num_kept", "length"), [(5, 5), (-1, 256 - 2), (9999, 290)])
-def test_prompts_are_truncated_at_their_beginning(
-    server: Server, num_kept: int, length: int
-) -> None:
+def test_prompts_are_truncated_at_either_side(server: Server, num_kept: int, length: int) -> None:
     given = TEXT | {"prompt": list(range(290)), "truncate_prompt_tokens": num_kept}
     if length > 256:
         answer = httpx.post(f"{server.url}/v1/completions", json=given)
@@ -202,6 +200,15 @@ def test_prompts_are_truncated_at_their_beginning(
         return
     request = submitted(server, "completions", given)
     assert request.prompt_token_ids == tuple(range(290 - length, 290))
+    request = submitted(server, "completions", given | {"truncation_side": "right"})
+    assert request.prompt_token_ids == tuple(range(length))
+
+
+def test_conversations_are_truncated_at_either_side(server: Server) -> None:
+    whole = submitted(server, "chat/completions", CHAT).prompt_token_ids
+    for side, kept in (("left", whole[-3:]), ("right", whole[:3])):
+        given = CHAT | {"truncate_prompt_tokens": 3, "truncation_side": side}
+        assert submitted(server, "chat/completions", given).prompt_token_ids == kept
 
 
 def test_salt_reaches_the_engine(server: Server) -> None:

@@ -250,6 +250,7 @@ class ChatBody(GenerationBody):
             skips_special_tokens=self.skip_special_tokens and not tools.is_read,
             includes_stop=self.include_stop_str_in_output,
             max_prompt_tokens=self.truncate_prompt_tokens,
+            truncates_end=self.truncation_side == "right",
             cache_salt=self.cache_salt or "",
         )
 

@@ -111,6 +111,7 @@ class CompletionBody(GenerationBody):
             includes_stop=self.include_stop_str_in_output,
             adds_special_tokens=self.add_special_tokens,
             max_prompt_tokens=self.truncate_prompt_tokens,
+            truncates_end=self.truncation_side == "right",
             cache_salt=self.cache_salt or "",
         )
 

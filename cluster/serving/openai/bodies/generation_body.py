@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -143,6 +143,11 @@ class GenerationBody(SamplingFields):
         description="Keep only this many tokens at the end of the prompt; -1 keeps as many as fit "
         "into the context together with max_tokens.",
         json_schema_extra={"minimum": -1},
+    )
+    truncation_side: Literal["left", "right"] = Field(
+        "left",
+        description="Where truncate_prompt_tokens removes tokens: `right` keeps the beginning of "
+        "the prompt.",
     )
     prompt_logprobs: int | None = Field(
         None,

@@ -49,7 +49,6 @@ WITHOUT_EFFECT: Defaults = {
     "return_hidden_states": (False,),
     "routed_experts_prompt_start": (0,),
     "spaces_between_special_tokens": (True,),
-    "truncation_side": ("left",),
     "watermarking": (False,),
 }
 """Unsupported parameters and their values without effect, of completions and chat."""
@@ -76,7 +75,6 @@ REJECTED: Mapping[str, str] = {
     "return_hidden_states": "the server does not return hidden states",
     "routed_experts_prompt_start": "the server does not return routed experts",
     "spaces_between_special_tokens": "the text is always as the tokenizer decodes it",
-    "truncation_side": "truncation always keeps the end of the prompt",
     "watermarking": "outputs have no watermark",
 }
 """Parameters that would change the output, and what to use instead or why not."""
