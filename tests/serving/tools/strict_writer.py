@@ -11,6 +11,7 @@ from cluster.serving.intake.steps import finish
 from cluster.serving.tools.tool_choice import ToolChoice, ToolUse
 from cluster.structured.grammar.grammar_text import grammar_text
 from cluster.structured.matchers.mark_matcher import MarkMatcher
+from cluster.structured.matchers.reasoning_matcher import ReasoningMatcher
 from cluster.structured.matchers.vocabulary import Vocabulary
 from cluster.structured.matchers.xgrammar_library import XGrammarLibrary
 
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from cluster.serving.tools.tool import Tool
     from cluster.serving.tools.tool_calls import ToolCallFormat
     from cluster.serving.tools.turn_reader import TurnDelta
-    from cluster.structured.matchers.token_matcher import TokenMatcher
+    from cluster.structured.matchers.token_matcher import TextMatcher, TokenMatcher
+    from pagedray.reasoning import Reasoning
 
 EOS = 0
 MISTRAL = "[TOOL_CALLS]"
@@ -49,7 +51,9 @@ def made_library() -> XGrammarLibrary:
 class Writer:
     """Writes texts that the masks of a turn with tools allow."""
 
-    def __init__(self, library: XGrammarLibrary, use: ToolUse) -> None:
+    def __init__(
+        self, library: XGrammarLibrary, use: ToolUse, reasoning: Reasoning | None = None
+    ) -> None:
         structure = finish(use.structure(None, None))
         assert structure is not None
         self._library = library
@@ -57,12 +61,14 @@ class Writer:
         self.mark = structure.mark
         self.text = ""
         self.has_ended = False
-        inner = library.matcher(compiled)
-        self._matcher: TokenMatcher = inner
+        inner: TextMatcher = library.matcher(compiled)
         mark_id = library.special_token_ids.get(self.mark)
         if mark_id is not None:
             index = library.index if structure.kind == "calls" else None
-            self._matcher = MarkMatcher(inner, mark_id, self.mark, text_index=index)
+            inner = MarkMatcher(inner, mark_id, self.mark, text_index=index)
+        self._matcher: TokenMatcher = inner
+        if reasoning is not None:
+            self._matcher = ReasoningMatcher(inner, reasoning, library.index, eos_token_ids=(EOS,))
 
     def restart(self) -> None:
         """Return to the start of the turn."""
@@ -105,8 +111,13 @@ def use_of(
 
 def read(use: ToolUse, text: str) -> tuple[str, list[tuple[str, str]]]:
     """Return the content of a turn, and the name and arguments of each call."""
+    return read_pieces(use, text)
+
+
+def read_pieces(use: ToolUse, pieces: Iterable[str]) -> tuple[str, list[tuple[str, str]]]:
+    """As `read`, for a text in pieces."""
     reader = use.reader()
-    deltas: list[TurnDelta] = [*map(reader.read_piece, text), reader.flush()]
+    deltas: list[TurnDelta] = [*map(reader.read_piece, pieces), reader.flush()]
     calls: dict[int, list[str]] = {}
     for call in (one for delta in deltas for one in delta.calls):
         begun = calls.setdefault(call.index, [call.name or "", ""])
