@@ -30,7 +30,7 @@ def store_quantized(
     Pointers: out `[num_rows, size]` in fp8, scales `[num_rows]` float32.
     """
     scale = tl.max(tl.abs(values), axis=0) / _FP8_MAX
-    # A row of zeros has any scale.
+    # A row of zeros may have any scale but 0.
     scale = tl.where(scale == 0.0, 1.0, scale)
     _store_scaled(values, scale, out, scales, row, elements, size)
 
@@ -92,8 +92,8 @@ def empty_quantized(
 def quantize_rows(x: torch.Tensor, input_scale: torch.Tensor | None) -> QuantizedRows:
     """Quantize the rows of `x`, `[num_rows, size]`, whose columns are contiguous.
 
-    A row becomes its values divided by its scale, which is `input_scale`, `[1]`, if there is one,
-    and else makes the row's largest magnitude the largest value.
+    A row is divided by its scale, which is `input_scale`, `[1]`, if given, and otherwise maps the
+    largest magnitude of the row to the largest value of the format.
     """
     num_rows, size = x.shape
     assert x.stride(1) == 1

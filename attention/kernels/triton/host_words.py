@@ -1,8 +1,7 @@
-"""Copies of small arrays between pinned host memory and a GPU, by kernels.
+"""Kernels that copy small arrays between pinned host memory and a GPU.
 
-A copy by a copy engine waits until the copies issued to that engine before it are done, such as
-those of swapped blocks, and steps would wait with it. A kernel reads and writes pinned memory
-directly.
+A copy engine runs its copies in order. Copies of a step would wait there behind copies of swapped
+blocks, so kernels access pinned memory directly instead.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ one instruction. The state of a vector is that of the online softmax (Milakov an
 2018), all float32: the sum of weighted values, the largest exponent, and the sum of weights
 relative to it.
 
-All functions here are device functions of the kernels in `chunk_attention` and `paged_decode`,
-but for `dot_type` and `stride_unit`, which their launches call.
+All functions here are device functions of the kernels in `chunk_attention` and `attend_item`,
+except `dot_type` and `stride_unit`, which the host calls to launch them.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ def attend(
                 is_visible = is_visible & (distance <= window_right)
             scores = tl.where(is_visible, scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
-        # A vector that has seen no key yet has no top to subtract.
+        # A vector that has seen no key has the maximum -inf, which cannot be subtracted.
         base = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(top - base)

@@ -258,9 +258,9 @@ def _rotate_heads(
     head = tl.program_id(1) * head_tile + tl.arange(0, head_tile)
     pairs = tl.arange(0, tile)
     is_pair = pairs < half
-    turns = table + tl.load(positions + token) * (2 * half) + pairs
-    cos = tl.load(turns, mask=is_pair, other=0.0)[None, :]
-    sin = tl.load(turns + half, mask=is_pair, other=0.0)[None, :]
+    entries = table + tl.load(positions + token) * (2 * half) + pairs
+    cos = tl.load(entries, mask=is_pair, other=0.0)[None, :]
+    sin = tl.load(entries + half, mask=is_pair, other=0.0)[None, :]
     mask = (head[:, None] < num_heads) & is_pair[None, :]
     places = heads + token * token_stride + head[:, None] * (2 * half) + pairs[None, :]
     first = tl.load(places, mask=mask, other=0.0).to(tl.float32)

@@ -1,11 +1,12 @@
-"""Draws tokens from rows of scores without sorting them.
+"""Samples tokens from rows of scores without sorting them.
 
-What a choice is, `workers.sampling.choice` defines. Weights are integers (units of `2 ** -40` of
-the likeliest token's), so that their sums are exact and depend neither on the order of summation
-nor on how a row is divided among programs.
+`workers.sampling.choice` defines which token is sampled. Weights (unnormalized probabilities) are
+integers in units of `2 ** -40` of the weight of the likeliest token, so their sums are exact, and
+depend neither on the order of summation nor on how a row is divided among programs.
 
 Every kernel takes `scores` `[num_scores, vocab_size]` in any float dtype, `indices` int64
-`[num_rows]` (the rows of `scores` that are meant) and `parameters` float64 `[5, num_rows]`.
+`[num_rows]` (which rows of `scores` to sample from) and `parameters` float64 `[5, num_rows]`
+(`choice.launch.choose_unfiltered` lists them). A grid is `(num_rows, splits)` or `(num_rows,)`.
 """
 
 from attention.kernels.triton.choice.launch import (

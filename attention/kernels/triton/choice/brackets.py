@@ -44,22 +44,22 @@ from attention.kernels.triton.choice.scores import (
 __all__ = ["MAX_SPLIT_SIZE", "narrow_brackets", "sum_above", "sum_kept"]
 
 MAX_SPLIT_SIZE = 65536
-"""The most scores of a program, so that a thread's units stay below the bits of its count."""
+"""Maximum scores of a program, so that the units of a thread do not overflow into its count."""
 _COUNT_SHIFT = tl.constexpr(50)
-"""A thread of 128 has up to 512 of these scores, each of at most 2**40 units."""
+"""Each of 128 threads has at most 512 scores, of at most 2**40 units each."""
 _ONE = tl.constexpr(1 << 50)
 _UNITS = tl.constexpr((1 << 50) - 1)
 
 
 @triton.jit
 def _counted(units: tl.tensor) -> tl.tensor:
-    """Return units with a count of one in the bits above any sum of a thread's units."""
+    """Return units plus a count of one, in bits above the largest sum of units of a thread."""
     return units + _ONE
 
 
 @triton.jit
 def _above(values: tl.tensor, counted: tl.tensor, edge: tl.tensor) -> tl.tensor:
-    """Return the sum of what `_counted` returned over the scores from the edge on, `[lanes]`."""
+    """Return the sum of `counted`, as of `_counted`, over scores from the edge up, `[lanes]`."""
     return tl.sum(tl.where(values >= edge, counted, 0), axis=1)
 
 
@@ -85,7 +85,7 @@ def sum_kept(
     width: tl.constexpr,
     shift: tl.constexpr,
 ) -> None:
-    """Write units and count of the tokens of each part that min_p keeps."""
+    """Write to `kept` the units and the count of the tokens of each part that min_p keeps."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     highest_key = (row_maximum(maxima, row, splits) >> 32).to(tl.int32)
@@ -132,7 +132,7 @@ def sum_above(
 ) -> None:
     """Add to `sums` units and counts of the tokens of each part above the edges.
 
-    A thread reads `width` scores at a time and sums them by itself.
+    A thread loads `width` scores at a time and adds them up in its own registers.
     """
     row = tl.program_id(0).to(tl.int64)
     flags = tl.load(open_flags + row)

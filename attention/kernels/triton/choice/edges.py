@@ -1,4 +1,4 @@
-"""Guesses from a sample of each row where its cuts and its drawn token lie.
+"""Estimates from a sample of each row where its cuts and its drawn token lie.
 
 The memory is that of `attention.kernels.triton.choice.brackets`.
 """
@@ -55,11 +55,11 @@ def edges_within(
     least = tl.minimum(tl.maximum(least, 0.0), 1.0)
     most = tl.minimum(tl.maximum(most, 0.0), 1.0)
     middle = (least + most) * 0.5
-    # Three standard deviations of a share that a sample of this variance estimates.
+    # Three standard deviations of the share, as estimated from a sample of this variance.
     error = 3.0 * tl.sqrt(middle * (1.0 - middle) * variance) + 2.0 * variance
     first = tl.sum((sums <= above + (least - error) * mass).to(tl.int32), axis=0)
     last = tl.sum((sums < above + (most + error) * mass).to(tl.int32), axis=0)
-    # Above the first tokens of a bracket a sample says little; they are few.
+    # A sample has too few of the likeliest tokens of a bracket to tell their weight.
     first = tl.minimum(tl.maximum(first, first_place + margin), last_place)
     last = tl.minimum(tl.maximum(last, first), last_place)
     upper = tl.sum(tl.where(places == first, keys, 0), axis=0) + 1
@@ -86,9 +86,9 @@ def _edges_around(
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return two keys, probably just below and above the key with so much weight above it.
 
-    `mass` is the weight that the sample has between `low` and `high` if it has its share of the
-    row's. The key is found from above, or from below by the rest of that weight: a sample tells the
-    weight of many light tokens more exactly than that of a few heavy ones.
+    `mass` is the expected weight of the sample between `low` and `high`. The key is searched from
+    above, or from below by the rest of that weight, since a sample estimates the weight of many
+    unlikely tokens more exactly than that of a few likely ones.
     """
     places = tl.arange(0, keys.shape[0])
     is_kept = keys >= low
@@ -103,7 +103,7 @@ def _edges_around(
     error = 3.0 * tl.sqrt(tl.maximum(tl.minimum(spread_above, spread_below), 0.0))
     first = tl.sum((sums <= target - error).to(tl.int32), axis=0)
     last = tl.sum((sums < target + error).to(tl.int32), axis=0)
-    # Above the first tokens a sample says little; they are few.
+    # A sample has too few of the likeliest tokens to tell their weight.
     first = tl.minimum(tl.maximum(first, margin), last_place)
     last = tl.minimum(tl.maximum(last, first) + 1, last_place)
     upper = tl.sum(tl.where(places == first, keys, 0), axis=0) + 1
@@ -123,7 +123,7 @@ def store_edges(
     upper: tl.tensor,
     shift: tl.constexpr,
 ) -> None:
-    """Store two edges; no score is above those of a bracket that is closed."""
+    """Store two edges; those of a closed bracket are above all scores."""
     tl.store(edge_keys + at, tl.where(is_open, lower, NO_EDGE))
     tl.store(edge_keys + at + 1, tl.where(is_open, upper, NO_EDGE))
     tl.store(edges + at, tl.where(is_open, score_of(lower, shift), INF))

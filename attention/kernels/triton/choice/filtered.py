@@ -54,7 +54,7 @@ def _is_within(
     u_low: tl.tensor,
     u_high: tl.tensor,
 ) -> tl.tensor:
-    """Whether scores are in one of the brackets that hold several keys, int32."""
+    """Return 1 for scores in one of the brackets that hold several keys, otherwise 0, int32."""
     is_candidate = (values >= p_low) & (values < p_high)
     is_candidate |= (values >= u_low) & (values < u_high)
     if has_k:
@@ -72,7 +72,7 @@ def _write_ids(
     lanes: tl.constexpr,
     width: tl.constexpr,
 ) -> tl.tensor:
-    """Write the ids of candidates behind each lane's offset; return the offsets behind them."""
+    """Write the ids of candidates from each lane's offset on; return the offsets after them."""
     ids = tl.reshape(start + tl.arange(0, lanes * width), (lanes, width))
     places = offsets[:, None] + tl.cumsum(ones, axis=1) - ones
     tl.store(candidates + places, ids, mask=(ones != 0) & (places < capacity))
@@ -121,7 +121,7 @@ def collect_candidates(
     first = split * split_size
     end = tl.minimum(first + split_size, vocab_size)
     num_equal = tl.zeros((lanes,), tl.int32)
-    # Places are taken for two tiles at a time, since programs wait for them.
+    # Reserve places for two tiles at a time, which halves the number of atomic additions.
     for start in range(first, end, 2 * tile):
         values = load_lanes(scores, start, end, lanes, width)
         others = load_lanes(scores, start + tile, end, lanes, width)
@@ -240,7 +240,7 @@ def _id_by_counts(
     tile: tl.constexpr,
     shift: tl.constexpr,
 ) -> tl.tensor:
-    """Return the same from the counts of the key in each part of the row."""
+    """Return what `_id_among_equals` does, from the counts of the key in each part of the row."""
     columns = tl.arange(0, MAX_SPLITS)
     ends = tl.cumsum(tl.load(equals + columns, mask=columns < splits, other=0), axis=0)
     split = tl.sum((ends <= place).to(tl.int32), axis=0)

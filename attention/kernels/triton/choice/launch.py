@@ -1,4 +1,4 @@
-"""Launches the kernels of a choice; nothing waits for the device."""
+"""Launches the sampling kernels, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ __all__ = [
 ]
 
 _CHUNK = 4096
-"""Scores of a row are divided among programs in whole chunks."""
+"""Scores are divided among programs in multiples of this number."""
 _TILE = 1024
 """Scores that a program reads at a time."""
 _PROGRAMS = 2048
-"""About as many programs as are launched for a pass over the rows."""
+"""Approximate number of programs that are launched for a pass over the rows."""
 _PASSES = 4
-"""Passes that narrow the brackets; one or two are common, and the others return at once."""
+"""Passes that narrow the brackets. One or two usually suffice; the others return at once."""
 _SAMPLE_RUN = 32
 _LANES = 128
 _SHIFTS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
@@ -47,7 +47,7 @@ _SHIFTS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 
 
 def choose_greedy(scores: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Return the likeliest tokens of `scores[indices]`, int64; -1 for a broken row."""
+    """Return the likeliest tokens of `scores[indices]`, int64; -1 if the maximum is not finite."""
     rows = _Rows.of(scores, indices)
     maxima, out = rows.find_maxima(), rows.empty(torch.int64)
     _take_maxima(maxima, out, splits=rows.splits)
@@ -65,7 +65,7 @@ def find_leaders(scores: torch.Tensor, indices: torch.Tensor, first_id: int) -> 
 def take_leaders(leaders: torch.Tensor) -> torch.Tensor:
     """Return the likeliest tokens, int64, from the leaders of all parts, `[num_rows, parts]`.
 
-    A broken row gives -1.
+    If the maximum of a row is not finite, its token is -1.
     """
     num_rows, num_parts = leaders.shape
     assert num_parts <= MAX_SPLITS.value
@@ -82,7 +82,7 @@ def _take_maxima(maxima: torch.Tensor, out: torch.Tensor, *, splits: int) -> Non
 def choose_unfiltered(
     scores: torch.Tensor, indices: torch.Tensor, parameters: torch.Tensor
 ) -> torch.Tensor:
-    """Return tokens drawn from `scores[indices]`, int64; -1 for a broken row.
+    """Return tokens sampled from `scores[indices]`, int64; -1 if the maximum is not finite.
 
     `parameters` is float64 `[5, num_rows]`: log2(e) / temperature, top_k, top_p,
     temperature * log(min_p), uniform.
@@ -106,10 +106,10 @@ def choose_filtered(
     sample_size: int,
     capacity: int,
 ) -> torch.Tensor:
-    """Return tokens drawn from what min_p, top_k and top_p leave; see `choose_unfiltered`.
+    """Return tokens sampled from those that min_p, top_k and top_p keep; see `choose_unfiltered`.
 
-    Guesses come from `sample_size` tokens of a row; up to `capacity` candidates are kept of it.
-    Both are powers of two.
+    The first edges are estimated from `sample_size` tokens of each row, and at most `capacity`
+    candidates of a row are collected. Both are powers of two.
     """
     assert parameters.shape == (NUM_PARAMETERS, len(indices))
     rows = _Rows.of(scores, indices)

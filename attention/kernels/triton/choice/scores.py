@@ -1,4 +1,4 @@
-"""Keys, weights and parameters of a row of scores, as the kernels of a choice read them."""
+"""Device functions that read scores, and their keys, weights and parameters."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ NUM_PARAMETERS = 5
 
 @triton.jit
 def keys_of(scores: tl.tensor, shift: tl.constexpr) -> tl.tensor:
-    """Return integers that sort like the scores, without the bits that the dtype leaves zero."""
+    """Return int32 keys that sort like the scores, without the bits that the dtype leaves zero."""
     values = scores.to(tl.float32)
-    # Both zeros are one score.
+    # -0.0 and 0.0 are equal scores.
     bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)
     keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return tl.where(values != values, NAN_KEY, keys) >> shift
@@ -84,7 +84,7 @@ def parameter(parameters: tl.tensor, which: tl.constexpr, row: tl.tensor) -> tl.
 def load_scores(
     scores: tl.tensor, start: tl.tensor, vocab_size: tl.tensor, tile: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return scores, float32, and ids of a tile of a row; -inf behind the vocabulary."""
+    """Return the scores, float32, and ids of a tile of a row; -inf past the vocabulary."""
     ids = start + tl.arange(0, tile)
     loaded = tl.load(scores + ids, mask=ids < vocab_size, other=-INF)
     return loaded.to(tl.float32), ids
@@ -96,7 +96,7 @@ def load_lanes(
 ) -> tl.tensor:
     """Return the scores from `start` on, `[lanes, width]` float32; -inf from `end` on.
 
-    A thread of as many as `lanes` has `width` scores that lie side by side.
+    Each of `lanes` threads has `width` adjacent scores.
     """
     ids = start + tl.arange(0, lanes * width)
     loaded = tl.load(scores + ids, mask=ids < end, other=-INF)
@@ -107,7 +107,10 @@ def load_lanes(
 def row_maximum(
     maxima: tl.tensor, row: tl.tensor, splits: tl.tensor, stride: tl.tensor = MAX_SPLITS
 ) -> tl.tensor:
-    """Return the largest of a row of int64 `[num_rows, stride]`: key above, id below."""
+    """Return the largest element of a row of int64 `[num_rows, stride]`.
+
+    The key is in its upper half, and the inverted id in its lower half.
+    """
     columns = tl.arange(0, MAX_SPLITS)
     found = tl.load(maxima + row * stride + columns, mask=columns < splits, other=EMPTY)
     return tl.max(found, axis=0)
@@ -115,7 +118,7 @@ def row_maximum(
 
 @triton.jit
 def is_sound(key: tl.tensor) -> tl.tensor:
-    """Whether a row with this highest key, unshifted, has a token to choose."""
+    """Return whether the largest score, by its unshifted key, is finite."""
     return (key < LARGEST_KEY) & (key > SMALLEST_KEY)
 
 
@@ -129,5 +132,5 @@ def floor_key(
     key = keys_of(rounded, 0)
     key = tl.where(rounded.to(tl.float64) < bound, key + 1, key)
     key = tl.maximum(key, SMALLEST_KEY + 1)
-    # The lower bits of a key are all ones if it is negative, and else zeros.
+    # The bits that `shift` removes are ones in negative keys, and zeros in others.
     return tl.where(key < 0, key >> shift, (key + ((1 << shift) - 1)) >> shift)

@@ -1,4 +1,4 @@
-"""Maxima of rows, and the choice of rows that no filter limits."""
+"""Maxima of rows, and sampling from rows without a filter."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def find_maxima(
 ) -> None:
     """Write the largest key and its lowest id of each part of each row.
 
-    `maxima` is int64 `[num_rows, 32]`: key above, id below.
+    `maxima` is int64 `[num_rows, 32]`: the key in the upper half, the inverted id in the lower.
     """
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -48,13 +48,13 @@ def find_maxima(
     is_nan = tl.full((tile,), False, tl.int1)
     for start in range(first, tl.minimum(first + split_size, vocab_size), tile):
         values, ids = load_scores(scores, start, vocab_size, tile)
-        # Of equal scores each lane keeps the first.
+        # Each lane keeps the first of equal scores.
         is_better = values > best
         best = tl.where(is_better, values, best)
         best_ids = tl.where(is_better, ids, best_ids)
         is_nan |= values != values
     keys = tl.where(is_nan, NAN_KEY, keys_of(best, 0))
-    # The lower id has the larger lower half.
+    # Ids are inverted, so that the maximum has the lowest id among equal keys.
     packed = (keys.to(tl.int64) << 32) | (0x7FFFFFFF - best_ids).to(tl.int64)
     tl.store(maxima + row * MAX_SPLITS + split, tl.max(packed, axis=0))
 

@@ -1,7 +1,9 @@
-"""The kernel of decodes: attention of one query per sequence over the paged cache.
+"""The decode kernel: attention of one query per sequence over the paged cache.
 
-What a program computes is an item of a schedule on the device, since a captured graph is replayed
-with other lengths: keys of one sequence, or of several that share them.
+Paged attention (Kwon et al., 2023) with the keys of long sequences split among programs
+(flash decoding; Dao et al., 2023) and common prefixes read once (Hydragen; Juravsky et al., 2024).
+A program computes one work item: a range of keys of one sequence, or of several that share them.
+The items are in device memory, because a captured graph is replayed with other lengths.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ def attend_item(
     new_values: tl.tensor,
     slots: tl.tensor,
     positions: tl.tensor,
-    turns: tl.tensor,
+    rotary_table: tl.tensor,
     query_row_stride: tl.tensor,
     query_head_stride: tl.tensor,
     new_key_stride: tl.tensor,
@@ -82,10 +84,10 @@ def attend_item(
     Launched by `PagedDecode`; grid `(num_kv_heads, num_items)`. Pointers: query `[B, num_heads,
     head_size]`; keys, values `[num_blocks, block_size, num_kv_heads, head_size]` of the model's
     dtype or fp8; out `[B, num_heads, head_size]`; lse `[B, num_heads]` float32; slopes, sinks
-    `[num_heads]` float32; tables `[B, width]` int32; items as the words of `DecodeItems`; parts,
-    part_lse and arrivals as in `DecodeScratch`. With `has_new`, the queries are not rotated, and
-    the last keys and values, `[B, num_kv_heads, head_size]`, are written here, at slots `[B]`
-    int64: positions `[B]` int64, turns as `table` of `Rotary`.
+    `[num_heads]` float32; tables `[B, width]` int32; items the words of `DecodeItems`; parts,
+    part_lse and arrivals as in `DecodeScratch`. With `has_new`, this kernel rotates the queries and
+    the new keys `[B, num_kv_heads, head_size]`, and writes these and the new values to slots `[B]`
+    int64: positions `[B]` int64, rotary_table as `table` of `Rotary`.
     """
     # Programs that run at the same time read adjacent heads of the same blocks.
     kv_head = tl.program_id(0)
@@ -110,17 +112,17 @@ def attend_item(
         vector_keys = tl.load(row_words + 1, mask=is_vector, other=0)
         first_parts = tl.load(row_words + 2, mask=is_vector, other=0)
     if num_rows == 0:
-        # At once, since the next kernel can start only where programs of this one leave room.
+        # Return at once, to leave room for programs of the next kernel.
         return
     if has_new:
         only = tl.zeros([1], tl.int64)
-        angle = tl.load(positions + first_row + only) * head_size
+        rotary_offset = tl.load(positions + first_row + only) * head_size
         if rows_per_item == 1:
-            angles = angle
+            rotary_offsets = rotary_offset
         else:
-            angles = tl.load(positions + rows, mask=is_vector, other=0) * head_size
+            rotary_offsets = tl.load(positions + rows, mask=is_vector, other=0) * head_size
         slot = tl.load(slots + first_row)
-    # What is read so far was there before the step began.
+    # Everything above was uploaded before the step, so it may be read before the wait.
     wait_for_inputs(is_dependent, starts_next=False)
 
     block_stride, token_stride, head_stride = wide_strides(
@@ -134,13 +136,15 @@ def attend_item(
     vector_slopes = load_slopes(slopes, heads, is_vector, has_slopes)
     queries = rows * query_row_stride + heads * query_head_stride
     if has_new:
-        q = load_rotated_vectors(query, queries, is_vector, turns, angles, head_size)
-        # The program of the last keys alone reads what it writes.
+        q = load_rotated_vectors(query, queries, is_vector, rotary_table, rotary_offsets, head_size)
+        # Only the program with the sequence's last keys reads the new key and value in this launch.
         if (start < end) & (end == num_keys) & (slot >= 0):
             place = slot // block_size * block_stride + slot % block_size * token_stride
             place += kv_head * head_stride + tl.arange(0, head_size)
             new_key = first_row * new_key_stride + kv_head * head_size + only
-            rotated = load_rotated_vectors(new_keys, new_key, only == 0, turns, angle, head_size)
+            rotated = load_rotated_vectors(
+                new_keys, new_key, only == 0, rotary_table, rotary_offset, head_size
+            )
             tl.store(keys + place, tl.reshape(rotated, [head_size]))
             new_value = first_row * new_value_stride + kv_head * head_size
             tl.store(values + place, tl.load(new_values + new_value + tl.arange(0, head_size)))
@@ -148,7 +152,8 @@ def attend_item(
     else:
         q = load_vectors(query, queries, is_vector, False, head_size, padded_size)
     q = q.to(operand_type)
-    # Not before, since to read a query takes several reads in turn.
+    # Not earlier: the loads of a query depend on each other, and the next kernel's first loads
+    # would delay them.
     start_next_kernel(is_dependent)
     weighted, top, total = attend(
         tl.zeros([tile_vectors, padded_size], tl.float32),
@@ -206,10 +211,10 @@ def attend_item(
             mask=is_stored,
         )
         tl.store(part_lse + part_heads, result_lse, mask=is_vector)
-        # A single row has few programs, which may therefore use more registers.
+        # With one row per item there are few programs, so each may use more registers.
         lone: tl.constexpr = 32 // triton.next_power_of_2(num_queries_per_kv)
         parts_at_once: tl.constexpr = max(4, lone) if rows_per_item == 1 else 4
-        # All threads have stored before one of them counts the part.
+        # All threads must have stored their part before it is counted as complete.
         tl.debug_barrier()
         for place in range(0, num_rows):
             merged = item + item_words * (1 + place)

@@ -1,4 +1,7 @@
-"""Merges the parts of a result, each over some of the keys of a sequence."""
+"""Merges partial results of attention, each over a range of the keys of a sequence.
+
+The second pass of flash decoding (Dao et al., 2023), run by the last program to finish.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +30,13 @@ def merge_parts(
     padded_size: tl.constexpr,
     parts_at_once: tl.constexpr,
 ) -> None:
-    """Write adjacent heads of one row from its parts, weighted by their sums of exponentials.
+    """Write adjacent heads of one row: its parts, weighted by their sums of exponentials.
 
     Pointers: parts `[num_parts, num_heads, head_size]` and part_lse `[num_parts, num_heads]`,
     float32, of which those of the row begin at `first_part`, counted in heads; out `[num_heads,
-    head_size]` and lse `[num_heads]` float32, of the row; sinks `[num_heads]` float32. Other
-    programs may have written the parts, which are therefore read from the L2 cache, so many at once
-    (a power of two) as registers hold.
+    head_size]` and lse `[num_heads]` float32, of the row; sinks `[num_heads]` float32.
+    `parts_at_once`, a power of two, is limited by the registers. Loads bypass the L1 cache, because
+    other programs may have written the parts.
     """
     padded_heads: tl.constexpr = triton.next_power_of_2(num_merged_heads)
     some_heads = tl.arange(0, padded_heads)
@@ -60,7 +63,7 @@ def merge_parts(
             cache_modifier=".cg",
         )
         higher = tl.maximum(top, tl.max(some_lse, 0))
-        # Every part has keys, but heads that pad have none.
+        # Every part has keys, but padding heads have none.
         base = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp(some_lse - base[None, :])
         shrink = tl.exp(top - base)

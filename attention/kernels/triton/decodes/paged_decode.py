@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["PagedDecode", "paged_decode"]
 
 _FP8_REGISTERS = 168
-"""Of a thread that converts keys from fp8, so that three programs run on a multiprocessor."""
+"""Maximum registers per thread when keys are fp8, so that a multiprocessor runs three programs."""
 
 
 class PagedDecode:

@@ -1,4 +1,4 @@
-"""Kernels of layers with experts: the choice of each row, its order by experts, the products."""
+"""Kernels for layers with experts: routing, grouping rows by expert, and the matrix products."""
 
 from attention.kernels.triton.experts.gemm import (
     MAX_MXFP4_ROW_PAIRS,

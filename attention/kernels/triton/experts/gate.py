@@ -1,4 +1,4 @@
-"""How an expert joins its gate and up projection."""
+"""The activation of an expert: its gate and up projections, multiplied."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def gated(
 ) -> tl.tensor:
     """Return `silu(gate) * up`, or with `is_clamped` what `ClampedGate` says; all float32."""
     if is_clamped:
-        # Comparisons keep NaN.
+        # Unlike minimum and maximum, these comparisons propagate NaN.
         gate = tl.where(gate > limit, limit, gate)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
         return gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)

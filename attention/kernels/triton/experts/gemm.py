@@ -1,8 +1,8 @@
-"""Products of rows with their experts: `down(gate(x) joined with up(x))` of each, weighted.
+"""The MLPs of the experts of each row, `down(activation(gate(x)) * up(x))`, and their weighted sum.
 
-A pair is a row and one of its experts. Pairs are put in the order of their experts, and each tile
-of a product has pairs of one expert only; a few pairs are multiplied as `rows.py` says. The grid
-depends on shapes alone and nothing is read by the host, so that CUDA graphs can capture it.
+A grouped GEMM: a pair is a row and one of its experts. Pairs are sorted by expert, and each tile of
+a product has pairs of a single expert; for a few pairs, `rows.py` is used instead. The grid depends
+on shapes only and the host reads nothing, so CUDA graphs can capture it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 MAX_ROW_PAIRS = 64
-"""The most pairs whose products are of one row each."""
+"""Maximum number of pairs for which `rows.py` is used."""
 MAX_MXFP4_ROW_PAIRS = 32
 """The same in mxfp4."""
 _SUM_TILE = 1024

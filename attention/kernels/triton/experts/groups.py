@@ -1,7 +1,7 @@
-"""Puts pairs of a row and an expert in the order of their experts, in one kernel.
+"""Sorts pairs of a row and an expert by expert, in one kernel.
 
-A program for each expert counts the pairs of those before it and then writes the places of its own,
-which is less than a sort for as many experts as models have.
+The program of an expert counts the pairs of all experts before it, and then writes its own pairs.
+For the numbers of experts that models have, this is faster than a sort.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _MAX_TILE = 4096
 def grouped_pairs(
     experts: torch.Tensor, *, first_expert: int, num_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the pairs of some experts by their experts, and where each expert's begin.
+    """Return the pairs of some experts, sorted by expert, and the start of each expert's pairs.
 
     experts is `[num_rows, num_chosen]` of an integer type and contiguous; a pair is an index into
-    its elements. The pairs are int32 `[num_pairs]`, equal experts in their order, and those of
-    experts outside `first_expert` to `first_expert + num_experts` are not written. The beginnings
-    are int32 `[num_experts + 1]`, the last one the end.
+    its elements. The pairs are int32 `[num_pairs]`. The sort is stable, and pairs of experts
+    outside `first_expert` to `first_expert + num_experts` are left out. The starts are int32
+    `[num_experts + 1]`; the last one is the end of the last expert's pairs.
     """
     assert experts.is_contiguous()
     num_pairs = experts.numel()
@@ -59,7 +59,7 @@ def _group(
     is_dependent: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
-    """Write where the pairs of an expert begin, and these pairs.
+    """Write the start of an expert's pairs, and the pairs.
 
     Launched by `grouped_pairs`; grid `(num_experts + 1,)`. Pointers: experts and pairs
     `[num_pairs]`; starts `[num_experts + 1]`.
@@ -69,7 +69,7 @@ def _group(
     indices = tl.arange(0, tile)
     before = tl.zeros((tile,), dtype=tl.int32)
     for first in range(0, num_pairs, tile):
-        # A pair behind the last one is before no expert.
+        # Elements past the last pair are given an expert after all others.
         found = tl.load(
             experts + first + indices,
             mask=first + indices < num_pairs,

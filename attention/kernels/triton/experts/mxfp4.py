@@ -8,7 +8,7 @@ from torch.nn import functional
 __all__ = ["MXFP4_HALF", "mxfp4_row_bytes", "packed_mxfp4"]
 
 MXFP4_HALF = 32
-"""How far apart the inputs of both numbers of a byte are: a block, which has one scale."""
+"""Distance between the inputs of the two numbers in a byte: one block, which shares a scale."""
 
 
 def mxfp4_row_bytes(in_size: int) -> int:
@@ -19,8 +19,9 @@ def mxfp4_row_bytes(in_size: int) -> int:
 def packed_mxfp4(blocks: torch.Tensor) -> torch.Tensor:
     """Return weights as the kernels read them, uint8 `[out_size, mxfp4_row_bytes(in_size)]`.
 
-    `blocks` is uint8 `[out_size, in_size / 32, 16]`; of a byte, the lower 4 bits are the first
-    number. The result has a number of one block and one of the next block in a byte.
+    `blocks` is uint8 `[out_size, in_size / 32, 16]`, with the first of two adjacent numbers in the
+    lower 4 bits of a byte. In the result, a byte has a number of one block and the number at the
+    same place in the next block.
     """
     numbers = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
     if numbers.shape[1] % 2:

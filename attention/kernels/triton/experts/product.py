@@ -1,7 +1,7 @@
-"""One step of the product of a tile of rows with the weight of an expert, plain or in mxfp4.
+"""One iteration of the product of a tile of rows with the weight of an expert, plain or in mxfp4.
 
-In mxfp4 the sums are transposed, so that weights are the operand of the tensor cores that registers
-hold, in which they are unpacked.
+For mxfp4 the accumulator is transposed. Weights are then the left operand of the tensor cores,
+which may be in registers, where the weights are unpacked.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from attention.kernels.triton.gemm.narrow_products import e2m1_numbers
 
 __all__ = ["add_product", "rows_and_columns", "tile_inputs", "zero_sums"]
 
-# Exponents and digits of e2m1 become the last of an exponent and the first of the digits of
-# bfloat16, and the product with 2**126 is what they stand for.
+# The exponent and mantissa bits of e2m1 become the lowest exponent bits and the highest mantissa
+# bit of a bfloat16. Its product with 2**126, the difference of the exponent biases, is the number.
 _UNPACK_MXFP4 = tl.constexpr(
     """
     {
@@ -52,7 +52,7 @@ _UNPACK_MXFP4 = tl.constexpr(
 def zero_sums(
     tile_pairs: tl.constexpr, tile_columns: tl.constexpr, is_mxfp4: tl.constexpr
 ) -> tl.tensor:
-    """Return the sums of a tile before the first step."""
+    """Return the accumulator of a tile before the first iteration, zeros in float32."""
     if is_mxfp4:
         sums = tl.zeros((tile_columns, tile_pairs), dtype=tl.float32)
     else:
@@ -62,7 +62,7 @@ def zero_sums(
 
 @triton.jit
 def rows_and_columns(sums: tl.tensor, is_mxfp4: tl.constexpr) -> tl.tensor:
-    """Return the sums of a tile after the last step, `[rows, columns]`."""
+    """Return the accumulator after the last iteration as `[rows, columns]`."""
     if is_mxfp4:
         sums = tl.trans(sums)
     return sums
@@ -153,7 +153,7 @@ def add_product(
                 is_pure=True,
                 pack=4,
             )
-            # A number of two digits times a power of two is exact.
+            # Exact: a significand of two bits times a power of two.
             low *= (low_exponent.to(tl.int16) << 7).to(tl.bfloat16, bitcast=True)[:, None]
             high *= (high_exponent.to(tl.int16) << 7).to(tl.bfloat16, bitcast=True)[:, None]
         else:

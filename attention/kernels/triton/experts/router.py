@@ -1,4 +1,4 @@
-"""Chooses the experts of each row in one kernel, where torch would run six."""
+"""Chooses the experts of each row: softmax, top-k and normalization in one kernel."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _choose(
     shares = tl.zeros((chosen_tile,), dtype=tl.float32)
     for place in range(num_chosen):
         best = tl.max(left, axis=0)
-        # A row that is not finite has no best one; any expert carries that on.
+        # If no logit equals the maximum, the row has NaN, which any expert propagates.
         index = tl.min(tl.where(left == best, indices, num_experts - 1), axis=0)
         chosen = tl.where(places == place, index, chosen)
         shares = tl.where(places == place, tl.exp(best - highest), shares)

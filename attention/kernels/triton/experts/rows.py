@@ -1,7 +1,7 @@
-"""The experts of a few rows, multiplied at the speed of memory: a row with some columns at a time.
+"""The experts of a few rows, at memory bandwidth: matrix-vector products instead of tiles.
 
-The experts of a row are read for this row alone, so pairs are not put in order, and the second
-product adds up the experts of a row. See `gemm/row_product.py` for the products.
+Each row reads the weights of its own experts, so pairs are not sorted, and the second product adds
+up the experts of a row. See `gemm/row_product.py` for the products.
 
 Microseconds of a decode step of gpt-oss-20b on an H200, one sequence, with tiles of tensor cores
 and with these kernels: 3295 and 1997 (`python -m bench.account --shape gpt-oss-20b --case 1`).
@@ -55,9 +55,9 @@ def _expert_product(
     tile: tl.constexpr,
     vector: tl.constexpr,
 ) -> tl.tensor:
-    """Return the threads' sums of the product of a row with an expert's columns.
+    """Return partial sums, one per thread, of the product of a row with an expert's columns.
 
-    Weights are read at `read`, which repeats the last column where there are no more.
+    `read` are `columns`, with those past the last one replaced by the last.
     """
     sums = tl.zeros([tile_columns, tile // vector], tl.float32)
     num_tiles: tl.constexpr = (row_size + tile - 1) // tile
@@ -121,7 +121,7 @@ def _gate_up_rows(
     columns = tl.program_id(0) * tile_columns + tl.arange(0, tile_columns)
     out = inner + pair.to(tl.int64) * inner_size + columns
     if (expert < 0) | (expert >= num_experts):
-        # The next kernel reads them, too.
+        # The expert is on another rank, but the next kernel reads this row of `inner` too.
         tl.store(out, tl.zeros_like(columns).to(inner.dtype.element_ty), mask=columns < inner_size)
         return
     read = tl.minimum(columns, inner_size - 1)
@@ -212,8 +212,8 @@ def _down_rows(
         pair = row * num_chosen + index
         expert = (tl.load(experts + pair) - first_expert).to(tl.int64)
         share = tl.load(weights + pair)
-        # What other ranks add is not written here. Without a branch, the weights of all experts
-        # are read at the same time.
+        # Experts of other ranks add nothing here. There is no branch, so that the loads of all
+        # experts overlap.
         is_ours = (expert >= 0) & (expert < num_experts)
         expert = tl.where(is_ours, expert, 0)
         product = _expert_product(

@@ -1,4 +1,4 @@
-"""The products of tiles of pairs, each of one expert, and the sums of a row's parts."""
+"""Grouped GEMMs over tiles of pairs, each of one expert, and the sum of the outputs of a row."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _located(
     expert_tile: tl.constexpr,
     tile_pairs: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Return the expert of this program's tile, the place of its first pair and that behind it.
+    """Return the expert of this program's tile, and the range of its pairs, end excluded.
 
     The expert is `num_experts` if the tile is empty.
     """
@@ -50,7 +50,7 @@ def _pairs_of_tile(
     num_pairs: tl.tensor,
     tile_pairs: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return the pairs of a tile, and which of them there are."""
+    """Return the pairs of a tile, and the mask of those that exist."""
     places = begin + tl.arange(0, tile_pairs)
     is_pair = (places < end) & (places < num_pairs)
     return tl.load(pairs + places, mask=is_pair, other=0).to(tl.int64), is_pair
@@ -272,7 +272,7 @@ def sum_parts(
     for index in range(num_chosen):
         pair = row * num_chosen + index
         expert = tl.load(experts + pair) - first_expert
-        # What other ranks add is not written here.
+        # Experts of other ranks add nothing here.
         if (expert >= 0) & (expert < num_experts):
             part = tl.load(parts + pair * hidden_size + columns, mask=is_column, other=0.0)
             total += part.to(tl.float32)

@@ -27,7 +27,7 @@ class ExpertTuning:
     """Pairs of a program, a power of two from 16."""
     tile_columns: int
     tile_depth: int
-    """Elements of a row in one step of a sum."""
+    """Elements of the inner dimension per iteration."""
     num_warps: int
     num_stages: int
 
@@ -35,10 +35,10 @@ class ExpertTuning:
 def default_expert_tuning(
     *, num_pairs: int, num_experts: int, dtype: torch.dtype, is_mxfp4: bool = False
 ) -> ExpertTuning:
-    """Return the tuning for as many pairs of each expert as are to be expected.
+    """Return the tuning for the mean number of pairs per expert.
 
     Microseconds of a layer of Qwen3-30B-A3B (128 experts of 768, 8 chosen) in bfloat16 on an H200,
-    beside the time in which memory can be read that holds the chosen experts: 16 rows 190 and 187,
+    and the time to read the weights of the chosen experts at memory bandwidth: 16 rows 190 and 187,
     256 rows 304 and 288, 512 rows 317 and 288, 8192 rows 1528 and 288 (405 TFLOP/s).
     """
     if dtype == torch.float32 and not is_mxfp4:
@@ -61,6 +61,6 @@ def default_expert_tuning(
 
 
 def _tile_pairs(num_pairs: int, num_experts: int, *, most: int) -> int:
-    """Return twice what an expert has on average, so that most experts are one tile."""
+    """Return twice the mean number of pairs of an expert, so that most experts need one tile."""
     wanted = next_power_of_two(-(-2 * num_pairs // num_experts))
     return max(_MIN_ROWS, min(wanted, most))

@@ -1,1 +1,1 @@
-"""Products of rows with weights: of a few rows, and with weights in fp8 and int4."""
+"""GEMMs and GEMVs: of a few rows, and with weights in fp8 and int4."""

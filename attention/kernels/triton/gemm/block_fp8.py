@@ -1,6 +1,7 @@
-"""GEMMs of many rows in float8_e4m3fn, whose inputs and weights have scales for blocks of inputs.
+"""GEMMs of many rows in float8_e4m3fn with block scales, as in DeepSeek-V3 (2024).
 
-The products of a block are summed by the tensor cores and then multiplied by both scales.
+Inputs and weights have a scale for each block of inputs. The tensor cores sum the products of a
+block, and each sum is then multiplied by both scales.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def _multiply_blocks(
     """
     rows = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
     columns = tl.program_id(1) * tile_columns + tl.arange(0, tile_columns)
-    # What is beyond the last row or column is computed again and not written.
+    # Rows and columns past the end repeat earlier ones, and are not stored.
     row = tl.minimum(rows, num_rows - 1).to(tl.int64)
     column = tl.minimum(columns, out_size - 1).to(tl.int64)
     sums = tl.zeros([tile_rows, tile_columns], tl.float32)

@@ -1,8 +1,9 @@
-"""Products of one row with a weight, `x @ weight.T`, at the speed of memory.
+"""Matrix-vector products, `x @ weight.T` for one row, at memory bandwidth.
 
 A tensor core multiplies at least eight rows, and unpacking weights into its operands takes longer
-than reading them. See `row_product.py` for what is done instead. The first weights of a program are
-read before the kernel that writes the row has ended. `normed_gemv.py` norms the row as well.
+than reading them, so `row_product.py` multiplies without tensor cores. A program loads its first
+weights before the kernel that writes the row has ended. `normed_gemv.py` also computes the norm of
+the row.
 
 Milliseconds per token of Llama 3 8B on an H200, one request, with tensor cores and with these
 kernels: fp8 4.78 and 2.63, int4 5.70 and 2.19 (`python -m bench.engine --workload latency`, with
@@ -36,7 +37,7 @@ _LONG_ROW_BYTES = 8192
 _LONG_INT4_ROW_BYTES = 4096
 _MANY_COLUMNS = 4096
 _MAX_OUT_SIZE = 65536
-"""Beyond this, as for the vocabulary, cuBLAS reads at the speed of memory too."""
+"""For larger outputs, such as the vocabulary, cuBLAS also runs at memory bandwidth."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +68,7 @@ def default_gemv_tuning(weight: torch.Tensor, *, is_gated: bool) -> GemvTuning |
 def _int4_tuning(weight: torch.Tensor, row_bytes: int, *, is_gated: bool) -> GemvTuning:
     """Return the best of 14 tunings for matrices of Llama 3 8B on an H200.
 
-    They take 42 us a layer, and 48 with that of other formats; memory's limit is 28.
+    A layer takes 42 us, or 48 with the tuning of other formats; at memory bandwidth it would be 28.
     """
     if is_gated:
         return GemvTuning(tile_columns=4, tile_bytes=512, num_warps=1)
@@ -100,7 +101,7 @@ def _gemv(
     tile: tl.constexpr,
     vector: tl.constexpr,
 ) -> None:
-    """Write `tile_columns` output columns, or add to them if it `adds`.
+    """Write `tile_columns` output columns, or add to them if `adds` is set.
 
     Launched by `gemv`, `add_gemv` and `gemv_gated`; grid `(tiles of columns,)`. Pointers: x
     `[size]`; weight `[out_size, size]`, or twice as many rows if it is gated, in int4 `size / 2`
@@ -108,12 +109,12 @@ def _gemv(
     out `[out_size]`.
     """
     columns = tl.program_id(0) * tile_columns + tl.arange(0, tile_columns)
-    # Columns beyond the last are computed again and not written.
+    # Columns past the end repeat earlier ones, and are not stored.
     read = tl.minimum(columns, out_size - 1)
     num_columns = out_size * 2 if is_gated else out_size
     sums = tl.zeros([tile_columns, tile // vector], tl.float32)
     other = tl.zeros([tile_columns, tile // vector], tl.float32)
-    # No kernel writes weights, so that the first are on their way before the inputs are there.
+    # No kernel writes weights, so the first ones can be loaded before the inputs are ready.
     values = weight_vectors(weight, read, 0, row, tile, vector)
     if is_gated:
         other_values = weight_vectors(weight, read + out_size, 0, row, tile, vector)
@@ -206,7 +207,7 @@ def _gemv(
     if is_gated:
         product = rounded_gate(product, other_product, gate, element_type)
     if adds:
-        # As a product that is written before it is added.
+        # Round first, as if the product had been stored before the addition.
         product = kept + product.to(element_type).to(tl.float32)
     tl.store(out + columns, product.to(element_type), mask=columns < out_size)
 

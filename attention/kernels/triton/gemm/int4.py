@@ -1,9 +1,9 @@
-"""GEMMs with weights of four bits, which are unpacked in registers.
+"""GEMMs with int4 weights, which are unpacked in registers.
 
-A weight is `(number - zero) * scale`, where a group of inputs of an output column has a zero and a
-scale, which are stored in one word. The tensor cores multiply inputs by numbers less their zero;
-the sums of a group are multiplied by its scale. A byte has numbers of two inputs that are a half
-tile apart, so that a tile of bytes is two tiles of weights.
+A weight is `(number - zero) * scale`. Each group of inputs of an output column has one zero and one
+scale, which share a word. The tensor cores multiply inputs by `number - zero`, and the sum of a
+group is multiplied by its scale. The two numbers in a byte belong to inputs that are half a tile
+apart, so a tile of bytes unpacks to two tiles of weights.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ __all__ = [
 ]
 
 MAX_ROWS = 64
-"""The most rows of a product; for more, dequantizing the weight takes less time."""
+"""Maximum number of rows; for more, it is faster to dequantize the weight and use cuBLAS."""
 MAX_GATED_ROWS = 16
-"""The most rows of a product with a gate, whose two sums need twice the registers."""
+"""Maximum number of rows with a gate, whose two accumulators need twice the registers."""
 _MAX_HALF = 128
 _ZERO_BITS = 0xFF
 _TILE_COLUMNS = 32
 _DEQUANTIZED_COLUMNS = 32
 
-# Numbers of four bits become 128 and more in bfloat16, whose last four bits they are.
+# A number of four bits is placed in the lowest mantissa bits of the bfloat16 128, which adds it to
+# 128 without a conversion (Kim et al., "Who Says Elephants Can't Run", 2022).
 _BASE = tl.constexpr(128.0)
 _UNPACK_INT4 = tl.constexpr(
     """
@@ -74,8 +75,8 @@ def packed_int4(numbers: torch.Tensor, group_size: int) -> torch.Tensor:
 def scale_words(scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
     """Return scales and zeros, `[out_size, groups]`, as int32 `[groups, out_size]`.
 
-    The last eight bits of a float32 make room for the zero. Scales that are stored in bfloat16 or
-    float16 do not have them.
+    The zero replaces the lowest eight bits of the float32 scale, which are zero if the checkpoint
+    stores scales in bfloat16 or float16.
     """
     words = scales.float().view(torch.int32) & ~_ZERO_BITS | zeros.int()
     return words.t().contiguous()
@@ -92,7 +93,7 @@ def half_tile(in_size: int, group_size: int) -> int:
 
 @triton.jit
 def _halves(tile: tl.tensor, operand_type: tl.constexpr, unpacks: tl.constexpr) -> tl.tensor:
-    """Return the numbers of both halves of some bytes, plus `_BASE` if it `unpacks` to bfloat16."""
+    """Return the lower and upper numbers of bytes, plus `_BASE` if `unpacks`, then in bfloat16."""
     if unpacks:
         low, high = tl.inline_asm_elementwise(
             _UNPACK_INT4,
@@ -125,7 +126,7 @@ def _with_half(
     operand_type: tl.constexpr,
     unpacks: tl.constexpr,
 ) -> tl.tensor:
-    """Return sums with the product of the inputs from `first` and their numbers."""
+    """Return `sums` plus the product of `half` inputs from `first` on with their weights."""
     elements = first + tl.arange(0, half)
     inputs = tl.load(
         x + rows[None, :] * x_stride + elements[:, None], mask=is_row[None, :], other=0.0
@@ -134,7 +135,7 @@ def _with_half(
     scale, zero = scale_and_zero(word)
     if unpacks:
         zero += _BASE
-    # Whole numbers below 256, which bfloat16 has.
+    # Integers below 256 are exact in bfloat16.
     weights = numbers - zero.to(operand_type)[:, None]
     return sums + tl.dot(weights, inputs, input_precision="ieee") * scale[:, None]
 
@@ -170,7 +171,7 @@ def _multiply_int4(
     num_columns = out_size * 2 if is_gated else out_size
     wait_for_inputs(is_dependent)
     columns = tl.program_id(0) * tile_columns + tl.arange(0, tile_columns)
-    # Columns beyond the last are computed again and not written.
+    # Columns past the end repeat earlier ones, and are not stored.
     read = tl.minimum(columns, out_size - 1)
     rows = tl.arange(0, tile_rows)
     is_row = rows < num_rows

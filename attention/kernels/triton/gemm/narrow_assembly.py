@@ -1,6 +1,6 @@
-"""PTX that multiplies four words of weights of 8 or 4 bits by pairs of inputs in float16.
+"""PTX that multiplies four words of 8-bit or 4-bit weights by pairs of float16 inputs.
 
-Operands are numbered as `tl.inline_asm_elementwise` has them: outputs, words, inputs.
+Operands are numbered as in `tl.inline_asm_elementwise`: outputs, weight words, inputs.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def fp8_products() -> str:
 def int4_products() -> str:
     """Return the code for words of eight integers of 4 bits.
 
-    Inputs are four words each for the lower numbers of bytes 0 and 2, of bytes 1 and 3, and for the
-    upper ones of both. Outputs are the sums of products of the lower and of the upper numbers,
-    divided by 2**24 and 2**20: the bits of a number are those of a subnormal float16.
+    The inputs are four words each: for the lower numbers of bytes 0 and 2, of bytes 1 and 3, and
+    for the upper numbers of both. The outputs are the sums of the products of the lower and of the
+    upper numbers, divided by 2**24 and 2**20, because numbers are read as subnormal float16.
     """
     lines = [
         ".reg .b32 t, p, a, b, c, d;",
@@ -54,8 +54,8 @@ def int4_products() -> str:
 def mxfp4_products() -> str:
     """Return the code for words of eight numbers in e2m1; otherwise that of `int4_products`.
 
-    Exponent and digit become the last bits of the exponent and the first digit
-    of float16, which divides by 2**14, the difference of the exponents' biases.
+    The exponent and mantissa bits become the lowest exponent bits and the highest mantissa bit of
+    float16, which divides by 2**14, the difference of the exponent biases.
     """
     lines = [
         ".reg .b32 t, p, q, a, b, c, d;",
@@ -89,7 +89,7 @@ def _add(sums: str, numbers: str, inputs: str, *, is_first: bool) -> str:
 
 
 def _sum(output: str, first: str, second: str, spare: str = "p") -> list[str]:
-    """Return what adds two pairs up, in float32 at the end."""
+    """Return the code that adds up two pairs, the last addition in float32."""
     return [
         f"add.rn.f16x2 {spare}, {first}, {second};",
         f"mov.b32 {{low, high}}, {spare};",

@@ -1,7 +1,7 @@
-"""Products of a row with vectors of weights of 8 and 4 bits, in pairs of float16.
+"""Products of a row with vectors of 8-bit and 4-bit weights, in pairs of float16.
 
-This takes a third of the instructions that float32 would. A thread divides its inputs by a power of
-two, so that they fit, and adds its products up in float32 after at most eight of them.
+This needs a third of the instructions of float32. To avoid overflow, a thread scales its inputs by
+a power of two, and adds its sums to float32 after at most eight products.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ _FP8_PRODUCTS = tl.constexpr(fp8_products())
 _INT4_PRODUCTS = tl.constexpr(int4_products())
 _MXFP4_PRODUCTS = tl.constexpr(mxfp4_products())
 _INPUT_EXPONENT = tl.constexpr(14)
-"""Inputs of numbers of four bits are multiplied by two to the power of this.
+"""Inputs of 4-bit weights are multiplied by two to the power of this.
 
-Numbers in e2m1 are divided by as much, integers by more.
+It makes up for the division of the weights in `narrow_assembly`: by as much for e2m1, by more for
+integers.
 """
 
 
@@ -38,9 +39,9 @@ def row_inputs(
 
 @triton.jit
 def _power_below(magnitudes: tl.tensor, up: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Return powers of two that bring magnitudes between 1 and 2, and their inverses.
+    """Return the powers of two that scale magnitudes to [1, 2), times `2**up`, and their inverses.
 
-    The former are multiplied by `2**up`.
+    The inverses do not include `2**up`.
     """
     exponents = (magnitudes.to(tl.int32, bitcast=True) >> 23) & 255
     exponents = tl.minimum(tl.maximum(exponents, 1 + up), 253)
@@ -50,7 +51,7 @@ def _power_below(magnitudes: tl.tensor, up: tl.constexpr) -> tuple[tl.tensor, tl
 
 @triton.jit
 def _pairs(low: tl.tensor, high: tl.tensor) -> tl.tensor:
-    """Return two numbers as float16 in a word."""
+    """Return two float32 numbers as float16 in one word, `low` in the lower half."""
     return tl.inline_asm_elementwise(
         "cvt.rn.f16x2.f32 $0, $2, $1;",
         "=r,f,f",
@@ -63,7 +64,7 @@ def _pairs(low: tl.tensor, high: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _fours(x: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Return the four elements of the last of three axes."""
+    """Return the four slices of the last axis, of size 4, of a tensor with three."""
     even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], 2, 2]))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
@@ -144,7 +145,7 @@ def multiply_fp8(
 
 @triton.jit
 def _bytes_of(words: tl.tensor) -> tl.tensor:
-    """Return the bytes of words as integers, in one axis more, for the interpreter."""
+    """Return the bytes of words as integers, in an additional axis; for the interpreter."""
     return (words[:, :, :, None] >> (8 * tl.arange(0, 4))[None, None, None, :]) & 255
 
 
@@ -167,9 +168,9 @@ def multiply_nibbles(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Return products of both numbers of the bytes of words `[columns, vectors, 4]`.
 
-    The lower ones are multiplied by 16 inputs from each start, the upper ones by those that are
-    `half` behind. `kind` is "int4", for integers from 0 to 15, or "mxfp4". Both products are
-    followed by the sums of their inputs, `[vectors]`.
+    The lower ones are multiplied by 16 inputs from each start, the upper ones by those `half`
+    later. `kind` is "int4", for integers from 0 to 15, or "mxfp4". After both products, returns the
+    sums of the inputs of each, `[vectors]`.
     """
     if unpacks:
         low_a = row_inputs(x, starts, size, 8)
@@ -218,7 +219,7 @@ def multiply_nibbles(
             pack=1,
         )
         if kind == "int4":
-            # What divides the numbers is larger than what multiplies their inputs.
+            # The assembly divides integers by more than their inputs were multiplied by.
             low_sums *= 1024.0
             high_sums *= 64.0
         low_sums *= inverses[None, :]

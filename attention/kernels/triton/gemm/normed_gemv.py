@@ -1,7 +1,7 @@
-"""Products of the RMSNorm of one row with a weight: `gemv` without a kernel for the norm before it.
+"""Products of the RMSNorm of one row with a weight: `gemv` fused with the norm before it.
 
 Every program computes the sum of squares of the whole row, which it reads from the L2 cache while
-its first weights are on their way from memory. That takes less time than another kernel.
+its first weights are loaded from memory. This takes less time than a separate kernel.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _normed_inputs(
     # GPUs divide in this way, too.
     normed = row_inputs(stream, starts, size, vector) * inverse
     normed *= row_inputs(norm_weight, starts, size, vector)
-    # As a norm that is written.
+    # Round as if the norm had been stored.
     return normed.to(stream.dtype.element_ty).to(tl.float32)
 
 
@@ -82,7 +82,7 @@ def _normed_gemv(
     and out `[out_size]`.
     """
     columns = tl.program_id(0) * tile_columns + tl.arange(0, tile_columns)
-    # Columns beyond the last are computed again and not written.
+    # Columns past the end repeat earlier ones, and are not stored.
     read = tl.minimum(columns, out_size - 1)
     sums = tl.zeros([tile_columns, tile // vector], tl.float32)
     other = tl.zeros([tile_columns, tile // vector], tl.float32)

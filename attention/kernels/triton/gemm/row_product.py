@@ -1,7 +1,7 @@
-"""Products of a row with some columns' weights, 16 bytes of a column at a time by each thread.
+"""Products of a row with the weights of some columns, 16 bytes of a column per load of a thread.
 
-Weights of 16 and 32 bits are multiplied in float32, those of 8 and 4 bits are read as words of 32
-bits and multiplied as `narrow_products.py` says. Tensor cores and shared memory are not used.
+Weights of 16 and 32 bits are multiplied in float32; those of 8 and 4 bits are loaded as 32-bit
+words and multiplied by `narrow_products.py`. Tensor cores and shared memory are not used.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ VECTOR_BYTES = 16
 
 @triton.jit
 def scale_and_zero(word: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Return what `scale_words` has put into words, both float32."""
-    # The last bits of 2**23 are whole numbers, which takes fewer instructions than converting.
+    """Return the scales and zeros that `scale_words` has packed, both float32."""
+    # The lowest mantissa bits of the float32 2**23 count integers, so this needs no conversion.
     zero = ((word & 255) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
     return (word & -256).to(tl.float32, bitcast=True), zero
 
@@ -38,15 +38,15 @@ def weight_vectors(
     tile: tl.constexpr,
     vector: tl.constexpr,
 ) -> tl.tensor:
-    """Return weights `[columns, tile / vector, vector]`, from `first` of columns of `size`.
+    """Return weights `[columns, tile / vector, vector]`, from element `first` of each column on.
 
-    Beyond their end, which no vector has inside, they are zeros. A thread gets whole vectors, of
-    the same place in all columns.
+    Columns have `size` elements, a multiple of `vector`; past their end, the weights are zeros. A
+    thread has whole vectors, at the same place in all columns.
     """
     elements = first + tl.arange(0, tile)
     places = weight + columns.to(tl.int64)[:, None] * size + elements[None, :]
     is_inside = (elements < size)[None, :] | (size % tile == 0)
-    # Every weight is read once a step.
+    # Each weight is read once per step, so it need not stay in the cache.
     values = tl.load(places, mask=is_inside, other=0, eviction_policy="evict_first")
     return tl.reshape(values, [columns.shape[0], tile // vector, vector])
 
@@ -60,10 +60,10 @@ def _group_words(
     size: tl.constexpr,
     group_size: tl.constexpr,
 ) -> tl.tensor:
-    """Return what is stored of the groups of inputs that vectors are in, `[columns, vectors]`."""
+    """Return the stored word of the group of inputs of each vector, `[columns, vectors]`."""
     places = scales + (starts // group_size)[:, None] * num_columns + columns[None, :]
     is_inside = (starts < size)[:, None] & (columns < num_columns)[None, :]
-    # A thread reads adjacent columns, and gets those of the vectors that it has.
+    # Threads load adjacent columns; the transposition gives each the words of its vectors.
     return tl.trans(tl.load(places, mask=is_inside, other=0))
 
 
@@ -84,14 +84,14 @@ def add_row_product(
     vector: tl.constexpr,
     unpacks: tl.constexpr,
 ) -> tl.tensor:
-    """Return sums, `[columns, tile / vector]` float32, with the products of `weight_vectors`.
+    """Return `sums`, `[columns, tile / vector]` float32, plus the products of `weight_vectors`.
 
-    `first`, `tile` and `vector` are elements of weights, or words. `kind` is "plain"; "fp8", with
-    `num_scales` of each column, float32 `[num_columns, num_scales]`, that count here if there are
-    several; "int4", with words of `scale_words`, `[num_scales, num_columns]`; or "mxfp4", with
-    exponents uint8 of that shape. A byte of the latter has two numbers, whose inputs are `half`
-    apart. `size` is that of the row. Columns from `num_columns` on have no scales. `unpacks` is
-    false for Triton's interpreter.
+    `first`, `tile` and `vector` count elements of `values`: weights, or words of them. `kind` is
+    "plain"; "fp8", with float32 scales `[num_columns, num_scales]`, which are applied here if a
+    column has several; "int4", with words of `scale_words`, `[num_scales, num_columns]`; or
+    "mxfp4", with uint8 exponents of that shape. The two numbers in a byte of int4 or mxfp4 belong
+    to inputs that are `half` apart. `size` is that of the row. Columns from `num_columns` on have
+    no scales. `unpacks` is false for Triton's interpreter.
     """
     starts = first + tl.arange(0, tile // vector) * vector
     if kind == "plain":

@@ -1,8 +1,7 @@
-"""GEMMs of a few rows, `x @ weight.T`, which read the weight once at the speed of memory.
+"""GEMMs of a few rows, `x @ weight.T`, at memory bandwidth.
 
-A program computes a few output columns and reads all of their weights, so that one launch suffices,
-and the gate of an MLP can be applied to the columns that a program has. For one row, `gemv.py` is
-faster.
+A program reads all weights of a few output columns, so one launch without split-K suffices, and the
+gate of an MLP can be applied in the same kernel. For one row, `gemv.py` is faster.
 
 Microseconds of a decode step of Llama 3 8B in bfloat16 on an H200, with cuBLAS and with these
 kernels: 8 rows 4851 and 4701, 16 rows 4937 and 4755 (`python -m bench.account --case 8 --case 16`).
@@ -28,9 +27,9 @@ __all__ = [
 ]
 
 MAX_ROWS = 16
-"""The most rows, which are the columns of one tile of the tensor cores."""
+"""Maximum number of rows: the columns of one tile of the tensor cores."""
 _MAX_OUT_SIZE = 65536
-"""Beyond this, as for the vocabulary, cuBLAS reads at the speed of memory too."""
+"""For larger outputs, such as the vocabulary, cuBLAS also runs at memory bandwidth."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +42,7 @@ class SkinnyGemmTuning:
     """Elements of each column per iteration, a power of two from 16 that divides the depth."""
     num_warps: int
     num_stages: int
-    """Iterations whose weights are in flight, including the one in use."""
+    """Stages of the software pipeline: iterations whose weights are loaded at the same time."""
 
 
 def default_skinny_tuning(
@@ -85,7 +84,7 @@ def _weight_tile(
 ) -> tl.tensor:
     """Return `depth` elements from `first` of some columns' weights, `[columns, depth]`."""
     elements = first + tl.arange(0, depth)
-    # Every weight is read once a step.
+    # Each weight is read once per step, so it need not stay in the cache.
     return tl.load(
         weight + columns.to(tl.int64)[:, None] * in_size + elements[None, :],
         eviction_policy="evict_first",
@@ -108,9 +107,9 @@ def _input_tile(
     )
 
 
-# Four fp8 numbers in a register become four of bfloat16 in two: exponents and digits move to their
-# places, which divides by 2**120, the difference of the two exponents' biases. Conversions by
-# float32, which the compiler would use, take longer than the memory does.
+# Unpacks four fp8 numbers of one register to bfloat16 in two. Exponent and mantissa bits are
+# shifted to their places, which divides by 2**120, the difference of the exponent biases. The
+# compiler would convert by way of float32, which takes longer than loading the weights.
 _UNPACK_FP8 = tl.constexpr(
     """
     {
@@ -135,7 +134,7 @@ _UNPACK_FP8 = tl.constexpr(
 
 @triton.jit
 def _operand(tile: tl.tensor, operand_type: tl.constexpr, unpacks: tl.constexpr) -> tl.tensor:
-    """Return weights as what the tensor cores multiply; `unpacks` fp8 to bfloat16."""
+    """Return weights as operands of the tensor cores; `unpacks` says whether they are fp8."""
     if unpacks:
         return tl.inline_asm_elementwise(
             _UNPACK_FP8,
@@ -161,7 +160,7 @@ def _with_product(
     operand_type: tl.constexpr,
     unpacks: tl.constexpr,
 ) -> tl.tensor:
-    """Return sums with the product of weights, of these rows from `first`, and inputs."""
+    """Return `sums` plus the product of a tile of weights, from input `first` on, with `inputs`."""
     weights = _operand(tile, operand_type, unpacks)
     if num_scales > 1:
         scale = tl.load(scales + row * num_scales + first // scale_depth)
@@ -199,7 +198,7 @@ def _multiply(
     `[num_rows, out_size]`.
     """
     columns = tl.program_id(0) * tile_columns + tl.arange(0, tile_columns)
-    # Columns beyond the last are computed again and not written.
+    # Columns past the end repeat earlier ones, and are not stored.
     read = tl.minimum(columns, out_size - 1)
     rows = tl.arange(0, tile_rows)
     is_row = rows < num_rows

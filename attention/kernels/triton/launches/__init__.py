@@ -1,1 +1,1 @@
-"""How kernels are launched: overlapping, and cheaply for the host; and their keys on disk."""
+"""Launches that overlap or take little time of the host, and the keys of compiled kernels."""

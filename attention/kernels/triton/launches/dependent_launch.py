@@ -1,8 +1,8 @@
 """Launches that overlap the end of the kernel before them: programmatic dependent launch.
 
-The programs of such a kernel may start once all those of the kernel before it have started. Before
-they read what another kernel writes, or write anything, they wait until that kernel has ended, with
-all kernels before it. GPUs before Hopper start them only then.
+The programs of such a kernel may start once all programs of the preceding kernel have started.
+Before they read what another kernel writes, or write anything, they wait until all preceding
+kernels have ended. GPUs before Hopper do not overlap kernels.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ _HOPPER = (9, 0)
 
 @triton.jit
 def wait_for_inputs(is_dependent: tl.constexpr, starts_next: tl.constexpr = True) -> None:
-    """Let the next kernel start, unless not `starts_next`, and wait for those before this one.
+    """Wait for all preceding kernels; with `starts_next`, let the next kernel start first.
 
-    A program must call this before it writes anything, or reads anything but weights and what was
-    uploaded before the step (which no kernel of this kind does); it may return without only if
-    others of its kernel do call it. Then a kernel ends only after the one before it, so that to
-    wait for one kernel is to wait for all, although the next one starts before this one has waited.
-    It starts when all programs of this one run, and so takes no place that one of them needs.
+    A program must call this before it writes anything, and before it reads anything other than
+    weights and data that was uploaded before the step. It may return without calling this only if
+    another program of its kernel calls it. A kernel then never ends before the preceding one, so
+    waiting for one kernel means waiting for all, even though the next kernel starts before this one
+    has waited. The next kernel starts when all programs of this one are running, so it does not
+    take resources that one of them needs.
     """
     if is_dependent:
         if starts_next:
@@ -43,9 +44,9 @@ def wait_for_inputs(is_dependent: tl.constexpr, starts_next: tl.constexpr = True
 
 @triton.jit
 def start_next_kernel(is_dependent: tl.constexpr) -> None:
-    """Let the next kernel start, in a kernel that has waited without doing so.
+    """Let the next kernel start, after `wait_for_inputs` with `starts_next` false.
 
-    The next kernel reads its first weights at once, which delays what this one reads until then.
+    The next kernel loads its first weights at once, which would delay earlier loads of this kernel.
     """
     if is_dependent:
         gdc_launch_dependents()

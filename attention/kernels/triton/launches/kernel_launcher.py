@@ -1,4 +1,4 @@
-"""Launches of a kernel for which Triton does not examine every argument again."""
+"""Launches a kernel without having Triton examine its arguments each time."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["KernelLauncher"]
 
 
 class KernelLauncher:
-    """Launches one kernel, and remembers what was compiled for which arguments.
+    """Launches one kernel, with a cache of compiled kernels by arguments.
 
-    At each launch, Triton examines all arguments to find the kernel that is compiled for them,
-    which takes the host longer than the launch itself. A caller that can keep all arguments but
-    the tensors from one launch to the next saves still more with `RepeatedLaunch`.
+    At each launch, Triton examines all arguments to find the kernel that was compiled for them,
+    which takes the host longer than the launch itself. If only the tensors change from one launch
+    to the next, `RepeatedLaunch` is faster still.
     """
 
     def __init__(self, kernel: Any) -> None:  # Any: Triton has no types
@@ -35,7 +35,7 @@ class KernelLauncher:
         """Launch the kernel, always with the same names of `options`, which are those of Triton.
 
         `arguments` are all that follow the tensors, by position. Each combination of their values
-        is remembered, so none may be a number that changes from step to step.
+        is cached, so none may be a number that changes from step to step.
         """
         kinds = [(tensor.dtype, tensor.data_ptr() % POINTER_ALIGNMENT == 0) for tensor in tensors]
         key = (tensors[0].device, *kinds, *arguments, *options.values())

@@ -1,4 +1,4 @@
-"""Compiles kernels side by side, before any of them is launched."""
+"""Compiles kernels in parallel, before any of them is launched."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ __all__ = ["ParallelCompilation"]
 
 
 class ParallelCompilation:
-    """A context in which launches have missing kernels compiled by threads, and skip them.
+    """A context in which threads compile missing kernels, and launches of these are skipped.
 
-    What such a kernel would write is not written. A kernel that is compiled is launched as ever, so
-    launch only into captures that are dropped. Leaving the context drops kernels whose compilation
-    has not begun. At a kernel that does not compile, the launch that needs it raises the error.
+    A skipped launch writes nothing, while kernels that are already compiled are launched as usual,
+    so use this only in captures that are dropped. When the context ends, kernels whose compilation
+    has not begun are dropped. If a kernel does not compile, the launch that needs it raises the
+    error.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -54,7 +55,7 @@ class ParallelCompilation:
 
     # Any: Triton has no types
     def _compile(self, *, fn: Any, compile: Any, is_manual_warmup: bool, **_: Any) -> bool:
-        """Have a kernel compiled that a launch needs; return whether to skip the launch."""
+        """Start to compile the kernel of a launch; return whether to skip the launch."""
         if is_manual_warmup:
             # One of the threads asks.
             return False

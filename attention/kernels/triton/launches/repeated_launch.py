@@ -1,4 +1,4 @@
-"""Launches of one kernel with other tensors, which cost less than the first."""
+"""Repeats the launch of a kernel with other tensors, which takes less time than the first."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 __all__ = ["POINTER_ALIGNMENT", "RepeatedLaunch"]
 
 POINTER_ALIGNMENT = 16
-"""In bytes. Kernels are compiled for pointers that are multiples of it, or for any."""
+"""In bytes. Triton compiles kernels separately for pointers that are multiples of it."""
 
 
 class RepeatedLaunch:
     """A launch that is repeated for tensors of the same layout.
 
-    At each launch, Triton examines all arguments to find the kernel that is compiled for them.
-    This class does so for the first alone, whose kernel it launches again.
+    At each launch, Triton examines all arguments to find the kernel that was compiled for them.
+    This class lets it do so for the first launch only, and launches the same kernel again.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
 """Attention of several queries per sequence, over blocks or over ragged keys and values.
 
-Owns the kernel and its launch; callers use `paged_attention` or `ragged_attention`.
+The algorithm is FlashAttention-2 (Dao, 2023), with block tables as in paged attention (Kwon et al.,
+2023). Owns the kernel and its launch; callers use `paged_attention` or `ragged_attention`.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ def _attend_chunks(
     last_position = min(first_position + tile_queries, num_keys) - 1
     first_key = 0
     end_key = num_keys
-    # Every query sees every key before this one, so those tiles need no mask.
+    # Every query sees all keys before this one, so their tiles need no mask.
     unmasked_end = num_keys
     if has_right:
         end_key = min(end_key, last_position + window_right + 1)

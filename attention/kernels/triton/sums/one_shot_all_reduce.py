@@ -1,14 +1,15 @@
-"""A sum over the GPUs of one node in one kernel, with the residual and the norm that follow.
+"""One-shot all-reduce over the GPUs of one node, fused with the residual addition and the norm.
 
-Every rank writes its rows into the memory of every other rank, and adds what it has received. Data
-are their own signal: a place that is empty holds a bit pattern that no data have, and a rank reads
-its inbox until nothing is empty. No barrier or fence is needed, and no byte beside the data
-crosses NVLink. For the few rows of a decode step, the time is that of one write over NVLink, while
-a ring of NCCL has several steps and a norm is another kernel.
+Every rank writes its rows into the memory of every other rank, and adds the rows that it has
+received. The data are their own flag, as in the Lamport kernels of TensorRT-LLM: an empty place
+holds a bit pattern that data never have, and a rank polls its inbox until no place is empty. So no
+barrier or fence is needed, and nothing but the data crosses NVLink. For the few rows of a decode
+step, this takes as long as one write over NVLink, while a ring of NCCL has several steps and the
+norm is another kernel.
 
-A rank empties a place as soon as it has read it. Odd and even launches have places of their own: a
-rank writes to a place again two launches later, when it has received what the other ranks sent
-after they had ended the launch that emptied the place.
+A rank empties a place as soon as it has read it. Even and odd launches use separate places: a rank
+writes to the same place two launches later. By then it has received rows of the launch in between,
+which the other ranks sent after they had emptied the place.
 """
 
 from __future__ import annotations
@@ -35,39 +36,39 @@ __all__ = [
 EMPTY_BYTE = 0xFF
 """Each byte of an inbox before the first launch."""
 PROGRAMS_PER_SM = 2
-"""Programs that a multiprocessor surely runs at the same time."""
+"""Programs that every multiprocessor can run at the same time."""
 _REGISTERS_PER_SM = 65536
 _MAX_REGISTERS = 255
 _WORD_BYTES = 4
 _WARP_SIZE = 32
 _MAX_THREADS = tl.constexpr(512)
 _EMPTY = tl.constexpr(-1)
-"""A word of an empty place: NaN in every dtype, with a sign that no arithmetic gives it."""
+"""A word of an empty place: in every dtype a NaN with a sign that no arithmetic produces."""
 _OTHER_NAN = tl.constexpr(0x7FFF7FFF)
 _LOOKAHEAD = tl.constexpr(4)
 """Rows that a program sends before it waits for the first of them."""
 _POLLS_OF_A_TURN = tl.constexpr(64)
-"""After how many polls another program may read host memory."""
+"""Number of polls after which the next program reads host memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Inboxes:
-    """Where the ranks of a group write to each other, from the view of one rank."""
+    """The memory into which the ranks of a group write, as one rank sees it."""
 
     addresses: torch.Tensor
-    """int64 `[size + 2]`: this process's address of the inbox of each rank, then that of an int32
-    in host memory that ends all waits when it is not zero, and last a number that programs set to
-    one when they have read that."""
+    """int64 `[size + 2]`: the address in this process of the inbox of each rank, the address of an
+    int32 in host memory that ends all waits when it is not zero, and a flag that programs set to
+    one when they have seen that."""
     num_launches: torch.Tensor
-    """int32 `[max_rows]`: how often each row was sent. The kernels count; other values than those
-    of the other ranks lead to a wait without end."""
+    """int32 `[max_rows]`: how often each row was sent, which the kernels count. If the counts of
+    two ranks differ, their launches never end."""
     rank: int
     size: int
     max_programs: int
-    """The programs of a launch at most, `PROGRAMS_PER_SM` for each multiprocessor, and equal on all
-    ranks. More could wait for one that waits for them: GPUs start programs in any order."""
+    """Maximum number of programs of a launch, the same on all ranks: `PROGRAMS_PER_SM` for each
+    multiprocessor. With more, launches could deadlock, as GPUs start programs in any order."""
     width: int
-    """Elements of a row, always the same."""
+    """Elements of a row, the same in all launches."""
     dtype: torch.dtype
 
     @property
@@ -77,28 +78,29 @@ class Inboxes:
 
 
 def inbox_bytes(max_rows: int, width: int, dtype: torch.dtype, size: int) -> int:
-    """Return the size of the memory into which the other ranks of a group write."""
+    """Return the size in bytes of an inbox, into which the other ranks of a group write."""
     return 2 * (size - 1) * max_rows * width * dtype.itemsize
 
 
 @triton.jit
 def _num_aborted(num_polls: tl.tensor, abort: tl.tensor, tile: tl.constexpr) -> tl.tensor:
-    """Return more than zero if a wait must end; `abort` points to the last two of the addresses.
+    """Return a positive number if waits must end; `abort` points to the last two of `addresses`.
 
-    Reads of host memory by all programs at once take a millisecond, during which the other ranks
-    wait, and read too. So programs take turns, and tell the others in the memory of the device.
+    If all programs read host memory at once, this takes a millisecond, during which the other ranks
+    wait and also begin to read it. Programs therefore take turns, and set a flag in device memory
+    for the others.
     """
     if (num_polls // _POLLS_OF_A_TURN - 1) % tl.num_programs(0) == tl.program_id(0):
         host_word = tl.load(abort).to(tl.pointer_type(tl.int32))
         if tl.load(host_word, volatile=True) != 0:
             tl.store(abort + 1, 1)
-    # Warps may read different numbers, and have the same sum.
+    # Warps may load different values, but the sum is the same for all of them.
     return tl.sum(tl.load(abort + 1 + tl.zeros([tile], tl.int32), volatile=True))
 
 
 @triton.jit
 def _received(inbox: tl.tensor, is_word: tl.tensor, abort: tl.tensor) -> tl.tensor:
-    """Return some words, int32, as soon as all have arrived, and empty their places."""
+    """Wait until all of these words have arrived; return them, int32, and empty their places."""
     words = tl.load(inbox, mask=is_word, other=0, volatile=True)
     num_missing = tl.sum((words == _EMPTY).to(tl.int32))
     num_polls = 0
@@ -106,7 +108,7 @@ def _received(inbox: tl.tensor, is_word: tl.tensor, abort: tl.tensor) -> tl.tens
         words = tl.load(inbox, mask=is_word, other=0, volatile=True)
         num_missing = tl.sum((words == _EMPTY).to(tl.int32))
         num_polls += 1
-        # Triton's "and" would call always.
+        # Triton's `and` evaluates both operands, and so would always call the function.
         if num_polls % _POLLS_OF_A_TURN == 0:  # noqa: SIM102
             if _num_aborted(num_polls, abort, min(words.shape[0], _MAX_THREADS)) > 0:
                 num_missing = 0
@@ -136,7 +138,7 @@ def _place(
     size: tl.constexpr,
     num_words: tl.constexpr,
 ) -> tl.tensor:
-    """Return where a row of a sender begins in the inbox of a receiver, in words."""
+    """Return the offset in words of a row of a sender in the inbox of a receiver."""
     # A rank has no place in its own inbox.
     slot: tl.constexpr = sender - 1 if sender > receiver else sender
     place = (launch & 1) * (size - 1) + slot
@@ -146,13 +148,13 @@ def _place(
 @triton.jit
 def _inbox(addresses: tl.tensor, rank: tl.constexpr) -> tl.tensor:
     """Return the address of a rank's inbox."""
-    # The compiler cannot know it, and would read and write single words.
+    # Without this hint, the compiler would load and store single words.
     return tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(tl.int32)), 16)
 
 
 @triton.jit
 def _loaded(row_data: tl.tensor, is_word: tl.tensor, tile: tl.constexpr) -> tl.tensor:
-    """Return the words of a row, none of which is that of an empty place."""
+    """Return the words of a row, with any that equal an empty place replaced by another NaN."""
     words = tl.load(row_data + tl.arange(0, tile), mask=is_word, other=0)
     return tl.where(words == _EMPTY, _OTHER_NAN, words)
 
@@ -179,7 +181,7 @@ def _send(
         if peer != rank:
             place = _place(launch, rank, peer, row, max_rows, size, num_words)
             inbox = _inbox(addresses, peer)
-            # Written through, since no fence follows.
+            # Write through the caches, since no fence follows.
             tl.store(inbox + place + words, mine, mask=is_word, cache_modifier=".wt")
     return mine
 
@@ -211,7 +213,7 @@ def _summed(
             place = _place(launch, peer, rank, row, max_rows, size, num_words)
             received = _received(inbox + place + words, words < num_words, addresses + size)
             total += _elements(received, element_type)
-    # Every warp has read the count before one of them writes it.
+    # All warps must have loaded the count before one of them stores it.
     tl.debug_barrier()
     tl.store(num_launches + row, launch)
     return total.to(element_type)
@@ -343,7 +345,7 @@ def _launch(
     tile = next_power_of_two(width)
     word_tile = tile * delta.dtype.itemsize // _WORD_BYTES
     num_programs = min(num_rows, inboxes.max_programs)
-    # A place is read by one thread alone: once it is emptied, another one would wait forever.
+    # Only one thread may read a place: once it is empty again, another thread would wait forever.
     num_warps = max(1, min(4, word_tile // _WARP_SIZE), min(16, tile // 512))
     _all_reduce[(num_programs,)](
         delta,

@@ -22,21 +22,21 @@ __all__ = ["ReceivedRows", "add_received", "add_received_norm"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReceivedRows:
-    """Rows that another rank writes, and how this one knows that all are there."""
+    """The memory for rows of another rank, and the flag that shows that all have arrived."""
 
     rows: torch.Tensor
     """`[max_rows, width]`, the first of which are sent."""
     flag: torch.Tensor
-    """int32 `[1]`: the number of the sum whose rows are there."""
+    """int32 `[1]`: the number of the sum whose rows have arrived."""
     number: torch.Tensor
-    """int32 `[1]`: the number of the next sum here, which each sum increases."""
+    """int32 `[1]`: the number of the next sum of this rank, which each sum increases."""
     abort: torch.Tensor
     """int64 `[1]`: the address of an int32 in host memory that ends the wait if it is not zero."""
 
 
 @triton.jit
 def _await_rows(flag: tl.tensor, number: tl.tensor, abort: tl.tensor) -> None:
-    """End when the flag has the number, and increase the number.
+    """Wait until the flag equals the number, then increase the number.
 
     Launched by `add_received` and `add_received_norm`; grid `(1,)`. Pointers as in `ReceivedRows`.
     """
@@ -46,7 +46,7 @@ def _await_rows(flag: tl.tensor, number: tl.tensor, abort: tl.tensor) -> None:
     while is_waiting:
         is_waiting = tl.atomic_or(flag, 0, sem="acquire", scope="sys") != awaited
         num_polls += 1
-        # A read of host memory takes longer than the wait that it would end.
+        # Read host memory rarely: one read takes longer than most waits.
         if num_polls % 1024 == 0:
             address = tl.load(abort).to(tl.pointer_type(tl.int32))
             is_waiting = is_waiting and tl.load(address, volatile=True) == 0
@@ -135,7 +135,7 @@ def _launch(
     assert width == received.rows.shape[1]
     assert received.rows.is_contiguous()
     assert delta.stride(1) == 1
-    # One program waits: what all of them would read until it changes would arrive late.
+    # A kernel of one program waits: polling by all programs would delay the arrival of the rows.
     _AWAIT_ROWS.launch((1, 1, 1), (received.flag, received.number, received.abort), (), num_warps=1)
     tile = next_power_of_two(width)
     _ADD_RECEIVED.launch(

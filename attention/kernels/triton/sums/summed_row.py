@@ -1,4 +1,4 @@
-"""What follows the sum of a row over the ranks: addition to the residual stream, and its norm."""
+"""The residual addition and the norm that follow the sum of a row over the ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def finish_row(
     is_centered: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
-    """Write the sum of a row; or add it to the stream, as it was before, and write its norm."""
+    """Write the sum of a row; or with `has_norm`, add it to `before` and write stream and norm."""
     elements = tl.arange(0, tile)
     is_element = elements < width
     if has_norm:
