@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 __all__ = ["cache_size", "free_host_bytes", "host_pool_bytes", "num_staging"]
 
 _MAX_HOST_POOL_BYTES = 4 * 2**30
-"""Limit of the pools of a CPU whose size no option gives."""
+"""Maximum size of the pools on a CPU, unless an option sets it."""
 _MAX_PINNED_BYTES = 64 * 2**30
-"""Limit of a CPU pool beside a GPU whose size no option gives."""
+"""Maximum size of a CPU pool beside a GPU, unless an option sets it."""
 _PINNED_PART = 4
-"""All CPU pools of a node take one in so many of its available bytes."""
+"""The CPU pools of a node take 1 / `_PINNED_PART` of its available memory, all together."""
 _MOST_CPU_BLOCKS = 4
-"""CPU blocks for each block of a GPU at most, if no option gives their number."""
+"""Maximum number of CPU blocks for each GPU block, unless an option sets their number."""
 
 
 def cache_size(
@@ -61,7 +61,7 @@ def cache_size(
 
 
 def num_staging(config: EngineConfig, spec: AttentionSpec, num_blocks: int) -> int:
-    """Return how many blocks a device pool of so many has for evicted content."""
+    """Return the number of staging blocks of a device pool of `num_blocks`."""
     return num_staging_blocks(spec, num_blocks) if config.cache.has_cpu_cache else 0
 
 

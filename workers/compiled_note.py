@@ -1,4 +1,4 @@
-"""A note on the disk that the kernels of an engine are compiled."""
+"""A file that records that the kernels of an engine are compiled."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class CompiledNote:
 
     @property
     def exists(self) -> bool:
-        """Whether a rank with this configuration has compiled its kernels."""
+        """Return whether a rank with this configuration has compiled its kernels."""
         try:
             return self._path.exists()
         except OSError:
             return False
 
     def write(self) -> None:
-        """Note that the kernels are compiled. Without a note, a start looks for each of them."""
+        """Record that the kernels are compiled. Otherwise, the next start checks each of them."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.touch()

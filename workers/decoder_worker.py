@@ -109,7 +109,7 @@ class DecoderWorker(Worker):
         return self._pool_report
 
     def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> AttentionReport:
-        # Of an attempt that failed for want of memory.
+        # Left from an attempt that failed because memory was too small.
         self._close_jobs()
         self._group.progress.begin_captures()
         cache = self._make_cache(num_blocks, num_cpu_blocks)
@@ -312,7 +312,7 @@ class DecoderWorker(Worker):
             ) from error
 
     def _close_jobs(self) -> None:
-        """End what reads or writes the CPU pool beside the steps, before others get its blocks."""
+        """End all background reads and writes of the CPU pool, before its blocks are reused."""
         if self._disk_jobs is not None:
             self._disk_jobs.close()
         if self._checksum_jobs is not None:
@@ -333,7 +333,7 @@ class DecoderWorker(Worker):
         return profile.free_bytes(self._graph_sizes)
 
     def _compile_kernels(self) -> None:
-        """Compile the kernels of all graphs side by side, unless that was done by another start."""
+        """Compile the kernels of all graphs in parallel, unless an earlier start has done so."""
         note = CompiledNote(self._config, self._device)
         if note.exists:
             return
@@ -344,7 +344,7 @@ class DecoderWorker(Worker):
         except GroupBrokenError:
             raise
         except Exception as error:
-            # Another Triton may have other hooks. Kernels are compiled when they are launched.
+            # Other versions of Triton may have other hooks. Kernels then compile at first launch.
             logger.warning("Could not compile kernels in parallel: %s", error)
         else:
             note.write()

@@ -58,7 +58,7 @@ class PendingVectors:
 
     @property
     def is_ready(self) -> bool:
-        # Nothing follows but the wait for the device.
+        # `output` only waits for the device.
         return True
 
     @property

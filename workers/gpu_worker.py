@@ -76,7 +76,7 @@ class GpuWorker:
     def open_rendezvous(self, host: str) -> GroupAddress:
         """Listen on `host`, an address of this node; return the address and port of the group."""
         if self._rendezvous is not None:
-            # Of a start that failed.
+            # Left from a start that failed.
             self._rendezvous.close()
         # On one node, a socket on the loopback would be open to all its users.
         self._rendezvous = FileRendezvous() if host == LOOPBACK else SocketRendezvous(host)
@@ -168,7 +168,7 @@ class GpuWorker:
             self._thread.submit(self._rank.end_epoch).result(timeout_s)
             aborting.join(max(0.0, deadline_s - time.monotonic()))
         except TimeoutError:
-            # Into the rank's log: what it waits for.
+            # Write what the rank waits for to its log.
             faulthandler.dump_traceback()
             return f"Rank {self._rank.rank} did not leave its group within {timeout_s:g} s."
         except Exception as error:

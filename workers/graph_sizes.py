@@ -1,4 +1,4 @@
-"""Which sizes of steps a rank captures as CUDA graphs."""
+"""The sizes of steps that a rank captures as CUDA graphs."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ __all__ = ["start_heartbeat"]
 
 _INTERVAL_S = 0.5
 _NUM_QUIET_BEATS = 2
-"""Beats without a word of the rank before it is worth looking for a compiler."""
+"""Heartbeats without progress of the rank after which to look for a compiler process."""
 
 
 def start_heartbeat(progress: ProgressWord) -> None:

@@ -1,4 +1,4 @@
-"""Measures the GPU memory that steps and graphs need beside weights and cache, by running them."""
+"""Measures the GPU memory that steps and graphs need in addition to weights and cache."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class MemoryProfile:
         self._make_runner = make_runner
 
     def free_bytes(self, sizes: GraphSizes) -> int:
-        """Return the bytes that the cache may take beside steps and graphs of these sizes."""
+        """Return the bytes left for the cache after steps, and graphs of these sizes."""
         needed = self._step_bytes() + self._graph_bytes(sizes)
         free, total = torch.cuda.mem_get_info(self._device)
         kept = (1.0 - self._config.cache.memory_fraction) * total

@@ -2,7 +2,7 @@
 
 The order is: bias and min_tokens, penalties, bad words, masks, choice (`workers.sampling.choice`
 defines it).
-Log-probabilities are those of the logits before all that. What a token becomes depends only on
+Log-probabilities are those of the logits before all of these. The sampled token depends only on
 the logits, the request and the position: not on the batch, the row or an earlier preemption.
 The sampler does not know blocks, plans, or when a sequence ends.
 """
@@ -61,7 +61,7 @@ class Sampled:
 
 
 class Sampler:
-    """Chooses the next tokens, and remembers for each row what that takes.
+    """Samples the next tokens, and keeps the state that this needs for each row.
 
     Does not wait for the device.
     """
@@ -85,7 +85,7 @@ class Sampler:
         self._bad_words = BadWords(max_num_rows, vocab_size, device)
 
     def start(self, start: SequenceStart) -> None:
-        """Let a sequence have its row: nothing of the row's former sequence stays."""
+        """Start a sequence in its row, and drop all state of the former sequence of the row."""
         self._rows.start(start)
         self._edits.end(start.row)
         self._penalties.end(start.row)
@@ -99,7 +99,7 @@ class Sampler:
             self._bad_words.start(start)
 
     def warm_up(self, dtype: torch.dtype) -> None:
-        """Choose once in every way, so that no step waits while kernels are compiled.
+        """Sample once with each kernel, so that no step waits for compilation.
 
         `dtype` is that of the logits; where they are edited, scores are float32.
         """
@@ -119,11 +119,11 @@ class Sampler:
             self._choice.filtered(scores, indices, draws)
 
     def has_masked(self, rows: Sequence[int] | IntArray) -> bool:
-        """Whether any of these rows samples under a mask."""
+        """Return whether any of these rows samples under a mask."""
         return bool((self._rows.needs(np.array(rows, dtype=np.int64)) & Need.MASK).any())
 
     def is_greedy(self, rows: Sequence[int] | IntArray) -> bool:
-        """Whether all these rows take their likeliest token, and report no more than that."""
+        """Return whether all these rows are greedy and report no log-probabilities."""
         return not self._rows.needs(np.array(rows, dtype=np.int64)).any()
 
     @torch.no_grad()

@@ -127,7 +127,7 @@ class Worker(ABC):
 
     @abstractmethod
     def warm_up(self) -> None:
-        """Compile what would slow the first steps down, unless it is compiled already."""
+        """Compile the kernels of the first steps, unless they are compiled already."""
 
     @abstractmethod
     def capture_graphs(self, *, only_largest: bool = False) -> None:
@@ -138,10 +138,10 @@ class Worker(ABC):
         """
 
     def use_idle_time(self) -> bool:
-        """Do a part of what would slow later steps down; return False if nothing is left.
+        """Capture a missing graph, or pin a part of the CPU pool; return False if nothing is left.
 
-        A part takes some 20 ms, in which no step may be launched: a missing graph is captured, or a
-        part of the CPU pool is pinned.
+        This takes about 20 ms, in which no step may be launched. Later steps would otherwise be
+        slower.
         """
         return False
 
@@ -185,7 +185,7 @@ class Worker(ABC):
 
 def release_gpu_memory() -> None:
     """Return unused memory to the GPU."""
-    # Captured graphs hold memory and the group's collectives, and must not live on in a cycle.
+    # Captured graphs hold memory and the collectives of the group, so free those in cycles, too.
     gc.collect()
     # cuBLAS keeps 32 MiB for each stream that it was used on, and graphs are captured on others.
     torch._C._cuda_clearCublasWorkspaces()

@@ -1,4 +1,4 @@
-"""The experts of a layer, or their columns, that one rank has."""
+"""The part of the experts of a layer that one rank holds: whole experts, or some columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The product of rows with their experts: `down(gate(x) joined with up(x))` of each, weighted."""
+"""The weighted sum of the experts of each row, `down(activation(gate(x)) * up(x))`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["ExpertProduct", "GroupedExperts", "LinearExperts", "StackedExperts"]
 class ExpertProduct(ABC):
     """The weights of a rank's experts, and the sum of their outputs.
 
-    What a row becomes does not depend on the other rows, but for the rounding of a library.
+    The result of a row does not depend on the other rows, except for rounding in a library.
     """
 
     @abstractmethod
@@ -64,7 +64,7 @@ class ExpertProduct(ABC):
 
 
 class LinearExperts(ExpertProduct):
-    """One expert after the other, by the kernels of linear layers, for CPUs."""
+    """Computes one expert after the other with the kernels of linear layers, for CPUs."""
 
     def __init__(self, part: ExpertPart) -> None:
         def kernels(shape: tuple[int, int], *, has_bias: bool) -> list[LinearKernel]:
@@ -93,7 +93,7 @@ class LinearExperts(ExpertProduct):
 
     def __call__(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
         chosen = choice.experts.flatten()
-        # Pairs of a token and an expert, by their experts.
+        # Pairs of a token and an expert, sorted by expert.
         pairs = chosen.argsort(stable=True)
         tokens = pairs // choice.experts.shape[1]
         weights = choice.weights.flatten()[pairs, None]
@@ -105,7 +105,7 @@ class LinearExperts(ExpertProduct):
             if part.start == part.stop:
                 continue
             inner = self._inner(index, x[tokens[part]])
-            # A token adds its experts in their order, whatever the other tokens are.
+            # A token's outputs are added in the order of experts, whatever the other tokens are.
             sums.index_add_(0, tokens[part], self._down[index](inner) * weights[part])
         return sums.to(x.dtype)
 
@@ -125,7 +125,7 @@ class LinearExperts(ExpertProduct):
 
 
 class StackedExperts(ExpertProduct):
-    """All experts at once, by kernels whose tiles have rows of one expert each, for GPUs."""
+    """Computes all experts at once with grouped GEMMs, for GPUs."""
 
     def __init__(self, part: ExpertPart) -> None:
         def biases(shape: tuple[int, int]) -> torch.Tensor:

@@ -50,7 +50,7 @@ class ExpertTensors:
         """The experts of this rank."""
         self.intermediate_size = part.stop - part.start
         """Of each expert on this rank."""
-        # What ranks compute of one expert is added, and its bias must be added once.
+        # The outputs of all ranks for an expert are summed, so only one rank adds the bias.
         self.has_output_bias = config.has_bias and (config.is_expert_parallel or group.rank == 0)
         """Whether this rank adds the biases of outputs."""
         self._part = part
@@ -155,7 +155,7 @@ class ExpertTensors:
             (shape[0], num_blocks),
             (rows, blocks),
             None if target is None else target.scales,
-            # As large as usual weights.
+            # The size of typical weights.
             dummy=2.0**-7,
         )
 

@@ -1,4 +1,4 @@
-"""Which fused kernel computes norms, rotations and gates on a device.
+"""Chooses the fused kernels of norms, rotary embeddings and gates for a device.
 
 Triton on GPUs, C on CPUs. Each function returns None where layers use torch instead.
 """

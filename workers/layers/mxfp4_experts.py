@@ -50,7 +50,7 @@ class Mxfp4Experts(StackedExperts):
             gate_up_scales=gate_up_scales,
             down_scales=down_scales,
         )
-        # What the kernels do not read would stay in memory.
+        # Free the tensors that the kernels do not read.
         self._gate_up = self._down = Mxfp4Matrix.empty(0, 0, device=self._gate_up.blocks.device)
 
 

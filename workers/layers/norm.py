@@ -29,7 +29,7 @@ __all__ = ["LayerNorm", "OffsetRMSNorm", "QKNorm", "RMSNorm", "ResidualNorm"]
 
 
 class ResidualNorm(Layer):
-    """A norm of the residual stream, fused with the addition before it where a kernel can."""
+    """A norm of the residual stream, fused with the addition before it if a kernel does both."""
 
     _is_centered: ClassVar[bool] = False
     """Whether the mean is subtracted."""
@@ -161,7 +161,7 @@ class RMSNorm(ResidualNorm):
 class OffsetRMSNorm(ResidualNorm):
     """Gemma's RMSNorm: scaled by one plus the weight, in float32 until the result is rounded."""
 
-    # In bfloat16, one plus a small weight would lose most of the weight's digits.
+    # In bfloat16, one plus a small weight would lose most of the precision of the weight.
     _weight_dtype = torch.float32
     _dummy_weight = 0.0
 

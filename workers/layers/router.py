@@ -1,4 +1,4 @@
-"""Chooses the experts of each token, and how much each of them counts."""
+"""Chooses the experts of each token, and their weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Choice(NamedTuple):
     experts: torch.Tensor
     """Their indices, `[num_tokens, num_chosen]` int64, or int32 on a GPU."""
     weights: torch.Tensor
-    """What multiplies their outputs, `[num_tokens, num_chosen]` float32."""
+    """The weights of their outputs, `[num_tokens, num_chosen]` float32."""
 
 
 class Router(Layer):

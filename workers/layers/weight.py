@@ -60,8 +60,8 @@ class Layer(ABC):
     def weight_shards(self) -> Iterator[WeightShard]:
         """Yield every tensor to load; must not be called after `finalize`."""
 
-    def finalize(self) -> None:  # noqa: B027  # Most layers compute with what is loaded.
-        """Convert loaded weights into the form that is computed with, dropping the originals."""
+    def finalize(self) -> None:  # noqa: B027  # Most layers use weights as they are loaded.
+        """Convert loaded weights into the layout of the kernels, and drop the originals."""
 
     def weight_work(self) -> WeightWork:
         """Return what the weights cost a step; must be called after `finalize`.

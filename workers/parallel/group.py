@@ -1,4 +1,4 @@
-"""The ranks of a group as one thing: the collectives of tensor parallelism.
+"""A tensor-parallel group and its collectives.
 
 A group is an object, never a global: nothing here touches torch.distributed's default group, so
 that two groups may live in one process and a rebuilt one finds nothing of the one before it.
@@ -40,7 +40,7 @@ class ParallelGroup(ABC):
         self.rank = rank
         self.size = size
         self.progress = progress if progress is not None else ProgressWord()
-        """Where this rank notes what it does."""
+        """Where this rank records its progress."""
         self.num_neighbors = 1
         """Ranks that share the memory of a node, this one included; 1 if there are several nodes,
         as it is unknown then."""
@@ -67,7 +67,7 @@ class ParallelGroup(ABC):
     def join(
         self, address: GroupAddress, *, host: str, rendezvous: Rendezvous | None = None
     ) -> None:
-        """Connect to the other ranks, which meet at `address`. Raises DeviceError.
+        """Connect to the other ranks through the rendezvous at `address`. Raises DeviceError.
 
         `rendezvous` is what this rank has opened at that address; `host` is the address where the
         other ranks reach this one.

@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MAX_BYTES_OF_TWO = 64 * 2**20
-"""The most bytes that one of two ranks sends in one launch, whose inboxes take twice the memory."""
+"""Maximum bytes that each of two ranks sends in one launch; inboxes take twice this memory."""
 _MAX_BYTES = 2 * 2**20
-"""The same of more ranks, where a ring of NCCL sends fewer bytes."""
+"""The same for more ranks, where a ring of NCCL sends fewer bytes."""
 _MAX_ROWS = 8192
 _TRIAL_TIMEOUT_S = 30.0
 _POLL_S = 1e-3

@@ -1,7 +1,7 @@
-"""Sums of many rows over two GPUs of one node, while both compute something else.
+"""All-reduces of many rows over two GPUs of one node, which overlap with computation.
 
-A copy engine writes a rank's rows into the memory of the other one, so that no multiprocessor is
-busy with it, and then a flag; a kernel on the stream of the step adds what has arrived.
+A copy engine writes a rank's rows and then a flag into the memory of the other rank, which keeps no
+multiprocessor busy. A kernel on the stream of the step adds the rows that have arrived.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["PeerSums"]
 
 _MAX_BYTES = 64 * 2**20
-"""The most bytes of one sum."""
+"""Maximum bytes of one sum."""
 _MAX_ROWS = 4096
 _NUM_SLOTS = 4
 """Places for sums, used in turn. Four suffice: a rank sends sum n + 4 after it has finished sum
@@ -73,7 +73,7 @@ class PeerSums:
         self._progress = progress
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._device_index = self._stream.device_index
-        # An int32 each, as far apart as flags are.
+        # An int32 each, with the same distance as between flags.
         self._numbers = torch.zeros(_NUM_SLOTS, _FLAG_BYTES // 4, dtype=torch.int32, device=device)
         self._abort = abort
         self._slots: list[_Slot] = []

@@ -16,7 +16,7 @@ class PendingSum(ABC):
 
     @abstractmethod
     def finish(self) -> torch.Tensor:
-        """Return the sum, `[num_rows, width]`, once it is there. Raises GroupBrokenError."""
+        """Wait for the sum and return it, `[num_rows, width]`. Raises GroupBrokenError."""
 
     def add_norm(
         self,

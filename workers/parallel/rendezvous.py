@@ -15,7 +15,7 @@ __all__ = ["LOOPBACK", "FileRendezvous", "GroupAddress", "Rendezvous", "SocketRe
 LOOPBACK = "127.0.0.1"
 
 GroupAddress = tuple[str, int] | Path
-"""Where ranks meet: the host and port of a socket, or the path of a file."""
+"""Address of a rendezvous: the host and port of a socket, or the path of a file."""
 
 _FILE_NAME = "pagedray-rendezvous"
 

@@ -143,7 +143,7 @@ class _Lane:
                 self._queue.put(job)
 
     def give_up(self) -> None:
-        """Let all jobs fail, and end the thread."""
+        """Fail all jobs, and end the thread."""
         with self._lock:
             self._is_given_up = True
             self._fail_all()

@@ -1,4 +1,4 @@
-"""A capture of what a GPU would run, which is not kept."""
+"""Captures of launches that are dropped: nothing runs, and no graph is kept."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["dropped_capture"]
 def dropped_capture(stream: torch.cuda.Stream) -> Iterator[None]:
     """Capture what is launched on a stream, and drop it: nothing runs.
 
-    It has a memory pool of its own: a shared one ends with the only capture that uses it.
+    The capture has its own memory pool, since a pool is freed with the only capture that uses it.
     """
     # The graph would otherwise be instantiated.
     graph = torch.cuda.CUDAGraph(keep_graph=True)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["HostPool"]
 
 _CHUNK_BYTES = 64 * 2**20
-"""Memory that is pinned at once; other calls of CUDA may wait for that long."""
+"""Bytes that are pinned by one call, during which other CUDA calls may wait."""
 
 
 class HostPool:
@@ -76,7 +76,7 @@ class HostPool:
                 blocks_per_chunk=self.blocks_per_chunk,
                 note_unpinned=note_unpinned,
             )
-            # They must be gone before the memory is; at exit, the process's end takes care of both.
+            # Chunks must be unpinned before the memory is freed. At exit, the process ends both.
             weakref.finalize(self, chunks.release).atexit = False
         self._thread: threading.Thread | None = None
 
@@ -145,9 +145,9 @@ def _blocks(
     if memory is None:
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if is_pinned:
-        # Pages that a child process shared would move when they are written, but not for the GPU.
+        # A write to pages that a child process shares would copy them; the GPU would keep the old.
         memory.madvise(mmap.MADV_DONTFORK)
-        # Fewer pages are pinned faster. A kernel may have no large ones.
+        # Large pages are pinned faster, but the kernel may not support them.
         with suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
     # The tensor keeps the memory.

@@ -29,7 +29,7 @@ __all__ = ["InputBatch", "StepInputs"]
 _NO_LOGPROBS = -1
 _Ints: TypeAlias = "NDArray[np.int64]"
 _Parts: TypeAlias = "tuple[_Ints, _Ints, _Ints]"
-"""Of each part, the index of its sequence, its first position and its number of tokens."""
+"""For each part: the index of its sequence, its first position and its number of tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

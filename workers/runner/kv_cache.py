@@ -30,7 +30,7 @@ __all__ = ["KVCache", "block_bytes", "make_host_pool", "num_staging_blocks"]
 
 _MAX_STAGING_BYTES = 2**30
 _MAX_STAGING_PART = 32
-"""Staging blocks are at most one in so many of the device pool."""
+"""Staging blocks are at most 1 / `_MAX_STAGING_PART` of the device pool."""
 
 
 def block_bytes(spec: AttentionSpec) -> int:
@@ -40,7 +40,7 @@ def block_bytes(spec: AttentionSpec) -> int:
 
 
 def num_staging_blocks(spec: AttentionSpec, num_blocks: int) -> int:
-    """Return how many blocks a device pool of `num_blocks` has for content that was evicted."""
+    """Return the number of staging blocks, for evicted content, of a pool of `num_blocks`."""
     if spec.device.type == "cpu":
         return 0
     return min(num_blocks // _MAX_STAGING_PART, _MAX_STAGING_BYTES // block_bytes(spec))

@@ -154,13 +154,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up(self, dtype: torch.dtype) -> None:
-        """Compile what samples from logits of this dtype."""
+        """Compile the kernels that sample from logits of this dtype."""
         self._progress.enter(Phase.WARMING_UP)
         self._sampler.warm_up(dtype)
 
     @torch.inference_mode()
     def compile_kernels(self, dtype: torch.dtype, num_threads: int) -> None:
-        """Compile side by side what graphs launch, and what samples from logits of this dtype.
+        """Compile in parallel the kernels of graphs, and of sampling from logits of this dtype.
 
         All ranks of a group must do this at the same time.
         """
@@ -245,7 +245,7 @@ class ModelRunner:
         )
 
     def _choose(self, inputs: StepInputs, hidden: torch.Tensor) -> Callable[[bytes], Sampled]:
-        """Return what chooses the tokens of a step from its logits, given its masks."""
+        """Return a function that samples the tokens of a step, given its masks."""
         logits, rows = self._model.logits(hidden), inputs.sampled_rows
         if logits.is_sharded and self._sampler.is_greedy(rows):
             return lambda _: self._sampler.take_likeliest(logits)

@@ -42,7 +42,7 @@ def piece_sizes(max_num_tokens: int) -> list[int]:
 
 
 def _distance_above(size: int) -> int:
-    """Return how far the next size is: the larger a step, the less it takes to pad it."""
+    """Return the distance to the next size: larger steps can be padded by more tokens."""
     if size < 64:
         return 32
     if size < 1024:

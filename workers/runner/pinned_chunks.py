@@ -24,7 +24,7 @@ _MADV_POPULATE_WRITE = 23
 """Of Linux 5.14; `mmap` does not define it."""
 
 _POPULATED_BYTES = 4 * 2**20
-"""Memory that is provided at once; a step that maps memory waits for that long."""
+"""Bytes for which pages are allocated by one call, during which mappings of a step wait."""
 
 
 class Pinner(Protocol):
@@ -140,8 +140,8 @@ class PinnedChunks:
 
 
 def _populate(address: int, num_bytes: int) -> None:
-    """Have the kernel provide pages, which keeps no other call of CUDA waiting, if it can."""
-    # An error means that they are provided while they are pinned.
+    """Have the kernel allocate pages if it can, so that pinning blocks other CUDA calls less."""
+    # After an error, pages are allocated while they are pinned.
     madvise = ctypes.CDLL(None).madvise
     for first in range(0, num_bytes, _POPULATED_BYTES):
         madvise(

@@ -1,7 +1,7 @@
 """Device blocks that hold evicted content until it is on the host.
 
 A step may overwrite an evicted block at once if its content was staged before: a copy within the
-device takes a hundredth of the time that the one to the host takes.
+device takes a hundredth of the time of a copy to the host.
 """
 
 from __future__ import annotations

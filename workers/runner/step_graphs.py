@@ -52,8 +52,8 @@ class StepGraphs(ABC, Generic[Capture]):
         self._kv_cache = kv_cache
         self._sizes = sizes
         self._pool = pool
-        # What is left of earlier steps behind the tokens of a step is padding, whose results are
-        # not used.
+        # Rows after the tokens of a step still have those of earlier steps. They are padding, whose
+        # results are not used.
         self._token_ids = table.token_ids[: sizes[-1]]
         self._positions = table.positions[: sizes[-1]]
         # One for all captures, since cuBLAS keeps memory for each stream.
@@ -118,7 +118,7 @@ class StepGraphs(ABC, Generic[Capture]):
         return found
 
     def _run_first(self, run: Callable[[], object]) -> None:
-        """Run what is captured next, unless there are captures.
+        """Run the model once before the first capture.
 
         Libraries allocate what they need at their first call, outside the captures' memory.
         """
@@ -128,7 +128,7 @@ class StepGraphs(ABC, Generic[Capture]):
         with torch.cuda.stream(self._stream):
             run()
         torch.cuda.current_stream().wait_stream(self._stream)
-        # What was used is kept for this stream, where no step runs.
+        # Free the memory that torch keeps for this stream, on which no step runs.
         torch.cuda.empty_cache()
 
     @torch.inference_mode()

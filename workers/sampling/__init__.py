@@ -1,3 +1,3 @@
-"""The parts of the sampler, one noun a file; `workers.sampler` puts them together."""
+"""The parts of the sampler, which `workers.sampler` puts together."""
 
 __all__: list[str] = []

@@ -59,7 +59,7 @@ class BadWords:
         """Those of the last step, with its rows: most steps have the same ones."""
 
     def start(self, start: SequenceStart) -> None:
-        """Replace the words of the row, and take up the output that it begins with."""
+        """Replace the words of the row, and record the output with which it starts."""
         words = tuple(filter(self._is_known, start.bad_token_ids))
         self._words_by_row[start.row] = words
         self._words = None
@@ -84,7 +84,7 @@ class BadWords:
         scores.index_put_(where, added, accumulate=True)
 
     def append(self, rows: IntArray, token_ids: Tensor) -> None:
-        """Take up the tokens just sampled for these rows, `[num_rows]`; -1 is none."""
+        """Record the tokens just sampled for these rows, `[num_rows]`; -1 is none."""
         row_ids = upload(rows, self._device)
         before, token_ids = self._last_tokens[row_ids], token_ids.unsqueeze(1).int()
         after = torch.cat((before[:, 1:], token_ids), dim=1)

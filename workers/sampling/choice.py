@@ -76,10 +76,10 @@ class Choice(ABC):
             return torch.full((len(scores),), _NO_LEADER, dtype=torch.int64, device=scores.device)
         # argmax finds a NaN before any number, and otherwise the lowest id.
         ids = scores.argmax(dim=-1, keepdim=True)
-        # Both zeros are one score.
+        # -0.0 and 0.0 are equal scores.
         highest = scores.gather(1, ids).float() + 0.0
         bits = highest.view(torch.int32).long()
-        # A float's bits sort like the float if those of a negative one are turned round.
+        # The bits of a float sort like the float if those of negative ones are inverted.
         keys = bits ^ ((bits >> 31) & _LAST)
         keys.masked_fill_(highest.isnan(), _LAST)
         return ((keys << 32) | (_LAST - first_id - ids)).squeeze(1)

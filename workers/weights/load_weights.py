@@ -1,4 +1,4 @@
-"""Loads a rank's part of each tensor: from a checkpoint, or made-up numbers."""
+"""Loads a rank's part of each tensor: from a checkpoint, or dummy weights."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def load_weights(
     CheckpointError.
     """
     with torch.inference_mode():
-        # Nothing but the model may hold its weights when it replaces them by packed ones.
+        # Drop all other references to the weights, so that packing frees the originals.
         digests = _read_weights(list(model.weight_shards()), config, report_progress)
         model.finalize()
     return digests
@@ -137,7 +137,7 @@ def _ignore_progress(done: int, total: int) -> None:
 
 
 def _num_threads(config: EngineConfig) -> int:
-    """Return how many threads of a rank load weights: one copies slower than a disk may read."""
+    """Return the number of threads that load weights: one may be slower than the disk."""
     if config.parallel.device == "cpu":
         return min(_MAX_THREADS, torch.get_num_threads())
     share = num_usable_cores() // config.parallel.tensor_parallel_size

@@ -37,7 +37,7 @@ _DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
 }
-# Still in the CPU's cache when it is copied to a tensor, or checked where it was read to.
+# Small enough to stay in the CPU's cache until it is copied or checked.
 _CHUNK_BYTES = 2**19
 _DIRECT_CHUNK_BYTES = 2**22
 # A GPU reads a chunk from memory, and every copy to it takes a call.

@@ -20,7 +20,7 @@ class GpuInt4Linear(QuantizedLinear):
     """The product with an int4 weight, which is unpacked in registers for up to 64 rows.
 
     A single row is multiplied by a GEMV, and for more than 64 rows the weight is dequantized in
-    each step. The GEMV multiplies in float16, whose digits do not suffice for a row in float32.
+    each step. The GEMV multiplies in float16, which is not precise enough for a row in float32.
     """
 
     def __init__(self, stored: Int4Weight, bias: torch.Tensor | None, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Weights in mxfp4: blocks of 32 inputs in 4 bits each, with a power of two that multiplies them.
+"""Weights in mxfp4: blocks of 32 inputs in 4 bits each, which share a power of two as scale.
 
 Open Compute Project, "OCP Microscaling Formats (MX) Specification", version 1.0, 2023.
 """
@@ -44,12 +44,12 @@ class Mxfp4Matrix:
 
 
 def dequantized_mxfp4(matrix: Mxfp4Matrix, dtype: torch.dtype) -> torch.Tensor:
-    """Return what a matrix stands for, `[out_size, in_size]`."""
+    """Return the dequantized matrix, `[out_size, in_size]`."""
     bits = torch.stack((matrix.blocks & 15, matrix.blocks >> 4), dim=-1).flatten(-2).int()
     numbers = torch.tensor(
         [*_MAGNITUDES, *(-number for number in _MAGNITUDES)], device=matrix.blocks.device
     )
-    # The exponent of a float32 has the same bias; torch converts this dtype on few devices.
+    # float32 has the same exponent bias. Torch converts this dtype on few devices only.
     exponents = matrix.scales.view(torch.uint8).int()
     powers = torch.where(exponents == 0, 1 << 22, exponents << 23).view(torch.float32)
     return (numbers[bits] * powers.unsqueeze(-1)).flatten(-2).to(dtype)

@@ -27,7 +27,7 @@ class StoredWeight(ABC):
         """Reorder the loaded rows; must be called before `finalize`."""
 
     def finalize(self) -> None:  # noqa: B027  # Most tensors stay as they are.
-        """Convert what was loaded into what is computed with."""
+        """Convert the loaded tensors into the form that products read."""
 
     @abstractmethod
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Maps the memory that a rank was given for its CPU pool, or says why it cannot."""
+"""Maps the memory for the CPU pool of a rank, or logs why it cannot."""
 
 from __future__ import annotations
 
