@@ -5,12 +5,14 @@ ties by the lower token id; so the likeliest token, the k likeliest and the like
 probability are always well defined, however many scores are equal.
 
 1. Greedy takes the first token. Otherwise a token's weight is exp((score - highest) / temperature).
-2. min_p keeps tokens of a weight of `min_p` and more (the likeliest one's weight is 1).
+2. min_p (Nguyen et al., 2024) keeps tokens of a weight of `min_p` and more; the likeliest token
+   has weight 1.
 3. top_k keeps the first k tokens.
-4. top_p keeps the first tokens, up to the one at which the weights first reach `top_p` of the
-   weight of all that steps 2 and 3 kept.
-5. The token is where the running sum of the weights, in that order, first exceeds `uniform`
-   of their total. Rows without filters are summed in order of token id, to save the sort.
+4. top_p (nucleus sampling; Holtzman et al., 2020) keeps the first tokens, up to the one at which
+   the sum of weights reaches `top_p` of the weight of all that steps 2 and 3 kept.
+5. The sampled token is the one at which the running sum of the weights, in that order, first
+   exceeds `uniform` times their total. Rows without filters are summed in order of token id, which
+   saves the sort.
 
 A row's *leader* is one int64 for its first token and that token's score: of the leaders of several
 parts of a vocabulary, the largest is that of the whole.
@@ -60,7 +62,7 @@ class Choice(ABC):
     """One way to compute the definition above.
 
     `scores` is `[num_scores, vocab_size]` in any float dtype and is left as it is; `indices` are
-    the rows of it that are meant; tokens come back as int64 `[len(indices)]` on its device.
+    the rows to sample from; tokens are returned as int64 `[len(indices)]` on its device.
     """
 
     @abstractmethod

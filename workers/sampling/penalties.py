@@ -1,8 +1,10 @@
 """Repetition, presence and frequency penalties, and the token counts that they need.
 
-Only rows with a penalty have counts. They live in slots `[num_slots, vocab_size]` on the device,
-which grow by doubling and are taken over by later rows. `penalize` does what the words say for the
-whole vocabulary; on the CPU `penalize_seen` does it for the tokens that were seen.
+The repetition penalty is that of CTRL (Keskar et al., 2019), with the sign rule of transformers;
+the others are those of OpenAI's API. Only rows with a penalty have counts, in slots
+`[num_slots, vocab_size]` on the device, which grow by doubling and are reused by later rows.
+`penalize` computes the penalties of the whole vocabulary; on a CPU, `penalize_seen` computes those
+of the tokens that were seen only.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ class Penalties:
         self._strengths: Strengths = np.zeros((max_num_rows, 3), dtype=np.float32)
 
     def start(self, start: SequenceStart) -> None:
-        """Replace the penalties of the row, and count the tokens it begins with."""
+        """Replace the penalties of the row, and count the tokens with which it starts."""
         sampling, slot = start.sampling, self._slot_of(start.row)
         self._strengths[start.row] = (
             sampling.repetition_penalty,
@@ -70,7 +72,7 @@ class Penalties:
             penalize(scores, indices, self._is_seen, self._output_counts, slots, strengths)
 
     def count(self, rows: IntArray, token_ids: Tensor) -> None:
-        """Take up the tokens just sampled for these rows, `[num_rows]`; -1 is none."""
+        """Count the tokens just sampled for these rows, `[num_rows]`; -1 is none."""
         slots = upload(self._slots(rows), self._device)
         is_token, token_ids = token_ids >= 0, token_ids.clamp(min=0)
         self._output_counts[slots, token_ids] += is_token
@@ -105,7 +107,7 @@ class Penalties:
             return torch.zeros(num_slots, self._vocab_size, dtype=dtype, device=self._device)
 
     def _known(self, token_ids: NDArray[np.int32]) -> IntArray:
-        # A placeholder, of an image say, has an id but no logit.
+        # A placeholder, such as that of an image, has an id but no logit.
         ids = token_ids.astype(np.int64)
         return ids[(ids >= 0) & (ids < self._vocab_size)]
 
@@ -144,13 +146,13 @@ def penalize_seen(
     slots: IntArray,
     strengths: Strengths,
 ) -> None:
-    """Do the same on the CPU, at the cost of the tokens that were seen."""
+    """Do the same on the CPU, in time that is proportional to the number of tokens seen."""
     score_rows, seen_rows, count_rows = scores.numpy(), is_seen.numpy(), output_counts.numpy()
     for index, slot, strength in zip(indices.tolist(), slots.tolist(), strengths, strict=True):
         repetition, presence, frequency = strength
         ids = np.flatnonzero(seen_rows[slot])
         values, counts = score_rows[index, ids], count_rows[slot, ids].astype(np.float32)
-        # An absurd penalty makes its own row infinite, hence broken.
+        # An extreme penalty makes the scores of its own row infinite, which -1 reports.
         with np.errstate(all="ignore"):
             values = np.where(values > 0, values / repetition, values * repetition)
             score_rows[index, ids] = values - (counts > 0) * presence - counts * frequency

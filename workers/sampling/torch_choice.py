@@ -80,7 +80,7 @@ class TorchChoice(Choice):
         if num_tokens > MOST_SELECTED:
             order = scores.sort(dim=-1, descending=True, stable=True).indices
             return order[:, :num_tokens]
-        # topk promises no order of ties, so the id becomes part of the key. A float's bits sort
+        # topk guarantees no order of ties, so the id becomes part of the key. A float's bits sort
         # like the float if those of a negative one are turned round; adding zero makes -0.0 and
         # 0.0 the same.
         bits = (scores.float() + 0.0).view(torch.int32).long()
