@@ -117,6 +117,31 @@ def test_only_poisons_are_blamed_whatever_their_number_and_arrival(
     assert rig.num_deaths <= len(poisons) * (4 + math.ceil(math.log2(number)))
 
 
+@given(
+    poison=st.integers(0, 11),
+    ends=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 11)), max_size=11),
+    batch=st.sampled_from([3, 1_000]),
+)
+@settings(max_examples=80)
+def test_requests_that_clients_cancel_during_a_search_are_forgotten(
+    poison: int, ends: list[tuple[int, int]], batch: int
+) -> None:
+    requests = names(12)
+    rig = Rig({requests[poison]: 5}, batch=batch)
+    for one in requests:
+        rig.add(one)
+    cancelled = set()
+    for num_turns, index in ends:
+        for _ in range(num_turns):
+            rig.turn()
+        if rig.lengths.pop(requests[index], None) is not None:
+            cancelled.add(requests[index])
+            rig.look()
+    rig.drain()
+    assert set(rig.culprits) == {requests[poison]} - cancelled
+    assert set(rig.finished) == set(requests) - {requests[poison]} - cancelled
+
+
 @given(kills=st.sets(st.integers(0, 300)), number=st.integers(1, 20))
 @settings(max_examples=80)
 def test_deaths_with_steps_between_end_no_request(kills: set[int], number: int) -> None:
@@ -189,6 +214,28 @@ def test_every_sequence_of_a_request_must_get_beyond_a_death() -> None:
     assert suspects.ids
     suspects.note_lengths({"a": {0: 20, 1: 10}})
     assert not suspects.ids
+
+
+def test_a_sequence_that_has_ended_got_beyond_a_death() -> None:
+    suspects = Suspects()
+    suspects.note_death({"a": {0: 5, 1: 7}})
+    suspects.note_lengths({"a": {1: 9}})
+    assert suspects.ids
+    suspects.note_lengths({"a": {1: 10}})
+    assert not suspects.ids
+
+
+@pytest.mark.parametrize("ran", [{}, {"r9": {0: 1}}, {"r0": {0: 5}, "r9": {0: 1}}])
+def test_a_death_of_others_or_of_idle_ranks_changes_nothing_of_a_search(
+    ran: dict[str, dict[int, int]],
+) -> None:
+    suspects = Suspects()
+    for _ in range(2):
+        suspects.note_death({name: {0: 5} for name in names(4)})
+    for _ in range(3):
+        assert not suspects.note_death(ran)
+        assert [suspects.may_run(name) for name in [*names(4), "r9"]] == [True] * 2 + [False] * 3
+    assert suspects.accused == []
 
 
 def test_no_request_is_accused_while_a_step_of_others_is_in_flight() -> None:
