@@ -25,7 +25,7 @@ from tests.fakes import FakeExecutor, RecordingSink, unused_model, wait_for
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pagedray.batch import StepOutput
+    from pagedray.batch import StepOutput, StepPlan
     from pagedray.request import Grammar
 
 
@@ -115,6 +115,25 @@ def test_every_sequence_ends_once_with_all_its_tokens(rig: Rig) -> None:
     assert rig.sink.tokens["a", 0] == [7] * 5
     assert [rig.sink.tokens["b", index] for index in range(3)] == [[7] * 9] * 3
     assert rig.controller.stats().num_generated_tokens >= 32
+
+
+def test_a_plan_is_sent_while_the_step_before_runs() -> None:
+    class Counting(FakeExecutor):
+        """Notes the most plans that ranks have at a time."""
+
+        num_plans = 0
+
+        def submit_plan(self, plan: StepPlan) -> None:
+            super().submit_plan(plan)
+            self.num_plans = max(self.num_plans, len(self._plans))
+
+    ranks = Counting()
+    rig = Rig(ranks)
+    rig.controller.start_steps()
+    rig.submit("a", max_tokens=9)
+    rig.ends()
+    assert ranks.num_plans == 2
+    rig.controller.stop_steps()
 
 
 def test_aborted_request_ends_once(rig: Rig) -> None:

@@ -138,6 +138,7 @@ def test_steps_hold_what_the_token_budget_allows_and_vectors_keep_their_order(
     assert vectors.tolist() == [[float(len(ids)), float(ids[0])] for ids in texts]
     assert lengths(executor) == [[1, 3, 3, 4], [11], [12]]
     assert [plan.step for plan in executor.plans] == [0, 1, 2]
+    assert embedder.stats().num_prompt_tokens == 34
 
 
 def test_steps_hold_no_more_texts_than_rows(opened: Callable[..., Embedder]) -> None:
@@ -246,6 +247,7 @@ def test_texts_that_kill_their_ranks_fail_alone(
     assert all(isinstance(answers[i].exception(), LethalRequestError) for i in failed)
     assert answers[1].result().tolist() == [[1.0, 7.0], [2.0, 8.0]]
     assert executor.num_deaths <= len(poisons) * (3 + 4)
+    assert embedder.stats().num_lethal_requests == len(poisons)
     assert embedder.stats().scheduler.num_queued_requests == 0
 
 
@@ -276,6 +278,16 @@ def test_deaths_without_a_step_between_end_the_engine(opened: Callable[..., Embe
     with pytest.raises(EngineError, match="has stopped"):
         embedder.submit_request(request([7]))
     assert not embedder.is_healthy
+
+
+def test_stopping_waits_for_the_running_step(opened: Callable[..., Embedder]) -> None:
+    # Afterwards, its ranks end.
+    executor = CountingExecutor(is_open=False)
+    embedder = opened(executor)
+    held(embedder, executor)
+    threading.Timer(0.05, executor.gate.set).start()
+    embedder.stop_steps(timeout_s=TIMEOUT_S)
+    assert not embedder._thread.is_alive()
 
 
 def test_late_and_cancelled_texts_never_run(opened: Callable[..., Embedder]) -> None:
