@@ -141,6 +141,21 @@ def test_model_may_write_text_instead(client: openai.OpenAI, tool_server: Server
     assert streamed(client, tools=TOOLS) == ("Fine <tool", [], "stop")
 
 
+@pytest.mark.parametrize("text", ["", AUTO.removeprefix("I ask.")])
+def test_a_stream_begins_with_a_role_and_content_before_there_is_any(
+    client: openai.OpenAI, tool_server: Server, text: str
+) -> None:
+    write(tool_server, text)
+    first, *others = client.chat.completions.create(
+        model="tiny", messages=ASK, tools=TOOLS, stream=True
+    )
+    (choice,) = first.choices
+    begun = choice.delta.model_dump(exclude_unset=True)
+    assert begun == {"role": "assistant", "content": ""}
+    deltas = [chunk.choices[0].delta.model_dump(exclude_unset=True) for chunk in others]
+    assert all("role" not in delta and "content" not in delta for delta in deltas)
+
+
 def test_without_parallel_calls_there_is_one_call(
     client: openai.OpenAI, tool_server: Server
 ) -> None:
