@@ -73,6 +73,9 @@ def test_every_linear_kernel_agrees_with_torch(
 ) -> None:
     kernel, x, exact = _linear(kind, 37, num_rows, dtype=dtype, has_bias=has_bias)
     assert _near(kernel(x), exact)
+    written = torch.full_like(exact, torch.nan, dtype=dtype)
+    kernel.write(x, written)
+    assert _near(written, exact)
 
 
 @pytest.mark.parametrize("num_rows", [1, 16, 17])
