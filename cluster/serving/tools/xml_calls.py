@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from cluster.serving.text.marks import overlap
 from cluster.serving.tools.turn_reader import TurnReader
 from cluster.structured.grammar.calls.element_values import read_value
-from cluster.structured.grammar.schema_values import kinds_of
+from cluster.structured.grammar.schemas.schema_values import kinds_of
 
 if TYPE_CHECKING:
     from cluster.serving.tools.turn_reader import ToolSchemas

@@ -10,10 +10,10 @@ from cluster.structured.grammar.expressions import (
     invalid_structure,
     write_ebnf,
 )
-from cluster.structured.grammar.json_schema import read_json_schema
 from cluster.structured.grammar.json_text import JSON_RULES, OBJECT
 from cluster.structured.grammar.loops import with_loops_as_rules
 from cluster.structured.grammar.regex import read_regex
+from cluster.structured.grammar.schemas.json_schema import read_json_schema
 from cluster.structured.grammar.structural_tag import read_structural_tag
 from cluster.structured.grammar.turn import read_messages, read_turn
 from pagedray.request import Structure

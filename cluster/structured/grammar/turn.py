@@ -17,8 +17,8 @@ from cluster.structured.grammar.expressions import (
     invalid_structure,
     replaced,
 )
-from cluster.structured.grammar.json_schema import read_json_schema
 from cluster.structured.grammar.json_text import JSON_RULES
+from cluster.structured.grammar.schemas.json_schema import read_json_schema
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container

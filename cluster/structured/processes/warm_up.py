@@ -11,7 +11,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from cluster.structured.grammar.expressions import write_ebnf
-from cluster.structured.grammar.schema_strings import limited_string
+from cluster.structured.grammar.schemas.schema_strings import limited_string
 from pagedray.system.thread_priority import lower_priority
 
 if TYPE_CHECKING:

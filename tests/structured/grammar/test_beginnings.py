@@ -19,8 +19,8 @@ from cluster.structured.grammar.expressions import (
     Text,
 )
 from cluster.structured.grammar.grammar_text import grammar_text
-from cluster.structured.grammar.json_schema import read_json_schema
 from cluster.structured.grammar.regex import read_regex
+from cluster.structured.grammar.schemas.json_schema import read_json_schema
 from pagedray.errors import InvalidRequestError
 from pagedray.request import Structure
 

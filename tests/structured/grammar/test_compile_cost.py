@@ -7,8 +7,8 @@ import json
 import pytest
 
 from cluster.structured.grammar.compile_cost import MAX_OPTIONAL_RUN, optional_run_of
-from cluster.structured.grammar.json_schema import read_json_schema
 from cluster.structured.grammar.regex import read_regex
+from cluster.structured.grammar.schemas.json_schema import read_json_schema
 from pagedray.errors import InvalidRequestError
 
 

@@ -21,11 +21,11 @@ from cluster.structured.grammar.expressions import (
     complement,
     replaced,
 )
-from cluster.structured.grammar.json_schema import read_members
 from cluster.structured.grammar.json_text import JSON_RULES, SPACE, STRING
-from cluster.structured.grammar.members import members_in_order
-from cluster.structured.grammar.schema_keywords import fail
-from cluster.structured.grammar.schema_values import (
+from cluster.structured.grammar.schemas.json_schema import read_members
+from cluster.structured.grammar.schemas.members import members_in_order
+from cluster.structured.grammar.schemas.schema_keywords import fail
+from cluster.structured.grammar.schemas.schema_values import (
     finite_values,
     is_unrestricted,
     kinds_of,
@@ -36,7 +36,7 @@ from cluster.structured.grammar.text_until import text_until
 if TYPE_CHECKING:
     from collections.abc import Set
 
-    from cluster.structured.grammar.members import Member
+    from cluster.structured.grammar.schemas.members import Member
     from cluster.structured.grammar.turn import Grammar
 
 __all__ = ["ARG_KEYS", "PARAMETERS", "ElementNotation"]

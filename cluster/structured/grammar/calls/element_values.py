@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, NoReturn
 
-from cluster.structured.grammar.schema_keywords import types_of_value
+from cluster.structured.grammar.schemas.schema_keywords import types_of_value
 
 if TYPE_CHECKING:
     from collections.abc import Set

@@ -17,7 +17,6 @@ from cluster.structured.grammar.expressions import (
     complement,
     replaced,
 )
-from cluster.structured.grammar.json_schema import read_members
 from cluster.structured.grammar.json_text import (
     BOOLEAN,
     CONTENT,
@@ -27,8 +26,9 @@ from cluster.structured.grammar.json_text import (
     VALUE,
     separated,
 )
-from cluster.structured.grammar.members import members_in_order
-from cluster.structured.grammar.schema_keywords import fail
+from cluster.structured.grammar.schemas.json_schema import read_members
+from cluster.structured.grammar.schemas.members import members_in_order
+from cluster.structured.grammar.schemas.schema_keywords import fail
 
 if TYPE_CHECKING:
     from cluster.structured.grammar.turn import Grammar

@@ -13,7 +13,7 @@ from cluster.structured.grammar.expressions import (
     invalid_structure,
     replaced,
 )
-from cluster.structured.grammar.schema_strings import SchemaStrings, found_in
+from cluster.structured.grammar.schemas.schema_strings import SchemaStrings, found_in
 
 __all__ = ["RawStrings", "without_angle"]
 

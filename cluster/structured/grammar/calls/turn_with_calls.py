@@ -21,8 +21,8 @@ from cluster.structured.grammar.expressions import (
     invalid_structure,
     optional,
 )
-from cluster.structured.grammar.json_schema import read_json_schema
 from cluster.structured.grammar.json_text import JSON_RULES
+from cluster.structured.grammar.schemas.json_schema import read_json_schema
 from cluster.structured.grammar.text_until import text_until
 from cluster.structured.grammar.turn import Grammar, under_prefix
 from pagedray.errors import InvalidRequestError

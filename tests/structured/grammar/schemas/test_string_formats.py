@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import pydantic
 import pytest
 
-from cluster.structured.grammar.string_formats import STRING_FORMATS
+from cluster.structured.grammar.schemas.string_formats import STRING_FORMATS
 from pagedray.request import Structure
 from tests.structured.conftest import EOS
-from tests.structured.grammar.random_schemas import random_text
+from tests.structured.grammar.schemas.random_schemas import random_text
 
 if TYPE_CHECKING:
     from cluster.serving.text.tokenizer import Tokenizer

@@ -14,7 +14,7 @@ from cluster.structured.grammar.grammar_text import grammar_text
 from pagedray.errors import InvalidRequestError
 from pagedray.request import Structure
 from tests.structured.conftest import EOS
-from tests.structured.grammar.random_schemas import random_schema, random_text
+from tests.structured.grammar.schemas.random_schemas import random_schema, random_text
 
 if TYPE_CHECKING:
     from cluster.serving.text.tokenizer import Tokenizer

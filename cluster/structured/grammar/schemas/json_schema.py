@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import cast
 
 from cluster.structured.grammar import json_text
-from cluster.structured.grammar.disjoint import are_disjoint
 from cluster.structured.grammar.expressions import (
     MAX_SIZE,
     Alternation,
@@ -22,11 +21,12 @@ from cluster.structured.grammar.expressions import (
     size_of,
 )
 from cluster.structured.grammar.json_text import SPACE, VALUE, separated, surrounded
-from cluster.structured.grammar.loaded_schema import load_schema
-from cluster.structured.grammar.members import Member, members_in_order
-from cluster.structured.grammar.multiples import Multiples
-from cluster.structured.grammar.number_ranges import number_of
-from cluster.structured.grammar.schema_keywords import (
+from cluster.structured.grammar.schemas.disjoint import are_disjoint
+from cluster.structured.grammar.schemas.loaded_schema import load_schema
+from cluster.structured.grammar.schemas.members import Member, members_in_order
+from cluster.structured.grammar.schemas.multiples import Multiples
+from cluster.structured.grammar.schemas.number_ranges import number_of
+from cluster.structured.grammar.schemas.schema_keywords import (
     ANNOTATIONS,
     KEYWORDS,
     KNOWN,
@@ -39,9 +39,9 @@ from cluster.structured.grammar.schema_keywords import (
     types_of,
     types_of_value,
 )
-from cluster.structured.grammar.schema_strings import SchemaStrings
-from cluster.structured.grammar.schema_values import finite_values
-from cluster.structured.grammar.unique_items import must_differ, unique_items
+from cluster.structured.grammar.schemas.schema_strings import SchemaStrings
+from cluster.structured.grammar.schemas.schema_values import finite_values
+from cluster.structured.grammar.schemas.unique_items import must_differ, unique_items
 
 __all__ = ["read_json_schema", "read_members"]
 

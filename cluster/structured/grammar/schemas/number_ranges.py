@@ -16,8 +16,8 @@ from cluster.structured.grammar.expressions import (
     invalid_structure,
     optional,
 )
-from cluster.structured.grammar.multiples import Multiples
-from cluster.structured.grammar.schema_keywords import Schema, fail
+from cluster.structured.grammar.schemas.multiples import Multiples
+from cluster.structured.grammar.schemas.schema_keywords import Schema, fail
 
 __all__ = ["Grid", "number_of", "numbers_between"]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cluster.structured.grammar.expressions import Alternation, Concat, Expression, Repeat, Rule
-from cluster.structured.grammar.json_schema import read_json_schema
+from cluster.structured.grammar.schemas.json_schema import read_json_schema
 from pagedray.request import Structure
 from tests.structured.grammar.as_regex import as_regex
 

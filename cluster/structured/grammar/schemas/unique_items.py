@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from cluster.structured.grammar.expressions import Alternation, Concat, Expression, Rule, Text
 from cluster.structured.grammar.json_text import COMMA, surrounded
-from cluster.structured.grammar.schema_keywords import Schema, fail
+from cluster.structured.grammar.schemas.schema_keywords import Schema, fail
 
 __all__ = ["must_differ", "unique_items"]
 

@@ -18,8 +18,8 @@ from cluster.structured.grammar.expressions import (
     Text,
     size_of,
 )
-from cluster.structured.grammar.multiples import Multiples
-from cluster.structured.grammar.number_ranges import Grid, number_of, numbers_between
+from cluster.structured.grammar.schemas.multiples import Multiples
+from cluster.structured.grammar.schemas.number_ranges import Grid, number_of, numbers_between
 from pagedray.errors import InvalidRequestError
 from tests.structured.grammar.as_regex import as_regex
 

@@ -14,8 +14,8 @@ from cluster.structured.grammar.expressions import (
 from cluster.structured.grammar.json_text import CONTENT, PLAIN, STRING_END, as_json_string
 from cluster.structured.grammar.loops import with_loops_as_rules
 from cluster.structured.grammar.regex import read_regex
-from cluster.structured.grammar.schema_keywords import Schema, count_limits_of, fail
-from cluster.structured.grammar.string_formats import STRING_FORMATS, StringFormat
+from cluster.structured.grammar.schemas.schema_keywords import Schema, count_limits_of, fail
+from cluster.structured.grammar.schemas.string_formats import STRING_FORMATS, StringFormat
 from pagedray.errors import InvalidRequestError
 
 __all__ = ["SchemaStrings", "found_in", "limited_string"]

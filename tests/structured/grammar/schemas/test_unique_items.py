@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import jsonschema
 import pytest
 
-from cluster.structured.grammar.json_schema import read_json_schema
+from cluster.structured.grammar.schemas.json_schema import read_json_schema
 from pagedray.request import Structure
 from tests.structured.grammar.as_regex import as_regex
-from tests.structured.grammar.random_schemas import random_text
-from tests.structured.grammar.test_object_members import without_rules
+from tests.structured.grammar.schemas.random_schemas import random_text
+from tests.structured.grammar.schemas.test_object_members import without_rules
 
 if TYPE_CHECKING:
     from cluster.serving.text.tokenizer import Tokenizer

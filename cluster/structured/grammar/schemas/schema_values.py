@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from cluster.structured.grammar.schema_keywords import ANNOTATIONS, resolve, types_of_value
+from cluster.structured.grammar.schemas.schema_keywords import ANNOTATIONS, resolve, types_of_value
 from pagedray.errors import InvalidRequestError
 
 __all__ = ["finite_values", "is_unrestricted", "kinds_of", "resolved"]
