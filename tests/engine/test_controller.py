@@ -81,6 +81,7 @@ class HeldGrammar:
 
     def __init__(self) -> None:
         self.is_held = True
+        self.waits_s: list[float] = []
 
     def matcher(self, request: Request) -> HeldGrammar:
         return self
@@ -92,6 +93,7 @@ class HeldGrammar:
         num_awaited: int,
         wait_s: float,
     ) -> list[bytes | FinishReason | None]:
+        self.waits_s.append(wait_s)
         return [None if self.is_held else b"\xff" * 4] * len(asked)
 
 
@@ -114,7 +116,9 @@ def test_every_sequence_ends_once_with_all_its_tokens(rig: Rig) -> None:
     assert set(rig.ends().values()) == {FinishReason.LENGTH}
     assert rig.sink.tokens["a", 0] == [7] * 5
     assert [rig.sink.tokens["b", index] for index in range(3)] == [[7] * 9] * 3
-    assert rig.controller.stats().num_generated_tokens >= 32
+    stats = rig.controller.stats()
+    assert stats.num_generated_tokens >= 32
+    assert sum(stats.step_times.counts) == stats.num_steps >= 9
 
 
 def test_a_plan_is_sent_while_the_step_before_runs() -> None:
@@ -163,6 +167,16 @@ def test_masks_that_are_late_delay_no_other_request(rig: Rig) -> None:
     assert rig.sink.tokens["late", 0] == [7] * 5
 
 
+def test_masks_are_awaited_for_longer_beside_longer_steps(rig: Rig) -> None:
+    grammar = HeldGrammar()
+    grammar.is_held = False
+    rig.executor.step_s = 0.05
+    rig.submit("a", grammar=grammar)
+    rig.controller.start_steps()
+    assert rig.ends() == {("a", 0): FinishReason.LENGTH}
+    assert (grammar.waits_s[0], grammar.waits_s[-1]) == (0.003, 0.02)
+
+
 def test_request_with_a_late_mask_is_aborted_at_its_deadline(rig: Rig) -> None:
     rig.submit("late", grammar=HeldGrammar(), deadline_s=time.monotonic() + 0.02)
     rig.controller.start_steps()
@@ -188,6 +202,26 @@ def test_requests_continue_after_the_death_of_a_rank(rig: Rig, where: str) -> No
     assert rig.sink.tokens["a", 1] == [7] * 5
     assert rig.executor.num_restarts == 1
     assert rig.controller.is_healthy
+
+
+def test_an_engine_is_not_healthy_while_ranks_are_replaced() -> None:
+    healths: list[bool] = []
+
+    class Asking(FakeExecutor):
+        """Notes the health of its engine while ranks start."""
+
+        def restart_ranks(self) -> None:
+            healths.append(asked.controller.is_healthy)
+            super().restart_ranks()
+
+    asked = Rig(Asking())
+    asked.executor.step_failures.append(WorkerError("A rank died."))
+    asked.submit("a")
+    asked.controller.start_steps()
+    assert asked.ends() == {("a", 0): FinishReason.LENGTH}
+    assert healths == [False]
+    assert asked.controller.is_healthy
+    asked.controller.stop_steps()
 
 
 def test_replacement_that_dies_is_replaced_again(rig: Rig) -> None:
