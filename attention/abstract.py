@@ -90,7 +90,7 @@ class AttentionMetadata(ABC):
         raise _no_capture(self)
 
     def rotates_layer(self, layer_index: int) -> bool:
-        """Whether `attend_unrotated` computes this layer of this step."""
+        """Return whether `attend_unrotated` computes this layer of this step."""
         del layer_index
         return False
 

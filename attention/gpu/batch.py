@@ -1,4 +1,4 @@
-"""The numbers of a step on the GPU, uploaded in one copy.
+"""The integer inputs of a step on the GPU, uploaded in one copy.
 
 Batches of equal shapes have equal addresses, which is all that a captured graph needs of its
 inputs.

@@ -31,7 +31,7 @@ def copy_blocks(cache: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
 
 
 def _can_use_kernel(cache: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> bool:
-    """Return whether the kernel, which copies in no order, gives the right result and is faster."""
+    """Return whether the kernel, which copies in any order, is correct for them and faster."""
     sources, destinations = zip(*pairs, strict=True) if pairs else ((), ())
     is_apart = len(runs_of(pairs)) > 1
     return is_apart and set(sources).isdisjoint(destinations) and cache.is_contiguous()

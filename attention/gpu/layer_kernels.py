@@ -47,7 +47,7 @@ class LayerSet:
     is_graph: bool
     """Whether plans are for a captured graph, whose shapes and addresses are fixed."""
     memory: DecodeMemory
-    """Lent to all that is launched on the same stream."""
+    """Shared by all launches on the same stream."""
 
 
 class LayerKernels(ABC):
@@ -67,11 +67,11 @@ class LayerKernels(ABC):
     @property
     @abstractmethod
     def providers(self) -> dict[str, str]:
-        """Return who computes each part of a step: the name of a library, or "shared"."""
+        """Return the provider of each part of a step: the name of a library, or "shared"."""
 
     @property
     def takes_new_tokens(self) -> bool:
-        """Whether `decode` rotates and writes new tokens itself."""
+        """Return whether `decode` rotates and writes new tokens itself."""
         return False
 
     @abstractmethod

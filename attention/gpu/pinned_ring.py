@@ -14,10 +14,10 @@ __all__ = ["PinnedRing", "copy_from_host"]
 
 
 class PinnedRing:
-    """Buffers that take turns, so that one can be filled while the GPU still reads the others."""
+    """A ring of buffers: one can be filled while the GPU still reads the others."""
 
     def __init__(self, device: torch.device, *, num_buffers: int = 2) -> None:
-        """Memory is taken when it is needed; that of a CPU `device` is not pinned."""
+        """Memory is allocated when it is needed; that of a CPU `device` is not pinned."""
         self._is_cuda = device.type == "cuda"
         self._turn = 0
         self._buffers = [torch.empty(0, dtype=torch.int64)] * num_buffers

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 __all__ = ["SharedKernels", "decode_division"]
 
 _PROGRAMS_PER_MULTIPROCESSOR = 4
-"""Of a decode that run at the same time."""
+"""Programs of a decode that a multiprocessor runs at the same time."""
 _SATURATING_PROGRAMS = 1.75
-"""Of a decode, for each multiprocessor, that read as fast as the memory does."""
+"""Programs of a decode per multiprocessor that together use the whole memory bandwidth."""
 
 
 class SharedKernels(LayerKernels):

@@ -17,7 +17,7 @@ class ExpertWeights:
     """
 
     first_expert: int
-    """Rows add nothing for experts before it, and for those behind the last one here."""
+    """The first expert of this rank; experts of other ranks add nothing."""
     gate_up: torch.Tensor
     """`[num_experts, 2 * inner_size, hidden_size]`."""
     down: torch.Tensor
@@ -32,7 +32,7 @@ class ExpertWeights:
     down_bias: torch.Tensor | None = None
     """`[num_experts, hidden_size]`."""
     clamp: tuple[float, float] | None = None
-    """The alpha and the limit of a `ClampedGate`; None joins gate and up projection by SiLU."""
+    """The alpha and the limit of a `ClampedGate`; None for a SiLU gate."""
 
     @property
     def num_experts(self) -> int:

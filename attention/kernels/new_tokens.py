@@ -1,4 +1,4 @@
-"""What a decode kernel rotates, writes and attends to in one launch."""
+"""The new tokens of decodes, which a kernel rotates, writes and attends for in one launch."""
 
 from __future__ import annotations
 

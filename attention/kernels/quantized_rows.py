@@ -18,7 +18,7 @@ class QuantizedRows:
     scales: torch.Tensor
     """`[num_rows, 1]` float32."""
     dtype: torch.dtype
-    """What the rows were before, which is what products of them are in."""
+    """The dtype of the rows before quantization, and of products with them."""
 
     def __len__(self) -> int:
         return len(self.values)

@@ -1,4 +1,4 @@
-"""A row of the residual stream whose norm is left to its reader."""
+"""A row of the residual stream whose norm is computed by the product that reads it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["UnnormedRow"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnnormedRow:
-    """One row, and the RMSNorm that the product which reads it computes."""
+    """One row, and the parameters of its RMSNorm."""
 
     stream: torch.Tensor
     """`[1, size]`."""

@@ -18,14 +18,14 @@ __all__ = ["KeptPrefixes"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Seen:
-    """All that a search depended on."""
+    """The inputs on which the result of a search depends."""
 
     counts: NDArray[np.int32]
-    """How many first blocks of each row, `[num_rows]`."""
+    """Number of leading blocks of each row that the search read, `[num_rows]`."""
     blocks: NDArray[np.int32]
     """`[num_rows, width]`."""
     is_seen: NDArray[np.bool_]
-    """Which of `blocks` these are."""
+    """Which elements of `blocks` the search read."""
 
     def is_in(self, block_tables: NDArray[np.int32]) -> bool:
         """Return whether other tables, which have so many blocks, have the same ones."""
@@ -69,5 +69,5 @@ class KeptPrefixes:
         return found
 
     def _num_seen(self, num_blocks: NDArray[np.int32], found: SharedPrefixes) -> NDArray[np.int32]:
-        # That a row has too few blocks to share any is all that is seen of it.
+        # Of a row with too few blocks to share any, the search read only their number.
         return np.where(num_blocks < self._min_blocks, 0, np.minimum(num_blocks, found.reach))

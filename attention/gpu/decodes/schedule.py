@@ -25,7 +25,7 @@ __all__ = ["DecodeDivision"]
 _Ints = NDArray[np.int32]
 
 _MIN_SHARED_TILES = 4
-"""Of keys; less is read as fast by each row on its own."""
+"""Minimum length in keys of a shared range; shorter ones are as fast without sharing."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,15 +33,15 @@ class _Units:
     """Ranges of keys before they are split: those that rows share, then one of each row."""
 
     shared_rows: NDArray[np.int64]
-    """`[num_shared, rows_per_item]`, -1 behind the last row."""
+    """`[num_shared, rows_per_item]`, padded with -1."""
     starts: _Ints
     """First tiles, `[num_units]`."""
     ends: _Ints
-    """Tiles behind the last, `[num_units]`."""
+    """Ends, excluded, in tiles, `[num_units]`."""
     splits: _Ints
-    """Items of each, `[num_units]`, at least 1."""
+    """Number of items of each, `[num_units]`, at least 1."""
     first_parts: _Ints
-    """Parts of its rows before those of a unit, `[num_units]`."""
+    """Number of parts of the same rows in earlier units, `[num_units]`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class DecodeDivision:
     tile_keys: int
     """Keys that a program reads at a time."""
     rows_per_item: int
-    """Rows that a program attends for at most; 1 if none can share."""
+    """Maximum number of rows of a program; 1 if rows cannot share keys."""
     costs: SplitCosts
     window: int | None = None
     """Keys that a query sees, itself included; None for all."""
@@ -81,7 +81,7 @@ class DecodeDivision:
         """
         starts, ends = self._tiles(seq_lens)
         if max_shared := self._max_shared(len(seq_lens)):
-            # The last key of a row is its own: the step writes it.
+            # The last key of a row is written by this step, so it is never shared.
             num_blocks = np.minimum((seq_lens - 1) // self.block_size, block_tables.shape[1])
             shared = prefixes.find(block_tables, num_blocks)
             if len(shared.rows):
@@ -92,7 +92,7 @@ class DecodeDivision:
         return self._items(units, splits, seq_lens)
 
     def _tiles(self, seq_lens: _Ints) -> tuple[_Ints, _Ints]:
-        """Return the first tile and the tile behind the last of each row, `[num_rows]` each."""
+        """Return the first tile and the end, excluded, of each row, `[num_rows]` each."""
         ends = -(-seq_lens // self.tile_keys)
         if self.window is None:
             return np.zeros_like(ends), ends
@@ -108,7 +108,7 @@ class DecodeDivision:
         self, shared: SharedPrefixes, max_shared: int, ends: _Ints
     ) -> tuple[_Units, _Ints]:
         """Return the units of rows that share prefixes, and the number of parts of each row."""
-        # What saves most comes first, should there be too many.
+        # The prefixes that save the most blocks come first, in case there are too many.
         set_rows = shared.rows[:max_shared]
         num_keys = shared.num_blocks[:max_shared] * self.block_size
         set_tiles = (num_keys // self.tile_keys).astype(np.int32)

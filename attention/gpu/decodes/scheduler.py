@@ -57,7 +57,7 @@ class DecodeScheduler:
         """
         num_rows, params = len(seq_lens), self._params
         if self._is_graph and num_rows == 1 and self._division.rows_per_item > 1:
-            # Its kernel is simpler.
+            # The kernel for one row per item is simpler.
             self._division = replace(self._division, rows_per_item=1)
         items = self._division.items(seq_lens, block_tables, self._prefixes)
         words = self._upload(items, num_rows)

@@ -1,6 +1,6 @@
 """Chooses how ranges of keys are split among the programs of one KV head, by a model of a GPU.
 
-The unit of all times is what a program needs for a tile of keys while memory is not the limit.
+The unit of all times is the time of a program for a tile of keys when memory is not the limit.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ __all__ = ["SplitCosts"]
 _Ints = NDArray[np.int32]
 
 _START_TILES = 3
-"""What it takes to start a program and to end it."""
+"""Time to start and end a program."""
 _MERGE_TILES = 2
-"""What it takes to merge the parts of a result."""
+"""Time to merge the parts of a result."""
 _MIN_SPARE_ITEMS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitCosts:
-    """What a GPU has for one KV head."""
+    """The resources of a GPU for one KV head."""
 
     num_slots: int
     """Programs that run at the same time, at least 1."""
     num_saturating: float
-    """Programs that read as fast as the memory does."""
+    """Number of programs that together use the whole memory bandwidth."""
 
     def max_items(self, num_units: int) -> int:
         """Return an upper bound of the items of so many ranges.
@@ -58,17 +58,17 @@ class SplitCosts:
         return splits
 
     def _time(self, tiles: _Ints, most: int) -> float:
-        """Return about how long it takes if no item has more than `most` tiles."""
+        """Return the approximate time if no item has more than `most` tiles."""
         counts = -(-tiles // most)
         num_items = int(counts.sum())
         merging = _MERGE_TILES if num_items > np.count_nonzero(tiles) else 0
         lengths = np.repeat(-(-tiles // np.maximum(counts, 1)), counts)
         if num_items > self.num_slots:
-            # Some start when others have ended, and these few do not use the whole memory.
+            # The last programs start when others have ended, and do not use the whole bandwidth.
             reading = max(most, int(tiles.sum()) / self.num_saturating)
             late = int(np.sort(lengths)[num_items - self.num_slots - 1])
             return 2 * _START_TILES + reading + 0.75 * late + merging
-        # While all run, those that have a tile of each place share the memory.
+        # Programs that read a tile at the same time share the memory bandwidth.
         running = np.cumsum(np.bincount(lengths)[::-1])[::-1][1:]
         reading = float(np.maximum(1.0, running / self.num_saturating).sum())
         return _START_TILES + reading + merging

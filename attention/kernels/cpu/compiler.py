@@ -49,8 +49,8 @@ def compiler_options(architecture: Sequence[str]) -> list[str]:
 
 
 def source_digest(source: Path, options: Sequence[str], cpu: bytes) -> str:
-    """Return a name for what a compiler makes of a source and its headers."""
-    # Not of the path, so that several installations share the library.
+    """Return a name for the library that a compiler makes from a source and its headers."""
+    # The path is left out, so that several installations share the library.
     digest = hashlib.sha256(repr(list(options)).encode())
     for part in sorted((source, *source.parent.glob("*.h"))):
         digest.update(part.name.encode() + b"\0" + part.read_bytes())
@@ -71,11 +71,11 @@ def compile_library(command: Sequence[str], name: str, folder: int, *, mode: int
             check=True,
             capture_output=True,
             timeout=_TIMEOUT_S,
-            # The compiler's own files, which others could replace in a /tmp that is not sticky.
+            # For temporary files, which others could replace in a /tmp without the sticky bit.
             env={**os.environ, "TMPDIR": place},
         )
         seal_file(Path(place, made))
-        # Whatever the user's mask is.
+        # Regardless of the umask.
         os.chmod(made, mode, dir_fd=folder)
         # Processes that compile at the same time replace it by the same file.
         os.rename(made, name, src_dir_fd=folder, dst_dir_fd=folder)

@@ -23,7 +23,7 @@ _TILE = 64
 _PER_WORD = {4: 8, 8: 2}
 _WORDS = {4: torch.int32, 8: torch.int16}
 _MIDDLE = 8
-"""The number of four bits that stands for zero without offsets."""
+"""The 4-bit number that represents zero in formats without offsets."""
 _TILES_AT_ONCE = 16
 
 
@@ -82,7 +82,7 @@ class IntegerGemm(TiledProduct):
         self._weight = _Weight(*(None if one is None else one.data_ptr() for one in tensors))
         self._weight_address = ctypes.addressof(self._weight)
         self.num_bytes = sum(one.nbytes for one in tensors[:3] if one is not None)
-        """Of the numbers, the scales and the offsets."""
+        """Bytes of the numbers, the scales and the offsets."""
 
     def _run(self, x: torch.Tensor, out: torch.Tensor, *, is_gated: bool) -> None:
         num_rows, in_size = x.shape

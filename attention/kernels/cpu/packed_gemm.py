@@ -110,7 +110,7 @@ class PackedGemm(TiledProduct):
 def _kernel(
     tile: int, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> ctypes._NamedFuncPointer | None:
-    """Return what multiplies by a weight in tiles of this size, if it is supported."""
+    """Return the GEMM with a weight in tiles of this size, or None if it is not supported."""
     is_supported = (
         weight.device.type == "cpu"
         and weight.dtype in _SUFFIXES
@@ -171,7 +171,7 @@ def _is_packed(packed: torch.Tensor, weight: torch.Tensor, tile: int) -> bool:
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
-    """Return the values as integers, of which each equals itself alone."""
+    """Return the bits of the values as integers, which compare NaN and -0.0 exactly."""
     return values.view(torch.int16 if values.element_size() == 2 else torch.int32)
 
 

@@ -53,7 +53,7 @@ def build_libraries(sources: Path) -> int:
         return 0
     place = sources / _FOLDER
     place.mkdir(exist_ok=True)
-    # Whatever the user's mask is, as for the libraries.
+    # Regardless of the umask, as for the libraries.
     place.chmod(0o755)
     folder = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -77,7 +77,7 @@ def build_libraries(sources: Path) -> int:
 
 
 def _name(source: Path, instruction_set: InstructionSet) -> str:
-    # Of the source as it is, so that a library of another one is not found.
+    # The digest of the current source, so that a library of another version is not found.
     digest = source_digest(source, compiler_options(instruction_set.options), b"")
     return f"{source.stem}-{instruction_set.name}-{digest}.so"
 

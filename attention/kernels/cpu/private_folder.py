@@ -25,7 +25,7 @@ def private_folder(path: Path) -> Iterator[int]:
 
     Raises PermissionError if another user could write to it or replace it, and OSError.
     """
-    # The real path has no links, and no other user can put one there once its parents are checked.
+    # The real path has no links, and no other user can add one once its parents are checked.
     names = Path(os.path.realpath(path)).parts
     folder = os.open(names[0], _FOLDER)
     try:
