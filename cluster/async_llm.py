@@ -265,10 +265,11 @@ class AsyncLLM:
         return [first_logprobs(collectors[one.id].generation()) for one in requests]
 
     async def _validated(self, prompt: SaltedPrompt, params: RequestParams) -> Request:
+        sampled = self._requests.sample([prompt], params)
         while True:
             # Not too many structures may be compiled at once.
             with suppress(OverloadedError):
-                (request,) = await self._requests.make([prompt], [params])
+                (request,) = await self._requests.make(sampled)
                 return request
             await asyncio.sleep(_HELD_POLL_S)
 

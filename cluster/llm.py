@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Self, Unpack
 
 from tqdm import tqdm
 
+from cluster.call_width import longest_first
 from cluster.engine.controller import Controller
 from cluster.engine.embedder import Embedder
 from cluster.engine.event_buffers import EventDispatcher
@@ -25,7 +26,7 @@ from cluster.llm_prompts import (
     read_prompts,
     read_stream_prompt,
 )
-from cluster.llm_requests import RequestMaker, check_params, run_apart
+from cluster.llm_requests import RequestMaker, SampledPrompt, check_params, run_apart
 from cluster.llm_runner import HELD_POLL_S, RequestRunner
 from cluster.serving.inputs import EmbeddingInput, ScoreInput
 from cluster.serving.text.tokenizer import Tokenizer
@@ -103,6 +104,7 @@ class LLM:
         self._sink = EventDispatcher()
         self._freezer = CallFreezer()
         self._engine = open_engine(config, self._sink, report_progress)
+        self._max_model_len = config.max_model_len
         self._is_closed = False
 
     def generate(
@@ -116,9 +118,10 @@ class LLM:
 
         A prompt is a text, a list of token ids, or a dictionary with `prompt` or
         `prompt_token_ids`, and optionally `cache_salt`. `sampling_params` applies to all prompts,
-        or is a list with one entry per prompt. The first prompts run while the others are
-        validated. Raises InvalidRequestError for an invalid prompt or parameter, and EngineError if
-        the engine fails; in both cases, all requests of the call are aborted.
+        or is a list with one entry per prompt. Prompts with the largest `max_tokens` begin first,
+        and run while the others are validated. Raises InvalidRequestError for an invalid prompt or
+        parameter, and EngineError if the engine fails; in both cases, all requests of the call are
+        aborted.
         """
         with self._freezer.freeze():
             return self._run(read_prompts(prompts), sampling_params, use_tqdm)
@@ -167,7 +170,7 @@ class LLM:
         """
         check_params(params, BeamSearchParams, "params")
         given = read_prompts(prompts)
-        starts = self._validated(given, [params.sampling] * len(given))
+        starts = self._validated(self._requests.sample(given, params.sampling))
         searches = BeamSearches(starts, params)
         with tqdm(total=params.max_tokens, unit="token", disable=not use_tqdm) as bar:
             while requests := searches.step_requests():
@@ -175,7 +178,7 @@ class LLM:
                 collectors = [Collector(one, self._tokenizer) for one in requests]
                 done = self._runner.complete(
                     [collectors],
-                    total=len(collectors),
+                    lengths=[one.sampling.max_tokens for one in requests],
                     is_watched=any(one.sampling.stop for one in requests),
                 )
                 searches.take_step(map(first_logprobs, done))
@@ -207,7 +210,8 @@ class LLM:
         check_params(params, SamplingParams, "sampling_params")
         if params.n != 1:
             raise InvalidRequestError(f"n must be 1 for streaming, not {params.n}.", param="n")
-        (request,) = self._validated([read_stream_prompt(prompt)], [params])
+        given = self._requests.sample([read_stream_prompt(prompt)], params)
+        (request,) = self._validated(given)
         yield from self._runner.stream(Collector(request, self._tokenizer, params=params))
 
     def embed(
@@ -340,42 +344,41 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         show_progress: bool,
     ) -> list[Generation]:
-        each = self._requests.params_of(params, len(prompts))
+        sampled = self._requests.sample(prompts, params)
         self._requests.text_validator()
-        return self._runner.complete(
-            self._parts(prompts, each),
-            total=len(prompts),
-            is_watched=any(one.stop for one in each),
+        lengths = [min(one.params.max_tokens, self._max_model_len) for one in sampled]
+        order = longest_first(lengths)
+        results = self._runner.complete(
+            self._parts([sampled[index] for index in order]),
+            lengths=[lengths[index] for index in order],
+            is_watched=any(one.params.stop for one in sampled),
             show_progress=show_progress,
         )
+        placed = dict(zip(order, results, strict=True))
+        return [placed[index] for index in range(len(order))]
 
-    def _parts(
-        self, prompts: Sequence[SaltedPrompt], params: Sequence[SamplingParams]
-    ) -> Iterator[list[Collector]]:
+    def _parts(self, prompts: Sequence[SampledPrompt]) -> Iterator[list[Collector]]:
         """Yield the collectors of the requests in parts. Raises InvalidRequestError.
 
         The engine runs the first part while the others, which grow, are validated.
         """
         first, size = 0, _FIRST_PART
         while first < len(prompts):
-            part = slice(first, first + size)
-            requests = self._validated(prompts[part], params[part])
+            part = prompts[first : first + size]
             yield [
                 Collector(
                     request,
                     self._tokenizer,
-                    prompt=prompt.value if isinstance(prompt.value, str) else None,
-                    params=one,
+                    prompt=value if isinstance(value := one.prompt.value, str) else None,
+                    params=one.params,
                 )
-                for request, prompt, one in zip(requests, prompts[part], params[part], strict=True)
+                for request, one in zip(self._validated(part), part, strict=True)
             ]
-            first, size = part.stop, min(4 * size, _LARGEST_PART)
+            first, size = first + size, min(4 * size, _LARGEST_PART)
 
-    def _validated(
-        self, prompts: Sequence[SaltedPrompt], params: Sequence[SamplingParams]
-    ) -> list[Request]:
+    def _validated(self, prompts: Sequence[SampledPrompt]) -> list[Request]:
         self._check_open()
-        return run_apart(self._requests.make(prompts, params))
+        return run_apart(self._requests.make(prompts))
 
 
 def _submitted(embedder: Embedder, request: EmbeddingRequest) -> Future[NDArray[np.float32]]:

@@ -6,8 +6,10 @@ import asyncio
 import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from cluster.llm_prompts import SaltedPrompt
 from cluster.sampling_params import SamplingParams, engine_fields
 from cluster.serving.inputs import GenerationInput
 from cluster.serving.validation.validator import Validator
@@ -17,13 +19,12 @@ from pagedray.errors import InvalidRequestError
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Mapping
 
-    from cluster.llm_prompts import SaltedPrompt
     from cluster.serving.validation.embedding_validator import EmbeddingValidator
     from cluster.serving.validation.score_validator import ScoreValidator
     from pagedray.config import EngineConfig
     from pagedray.request import Request
 
-__all__ = ["RequestMaker", "check_params", "run_apart"]
+__all__ = ["RequestMaker", "SampledPrompt", "check_params", "run_apart"]
 
 Result = TypeVar("Result")
 
@@ -34,6 +35,16 @@ def check_params(given: object, kind: type[object], name: str) -> None:
         raise InvalidRequestError(
             f"{name} must be {kind.__name__}, not {type(given).__name__}.", param=name
         )
+
+
+@dataclass(frozen=True, slots=True)
+class SampledPrompt:
+    """A prompt and how its completions are sampled."""
+
+    prompt: SaltedPrompt
+    params: request.SamplingParams
+    seed: int | None
+    """The seed of `params`, or else the next one of the model; None is random."""
 
 
 class RequestMaker:
@@ -60,8 +71,21 @@ class RequestMaker:
         return self._validator
 
     # Any: what a caller gave.
-    def params_of(self, given: Any, num_prompts: int) -> Sequence[request.SamplingParams]:
-        """Return the parameters of each prompt of a call. Raises InvalidRequestError."""
+    def sample(self, prompts: Sequence[SaltedPrompt], params: Any) -> list[SampledPrompt]:
+        """Return the prompts of a call with their parameters. Raises InvalidRequestError."""
+        seeds = self._seeds
+        return [
+            SampledPrompt(
+                prompt,
+                one,
+                seeds.randrange(2**63) if seeds is not None and one.seed is None else one.seed,
+            )
+            for prompt, one in zip(prompts, self._params_of(params, len(prompts)), strict=True)
+        ]
+
+    # Any: what a caller gave.
+    def _params_of(self, given: Any, num_prompts: int) -> Sequence[request.SamplingParams]:
+        """Return the parameters of each prompt. Raises InvalidRequestError."""
         if given is None or isinstance(given, request.SamplingParams):
             return [given or self.default_params] * num_prompts
         params = given if isinstance(given, Sequence) else [given]
@@ -75,18 +99,15 @@ class RequestMaker:
             )
         return params
 
-    async def make(
-        self, prompts: Sequence[SaltedPrompt], params: Sequence[request.SamplingParams]
-    ) -> list[Request]:
+    async def make(self, prompts: Sequence[SampledPrompt]) -> list[Request]:
         """Return a request for each prompt. Raises InvalidRequestError."""
         validator = self.text_validator()
         requests: list[Request] = []
-        for prompt, sampling in zip(prompts, params, strict=True):
-            fields = engine_fields(sampling)
-            if self._seeds is not None and sampling.seed is None:
-                fields["seed"] = self._seeds.randrange(2**63)
+        for one in prompts:
             given = GenerationInput(
-                prompts=(prompt.value,), sampling=fields, cache_salt=prompt.salt
+                prompts=(one.prompt.value,),
+                sampling=engine_fields(one.params) | {"seed": one.seed},
+                cache_salt=one.prompt.salt,
             )
             requests += await validator.validate(given)
         return requests

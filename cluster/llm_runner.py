@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
+from cluster.call_width import CallWidth
 from pagedray.errors import OverloadedError
 
 if TYPE_CHECKING:
@@ -38,18 +39,20 @@ class RequestRunner:
         self,
         parts: Iterable[Sequence[Collector]],
         *,
-        total: int,
+        lengths: Sequence[int],
         is_watched: bool,
         show_progress: bool = False,
     ) -> list[Generation]:
-        """Run the requests of all parts, `total` together, to their end; return results in order.
+        """Run the requests of all parts to their end; return results in order.
 
-        Those of a part run while the next one is made. Tokens are read as they arrive if the call
-        `is_watched`, which stop strings need. Raises EngineError if the engine fails, and what
+        They generate at most as many tokens as `lengths` says, the longest first. Those of a part
+        run while the next one is made. Tokens are read as they arrive if the call `is_watched`,
+        which stop strings need. Raises EngineError if the engine fails, and what
         making a part raises; all of the requests are aborted then.
         """
-        with tqdm(total=total, unit="prompt", disable=not show_progress) as bar:
-            call = _Call(self._controller, self._sink, bar, is_watched=is_watched)
+        with tqdm(total=len(lengths), unit="prompt", disable=not show_progress) as bar:
+            width = CallWidth(lengths)
+            call = _Call(self._controller, self._sink, bar, width, is_watched=is_watched)
             try:
                 for part in parts:
                     call.add_requests(part)
@@ -78,29 +81,34 @@ class RequestRunner:
 
 
 class _Call:
-    """The requests of one call, of which some may be waiting for room in the queue."""
+    """The requests of one call, of which some may be waiting to be submitted."""
 
     def __init__(
         self,
         controller: Controller,
         sink: EventDispatcher,
         bar: tqdm[NoReturn],
+        width: CallWidth,
         *,
         is_watched: bool,
     ) -> None:
         self._controller = controller
         self._sink = sink
         self._bar = bar
+        self._width = width
         self._buffer = sink.open_buffer([], is_watched=is_watched)
-        self._collectors: dict[str, Collector] = {}
-        """By the ids of their requests."""
+        self._collectors: list[Collector] = []
+        self._indices: dict[str, int] = {}
+        """Of the collectors, by the ids of their requests."""
         self._waiting: deque[Request] = deque()
         self._num_finished = 0
 
     def add_requests(self, collectors: Sequence[Collector]) -> None:
-        """Submit the requests of these collectors if there is room for them."""
+        """Submit the requests of these collectors once they may run."""
         requests = [one.request for one in collectors]
-        self._collectors.update((one.request.id, one) for one in collectors)
+        first = len(self._indices)
+        self._indices.update((one.id, first + place) for place, one in enumerate(requests))
+        self._collectors += collectors
         self._sink.add_requests(self._buffer, requests)
         self._waiting += requests
         self._submit_waiting()
@@ -108,12 +116,14 @@ class _Call:
     def take_events(self, timeout_s: float | None) -> None:
         """Bring events to their collectors, for which this waits. Raises EngineError."""
         for events in _by_sequence(self._buffer.take_events(timeout_s)):
-            collector = self._collectors[events[0].request_id]
+            index = self._indices[events[0].request_id]
+            collector = self._collectors[index]
             if collector.is_finished:
                 continue
             _push(self._controller, collector, events)
             if collector.is_finished:
                 self._num_finished += 1
+                self._width.end(index)
                 self._bar.update()
         self._submit_waiting()
 
@@ -122,20 +132,24 @@ class _Call:
         while self._num_finished < len(self._collectors):
             # A queue filled by other calls drains without an event for this one.
             self.take_events(HELD_POLL_S if self._waiting else None)
-        return [one.generation() for one in self._collectors.values()]
+        return [one.generation() for one in self._collectors]
 
     def abort(self) -> None:
         """End all requests, also those that were not submitted."""
-        for request_id in self._collectors:
+        for request_id in self._indices:
             self._controller.abort_request(request_id)
 
     def close(self) -> None:
         """Discard further events."""
-        self._sink.close_buffer([one.request for one in self._collectors.values()])
+        self._sink.close_buffer([one.request for one in self._collectors])
 
     def _submit_waiting(self) -> None:
-        while self._waiting and _has_submitted(self._controller, self._waiting[0]):
+        num_waiting = len(self._waiting)
+        num_running = len(self._collectors) - num_waiting - self._num_finished
+        num_left = self._width.num_to_begin(num_waiting=num_waiting, num_running=num_running)
+        while num_left and _has_submitted(self._controller, self._waiting[0]):
             self._waiting.popleft()
+            num_left -= 1
 
 
 def _has_submitted(controller: Controller, request: Request) -> bool:

@@ -63,7 +63,9 @@ def tokens_of(llm: LLM, requests: Sequence[Request]) -> list[list[tuple[int, ...
 @pytest.mark.parametrize("sampling", CASES.values(), ids=CASES.keys())
 def test_a_continued_request_has_the_same_tokens(llm: LLM, sampling: dict[str, Any]) -> None:
     params = SamplingParams(**{"max_tokens": 40, "ignore_eos": True, **sampling})
-    (request,) = llm._validated([SaltedPrompt("def read_config(path):\n")], [params])
+    (request,) = llm._validated(
+        llm._requests.sample([SaltedPrompt("def read_config(path):\n")], params)
+    )
     (whole,) = tokens_of(llm, [request])
     cuts = range(0, max(map(len, whole)), 9)
     continued = [

@@ -17,8 +17,7 @@ from tests.system.server_process import TINY_LLAMA
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from cluster.llm_prompts import SaltedPrompt
-    from pagedray import request
+    from cluster.llm_requests import SampledPrompt
     from pagedray.request import Request
 
 SAMPLED = SamplingParams(temperature=0.9, seed=3, max_tokens=24, ignore_eos=True)
@@ -57,6 +56,60 @@ def test_more_prompts_than_the_queue_holds_are_all_served(llm: LLM) -> None:
     prompts = [f"x{index} = " for index in range(15)]
     generations = llm.generate(prompts, SAMPLED, use_tqdm=False)
     assert [len(generation.outputs[0].token_ids) for generation in generations] == [24] * 15
+
+
+def test_results_are_in_the_order_of_the_prompts(llm: LLM) -> None:
+    prompts = ["import os", "class Queue:", "def main():\n", "try:", "x = [", "return "]
+    lengths = [3, 40, 7, 40, 1, 22]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for length in lengths
+    ]
+    together = [one.outputs[0].token_ids for one in llm.generate(prompts, params, use_tqdm=False)]
+    assert [len(found) for found in together] == lengths
+    alone = [tokens(llm, [one], given)[0] for one, given in zip(prompts, params, strict=True)]
+    assert together == alone
+
+
+def test_longest_requests_begin_first_and_few_run_at_once(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.call_width._NUM_LEAST", 2)
+    engine = llm._engine
+    assert isinstance(engine, Controller)
+    submit, begun, most = engine.submit_request, list[int](), list[int]()
+
+    def note(request: Request) -> None:
+        submit(request)
+        begun.append(request.sampling.max_tokens)
+        stats = llm.stats().scheduler
+        most.append(stats.num_running + stats.num_waiting)
+
+    monkeypatch.setattr(engine, "submit_request", note)
+    lengths = [2, 60, 2, 4, 30, 4, 8, 2]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for length in lengths
+    ]
+    found = llm.generate(["x"] * len(lengths), params, use_tqdm=False)
+    assert [len(one.outputs[0].token_ids) for one in found] == lengths
+    assert begun == sorted(lengths, reverse=True)
+    assert max(most) == 2
+
+
+def test_seeds_follow_the_order_of_the_prompts() -> None:
+    def first_tokens(lengths: tuple[int, ...]) -> list[int]:
+        params = [
+            SamplingParams(temperature=1.5, max_tokens=length, ignore_eos=True)
+            for length in lengths
+        ]
+        with LLM(
+            TINY_LLAMA, executor="local", device="cpu", dtype="float32", seed=1, show_progress=False
+        ) as engine:
+            found = engine.generate(["x"] * len(params), params, use_tqdm=False)
+        return [one.outputs[0].token_ids[0] for one in found]
+
+    ascending = first_tokens((1, 2, 3, 4))
+    assert len(set(ascending)) > 1
+    assert first_tokens((4, 3, 2, 1)) == ascending
 
 
 def test_continuations_of_one_prompt_differ_and_repeat(llm: LLM) -> None:
@@ -143,15 +196,13 @@ def test_first_requests_run_while_others_are_validated(
     parts: list[int] = []
     before = llm.stats().num_generated_tokens
 
-    def after_the_first(
-        prompts: Sequence[SaltedPrompt], params: Sequence[request.SamplingParams]
-    ) -> list[Request]:
+    def after_the_first(prompts: Sequence[SampledPrompt]) -> list[Request]:
         deadline_s = time.monotonic() + 60
         while parts and llm.stats().num_generated_tokens < before + 24:
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
         parts.append(len(prompts))
-        return validated(prompts, params)
+        return validated(prompts)
 
     monkeypatch.setattr(llm, "_validated", after_the_first)
     prompts = [f"x{index} = " for index in range(30)]
@@ -168,16 +219,14 @@ def test_requests_that_found_no_room_are_submitted_between_parts(
     validated = llm._validated
     num_generated: list[int] = []
 
-    def once_idle(
-        prompts: Sequence[SaltedPrompt], params: Sequence[request.SamplingParams]
-    ) -> list[Request]:
+    def once_idle(prompts: Sequence[SampledPrompt]) -> list[Request]:
         deadline_s = time.monotonic() + 60
         # The queue holds two requests, so that some of each part wait.
         while (stats := llm.stats().scheduler).num_running or stats.num_waiting:
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
         num_generated.append(llm.stats().num_generated_tokens)
-        return validated(prompts, params)
+        return validated(prompts)
 
     monkeypatch.setattr("cluster.llm._FIRST_PART", 12)
     monkeypatch.setattr("cluster.llm._LARGEST_PART", 1)
