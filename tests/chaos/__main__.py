@@ -68,19 +68,24 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--target", choices=("server", "serve"), default="server", help="(%(default)s)")
-    add("--executor", choices=("ray", "local"), default="ray", help="(%(default)s)")
-    add("--model", type=Path, default=TINY_LLAMA, help="(%(default)s)")
+    add(
+        "--target",
+        choices=("server", "serve"),
+        default="server",
+        help="pagedray serve, or Ray Serve (%(default)s)",
+    )
+    add("--executor", choices=("ray", "local"), default="ray", help="of the server (%(default)s)")
+    add("--model", type=Path, default=TINY_LLAMA, help="folder of the model (%(default)s)")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="(%(default)s)")
-    add("--dtype", default="float32", help="in others recomputed texts differ (%(default)s)")
+    add("--dtype", default="float32", help="recomputed texts differ in others (%(default)s)")
     add("--tensor-parallel-size", type=int, metavar="N", help="default: 2; in a replica 1")
     add("--replicas", type=int, default=2, metavar="N", help="of Ray Serve (%(default)s)")
-    add("--seconds", type=float, default=600.0, help="(%(default)s)")
+    add("--seconds", type=float, default=600.0, help="time with faults (%(default)s)")
     add("--every", type=float, default=20.0, help="seconds between faults (%(default)s)")
-    add("--streams", type=int, default=64, help="(%(default)s)")
-    add("--requests", type=int, default=64, help="different requests (%(default)s)")
-    add("--max-tokens", type=int, default=400, help="of a request (%(default)s)")
-    add("--seed", type=int, default=0, help="(%(default)s)")
+    add("--streams", type=int, default=64, help="concurrent streams (%(default)s)")
+    add("--requests", type=int, default=64, help="number of different requests (%(default)s)")
+    add("--max-tokens", type=int, default=400, help="maximum tokens of a request (%(default)s)")
+    add("--seed", type=int, default=0, help="of requests and faults (%(default)s)")
     add(
         "--faults",
         nargs="+",

@@ -7,6 +7,7 @@ Each program has an environment of its own in build/clients, which is made the f
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -29,10 +30,6 @@ _SCRIPTED_BLOCKS = 8192
 def main(names: list[str]) -> int:
     """Run programs, all by default; return 1 if any fails."""
     chosen = [one for one in PROGRAMS if not names or one.name in names]
-    unknown = set(names) - {one.name for one in chosen}
-    if unknown:
-        print(f"There is no {', '.join(sorted(unknown))}.", file=sys.stderr)
-        return 2
     pythons = {one.name: _environment(one) for one in chosen}
     with ServerProcess(_FLAGS) as server:
         works = {
@@ -91,5 +88,23 @@ def _environ() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
+def _names() -> list[str]:
+    """Return the programs that the command line names."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.clients",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    names = sorted(one.name for one in PROGRAMS)
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="default: all; " + ", ".join(names)
+    )
+    chosen: list[str] = parser.parse_args().names
+    unknown = sorted(set(chosen) - set(names))
+    if unknown:
+        parser.error(f"unknown program {', '.join(unknown)}; choose from {', '.join(names)}")
+    return chosen
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(_names()))
