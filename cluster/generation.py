@@ -239,8 +239,9 @@ class Collector:
     def _described(self, found: TokenLogprobs | PromptToken, token_id: int) -> dict[int, Logprob]:
         """Return the log-probabilities at one position, by token; the likeliest come first."""
         pairs = zip(found.token_ids, found.logprobs, strict=True)
+        is_ranked = isinstance(found, PromptToken) or not self.request.sampling.logprob_token_ids
         described = {
-            other: Logprob(logprob, rank, self._token_text(other))
+            other: Logprob(logprob, rank if is_ranked else None, self._token_text(other))
             for rank, (other, logprob) in enumerate(pairs, 1)
         }
         if token_id not in described:

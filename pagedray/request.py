@@ -130,6 +130,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None
     """Number of most likely tokens to return in addition to the sampled one; None returns no
     log-probabilities."""
+    logprob_token_ids: Sequence[int] = ()
+    """Token ids whose log-probabilities are returned in place of those of the most likely tokens;
+    requires `logprobs`."""
     prompt_logprobs: int | None = None
     """Number of most likely tokens to return at each position of the prompt, in addition to the
     token of the prompt; None returns no log-probabilities of the prompt."""
@@ -154,6 +157,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _check_int("seed", self.seed, -(2**63), 2**63 - 1)
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _check_size("logprob_token_ids", len(self.logprob_token_ids), MAX_LOGPROBS)
+        for token_id in self.logprob_token_ids:
+            _check_int("logprob_token_ids", token_id, 0, 2**31 - 1)
+        if self.logprob_token_ids and self.logprobs is None:
+            raise InvalidRequestError(
+                "logprob_token_ids requires logprobs.", param="logprob_token_ids"
+            )
         if self.prompt_logprobs is not None:
             _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         if self.thinking_token_budget is not None:

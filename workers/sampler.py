@@ -177,8 +177,14 @@ class Sampler:
     ) -> RawLogprobs | None:
         if not len(indices):
             return None
-        num_likeliest = self._rows.num_logprobs(rows[indices])
-        return RawLogprobs(logits, indices, num_likeliest, self._choice)
+        reported = rows[indices]
+        return RawLogprobs(
+            logits,
+            indices,
+            self._rows.num_logprobs(reported),
+            self._rows.reported_ids(reported),
+            self._choice,
+        )
 
     def _edited(
         self, logits: Tensor, rows: IntArray, positions: IntArray, needs: IntArray, masks: bytes

@@ -44,6 +44,8 @@ class SamplingRows:
         self._top_p = np.ones(max_num_rows)
         self._min_p = np.zeros(max_num_rows)
         self._num_logprobs = np.zeros(max_num_rows, dtype=np.int64)
+        self._reported_ids: dict[int, IntArray] = {}
+        """The tokens that rows report in place of the likeliest ones."""
 
     def start(self, start: SequenceStart) -> None:
         """Replace all that is known of the row."""
@@ -56,14 +58,32 @@ class SamplingRows:
         self._top_p[row] = sampling.top_p
         self._min_p[row] = sampling.min_p
         self._num_logprobs[row] = sampling.logprobs or 0
+        self._reported_ids.pop(row, None)
+        if sampling.logprob_token_ids:
+            distinct = dict.fromkeys(sampling.logprob_token_ids)
+            self._reported_ids[row] = np.array(list(distinct), dtype=np.int64)
+            self._num_logprobs[row] = len(distinct)
 
     def needs(self, rows: IntArray) -> IntArray:
         """Return the `Need` flags of these rows."""
         return self._needs[rows]
 
     def num_logprobs(self, rows: IntArray) -> IntArray:
-        """Return how many likeliest tokens these rows report."""
+        """Return how many tokens these rows report, beside those that are sampled."""
         return np.minimum(self._num_logprobs[rows], self._vocab_size)
+
+    def reported_ids(self, rows: IntArray) -> IntArray:
+        """Return the tokens that these rows report in place of the likeliest ones.
+
+        `[num_rows, most tokens of a row]`; -1 where a row reports its likeliest tokens, or less.
+        """
+        given = [self._reported_ids.get(row) for row in rows.tolist()]
+        width = max((len(ids) for ids in given if ids is not None), default=0)
+        found = np.full((len(rows), width), -1)
+        for ids, one in zip(given, found, strict=True):
+            if ids is not None:
+                one[: len(ids)] = ids
+        return found
 
     def draws(self, rows: IntArray, positions: IntArray) -> Draws:
         """Return how the tokens at these positions of these rows are drawn."""

@@ -25,7 +25,14 @@ from cluster.serving.rpc.message_limit import check_message_size
 from cluster.serving.validation.embedding_validator import MAX_PROMPTS
 from cluster.serving.validation.score_validator import MAX_PAIRS
 from pagedray.errors import InvalidRequestError
-from pagedray.request import MAX_ALLOWED, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP, Structure
+from pagedray.request import (
+    MAX_ALLOWED,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP,
+    Structure,
+)
 from pagedray.v1 import pagedray_pb2 as pb
 
 if TYPE_CHECKING:
@@ -56,6 +63,7 @@ _MAX_ENTRIES = {
     "stop": MAX_STOP,
     "stop_token_ids": MAX_LOGIT_BIAS,
     "allowed_token_ids": MAX_ALLOWED,
+    "logprob_token_ids": MAX_LOGPROBS,
     "bad_words": MAX_BAD_WORDS,
 }
 # Fields of SamplingParams that are fields of GenerationInput.

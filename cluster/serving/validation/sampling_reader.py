@@ -58,6 +58,7 @@ class SamplingReader:
         check_token_ids(sampling.stop_token_ids, self._vocab_size, "stop_token_ids")
         check_token_ids(tuple(sampling.logit_bias), self._vocab_size, "logit_bias")
         check_token_ids(sampling.allowed_token_ids, self._vocab_size, "allowed_token_ids")
+        check_token_ids(sampling.logprob_token_ids, self._vocab_size, "logprob_token_ids")
         return sampling
 
     def with_max_tokens(

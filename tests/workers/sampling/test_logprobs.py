@@ -44,6 +44,28 @@ def test_logprobs_are_those_of_the_raw_logits(sampler: Sampler, dtype: torch.dty
     assert only_chosen.logprobs == []
 
 
+@pytest.mark.parametrize("token_ids", [[7], [299, 0, 7], [5, 5, 4], [*range(20)]])
+def test_logprobs_of_given_tokens_are_those_of_the_raw_logits(
+    sampler: Sampler, token_ids: list[int]
+) -> None:
+    logits = make_logits(3, seed=9)
+    expected = torch.log_softmax(logits.double(), dim=-1)
+    chosen = SamplingParams(logprobs=2, logprob_token_ids=token_ids, logit_bias={7: -100.0})
+    sampler.start(make_start(SamplingParams(logprobs=4), row=0))
+    sampler.start(make_start(chosen, row=1))
+    likeliest, given = sampler.sample(logits[:2].clone(), [0, 1], [3, 3]).logprobs
+    assert isinstance(likeliest, TokenLogprobs)
+    assert isinstance(given, TokenLogprobs)
+    assert likeliest.token_ids == expected[0].topk(4).indices.tolist()
+    assert given.token_ids == list(dict.fromkeys(token_ids))
+    assert given.logprobs == pytest.approx(expected[1, given.token_ids].tolist(), abs=1e-5)
+    # Another sequence in the row reports its likeliest tokens again.
+    sampler.start(make_start(SamplingParams(logprobs=2), row=1))
+    (other,) = sampler.sample(logits[2:].clone(), [1], [3]).logprobs
+    assert isinstance(other, TokenLogprobs)
+    assert other.token_ids == expected[2].topk(2).indices.tolist()
+
+
 @pytest.mark.parametrize("num_tokens", [1, 20, VOCAB_SIZE])
 def test_top_tokens_break_ties_by_the_lower_id(choice: Choice, num_tokens: int) -> None:
     scores = (make_logits(5, seed=1) / 2).round()

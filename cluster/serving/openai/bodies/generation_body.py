@@ -102,6 +102,17 @@ class GenerationBody(SamplingFields):
             "maxItems": MAX_ALLOWED,
         },
     )
+    logprob_token_ids: Any = Field(
+        None,
+        description="Token ids whose log-probabilities are returned in place of those of the most "
+        "likely tokens; requires logprobs.",
+        json_schema_extra={
+            "type": "array",
+            "items": {"type": "integer", "minimum": 0},
+            "minItems": 1,
+            "maxItems": MAX_LOGPROBS,
+        },
+    )
     bad_words: Any = Field(
         None,
         description="Texts whose tokens are not generated in sequence, with or without a leading "
@@ -198,6 +209,10 @@ class GenerationBody(SamplingFields):
         check_beams(self, self.use_beam_search, self.length_penalty)
         if self.best_of is not None:
             self._check_best_of(self.best_of)
+        if self.logprob_token_ids and self.num_logprobs is None:
+            raise InvalidRequestError(
+                "logprob_token_ids requires logprobs.", param="logprob_token_ids"
+            )
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError(
                 "stream_options requires stream = true.", param="stream_options"
@@ -249,12 +264,11 @@ class GenerationBody(SamplingFields):
         if self.bad_words is not None:
             words = self.bad_words
             given["bad_words"] = tuple(words) if isinstance(words, list) else words
-        if self.allowed_token_ids is not None:
-            given["allowed_token_ids"] = _tuple_of(self.allowed_token_ids, "allowed_token_ids")
-            if not given["allowed_token_ids"]:
-                raise InvalidRequestError(
-                    "allowed_token_ids must not be empty.", param="allowed_token_ids"
-                )
+        for name in ("allowed_token_ids", "logprob_token_ids"):
+            if (token_ids := getattr(self, name)) is not None:
+                given[name] = _tuple_of(token_ids, name)
+                if not given[name]:
+                    raise InvalidRequestError(f"{name} must not be empty.", param=name)
         if self.num_logprobs is not None:
             given["logprobs"] = self.num_logprobs
         if self.num_generated > self.n:

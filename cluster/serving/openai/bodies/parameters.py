@@ -66,7 +66,6 @@ REJECTED: Mapping[str, str] = {
     "ec_transfer_params": "images and audio are not supported",
     "extra_body": "the client library sends its entries as parameters of the request",
     "kv_transfer_params": "a replica computes the prompts of its own requests",
-    "logprob_token_ids": "log-probabilities are those of the most likely tokens",
     "logits_processors": "code of clients is never run",
     "lora_path": "LoRA adapters are not supported",
     "no_stop_trim": "use include_stop_str_in_output",
