@@ -12,6 +12,7 @@ import asyncio
 import json
 import os
 import secrets
+import signal
 import sys
 import tempfile
 from contextlib import ExitStack
@@ -114,10 +115,9 @@ def _run(options: argparse.Namespace, folder: Path, history_path: Path) -> None:
         target = _target(options, folder, history, keys_path, disk, limit)
         print(f"History and log: {folder}", flush=True)
         print("Faults: " + "; ".join(one.name for one in faults), flush=True)
-        target.start()
-        run = Run(target, history, _run_options(options, faults), keys)
-        family = target.family()
         try:
+            target.start()
+            run = Run(target, history, _run_options(options, faults), keys)
             asyncio.run(run.run())
             family = target.family()
         finally:
@@ -234,4 +234,6 @@ def _report(verdict: Verdict, output: Path | None, history_path: Path) -> int:
 
 
 if __name__ == "__main__":
+    # As with Ctrl-C, the server is stopped.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 
 from tests.chaos.__main__ import main
 from tests.chaos.history.events import CallEnded, FaultHealed, encode, read_history
+from tests.system.server_process import ROOT
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,4 +48,27 @@ def test_streams_survive_every_fault_of_ranks(tmp_path: Path) -> None:
 def test_streams_survive_faults_of_replicas(tmp_path: Path) -> None:
     faults = ("--faults", "KillReplica", "DisconnectClients")
     times = ("--seconds", "40", "--every", "15", "--folder", str(tmp_path))
-    assert main(["--target", "serve", *SMALL, *faults, *times]) == 0
+    # In another process, since this one may be connected to the Ray cluster that tests share.
+    command = (sys.executable, "-m", "tests.chaos", "--target", "serve", *SMALL, *faults, *times)
+    assert subprocess.run(command, cwd=ROOT, check=False).returncode == 0
+
+
+@pytest.mark.slow
+def test_a_run_that_is_terminated_leaves_no_server(tmp_path: Path) -> None:
+    command = (sys.executable, "-m", "tests.chaos", "--executor", "local", *SMALL)
+    faults = ("--faults", "DisconnectClients", "--folder", str(tmp_path))
+    with subprocess.Popen((*command, *faults), cwd=ROOT) as process:
+        servers = _first_children(process)
+        process.terminate()
+    _, alive = psutil.wait_procs(servers, timeout=60)
+    assert not alive
+
+
+def _first_children(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """Return the children of a process, once it has some."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if children := psutil.Process(process.pid).children():
+            return children
+        time.sleep(0.05)
+    pytest.fail("the program has started no server")
