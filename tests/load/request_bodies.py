@@ -19,7 +19,7 @@ _SAMPLING = pb.SamplingParams(
     max_tokens=2, temperature=0.5, top_p=0.9, top_k=3, min_p=0.1, stop=["zz"], n=2, seed=7,
     logit_bias={5: 1.0}, logprobs=1, min_tokens=1, stop_token_ids=[9], repetition_penalty=1.1,
     presence_penalty=0.5, frequency_penalty=-0.5, ignore_eos=True, prompt_logprobs=1,
-    allowed_token_ids=[5, 6, 7, 8], bad_words=["hello", "~"],
+    allowed_token_ids=[5, 6, 7, 8], bad_words=["hello", "~"], logprob_token_ids=[5, 9],
 )  # fmt: skip
 _USER = pb.ChatMessage(role=pb.CHAT_ROLE_USER, content=_TEXT)
 _CALL = pb.ToolCall(id="c", name="look", arguments='{"a":1}')
@@ -138,7 +138,7 @@ _CHAT = {**_SHORT, "messages": [{"role": "user", "content": "x"}]}
 
 _BY_PATH: dict[str, tuple[dict[str, Any], ...]] = {  # Any: JSON
     "/v1/completions": (
-        {**_COMMON, "prompt": _TEXT, "logprobs": 1},
+        {**_COMMON, "prompt": _TEXT, "logprobs": 1, "logprob_token_ids": [5, 9]},
         {**_COMMON, **_STREAM, "prompt": ["a", "b"]},
         {**_SHORT, "prompt": [[5, 6], [7]], "echo": False},
     ),
@@ -158,6 +158,13 @@ _BY_PATH: dict[str, tuple[dict[str, Any], ...]] = {  # Any: JSON
     ),
     "/v1/chat/completions": (
         {**_COMMON, "messages": _MESSAGES, "logprobs": True, "top_logprobs": 2},
+        {
+            **_SHORT,
+            "messages": [{"role": "user", "content": ["a", {"type": "text", "text": "b"}]}],
+            "truncate_prompt_tokens": 3,
+            "truncation_side": "right",
+            "thinking_token_budget": -1,
+        },
         {
             **_SHORT,
             **_STREAM,
@@ -204,7 +211,16 @@ _BY_PATH: dict[str, tuple[dict[str, Any], ...]] = {  # Any: JSON
             "metadata": {"a": "b"},
             "include": ["reasoning.encrypted_content"],
         },
-        {"model": _MODEL, "max_output_tokens": 2, "input": _TEXT, "stream": True},
+        {
+            "model": _MODEL,
+            "max_output_tokens": 2,
+            "input": _TEXT,
+            "stream": True,
+            "logit_bias": {"5": 1.0},
+            "stop": ["zz"],
+            "include_stop_str_in_output": True,
+            "skip_special_tokens": False,
+        },
         {"model": _MODEL, "max_output_tokens": 2, "input": "x", "previous_response_id": "resp_1"},
     ),
     "/v1/responses/input_tokens": (
