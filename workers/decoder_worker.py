@@ -23,14 +23,14 @@ from workers.models.decoder import Decoder
 from workers.models.self_attention import attention_spec
 from workers.parallel.group import GroupBrokenError
 from workers.roof import measure_roof
-from workers.runner.cuda_graphs import DecodeGraphs
 from workers.runner.disk_jobs import DiskJobs
+from workers.runner.graphs.cuda_graphs import DecodeGraphs
+from workers.runner.graphs.piece_graphs import PieceGraphs
 from workers.runner.input_batch import InputBatch
 from workers.runner.kept_pool.checksum_jobs import ChecksumJobs
 from workers.runner.kept_pool.pool_mapper import PoolMapper
 from workers.runner.kv_cache import KVCache, block_bytes, make_host_pool
 from workers.runner.model_runner import ModelRunner, PendingTokens
-from workers.runner.piece_graphs import PieceGraphs
 from workers.runner.token_table import TokenTable
 from workers.sampler import Sampler
 from workers.weights.cache_format import with_cache_format

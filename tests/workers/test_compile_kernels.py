@@ -10,11 +10,11 @@ import torch
 
 from cluster.engine.options.engine_options import EngineOptions, engine_config
 from tests.checkpoints import save_word_tokenizer
-from tests.workers.test_piece_graphs import CONFIG, VOCAB_SIZE
+from tests.workers.runner.graphs.test_piece_graphs import CONFIG, VOCAB_SIZE
 from workers.compiled_note import CompiledNote
 from workers.decoder_worker import DecoderWorker
 from workers.parallel.group import SoloGroup
-from workers.runner.step_graphs import StepGraphs
+from workers.runner.graphs.step_graphs import StepGraphs
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -18,7 +18,7 @@ from workers.device_event import DeviceEvent, record_event
 from workers.models.step_attention import CachedAttention
 from workers.runner.block_swaps import BlockSwaps, SwapStreams
 from workers.runner.device_stream import CudaStream, HostStream, StepStream
-from workers.runner.dropped_capture import dropped_capture
+from workers.runner.graphs.dropped_capture import dropped_capture
 from workers.runner.prompts import Prompts
 from workers.runner.staging_blocks import StagingBlocks
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
     from attention.abstract import AttentionMetadataBuilder, AttentionState
     from workers.models.decoder import Decoder
-    from workers.runner.cuda_graphs import DecodeGraphs
+    from workers.runner.graphs.cuda_graphs import DecodeGraphs
+    from workers.runner.graphs.piece_graphs import PieceGraphs
     from workers.runner.input_batch import InputBatch, StepInputs
     from workers.runner.kept_pool.checksum_jobs import ChecksumJobs, Fence
     from workers.runner.kv_cache import KVCache
-    from workers.runner.piece_graphs import PieceGraphs
     from workers.sampler import Sampled, Sampler
     from workers.sampling.prompt_logprobs import PromptReport
 

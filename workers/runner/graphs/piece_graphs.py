@@ -13,9 +13,9 @@ import torch
 
 from pagedray.rank_progress import Phase, ProgressWord
 from workers.models.step_attention import StepAttention
-from workers.runner.dropped_capture import dropped_capture
-from workers.runner.piece_recorder import PieceRecorder, Recording
-from workers.runner.step_graphs import StepGraphs
+from workers.runner.graphs.dropped_capture import dropped_capture
+from workers.runner.graphs.piece_recorder import PieceRecorder, Recording
+from workers.runner.graphs.step_graphs import StepGraphs
 
 if TYPE_CHECKING:
     from collections.abc import Callable

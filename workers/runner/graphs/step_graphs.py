@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 
 from pagedray.rank_progress import Phase, ProgressWord
-from workers.runner.captures import Captures
+from workers.runner.graphs.captures import Captures
 
 if TYPE_CHECKING:
     from collections.abc import Callable

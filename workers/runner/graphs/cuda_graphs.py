@@ -8,8 +8,8 @@ import torch
 
 from pagedray.rank_progress import Phase, ProgressWord
 from workers.models.step_attention import CachedAttention
-from workers.runner.dropped_capture import dropped_capture
-from workers.runner.step_graphs import StepGraphs
+from workers.runner.graphs.dropped_capture import dropped_capture
+from workers.runner.graphs.step_graphs import StepGraphs
 
 if TYPE_CHECKING:
     from attention.abstract import (
