@@ -94,5 +94,5 @@ class CallFreezer:
 
 
 def _is_frozen() -> bool:
-    """Whether the program has frozen its objects."""
+    """Return whether the program has frozen its objects."""
     return gc.get_freeze_count() > _NUM_OF_PYTHON

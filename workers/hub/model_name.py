@@ -59,7 +59,7 @@ def parse_model(model: str | Path) -> Path | HubName:
 
 
 def is_commit(revision: str) -> bool:
-    """Whether a revision is a commit, which never changes."""
+    """Return whether a revision is a commit, which never changes."""
     return _COMMIT.fullmatch(revision) is not None
 
 

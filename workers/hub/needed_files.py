@@ -32,5 +32,5 @@ _PATTERN = re.compile(r"additional_chat_templates/[^/]+\.jinja|\d+_\w+/config\.j
 
 
 def is_side_file(name: str) -> bool:
-    """Whether a file configures the model, its tokenizer or its chat template."""
+    """Return whether a file configures the model, its tokenizer or its chat template."""
     return name in _NAMES or _PATTERN.fullmatch(name) is not None

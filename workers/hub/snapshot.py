@@ -95,7 +95,7 @@ class Snapshot:
         return [file for file in files if file.name in unverified or not self.has_file(file)]
 
     def has_file(self, file: HubFile) -> bool:
-        """Whether a file is there and has its size."""
+        """Return whether a file is there and has its size."""
         try:
             size = (self.folder / file.name).stat().st_size
         except OSError:

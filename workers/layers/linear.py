@@ -94,11 +94,11 @@ class ColumnParallelLinear(Layer):
         return sum(columns.size for columns in self._columns)
 
     def takes_quantized(self, num_rows: int) -> bool:
-        """Whether a call with this number of rows takes them as `QuantizedRows`, too."""
+        """Return whether a call with this number of rows takes them as `QuantizedRows`, too."""
         return self._kernel.takes_quantized(num_rows)
 
     def takes_unnormed(self, num_rows: int) -> bool:
-        """Whether a call with this number of rows takes an `UnnormedRow`, too."""
+        """Return whether a call with this number of rows takes an `UnnormedRow`, too."""
         return self._kernel.takes_unnormed(num_rows)
 
     def __call__(self, x: torch.Tensor | QuantizedRows | UnnormedRow) -> torch.Tensor:
@@ -189,7 +189,7 @@ class RowParallelLinear(Layer):
         )
 
     def takes_quantized(self, num_rows: int) -> bool:
-        """Whether a call with this number of rows takes them as `QuantizedRows`, too."""
+        """Return whether a call with this number of rows takes them as `QuantizedRows`, too."""
         return self._kernel.takes_quantized(num_rows)
 
     def __call__(self, x: torch.Tensor | QuantizedRows) -> torch.Tensor:

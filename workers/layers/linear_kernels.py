@@ -123,7 +123,7 @@ class LinearKernel(ABC):
         return functional.silu(gate).mul_(other)
 
     def takes_quantized(self, num_rows: int) -> bool:
-        """Whether `of_quantized` computes what a call would for this number of rows."""
+        """Return whether `of_quantized` computes what a call would for this number of rows."""
         del num_rows
         return False
 
@@ -132,7 +132,7 @@ class LinearKernel(ABC):
         raise NotImplementedError
 
     def takes_unnormed(self, num_rows: int) -> bool:
-        """Whether `of_unnormed` computes what a norm and a call would, for this number of rows."""
+        """Return whether `of_unnormed` computes what a norm and a call do, for so many rows."""
         del num_rows
         return False
 

@@ -75,11 +75,11 @@ class MLP(CompositeLayer):
         )
 
     def takes_quantized(self, num_rows: int) -> bool:
-        """Whether a call with this number of rows takes them as `QuantizedRows`, too."""
+        """Return whether a call with this number of rows takes them as `QuantizedRows`, too."""
         return self._inner.takes_quantized(num_rows)
 
     def takes_unnormed(self, num_rows: int) -> bool:
-        """Whether a call with this number of rows takes an `UnnormedRow`, too."""
+        """Return whether a call with this number of rows takes an `UnnormedRow`, too."""
         return self._inner.takes_unnormed(num_rows)
 
     def __call__(self, x: torch.Tensor | QuantizedRows | UnnormedRow) -> torch.Tensor:

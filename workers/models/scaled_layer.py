@@ -25,11 +25,11 @@ class ScaledLayer(CompositeLayer):
         self._scale = scale
 
     def takes_quantized(self, num_rows: int) -> bool:
-        """Whether the layer takes this number of rows as `QuantizedRows`, too."""
+        """Return whether the layer takes this number of rows as `QuantizedRows`, too."""
         return self._layer.takes_quantized(num_rows)
 
     def takes_unnormed(self, num_rows: int) -> bool:
-        """Whether the layer takes this number of rows as an `UnnormedRow`, too."""
+        """Return whether the layer takes this number of rows as an `UnnormedRow`, too."""
         return self._layer.takes_unnormed(num_rows)
 
     # Any: the parameters of the layer, here and below.

@@ -132,11 +132,11 @@ class DecoderSelfAttention(CompositeLayer):
         )
 
     def takes_quantized(self, num_rows: int) -> bool:
-        """Whether a call with this number of rows takes them as `QuantizedRows`, too."""
+        """Return whether a call with this number of rows takes them as `QuantizedRows`, too."""
         return self._qkv.takes_quantized(num_rows)
 
     def takes_unnormed(self, num_rows: int) -> bool:
-        """Whether a call with this number of rows takes an `UnnormedRow`, too."""
+        """Return whether a call with this number of rows takes an `UnnormedRow`, too."""
         return self._qkv.takes_unnormed(num_rows)
 
     def __call__(

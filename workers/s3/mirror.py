@@ -71,7 +71,7 @@ class Mirror:
         return None
 
     def mirrors(self, listing: Iterable[RemoteFile]) -> bool:
-        """Whether all files are there, and are those that the bucket lists."""
+        """Return whether all files are there, and are those that the bucket lists."""
         listed = {file.name: file for file in listing}
         are_same = all(listed.get(name) == file for name, file in self._files.items())
         # A file that was added to the bucket later is not among ours.
@@ -97,7 +97,7 @@ class Mirror:
             part.unlink(missing_ok=True)
 
     def has_file(self, file: RemoteFile) -> bool:
-        """Whether a file is there as the bucket lists it."""
+        """Return whether a file is there as the bucket lists it."""
         return self._files.get(file.name) == file and self._size(file) == file.size
 
     def check_space(self, files: Iterable[RemoteFile]) -> None:

@@ -35,7 +35,7 @@ _DEPLOYMENTS = {
 
 
 def is_ready(service: _Object) -> bool:
-    """Whether the service answers requests."""
+    """Return whether the service answers requests."""
     return _condition(service.get("status", {}), "Ready").get("status") == "True"
 
 

@@ -40,7 +40,7 @@ class ReportSource(Protocol):
         """Return what is unusual about the state of a rank's process, or an empty string."""
 
     def is_stopped(self, rank: int) -> bool:
-        """Whether a rank's process is known to be stopped."""
+        """Return whether a rank's process is known to be stopped."""
 
 
 class RankMonitor:

@@ -78,7 +78,7 @@ class RayReports:
         return _STATES.get(self._state_letter(rank), "")
 
     def is_stopped(self, rank: int) -> bool:
-        """Whether a rank's process is stopped; False if it is on another node."""
+        """Return whether a rank's process is stopped; False if it is on another node."""
         return self._state_letter(rank) == _STOPPED
 
     def kill_processes(self, ranks: Sequence[int]) -> None:

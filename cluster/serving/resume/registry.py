@@ -88,7 +88,7 @@ class ResumableStreams:
         )
 
     def has_streams(self, tenant: str) -> bool:
-        """Whether a tenant has any stream."""
+        """Return whether a tenant has any stream."""
         return tenant in self._num_by_tenant
 
     def check_allowed(self, tenant: str) -> None:

@@ -83,11 +83,11 @@ class ResumableStream:
         self._task = asyncio.get_running_loop().create_task(self._keep_all(batches))
 
     def can_resume(self, number: int) -> bool:
-        """Whether the message `number` was sent and all that follow it are kept."""
+        """Return whether the message `number` was sent and all that follow it are kept."""
         return self._first - 1 <= number <= self._num_sent
 
     def ends_at(self, number: int) -> bool:
-        """Whether nothing follows the message `number`."""
+        """Return whether nothing follows the message `number`."""
         return self.is_finished and self._error is None and number == self._last
 
     def attach_reader(self, number: int) -> StreamReader:

@@ -65,7 +65,7 @@ class TokenBytes:
         return self._rules.num_stripped
 
     def is_special(self, token_id: int) -> bool:
-        """Whether the token is special, such as an end-of-sequence token."""
+        """Return whether the token is special, such as an end-of-sequence token."""
         return token_id in self._special_ids
 
     def bytes_of(self, token_id: int) -> bytes:

@@ -110,7 +110,7 @@ def _joined(expression: Expression, rest: Expression) -> Expression:
 
 
 def _has_loop(expression: Expression) -> bool:
-    """Whether anything is repeated, other than single characters without limit."""
+    """Return whether anything is repeated, other than single characters without limit."""
     match expression:
         case Concat(parts) | Alternation(parts):
             return any(map(_has_loop, parts))

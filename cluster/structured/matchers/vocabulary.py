@@ -11,7 +11,7 @@ class TokenTexts(Protocol):
     """The texts of tokens."""
 
     def is_special(self, token_id: int) -> bool:
-        """Whether the token is a control token."""
+        """Return whether the token is a control token."""
 
     def bytes_of(self, token_id: int) -> bytes:
         """Return the bytes of a token; empty for an id without a token."""

@@ -55,7 +55,7 @@ class CpuBudget:
         self._filled_s = now_s
 
     def has_recovered(self, now_s: float) -> bool:
-        """Whether the time since the last step alone has filled it."""
+        """Return whether the time since the last step alone has filled it."""
         return now_s - self._filled_s >= _RECOVERY_S
 
 
