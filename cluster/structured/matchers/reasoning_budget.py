@@ -20,8 +20,7 @@ __all__ = ["ReasoningBudget"]
 class ReasoningBudget:
     """Allows what another matcher allows, until the reasoning has as many tokens as it may have.
 
-    From then on, only the token that continues the mark of its end is allowed. It is a
-    TokenMatcher.
+    From then on, only the mark of its end is allowed. It is a TokenMatcher.
     """
 
     def __init__(
@@ -59,17 +58,18 @@ class ReasoningBudget:
         """Set the bits of the allowed tokens in a row of zeros."""
         is_inside = self._tracker.place is ReasoningPlace.INSIDE
         if is_inside and self._num_tokens >= self._max_tokens:
-            word, bit = divmod(self._next_of_mark(), 32)
+            word, bit = divmod(self._next_of_end(), 32)
             masks.view("uint32")[row, word] = 1 << bit
             return
         self._matcher.write_mask(masks, row)
 
-    def _next_of_mark(self) -> int:
-        """Return the longest token that continues the mark at which the reasoning ends."""
-        rest = self._tracker.rest
+    def _next_of_end(self) -> int:
+        """Return the token of the mark at which the reasoning ends, or the longest one of it."""
         for token_id, text in self._reasoning.mark_tokens:
-            if text.encode() == rest:
+            # Models know the end by this token, even if the reasoning ends like a part of it.
+            if text == self._reasoning.end:
                 return token_id
+        rest = self._tracker.rest
         for length in range(len(rest), 0, -1):
             found = self._index.equal_to(rest[:length])
             if found:

@@ -59,6 +59,11 @@ def test_mark_of_several_tokens_is_written_as_a_whole() -> None:
     assert written(SPLIT_MARKS, begun, max_tokens=2) == "<think>a</think>b"
 
 
+def test_token_of_the_mark_follows_a_part_of_it() -> None:
+    begun = [BEGIN, A, TEXTS.index("</"), B, B]
+    assert written(WHOLE_MARKS, begun, max_tokens=2) == "<think>a</</think>b"
+
+
 def test_reasoning_may_begin_in_the_prompt() -> None:
     reasoning = Reasoning(
         begin="<think>", end="</think>", mark_tokens=((END, "</think>"),), is_open=True
