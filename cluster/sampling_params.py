@@ -11,13 +11,25 @@ from pagedray import request
 from pagedray.request import MAX_COUNT
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 __all__ = ["RequestOutputKind", "SamplingParams", "engine_fields"]
 
+_UNLIMITED = -1
 _TEXT_FIELDS = frozenset(
     ("detokenize", "skip_special_tokens", "include_stop_str_in_output", "output_kind")
 )
+
+
+_EMPTY_FIELDS = (
+    "allowed_token_ids",
+    "bad_words",
+    "logit_bias",
+    "logprob_token_ids",
+    "stop",
+    "stop_token_ids",
+)
+"""Fields in which None is the same as none of them, as in vLLM."""
 
 
 class RequestOutputKind(IntEnum):
@@ -39,8 +51,19 @@ class SamplingParams(request.SamplingParams, frozen=True, kw_only=True, omit_def
 
     max_tokens: int | None = 16  # type: ignore[assignment]  # None only when it is made
     """Maximum number of tokens per completion; None is as many as fit into the context."""
-    stop: str | Sequence[str] = ()
+    stop: str | Sequence[str] | None = ()  # type: ignore[assignment]  # None only when it is made
     """A string, or several, that end a completion; they are not part of its text."""
+    stop_token_ids: Sequence[int] | None = ()  # type: ignore[assignment]  # as above
+    """Token ids that end a completion."""
+    allowed_token_ids: Sequence[int] | None = ()  # type: ignore[assignment]  # as above
+    """Token ids that may be generated, including end-of-sequence tokens; empty allows all."""
+    logprob_token_ids: Sequence[int] | None = ()  # type: ignore[assignment]  # as above
+    """Token ids whose log-probabilities are returned in place of those of the most likely tokens;
+    requires `logprobs`."""
+    bad_words: Sequence[str] | None = ()  # type: ignore[assignment]  # as above
+    """Texts whose tokens are not generated in sequence."""
+    logit_bias: Mapping[int, float] | None = {}  # type: ignore[assignment]  # as above
+    """Added to the logits of these token ids."""
     detokenize: bool = True
     """Whether completions have a text; required for stop strings."""
     skip_special_tokens: bool = True
@@ -53,6 +76,11 @@ class SamplingParams(request.SamplingParams, frozen=True, kw_only=True, omit_def
     def __post_init__(self) -> None:
         if self.max_tokens is None:
             msgspec.structs.force_setattr(self, "max_tokens", MAX_COUNT)
+        for name in _EMPTY_FIELDS:
+            if getattr(self, name) is None:
+                msgspec.structs.force_setattr(self, name, {} if name == "logit_bias" else ())
+        if self.thinking_token_budget == _UNLIMITED:
+            msgspec.structs.force_setattr(self, "thinking_token_budget", None)
         if isinstance(self.stop, str):
             msgspec.structs.force_setattr(self, "stop", (self.stop,))
         super().__post_init__()

@@ -203,6 +203,19 @@ def test_sampling_takes_their_forms(llm: LLM) -> None:
     assert (result.outputs[0].text, len(result.outputs[0].token_ids)) == ("", 3)
 
 
+def test_none_is_the_same_as_no_entries() -> None:
+    params = SamplingParams(
+        stop=None,
+        stop_token_ids=None,
+        allowed_token_ids=None,
+        logprob_token_ids=None,
+        bad_words=None,
+        logit_bias=None,
+        thinking_token_budget=-1,
+    )
+    assert params == SamplingParams()
+
+
 def test_seed_makes_results_repeat() -> None:
     def sampled(seed: int) -> list[str]:
         with LLM(TINY_LLAMA, seed=seed, executor="local", device="cpu", show_progress=False) as llm:
