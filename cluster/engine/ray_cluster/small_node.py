@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray._private.node import Node
@@ -21,6 +22,7 @@ __all__ = ["small_nodes"]
 _REGISTRATION_POLL_S = 0.01
 _REGISTRATION_TIMEOUT_S = 10.0
 """Afterwards, Ray waits, and reports what is wrong."""
+_AGENT_PROGRAM = str(Path(__file__).with_name("ray_agent.py"))
 
 
 class SmallNode(Node):
@@ -56,17 +58,25 @@ def small_nodes() -> Iterator[None]:
     """Let `ray.init` start a `SmallNode` until the context ends.
 
     Its dashboard agent, for which its raylet waits, is that of a Ray that was installed without the
-    dashboard: it imports less, and serves no HTTP.
+    dashboard: it imports less, and serves no HTTP. All agents are run by `ray_agent.py`.
     """
-    node, parts = ray._private.node, ray._private.utils
+    node, parts, services = ray._private.node, ray._private.utils, ray._private.services
     dependency_error = parts.get_dashboard_dependency_error
+    python_command = services._build_python_executable_command_memory_profileable
+
+    # Any: the arguments of Ray's function.
+    def agent_command(*arguments: Any, **options: Any) -> list[str]:
+        return [*python_command(*arguments, **options), _AGENT_PROGRAM]
+
     node.Node = SmallNode  # type: ignore[misc]  # a class is replaced
     parts.get_dashboard_dependency_error = _no_dashboard
+    services._build_python_executable_command_memory_profileable = agent_command
     try:
         yield
     finally:
         node.Node = Node  # type: ignore[misc]
         parts.get_dashboard_dependency_error = dependency_error
+        services._build_python_executable_command_memory_profileable = python_command
 
 
 def _no_dashboard() -> ImportError:

@@ -36,11 +36,15 @@ def look_up(address, node_id):
     return get_node(address, node_id)
 
 node_class, dashboard_error = ray._private.node.Node, utils.get_dashboard_dependency_error
+python_command = services._build_python_executable_command_memory_profileable
 get_node, services.get_node = services.get_node, look_up
 config = engine_config("examples/tiny-llama", EngineOptions(), lambda what, fraction: None)
 connection = RayConnection(config, lambda what, fraction: None)
 print(ray.cluster_resources()["node:__internal_head__"], ray._private.node.Node is node_class)
-print(utils.get_dashboard_dependency_error is dashboard_error)
+is_command_as_before = (
+    services._build_python_executable_command_memory_profileable is python_command
+)
+print(utils.get_dashboard_dependency_error is dashboard_error and is_command_as_before)
 for process in psutil.Process().children(recursive=True):
     print(process.cmdline())
 connection.close()

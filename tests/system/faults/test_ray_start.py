@@ -5,19 +5,20 @@ from __future__ import annotations
 import subprocess
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
 
 from tests.fakes import wait_for
+from tests.process_ends import still_running
 from tests.system.server_process import ROOT, TINY_LLAMA, ready_line, serve_command
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def daemons(server: subprocess.Popen[str], name: str) -> list[psutil.Process]:
+def daemons(server: subprocess.Popen[Any], name: str) -> list[psutil.Process]:
     """Return the living processes of Ray that a server has started, by name."""
     children = psutil.Process(server.pid).children()
     return [
@@ -25,6 +26,27 @@ def daemons(server: subprocess.Popen[str], name: str) -> list[psutil.Process]:
         for process in children
         if process.name() == name and process.status() != psutil.STATUS_ZOMBIE
     ]
+
+
+def agents(server: subprocess.Popen[Any]) -> list[psutil.Process]:
+    """Return the agents that run under the raylet of a server."""
+    return [agent for raylet in daemons(server, "raylet") for agent in raylet.children()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_agents", [1, 2])
+def test_nothing_is_left_of_a_server_that_is_killed_while_ray_starts(num_agents: int) -> None:
+    command, environment = serve_command(TINY_LLAMA, "--device=cpu")
+    with subprocess.Popen(
+        command, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as server:
+        try:
+            wait_for(lambda: len(agents(server)) >= num_agents, 60.0)
+            family = psutil.Process(server.pid).children(recursive=True)
+        finally:
+            server.kill()
+    # Agents wait for GCS, which has ended, for a day.
+    assert still_running(family, 60.0) == []
 
 
 @pytest.mark.slow
