@@ -47,8 +47,8 @@ class RequestRunner:
 
         They generate at most as many tokens as `lengths` says, the longest first. Those of a part
         run while the next one is made. Tokens are read as they arrive if the call `is_watched`,
-        which stop strings need. Raises EngineError if the engine fails, and what
-        making a part raises; all of the requests are aborted then.
+        which stop strings need. Raises EngineError if the engine fails, and what making a part
+        raises; all of the requests are aborted then.
         """
         with tqdm(total=len(lengths), unit="prompt", disable=not show_progress) as bar:
             width = CallWidth(lengths)

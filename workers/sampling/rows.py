@@ -77,6 +77,8 @@ class SamplingRows:
 
         `[num_rows, most tokens of a row]`; -1 where a row reports its likeliest tokens, or less.
         """
+        if not self._reported_ids:
+            return np.empty((len(rows), 0), dtype=np.int64)
         given = [self._reported_ids.get(row) for row in rows.tolist()]
         width = max((len(ids) for ids in given if ids is not None), default=0)
         found = np.full((len(rows), width), -1)
