@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from tests.chaos.faults.fault import Scene
-from tests.chaos.faults.hang_rank import HangRank
 from tests.chaos.faults.pauses import pause
+from tests.chaos.faults.ranks.hang_rank import HangRank
 from tests.fakes import wait_for
 
 if TYPE_CHECKING:

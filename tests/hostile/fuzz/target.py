@@ -10,6 +10,7 @@ from pathlib import Path
 __all__ = ["Target", "check_message", "load_target", "target_names"]
 
 _FOLDER = Path(__file__).parent / "targets"
+_MODULES = {path.stem: path.relative_to(_FOLDER) for path in _FOLDER.rglob("*.py")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +34,13 @@ def check_message(error: Exception) -> None:
 
 def target_names() -> list[str]:
     """Return the names of all targets, which are the modules in `targets/`."""
-    return sorted(path.stem for path in _FOLDER.glob("*.py"))
+    return sorted(_MODULES)
 
 
 def load_target(name: str) -> Target:
     """Return a target, with everything imported and cached that its inputs need."""
-    found = importlib.import_module(f"tests.hostile.fuzz.targets.{name}").TARGET
+    module = ".".join(_MODULES[name].with_suffix("").parts)
+    found = importlib.import_module(f"tests.hostile.fuzz.targets.{module}").TARGET
     assert isinstance(found, Target)
     for seed in found.seeds:
         found.run(seed)

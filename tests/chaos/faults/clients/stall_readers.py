@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+from tests.chaos.faults.clients.raw_stream import RawStream
 from tests.chaos.faults.fault import Fault
-from tests.chaos.faults.raw_stream import RawStream
 
 __all__ = ["StallReaders"]
 

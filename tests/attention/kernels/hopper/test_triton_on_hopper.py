@@ -1,4 +1,4 @@
-"""Every kernel is compiled for a Hopper GPU, by the program that `hopper/compile.py` is."""
+"""Every kernel is compiled for a Hopper GPU, by the program `compile.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 MAX_SHARED = 227 * 1024
 """Bytes that a program of such a GPU can have."""
 SOME = ("experts", "skinny fp8", "quantized rows", "attention, sinks")

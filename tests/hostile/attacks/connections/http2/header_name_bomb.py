@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.hostile.attacks.connections.header_bomb import HeaderBomb
+from tests.hostile.attacks.connections.http2.header_bomb import HeaderBomb
 from tests.hostile.http2 import literal_field
 
 __all__ = ["HeaderNameBomb"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.hostile.fuzz.target import Target
-from tests.hostile.fuzz.targets import json_body
+from tests.hostile.fuzz.targets.bodies import json_body
 
 _MARK = b"~"
 _ESCAPES = b"\\n" * 33_000

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.workers.choice_reference import RankedRow, draw
+from tests.workers.sampling.choice_reference import RankedRow, draw
 from workers.sampling.choice import Choice, Draws
 from workers.sampling.numpy_choice import NumpyChoice
 from workers.sampling.triton_choice import TritonChoice, _parameters
