@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from bench.records.machine import free_port
+from tests.orphan_guard import OrphanGuard
 
 __all__ = ["Server"]
 
@@ -46,6 +47,7 @@ class Server:
             text=True,
             start_new_session=True,
         )
+        self._guard = OrphanGuard(self._process)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -90,6 +92,7 @@ class Server:
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+        self._guard.release()
         self._reader.join()
         self._log.close()
 

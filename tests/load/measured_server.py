@@ -15,6 +15,7 @@ import psutil
 
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
+from tests.orphan_guard import OrphanGuard
 from tests.system.server_process import ROOT, TINY_LLAMA, serve_command
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class MeasuredServer:
             self._prefix += ["prlimit", f"--nofile={max_descriptors}:{max_descriptors}"]
         self._log = tempfile.NamedTemporaryFile(prefix="pagedray-load-")  # noqa: SIM115  # closed in __exit__
         self._process: subprocess.Popen[str] | None = None
+        self._guard: OrphanGuard | None = None
         self.http_port = 0
         self.grpc_port = 0
 
@@ -133,6 +135,7 @@ class MeasuredServer:
             text=True,
             start_new_session=True,
         )
+        self._guard = OrphanGuard(self._process)
         assert self._process.stdout is not None
         for line in self._process.stdout:
             found = _ADDRESSES.search(line)
@@ -140,7 +143,9 @@ class MeasuredServer:
                 self.http_port, self.grpc_port = int(found[1]), int(found[2])
                 return self
         self._process.stdout.close()
-        raise AssertionError(f"The server exited with {self._process.wait()}: {self.log()}")
+        code = self._process.wait()
+        self._guard.release()
+        raise AssertionError(f"The server exited with {code}: {self.log()}")
 
     def __exit__(
         self,
@@ -155,6 +160,8 @@ class MeasuredServer:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        assert self._guard is not None
+        self._guard.release()
         assert process.stdout is not None
         process.stdout.close()
         self._log.close()

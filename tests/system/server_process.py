@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Self
 import httpx
 import psutil
 
+from tests.orphan_guard import OrphanGuard
+
 if TYPE_CHECKING:
     from types import TracebackType
 
@@ -93,7 +95,10 @@ def free_port() -> int:
 
 @dataclass(slots=True)
 class ServerProcess:
-    """`pagedray serve` as a context manager, on the shipped model by default."""
+    """`pagedray serve` as a context manager, on the shipped model by default.
+
+    It also ends if this process is killed.
+    """
 
     arguments: tuple[str, ...]
     folder: Path = TINY_LLAMA
@@ -102,6 +107,7 @@ class ServerProcess:
     grpc_port: int = field(default=0, init=False)
     http_port: int = field(default=0, init=False)
     _process: subprocess.Popen[str] | None = None
+    _guard: OrphanGuard | None = field(default=None, init=False)
     # Kept open, so that reading the metrics does not change what the server holds.
     _http: httpx.Client = field(
         default_factory=lambda: httpx.Client(limits=httpx.Limits(keepalive_expiry=2.0))
@@ -138,6 +144,7 @@ class ServerProcess:
             text=True,
             start_new_session=True,
         )
+        self._guard = OrphanGuard(self._process)
         if log is not None:
             log.close()
         assert self._process.stdout is not None
@@ -148,7 +155,9 @@ class ServerProcess:
         # An open pipe would cause a ResourceWarning in a later test.
         self._process.stdout.close()
         self._http.close()
-        raise AssertionError(f"The server ended with exit code {self._process.wait()}.")
+        code = self._process.wait()
+        self._guard.release()
+        raise AssertionError(f"The server ended with exit code {code}.")
 
     def metrics(self) -> dict[str, float]:
         """Return its metrics, by name and labels."""
@@ -199,6 +208,7 @@ class ServerProcess:
         trace: TracebackType | None,
     ) -> None:
         assert self._process is not None
+        assert self._guard is not None
         self._http.close()
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
@@ -207,6 +217,7 @@ class ServerProcess:
             except subprocess.TimeoutExpired:
                 os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
+        self._guard.release()
         assert self._process.stdout is not None
         self._process.stdout.close()
 

@@ -18,6 +18,7 @@ from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
 from tests.chaos.history.events import ServerExited, ServerStarted
 from tests.chaos.targets.target import Holdings, Target, tracebacks_in
+from tests.orphan_guard import OrphanGuard
 from tests.process_ends import still_running
 from tests.system.server_process import ROOT, TINY_LLAMA, free_port, serve_command
 
@@ -69,6 +70,7 @@ class ServerTarget(Target):
         ports = (f"--grpc-port={self._grpc_port}", f"--http-port={self._http_port}")
         self._command = [*command, *ports]
         self._process: subprocess.Popen[str] | None = None
+        self._guard: OrphanGuard | None = None
         self._started: list[psutil.Process] = []
         """What each server had started when it was ready."""
         self._is_stopping = False
@@ -143,6 +145,7 @@ class ServerTarget(Target):
             text=True,
             start_new_session=True,
         )
+        self._guard = OrphanGuard(self._process)
         if self.descriptor_limit is not None:
             # Before it raises the limit, which takes it a second.
             limits = (self.descriptor_limit, self.descriptor_limit)
@@ -160,6 +163,8 @@ class ServerTarget(Target):
                         self._started += self._of_current_server()
                         self._ready.set()
             code = process.wait()
+            assert self._guard is not None
+            self._guard.release()
             self._history.add(ServerExited(at_s=self._history.now_s, code=code))
             if self._is_stopping or not self._ready.is_set():
                 return

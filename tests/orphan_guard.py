@@ -1,0 +1,38 @@
+"""Ends a server when the program that started it ends in any way, SIGKILL included."""
+
+from __future__ import annotations
+
+import subprocess
+
+__all__ = ["OrphanGuard"]
+
+_PROGRAM = """
+read -r _ && exit
+kill -INT "$0"
+for _ in $(seq "$1"); do
+    kill -0 "$0" || exit
+    sleep 0.1
+done
+kill -KILL "-$0"
+"""
+"""A line means that the server has ended; the input ends without one if the program is killed."""
+
+
+class OrphanGuard:
+    """A shell that waits for the end of this process, and then interrupts a server.
+
+    The server, which leads a process group, is killed with its group after `grace_s`.
+    """
+
+    def __init__(self, server: subprocess.Popen[str], *, grace_s: float = 60.0) -> None:
+        self._shell = subprocess.Popen(
+            ["/bin/sh", "-c", _PROGRAM, str(server.pid), str(round(grace_s * 10))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def release(self) -> None:
+        """End the shell once the server has ended."""
+        self._shell.communicate(b"\n")

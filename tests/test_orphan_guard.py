@@ -1,0 +1,64 @@
+"""Servers end with the programs that started them."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from tests.orphan_guard import OrphanGuard
+from tests.process_ends import still_running
+from tests.system.server_process import ROOT
+
+WAITING = """
+import subprocess, sys, time
+from tests.orphan_guard import OrphanGuard
+server = subprocess.Popen(["sh", "-c", sys.argv[1]], start_new_session=True)
+guard = OrphanGuard(server, grace_s=1.0)
+print(server.pid, flush=True)
+time.sleep(600)
+"""
+SERVING = """
+import time
+from tests.system.server_process import ServerProcess
+with ServerProcess(("--executor=local",)) as server:
+    print(server.pid, flush=True)
+    time.sleep(600)
+"""
+OBEDIENT = "exec sleep 600"
+DEAF = "trap '' INT; sleep 600; sleep 600"
+
+
+def orphans(end: signal.Signals, program: str, *arguments: str) -> list[psutil.Process]:
+    """Return the server that a program starts, and its children, once a signal has ended it."""
+    command = (sys.executable, "-c", program, *arguments)
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        server = psutil.Process(int(process.stdout.readline()))
+        family = [server, *server.children(recursive=True)]
+        process.send_signal(end)
+    return family
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_a_server_ends_with_its_program(end: signal.Signals) -> None:
+    family = orphans(end, SERVING)
+    assert still_running(family, 60.0) == []
+
+
+@pytest.mark.parametrize("command", [OBEDIENT, DEAF])
+def test_a_process_that_ignores_the_interrupt_is_killed(command: str) -> None:
+    family = orphans(signal.SIGKILL, WAITING, command)
+    assert still_running(family, 60.0) == []
+
+
+def test_a_guard_that_is_released_leaves_a_process_alone() -> None:
+    with subprocess.Popen(["sleep", "600"], text=True, start_new_session=True) as process:
+        OrphanGuard(process, grace_s=0.0).release()
+        time.sleep(0.2)
+        assert process.poll() is None
+        process.kill()
