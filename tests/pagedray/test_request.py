@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pagedray.errors import InvalidRequestError
-from pagedray.request import check_token_ids
+from pagedray.request import SamplingParams, check_token_ids
 
 
 @pytest.mark.parametrize("ids", [[], [0], [0, 9, 4], list(range(10)) * 100])
@@ -19,3 +19,14 @@ def test_ids_of_the_vocabulary_pass(ids: list[int]) -> None:
 def test_invalid_ids_are_named(wrong: object) -> None:
     with pytest.raises(InvalidRequestError, match=r"prompt (must )?contains?"):
         check_token_ids([3, wrong], 10, "prompt")
+
+
+def test_reported_tokens_require_logprobs() -> None:
+    with pytest.raises(InvalidRequestError, match="logprob_token_ids requires logprobs"):
+        SamplingParams(logprob_token_ids=[5])
+
+
+@pytest.mark.parametrize("wrong", [-1, 2**31, True, 1.5, "a"])
+def test_reported_tokens_are_token_ids(wrong: int) -> None:
+    with pytest.raises(InvalidRequestError, match="logprob_token_ids must be"):
+        SamplingParams(logprobs=1, logprob_token_ids=[3, wrong])

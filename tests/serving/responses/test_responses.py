@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import openai
 import pytest
+import tokenizers
 from openai.types.responses import (
     Response,
     ResponseFunctionToolCall,
@@ -170,6 +171,20 @@ def test_text_may_include_special_tokens(tool_server: Server, client: openai.Ope
     )
     assert skipped.output_text == "Hello"
     assert kept.output_text.startswith("<|system|>Hello")
+
+
+def test_special_tokens_that_mark_calls_are_read(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    path = str(tmp_path / "tokenizer.json")
+    tokenizer = tokenizers.Tokenizer.from_file(path)
+    tokenizer.add_special_tokens(["<tool_call>", "</tool_call>"])
+    tokenizer.save(path)
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    with Server(Tokenizer.from_folder(tmp_path), context=1024, store_limits=StoreLimits()) as model:
+        say(model, CALL)
+        answer = posted(model, {"tools": [TOOL], "max_output_tokens": 100})
+    call, *others = answer.json()["output"]
+    assert (call["type"], call["arguments"], others) == ("function_call", '{"a": 1}', [])
 
 
 def test_response_has_their_shape(tool_server: Server, client: openai.OpenAI) -> None:
@@ -351,6 +366,9 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
      "tools.0.parameters"),
     ({"text": {"format": {"type": "json_schema", "name": "a"}}},
      "text.format.schema must be a JSON Schema.", "text.format.schema"),
+    ({"tools": [TOOL], "structured_outputs": {"grammar": 'root ::= "a"'}},
+     "structured_outputs.grammar cannot be combined with tools: use a JSON schema, a regular "
+     "expression or choices.", "structured_outputs.grammar"),
     ({"include": ["message.output_text.logprobs"]},
      "message.output_text.logprobs is not supported in include: use /v1/chat/completions.",
      "include"),

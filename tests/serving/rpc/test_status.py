@@ -49,6 +49,9 @@ def _rejected(call: Any) -> tuple[grpc.StatusCode, Status]:  # Any: a call of an
          "sampling.stop_token_ids", "stop_token_ids may have at most 1024 entries, not 2000."),
         (pb.GenerateRequest(text="x", sampling=pb.SamplingParams(stop=["x"] * 10_000)),
          "sampling.stop", "stop may have at most 16 entries, not 10000."),
+        (pb.GenerateRequest(text="x", sampling=pb.SamplingParams(
+            logprobs=1, logprob_token_ids=[5] * 21)), "sampling.logprob_token_ids",
+         "logprob_token_ids may have at most 20 entries, not 21."),
         (pb.GenerateRequest(text="x", sampling=pb.SamplingParams(structure=pb.Structure())),
          "sampling.structure", "One of the kinds of structure must be set."),
         (pb.GenerateRequest(text="x", sampling=pb.SamplingParams(

@@ -95,6 +95,12 @@ def test_sequences_of_a_prompt_share_them(truth: list[torch.Tensor]) -> None:
         check(model.generate(PROMPTS, params, use_tqdm=False), truth)
 
 
+def test_reported_tokens_do_not_change_them(truth: list[torch.Tensor]) -> None:
+    params = msgspec.structs.replace(PARAMS, max_tokens=2, logprobs=1, logprob_token_ids=[3])
+    with llm() as model:
+        check(model.generate(PROMPTS, params, use_tqdm=False), truth)
+
+
 @pytest.mark.slow
 def test_ranks_that_share_the_vocabulary_agree(truth: list[torch.Tensor]) -> None:
     options = {"executor": "ray", "tensor_parallel_size": 2, "max_num_batched_tokens": 16}
