@@ -5,6 +5,7 @@ python -m scripts.compatibility
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,5 +89,11 @@ def _json(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value).replace("'", '"')
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Rewrite the document."""
+    argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None).parse_args()
     DOCUMENT.write_text(document_with_tables(DOCUMENT.read_text()))
+
+
+if __name__ == "__main__":
+    main()

@@ -7,6 +7,7 @@ It needs the package openai-harmony, and FOLDER with o200k_base.tiktoken of Open
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 from pathlib import Path
@@ -34,6 +35,7 @@ _CALL_HEADERS = (
 
 def main() -> None:
     """Write the file."""
+    argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None).parse_args()
     encoding = openai_harmony.load_harmony_encoding(
         openai_harmony.HarmonyEncodingName.HARMONY_GPT_OSS
     )

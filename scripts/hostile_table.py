@@ -5,6 +5,7 @@ python -m scripts.hostile_table
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,6 +64,7 @@ def _row(name: str, figures: dict[str, Any]) -> str:  # Any: as above
 
 def main() -> None:
     """Rewrite the document."""
+    argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None).parse_args()
     results = json.loads(RESULTS.read_text())
     DOCUMENT.write_text(document_with_table(DOCUMENT.read_text(), results))
 

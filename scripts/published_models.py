@@ -5,6 +5,7 @@ python -m scripts.published_models
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,6 +91,7 @@ def _use(config: ModelConfig) -> str:
 
 def main() -> None:
     """Rewrite the document."""
+    argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None).parse_args()
     DOCUMENT.write_text(document_with_table(DOCUMENT.read_text()))
 
 

@@ -7,6 +7,7 @@ The notes are the section of the version in CHANGELOG.md. Nothing is uploaded.
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import subprocess
 import sys
@@ -48,6 +49,7 @@ assert found.outputs[0].text
 
 def main() -> None:
     """Build, try, and write the notes."""
+    argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None).parse_args()
     notes = notes_of((_ROOT / "CHANGELOG.md").read_text(), __version__)
     shutil.rmtree(_DIST, ignore_errors=True)
     _run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(_DIST), str(_ROOT))

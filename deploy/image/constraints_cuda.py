@@ -10,6 +10,7 @@ come from constraints.txt, or are what these libraries require.
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -23,6 +24,7 @@ _PYTHON = "3.12"
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None).parse_args()
     shared = [
         line
         for line in Path("constraints.txt").read_text().splitlines()

@@ -6,6 +6,7 @@ the tests.
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import time
@@ -23,6 +24,12 @@ _NAMESPACES = ("--mount", "--net", "--ipc", "--pid", "--fork", "--kill-child", "
 
 def main() -> int:
     """Build the image and run the tests; return their exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.image",
+        usage="%(prog)s [-h] [options of pytest ...]",
+        description=__doc__.splitlines()[0] if __doc__ else None,
+    )
+    _, pytest_options = parser.parse_known_args()
     try:
         release = read_release()
         install_packages()
@@ -36,7 +43,7 @@ def main() -> int:
     print(f"Building {IMAGE} ({time.monotonic() - started_s:.0f} s)", flush=True)
     build_image(IMAGE)
     print(f"Built ({time.monotonic() - started_s:.0f} s)", flush=True)
-    tests = [sys.executable, "-m", "pytest", "-m", "image", "tests/image", *sys.argv[1:]]
+    tests = [sys.executable, "-m", "pytest", "-m", "image", "tests/image", *pytest_options]
     return subprocess.run(["unshare", *_NAMESPACES, *tests], cwd=_ROOT, check=False).returncode
 
 

@@ -9,6 +9,7 @@ types at v1.7.0, down to the types of Kubernetes, such as pod templates.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import sys
 from pathlib import Path
@@ -98,8 +99,11 @@ def _type(schema: Schema) -> str:
 
 
 def main() -> int:
+    """Print the differences; return 1 if there are some."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("definition", type=Path, help="KubeRay's definition, in JSON or YAML")
     # YAML includes JSON.
-    definition = yaml.load(Path(sys.argv[1]).read_text(), yaml.CSafeLoader)
+    definition = yaml.load(parser.parse_args().definition.read_text(), yaml.CSafeLoader)
     lines = differences(definition)
     print("\n".join(lines) or "Our schema has the fields of this KubeRay.")
     return 1 if lines else 0

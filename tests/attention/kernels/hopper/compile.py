@@ -9,6 +9,7 @@ CPU says that it is on a GPU.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -91,6 +92,9 @@ def resources(kernel: CompiledKernel) -> dict[str, int]:
 
 def main() -> int:
     """Compile all cases, or those whose names are given."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="a name in `launches` (all)")
+    cases = parser.parse_args().cases
     compilations = Compilations()
     compilations.install()
     from attention.kernels.triton.launches import dependent_launch
@@ -99,7 +103,7 @@ def main() -> int:
     dependent_launch.can_depend = lambda device: True  # type: ignore[assignment]
     from tests.attention.kernels.hopper.launches import LAUNCHES
 
-    for case in sys.argv[1:] or LAUNCHES:
+    for case in cases or LAUNCHES:
         LAUNCHES[case]()
         for name, kernel in compilations.take().items():
             print(json.dumps({"case": case, "kernel": name, **resources(kernel)}), flush=True)

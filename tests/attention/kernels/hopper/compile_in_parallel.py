@@ -8,6 +8,7 @@ that then did not find theirs in memory, and the hashes of all kernels.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from typing import Any
@@ -36,13 +37,17 @@ class Misses:
 
 def main() -> int:
     """Compile the kernels of a case twice."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("case", help="a name in `launches`")
+    parser.add_argument("--serially", action="store_true", help="leave out the compilation ahead")
+    options = parser.parse_args()
     driver.set_active(HopperDriver())
     fix_kernel_keys()
     from tests.attention.kernels.hopper.launches import LAUNCHES
 
-    launch = LAUNCHES[sys.argv[1]]
+    launch = LAUNCHES[options.case]
     num_compiled = 0
-    if "--serially" not in sys.argv:
+    if not options.serially:
         with ParallelCompilation(2) as compilation:
             # The driver could launch nothing.
             launch()
