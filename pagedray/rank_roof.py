@@ -33,6 +33,14 @@ class WeightWork:
             fp8_row_flop=self.fp8_row_flop + other.fp8_row_flop,
         )
 
+    def __sub__(self, other: WeightWork) -> WeightWork:
+        return WeightWork(
+            num_bytes=self.num_bytes - other.num_bytes,
+            expert_bytes=self.expert_bytes - other.expert_bytes,
+            row_flop=self.row_flop - other.row_flop,
+            fp8_row_flop=self.fp8_row_flop - other.fp8_row_flop,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionWork:
@@ -74,9 +82,10 @@ class RankRoof:
     """The work of one rank, and the speed of its device."""
 
     weights: WeightWork
-    """All but the embedding table, of which a step reads single rows, and the head."""
-    head: WeightWork
-    """Whose rows are the tokens that are sampled."""
+    """Whose rows are all tokens. Of the embedding table, a step reads single rows."""
+    sampled: WeightWork
+    """Whose rows are the tokens that logits are computed for: the head, and the part of the last
+    layer that follows its attention."""
     attention: tuple[AttentionWork, ...]
     experts: ExpertChoice | None
     speed: DeviceSpeed

@@ -35,9 +35,9 @@ def measure_roof(model: Decoder, spec: AttentionSpec) -> RankRoof:
 
     Raises DeviceError if there is too little memory.
     """
-    body, head = model.body_work(), model.head_work()
+    body, sampled = model.body_work(), model.sampled_work()
     experts = model.config.experts
-    has_fp8 = body.fp8_row_flop + head.fp8_row_flop > 0.0
+    has_fp8 = body.fp8_row_flop + sampled.fp8_row_flop > 0.0
     try:
         speed = DeviceSpeed(
             read_bytes_per_s=_read_speed(model.device),
@@ -51,7 +51,7 @@ def measure_roof(model: Decoder, spec: AttentionSpec) -> RankRoof:
         ) from error
     return RankRoof(
         weights=body,
-        head=head,
+        sampled=sampled,
         attention=attention_work(spec),
         experts=None if experts is None else ExpertChoice(experts.num_experts, experts.num_chosen),
         speed=speed,

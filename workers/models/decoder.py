@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pagedray.model_config import ModelConfig
     from workers.layers.sharded_logits import ShardedLogits
     from workers.layers.weight import Layer
+    from workers.models.attended import Attended
     from workers.models.step_attention import StepAttention
     from workers.parallel.group import ParallelGroup
 
@@ -126,9 +127,12 @@ class Decoder(CompositeLayer):
         halves = self._halves
         if halves is not None and halves.takes(len(token_ids)):
             residual = self._embedded(token_ids)
-            delta = halves.run(residual, self._rotations.rotations(positions), attention)
-            return self.normed(residual, delta, logits_indices)
-        return self.normed(*self.run_layers(token_ids, positions, attention), logits_indices)
+            attended = halves.run(residual, self._rotations.rotations(positions), attention)
+        else:
+            attended = self.run_layers(token_ids, positions, attention)
+        if logits_indices is not None:
+            attended = attended.select(logits_indices)
+        return self.finish(attended)
 
     def encode_texts(
         self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
@@ -150,39 +154,35 @@ class Decoder(CompositeLayer):
 
     def run_layers(
         self, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the residual stream before the last layer's output is added, and that output.
+    ) -> Attended:
+        """Run all layers but what follows the attention of the last one.
 
-        Both are `[num_tokens, hidden_size]`. The output is None if the layer has added it.
+        Only the tokens whose logits are computed need that: no attention reads what it returns.
         """
         residual = self._embedded(token_ids)
         delta = None
         rotations = self._rotations.rotations(positions)
         for index, (layer, rotation) in enumerate(zip(self._layers, rotations, strict=True)):
             self._progress.enter(Phase.LAYER, index)
-            delta = layer(residual, delta, rotation, attention)
-        return residual, delta
+            attended = layer.attend(residual, delta, rotation, attention)
+            if layer is not self._layers[-1]:
+                delta = layer.finish(attended)
+        return attended
+
+    def finish(self, attended: Attended) -> torch.Tensor:
+        """Return the normed hidden states of tokens that `run_layers` returned, or some of these.
+
+        They are `[num_tokens, hidden_size]`. The tensors of `attended` may change in place.
+        """
+        if not len(attended.residual):
+            return attended.residual
+        return self._norm(attended.residual, self._layers[-1].finish(attended))
 
     def _embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
         residual = self._embedding(token_ids)
         if self._embedding_norm is not None:
             residual = self._embedding_norm(residual)
         return residual
-
-    def normed(
-        self,
-        residual: torch.Tensor,
-        delta: torch.Tensor | None,
-        logits_indices: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return what `forward` does, from what `run_layers` returns; may change it in place."""
-        if logits_indices is not None:
-            if not len(logits_indices):
-                return residual.narrow(0, 0, 0)
-            residual = residual.index_select(0, logits_indices)
-            if delta is not None:
-                delta = delta.index_select(0, logits_indices)
-        return self._norm(residual, delta)
 
     def logits(self, hidden: torch.Tensor) -> ShardedLogits:
         """Return the logits of `[num_sampled, hidden_size]`; only if the model generates."""
@@ -191,14 +191,17 @@ class Decoder(CompositeLayer):
         return self._head(hidden)
 
     def body_work(self) -> WeightWork:
-        """Return what all weights but those of the head cost a step."""
-        layers = (layer for layer in self.sublayers() if layer is not self._head)
-        return sum((layer.weight_work() for layer in layers), WeightWork())
+        """Return what the weights that all tokens are multiplied by cost a step."""
+        others = (self._head, self._norm)
+        layers = (layer for layer in self.sublayers() if layer not in others)
+        work = sum((layer.weight_work() for layer in layers), WeightWork())
+        return work - self._layers[-1].finish_work()
 
-    def head_work(self) -> WeightWork:
-        """Return what the head costs a step; only if the model generates."""
+    def sampled_work(self) -> WeightWork:
+        """Return what all other weights cost a step, which only tokens with logits need."""
         assert self._head is not None
-        return self._head.weight_work()
+        work = self._layers[-1].finish_work() + self._norm.weight_work()
+        return work + self._head.weight_work()
 
     def sublayers(self) -> Iterator[Layer]:
         yield self._embedding

@@ -8,10 +8,11 @@ from workers.layers.mlp import MLP
 from workers.layers.norm import ResidualNorm
 from workers.layers.stream_sum import StreamSum
 from workers.layers.weight import CompositeLayer
+from workers.models.attended import Attended
 from workers.models.halved_layers import HalvedLayer
 from workers.models.mlp_factory import make_mlp
 from workers.models.norm_factory import make_norm
-from workers.models.scaled_layer import ScaledLayer
+from workers.models.scaled_mlp import ScaledMLP
 from workers.models.self_attention import DecoderSelfAttention
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from attention.kernels.quantized_rows import QuantizedRows
     from attention.kernels.unnormed_row import UnnormedRow
     from pagedray.model_config import ModelConfig
+    from pagedray.rank_roof import WeightWork
     from workers.layers.experts import ExpertLayer
     from workers.layers.rope import Rotation
     from workers.layers.weight import Layer
@@ -46,7 +48,7 @@ def _normed(
     norm: ResidualNorm | StreamSum,
     residual: torch.Tensor,
     delta: torch.Tensor | None,
-    reader: DecoderSelfAttention | MLP | ExpertLayer | ScaledLayer,
+    reader: DecoderSelfAttention | MLP | ExpertLayer | ScaledMLP,
 ) -> torch.Tensor | QuantizedRows | UnnormedRow:
     """Return the norm of the stream as its reader can best read it.
 
@@ -88,7 +90,7 @@ class DecoderLayer(CompositeLayer):
         # The norm that follows sums the parts of the ranks, except for a norm of the sum alone.
         self._attention_norm = norm(names.attention_norm, summed_by_norm(config, group))
         attention_sum = group if names.attention_post_norm is None else None
-        attention = DecoderSelfAttention(
+        self._attention = DecoderSelfAttention(
             prefix,
             config,
             index,
@@ -110,34 +112,45 @@ class DecoderLayer(CompositeLayer):
             device=device,
         )
         self._mlp_post_norm = norm_if(names.mlp_post_norm)
-        self._attention: DecoderSelfAttention | ScaledLayer = attention
-        self._mlp: MLP | ExpertLayer | ScaledLayer = mlp
+        self._mlp: MLP | ExpertLayer | ScaledMLP = mlp
         if config.residual_scale != 1.0:
-            self._attention = ScaledLayer(attention, config.residual_scale)
-            self._mlp = ScaledLayer(mlp, config.residual_scale)
+            self._mlp = ScaledMLP(mlp, config.residual_scale)
 
-    def __call__(
+    def attend(
         self,
         residual: torch.Tensor,
         delta: torch.Tensor | None,
         rotation: Rotation,
         attention: StepAttention,
-    ) -> torch.Tensor | None:
-        """Add `delta`, the output of the layer before, to `residual`; return this layer's output.
+    ) -> Attended:
+        """Add `delta`, the output of the layer before, to `residual`, and compute the attention.
 
-        An output is this rank's part of a sum if `summed_by_norm` has a group, and None if a
-        product has added it to `residual`. All are `[num_tokens, hidden_size]`; `residual` changes
-        in place.
+        Both are `[num_tokens, hidden_size]`; `residual` changes in place. An output is this rank's
+        part of a sum if `summed_by_norm` has a group, and None if `residual` has it already.
         """
         hidden = _normed(self._attention_norm, residual, delta, self._attention)
+        return Attended(residual, self._attention(hidden, rotation, attention))
+
+    def finish(self, tokens: Attended) -> torch.Tensor | None:
+        """Return the layer's output for tokens that `attend` has returned, or some of these.
+
+        It is as `attend` takes that of the layer before. Their `residual` changes in place.
+        """
+        residual = tokens.residual
         if self._attention_post_norm is None:
-            delta = self._attention.add_or_return(residual, hidden, rotation, attention)
+            delta = self._attention.add_or_return_output(residual, tokens.heads)
         else:
-            delta = self._attention_post_norm(self._attention(hidden, rotation, attention))
+            delta = self._attention_post_norm(self._attention.output(tokens.heads))
         hidden = _normed(self._mlp_norm, residual, delta, self._mlp)
         if self._mlp_post_norm is None:
             return self._mlp.add_or_return(residual, hidden)
         return self._mlp_post_norm(self._mlp(hidden))
+
+    def finish_work(self) -> WeightWork:
+        """Return what the weights that `finish` reads cost a step."""
+        norms = (self._attention_post_norm, self._mlp_norm, self._mlp_post_norm)
+        layers = (self._mlp, *(norm for norm in norms if norm is not None))
+        return sum((one.weight_work() for one in layers), self._attention.output_work())
 
     def halved(self) -> HalvedLayer | None:
         """Return what runs this layer on halves of a step; None if that would not be faster.
@@ -146,7 +159,6 @@ class DecoderLayer(CompositeLayer):
         """
         if (
             isinstance(self._attention_norm, ResidualNorm)
-            and isinstance(self._attention, DecoderSelfAttention)
             and isinstance(self._mlp_norm, ResidualNorm)
             and isinstance(self._mlp, MLP)
             and self._attention_post_norm is None
@@ -172,15 +184,22 @@ class ParallelDecoderLayer(DecoderLayer):
     def halved(self) -> HalvedLayer | None:
         return None
 
-    def __call__(
+    def attend(
         self,
         residual: torch.Tensor,
         delta: torch.Tensor | None,
         rotation: Rotation,
         attention: StepAttention,
-    ) -> torch.Tensor:
+    ) -> Attended:
         hidden = self._attention_norm(residual, delta)
-        return self._attention(hidden, rotation, attention).add_(self._mlp(hidden))
+        return Attended(residual, self._attention(hidden, rotation, attention), hidden)
+
+    def finish(self, tokens: Attended) -> torch.Tensor:
+        assert tokens.normed is not None
+        return self._attention.output(tokens.heads).add_(self._mlp(tokens.normed))
+
+    def finish_work(self) -> WeightWork:
+        return self._attention.output_work() + self._mlp.weight_work()
 
     def sublayers(self) -> Iterator[Layer]:
         yield self._attention_norm

@@ -11,15 +11,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from pagedray.rank_progress import Phase
 from workers.layers.mlp import MLP
 from workers.layers.norm import ResidualNorm
+from workers.models.attended import Attended
 from workers.models.self_attention import DecoderSelfAttention
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    import torch
 
     from attention.kernels.quantized_rows import QuantizedRows
     from workers.layers.rope import Rotation
@@ -44,27 +45,35 @@ class HalvedLayer:
     mlp_norm: ResidualNorm
     mlp: MLP
 
-    def run(
+    def attend(
         self,
         streams: Sequence[torch.Tensor],
         deltas: Sequence[PendingSum | None],
         rotation: Rotation,
         attention: StepAttention,
-        begin_sum: Callable[[torch.Tensor], PendingSum],
-    ) -> Iterator[torch.Tensor]:
-        """Yield this rank's part of the output of each half, as soon as it is launched.
+    ) -> torch.Tensor:
+        """Return the attention of this rank's heads, `[num_tokens, num_heads * head_size]`.
 
         `streams` are the halves of the residual stream, `[num_tokens of the half, hidden_size]`,
-        and `deltas` sums of the outputs of the layer before.
+        and `deltas` sums of the outputs of the layer before, which are added to them.
         """
         sizes = [len(stream) for stream in streams]
         qkv = streams[0].new_empty(sum(sizes), self.attention.num_qkv_columns)
         for stream, delta, out in zip(streams, deltas, qkv.split(sizes), strict=True):
             normed = _normed(self.attention_norm, stream, delta, self.attention)
             self.attention.write_qkv(normed, out)
-        attended = self.attention.attend(qkv, rotation, attention)
+        return self.attention.attend(qkv, rotation, attention)
+
+    def finish(
+        self,
+        streams: Sequence[torch.Tensor],
+        attended: torch.Tensor,
+        begin_sum: Callable[[torch.Tensor], PendingSum],
+    ) -> Iterator[torch.Tensor]:
+        """Yield this rank's part of the output of each half, as soon as it is launched."""
+        parts = attended.split([len(stream) for stream in streams])
         # Both are begun before the first is finished.
-        sums = [begin_sum(self.attention.output(part)) for part in attended.split(sizes)]
+        sums = [begin_sum(self.attention.output(part)) for part in parts]
         for stream, pending in zip(streams, sums, strict=True):
             yield self.mlp(_normed(self.mlp_norm, stream, pending, self.mlp))
 
@@ -87,10 +96,10 @@ class HalvedLayers:
 
     def run(
         self, residual: torch.Tensor, rotations: Iterable[Rotation], attention: StepAttention
-    ) -> torch.Tensor:
-        """Add all but the last layer's output to the stream, in place, and return that output.
+    ) -> Attended:
+        """Run all layers but what follows the attention of the last one.
 
-        It is this rank's part of a sum. Both are `[num_tokens, hidden_size]`.
+        `residual` is `[num_tokens, hidden_size]`, and changes in place.
         """
         num_tokens = len(residual)
         first = _first_half(num_tokens)
@@ -99,11 +108,11 @@ class HalvedLayers:
         begin_sum = self._group.begin_all_reduce
         for index, (layer, rotation) in enumerate(zip(self._layers, rotations, strict=True)):
             self._group.progress.enter(Phase.LAYER, index)
-            parts = layer.run(streams, deltas, rotation, attention, begin_sum)
+            attended = layer.attend(streams, deltas, rotation, attention)
             if index == len(self._layers) - 1:
-                return torch.cat(list(parts))
+                return Attended(residual, attended)
             # The sum of one half is begun before the other half is computed.
-            deltas = [begin_sum(part) for part in parts]
+            deltas = [begin_sum(part) for part in layer.finish(streams, attended, begin_sum)]
         raise AssertionError("A decoder has layers.")
 
 

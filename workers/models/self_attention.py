@@ -119,6 +119,7 @@ class DecoderSelfAttention(CompositeLayer):
         self._attention = Attention(
             params, layer_index=layer_index, backend=backend, sinks=self._sinks
         )
+        self._output_scale = config.residual_scale
         self._output = RowParallelLinear(
             f"{prefix}.{config.names.attention_output}",
             config.num_heads * size,
@@ -145,8 +146,11 @@ class DecoderSelfAttention(CompositeLayer):
         rotation: Rotation,
         attention: StepAttention,
     ) -> torch.Tensor:
-        """Return `[num_tokens, hidden_size]`."""
-        return self.output(self.attend(self._qkv(hidden), rotation, attention))
+        """Return the attention of all tokens of a step, as `output` takes it.
+
+        `hidden` is `[num_tokens, hidden_size]`.
+        """
+        return self.attend(self._qkv(hidden), rotation, attention)
 
     @property
     def num_qkv_columns(self) -> int:
@@ -177,18 +181,20 @@ class DecoderSelfAttention(CompositeLayer):
 
     def output(self, attended: torch.Tensor) -> torch.Tensor:
         """Return the output, `[num_tokens, hidden_size]`, for the attention of some tokens."""
-        return self._output(attended)
+        out = self._output(attended)
+        return out if self._output_scale == 1.0 else out.mul_(self._output_scale)
 
-    def add_or_return(
-        self,
-        stream: torch.Tensor,
-        hidden: torch.Tensor | QuantizedRows | UnnormedRow,
-        rotation: Rotation,
-        attention: StepAttention,
+    def add_or_return_output(
+        self, stream: torch.Tensor, attended: torch.Tensor
     ) -> torch.Tensor | None:
         """Add the output to the stream, in place, if one kernel does both; else return it."""
-        attended = self.attend(self._qkv(hidden), rotation, attention)
+        if self._output_scale != 1.0:
+            return self.output(attended)
         return self._output.add_or_return(stream, attended)
+
+    def output_work(self) -> WeightWork:
+        """Return what the weights of the output cost a step."""
+        return self._output.weight_work()
 
     def weight_shards(self) -> Iterator[WeightShard]:
         yield from super().weight_shards()

@@ -161,19 +161,19 @@ def share_of_roof(run: MeasuredRun, roofs: Sequence[RankRoof]) -> RoofShare:
 def _rank_share(run: MeasuredRun, rank: int, roof: RankRoof) -> RoofShare:
     num_rows = run.num_prompt_rows + run.num_decode_rows
     speed = roof.speed
-    weight_bytes = run.num_steps * float(roof.weights.num_bytes + roof.head.num_bytes)
+    weight_bytes = run.num_steps * float(roof.weights.num_bytes + roof.sampled.num_bytes)
     experts_per_layer = None
     if roof.experts is not None:
         times = run.expert_steps(roof.experts)
-        weight_bytes += times * roof.weights.expert_bytes
+        weight_bytes += times * (roof.weights.expert_bytes + roof.sampled.expert_bytes)
         experts_per_layer = times / run.num_steps * roof.experts.num_experts
     kv_bytes, flop = 0.0, 0.0
     for attention in roof.attention:
         window = attention.window
         kv_bytes += attention.token_bytes * sum(one.num_cache_reads(window) for one in run.requests)
         flop += attention.pair_flop * sum(one.num_pairs(window) for one in run.requests)
-    flop += roof.weights.row_flop * num_rows + roof.head.row_flop * run.num_sampled
-    fp8_flop = roof.weights.fp8_row_flop * num_rows + roof.head.fp8_row_flop * run.num_sampled
+    flop += roof.weights.row_flop * num_rows + roof.sampled.row_flop * run.num_sampled
+    fp8_flop = roof.weights.fp8_row_flop * num_rows + roof.sampled.fp8_row_flop * run.num_sampled
     compute_s = flop / speed.flop_per_s
     if speed.fp8_flop_per_s is not None:
         compute_s += fp8_flop / speed.fp8_flop_per_s

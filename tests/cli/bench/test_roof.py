@@ -10,7 +10,7 @@ from cluster.cli.bench.roof import MeasuredRun, SequenceLengths, UnknownRoof, sh
 from pagedray.rank_roof import AttentionWork, DeviceSpeed, ExpertChoice, RankRoof, WeightWork
 
 BODY = WeightWork(num_bytes=1000, row_flop=70.0)
-HEAD = WeightWork(num_bytes=300, row_flop=11.0)
+SAMPLED = WeightWork(num_bytes=300, row_flop=11.0)
 ATTENTION = (
     AttentionWork(window=None, token_bytes=8, pair_flop=5.0),
     AttentionWork(window=6, token_bytes=16, pair_flop=3.0),
@@ -21,11 +21,13 @@ SPEED = DeviceSpeed(read_bytes_per_s=1e4, flop_per_s=1e5)
 def roof(
     body: WeightWork = BODY,
     *,
-    head: WeightWork = HEAD,
+    sampled: WeightWork = SAMPLED,
     experts: ExpertChoice | None = None,
     speed: DeviceSpeed = SPEED,
 ) -> RankRoof:
-    return RankRoof(weights=body, head=head, attention=ATTENTION, experts=experts, speed=speed)
+    return RankRoof(
+        weights=body, sampled=sampled, attention=ATTENTION, experts=experts, speed=speed
+    )
 
 
 def run(*requests: SequenceLengths, num_steps: float = 10) -> MeasuredRun:
@@ -70,11 +72,11 @@ def test_every_token_reads_and_sees_its_context(lengths: SequenceLengths) -> Non
 
 def test_products_in_fp8_take_their_own_time() -> None:
     body = WeightWork(num_bytes=10, row_flop=20.0, fp8_row_flop=600.0)
-    head = WeightWork(num_bytes=1, fp8_row_flop=40.0)
+    sampled = WeightWork(num_bytes=1, fp8_row_flop=40.0)
     speed = DeviceSpeed(read_bytes_per_s=1e9, flop_per_s=1e3, fp8_flop_per_s=3e3)
     lengths = SequenceLengths(4, 0, 1)
-    plain = share_of_roof(run(lengths), [roof(WeightWork(), head=WeightWork(), speed=speed)])
-    found = share_of_roof(run(lengths), [roof(body, head=head, speed=speed)])
+    plain = share_of_roof(run(lengths), [roof(WeightWork(), sampled=WeightWork(), speed=speed)])
+    found = share_of_roof(run(lengths), [roof(body, sampled=sampled, speed=speed)])
     seconds = 4 * 20 / 1e3 + (4 * 600 + 40) / 3e3
     assert found.compute_share - plain.compute_share == pytest.approx(seconds / 2.0)
 
@@ -91,7 +93,7 @@ def test_experts_are_read_in_steps_of_prompts_and_of_single_rows() -> None:
     body = WeightWork(num_bytes=100, expert_bytes=4000)
     # Two steps have 12 tokens of prompts each, and eight steps a row of both requests.
     requests = [SequenceLengths(12, 0, 9)] * 2
-    share = share_of_roof(run(*requests), [roof(body, head=WeightWork(), experts=choice)])
+    share = share_of_roof(run(*requests), [roof(body, sampled=WeightWork(), experts=choice)])
     parts = 2 * (1 - 0.75**12) + 8 * (1 - 0.75**2)
     assert share.weight_bytes_per_step == pytest.approx(100 + 4000 * parts / 10)
     assert share.experts_per_layer == pytest.approx(4 * parts / 10)

@@ -10,6 +10,7 @@ import torch
 
 from attention.cpu.torch_sdpa import TorchSDPABackend
 from pagedray.config import EngineConfig
+from tests.workers.models.two_ranks import on_two_ranks
 from tests.workers.reference import (
     CPU,
     NUM_TOKENS,
@@ -27,7 +28,25 @@ from workers.weights.load_weights import load_weights
 from workers.weights.stored_experts import with_stored_experts
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
+
+    from workers.models.attended import Attended
+    from workers.parallel.group import ParallelGroup
+
+
+class RowCount:
+    """Notes of how many tokens a layer computes what follows its attention."""
+
+    def __init__(
+        self, finish: Callable[[Attended], torch.Tensor | None], counts: list[int]
+    ) -> None:
+        self._finish = finish
+        self._counts = counts
+
+    def __call__(self, tokens: Attended) -> torch.Tensor | None:
+        self._counts.append(len(tokens.residual))
+        return self._finish(tokens)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -122,12 +141,33 @@ def test_every_family_of_decoders_has_a_case() -> None:
     assert without == [BERT.architecture, ROBERTA.architecture]
 
 
-def test_only_the_sampled_tokens_are_normed(tmp_path: Path) -> None:
-    save_checkpoint("llama-6-heads-3-kv", tmp_path)
-    group = SoloGroup()
-    model = loaded_model(tmp_path, group)
-    rows = torch.tensor([3, NUM_TOKENS - 1])
-    torch.testing.assert_close(run(model, group, logits_indices=rows), run(model, group)[rows])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama-6-heads-2-kv-biases",
+        "bloom-6-heads",
+        "gemma2-capped",
+        "cohere2-parallel",
+        "granite-multipliers",
+        "mixtral-window",
+        "gpt_oss-limits",
+    ],
+)
+def test_only_sampled_tokens_pass_the_end_of_the_last_layer(name: str, tmp_path: Path) -> None:
+    save_checkpoint(name, tmp_path)
+    expected = reference_logits(tmp_path)
+    rows = torch.tensor([NUM_TOKENS - 1, 3])
+
+    def sampled(group: ParallelGroup) -> tuple[torch.Tensor, list[int]]:
+        model = loaded_model(tmp_path, group)
+        finished: list[int] = []
+        for layer in model._layers:
+            layer.finish = RowCount(layer.finish, finished)  # type: ignore[method-assign]
+        return run(model, group, logits_indices=rows), finished
+
+    for logits, finished in (sampled(SoloGroup()), *on_two_ranks(sampled)):
+        torch.testing.assert_close(logits, expected[rows], rtol=1e-4, atol=1e-4)
+        assert finished == [NUM_TOKENS, NUM_TOKENS, 2]
 
 
 def test_a_step_without_sampled_tokens_has_no_logits(tmp_path: Path) -> None:

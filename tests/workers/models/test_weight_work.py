@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 TABLES = ("embed_tokens", "word_embeddings.", "wte", "lm_head")
 HEAD_NORMS = {"q_norm": "heads", "k_norm": "kv_heads"}
 EXPERT = re.compile(r"\.experts\.|block_sparse_moe\.(input|output)_linear")
+LAST = re.compile(r"\.(layers|h|blocks)\.2\.|^model\.norm\.|\.ln_f\.|\.norm_f\.")
+BEFORE_ATTENTION = re.compile(
+    r"\.(input_layernorm|norm_1)\.|\.([qkv]_proj|qkv_proj|query_key_value|Wqkv|q_norm|k_norm)\.|sinks"
+)
+"""Tensors that each token needs for its keys and values, and for its attention."""
 
 
 def num_numbers(tensors: dict[str, torch.Tensor]) -> int:
@@ -47,6 +52,26 @@ def layer_tensors(folder: Path) -> dict[str, torch.Tensor]:
         for name, tensor in load_file(folder / "model.safetensors").items()
         if not any(table in name for table in TABLES)
     }
+
+
+def sampled_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return those that only tokens with logits need: what follows the last of three attentions."""
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if LAST.search(name) and not BEFORE_ATTENTION.search(name)
+    }
+
+
+def num_in_head(folder: Path) -> int:
+    tensors = load_file(folder / "model.safetensors")
+    return tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"]).numel()
+
+
+def without(
+    tensors: dict[str, torch.Tensor], others: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if name not in others}
 
 
 def num_repeated(name: str, tensors: dict[str, torch.Tensor], head_size: int) -> int:
@@ -78,13 +103,16 @@ def test_a_step_reads_all_tensors_but_the_embedding(name: str, tmp_path: Path) -
     save_checkpoint(name, tmp_path)
     model = loaded_model(tmp_path, SoloGroup())
     tensors = layer_tensors(tmp_path)
-    body, head = model.body_work(), model.head_work()
+    body, sampled = model.body_work(), model.sampled_work()
+    last = sampled_tensors(tensors)
+    of_all = without(tensors, last)
     repeated = num_repeated(name, tensors, model.config.head_size)
-    assert body.num_bytes == 4 * (num_numbers(tensors) + repeated)
-    assert body.row_flop == 2 * num_numbers(matrices(tensors))
-    assert head.num_bytes == 4 * 131 * model.config.hidden_size
-    assert head.row_flop == 2 * 131 * model.config.hidden_size
-    assert body.expert_bytes == body.fp8_row_flop == head.fp8_row_flop == 0
+    assert body.num_bytes == 4 * (num_numbers(of_all) + repeated)
+    assert body.row_flop == 2 * num_numbers(matrices(of_all))
+    num_head = 131 * model.config.hidden_size
+    assert sampled.num_bytes == 4 * (num_numbers(last) + num_head)
+    assert sampled.row_flop == 2 * (num_numbers(matrices(last)) + num_head)
+    assert body.expert_bytes == body.fp8_row_flop == sampled.fp8_row_flop == 0
 
 
 @pytest.mark.parametrize(
@@ -104,33 +132,39 @@ def test_experts_are_apart_from_what_every_step_reads(name: str, tmp_path: Path)
     load_weights(model, config)
     tensors = layer_tensors(tmp_path)
     experts = {key: one for key, one in tensors.items() if EXPERT.search(key)}
-    others = {key: one for key, one in tensors.items() if key not in experts}
-    work, choice = model.body_work(), model.config.experts
+    last, choice = sampled_tensors(tensors), model.config.experts
     assert choice is not None
-    assert work.expert_bytes == 4 * num_numbers(experts)
     repeated = num_repeated(name, tensors, model.config.head_size)
-    assert work.num_bytes == 4 * (num_numbers(others) + repeated)
-    weights = {key: one for key, one in experts.items() if not key.endswith("bias")}
-    chosen = num_numbers(weights) * choice.num_chosen / choice.num_experts
-    assert work.row_flop == pytest.approx(2 * (num_numbers(matrices(others)) + chosen))
+    num_head = 131 * model.config.hidden_size
+    for work, part, num_more, num_products in (
+        (model.body_work(), without(tensors, last), repeated, 0),
+        (model.sampled_work(), last, num_head, num_head),
+    ):
+        of_experts = {key: one for key, one in part.items() if key in experts}
+        others = without(part, experts)
+        assert work.expert_bytes == 4 * num_numbers(of_experts)
+        assert work.num_bytes == 4 * (num_numbers(others) + num_more)
+        weights = {key: one for key, one in of_experts.items() if not key.endswith("bias")}
+        chosen = num_numbers(weights) * choice.num_chosen / choice.num_experts
+        expected = 2 * (num_numbers(matrices(others)) + chosen + num_products)
+        assert work.row_flop == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("is_expert_parallel", [False, True])
 def test_two_ranks_divide_the_work(is_expert_parallel: bool, tmp_path: Path) -> None:
     save_checkpoint("granitemoe-multipliers", tmp_path)
 
-    def work(group: ParallelGroup) -> tuple[float, float, float]:
+    def work(group: ParallelGroup) -> tuple[float, float]:
         model = loaded_model(tmp_path, group, is_expert_parallel=is_expert_parallel)
-        body = model.body_work()
-        return body.expert_bytes, body.row_flop, model.head_work().num_bytes
+        work = model.body_work() + model.sampled_work()
+        return work.expert_bytes, work.row_flop
 
     whole = work(SoloGroup())
     first, second = on_two_ranks(work)
     assert first == second
     assert 2 * first[0] == whole[0]
-    # Each rank has the routers of six experts in three layers, and the vocabulary is padded.
-    assert 2 * first[1] == pytest.approx(whole[1] + 2 * 3 * 6 * 48)
-    assert first[2] == 4 * 66 * 48
+    # Each rank has the routers of six experts in three layers. The vocabulary of 131 is padded.
+    assert 2 * first[1] == pytest.approx(whole[1] + 2 * 3 * 6 * 48 + 2 * 48)
 
 
 def test_numbers_of_four_bits_are_read_as_they_are_stored(tmp_path: Path) -> None:
@@ -142,9 +176,15 @@ def test_numbers_of_four_bits_are_read_as_they_are_stored(tmp_path: Path) -> Non
     packed = {name: one for name, one in tensors.items() if name.endswith("weight_packed")}
     others = {name: one for name, one in tensors.items() if name.endswith(("scale", "norm.weight"))}
     assert len(packed) == 21
-    work = loaded_model(compressed, SoloGroup(), "bfloat16").body_work()
-    assert work.num_bytes == 4 * num_numbers(packed) + 2 * num_numbers(others)
-    assert work.row_flop == 2 * 8 * num_numbers(packed)
+    model = loaded_model(compressed, SoloGroup(), "bfloat16")
+    for work, part, num_head in (
+        (model.body_work(), without(tensors, sampled_tensors(tensors)), 0),
+        (model.sampled_work(), sampled_tensors(tensors), num_in_head(folder)),
+    ):
+        num_packed = num_numbers({key: one for key, one in part.items() if key in packed})
+        num_others = num_numbers({key: one for key, one in part.items() if key in others})
+        assert work.num_bytes == 4 * num_packed + 2 * (num_others + num_head)
+        assert work.row_flop == 2 * (8 * num_packed + num_head)
 
 
 def test_weights_that_are_dequantized_are_read_in_the_dtype_of_the_model(tmp_path: Path) -> None:
@@ -152,6 +192,7 @@ def test_weights_that_are_dequantized_are_read_in_the_dtype_of_the_model(tmp_pat
     save_wide(folder)
     scheme = {"num_bits": 8, "type": "float", "strategy": "channel"}
     save_compressed(folder, compressed, scheme, scheme | {"strategy": "token", "dynamic": True})
-    work = loaded_model(compressed, SoloGroup(), "float32").body_work()
-    assert work.num_bytes == 4 * num_numbers(layer_tensors(folder))
+    model = loaded_model(compressed, SoloGroup(), "float32")
+    work = model.body_work() + model.sampled_work()
+    assert work.num_bytes == 4 * (num_numbers(layer_tensors(folder)) + num_in_head(folder))
     assert work.fp8_row_flop == 0.0

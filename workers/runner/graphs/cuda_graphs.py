@@ -85,6 +85,9 @@ class DecodeGraphs(StepGraphs[_Graph]):
         batch = inputs.attention
         return batch.num_prefills == 0 and batch.num_decodes <= self._sizes[-1]
 
+    def _sizes_of(self, inputs: StepInputs) -> tuple[int, ...]:
+        return (len(inputs.token_ids),)
+
     def _capture(self, size: int) -> _Graph:
         with self._state.graph_capture(size):
             return self._captured(size)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from attention.abstract import AttentionMetadata, AttentionMetadataBuilder
     from attention.layer import Attention
+    from workers.models.attended import Attended
     from workers.models.decoder import Decoder
     from workers.runner.input_batch import StepInputs
     from workers.runner.token_table import TokenTable
@@ -79,7 +80,7 @@ class PieceGraphs(StepGraphs[Recording]):
         self._slots = torch.full_like(self._token_ids, -1)
 
     def replay(self, inputs: StepInputs, metadata: AttentionMetadata) -> torch.Tensor:
-        num_tokens = len(inputs.token_ids)
+        num_tokens, indices = len(inputs.token_ids), inputs.logits_indices
         size, recording = self._capture_for(num_tokens)
         self._slots[:num_tokens].copy_(metadata.device_slot_mapping)
         self._slots[num_tokens:size].fill_(-1)
@@ -90,13 +91,28 @@ class PieceGraphs(StepGraphs[Recording]):
             metadata.attend_layer(
                 layer_index, query, key, value, self._kv_cache, attended, sinks=sinks
             )
+        if indices is None:
+            recording.last.replay()
+            return recording.hidden[:num_tokens]
+        return self._finish(recording.attended, indices)
+
+    def _finish(self, attended: Attended, indices: torch.Tensor) -> torch.Tensor:
+        """Return what `Decoder.finish` does for some of the tokens.
+
+        The last graph of the captured size that these few need computes it.
+        """
+        num_selected = len(indices)
+        if not num_selected:
+            return attended.residual[:0]
+        _, recording = self._capture_for(num_selected)
+        # Recordings share memory: all is read before any is written.
+        attended.select(indices).write(recording.attended)
         recording.last.replay()
-        delta = recording.delta
-        return self._model.normed(
-            recording.residual.narrow(0, 0, num_tokens),
-            None if delta is None else delta.narrow(0, 0, num_tokens),
-            inputs.logits_indices,
-        )
+        return recording.hidden[:num_selected]
+
+    def _sizes_of(self, inputs: StepInputs) -> tuple[int, ...]:
+        num_tokens, indices = len(inputs.token_ids), inputs.logits_indices
+        return (num_tokens,) if indices is None or not len(indices) else (num_tokens, len(indices))
 
     def _fits(self, inputs: StepInputs) -> bool:
         """Return whether a step has no more tokens than the largest captured size."""
@@ -105,23 +121,22 @@ class PieceGraphs(StepGraphs[Recording]):
     def _capture(self, size: int) -> Recording:
         token_ids, positions = self._token_ids[:size], self._positions[:size]
 
-        def run_layers(
-            attention: StepAttention,
-        ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        def run_layers(attention: StepAttention) -> Attended:
             return self._model.run_layers(token_ids, positions, attention)
 
-        write = self._writer(size)
-        self._run_first(lambda: run_layers(_WriteAlone(write)))
+        write, finish = self._writer(size), self._model.finish
+        self._run_first(lambda: finish(run_layers(_WriteAlone(write))))
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            recording = PieceRecorder(self._pool, write).record(run_layers)
+            recording = PieceRecorder(self._pool, write).record(run_layers, finish)
         torch.cuda.current_stream().wait_stream(self._stream)
         return recording
 
     def _trace(self, size: int) -> None:
         attention = _WriteAlone(self._writer(size))
+        token_ids, positions = self._token_ids[:size], self._positions[:size]
         with dropped_capture(self._stream):
-            self._model.run_layers(self._token_ids[:size], self._positions[:size], attention)
+            self._model.finish(self._model.run_layers(token_ids, positions, attention))
 
     def _writer(self, size: int) -> Callable[[Attention, torch.Tensor, torch.Tensor], None]:
         """Return what writes a layer's keys and values to the slots of so many tokens."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from attention.layer import Attention
+    from workers.models.attended import Attended
 
 __all__ = ["Piece", "PieceRecorder", "Recording"]
 
@@ -42,9 +43,11 @@ class Recording(NamedTuple):
 
     pieces: tuple[Piece, ...]
     last: torch.cuda.CUDAGraph
-    residual: torch.Tensor
-    """`[num_padded, hidden_size]`, as `Decoder.run_layers` returns it, and so is `delta`."""
-    delta: torch.Tensor | None
+    """What follows the last attention."""
+    attended: Attended
+    """The tokens that the last graph reads, and overwrites."""
+    hidden: torch.Tensor
+    """`[num_padded, hidden_size]`, which the last graph writes for these tokens."""
 
 
 class PieceRecorder(StepAttention):
@@ -65,17 +68,19 @@ class PieceRecorder(StepAttention):
         self._pieces: list[Piece] = []
 
     def record(
-        self, run_layers: Callable[[StepAttention], tuple[torch.Tensor, torch.Tensor | None]]
+        self,
+        run_layers: Callable[[StepAttention], Attended],
+        finish: Callable[[Attended], torch.Tensor],
     ) -> Recording:
-        """Record what `run_layers` launches when it is given this recorder."""
+        """Record what `run_layers` launches when it is given this recorder, and then `finish`."""
         self._begin()
         try:
-            residual, delta = run_layers(self)
+            attended = run_layers(self)
+            hidden = finish(attended)
         finally:
             self._graph.capture_end()
-        if delta is not None:
-            delta = _unowned(delta)
-        return Recording(tuple(self._pieces), self._graph, _unowned(residual), delta)
+        unowned = attended.map(_unowned)
+        return Recording(tuple(self._pieces), self._graph, unowned, _unowned(hidden))
 
     def attend(
         self,

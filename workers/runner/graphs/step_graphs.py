@@ -90,7 +90,9 @@ class StepGraphs(ABC, Generic[Capture]):
 
     def can_replay(self, inputs: StepInputs) -> bool:
         """Return whether graphs can run a step; captures what is missing for it."""
-        return self._fits(inputs) and self._captures.find(len(inputs.token_ids)) is not None
+        return self._fits(inputs) and all(
+            self._captures.find(num_tokens) is not None for num_tokens in self._sizes_of(inputs)
+        )
 
     @abstractmethod
     def replay(self, inputs: StepInputs, metadata: AttentionMetadata) -> torch.Tensor:
@@ -102,6 +104,10 @@ class StepGraphs(ABC, Generic[Capture]):
     @abstractmethod
     def _fits(self, inputs: StepInputs) -> bool:
         """Return whether the step is of a kind and size that is captured."""
+
+    @abstractmethod
+    def _sizes_of(self, inputs: StepInputs) -> tuple[int, ...]:
+        """Return the numbers of tokens whose captures the step replays."""
 
     @abstractmethod
     def _capture(self, size: int) -> Capture:
