@@ -21,11 +21,12 @@ from cluster.serving.auth.tenant import ANONYMOUS, Tenant
 from cluster.serving.connections.client_host import client_host
 from cluster.serving.continuation import CONTINUATION_KEY
 from cluster.serving.http.allowed_origins import AllowedOrigins
-from cluster.serving.http.connection import IS_FIRST_KEY, MAX_HEAD_BYTES, MAX_HEADERS
+from cluster.serving.http.connection import IS_FIRST_KEY, MAX_HEAD_BYTES
 from cluster.serving.http.endpoint import Access, Endpoint, EndpointTable, HttpCall, json_response
 from cluster.serving.http.errors import error_body, rejection_body
 from cluster.serving.http.kept_response import kept_if_large
 from cluster.serving.http.request_head import num_head_bytes
+from cluster.serving.http.request_parts import MAX_HEADERS
 from cluster.serving.inputs import MAX_CLIENT_ID_LENGTH, Arrival
 from cluster.serving.intake.loop_shares import MAX_WAITING, LoopTimer, TooManyWaitError
 from pagedray.errors import (

@@ -26,6 +26,7 @@ from cluster.serving.http.request_head import (
     is_ambiguous,
     num_head_bytes,
 )
+from cluster.serving.http.request_parts import RequestParts
 from cluster.serving.http.unchunked_response import disable_chunks
 from cluster.serving.telemetry.line_limit import LineLimit
 
@@ -36,11 +37,8 @@ if TYPE_CHECKING:
     from cluster.serving.intake.read_turns import ReadTurns
 
 __all__ = [
-    "FREE_CHUNKS",
     "IS_FIRST_KEY",
-    "MAX_HEADERS",
     "MAX_HEAD_BYTES",
-    "MIN_CHUNK_BYTES",
     "HttpConnection",
     "connection_kind",
 ]
@@ -49,12 +47,6 @@ logger = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 2**16
 """Limit of a head, and of the chunk extensions and trailers around a body's chunks."""
-MAX_HEADERS = 128
-"""Headers and trailers of a request. Even a short one takes time on the event loop."""
-MIN_CHUNK_BYTES = 64
-"""What a body's chunks must have on average, for the same reason."""
-FREE_CHUNKS = 256
-"""Chunks of a body that may be smaller."""
 IS_FIRST_KEY = "pagedray.is_first"
 """The key in the ASGI scope for whether a request is the first one of its connection."""
 
@@ -113,11 +105,8 @@ class HttpConnection(HttpToolsProtocol):
     _has_head = False
     """Whether the parser is between the head and the end of a request."""
     _has_long_head = False
-    _num_headers = 0
-    """Headers and trailers of the request."""
-    _num_chunks = 0
-    """Pieces in which the parser has found its body."""
-    _num_body_bytes = 0
+    _parts: RequestParts
+    """What the parser has found of the request."""
 
     # Any: uvicorn's base class leaves the transport's type to its caller.
     def connection_made(self, transport: Any) -> None:
@@ -125,6 +114,7 @@ class HttpConnection(HttpToolsProtocol):
         if hasattr(transport, "max_size"):
             # What asyncio reads at once; reading pauses only after it.
             transport.max_size = _RECEIVED_BYTES
+        self._parts = RequestParts()
         self._watch_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -203,13 +193,13 @@ class HttpConnection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         if self._is_answering:
             raise _InvalidRequestError
-        self._num_headers = self._num_chunks = self._num_body_bytes = 0
+        self._parts = RequestParts()
         super().on_message_begin()
         self.scope[IS_FIRST_KEY] = self.cycle is None  # type: ignore[literal-required]  # ours
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._num_headers += 1
-        if self._num_headers > MAX_HEADERS:
+        self._parts.num_headers += 1
+        if self._parts.has_many_headers:
             raise _InvalidRequestError
         # Trailers are ignored: they must not replace headers, such as Authorization.
         if not self._has_head:
@@ -234,9 +224,9 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._num_held_bytes = 0
-        self._num_chunks += 1
-        self._num_body_bytes += len(body)
-        if self._has_small_chunks:
+        self._parts.num_chunks += 1
+        self._parts.num_body_bytes += len(body)
+        if self._parts.has_small_chunks:
             raise _InvalidRequestError
         super().on_body(body)
 
@@ -278,10 +268,6 @@ class HttpConnection(HttpToolsProtocol):
                 raise httptools.HttpParserError from another
 
     @property
-    def _has_small_chunks(self) -> bool:
-        return self._num_chunks > FREE_CHUNKS + self._num_body_bytes // MIN_CHUNK_BYTES
-
-    @property
     def _is_waiting_for_head(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
 
@@ -295,14 +281,8 @@ class HttpConnection(HttpToolsProtocol):
             self._reject_pipelined()
         elif self._has_long_head:
             self._reject_long()
-        elif self._num_headers > MAX_HEADERS:
-            self._reject_large(f"A request may have at most {MAX_HEADERS} headers.")
-        elif self._has_small_chunks:
-            self._reject(
-                HTTPStatus.BAD_REQUEST,
-                f"The chunks of a body must have {MIN_CHUNK_BYTES} bytes on average after the "
-                f"first {FREE_CHUNKS}.",
-            )
+        elif (rejection := self._parts.rejection()) is not None:
+            self._reject(*rejection)
         else:
             self._log_invalid()
             self._reject(HTTPStatus.BAD_REQUEST, "The request is not valid HTTP.")

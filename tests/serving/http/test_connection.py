@@ -17,13 +17,8 @@ import pytest
 
 from cluster.serving.connections.tls import certificate_store
 from cluster.serving.engine_client import EngineClient
-from cluster.serving.http.connection import (
-    FREE_CHUNKS,
-    MAX_HEAD_BYTES,
-    MAX_HEADERS,
-    MIN_CHUNK_BYTES,
-    HttpConnection,
-)
+from cluster.serving.http.connection import MAX_HEAD_BYTES, HttpConnection
+from cluster.serving.http.request_parts import FREE_CHUNKS, MAX_HEADERS, MIN_CHUNK_BYTES
 from cluster.serving.http.server import HttpServer
 from cluster.serving.http_app import build_http_app
 from cluster.serving.servicer import Servicer
