@@ -88,7 +88,7 @@ class InstantExecutor(SimulatedRanks):
             WorkerMessage
         )
         self.decode_times: list[tuple[float, int]] = []
-        """When each step was collected, and how many sequences it sampled."""
+        """The time at which each step was collected, and how many sequences it sampled."""
 
     def submit_plan(self, plan: StepPlan) -> None:
         received = self._plans.decode(self._encoder.encode(plan))

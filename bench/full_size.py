@@ -39,7 +39,7 @@ MAX_MODEL_LEN = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What became of a model."""
+    """The figures of a model, or its error."""
 
     model: str
     task: str
@@ -84,7 +84,7 @@ def _supported() -> dict[str, tuple[PublishedFile, ModelConfig]]:
 
 
 def _row(name: str, options: argparse.Namespace) -> Row:
-    """Start a model in a process of its own, and return what became of it."""
+    """Start a model in a process of its own, and return its figures or its error."""
     file, config = _supported()[name]
     command = [sys.executable, "-m", "bench.full_size", "--one", name]
     command += ["--device", options.device, "--backend", options.backend]

@@ -109,7 +109,7 @@ def main() -> int:
 
 
 def measure(llm: LLM, executor: TimedExecutor, name: str, seed: int) -> Row:
-    """Return what one call took."""
+    """Return the times of one call."""
     workload: Workload = WORKLOADS[name]
     requests = workload.requests(llm.vocab_size, seed)
     sampling = [

@@ -47,7 +47,7 @@ _WAYS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversationLoad:
-    """What users do, and with what."""
+    """The behavior of users, and the size of replicas."""
 
     num_conversations: int = 200
     num_replicas: int = 4
@@ -66,7 +66,7 @@ class ConversationLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedTimes:
-    """What users saw, and what replicas computed."""
+    """The times that users saw, and the tokens that replicas computed."""
 
     ttft_s: list[float]
     """Of every turn but the first ones, sorted."""

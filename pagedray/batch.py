@@ -57,7 +57,7 @@ __all__ = [
 ]
 
 TOKEN_ID_BYTES = 4
-"""Of a token id that `pack_token_ids` packs."""
+"""Bytes of each token id in the result of `pack_token_ids`."""
 
 
 class BlockCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -99,7 +99,7 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
 
 # Plans are never part of a reference cycle, so the garbage collector need not track their parts.
 class SequencePlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The tokens of one sequence that a step computes, one or several."""
+    """One or more tokens of a sequence, which a step computes."""
 
     row: int
     first_position: int
@@ -116,7 +116,7 @@ class SequencePlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
-    """What one step runs."""
+    """The work of one step."""
 
     step: int
     """Increases by one within an epoch."""
@@ -244,7 +244,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
         return self.first_position + len(self.chosen) // 4
 
     def tokens(self) -> Iterator[PromptToken]:
-        """Return what is known of each token."""
+        """Return the log-probabilities of each token."""
         width = self.num_likeliest
         token_ids, logprobs = array("i", self.token_ids), array("f", self.logprobs)
         chosen, ranks = array("f", self.chosen), array("i", self.ranks)

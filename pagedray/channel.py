@@ -58,7 +58,7 @@ class StepChannel(Generic[Outgoing, Incoming]):
         self._decoder: msgspec.msgpack.Decoder[Incoming] = msgspec.msgpack.Decoder(incoming)
         self._received = bytearray()
         self._outgoing = bytearray()
-        """What was posted and the socket has not taken yet."""
+        """Posted bytes that the socket has not accepted yet."""
         # `select.select` is limited to descriptors below 1024.
         self._readable, self._writable = select.poll(), select.poll()
         self._readable.register(connection, select.POLLIN)
@@ -85,7 +85,7 @@ class StepChannel(Generic[Outgoing, Incoming]):
         self._outgoing += frame
 
     def flush(self) -> bool:
-        """Send what the socket takes; return whether everything is sent. Never waits.
+        """Send as much as the socket accepts; return whether everything is sent. Never waits.
 
         Raises ChannelClosedError if the peer is gone.
         """
@@ -176,7 +176,7 @@ class StepChannel(Generic[Outgoing, Incoming]):
         self._readable.poll(None if left_s is None else left_s * 1e3)
 
     def _write(self, frame: bytes | memoryview) -> int:
-        """Return how many bytes the socket took."""
+        """Return how many bytes the socket accepted."""
         try:
             return self._socket.send(frame)
         except BlockingIOError:

@@ -41,7 +41,7 @@ QuantizationMethod = Literal["fp8", "compressed-tensors", "gptq", "awq"]
 
 
 DEFAULT_MAX_NUM_SEQS = 256
-"""Sequences in a step, but on large GPUs."""
+"""Maximum number of sequences in a step, except on large GPUs."""
 _MOST_THREADS = 4096
 
 
@@ -54,7 +54,7 @@ class CacheSize:
     block_bytes: int
     """Bytes of one block of all layers; of a group, on all its ranks together."""
     max_num_seqs: int = DEFAULT_MAX_NUM_SEQS
-    """Rows for sequences in a step, which the pools leave room for."""
+    """Maximum number of sequences in a step, for which the pools leave memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class AttentionReport:
     backend: str
     """The name of the attention backend, never `auto`."""
     providers: dict[str, dict[str, int]]
-    """Layers that each provider of attention kernels serves, by part of a step."""
+    """Number of layers that each provider of attention kernels computes, by part of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,9 +91,9 @@ class CacheConfig:
     cpu_pool_checksums: bool = False
     """Whether blocks of a pool that outlived a rank are compared with checksums."""
     disk_cache_folder: str | None = None
-    """Where each rank keeps prefixes that the CPU pool has no room for; None is nowhere."""
+    """Folder in which each rank keeps prefixes evicted from the CPU pool; None disables this."""
     disk_cache_bytes: int | None = None
-    """The most bytes that all ranks together keep there."""
+    """Maximum number of bytes that all ranks together keep there."""
     kv_cache_dtype: KVCacheDtype = "auto"
     """The dtype of keys and values; `auto` is the model's."""
 
@@ -148,7 +148,7 @@ class SchedulerConfig:
     preemption: Preemption = "auto"
     """How a sequence is preempted: swapped to the CPU pool, recomputed later, or the cheaper."""
     itl_target_ms: float | None = None
-    """Time that a step with running sequences should take at most; None is any."""
+    """Target for the duration of a step with running sequences; None is no limit."""
 
     def __post_init__(self) -> None:
         _check_at_least("max_num_seqs", self.max_num_seqs, 1)
@@ -182,7 +182,7 @@ class ParallelConfig:
     spare_ranks: int | None = None
     """Processes that wait on each node to replace a rank that dies; None is 1 on GPUs, else 0."""
     all_reduce: AllReduce = "auto"
-    """What sums rows over GPUs; auto is one kernel on a node where GPUs reach each other."""
+    """How rows are summed over GPUs; auto uses one kernel if GPUs of a node have peer access."""
     allow_unauthenticated_ray: bool = False
     """Whether RAY_AUTH_MODE=disabled may turn off the token of a Ray that is started for this."""
 
@@ -221,7 +221,7 @@ class EngineConfig:
     enforce_eager: bool = False
     """Whether CUDA graphs are disabled: slower decoding, less memory."""
     max_graph_tokens: int = 2048
-    """The most tokens of a step with prompts that runs as CUDA graphs; 0 disables these graphs."""
+    """Maximum tokens of a step with prompts that uses CUDA graphs; 0 disables these graphs."""
     load_seed: int = 0
     """Random seed of dummy weights."""
     structure_compile_s: float = 10.0
@@ -266,7 +266,7 @@ class EngineConfig:
         return self.scheduler.max_num_seqs or DEFAULT_MAX_NUM_SEQS
 
     def with_max_num_seqs(self, max_num_seqs: int) -> EngineConfig:
-        """Return the configuration with what was chosen."""
+        """Return the configuration with the number that the ranks have chosen."""
         return replace(self, scheduler=replace(self.scheduler, max_num_seqs=max_num_seqs))
 
 

@@ -9,7 +9,7 @@ __all__ = ["LoadProgress"]
 
 @dataclass(frozen=True, slots=True)
 class LoadProgress:
-    """What a rank does before it runs, and how much of it is done."""
+    """The activity of a rank before it runs, and how much of it is done."""
 
     what: str = "Loading weights"
     done: int = 0

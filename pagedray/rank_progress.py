@@ -36,7 +36,7 @@ MAX_INDEX = _NO_INDEX - 1
 
 
 class Phase(IntEnum):
-    """What a rank does."""
+    """The activity of a rank."""
 
     STARTING = 0
     JOINING = 1
@@ -94,7 +94,7 @@ _TEXTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """What a rank has written."""
+    """The contents of a rank's cells."""
 
     word: int
     """Differs from the last 2**40 words of the rank."""

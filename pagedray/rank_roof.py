@@ -14,12 +14,12 @@ __all__ = ["AttentionWork", "DeviceSpeed", "ExpertChoice", "RankRoof", "WeightWo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightWork:
-    """What weights on one rank cost a step."""
+    """The work that the weights of one rank cause in a step."""
 
     num_bytes: int = 0
-    """Read by every step."""
+    """Bytes that every step reads."""
     expert_bytes: int = 0
-    """Of all experts, of which a step reads those that its rows have chosen."""
+    """Bytes of all experts, of which a step reads those that its rows have chosen."""
     row_flop: float = 0.0
     """Of each row, in products of the model's dtype; of experts, the mean over the ranks."""
     fp8_row_flop: float = 0.0
@@ -44,7 +44,7 @@ class WeightWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionWork:
-    """What the attention of layers with the same window costs on one rank."""
+    """The work of attention in layers with the same window, on one rank."""
 
     window: int | None
     """The most tokens that a query sees; None for all before it, and itself."""
@@ -68,7 +68,7 @@ class ExpertChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpeed:
-    """What a device was measured to do."""
+    """The measured speed of a device."""
 
     read_bytes_per_s: float
     flop_per_s: float

@@ -54,7 +54,7 @@ class Reasoning(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReasoningPlace(Enum):
-    """Where the tokens of a sequence have come to."""
+    """How far the tokens of a sequence have got."""
 
     START = auto()
     """Nothing but blanks and a part of `begin`: it may begin or not."""
@@ -71,7 +71,7 @@ class ReasoningTracker:
     def __init__(self, reasoning: Reasoning) -> None:
         self.place = ReasoningPlace.INSIDE if reasoning.is_open else ReasoningPlace.START
         self.rest = b""
-        """What is missing of the mark that comes next, `begin` or `end`, of which a part may be at
+        """The missing rest of the mark that comes next, `begin` or `end`, of which a part may be at
         the end of the tokens so far."""
         self.after = b""
         """The bytes behind `end` of the token in which it ended."""

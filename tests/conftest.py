@@ -32,10 +32,10 @@ os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["RAY_WORKER_NICENESS"] = "0"
 # Before gRPC starts threads: a child that a test forks beside them may hang in gRPC's handlers.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "false"
-# An HTTP client would take 20 ms to read the public authorities, whom no test needs.
+# Reading the public certificate authorities, which no test needs, would take an HTTP client 20 ms.
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = os.devnull
-# A client waits for a busy machine, where its library has five seconds.
+# The default timeout of the client's library, five seconds, is too short on a busy machine.
 timeouts = httpx._config.DEFAULT_TIMEOUT_CONFIG
 timeouts.connect = timeouts.read = timeouts.write = timeouts.pool = 60.0
 # Triton decides when it is imported, by whomever, whether it runs kernels on the CPU.
@@ -72,7 +72,7 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
-        # Libraries look at the end for what they have leaked.
+        # At the end, libraries check for objects that they have leaked.
         atexit.register(gc.unfreeze)
 
 

@@ -32,7 +32,7 @@ _FRAME = struct.Struct(">HBBBI")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """What arrived within a period."""
+    """The data that arrived within a period."""
 
     num_tokens: int
     num_messages: int

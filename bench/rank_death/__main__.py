@@ -48,7 +48,7 @@ class Kill:
     num_equal: int
     """Streams with the same tokens as without a kill; rounding of recomputed keys may differ."""
     pause_s: float
-    """Of the stream with the longest."""
+    """The longest pause of any stream."""
     median_pause_s: float
     noticed_s: float
     """From the kill to the server's log line that a rank died."""

@@ -26,7 +26,7 @@ _TIMEOUT_S = 120.0
 
 @dataclass(slots=True)
 class Stream:
-    """What arrived of one stream."""
+    """The messages of one stream, with their times."""
 
     token_ids: list[int] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)

@@ -51,7 +51,7 @@ class ConversationShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversationTimes:
-    """What users saw, and what became of blocks."""
+    """The times that users saw, and the counts of blocks."""
 
     ttft_s: list[float]
     """Of every turn but the first ones, sorted."""

@@ -24,7 +24,7 @@ _MAX_WORDS = 130
 
 @dataclass(slots=True, kw_only=True)
 class Conversations:
-    """What the users of one run saw."""
+    """The times that the users of one run saw."""
 
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0

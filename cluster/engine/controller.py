@@ -86,7 +86,7 @@ class Controller(StepLoop):
         self._output_watch = OutputWatch()
         self._mask_patience = MaskPatience()
         self._waits_for_masks = False
-        """Whether nothing else is to be done."""
+        """Whether nothing can be done until masks are made."""
         self._in_flight: deque[float] = deque()
         """Send times of the plans without an output yet."""
         self._step_ended_s = 0.0

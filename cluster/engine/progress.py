@@ -42,7 +42,7 @@ class ProgressLine:
         self._is_closed = False
 
     def report(self, what: str, fraction: float) -> None:
-        """Show that `fraction` of `what`, 0 to 1, is done; a no-op after `close`.
+        """Show that `fraction` of `what`, 0 to 1, is done; has no effect after `close`.
 
         A detail of `what` that changes often, such as a speed, is behind `; `. Where lines stay,
         one that only has another detail is shown every ten seconds.

@@ -25,7 +25,7 @@ class EngineStats:
     """Bytes of one KV block on all ranks together."""
     attention: AttentionReport
     replacements: dict[str, int] = field(default_factory=dict)
-    """Times that ranks were replaced, by cause: `death` or `hang`."""
+    """How often ranks were replaced, by cause: `death` or `hang`."""
     num_hangs: dict[str, int] = field(default_factory=dict)
     """Hangs that were found, by what made no progress: `rank` or `steps`."""
     num_lethal_requests: int = 0

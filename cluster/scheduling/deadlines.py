@@ -21,7 +21,7 @@ class Deadlines:
         self._heap: list[tuple[float, str]] = []
 
     def __len__(self) -> int:
-        """Those kept, of ended requests too."""
+        """Return the number of kept deadlines, including those of ended requests."""
         return len(self._heap)
 
     def add_request(self, request: Request) -> None:

@@ -45,7 +45,7 @@ MAX_PLANS_IN_FLIGHT = 2
 
 
 class PreparedPrompt(NamedTuple):
-    """What the scheduler needs of a prompt and takes long to compute."""
+    """The results of the slow part of queueing a prompt."""
 
     token_ids: "array[int]"
     """Its tokens, uint32."""
@@ -75,7 +75,7 @@ class Scheduler:
         self._table = SequenceTable(self._kv, num_rows=num_rows, backlog=self._backlog)
         self._admission = Admission(self._kv, self._backlog, max_model_len=max_model_len)
         self.recovery = FaultRecovery(self._table)
-        """What may run after a fault."""
+        """Which requests may run after a fault."""
         pace = None
         if config.itl_target_ms is not None:
             pace = Pace(config.itl_target_ms / 1e3, step_times)

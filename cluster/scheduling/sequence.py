@@ -34,7 +34,7 @@ class SequenceState(Enum):
 
 
 class Shortage(NamedTuple):
-    """What the prefix cache had when a sequence got no blocks, although it shares some."""
+    """The state of the prefix cache when a sequence that shares blocks found too few free ones."""
 
     next_key: BlockKey | None
     """Key of the first block that was not cached; None if all that it can share were."""
@@ -228,7 +228,7 @@ class Sequence:
         self.keys_revision = 0
         """The prefix cache's revision when the first of them was hashed."""
         self.shortage: Shortage | None = None
-        """Of its last admission, if it waits since then."""
+        """The shortage at its last attempt to start, if it has waited since then."""
         self.num_registered = 0
         """Leading blocks that were registered with the prefix cache."""
         self.num_proven = 0

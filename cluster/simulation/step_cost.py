@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["LLAMA_8B_H200", "MOST_TOKENS", "StepCost", "read_step_cost"]
 
 MOST_TOKENS = 10_000_000
-"""Of a prompt, an output, and a step."""
+"""Maximum number of tokens of a prompt, of an output, and of a step."""
 _LONGEST_S = 1e4
 """A longer time was given in another unit."""
 

@@ -37,7 +37,7 @@ EOS = 2
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class VirtualCall:
-    """A request and what became of it."""
+    """A request and its outcome."""
 
     arrival_s: float
     num_prompt_tokens: int
@@ -82,7 +82,7 @@ class _Flight(NamedTuple):
 
     step: int
     token_ids: list[int]
-    """What it samples."""
+    """The tokens that it samples."""
     forward_s: float
     ended_s: float
     copied_s: float
@@ -129,7 +129,7 @@ class VirtualReplica:
         self.num_generated_tokens = 0
         self._arrivals: list[tuple[float, int, VirtualCall, Request]] = []
         self._calls: dict[str, VirtualCall] = {}
-        """Those that have not ended."""
+        """Calls that have not ended."""
         self._rows: dict[int, tuple[VirtualCall, int]] = {}
         """By row, its call and the length at which it ends."""
         self._in_flight: deque[_Flight] = deque()

@@ -1,4 +1,4 @@
-"""Watches what a server says of itself."""
+"""Watches whether a server reports that it is ready."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server's processes hold."""
+"""Measures the resources that a server's processes hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which faults happen in which order."""
+"""The order in which faults are injected."""
 
 from __future__ import annotations
 

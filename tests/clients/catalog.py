@@ -20,13 +20,13 @@ class Program:
 
     name: str
     packages: tuple[str, ...] = ()
-    """What its environment needs, as arguments of `pip install`."""
+    """The packages of its environment, as arguments of `pip install`."""
     node_packages: tuple[str, ...] = ()
-    """What it needs from npm."""
+    """Its packages from npm."""
     turns: tuple[tuple[str, ...], ...] = ()
     """What a scripted model says in each turn, in pieces; without, the shipped model serves."""
     without_needs: tuple[str, ...] = ()
-    """Packages that are installed afterwards, without what they say they need."""
+    """Packages that are installed afterwards, without their dependencies."""
 
 
 PROGRAMS = (

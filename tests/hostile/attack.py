@@ -1,4 +1,4 @@
-"""What an attack is: traffic of a hostile client, and what the server must keep beside it."""
+"""The interface of attacks: a hostile client's traffic, and the guarantees that hold beside it."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """What the attacker did and saw."""
+    """What the attacker sent, and how the server responded."""
 
     figures: Mapping[str, object] = field(default_factory=dict)
     """For the report, such as the number of frames sent."""
     broken: tuple[str, ...] = ()
-    """What the attacker reached that it must not, a sentence each."""
+    """Violations that the attacker achieved, one sentence for each."""
 
 
 class Attack(ABC):

@@ -45,7 +45,7 @@ class EngineGaps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """What an attack makes the engine compute."""
+    """The load that an attack puts on the engine."""
 
     work: EngineWork
     rate_per_s: float

@@ -23,7 +23,7 @@ _TIMEOUT_S = 60.0
 
 @dataclass(slots=True)
 class Streamed:
-    """What the tenant received in a period."""
+    """The results of the tenant in a period."""
 
     num_requests: int = 0
     gaps_s: list[float] = field(default_factory=list)

@@ -24,7 +24,7 @@ _MAX_HEALTH_P99_MS = 250.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Period:
-    """What honest clients saw in a period."""
+    """The results of honest clients in a period."""
 
     streamed: Streamed
     probed: Probed

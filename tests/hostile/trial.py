@@ -97,7 +97,7 @@ class Trial:
         return await loop.run_in_executor(self._attacker, attack.run, self._target, seconds)
 
     async def _observe(self, meanwhile: asyncio.Task[Findings] | asyncio.Task[None]) -> Period:
-        """Return what honest clients see until a task is done."""
+        """Return the results of honest clients until a task is done."""
         ended = asyncio.Event()
         meanwhile.add_done_callback(lambda _: ended.set())
         streamed, probed = await asyncio.gather(

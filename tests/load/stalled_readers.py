@@ -80,7 +80,7 @@ class StalledReaders:
             await self._tokens_per_cpu_s()
 
     async def _tokens_per_cpu_s(self) -> float:
-        """Return what readers get for the CPU time that the server uses."""
+        """Return the tokens that readers get per second of the server's CPU time."""
         cpu_s = self._server.cpu_s()
         num_tokens = self._server.num_generated_tokens()
         async with grpc.aio.insecure_channel(self._server.grpc_target) as channel:

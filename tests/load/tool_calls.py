@@ -86,7 +86,7 @@ def server_arguments(tool_format: ToolCallFormat) -> tuple[str, ...]:
 
 
 class ToolCallRun:
-    """Requests to one server, and what became of their calls."""
+    """Requests to one server, and the outcome of their calls."""
 
     def __init__(self, server: MeasuredServer, tool_format: ToolCallFormat) -> None:
         self.counts: Counter[str] = Counter()

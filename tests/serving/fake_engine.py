@@ -37,7 +37,7 @@ class _Sequence:
 
 @dataclass
 class Log:
-    """What the engine received."""
+    """The calls that the engine received."""
 
     submitted: list[Request] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)

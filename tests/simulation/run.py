@@ -1,4 +1,4 @@
-"""Runs a scenario through the real controller, scheduler and client, and checks what came of it."""
+"""Runs a scenario through the real controller, scheduler and client, and checks the results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _END_S = 300.0
 
 @dataclass(slots=True)
 class Outcome:
-    """What clients saw; equal for equal scenarios."""
+    """The observations of clients, which are equal for equal scenarios."""
 
     log: list[str] = field(default_factory=list)
     """One line for each thing that clients saw, with its time."""

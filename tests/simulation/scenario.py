@@ -1,4 +1,4 @@
-"""What happens in a simulated run: drawn from a seed, and made smaller while it still fails."""
+"""The events of a simulated run: drawn from a seed, and shrunk while the run still fails."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ClientPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultPlan:
-    """Something that befalls a rank."""
+    """A fault of a rank."""
 
     time_s: float
     rank: int

@@ -47,7 +47,7 @@ _DAMAGED_PART = 0.3
 
 
 class SimulatedRanks(Executor):
-    """A group of ranks, and what befalls them."""
+    """A group of ranks, and their faults."""
 
     def __init__(
         self, scenario: Scenario, world: World, *, held_rows: Callable[[], set[int]]
@@ -102,7 +102,7 @@ class SimulatedRanks(Executor):
                 self._disk_reports.add_report(number, report)
         joined = self._disk_reports.take_joined()
         for report in joined:
-            # What a rank lacks is of no use on another one.
+            # A block that one rank lacks is of no use on the others.
             lost = sorted(self._lost.pop((report.is_read, report.step)))
             self._ranks[0].end_disk_job(msgspec.structs.replace(report, failed=lost))
         return joined

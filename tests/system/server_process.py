@@ -227,6 +227,6 @@ def _command(*arguments: str) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    # What tests set for themselves, the server is to do without them.
+    # The server must not depend on settings that tests make for themselves.
     ours = {name: value for name, value in os.environ.items() if name != _FORK_SUPPORT}
     return {**ours, "RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}

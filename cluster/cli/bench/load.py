@@ -49,12 +49,12 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadResult:
-    """What became of the requests."""
+    """The outcome of all requests."""
 
     timings: tuple[Timing, ...]
-    """Of those that were answered."""
+    """Timings of the requests that were answered."""
     requests: tuple[BenchRequest, ...]
-    """What `timings` answer."""
+    """The requests of `timings`, in the same order."""
     failures: tuple[str, ...]
     duration_s: float
     """From the first request to the last answer."""

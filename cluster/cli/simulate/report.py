@@ -22,7 +22,7 @@ PERCENTILES = (50.0, 90.0, 99.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What a simulation found."""
+    """The result of a simulation."""
 
     summary: Summary
     rejections: tuple[str, ...]

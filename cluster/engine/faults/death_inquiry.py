@@ -25,7 +25,7 @@ __all__ = ["DeathInquiry"]
 logger = logging.getLogger(__name__)
 
 _PROBE = make_engine_request("probe", max_tokens=4)
-"""If it finishes, the ranks work without the accused requests."""
+"""If this request finishes, the ranks work without the accused requests."""
 
 
 class DeathInquiry:

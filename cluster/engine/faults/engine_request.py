@@ -1,4 +1,4 @@
-"""Requests that the engine makes itself, to find out whether its ranks work."""
+"""Requests of the engine itself, which test whether its ranks work."""
 
 from __future__ import annotations
 

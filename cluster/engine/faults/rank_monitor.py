@@ -31,7 +31,7 @@ _LIMITS = {"cpu": WatchLimits(), "cuda": WatchLimits(first_s=300.0)}
 
 
 class ReportSource(Protocol):
-    """Where the reports of ranks come from."""
+    """The source of the reports of ranks."""
 
     def read(self) -> Sequence[RankReport]:
         """Return the latest report of each rank; must not wait."""

@@ -49,7 +49,7 @@ class WatchLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stand:
-    """Where a rank stood, and for how long."""
+    """The last observed state of a rank, and for how long it has lasted."""
 
     report: RankReport
     word_s: float = 0.0

@@ -29,7 +29,7 @@ _SOLITARY_DEATHS = 2
 _MARGIN = 3
 """Tokens beyond those known at a death that clear a sequence: two steps were in flight."""
 _VAIN_SEARCHES = 2
-"""Searches without a result after which requests are separated."""
+"""Number of searches without a result after which requests are separated."""
 
 
 class _Separation(NamedTuple):
@@ -47,7 +47,7 @@ class Suspects:
         self._num_deaths: dict[str, int] = {}
         """Deaths that a request has not got beyond."""
         self._num_solitary: dict[str, int] = {}
-        """Of these, the deaths at which no other request ran."""
+        """The number of these deaths at which no other request ran."""
         self._marks: dict[str, dict[int, int]] = {}
         """The number of tokens that clears each sequence of a suspect."""
         self._is_searching = False
@@ -58,7 +58,7 @@ class Suspects:
         self._rest: list[str] = []
         """Suspects that may all be innocent, to be examined together at the end."""
         self._died: list[str] = []
-        """Those of the search that died together last."""
+        """The requests that ran at the last death of the search."""
         self._survivors: set[str] = set()
         """Open requests that survived the search."""
         self._accused: list[str] = []

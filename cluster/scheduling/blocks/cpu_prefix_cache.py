@@ -38,7 +38,7 @@ class CpuPrefixCache(KeyedBlocks):
         self.worth = worth
         """Which copies save time."""
         self._copies: list[BlockCopy] = []
-        """Of the plan that is being made."""
+        """The copies of the plan that is being made."""
         self._in_flight: deque[tuple[int, list[int]]] = deque()
         """Steps that are not acknowledged, and the blocks that they save."""
         self._kept: set[int] = set()
@@ -48,7 +48,7 @@ class CpuPrefixCache(KeyedBlocks):
         self.num_kept_blocks = 0
         """Blocks that outlived a rank, each time."""
         self.num_kept_hit_blocks = 0
-        """Of the restored blocks, those that had outlived a rank."""
+        """The number of restored blocks that had outlived a rank."""
         self.num_damaged_blocks = 0
         """Blocks that were not as they were written when a rank was replaced."""
 

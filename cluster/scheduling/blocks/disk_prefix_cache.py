@@ -47,7 +47,7 @@ class DiskPrefixCache(KeyedBlocks):
         super().__init__(num_blocks)
         self._cpu_cache = cpu_cache
         self._reads: list[BlockCopy] = []
-        """Of the plan that is being made."""
+        """The reads of the plan that is being made."""
         self._reading: deque[tuple[int, list[BlockCopy]]] = deque()
         """Steps and their reads, from disk blocks to CPU blocks, until every rank has made them."""
         self._writing: deque[tuple[int, list[BlockCopy]]] = deque()

@@ -41,7 +41,7 @@ class CopyWorth:
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._num_evicted = self._num_found = float(_FIRST_WEIGHT)
-        """Of recent blocks. At first, as many seem to be found as are evicted."""
+        """Number of recently evicted blocks. At first, as many count as found as were evicted."""
         self._lost: OrderedDict[bytes, None] = OrderedDict()
         """Digests of blocks that were evicted and not copied."""
         self.is_open = True

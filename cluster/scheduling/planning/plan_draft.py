@@ -60,7 +60,7 @@ class PlanDraft:
         self.decodes: list[Sequence] = []
         """Sequences that compute their last token."""
         self.decode_positions: list[int] = []
-        """Of these tokens."""
+        """The positions of these tokens."""
         self.growing_rows: list[int] = []
         """The rows of those of `decodes` that get a new block."""
         self.new_block_ids: list[int] = []

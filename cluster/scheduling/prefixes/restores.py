@@ -30,7 +30,7 @@ class Restores:
         self._pool = pool
         self._cpu_cache = cpu_cache
         self._copies: list[BlockCopy] = []
-        """Of the plan that is being made."""
+        """The copies of the plan that is being made."""
         self._arriving: set[int] = set()
         """Blocks of the device pool that they and the plans in flight write."""
 

@@ -63,11 +63,11 @@ class FairQueue(Generic[Item]):
     def __init__(self) -> None:
         self._shares: dict[str, Share[Item]] = {}
         self._backlogged = LeastFirst[Share[Item]](_turn)
-        """Those with waiting items."""
+        """Shares with waiting items."""
         self._open = LeastFirst[Share[Item]](_clock)
-        """Those with requests that have not ended."""
+        """Shares with requests that have not ended."""
         self._idle = LeastFirst[Share[Item]](_clock)
-        """The others, which were served more than the least served one of those."""
+        """All other shares, which were served more than the least served of those with requests."""
         self._num_items = 0
         self._num_charges = 0
 

@@ -20,7 +20,7 @@ class FakeScratch:
 
     @staticmethod
     def for_device(device: torch.device) -> "FakeScratch":
-        """Return any."""
+        """Return an object that stands for the scratch of any device."""
         return FakeScratch()
 
     def at_least(self, num_bytes: int = 0) -> torch.Tensor:
@@ -35,7 +35,7 @@ class FakeMemory:
         self._turns = 0
 
     def turn(self) -> "FakeMemory":
-        """Return what a plan is made in."""
+        """Return a context in which a plan is made."""
         self._turns += 1
         return self
 
@@ -139,7 +139,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Paged):
             self.last_lens = paged_kv_last_page_len_buffer
 
     def workspace_size(self, *args: torch.Tensor, **arguments: Any) -> tuple[int, int]:
-        """Return some sizes. Any: as in the library."""
+        """Return workspace sizes. Any: as in the library."""
         return 0, 64
 
     def reset_workspace_buffer(self, scratch: torch.Tensor, plans: torch.Tensor) -> None:

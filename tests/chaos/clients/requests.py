@@ -1,4 +1,4 @@
-"""The requests of a run: what is asked, and in which words of each frontend."""
+"""The requests of a run, and their form in each frontend."""
 
 from __future__ import annotations
 

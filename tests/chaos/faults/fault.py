@@ -1,4 +1,4 @@
-"""What a fault is."""
+"""The interface of faults."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["Fault", "Scene"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """Where a fault happens."""
+    """The target of a fault, and what a fault needs to know about the run."""
 
     target: Target
     generator: random.Random
     key: str
     """The API key of a tenant that no checked call belongs to."""
     relays: tuple[Relay, ...]
-    """Through them clients connect that resume their streams."""
+    """The relays through which clients that resume their streams connect."""
     hung: set[psutil.Process] = field(default_factory=set)
     """Processes that hang for ever, so that no other fault continues them."""
 
@@ -54,8 +54,8 @@ class Fault(ABC):
 
     @abstractmethod
     async def inject(self) -> None:
-        """Let it happen; return when no more of it is to come."""
+        """Inject the fault; return once nothing more of it follows."""
 
     def is_over(self) -> bool:
-        """Whether the server has dealt with what was injected."""
+        """Return whether the server has recovered from the fault."""
         return True

@@ -1,4 +1,4 @@
-"""What a run writes down: one JSON object a line, each of one of the kinds below.
+"""The events of a run: one JSON object per line, each of one of the kinds below.
 
 Times are seconds since the run began, of one monotonic clock.
 """

@@ -1,4 +1,4 @@
-"""What a checked history comes to."""
+"""The result of checking a history."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What faults are injected into: a server with its processes."""
+"""The interface of targets: a server with its processes, into which faults are injected."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TRACEBACK_LENGTH = 3000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holdings:
-    """What all replicas of a target hold together."""
+    """The resources that all replicas of a target hold together."""
 
     num_calls: int
     num_blocks: int

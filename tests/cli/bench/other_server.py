@@ -17,7 +17,7 @@ NUM_TOKENS = 5
 
 
 class OtherServer:
-    """What a server received, and what it shall do."""
+    """The requests that a server received, and how it behaves."""
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, object]] = []

@@ -1,4 +1,4 @@
-"""What one input may cost."""
+"""Limits on the time and memory of one input."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["run_within_limits"]
 
-# A hundred times what any input takes, on a slow machine and with each branch counted.
+# A hundred times as long as any input takes on a slow machine while branches are counted.
 _MAX_CPU_S = 1.0
 _MAX_GROWTH_KIB = 128 * 1024
 _PROCESS = Path("/proc/self")
@@ -21,7 +21,7 @@ _FORGET_PEAK = "5"
 
 def run_within_limits(target: Target, data: bytes) -> None:
     """Run a target; raise AssertionError if it takes more than a second or 128 MiB."""
-    # Otherwise nothing counts that takes less than the process once had.
+    # Otherwise, memory below an earlier peak of the process would not be counted.
     (_PROCESS / "clear_refs").write_text(_FORGET_PEAK)
     started_s, peak_kib = time.process_time(), _peak_kib()
     target.run(data)

@@ -1,4 +1,4 @@
-"""Which inputs reach code that shorter ones do not."""
+"""Selects the inputs that reach code which shorter ones do not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Line = tuple[str, int, int]
 def inputs_that_reach_more(
     run: Callable[[bytes], None], inputs: Iterable[bytes]
 ) -> Iterator[bytes]:
-    """Yield the inputs that go from one line to another as none before them, the shortest first."""
+    """Yield the inputs that pass from one line to another as no shorter one does, in order."""
     known: set[Line] = set()
     for one in sorted(set(inputs), key=lambda content: (len(content), content)):
         found = _reached(run, one)

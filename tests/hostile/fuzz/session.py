@@ -40,7 +40,7 @@ class SessionResult:
     defect: str
     """The report of the defect that ended the run, or nothing."""
     input: bytes
-    """What the defect happens with."""
+    """The input that causes the defect."""
 
 
 class Session:

@@ -1,4 +1,4 @@
-"""What is fuzzed: a parser, and the inputs that it starts from."""
+"""A fuzzing target: a parser, and the inputs that fuzzing starts from."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Target:
     seeds: tuple[bytes, ...]
     """Valid inputs, from which others are made."""
     words: tuple[bytes, ...] = ()
-    """What the format's inputs consist of."""
+    """Texts that occur in inputs of the format."""
     max_bytes: int = 2048
     """The longest input."""
 

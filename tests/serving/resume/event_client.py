@@ -12,7 +12,7 @@ __all__ = ["Answer", "ask"]
 
 @dataclass(frozen=True)
 class Answer:
-    """What arrived of a response."""
+    """The part of a response that arrived."""
 
     status: int
     """0 if not even the head arrived."""

@@ -1,4 +1,4 @@
-"""Grammars that are quick to compile, and whose masks take ever longer."""
+"""Grammars that compile quickly, but whose masks take longer for each token."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ _BODY = {"model": "tiny-llama", "prompt": _PROMPT, "max_tokens": _NUM_TOKENS}
 
 
 class ValidCalls(HttpFlood):
-    """Each takes the engine a moment, and the event loop as long."""
+    """Each takes the engine and the event loop about the same short time."""
 
     name = "200 valid calls at once"
     num_connections = 200
