@@ -49,7 +49,8 @@ def _works_scripted(program: Program, python: Path) -> bool:
         folder = Path(name) / "scripted"
         folder.mkdir()
         write_scripted_model(folder, program.turns)
-        with ServerProcess((*_FLAGS, f"--num-blocks={_SCRIPTED_BLOCKS}"), folder) as server:
+        flags = (*_FLAGS, f"--num-blocks={_SCRIPTED_BLOCKS}", *program.flags)
+        with ServerProcess(flags, folder) as server:
             return _works(program, python, server)
 
 

@@ -25,12 +25,20 @@ class Program:
     """Its packages from npm."""
     turns: tuple[tuple[str, ...], ...] = ()
     """What a scripted model says in each turn, in pieces; without, the shipped model serves."""
+    flags: tuple[str, ...] = ()
+    """Of the scripted model's server."""
     without_needs: tuple[str, ...] = ()
     """Packages that are installed afterwards, without their dependencies."""
 
 
 PROGRAMS = (
     Program("anthropic_messages", ("anthropic",)),
+    Program(
+        "anthropic_thinking",
+        ("anthropic",),
+        turns=(("<think>", "One,", " two,", " three.", "</think>", "It is six."),),
+        flags=("--reasoning-format=qwen3",),
+    ),
     Program("autogen_agent", ("autogen-agentchat", "autogen-ext[openai]")),
     Program(
         "claude_code_session",

@@ -25,6 +25,7 @@ from cluster.serving.anthropic.tool_fields import (
 from cluster.serving.anthropic.turns import combine_turns
 from cluster.serving.http.schema import Body, BodyPart, Defaults, named_schema, read_part
 from cluster.serving.openai.bodies.chat_body import MAX_MESSAGES
+from cluster.serving.openai.bodies.field_kinds import bounds
 from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
 from cluster.serving.text.templates.template_arguments import Effort, TemplateArguments
 from cluster.serving.tools.tool import MAX_TOOLS
@@ -39,10 +40,14 @@ __all__ = ["ConversationBody", "OutputConfig"]
 
 
 class Thinking(BodyPart):
-    """Sets `enable_thinking` of the chat template; ignored if the template does not read it."""
+    """Sets `enable_thinking` of the chat template, and may limit the model's reasoning."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = Field(None, description="Ignored.")
+    budget_tokens: int | None = bounds(
+        "Number of tokens after which the reasoning is ended; requires type = enabled. Ignored if "
+        "the model does not reason, or may reason several times in a turn, as gpt-oss.",
+        0,
+    )
     display: str | None = Field(None, description="Ignored.")
 
 
@@ -85,6 +90,8 @@ class ConversationBody(Body):
         "prompt": "messages",
         "reasoning_effort": "output_config.effort",
         "response_format": "output_config.format",
+        "thinking_budget": "thinking.budget_tokens",
+        "thinking_token_budget": "thinking.budget_tokens",
     }
     with_nulls: ClassVar[frozenset[str]] = frozenset(("thinking", "tool_choice"))
 
@@ -116,7 +123,9 @@ class ConversationBody(Body):
         "(`auto`), or must not call any (`none`).",
     )
     thinking: Thinking | None = Field(
-        None, description="Sets `enable_thinking` of the chat template."
+        None,
+        description="Sets `enable_thinking` of the chat template; `budget_tokens` limits the "
+        "model's reasoning.",
     )
     output_config: Any = Field(  # Any: read where it is used
         None,
@@ -124,6 +133,22 @@ class ConversationBody(Body):
         "constraint on the text of the response.",
         json_schema_extra=named_schema("OutputConfig"),
     )
+
+    def check_fields(self) -> None:
+        super().check_fields()
+        budget = self.thinking_budget
+        if budget is None:
+            return
+        param = "thinking.budget_tokens"
+        if self.thinking is not None and self.thinking.type != "enabled":
+            raise InvalidRequestError(f"{param} requires thinking.type = enabled.", param=param)
+        if budget < 0:
+            raise InvalidRequestError(f"{param} must be 0 or more, not {budget}.", param=param)
+
+    @property
+    def thinking_budget(self) -> int | None:
+        """The number of tokens after which the model's reasoning is ended."""
+        return None if self.thinking is None else self.thinking.budget_tokens
 
     def tool_use(self, tool_format: ToolCallFormat | None) -> Steps[ToolUse]:
         """Return how the call uses tools. Raises InvalidRequestError."""
@@ -137,6 +162,7 @@ class ConversationBody(Body):
         *,
         known_variables: frozenset[str],
         keeps_system_messages: Callable[[], bool],
+        can_limit_reasoning: bool,
         note_ignored: Callable[[str], None],
     ) -> Steps[ChatPrompt]:
         """Return the conversation. Raises InvalidRequestError."""
@@ -157,11 +183,14 @@ class ConversationBody(Body):
         effort = None if self.output_config is None else self.read_output_config().effort
         given = TemplateArguments(None, effort, effort_param="output_config.effort")
         arguments = given.variables(known_variables, note_ignored)
+        has_budget = self.thinking_budget is not None
         if self.thinking is not None and self.thinking.type != "adaptive":
             if "enable_thinking" in known_variables:
                 arguments["enable_thinking"] = self.thinking.type == "enabled"
-            else:
+            elif not (has_budget and can_limit_reasoning):
                 note_ignored("thinking")
+        if has_budget and not can_limit_reasoning:
+            note_ignored("thinking.budget_tokens")
         return ChatPrompt(messages, tools.for_template, not is_open, is_open, arguments)
 
     def read_output_config(self) -> OutputConfig:

@@ -25,6 +25,7 @@ class CountBody(ConversationBody):
         *,
         known_variables: frozenset[str],
         keeps_system_messages: Callable[[], bool],
+        can_limit_reasoning: bool,
         note_ignored: Callable[[str], None],
     ) -> Steps[TokenizeInput]:
         """Return the input of the call. Raises InvalidRequestError."""
@@ -32,6 +33,7 @@ class CountBody(ConversationBody):
             tools,
             known_variables=known_variables,
             keeps_system_messages=keeps_system_messages,
+            can_limit_reasoning=can_limit_reasoning,
             note_ignored=note_ignored,
         )
         return TokenizeInput(prompt=prompt, model=self.model)

@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 __all__ = ["anthropic_endpoints"]
 
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
-_NAMES = {"stop": "stop_sequences", "text": "messages"}
+_NAMES = {
+    "stop": "stop_sequences",
+    "text": "messages",
+    "thinking_token_budget": "thinking.budget_tokens",
+}
 
 
 def anthropic_endpoints(servicer: Servicer) -> tuple[Endpoint, ...]:
@@ -62,6 +66,7 @@ class _MessagesHandlers:
                 tools,
                 known_variables=self._known_variables(tools),
                 keeps_system_messages=lambda: self._keeps_system_messages(tools),
+                can_limit_reasoning=self._servicer.validator.can_limit_reasoning,
                 note_ignored=call.ignored.note,
             )
             return given, tools, body.stream
@@ -102,6 +107,7 @@ class _MessagesHandlers:
                     tools,
                     known_variables=self._known_variables(tools),
                     keeps_system_messages=lambda: self._keeps_system_messages(tools),
+                    can_limit_reasoning=self._servicer.validator.can_limit_reasoning,
                     note_ignored=call.ignored.note,
                 )
             )

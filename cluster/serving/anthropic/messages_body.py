@@ -77,6 +77,7 @@ class MessagesBody(ConversationBody):
         *,
         known_variables: frozenset[str],
         keeps_system_messages: Callable[[], bool],
+        can_limit_reasoning: bool,
         note_ignored: Callable[[str], None],
     ) -> Steps[GenerationInput]:
         """Return the input of the call. Raises InvalidRequestError."""
@@ -84,12 +85,15 @@ class MessagesBody(ConversationBody):
             tools,
             known_variables=known_variables,
             keeps_system_messages=keeps_system_messages,
+            can_limit_reasoning=can_limit_reasoning,
             note_ignored=note_ignored,
         )
         sampling: dict[str, object] = {"max_tokens": self.max_tokens}
         for name in ("temperature", "top_p", "top_k"):
             if getattr(self, name) is not None:
                 sampling[name] = getattr(self, name)
+        if can_limit_reasoning and self.thinking_budget is not None:
+            sampling["thinking_token_budget"] = self.thinking_budget
         if self.stop_sequences is not None:
             is_list = isinstance(self.stop_sequences, list)
             sampling["stop"] = tuple(self.stop_sequences) if is_list else self.stop_sequences

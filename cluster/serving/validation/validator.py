@@ -111,6 +111,11 @@ class Validator:
             dict.fromkeys((*config.model.eos_token_ids, *tokenizer.eos_token_ids))
         )
 
+    @property
+    def can_limit_reasoning(self) -> bool:
+        """Whether requests with a conversation may set `thinking_token_budget`."""
+        return self.reasoning is not None and not self.reasoning.has_channels
+
     async def validate(self, given: GenerationInput) -> tuple[Request, ...]:
         """Return one request for each prompt. Raises RequestError."""
         self.check_model(given.model)

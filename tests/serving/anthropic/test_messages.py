@@ -241,6 +241,12 @@ def test_calls_of_strict_tools_follow_the_schema(tool_server: Server) -> None:
 CASES: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens is required."),
     ({"max_tokens": 0}, "max_tokens must be 1 or more, not 0."),
+    ({"thinking": {"type": "enabled", "budget_tokens": -1}},
+     "thinking.budget_tokens must be 0 or more, not -1."),
+    ({"thinking": {"type": "adaptive", "budget_tokens": 1024}},
+     "thinking.budget_tokens requires thinking.type = enabled."),
+    ({"thinking_token_budget": 5},
+     "thinking_token_budget is not supported: did you mean thinking.budget_tokens?"),
     ({"stop_sequences": [""]}, "stop_sequences must contain strings of 1 to 512 characters."),
     ({"messages": [{"role": "god", "content": "x"}]},
      "messages.0.role must be one of 'user', 'assistant' or 'system', not 'god'."),
@@ -369,6 +375,14 @@ def test_their_tool_runner_learns_that_there_are_no_threads(
 def test_hints_are_ignored(tool_server: Server) -> None:
     given = {"metadata": {"user_id": "u"}, "service_tier": "auto"}
     assert posted(tool_server, BODY | given).status_code == 200
+
+
+def test_budget_of_a_model_that_does_not_reason_counts_as_ignored(tool_server: Server) -> None:
+    given = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
+    assert posted(tool_server, BODY | given).status_code == 200
+    metrics = httpx.get(f"{tool_server.url}/metrics").text
+    name = "thinking.budget_tokens"
+    assert f'pagedray_ignored_parameters_total{{parameter="{name}"}}' in metrics
 
 
 @pytest.mark.parametrize(

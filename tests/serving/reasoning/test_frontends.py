@@ -248,6 +248,31 @@ def test_messages_have_thinking_blocks(thinking_server: Server) -> None:
     assert signatures == [sum("thinking" in delta for delta in deltas)]
 
 
+def test_messages_may_limit_their_thinking(thinking_server: Server) -> None:
+    thinking_server.engine.reset()
+    say(thinking_server, TEXT)
+    body = {"model": "tiny", "max_tokens": 512, "messages": ASK}
+    url = f"{thinking_server.url}/v1/messages"
+    given: list[dict[str, Any]] = [
+        {"type": "enabled", "budget_tokens": 7},
+        {"type": "enabled", "budget_tokens": 2048},
+        {"type": "enabled"},
+        {"type": "adaptive"},
+        {"type": "disabled"},
+    ]
+    for thinking in given:
+        answer = httpx.post(url, json=body | {"thinking": thinking}, timeout=60)
+        assert answer.status_code == 200, answer.text
+    budgets = [one.sampling.thinking_token_budget for one in thinking_server.engine.log.submitted]
+    assert budgets == [7, 2048, None, None, None]
+    large = {"type": "enabled", "budget_tokens": 2**40}
+    answer = httpx.post(url, json=body | {"thinking": large}, timeout=60)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("thinking.budget_tokens must be from 0 to")
+    metrics = httpx.get(f"{thinking_server.url}/metrics").text
+    assert 'parameter="thinking.budget_tokens"' not in metrics
+
+
 FORCED = f"<think>\n{THOUGHT}\n</think>\n\n" + '{"a": 1}'
 
 

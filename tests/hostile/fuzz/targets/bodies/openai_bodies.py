@@ -70,6 +70,7 @@ def run(data: bytes) -> None:
                 tools,
                 known_variables=frozenset(),
                 keeps_system_messages=lambda: False,
+                can_limit_reasoning=True,
                 note_ignored=_ignore,
             )
             _check(finish(given))
@@ -86,6 +87,7 @@ def run(data: bytes) -> None:
                     tools,
                     known_variables=frozenset(),
                     keeps_system_messages=lambda: False,
+                    can_limit_reasoning=True,
                     note_ignored=_ignore,
                 )
             )
