@@ -89,8 +89,9 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
     """Its index among the sequences of its request."""
     eos_token_ids: tuple[int, ...] = ()
     """Not sampled before `min_tokens` tokens."""
-    is_masked: bool = False
-    """Whether each step samples under a mask, which also enforces `min_tokens`."""
+    mask_start: int | None = None
+    """Number of generated tokens after which each step samples under a mask, which also enforces
+    `min_tokens` from then on; None is never."""
     donor_row: int = -1
     """The row of the running sequence whose prompt it has, and nothing else; -1 is none."""
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
@@ -172,6 +173,8 @@ class StepMasks(msgspec.Struct, frozen=True, array_like=True, tag="masks"):
     """int32 in native byte order, `[num_masked, ceil(vocab_size / 32)]`, in the plan's order:
     bit `i % 32` of word `i // 32` is set if token `i` may be sampled. A sequence whose mask was not
     made in time has no bit set and samples -1; a later plan computes its last token again."""
+    released: list[int] = []
+    """Indices of the masked sequences that sample without masks in later steps."""
 
 
 Pooling = Literal["mean", "cls", "last"]

@@ -216,6 +216,10 @@ class Matcher(Protocol):
     def is_costly(self) -> bool:
         """Whether its last mask took so long that no step should wait for the next one."""
 
+    @property
+    def is_free(self) -> bool:
+        """Whether it allows every token from the last mask on, so that no other mask is needed."""
+
 
 class Grammar(Protocol):
     """A compiled structure, shared by any number of sequences."""
@@ -276,6 +280,17 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     generated_token_ids: tuple[tuple[int, ...] | None, ...] = ()
     """The tokens that each sequence generated in another replica, None for one that has ended;
     empty for a request that begins with its prompt. Never from a client."""
+
+    @property
+    def mask_start(self) -> int | None:
+        """The number of generated tokens after which its tokens are masked; None is never."""
+        if self.grammar is None:
+            return None
+        budget = self.sampling.thinking_token_budget
+        if self.sampling.structure is not None or budget is None:
+            return 0
+        # Before, the reasoning cannot have as many tokens.
+        return budget
 
     @property
     def open_indices(self) -> range | tuple[int, ...]:

@@ -111,7 +111,7 @@ def largest_steps(config: EngineConfig) -> list[StepPlan]:
         StepPlan(
             step=step,
             starts=[
-                SequenceStart(row, pack_token_ids([0]), 1, [], sampling, row, 0, is_masked=True)
+                SequenceStart(row, pack_token_ids([0]), 1, [], sampling, row, 0, mask_start=0)
                 for row in range(num_rows)
             ],
             chunks=[

@@ -10,7 +10,7 @@ The sampler does not know blocks, plans, or when a sequence ends.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from workers.sampling.choice import Choice
 
 __all__ = ["Sampled", "Sampler"]
+
+_Ints: TypeAlias = "Sequence[int] | IntArray"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,13 +120,17 @@ class Sampler:
             self._choice.unfiltered(scores, indices, draws)
             self._choice.filtered(scores, indices, draws)
 
-    def has_masked(self, rows: Sequence[int] | IntArray) -> bool:
-        """Return whether any of these rows samples under a mask."""
-        return bool((self._rows.needs(np.array(rows, dtype=np.int64)) & Need.MASK).any())
+    def has_masked(self, rows: _Ints, positions: _Ints) -> bool:
+        """Return whether the token at any of these positions of these rows is masked."""
+        return bool((self._needs_at(rows, positions) & Need.MASK).any())
 
-    def is_greedy(self, rows: Sequence[int] | IntArray) -> bool:
-        """Return whether all these rows are greedy and report no log-probabilities."""
-        return not self._rows.needs(np.array(rows, dtype=np.int64)).any()
+    def is_greedy(self, rows: _Ints, positions: _Ints) -> bool:
+        """Return whether these tokens are all greedy, without masks and log-probabilities."""
+        return not self._needs_at(rows, positions).any()
+
+    def _needs_at(self, rows: _Ints, positions: _Ints) -> IntArray:
+        row_ids = np.array(rows, dtype=np.int64)
+        return self._rows.needs_at(row_ids, np.array(positions, dtype=np.int64))
 
     @torch.no_grad()
     def take_likeliest(self, logits: ShardedLogits) -> Sampled:
@@ -146,27 +152,32 @@ class Sampler:
     def sample(
         self,
         logits: Tensor,
-        rows: Sequence[int] | IntArray,
-        positions: Sequence[int] | IntArray,
+        rows: _Ints,
+        positions: _Ints,
         masks: bytes = b"",
+        released: Sequence[int] = (),
     ) -> Sampled:
         """Return the tokens at these positions of these rows; may overwrite the logits.
 
         `logits` is `[num_rows, vocab_size or more]`; what is beyond the vocabulary is ignored.
-        `masks` are those of the masked rows among them, in order.
+        `masks` are those of the masked ones among them, in order; those at the indices `released`
+        are the last ones of their rows.
         """
         logits = logits[:, : self._vocab_size]
         row_ids = np.array(rows, dtype=np.int64)
-        needs = self._rows.needs(row_ids)
+        row_positions = np.array(positions, dtype=np.int64)
+        needs = self._rows.needs_at(row_ids, row_positions)
         if not needs.any():
             return Sampled(self._choice.greedy(logits, np.arange(len(row_ids))))
-        row_positions = np.array(positions, dtype=np.int64)
         reported = np.flatnonzero(needs & Need.LOGPROBS)
         # Their log-probabilities are taken from the logits while these are whole.
         raw_logprobs = self._raw_logprobs(logits, row_ids, reported)
         scores = self._edited(logits, row_ids, row_positions, needs, masks)
         token_ids = self._chosen(scores, row_ids, row_positions, needs)
         self._count(token_ids, row_ids, needs)
+        if released:
+            masked = np.flatnonzero(needs & Need.MASK)
+            self._rows.release(row_ids[masked[list(released)]])
         if raw_logprobs is None:
             return Sampled(token_ids)
         chosen = token_ids[self._uploader.upload(reported)]

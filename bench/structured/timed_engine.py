@@ -67,7 +67,7 @@ class TimedExecutor(SimulatedRanks):
             began_s = time.perf_counter()
             for start in plan.starts:
                 self._masked_rows.discard(start.row)
-                if start.is_masked:
+                if start.mask_start is not None:
                     self._masked_rows.add(start.row)
             rows = [one.row for one in plan.sequences if one.is_sampled]
             num_masked = sum(row in self._masked_rows for row in rows)

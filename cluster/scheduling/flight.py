@@ -19,3 +19,5 @@ class Flight(msgspec.Struct, frozen=True):
     """Those of the sampled ones whose masks were late, which sample no token."""
     described: dict[int, Sequence]
     """By row, those whose prompts' log-probabilities it computes."""
+    masked: list[Sequence]
+    """Those of the sampled ones whose token is masked."""

@@ -53,8 +53,15 @@ class MaskedStep(NamedTuple):
         for sequence in rows:
             sequence.has_mask = False
         words = [_words(one, outcomes) for one in self.sequences]
+        released = [
+            index
+            for index, one in enumerate(self.sequences)
+            if isinstance(outcomes.get(one), bytes) and _matcher(one).is_free
+        ]
+        for index in released:
+            _release(self.sequences[index])
         return MadeMasks(
-            StepMasks(self.step, b"".join(words)) if self.sequences else None,
+            StepMasks(self.step, b"".join(words), released) if self.sequences else None,
             [(one, end) for one, end in outcomes.items() if isinstance(end, FinishReason)],
             [one for one in rows if outcomes[one] is None],
             [one for one in rows if one.num_deferred],
@@ -87,6 +94,13 @@ def _note(sequence: Sequence, *, is_late: bool) -> None:
         sequence.decode_end = 0
     elif sequence.num_deferred:
         sequence.num_deferred -= 1
+
+
+def _release(sequence: Sequence) -> None:
+    """Let a sequence sample without masks from its next token on."""
+    sequence.mask_start = None
+    sequence.matcher = None
+    sequence.num_deferred = 0
 
 
 def _words(sequence: Sequence, outcomes: dict[Sequence, _Outcome]) -> bytes:

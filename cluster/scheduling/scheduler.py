@@ -246,7 +246,9 @@ class Scheduler:
         plan = draft.build_plan()
         buffer = self._prompt_logprobs
         described = buffer.described(draft.prefilled) if buffer.requests else {}
-        self._in_flight.append(Flight(plan, draft.sampled, draft.prefilled, [], described))
+        sampled = draft.sampled
+        masked = [one for one in sampled if one.is_masked] if self.has_structures else []
+        self._in_flight.append(Flight(plan, sampled, draft.prefilled, [], described, masked))
         self._step += 1
         self._num_steps += 1
         self._num_scheduled_tokens += self._config.max_num_batched_tokens - draft.budget
@@ -274,7 +276,7 @@ class Scheduler:
         if self._in_flight:
             (flight,) = self._in_flight
             step = flight.plan.step
-            sequences = [s for s in flight.sampled if s.active.request.grammar is not None]
+            sequences = flight.masked
         if self._deferred:
             self._deferred = [one for one in self._deferred if one.is_deferred]
         waiting = [one for one in self._deferred if one.waits_for_mask]

@@ -118,6 +118,7 @@ class Sequence:
         "is_prefill",
         "keys",
         "keys_revision",
+        "mask_start",
         "matcher",
         "max_length",
         "min_length",
@@ -204,7 +205,10 @@ class Sequence:
         self.num_charged = 0
         """Tokens of these that its tenant has been charged for, or that were cached."""
         self.matcher: Matcher | None = None
-        """Its state in the grammar, from its first sampled token on."""
+        """Its state in the grammar, from its first mask on."""
+        self.mask_start = active.request.mask_start
+        """Number of generated tokens after which it samples under masks; None is never, or no
+        longer."""
         self.num_deferred = 0
         """Tokens that are planned only once their masks are made, since its masks were late."""
         self.has_mask = False
@@ -241,6 +245,13 @@ class Sequence:
         """Get a copy of the prompt, to which tokens may be appended."""
         if self.token_ids is self.active.prompt:
             self.token_ids = self.active.prompt[:]
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether the token that its last plan samples is masked."""
+        if self.mask_start is None:
+            return False
+        return self.num_computed >= self.num_prompt_tokens + self.mask_start
 
     def may_end_with(self, token_id: int) -> bool:
         """Return whether `token_id`, the last token, may end the sequence."""

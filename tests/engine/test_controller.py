@@ -78,6 +78,7 @@ class HeldGrammar:
     num_mask_bytes = 4
     error = ""
     is_costly = False
+    is_free = False
 
     def __init__(self) -> None:
         self.is_held = True

@@ -134,6 +134,8 @@ class Harness:
                 min_tokens=min_tokens,
                 ignore_eos=ignore_eos,
                 stop_token_ids=tuple(stop_token_ids),
+                # Masks of some begin later.
+                thinking_token_budget=seed % 3 if is_masked else None,
             ),
             seed=seed,
             eos_token_ids=(EOS,),

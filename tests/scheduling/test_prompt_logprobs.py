@@ -41,6 +41,7 @@ class FirstIsLate:
     num_mask_bytes = 4
     error = ""
     is_costly = False
+    is_free = False
 
     def __init__(self, other: bytes | FinishReason) -> None:
         self._other = other

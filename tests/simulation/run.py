@@ -237,7 +237,10 @@ class _Client:
             id=self._id,
             prompt_token_ids=plan.prompt,
             sampling=SamplingParams(
-                n=plan.n, max_tokens=plan.max_tokens, ignore_eos=plan.ignores_eos
+                n=plan.n,
+                max_tokens=plan.max_tokens,
+                ignore_eos=plan.ignores_eos,
+                thinking_token_budget=plan.num_unmasked if plan.is_masked else None,
             ),
             seed=plan.number,
             eos_token_ids=(EOS,),

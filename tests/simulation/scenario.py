@@ -30,6 +30,8 @@ class ClientPlan:
     max_tokens: int = 4
     ignores_eos: bool = True
     is_masked: bool = False
+    num_unmasked: int = 0
+    """Tokens that are sampled before the first mask."""
     deadline_s: float | None = None
     """After its arrival."""
     read_pause_s: float = 0.0
@@ -182,6 +184,7 @@ def _make_client(
         max_tokens=draws.choice((1, 4, 12, 30)),
         ignores_eos=draws.random() < 0.6,
         is_masked=has_masks and draws.random() < 0.6,
+        num_unmasked=number % 5,
         deadline_s=draws.random() * 0.3 if draws.random() < 0.1 else None,
         read_pause_s=draws.choice((0.0, 0.0, 0.05)),
         cancels_after=draws.randint(0, 8) if draws.random() < 0.15 else None,

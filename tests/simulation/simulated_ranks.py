@@ -276,8 +276,9 @@ class _Rank:
         self._plans: deque[StepPlan] = deque()
         self._disk_jobs: dict[bool, deque[DiskReport]] = {True: deque(), False: deque()}
         """Reads and writes under way, and what they will report."""
-        self._masks: dict[int, bytes] = {}
-        self._masked_rows: dict[int, bool] = {}
+        self._masks: dict[int, StepMasks] = {}
+        self._mask_positions: dict[int, int | None] = {}
+        """The position from which each row is masked; None is none."""
         self._seeds: dict[int, int] = {}
 
     def post(self, message: StepPlan | StepMasks) -> None:
@@ -346,7 +347,7 @@ class _Rank:
                 self._begin_disk_jobs(message)
             else:
                 assert isinstance(message, StepMasks)
-                self._masks[message.step] = message.words
+                self._masks[message.step] = message
         self._begin_step()
 
     def _begin_disk_jobs(self, plan: StepPlan) -> None:
@@ -379,22 +380,33 @@ class _Rank:
             return
         plan = self._plans[0]
         for start in plan.starts:
-            self._masked_rows[start.row] = start.is_masked
+            self._mask_positions[start.row] = (
+                None if start.mask_start is None else start.num_prompt_tokens + start.mask_start
+            )
             self._seeds[start.row] = start.seed
         masked = [
-            one.row for one in plan.sequences if one.is_sampled and self._masked_rows[one.row]
+            one.row
+            for one in plan.sequences
+            if one.is_sampled and self._is_masked(one.row, one.first_position + one.num_tokens)
         ]
         if masked and plan.step not in self._masks:
             return
         self._plans.popleft()
         late_rows: set[int] = set()
         if masked:
-            words = self._masks.pop(plan.step)
+            masks = self._masks.pop(plan.step)
+            words = masks.words
             assert len(words) == len(masked)
+            for index in masks.released:
+                self._mask_positions[masked[index]] = None
             late_rows = {row for row, word in zip(masked, words, strict=True) if not word}
         self._is_busy = True
         delay_s = self._step_s * (0.5 + self._draws.random())
         self._world.call_later(delay_s, lambda: self._end_step(plan, late_rows))
+
+    def _is_masked(self, row: int, position: int) -> bool:
+        first = self._mask_positions[row]
+        return first is not None and position >= first
 
     def _end_step(self, plan: StepPlan, late_rows: set[int]) -> None:
         if self._is_dead or self.is_hung:

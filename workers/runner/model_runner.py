@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 import torch
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ModelRunner", "PendingTokens"]
 
+_Sample: TypeAlias = "Callable[[StepMasks | None], Sampled]"
+"""Samples the tokens of a step, given its masks if it needs some."""
+
 
 class PendingTokens:
     """A step that was launched; the device may still compute its tokens.
@@ -47,7 +50,7 @@ class PendingTokens:
     def __init__(
         self,
         step: int,
-        sample: Callable[[bytes], Sampled] | None,
+        sample: _Sample | None,
         *,
         needs_masks: bool,
         started: DeviceEvent,
@@ -68,13 +71,13 @@ class PendingTokens:
         self._device = device
         self._done: DeviceEvent | None = None
         if not needs_masks:
-            self._finish(b"")
+            self._finish(None)
 
     def take_masks(self, masks: StepMasks) -> None:
         assert self.needs_masks
         assert masks.step == self.step
         self.needs_masks = False
-        self._finish(masks.words)
+        self._finish(masks)
 
     @property
     def is_ready(self) -> bool:
@@ -103,7 +106,7 @@ class PendingTokens:
         )
 
     @torch.inference_mode()
-    def _finish(self, masks: bytes) -> None:
+    def _finish(self, masks: StepMasks | None) -> None:
         if self._sample is not None:
             # The tokens are on the host before the step's event.
             self._sampled = self._sample(masks)
@@ -218,7 +221,9 @@ class ModelRunner:
                 )
                 hidden = hidden[:num_sampled]
             if len(inputs.sampled_rows):
-                needs_masks = self._sampler.has_masked(inputs.sampled_rows)
+                needs_masks = self._sampler.has_masked(
+                    inputs.sampled_rows, inputs.sampled_positions
+                )
                 sample = partial(self._sample, inputs, self._choose(inputs, hidden))
         return PendingTokens(
             plan.step,
@@ -244,15 +249,20 @@ class ModelRunner:
             inputs.token_ids, inputs.positions, attention, inputs.logits_indices
         )
 
-    def _choose(self, inputs: StepInputs, hidden: torch.Tensor) -> Callable[[bytes], Sampled]:
+    def _choose(self, inputs: StepInputs, hidden: torch.Tensor) -> _Sample:
         """Return a function that samples the tokens of a step, given its masks."""
-        logits, rows = self._model.logits(hidden), inputs.sampled_rows
-        if logits.is_sharded and self._sampler.is_greedy(rows):
+        logits = self._model.logits(hidden)
+        rows, positions = inputs.sampled_rows, inputs.sampled_positions
+        if logits.is_sharded and self._sampler.is_greedy(rows, positions):
             return lambda _: self._sampler.take_likeliest(logits)
-        return partial(self._sampler.sample, logits.whole(), rows, inputs.sampled_positions)
+        sample = partial(self._sampler.sample, logits.whole(), rows, positions)
+        return lambda masks: sample() if masks is None else sample(masks.words, masks.released)
 
     def _sample(
-        self, inputs: StepInputs, choose: Callable[[bytes], Sampled], masks: bytes
+        self,
+        inputs: StepInputs,
+        choose: _Sample,
+        masks: StepMasks | None,
     ) -> Sampled:
         self._progress.enter(Phase.SAMPLING)
         sampled = choose(masks)

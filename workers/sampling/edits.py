@@ -55,18 +55,19 @@ class LogitEdits:
         ending_ids = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             ending_ids |= set(start.eos_token_ids)
-        if start.is_masked:
-            # The masks of a grammar decide when the sequence may and must end.
-            ending_ids = set()
         # A tokenizer may have more tokens than the model has logits; their ids are out of range.
         biases = {i: bias for i, bias in sampling.logit_bias.items() if self._is_known(i)}
+        num_unending = sampling.min_tokens
+        if start.mask_start is not None:
+            # Masks decide when the sequence may and must end.
+            num_unending = min(num_unending, start.mask_start)
         allowed_ids = self._known(sampling.allowed_token_ids)
         self._edits_by_row[start.row] = _RowEdits(
             biased_ids=np.array(list(biases), dtype=np.int64),
             biases=np.array(list(biases.values()), dtype=np.float32),
             ending_ids=self._known(ending_ids),
             allowed_ids=upload(allowed_ids, self._device) if len(allowed_ids) else None,
-            first_ending_position=start.num_prompt_tokens + sampling.min_tokens,
+            first_ending_position=start.num_prompt_tokens + num_unending,
         )
 
     def end(self, row: int) -> None:

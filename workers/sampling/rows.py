@@ -43,6 +43,10 @@ class SamplingRows:
         self._top_k = np.zeros(max_num_rows, dtype=np.int64)
         self._top_p = np.ones(max_num_rows)
         self._min_p = np.zeros(max_num_rows)
+        self._masked_rows: set[int] = set()
+        """The rows that sample under masks, some of them later."""
+        self._mask_positions = np.zeros(max_num_rows, dtype=np.int64)
+        """The position from which each of these rows samples under masks."""
         self._num_logprobs = np.zeros(max_num_rows, dtype=np.int64)
         self._reported_ids: dict[int, IntArray] = {}
         """The tokens that rows report in place of the likeliest ones."""
@@ -57,6 +61,10 @@ class SamplingRows:
         self._top_k[row] = min(top_k, self._vocab_size)
         self._top_p[row] = sampling.top_p
         self._min_p[row] = sampling.min_p
+        self._masked_rows.discard(row)
+        if start.mask_start is not None:
+            self._masked_rows.add(row)
+            self._mask_positions[row] = start.num_prompt_tokens + start.mask_start
         self._num_logprobs[row] = sampling.logprobs or 0
         self._reported_ids.pop(row, None)
         if sampling.logprob_token_ids:
@@ -64,9 +72,21 @@ class SamplingRows:
             self._reported_ids[row] = np.array(list(distinct), dtype=np.int64)
             self._num_logprobs[row] = len(distinct)
 
+    def release(self, rows: IntArray) -> None:
+        """Let these rows sample without masks."""
+        self._masked_rows.difference_update(rows.tolist())
+
     def needs(self, rows: IntArray) -> IntArray:
-        """Return the `Need` flags of these rows."""
+        """Return the `Need` flags of these rows, without that of masks."""
         return self._needs[rows]
+
+    def needs_at(self, rows: IntArray, positions: IntArray) -> IntArray:
+        """Return the `Need` flags of these rows at these positions."""
+        needs = self._needs[rows]
+        if self._masked_rows:
+            is_row = np.isin(rows, list(self._masked_rows))
+            needs[is_row & (positions >= self._mask_positions[rows])] |= Need.MASK
+        return needs
 
     def num_logprobs(self, rows: IntArray) -> IntArray:
         """Return how many tokens these rows report, beside those that are sampled."""
@@ -113,8 +133,6 @@ class SamplingRows:
             need |= Need.PENALTY
         if sampling.logprobs is not None:
             need |= Need.LOGPROBS
-        if start.is_masked:
-            need |= Need.MASK
         if start.bad_token_ids:
             need |= Need.BAD_WORDS
         return need

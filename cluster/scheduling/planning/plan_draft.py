@@ -106,7 +106,7 @@ class PlanDraft:
                 request.seed,
                 sequence.index,
                 () if request.sampling.ignore_eos else request.eos_token_ids,
-                request.grammar is not None,
+                sequence.mask_start,
                 sequence.donor_row,
                 request.bad_token_ids,
             )

@@ -15,6 +15,7 @@ class FreeMatcher:
     """Allows every token. A TokenMatcher."""
 
     is_complete = True
+    is_free = True
 
     def accept_token(self, token_id: int) -> bool:
         """Return True."""

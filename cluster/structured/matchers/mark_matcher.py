@@ -44,6 +44,11 @@ class MarkMatcher:
         """Whether the grammar matches the tokens so far."""
         return self._matcher.is_complete
 
+    @property
+    def is_free(self) -> bool:
+        """Return False: the grammar may forbid tokens."""
+        return False
+
     def accept_token(self, token_id: int) -> bool:
         """Advance by a token, or return False if the grammar does not allow it."""
         if self._is_expected and token_id == self._token_id:

@@ -42,6 +42,11 @@ class ReasoningBudget:
         """Whether the tokens so far are a whole text."""
         return self._matcher.is_complete
 
+    @property
+    def is_free(self) -> bool:
+        """Whether no more reasoning follows, and the other matcher allows every token."""
+        return self._tracker.is_passed and self._matcher.is_free
+
     def accept_token(self, token_id: int) -> bool:
         """Advance by a token, or return False if it is not allowed."""
         if self._tracker.place is ReasoningPlace.INSIDE:

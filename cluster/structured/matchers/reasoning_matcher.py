@@ -63,6 +63,11 @@ class ReasoningMatcher:
             return False
         return self._matcher.is_complete and self._tracker.place is not ReasoningPlace.INSIDE
 
+    @property
+    def is_free(self) -> bool:
+        """Return False: the grammar may forbid tokens."""
+        return False
+
     def accept_token(self, token_id: int) -> bool:
         """Advance by a token, or return False if neither the grammar nor a mark allows it."""
         self._num_tokens += 1

@@ -18,6 +18,10 @@ class TokenMatcher(Protocol):
     def is_complete(self) -> bool:
         """Whether the tokens so far are a whole text."""
 
+    @property
+    def is_free(self) -> bool:
+        """Whether it allows every token from here on."""
+
     def accept_token(self, token_id: int) -> bool:
         """Advance by a token, or return False if it is not allowed."""
 

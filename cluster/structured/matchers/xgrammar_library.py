@@ -131,6 +131,11 @@ class GrammarMatcher:
         """Whether an end-of-sequence token was accepted."""
         return bool(self._matcher.is_terminated())
 
+    @property
+    def is_free(self) -> bool:
+        """Return False: the grammar may forbid tokens."""
+        return False
+
     def accept_token(self, token_id: int) -> bool:
         """Advance by a token, or return False if the grammar does not allow it."""
         return bool(self._matcher.accept_token(token_id))

@@ -94,6 +94,8 @@ class MatcherHandle:
         self.grammar = grammar
         self.error = ""
         """Why the structure ended the sequence with an error, if it did."""
+        self.is_free = False
+        """Whether its last mask was the last one that the sequence needs."""
         self.id = sequence_id
         """The id of the sequence in the mask process."""
         self._note_end = note_end
@@ -101,7 +103,8 @@ class MatcherHandle:
             grammar.id,
             sampling.min_tokens,
             sampling.ignore_eos,
-            request.eos_token_ids,
+            # Without a structure they are tokens like others if they are ignored.
+            () if structure is None and sampling.ignore_eos else request.eos_token_ids,
             tuple(sampling.stop_token_ids),
             reasoning=request.reasoning,
             mark="" if structure is None else structure.mark,
@@ -154,6 +157,7 @@ class MatcherHandle:
         self._cpu_s = max(self._cpu_s, made.cpu_s)
         self._mask_cpu_s = made.mask_cpu_s
         self._outcome = made.finish_reason or made.words
+        self.is_free = made.is_free
         if made.error != REJECTED_TOKEN:
             self.error = made.error
 

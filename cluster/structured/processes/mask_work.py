@@ -94,6 +94,7 @@ class MaskJob:
             b"" if found is not None else self._words.tobytes(),
             found,
             matcher.error if found is FinishReason.ERROR else "",
+            is_free=found is None and matcher.is_free,
         )
 
     def failed(self, error: str) -> MadeMask:

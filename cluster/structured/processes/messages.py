@@ -135,6 +135,8 @@ class MadeMask(msgspec.Struct, frozen=True, array_like=True):
     """Why it ends with an error."""
     is_offender: bool = False
     """Whether it took too long or too much memory, so that the process exits."""
+    is_free: bool = False
+    """Whether the sequence needs no other mask, since every token is allowed from here on."""
 
 
 class MaskReply(msgspec.Struct, frozen=True, array_like=True):

@@ -58,7 +58,8 @@ class SequenceMatcher:
         self._budget_of = budget_of
         self._min_tokens = start.min_tokens
         self._num_tokens = 0
-        self._eos = _bits(start.eos_token_ids, vocab_size) if start.ignores_eos else None
+        has_eos = start.ignores_eos and start.eos_token_ids
+        self._eos = _bits(start.eos_token_ids, vocab_size) if has_eos else None
         self._early = (
             _bits((*start.eos_token_ids, *start.stop_token_ids), vocab_size)
             if start.min_tokens
@@ -72,6 +73,12 @@ class SequenceMatcher:
         self._finish_reason: FinishReason | None = None
         self.error = ""
         """Why it ended with an error, if it did."""
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the sequence needs no other mask: every token is allowed from here on."""
+        is_long = self._num_tokens >= self._min_tokens
+        return is_long and self._eos is None and self._matcher.is_free
 
     def write_mask(
         self, token_ids: list[int], masks: NDArray[np.int32], row: int

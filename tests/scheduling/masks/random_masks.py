@@ -14,11 +14,14 @@ __all__ = ["RandomMasks"]
 
 _COSTLY = 0.2
 """How many of the masks are."""
+_FREE = 0.1
+"""How many of the masks are the last ones of their sequences."""
 
 
 class _Matcher:
     error = ""
     is_costly = False
+    is_free = False
     num_tokens = -1
     """Tokens before the mask that was made last."""
 
@@ -52,4 +55,5 @@ class RandomMasks:
                 return None
             matcher.num_tokens = num_tokens
             matcher.is_costly = self._random.random() < _COSTLY
+            matcher.is_free = self._random.random() < _FREE
         return b"\xff"

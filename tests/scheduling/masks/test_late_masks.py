@@ -34,6 +34,7 @@ class SlowGrammar:
         self.is_late = False
         """Whether masks are not made yet."""
         self.is_costly = False
+        self.is_free = False
         self.end: FinishReason | None = None
         """What masks are in place of a mask."""
         self.num_awaited: list[int] = []

@@ -26,6 +26,7 @@ class PlainMatcher:
 
     error = "its mask took 0.60 s"
     is_costly = False
+    is_free = False
 
 
 class LastTokenGrammar:
@@ -94,7 +95,7 @@ def test_only_sequences_with_a_grammar_get_masks_in_the_order_of_the_plan() -> N
         one.add_request(request(name, given))
     plan = one.schedule()
     assert plan is not None
-    assert [start.is_masked for start in plan.starts] == [False, True, False, True]
+    assert [start.mask_start for start in plan.starts] == [None, 0, None, 0]
     made = make_masks(one)
     assert made.masks is not None
     assert made.masks.step == plan.step
@@ -109,6 +110,73 @@ def test_without_a_grammar_nothing_is_masked() -> None:
     one.add_request(request("a", None))
     one.schedule()
     assert one.masked_step() is None
+
+
+class FreeingGrammar(LastTokenGrammar):
+    """Allows every token from its first mask on."""
+
+    def matcher(self, request: Request) -> PlainMatcher:
+        matcher = PlainMatcher()
+        matcher.is_free = True
+        return matcher
+
+
+def with_budget(name: str, num_tokens: int, grammar: LastTokenGrammar) -> Request:
+    """Return a request whose reasoning may have this many tokens."""
+    given = request(name, grammar)
+    sampling = msgspec.structs.replace(given.sampling, thinking_token_budget=num_tokens)
+    return msgspec.structs.replace(given, sampling=sampling)
+
+
+def test_a_budget_masks_no_token_before_it_and_none_once_all_are_allowed() -> None:
+    one, grammar = scheduler(), FreeingGrammar()
+    one.add_request(with_budget("a", 2, grammar))
+    for token_id in (7, 8):
+        plan = one.schedule()
+        assert plan is not None
+        assert [start.mask_start for start in plan.starts] in ([2], [])
+        assert one.masked_step() is None
+        one.update(StepOutput(plan.step, [token_id]))
+    plan = one.schedule()
+    assert plan is not None
+    made = make_masks(one)
+    assert made.masks is not None
+    assert (made.masks.step, list(made.masks.released)) == (plan.step, [0])
+    one.update(StepOutput(plan.step, [9]))
+    for token_id in (10, 11):
+        run_step(one, token_id)
+        assert one.masked_step() is None
+    assert grammar.num_awaited == [1]
+
+
+def test_a_sequence_that_starts_again_needs_no_mask_once_all_tokens_are_allowed() -> None:
+    one = scheduler()
+    one.add_request(with_budget("a", 1, FreeingGrammar()))
+    run_step(one, 7)
+    one.schedule()
+    assert make_masks(one).masks is not None
+    # The ranks are replaced.
+    one.reset(None)
+    plan = one.schedule()
+    assert plan is not None
+    assert [start.mask_start for start in plan.starts] == [None]
+    assert one.masked_step() is None
+
+
+def test_the_masks_of_a_plan_are_those_of_the_tokens_that_it_samples() -> None:
+    one, grammar = scheduler(), LastTokenGrammar()
+    one.add_request(with_budget("a", 1, grammar))
+    one.add_request(with_budget("b", 1, grammar))
+    first, second = one.schedule(), one.schedule()
+    assert first is not None
+    assert second is not None
+    # Its first token is discarded, so that less of its tokens are known than the plan assumes.
+    one.abort_request("a")
+    one.update(StepOutput(first.step, [7, 8]))
+    made = make_masks(one)
+    assert made.masks is not None
+    assert made.masks.step == second.step
+    assert made.masks.words == EVERYTHING + (1 << 2).to_bytes(4, "little")
 
 
 def test_sequence_that_has_ended_gets_no_mask_and_may_sample_anything() -> None:

@@ -77,6 +77,20 @@ def test_other_tokens_are_free(chosen: list[int]) -> None:
     assert written(WHOLE_MARKS, chosen, max_tokens=1) == text
 
 
+@pytest.mark.parametrize(
+    ("token_ids", "is_free"),
+    [([], False), ([BEGIN, A], False), ([BEGIN, A, END], True), ([A], True)],
+)
+def test_all_tokens_are_allowed_once_no_reasoning_follows(
+    token_ids: list[int], is_free: bool
+) -> None:
+    index = TokenIndex([text.encode() for text in TEXTS], {"<think>": BEGIN, "</think>": END})
+    matcher = ReasoningBudget(FreeMatcher(), WHOLE_MARKS, index, max_tokens=3)
+    for token_id in token_ids:
+        assert matcher.accept_token(token_id)
+    assert matcher.is_free == is_free
+
+
 def test_a_turn_may_begin_again() -> None:
     index = TokenIndex([text.encode() for text in TEXTS], {})
     matcher = ReasoningBudget(FreeMatcher(), SPLIT_MARKS, index, max_tokens=1)

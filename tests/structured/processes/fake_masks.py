@@ -30,6 +30,7 @@ class _Matcher:
     """Allows the token after the last one, after doing what its grammar says."""
 
     is_complete = False
+    is_free = False
 
     def __init__(self, grammar: str) -> None:
         self._grammar = grammar

@@ -352,6 +352,7 @@ class QuickMatcher:
     """Allows all tokens, immediately."""
 
     is_complete = False
+    is_free = False
 
     def accept_token(self, token_id: int) -> bool:
         return True

@@ -92,6 +92,25 @@ def test_reasoning_ends_at_its_budget(llm: LLM, temperature: float) -> None:
         assert (other.content, bool(output.content)) == ("", True)
 
 
+def test_budget_that_is_not_reached_changes_no_token(llm: LLM) -> None:
+    def token_ids(budget: int | None, **changes: Any) -> list[list[int]]:  # Any: fields
+        given = params(structure=None, thinking_token_budget=budget, max_tokens=40, n=4, **changes)
+        (result,) = llm.chat(ASK, given, use_tqdm=False)
+        return [list(output.token_ids) for output in result.outputs]
+
+    # The reasoning ends before the budget, the turn after it.
+    for changes in (
+        {"logit_bias": {END_TOKEN_ID: 10.0}, "ignore_eos": True},
+        {"logit_bias": {END_TOKEN_ID: 10.0, 1: 8.0}, "min_tokens": 25},
+    ):
+        expected = token_ids(None, **changes)
+        ends = [ids.index(END_TOKEN_ID) for ids in expected]
+        assert max(ends) < 20
+        assert min(map(len, expected)) > 20
+        for budget in (max(ends), 20, 10_000):
+            assert token_ids(budget, **changes) == expected
+
+
 def test_structure_follows_reasoning_that_was_ended(llm: LLM) -> None:
     given = params(logit_bias={END_TOKEN_ID: -100.0}, thinking_token_budget=5, max_tokens=100, n=4)
     (result,) = llm.chat(ASK, given, use_tqdm=False)

@@ -66,7 +66,7 @@ def test_a_broken_step_counts_no_token(sampler: Sampler) -> None:
 
 def test_a_mask_that_allows_nothing_gives_minus_one_and_counts_no_token(sampler: Sampler) -> None:
     sampling = SamplingParams(temperature=0.0, frequency_penalty=2.0, logprobs=1)
-    sampler.start(replace(make_start(sampling), is_masked=True))
+    sampler.start(replace(make_start(sampling), mask_start=0))
     size = num_mask_bytes(VOCAB_SIZE)
     sampled = sampler.sample(make_logits(), [0], [3], b"\x00" * size)
     assert (sampled.token_ids.tolist(), sampled.logprobs) == ([-1], [None])

@@ -21,14 +21,14 @@ def mask_of(*token_ids: int) -> bytes:
     return words.tobytes()
 
 
-def started(sampler: Sampler, row: int, *, is_masked: bool, **sampling: object) -> None:
+def started(sampler: Sampler, row: int, *, mask_start: int | None, **sampling: object) -> None:
     params = SamplingParams(**sampling)  # type: ignore[arg-type]  # any field
-    sampler.start(SequenceStart(row, pack_token_ids([5]), 1, [], params, 9, 0, (3,), is_masked))
+    sampler.start(SequenceStart(row, pack_token_ids([5]), 1, [], params, 9, 0, (3,), mask_start))
 
 
-def sampler_of(*, is_masked: bool = True, **sampling: object) -> Sampler:
+def sampler_of(*, mask_start: int | None = 0, **sampling: object) -> Sampler:
     sampler = Sampler(max_num_rows=4, vocab_size=VOCAB_SIZE, device=torch.device("cpu"))
-    started(sampler, 0, is_masked=is_masked, **sampling)
+    started(sampler, 0, mask_start=mask_start, **sampling)
     return sampler
 
 
@@ -71,15 +71,45 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
 
 def test_a_neighbor_keeps_its_token_and_a_broken_row_stays_broken() -> None:
     sampler = sampler_of(temperature=0.0)
-    started(sampler, 1, is_masked=False, temperature=0.0)
-    started(sampler, 2, is_masked=True, temperature=0.0)
+    started(sampler, 1, mask_start=None, temperature=0.0)
+    started(sampler, 2, mask_start=0, temperature=0.0)
     logits = torch.zeros(3, VOCAB_SIZE)
     logits[:, 9] = 5.0
     logits[2, 9] = torch.nan
     masks = mask_of(70) + mask_of(71)
-    assert sampler.has_masked([0, 1, 2])
-    assert not sampler.has_masked([1])
+    assert sampler.has_masked([0, 1, 2], [1, 1, 1])
+    assert not sampler.has_masked([1], [1])
     assert sampler.sample(logits, [0, 1, 2], [1, 1, 1], masks).token_ids.tolist() == [70, 9, -1]
+
+
+def test_masks_begin_later_and_end() -> None:
+    sampler = sampler_of(mask_start=2, temperature=0.0)
+    started(sampler, 1, mask_start=0, temperature=0.0)
+    likeliest = torch.zeros(2, VOCAB_SIZE)
+    likeliest[:, 9] = 5.0
+    assert [sampler.has_masked([0], [position]) for position in (1, 2, 3, 4)] == [
+        False, False, True, True,
+    ]  # fmt: skip
+    assert sampler.is_greedy([0], [2])
+    found = sampler.sample(likeliest.clone(), [0, 1], [2, 2], mask_of(70))
+    assert found.token_ids.tolist() == [9, 70]
+    found = sampler.sample(likeliest.clone(), [0, 1], [3, 3], mask_of(71) + mask_of(72), [0])
+    assert found.token_ids.tolist() == [71, 72]
+    assert not sampler.has_masked([0], [4])
+    found = sampler.sample(likeliest.clone(), [0, 1], [4, 4], mask_of(73))
+    assert found.token_ids.tolist() == [9, 73]
+    # The next sequence of the row has masks again.
+    started(sampler, 0, mask_start=0, temperature=0.0)
+    assert sampler.has_masked([0], [1])
+
+
+def test_min_tokens_holds_before_the_masks_begin() -> None:
+    sampler = sampler_of(mask_start=2, temperature=0.0, min_tokens=10, max_tokens=20)
+    logits = torch.zeros(1, VOCAB_SIZE)
+    logits[0, 3] = 5.0
+    assert int(sampler.sample(logits.clone(), [0], [2]).token_ids[0]) != 3
+    # From here on, the mask decides whether the sequence may end.
+    assert int(sampler.sample(logits.clone(), [0], [3], mask_of(3)).token_ids[0]) == 3
 
 
 def test_masks_of_bfloat16_logits() -> None:
