@@ -14,6 +14,7 @@ from pagedray.errors import StartupError
 from pagedray.weight_format import Int4Format
 from tests.int4_tensors import Int4Tensors
 from tests.quantized_checkpoints import save_compressed, save_fp8_blocks, save_replaced, save_wide
+from tests.workers.models.encoder_reference import save_bert
 from tests.workers.models.two_ranks import on_two_ranks
 from tests.workers.reference import (
     CPU,
@@ -142,6 +143,7 @@ def test_output_head_may_be_quantized(name: str, tmp_path: Path) -> None:
     folder, compressed = tmp_path / "plain", tmp_path / "compressed"
     save_wide(folder, vocab_size=144)
     save_compressed(folder, compressed, *COMPRESSED[name], ignore=())
+    check_parallel(read_model_config(compressed), 2)
     expected = dequantized_logits(compressed)
     group = SoloGroup()
     found = run(loaded_model(compressed, group), group)
@@ -154,8 +156,16 @@ def test_ranks_divide_a_quantized_head(tmp_path: Path) -> None:
     folder, compressed = tmp_path / "plain", tmp_path / "compressed"
     save_wide(folder)
     save_compressed(folder, compressed, INT8, None, ignore=())
+    check_parallel(read_model_config(compressed), 1)
     with pytest.raises(StartupError, match=r"lm_head is quantized and has 131 outputs, which 2"):
         check_parallel(read_model_config(compressed), 2)
+
+
+def test_layers_that_stay_plain_are_divided_as_plain_ones(tmp_path: Path) -> None:
+    folder, compressed = tmp_path / "plain", tmp_path / "compressed"
+    save_wide(folder)
+    save_compressed(folder, compressed, INT8, None, ignore=("lm_head", "re:.*o_proj"))
+    check_parallel(read_model_config(compressed), 2)
 
 
 @pytest.mark.parametrize("name", ["llama-6-heads-3-kv", "glm4-four-norms", "phi3-window"])
@@ -164,6 +174,7 @@ def test_blocks_of_fp8_equal_what_they_stand_for(name: str, tmp_path: Path) -> N
     save_checkpoint(name, folder)
     # It neither divides the sizes nor the parts of fused tensors.
     save_fp8_blocks(folder, quantized, dequantized, 20)
+    check_parallel(read_model_config(quantized), 1)
     group = SoloGroup()
     torch.testing.assert_close(
         run(loaded_model(quantized, group), group),
@@ -271,4 +282,10 @@ def test_other_formats_need_a_checkpoint(tmp_path: Path) -> None:
 def test_experts_are_rejected(tmp_path: Path) -> None:
     save_checkpoint("qwen3_moe-renormalized", tmp_path)
     with pytest.raises(StartupError, match="fp8 is not supported for a model with experts"):
+        with_method(read_model_config(tmp_path), "fp8")
+
+
+def test_encoders_are_rejected(tmp_path: Path) -> None:
+    save_bert(tmp_path)
+    with pytest.raises(StartupError, match="fp8 is not supported for an encoder"):
         with_method(read_model_config(tmp_path), "fp8")

@@ -157,7 +157,7 @@ def test_layers_of_one_product_have_one_format(tmp_path: Path) -> None:
         (
             with_group(
                 weights=WEIGHTS | INT4 | {"num_bits": 8},
-                input_activations=INPUTS | {"type": "int"},
+                input_activations=INPUTS | {"type": "int", "observer": "minmax"},
                 format="pack-quantized",
             ),
             Int8Format(scales="group", group_size=128, is_packed=True),
@@ -167,7 +167,12 @@ def test_layers_of_one_product_have_one_format(tmp_path: Path) -> None:
             GPTQ | {"desc_act": True, "group_size": -1, "checkpoint_format": "gptq_v2"},
             Int4Format(packing="gptq", group_size=None, is_ordered=True),
         ),
+        (
+            {key: GPTQ[key] for key in GPTQ if key != "desc_act"},
+            Int4Format(packing="gptq", group_size=128, zero_offset=1),
+        ),
         (AWQ, Int4Format(packing="awq", group_size=128)),
+        (AWQ | {"do_fuse": False, "backend": "auto"}, Int4Format(packing="awq", group_size=128)),
     ],
 )
 def test_integers_are_read(
@@ -211,6 +216,10 @@ def test_output_head_has_a_format_if_the_checkpoint_says_so(tmp_path: Path) -> N
             COMPRESSED | {"kv_cache_scheme": CACHE | {"dynamic": True}},
             "kv_cache_scheme.dynamic must be false",
         ),
+        (
+            COMPRESSED | {"kv_cache_scheme": CACHE | {"num_bits": 9}},
+            "kv_cache_scheme.num_bits must be an integer from 8 to 8, not 9",
+        ),
         (COMPRESSED | {"quantization_status": "frozen"}, "quantization_status must be one of"),
         (COMPRESSED | {"sparsity_config": {"format": "24"}}, "sparsity_config.format must be"),
         (COMPRESSED | {"transform_config": {"x": 1}}, "transform_config is not a field"),
@@ -221,6 +230,12 @@ def test_output_head_has_a_format_if_the_checkpoint_says_so(tmp_path: Path) -> N
             with_group(weights=WEIGHTS | {"type": "int", "num_bits": 3}),
             "weights.num_bits must be an integer from 4",
         ),
+        (with_group(weights=WEIGHTS | {"num_bits": 9}), "weights.num_bits must be an integer"),
+        (
+            with_group(weights=WEIGHTS | INT4 | {"num_bits": 5}, **NO_INPUTS),
+            "weights.num_bits must be an integer from 4 to 4, not 5",
+        ),
+        (with_group(weights=WEIGHTS | {"dynamic": True}), "weights.dynamic must be false"),
         (with_group(weights=WEIGHTS | INT4), "input_activations must be null"),
         (
             with_group(weights=WEIGHTS | INT4 | {"group_size": 48}, **NO_INPUTS),
@@ -228,6 +243,14 @@ def test_output_head_has_a_format_if_the_checkpoint_says_so(tmp_path: Path) -> N
         ),
         (
             with_group(weights=WEIGHTS | INT4 | {"actorder": "group"}, **NO_INPUTS),
+            "actorder must be one of weight, static",
+        ),
+        (
+            with_group(
+                weights=WEIGHTS | {"type": "int", "actorder": "group"},
+                format="int-quantized",
+                **NO_INPUTS,
+            ),
             "actorder must be one of weight, static",
         ),
         (
@@ -242,6 +265,14 @@ def test_output_head_has_a_format_if_the_checkpoint_says_so(tmp_path: Path) -> N
             ),
             "input_activations.dynamic must be true",
         ),
+        (
+            with_group(
+                weights=WEIGHTS | {"type": "int"},
+                input_activations=INPUTS | {"type": "int", "num_bits": 9},
+                format="int-quantized",
+            ),
+            "input_activations.num_bits must be an integer from 8 to 8, not 9",
+        ),
         (GPTQ | {"bits": 3}, "quantization_config.bits must be an integer from 4 to 4, not 3"),
         (GPTQ | {"group_size": 100}, "group_size must be one of -1, 32, 64, 128, 256, not 100"),
         (GPTQ | {"lm_head": 1}, "lm_head must be"),
@@ -254,6 +285,7 @@ def test_output_head_has_a_format_if_the_checkpoint_says_so(tmp_path: Path) -> N
         (with_group(weights=WEIGHTS | {"strategy": "group"}), "weights.strategy must be one of"),
         (with_group(input_activations=None), "input_activations.type is missing"),
         (with_group(input_activations=INPUTS | {"num_bits": 4}), "input_activations.num_bits must"),
+        (with_group(input_activations=INPUTS | {"num_bits": 9}), "input_activations.num_bits must"),
         (with_group(input_activations=INPUTS | {"strategy": "tensor"}), "strategy must be one of"),
         (with_group(output_activations=INPUTS), "output_activations is not a field"),
     ],

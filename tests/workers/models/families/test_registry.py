@@ -379,6 +379,13 @@ def test_experts_that_are_not_supported_are_named(
     assert part in str(caught.value)
 
 
+def test_both_names_of_the_number_of_experts_may_be_given(tmp_path: Path) -> None:
+    given = {"num_experts": 7, "num_experts_per_tok": 2, "moe_intermediate_size": 21}
+    config = _read(tmp_path, architectures=["Qwen3MoeForCausalLM"], num_local_experts=7, **given)
+    assert config.experts is not None
+    assert config.experts.num_experts == 7
+
+
 @pytest.mark.parametrize(("kv_heads", "num_ranks"), [(3, 1), (3, 3), (3, 6), (6, 2), (1, 6)])
 def test_a_model_that_can_be_sharded_is_accepted(
     kv_heads: int, num_ranks: int, tmp_path: Path
