@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
+import httpx
+import ray
 from ray import serve
 
 from cluster.serving.ray_serve.deployment import build_app
@@ -12,6 +17,7 @@ from tests.system.server_process import TINY_LLAMA, free_port
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from ray.actor import ActorHandle
     from ray.serve.handle import DeploymentHandle
     from ray.serve.schema import ServeDeploySchema
 
@@ -65,6 +71,7 @@ class ServeCluster:
             variables |= {
                 "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": _GUARDED_HTTP,
                 "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+                "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "2",
             }
         serve.start(
             http_options={"host": "127.0.0.1", "port": self.http_port},
@@ -95,12 +102,38 @@ class ServeCluster:
             if one["state"] == state and one.get("pid")
         }
 
+    def proxy(self) -> ActorHandle[Any]:
+        """Return Serve's proxy, the only one on this node."""
+        controller = serve.context._get_global_client()._controller  # type: ignore[union-attr]  # it is there
+        (proxy,) = ray.get(controller.get_proxies.remote()).values()
+        return proxy  # type: ignore[no-any-return]  # Serve's controller is not typed
+
     async def loads(self, key: str | None = None) -> list[ServerLoads]:
         """Return the load of each replica, asked with an API key if keys are required."""
         arguments = {} if key is None else {"key": key}
         broadcast = self.handle.broadcast("loads", **arguments)
         loads: list[ServerLoads] = await broadcast.results_async()
         return loads
+
+    async def until_proxied(self, timeout_s: float = 300.0) -> float:
+        """Wait until the proxy answers that a replica is ready; return how long it took."""
+        started_s = time.monotonic()
+        async with httpx.AsyncClient(base_url=self.url, timeout=30.0) as client:
+            while (elapsed_s := time.monotonic() - started_s) < timeout_s:
+                with suppress(httpx.TransportError):
+                    if (await client.get("/ready")).status_code == 200:
+                        return elapsed_s
+                await asyncio.sleep(0.1)
+        raise TimeoutError("The proxy did not come back.")
+
+    async def until_idle(self, timeout_s: float = 300.0) -> None:
+        """Wait until no replica has calls, or blocks in use."""
+        deadline_s = time.monotonic() + timeout_s
+        while not all(
+            not one.calls and one.num_free_blocks == one.num_blocks for one in await self.loads()
+        ):
+            assert time.monotonic() < deadline_s, "Calls or blocks are left."
+            await asyncio.sleep(0.2)
 
     # Any: Serve's status for its dashboard.
     def _details(self) -> dict[str, Any]:

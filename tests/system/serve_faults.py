@@ -1,6 +1,7 @@
 """What clients of Ray Serve see while replicas are replaced or killed and calls are cancelled.
 
-    python -m tests.system.serve_faults kill hang hang-load redeploy cancel-grpc cancel-http lost
+    python -m tests.system.serve_faults kill kill-proxy hang hang-load redeploy cancel-grpc \
+        cancel-http lost
 
 Each part prints its results; `--output` adds them to a file with those of other parts.
 """
@@ -41,7 +42,16 @@ if TYPE_CHECKING:
 
 __all__ = ["kill_one", "num_differing", "redeploy", "until_whole"]
 
-_PARTS = ("kill", "hang", "hang-load", "redeploy", "cancel-grpc", "cancel-http", "lost")
+_PARTS = (
+    "kill",
+    "kill-proxy",
+    "hang",
+    "hang-load",
+    "redeploy",
+    "cancel-grpc",
+    "cancel-http",
+    "lost",
+)
 _LEASE_S = 5.0
 
 
@@ -95,6 +105,30 @@ async def _kill(cluster: ServeCluster, num_clients: int, num_tokens: int) -> dic
         "calls_of_replicas": [len(one) for one in calls],
         "differ_from_undisturbed": await num_differing(cluster, ended, num_tokens),
         "new_replica_after_s": round(whole_s, 1),
+    }
+
+
+async def _kill_proxy(
+    cluster: ServeCluster, num_clients: int, num_tokens: int
+) -> dict[str, object]:
+    """Kill the proxy, which has all connections of clients."""
+    streams = Streams(cluster, num_tokens=num_tokens)
+    await streams.start(num_clients)
+    ray.kill(cluster.proxy())
+    killed_s = time.monotonic()
+    back_after_s = await cluster.until_proxied()
+    ended = await streams.ended()
+    await streams.close()
+    after = Streams(cluster, num_tokens=16, name="after")
+    await after.start(8)
+    after_ended = await after.ended()
+    await after.close()
+    await cluster.until_idle()
+    return summary(ended, num_tokens) | {
+        "last_stream_ended_s": round(max(one.ended_s for one in ended) - killed_s, 1),
+        "new_proxy_after_s": round(back_after_s, 1),
+        "streams_of_the_new_proxy": summary(after_ended, 16),
+        "calls_gone_after_s": round(time.monotonic() - killed_s, 1),
     }
 
 
@@ -251,6 +285,8 @@ def _times(seconds: Sequence[float]) -> dict[str, float]:
 async def _run(part: str, cluster: ServeCluster, given: argparse.Namespace) -> dict[str, object]:
     if part == "kill":
         return await _kill(cluster, given.clients, given.tokens)
+    if part == "kill-proxy":
+        return await _kill_proxy(cluster, given.clients, given.tokens)
     if part == "hang":
         return await _hang(cluster, given.clients, given.tokens, given.hang_s)
     if part == "hang-load":

@@ -422,6 +422,44 @@ async def test_calls_of_a_killed_replica_continue_on_the_other(cluster: ServeClu
     assert await num_differing(cluster, ended, 300) == 0
 
 
+async def test_streams_of_a_killed_proxy_end_and_another_one_serves(cluster: ServeCluster) -> None:
+    streams = Streams(cluster, num_tokens=900)
+    await streams.start(8)
+    ray.kill(cluster.proxy())
+    ended = await streams.ended()
+    await streams.close()
+    assert {one.error for one in ended} == {"UNAVAILABLE", "Connection error."}
+    await cluster.until_proxied()
+    after = Streams(cluster, num_tokens=8, name="after")
+    await after.start(8)
+    assert {(one.num_tokens, one.is_complete, one.error) for one in await after.ended()} == {
+        (8, True, "")
+    }
+    await after.close()
+    # The leases of the calls have expired.
+    await cluster.until_idle()
+
+
+async def test_a_proxy_that_drains_finishes_its_streams(cluster: ServeCluster) -> None:
+    proxy = cluster.proxy()
+    streams = Streams(cluster, num_tokens=300)
+    late = Streams(cluster, num_tokens=8, name="late")
+    await streams.start(8)
+    await proxy.update_draining.remote(True)
+    try:
+        # So load balancers send no more calls.
+        assert httpx.get(f"{cluster.url}/-/healthz").status_code == 503
+        assert not await proxy.is_drained.remote()
+        await late.start(8)
+        ended = [*await streams.ended(), *await late.ended()]
+    finally:
+        await proxy.update_draining.remote(False)
+    await streams.close()
+    await late.close()
+    assert {(one.is_complete, one.error) for one in ended} == {(True, "")}
+    assert httpx.get(f"{cluster.url}/-/healthz").status_code == 200
+
+
 async def test_calls_of_a_replica_that_hangs_continue_on_the_other(cluster: ServeCluster) -> None:
     streams = Streams(cluster, num_tokens=300, temperature=0.0)
     late = Streams(cluster, num_tokens=8, name="late")

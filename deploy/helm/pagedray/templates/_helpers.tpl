@@ -217,6 +217,9 @@ applications:
 # A replica that hangs cannot end its calls, so do not wait for them.
 - name: RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS
   value: "1"
+# A proxy that has died is replaced after three checks.
+- name: RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S
+  value: "2"
 {{- if include "pagedray.isHub" . }}
 # The Job downloads the model; pods only read it.
 - name: HF_HOME
