@@ -29,6 +29,7 @@ NOT_RUN: Mapping[str, str] = {
     "docs/kubernetes.md: helm *": _CLUSTER,
     "docs/kubernetes.md: kubectl *": _CLUSTER,
     "docs/kubernetes.md: pip install checkov": _INSTALLS,
+    "docs/observability.md: handle = *": "a part of a program, which needs an application",
     "docs/observability.md: pip install *": _INSTALLS,
     "docs/observability.md: pagedray top  *": "runs until a key is pressed",
     "docs/quickstart.md: python3 -m venv*": _INSTALLS,

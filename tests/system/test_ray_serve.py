@@ -8,6 +8,7 @@ import math
 import os
 import signal
 import time
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,8 @@ from tests.system.span_collector import SpanCollector
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from cluster.serving.server_info import ServerLoads
 
 pytestmark = pytest.mark.slow
 
@@ -340,6 +343,49 @@ async def test_an_unread_stream_ends(cluster: ServeCluster) -> None:
     outputs = await reading
     assert time.monotonic() - begin_s > 1.5 * LEASE_S
     assert outputs[-1].usage.num_generated_tokens == 24 * 900
+
+
+async def test_no_replica_keeps_blocks_of_clients_that_left(cluster: ServeCluster) -> None:
+    sampling = pb.SamplingParams(max_tokens=900, ignore_eos=True)
+    async with asyncio.timeout(120.0), AsyncExitStack() as clients:
+        channel = await clients.enter_async_context(grpc.aio.insecure_channel(cluster.grpc_target))
+        stub = pagedray_pb2_grpc.GenerationServiceStub(channel)
+        calls: list[Any] = []  # Any: calls of untyped stubs
+        # Calls go to the replica with fewer of them.
+        while not all(_has_used_blocks(one) for one in await cluster.loads()):
+            request = pb.GenerateRequest(text=f"Some text {len(calls)}", sampling=sampling)
+            calls.append(stub.Generate(request))
+            await anext(aiter(calls[-1]))
+        # Half of them cancel their calls, the others lose their connection.
+        for call in calls[::2]:
+            call.cancel()
+    loads = await cluster.loads()
+    async with asyncio.timeout(60.0):
+        while any(_has_used_blocks(one) for one in loads):
+            await asyncio.sleep(0.1)
+            loads = await cluster.loads()
+    assert len(loads) == 2
+    # Ray's port has the same by the names of replicas, up to five seconds later.
+    wanted = {name: float(loads[0].num_blocks) for name in cluster.replica_pids()}
+    async with asyncio.timeout(60.0):
+        while _free_blocks() != wanted:
+            await asyncio.sleep(0.5)
+
+
+def _has_used_blocks(load: ServerLoads) -> bool:
+    return load.num_free_blocks < load.num_blocks
+
+
+def _free_blocks() -> dict[str, float]:
+    """Return the free blocks of each replica's device, as Ray's port has them."""
+    url = f"http://127.0.0.1:{ray.nodes()[0]['MetricsExportPort']}/metrics"
+    families = text_string_to_metric_families(httpx.get(url).text)
+    return {
+        one.labels["replica"]: one.value
+        for family in families
+        for one in family.samples
+        if one.name == "ray_pagedray_free_blocks" and one.labels["pool"] == "device"
+    }
 
 
 # Any: items of a handle are untyped.
