@@ -19,7 +19,6 @@ from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
 from tests.fakes import wait_for
 from tests.serving.checkpoint import TEXT
-from tests.serving.conftest import CONTEXT
 from tests.serving.defects.failing_sequence import failing_sequence
 from tests.serving.waiting import wait_until
 from tests.virtual_time import pass_time
@@ -30,9 +29,6 @@ if TYPE_CHECKING:
     from tests.serving.fake_engine import FakeEngine
 
 Stub = pagedray_pb2_grpc.GenerationServiceStub
-
-LIMIT = 2**20 + 8 * 128 * CONTEXT
-"""Bytes of a message."""
 
 
 def _call(text: str = "hello", **sampling: Any) -> pb.GenerateRequest:  # Any: fields of all types
@@ -389,101 +385,6 @@ def test_reflection_describes_the_service(server: Server) -> None:
         pool = DescriptorPool(database)
         service = pool.FindServiceByName("pagedray.v1.GenerationService")
         assert "Generate" in service.methods_by_name
-
-
-def _raw_call(server: Server, method: str, body: bytes, **options: Any) -> grpc.RpcError:
-    # Any: the options of a grpc call
-    with grpc.insecure_channel(server.grpc_target) as channel:
-        call = channel.unary_stream(f"/pagedray.v1.GenerationService/{method}", None, None)
-        with pytest.raises(grpc.RpcError) as caught:
-            list(call(body, **options))
-        return caught.value
-
-
-@pytest.mark.parametrize("body", [b"\xff\xff\xff", b"\x12\x02\xff\xfe", b"\x12\x7fshort"])
-def test_malformed_message_is_an_invalid_argument(server: Server, body: bytes) -> None:
-    error = _raw_call(server, "Generate", body)
-    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert error.details() == "The message is not a valid GenerateRequest."
-    assert server.engine.log.submitted == []
-
-
-@pytest.mark.parametrize(
-    ("body", "text"),
-    [
-        (b"\x12\x01x\xfa\x07\x01y", "GenerateRequest has no field with number 127."),
-        (b"\x12\x01x\x22\x04\xfa\x07\x01y", "SamplingParams has no field with number 127."),
-        (
-            pb.GenerateRequest(
-                text="x",
-                sampling=pb.SamplingParams(
-                    logit_bias={5: 1.0},
-                    structure=pb.Structure.FromString(b"\xfa\x07\x01y"),
-                ),
-            ).SerializeToString(),
-            "Structure has no field with number 127.",
-        ),
-        (b"x" * 20_000, "GenerateRequest has 20000 bytes of unknown fields."),
-    ],
-    ids=["message", "nested message", "after a map", "many"],
-)
-def test_unknown_field_is_rejected(server: Server, body: bytes, text: str) -> None:
-    error = _raw_call(server, "Generate", body)
-    assert (error.code(), error.details()) == (grpc.StatusCode.INVALID_ARGUMENT, text)
-
-
-def test_unknown_method_is_unimplemented(server: Server) -> None:
-    assert _raw_call(server, "Nothing", b"").code() is grpc.StatusCode.UNIMPLEMENTED
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "text"),
-    [
-        (LIMIT, "The message is not a valid TokenizeRequest."),
-        (
-            LIMIT + 1,
-            f"Message of {LIMIT + 1} bytes is larger than the limit of {LIMIT} bytes "
-            "(--max-request-kib).",
-        ),
-    ],
-)
-def test_too_large_message_is_rejected_before_it_is_parsed(
-    server: Server, num_bytes: int, text: str
-) -> None:
-    # These bytes are not a message, so parsing them fails.
-    error = _raw_call(server, "Tokenize", b"\xff" * num_bytes)
-    assert (error.code(), error.details()) == (grpc.StatusCode.INVALID_ARGUMENT, text)
-
-
-def test_message_far_too_large_is_rejected_by_its_length(server: Server) -> None:
-    error = _raw_call(server, "Generate", b"\xff" * (2 * LIMIT))
-    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert f"({2 * LIMIT} vs. {LIMIT + LIMIT // 2})" in str(error.details())
-    assert server.engine.log.submitted == []
-
-
-def test_too_much_metadata_is_rejected(server: Server) -> None:
-    error = _raw_call(server, "Generate", b"", metadata=(("x-large", "x" * 20_000),))
-    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-
-
-def test_many_nested_messages_are_rejected_quickly(server: Server) -> None:
-    started_s = time.process_time()
-    # An empty turn has two bytes, and takes about a microsecond to parse.
-    error = _raw_call(server, "Chat", b"\x12\x00" * 500_000)
-    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert error.details() == (
-        "messages has too many entries: a message may have at most 24576 fields, those of nested "
-        "messages included."
-    )
-    assert time.process_time() - started_s < 20
-
-
-def test_compressed_message_is_rejected(server: Server) -> None:
-    body = pb.GenerateRequest(text="x" * 100_000).SerializeToString()
-    error = _raw_call(server, "Generate", body, compression=grpc.Compression.Gzip)
-    assert error.code() is grpc.StatusCode.UNIMPLEMENTED
-    assert server.engine.log.submitted == []
 
 
 def test_defect_reveals_no_details(

@@ -1,53 +1,28 @@
-"""Loading: parts of tensors, broken checkpoints, and dummy weights."""
+"""Loading: the parts of tensors on each rank, files, types and threads."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import struct
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from attention.cpu.torch_sdpa import TorchSDPABackend
 from pagedray.config import EngineConfig
 from pagedray.errors import CheckpointError
-from tests.workers.reference import (
-    CPU,
-    loaded_model,
-    reference_logits,
-    run,
-    save_checkpoint,
-)
+from tests.workers.reference import loaded_model, reference_logits, run, save_checkpoint
+from tests.workers.weights.small_checkpoint import CASE, UNTIED, decoder_of, rewrite
 from workers.layers.weight import WeightShard
-from workers.models.decoder import Decoder
 from workers.models.families.registry import read_model_config
 from workers.parallel.group import SoloGroup
 from workers.weights.checkpoint import Checkpoint
-from workers.weights.dummy_tensors import DummyTensors
 from workers.weights.load_weights import fill_shards, load_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from pagedray.model_config import ModelConfig
-
-CASE = "llama-6-heads-2-kv-biases"
-UNTIED = "llama-12-heads-4-kv-llama3"
-QUERY = "model.layers.0.self_attn.q_proj.weight"
-
-
-class _Rank(SoloGroup):
-    """A rank of a group that never communicates."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        super().__init__()
-        self.rank = rank
-        self.size = size
+    from collections.abc import Sequence
 
 
 class _Recorder:
@@ -66,23 +41,12 @@ def _indices(shard: WeightShard) -> list[tuple[int, int, int]]:
     return [s.indices(n) for s, n in zip(shard.part, shard.shape, strict=True)]
 
 
-def _model(config: ModelConfig, rank: int = 0, size: int = 1) -> Decoder:
-    return Decoder(config, _Rank(rank, size), backend=TorchSDPABackend, device=CPU)
-
-
-def _message(folder: Path) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        loaded_model(folder, SoloGroup())
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
 @pytest.mark.parametrize("name", [UNTIED, "bloom-6-heads", "mpt-12-heads", "phi3-window"])
 def test_two_ranks_read_each_sharded_element_once(name: str, tmp_path: Path) -> None:
     save_checkpoint(name, tmp_path)
     config = read_model_config(tmp_path)
     recorder = _Recorder()
-    shards = [list(_model(config, rank, 2).weight_shards()) for rank in range(2)]
+    shards = [list(decoder_of(config, rank, 2).weight_shards()) for rank in range(2)]
     for of_rank in shards:
         fill_shards(of_rank, recorder)
     # Whole on every rank, unless it is also the output layer.
@@ -96,7 +60,7 @@ def test_two_ranks_read_each_sharded_element_once(name: str, tmp_path: Path) -> 
 def test_threads_load_what_one_thread_loads(tmp_path: Path) -> None:
     save_checkpoint(UNTIED, tmp_path)
     config = read_model_config(tmp_path)
-    alone, together = (list(_model(config, 1, 2).weight_shards()) for _ in range(2))
+    alone, together = (list(decoder_of(config, 1, 2).weight_shards()) for _ in range(2))
     reported: list[tuple[int, int]] = []
     with Checkpoint(tmp_path) as checkpoint:
         fill_shards(alone, checkpoint)
@@ -113,7 +77,7 @@ def test_threads_load_what_one_thread_loads(tmp_path: Path) -> None:
 
 def test_error_in_one_of_several_threads_is_raised(tmp_path: Path) -> None:
     save_checkpoint(UNTIED, tmp_path)
-    shards = list(_model(read_model_config(tmp_path)).weight_shards())
+    shards = list(decoder_of(read_model_config(tmp_path)).weight_shards())
 
     class Broken:
         def fill_shard(self, shard: WeightShard) -> None:
@@ -208,7 +172,7 @@ def test_file_that_becomes_shorter_is_named(tmp_path: Path) -> None:
 
 def test_shards_are_read_in_the_order_of_the_files(tmp_path: Path) -> None:
     save_checkpoint(UNTIED, tmp_path, max_shard_size="60KB")
-    shards = list(_model(read_model_config(tmp_path)).weight_shards())
+    shards = list(decoder_of(read_model_config(tmp_path)).weight_shards())
     with Checkpoint(tmp_path) as checkpoint:
         in_order = checkpoint.in_file_order(shards)
         paths = [checkpoint.path_of(shard.name) for shard in in_order]
@@ -228,7 +192,7 @@ def test_ranks_that_exceed_kv_heads_read_the_same_one(tmp_path: Path) -> None:
     save_checkpoint(UNTIED, tmp_path)
     config = read_model_config(tmp_path)
     parts = [
-        next(s.part for s in _model(config, rank, 12).weight_shards() if "k_proj" in s.name)
+        next(s.part for s in decoder_of(config, rank, 12).weight_shards() if "k_proj" in s.name)
         for rank in range(12)
     ]
     assert [part[0].start // config.head_size for part in parts] == [r // 3 for r in range(12)]
@@ -245,17 +209,17 @@ def test_shards_and_an_index_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_types_are_converted(dtype: torch.dtype, tmp_path: Path) -> None:
     save_checkpoint(CASE, tmp_path)
-    _rewrite(tmp_path, lambda tensors: {k: v.to(dtype) for k, v in tensors.items()})
+    rewrite(tmp_path, lambda tensors: {k: v.to(dtype) for k, v in tensors.items()})
     group = SoloGroup()
     rounded = run(loaded_model(tmp_path, group), group)
-    _rewrite(tmp_path, lambda tensors: {k: v.float() for k, v in tensors.items()})
+    rewrite(tmp_path, lambda tensors: {k: v.float() for k, v in tensors.items()})
     assert torch.equal(run(loaded_model(tmp_path, group), group), rounded)
 
 
 def test_progress_counts_tensors(tmp_path: Path) -> None:
     save_checkpoint(CASE, tmp_path)
     config = read_model_config(tmp_path)
-    model = _model(config)
+    model = decoder_of(config)
     total = len(list(model.weight_shards()))
     seen: list[tuple[int, int]] = []
     load_weights(model, EngineConfig(model=config), lambda done, total: seen.append((done, total)))
@@ -275,7 +239,7 @@ def test_files_are_closed_after_loading(tmp_path: Path) -> None:
 )
 def test_harmless_extra_tensors_are_ignored(extra: str, tmp_path: Path) -> None:
     save_checkpoint(CASE, tmp_path)
-    _rewrite(tmp_path, lambda tensors: tensors | {extra: torch.zeros(2)})
+    rewrite(tmp_path, lambda tensors: tensors | {extra: torch.zeros(2)})
     loaded_model(tmp_path, SoloGroup())
 
 
@@ -284,7 +248,7 @@ def test_a_decoder_saved_without_its_head_is_read(name: str, tmp_path: Path) -> 
     save_checkpoint(name, tmp_path)
     group = SoloGroup()
     logits = run(loaded_model(tmp_path, group), group)
-    _rewrite(
+    rewrite(
         tmp_path,
         lambda tensors: {
             key.removeprefix("transformer.").removeprefix("model."): tensor
@@ -292,137 +256,6 @@ def test_a_decoder_saved_without_its_head_is_read(name: str, tmp_path: Path) -> 
         },
     )
     assert torch.equal(run(loaded_model(tmp_path, group), group), logits)
-
-
-def test_an_extra_tensor_is_named(tmp_path: Path) -> None:
-    save_checkpoint(CASE, tmp_path)
-    _rewrite(tmp_path, lambda tensors: tensors | {"model.layers.9.mlp.secret": torch.zeros(2)})
-    message = _message(tmp_path)
-    assert "model.safetensors: unexpected tensor model.layers.9.mlp.secret, which" in message
-
-
-def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
-    save_checkpoint(CASE, tmp_path)
-    _rewrite(tmp_path, lambda tensors: {k: v for k, v in tensors.items() if k != QUERY})
-    assert f"tensor {QUERY} is missing" in _message(tmp_path)
-
-
-def test_an_untied_head_that_is_missing_is_named(tmp_path: Path) -> None:
-    save_checkpoint(CASE, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
-    assert "tensor lm_head.weight is missing" in _message(tmp_path)
-
-
-def test_an_unexpected_shape_is_named(tmp_path: Path) -> None:
-    save_checkpoint(CASE, tmp_path)
-    _rewrite(tmp_path, lambda tensors: tensors | {QUERY: torch.zeros(48, 47)})
-    message = _message(tmp_path)
-    assert f"model.safetensors: tensor {QUERY} has shape [48, 47], but config" in message
-    assert "requires [48, 48]" in message
-
-
-def test_an_unexpected_type_is_named(tmp_path: Path) -> None:
-    save_checkpoint(CASE, tmp_path)
-    _rewrite(tmp_path, lambda tensors: tensors | {QUERY: torch.zeros(48, 48, dtype=torch.int8)})
-    message = _message(tmp_path)
-    assert f"tensor {QUERY} has dtype I8; supported dtypes are F64, F32" in message
-
-
-@pytest.mark.parametrize("part", [0.0, 0.0001, 0.01, 0.05, 0.3, 0.7, 0.99, 0.99999])
-def test_a_truncated_file_is_named(part: float, tmp_path: Path) -> None:
-    save_checkpoint(CASE, tmp_path)
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(path.read_bytes()[: int(part * path.stat().st_size)])
-    message = _message(tmp_path)
-    assert str(path) in message
-    if part >= 0.3:
-        assert "is truncated: tensor model." in message
-
-
-def _with_length(header: dict[str, Any], data: bytes, length: int | None = None) -> bytes:
-    text = json.dumps(header).encode()
-    return struct.pack("<Q", len(text) if length is None else length) + text + data
-
-
-_ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
-
-
-@pytest.mark.parametrize(
-    ("content", "part"),
-    [
-        (_with_length({}, b"", 2**63), f"and a header of {2**63}"),
-        (_with_length({}, b"", 2**20), f"and a header of {2**20}"),
-        (struct.pack("<Q", 4) + b"{]{]", "is not valid JSON"),
-        (struct.pack("<Q", 2) + b"[]", "must contain a JSON object"),
-        (_with_length({"a": 3}, bytes(8)), "entry of tensor a is invalid"),
-        (_with_length({"a": _ENTRY | {"shape": [-2]}}, bytes(8)), "entry of tensor a is invalid"),
-        (_with_length({"a": _ENTRY | {"shape": [True]}}, bytes(8)), "entry of tensor a is invalid"),
-        (_with_length({"a": _ENTRY | {"shape": [3]}}, bytes(8)), "must have 12 bytes, not 8"),
-        (_with_length({"a": _ENTRY | {"shape": [2**40] * 4}}, bytes(8)), "must have"),
-        (_with_length({"a": _ENTRY}, bytes(4)), "truncated: tensor a ends at byte 8 of 4"),
-        (_with_length({"a": _ENTRY, "b": _ENTRY}, bytes(8)), "cannot be read"),
-        (_with_length({"a": _ENTRY}, bytes(12)), "cannot be read"),
-    ],
-)
-def test_an_inconsistent_header_is_named(content: bytes, part: str, tmp_path: Path) -> None:
-    save_checkpoint(CASE, tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(content)
-    message = _message(tmp_path)
-    assert str(tmp_path / "model.safetensors") in message
-    assert part in message
-
-
-def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
-    save_checkpoint(CASE, tmp_path)
-    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    assert "No model.safetensors or model.safetensors.index.json found" in _message(tmp_path)
-
-
-def test_a_missing_shard_is_named(tmp_path: Path) -> None:
-    save_checkpoint(CASE, tmp_path, max_shard_size="60KB")
-    shard = sorted(tmp_path.glob("*.safetensors"))[1]
-    shard.unlink()
-    assert f"the file {shard.name!r} is missing" in _message(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("weight_map", "part"),
-    [
-        (None, "weight_map must be an object"),
-        ({}, "weight_map must be an object"),
-        ({"a": 3}, "tensor a must be in a .safetensors file, not 3"),
-        ({"a": "model.bin"}, "tensor a must be in a .safetensors file"),
-        ({"a": "../outside.safetensors"}, "to a file outside of"),
-        ({"a": "/etc/outside.safetensors"}, "to a file outside of"),
-        ({"a": "link.safetensors"}, "to a file outside of"),
-        ({"a": "x\0.safetensors"}, r"has no file 'x\x00.safetensors'"),
-        ({"a": "\ud800.safetensors"}, r"has no file '\ud800.safetensors'"),
-        ({"a": "x" * 300 + ".safetensors"}, "has no file 'xxx"),
-        ({"a\nb": 3}, r"tensor 'a\nb' must be in"),
-        ({"a": "here.safetensors"}, "tensor a is missing"),
-    ],
-)
-def test_a_broken_index_is_named(weight_map: Any, part: str, tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    save_checkpoint(CASE, folder)
-    (folder / "model.safetensors").rename(folder / "here.safetensors")
-    save_file({"a": torch.zeros(1)}, tmp_path / "outside.safetensors")
-    (folder / "link.safetensors").symlink_to(tmp_path / "outside.safetensors")
-    index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": weight_map}))
-    message = _message(folder)
-    assert str(folder) in message
-    assert part in message
-
-
-def test_a_tensor_in_two_shards_is_named(tmp_path: Path) -> None:
-    save_file({"a": torch.zeros(1)}, tmp_path / "one.safetensors")
-    save_file({"a": torch.zeros(1), "b": torch.zeros(1)}, tmp_path / "two.safetensors")
-    index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match="tensor a is also in one"):
-        Checkpoint(tmp_path)
 
 
 def test_links_of_the_hub_cache_are_followed(tmp_path: Path) -> None:
@@ -433,66 +266,3 @@ def test_links_of_the_hub_cache_are_followed(tmp_path: Path) -> None:
     (folder / "model.safetensors").rename(blobs / "123")
     (folder / "model.safetensors").symlink_to(Path("../../blobs/123"))
     loaded_model(folder, SoloGroup())
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_dummy_weights_do_not_depend_on_the_ranks(size: int, tmp_path: Path) -> None:
-    save_checkpoint(UNTIED, tmp_path)
-    config = read_model_config(tmp_path)
-    whole = {shard.name: shard for shard in _model(config).weight_shards()}
-    fill_shards(list(whole.values()), DummyTensors(7))
-    for rank in range(size):
-        shards = list(_model(config, rank, size).weight_shards())
-        fill_shards(shards, DummyTensors(7))
-        for shard in shards:
-            assert torch.equal(shard.target, whole[shard.name].target[shard.part])
-
-
-def test_dummy_weights_cross_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.weights.dummy_tensors._CHUNK_ELEMENTS", 30)
-    whole, part = torch.zeros(11, 7), torch.zeros(4, 5)
-    DummyTensors(1).fill_shard(
-        WeightShard(name="w", shape=(11, 7), part=(slice(None), slice(None)), target=whole)
-    )
-    DummyTensors(1).fill_shard(
-        WeightShard(name="w", shape=(11, 7), part=(slice(3, 7), slice(2, 7)), target=part)
-    )
-    assert torch.equal(part, whole[3:7, 2:7])
-    assert len(whole.unique()) == 77
-
-
-def test_dummy_weights_need_no_files_and_depend_on_the_seed(tmp_path: Path) -> None:
-    save_checkpoint(CASE, tmp_path)
-    config = read_model_config(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    group = SoloGroup()
-
-    def logits(seed: int) -> torch.Tensor:
-        model = _model(config)
-        load_weights(model, EngineConfig(model=config, load_format="dummy", load_seed=seed))
-        return run(model, group)
-
-    assert torch.equal(logits(3), logits(3))
-    assert not torch.equal(logits(3), logits(4))
-    assert logits(3).isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("name", "weight"), [("gemma3-two-ropes", 0.0), ("bloom-6-heads", 1.0), ("mpt-12-heads", 1.0)]
-)
-def test_dummy_norms_change_no_scale(name: str, weight: float, tmp_path: Path) -> None:
-    save_checkpoint(name, tmp_path)
-    shards = list(_model(read_model_config(tmp_path)).weight_shards())
-    fill_shards(shards, DummyTensors(7))
-    weights = [
-        shard.target for shard in shards if shard.name.endswith(".weight") and len(shard.part) == 1
-    ]
-    assert len(weights) >= 7
-    assert all((target == weight).all() for target in weights)
-
-
-def _rewrite(
-    folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
-) -> None:
-    path = folder / "model.safetensors"
-    save_file(change(load_file(path)), path)
