@@ -16,7 +16,7 @@ from cluster.serving.resume.registry import ResumableStreams
 from pagedray.errors import EngineError, PagedRayError
 from pagedray.v1 import pagedray_pb2 as pb
 from tests.serving.ray_serve.failing_replicas import FailingReplicas, Replica
-from tests.serving.ray_serve.test_continuations import over_grpc, over_http
+from tests.serving.ray_serve.proxied_clients import over_grpc, over_http
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import grpc
 
@@ -29,6 +29,7 @@ from tests.serving.conftest import engine_config
 from tests.serving.fake_engine import FakeEngine
 
 if TYPE_CHECKING:
+    import random
     from collections.abc import AsyncGenerator, Callable, Sequence
 
     from starlette.types import Message, Receive, Scope, Send
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from cluster.serving.text.tokenizer import Tokenizer
     from pagedray.request import Request
 
-__all__ = ["Cut", "FailingReplicas", "Failure", "Replica"]
+__all__ = ["Cut", "FailingReplicas", "Failure", "Replica", "reset", "some_cuts"]
 
 Failure = Literal["died", "hung", "silent end", "cancelled", "engine"]
 Cut = tuple[int, Failure | Literal["time limit"]]
@@ -246,3 +247,18 @@ def _end(context: Any, call: ProxiedCall, failure: str) -> None:  # Any: see abo
     elif failure == "cancelled":
         context.set_code(grpc.StatusCode.CANCELLED)
         context.set_details("Client for request x disconnected.")
+
+
+def some_cuts(chance: random.Random, most: int) -> list[Cut]:
+    """Return one to three failures of replicas, each after fewer than `most` messages."""
+    failures: tuple[Failure, ...] = get_args(Failure)
+    return [
+        (chance.randrange(most), chance.choice(failures)) for _ in range(chance.randrange(1, 4))
+    ]
+
+
+def reset(replicas: list[Replica]) -> None:
+    """Forget what replicas were sent, so that they answer as new ones do."""
+    for one in replicas:
+        one.engine.reset()
+        one.engine.num_cached_tokens = 3

@@ -15,8 +15,8 @@ from cluster.serving.text.templates.chat_prompt import ChatMessage
 from cluster.serving.text.tokenizer import Tokenizer
 from pagedray.errors import EngineError
 from tests.serving.checkpoint import write_tokenizer
-from tests.serving.ray_serve.failing_replicas import FailingReplicas, Replica
-from tests.serving.ray_serve.test_continuations import over_http, reset, some_cuts
+from tests.serving.ray_serve.failing_replicas import FailingReplicas, Replica, reset, some_cuts
+from tests.serving.ray_serve.proxied_clients import over_http
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
