@@ -1,5 +1,7 @@
-"""Flags of several commands: a table of the engine's, one for each `EngineOptions` field, and
-those of sampling."""
+"""Flags of several commands: those of the engine, and those of sampling.
+
+The flags of the engine are a table with one for each field of `EngineOptions`.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Requests that schemathesis generates from the OpenAPI document:
-`python -m tests.load.generated_requests`.
+"""Requests that schemathesis generates from the OpenAPI document.
+
+    python -m tests.load.generated_requests
 
 None may cause a server error or a response that the document does not describe, or take long.
 """

@@ -58,7 +58,9 @@ class Acceptor:
         answer_check: Callable[[bytes], bytes | None],
         context: ssl.SSLContext | None,
     ) -> None:
-        """`make_protocol` is given what its connection must call when it is lost, and whether its
+        """Begin to accept connections, in the running event loop.
+
+        `make_protocol` is given what its connection must call when it is lost, and whether its
         first read has its turn already.
 
         Opening a connection takes as long as reading a request, so `read_turns` decides when.

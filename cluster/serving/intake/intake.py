@@ -38,10 +38,10 @@ class Intake:
         has_others: Callable[[str], bool],
         note_freed: Callable[[int], None],
     ) -> None:
-        """`has_streams` returns whether anyone waits for tokens, `has_others` whether a tenant
-        other than the given one does.
+        """`has_streams` returns whether anyone waits for tokens.
 
-        `note_freed` is called with the bytes of each request that is not needed any longer.
+        `has_others` returns whether a tenant other than the given one does. `note_freed` is called
+        with the bytes of each request that is not needed any longer.
         """
         self.size = request_size(config, limits)
         self.read_timeout_s = limits.read_timeout_s

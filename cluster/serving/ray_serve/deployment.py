@@ -254,9 +254,9 @@ class PagedRay(ServedReplica):
 
 
 def build_app(args: Mapping[str, object]) -> Application:
-    """Return the application. `model` is a folder or a Hub id; other arguments are fields of
-    EngineOptions and ServeOptions. Raises StartupError for an unknown or invalid argument.
+    """Return the application. Raises StartupError for an unknown or invalid argument.
 
+    `model` is a folder or a Hub id; other arguments are fields of EngineOptions and ServeOptions.
     A branch or tag of a model on the Hub is resolved here, so that all replicas load one commit.
     """
     arguments = read_arguments(args)

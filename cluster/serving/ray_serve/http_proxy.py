@@ -1,5 +1,6 @@
-"""Middleware of Ray Serve's HTTP proxy, which its environment names:
-`RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=cluster.serving.ray_serve.http_proxy:middlewares`.
+"""Middleware of Ray Serve's HTTP proxy, which its environment names.
+
+    RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=cluster.serving.ray_serve.http_proxy:middlewares
 
 It chooses the routing key of requests, and sends short bodies with their scope. A stream whose
 replica died, hangs or ended it too early continues from another one, and any other request is sent

@@ -129,8 +129,10 @@ class ResponsesBody(InputBody, SamplingFields):
         note_ignored: Callable[[str], None],
         earlier: tuple[ChatMessage, ...] = (),
     ) -> Steps[GenerationInput]:
-        """Return the input of the call, after the `earlier` messages. Raises
-        InvalidRequestError."""
+        """Return the input of the call, after the `earlier` messages.
+
+        Raises InvalidRequestError.
+        """
         prompt = yield from self.prompt(
             tools, known_variables=known_variables, note_ignored=note_ignored, earlier=earlier
         )
