@@ -14,8 +14,8 @@ _NUM_LEAST = 256
 _EXTRA_SHARE = 16
 """The share of the requests that would end with the longest one is a sixteenth larger, since
 requests that begin later also have prompts."""
-_GROUP_SHARE = 16
-"""Requests begin in groups of a sixteenth of those that run, since a step with prompts takes longer
+_GROUP_SHARE = 8
+"""Requests begin in groups of an eighth of those that run, since a step with prompts takes longer
 to launch."""
 
 
