@@ -273,7 +273,7 @@ class MaskWork:
                 if job.is_alone and is_out_of_memory(error):
                     self._send([job.failed("its mask ran out of memory")])
                 # The cause may be another sequence; the client finds it.
-                os._exit(0)
+                os._exit(1)
         with self._lock:
             job.made = made
             del self._running[threading.get_native_id()]

@@ -391,6 +391,7 @@ class SleepingMatcher:
     """Sleeps until the end of the test."""
 
     error = ""
+    is_free = False
     cpu_s = 0.0
     last_cpu_s = 0.0
 
@@ -411,6 +412,7 @@ class ChargingMatcher:
     """Charges a budget for CPU time that it does not take."""
 
     error = ""
+    is_free = False
     cpu_s = 0.0
 
     def __init__(self, budget: CpuBudget, cpu_s: float) -> None:
@@ -473,6 +475,7 @@ class ComputingMatcher:
     """Computes for a while, without Python's lock."""
 
     error = ""
+    is_free = False
     cpu_s = 0.0
     last_cpu_s = 0.0
 
