@@ -19,8 +19,8 @@ import httpx
 import pytest
 import torch
 
+from tests.downloads.small_s3 import SmallS3
 from tests.shared_ray import SharedRay
-from tests.small_s3 import SmallS3
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from tests.faulty_server import Fault
-from tests.small_hub import SmallHub, folder_files
+from tests.downloads.faulty_server import Fault
+from tests.downloads.small_hub import SmallHub, folder_files
 from tests.system.server_process import TINY_LLAMA, ServerProcess, run_pagedray
 
 if TYPE_CHECKING:

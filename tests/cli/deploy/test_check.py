@@ -16,12 +16,12 @@ from cluster.cli.deploy.rules import rule_errors
 from cluster.cli.deploy.values import Values, read_values, schema_errors
 from cluster.engine.options.engine_options import EngineOptions
 from cluster.serving.ray_serve.options import ServeOptions
-from tests.faulty_server import Fault
+from tests.downloads.faulty_server import Fault
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from tests.small_s3 import SmallS3
+    from tests.downloads.small_s3 import SmallS3
 
 _DEPLOY = Path(__file__).parents[3] / "deploy" / "helm"
 _CHART = _DEPLOY / "pagedray"

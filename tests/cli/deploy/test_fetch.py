@@ -10,8 +10,8 @@ import pytest
 from cluster.cli.commands import main
 from cluster.cli.deploy.fetch import fetch, wait_for_mirror, wait_for_model
 from pagedray.errors import CheckpointError
-from tests.faulty_server import Fault
-from tests.small_hub import SmallHub, folder_files
+from tests.downloads.faulty_server import Fault
+from tests.downloads.small_hub import SmallHub, folder_files
 from tests.system.server_process import TINY_LLAMA
 from workers.hub.settings import HubSettings
 from workers.s3.mirror import Mirror
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from tests.small_s3 import SmallS3
+    from tests.downloads.small_s3 import SmallS3
 
 _WEIGHTS = "model.safetensors"
 

@@ -22,8 +22,8 @@ import pytest
 
 from pagedray.config import EngineConfig
 from pagedray.errors import CheckpointError
-from tests.faulty_server import Fault
-from tests.small_hub import SmallHub, folder_files
+from tests.downloads.faulty_server import Fault
+from tests.downloads.small_hub import SmallHub, folder_files
 from tests.system.server_process import TINY_LLAMA
 from workers.hub.fetch import fetch_files, find_revision
 from workers.hub.locate import locate_model

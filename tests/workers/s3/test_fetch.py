@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pagedray.errors import CheckpointError
-from tests.faulty_server import Fault
-from tests.small_hub import folder_files
+from tests.downloads.faulty_server import Fault
+from tests.downloads.small_hub import folder_files
 from tests.system.server_process import TINY_LLAMA
 from workers.s3.bucket import Bucket
 from workers.s3.fetch import fetch_folder
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tests.small_s3 import SmallS3
+    from tests.downloads.small_s3 import SmallS3
 
 _WEIGHTS = "model.safetensors"
 _WHERE = S3Location("models", "team/tiny")

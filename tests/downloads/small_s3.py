@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from urllib.parse import parse_qs
 from xml.sax.saxutils import escape
 
-from tests.faulty_server import FaultyServer
+from tests.downloads.faulty_server import FaultyServer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from tests.faulty_server import Exchange
+    from tests.downloads.faulty_server import Exchange
 
 __all__ = ["SmallS3"]
 

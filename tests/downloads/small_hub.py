@@ -6,13 +6,13 @@ import hashlib
 import json
 from typing import TYPE_CHECKING
 
-from tests.faulty_server import FaultyServer
+from tests.downloads.faulty_server import FaultyServer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from tests.faulty_server import Exchange, Requested
+    from tests.downloads.faulty_server import Exchange, Requested
 
 __all__ = ["SmallHub", "folder_files"]
 
