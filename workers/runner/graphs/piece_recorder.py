@@ -1,7 +1,8 @@
 """Records a forward pass as CUDA graphs, one for each piece between two attentions.
 
 A piece holds no tensor: its memory belongs to the graphs' pool, in which later pieces and other
-recordings reuse it. Replays must therefore be in the order of the recording, one at a time.
+recordings reuse it. Replays must therefore be in the order of the recording, one at a time. The
+last graph may also be replayed alone, once the tokens that it reads have been written.
 """
 
 from __future__ import annotations
