@@ -70,6 +70,8 @@ class Body(BodyPart):
     """Unsupported parameters and their values without effect."""
     ignored: ClassVar[Mapping[str, str]] = {}
     """Parameters that cannot change the answer, and why."""
+    in_ignored: ClassVar[Mapping[str, Mapping[str, str]]] = {}
+    """Their fields that are rejected, and what to use instead."""
     rejected: ClassVar[Mapping[str, str]] = {}
     """Unsupported parameters, and what to use instead or why they are rejected."""
     synonyms: ClassVar[Mapping[str, str]] = {}
@@ -270,10 +272,21 @@ def _supported(
         if name in kind.model_fields:
             kept[name] = _without_nulls(value) if name in kind.with_nulls else value
         elif name in kind.ignored:
+            _check_ignored(name, value, kind.in_ignored.get(name, {}))
             note_ignored(name)
         elif not _is_one_of(value, kind.defaults.get(name, ())):
             raise _unsupported(name, kind)
     return kept
+
+
+def _check_ignored(name: str, value: object, rejected: Mapping[str, str]) -> None:
+    """Raise InvalidRequestError if a parameter that is ignored has a field that is not."""
+    if not isinstance(value, dict):
+        return
+    for inner, reason in rejected.items():
+        if value.get(inner) not in (None, False):
+            param = f"{name}.{inner}"
+            raise InvalidRequestError(f"{param} is not supported: {reason}.", param=param)
 
 
 def _without_nulls(value: object) -> object:

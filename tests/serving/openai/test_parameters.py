@@ -132,6 +132,23 @@ def test_hints_are_ignored(server: Server, path: str, name: str) -> None:
     assert f'pagedray_ignored_parameters_total{{parameter="{name}"}}' in metrics
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+def test_fields_of_hints_that_would_change_the_output_are_rejected(
+    server: Server, path: str
+) -> None:
+    body = CHAT if path == "chat/completions" else TEXT
+    hints = {"annotations": ["llm_metrics"], "agent_hints": {"osl": 8}, "greed_sampling": False}
+    assert submitted(server, path, body | {"nvext": hints})
+    given = body | {"nvext": hints | {"max_thinking_tokens": 5}}
+    answer = httpx.post(f"{server.url}/v1/{path}", json=given)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == "nvext.max_thinking_tokens"
+    assert error["message"] == (
+        "nvext.max_thinking_tokens is not supported: use thinking_token_budget."
+    )
+
+
 def test_unread_variables_are_counted(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "cluster.serving.telemetry.ignored_parameters")
     given = {"chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "low"}

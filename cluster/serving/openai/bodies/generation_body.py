@@ -11,7 +11,12 @@ from pydantic import Field
 from cluster.serving.http.schema import Defaults, named_schema
 from cluster.serving.openai.bodies.beam_fields import check_beams
 from cluster.serving.openai.bodies.field_kinds import bounds, model_field
-from cluster.serving.openai.bodies.parameters import IGNORED, REJECTED, WITHOUT_EFFECT
+from cluster.serving.openai.bodies.parameters import (
+    IGNORED,
+    IN_IGNORED,
+    REJECTED,
+    WITHOUT_EFFECT,
+)
 from cluster.serving.openai.bodies.sampling_fields import SamplingFields
 from cluster.serving.openai.bodies.stream_options import StreamOptions
 from cluster.serving.openai.bodies.structure import (
@@ -39,6 +44,7 @@ class GenerationBody(SamplingFields):
 
     defaults: ClassVar[Defaults] = WITHOUT_EFFECT
     ignored: ClassVar[Mapping[str, str]] = IGNORED
+    in_ignored: ClassVar[Mapping[str, Mapping[str, str]]] = IN_IGNORED
     rejected: ClassVar[Mapping[str, str]] = REJECTED
     synonyms: ClassVar[Mapping[str, str]] = {
         "ebnf": "guided_grammar",

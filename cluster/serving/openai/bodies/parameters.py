@@ -16,6 +16,7 @@ __all__ = [
     "CHAT_REJECTED",
     "CHAT_WITHOUT_EFFECT",
     "IGNORED",
+    "IN_IGNORED",
     "MODERATION",
     "REJECTED",
     "WITHOUT_EFFECT",
@@ -26,7 +27,7 @@ IGNORED: Mapping[str, str] = {
     "media_io_kwargs": "applies to images and audio, which are not supported",
     "metadata": "labels for OpenAI's dashboard",
     "mm_processor_kwargs": "applies to images and audio, which are not supported",
-    "nvext": "hints for NVIDIA's router",
+    "nvext": "hints for NVIDIA's router; fields that would change the output are rejected",
     "prediction": "a prediction of the output only affects speed",
     "prompt_cache_key": "prefixes are always cached for each tenant",
     "prompt_cache_options": "prefixes are always cached, as long as there is room",
@@ -43,6 +44,25 @@ IGNORED: Mapping[str, str] = {
     "vllm_xargs": "arguments for plugins of vLLM",
 }
 """Parameters that cannot change a token, and why they have no effect."""
+
+IN_IGNORED: Mapping[str, Mapping[str, str]] = {
+    "nvext": {
+        "cache_salt": "use cache_salt of the request",
+        "greed_sampling": "use temperature = 0",
+        "guided_choice": "use structured_outputs",
+        "guided_grammar": "use structured_outputs",
+        "guided_json": "use structured_outputs",
+        "guided_regex": "use structured_outputs",
+        "ignore_eos": "use ignore_eos of the request",
+        "max_thinking_tokens": "use thinking_token_budget",
+        "min_p": "use min_p of the request",
+        "repetition_penalty": "use repetition_penalty of the request",
+        "token_data": "use /v1/completions, whose prompt may be token ids",
+        "top_k": "use top_k of the request",
+        "use_raw_prompt": "use /v1/completions",
+    },
+}
+"""Fields of ignored parameters that would change the answer, and what to use instead."""
 
 WITHOUT_EFFECT: Defaults = {
     "no_stop_trim": (False,),
