@@ -40,8 +40,8 @@ _INTERVAL_S = 0.1
 _MAX_SHARE = 0.02
 """Of a core that may be spent on watching."""
 _ALERT_INTERVAL_S = 0.05
-"""While a connection is suspected, whose next look is the last, and for some time after a host
-had too many connections."""
+"""While a connection is suspected, about which the next look decides, and for some time after a
+host had too many connections."""
 _MAX_ALERT_SHARE = 0.2
 """Of a core in that time."""
 _ALERT_S = 5.0
