@@ -11,7 +11,12 @@ from pydantic import Field
 
 from cluster.serving.http.schema import Defaults
 from cluster.serving.inputs import GenerationInput, TokenizeInput
-from cluster.serving.openai.bodies.field_kinds import bounds, model_field
+from cluster.serving.openai.bodies.field_kinds import (
+    bounds,
+    model_field,
+    thinking_budget,
+    thinking_budget_field,
+)
 from cluster.serving.openai.bodies.parameters import IGNORED, MODERATION
 from cluster.serving.openai.bodies.sampling_fields import SamplingFields
 from cluster.serving.responses.input_body import InputBody
@@ -84,6 +89,7 @@ class ResponsesBody(InputBody, SamplingFields):
         **InputBody.synonyms,
         "max_completion_tokens": "max_output_tokens",
         "max_tokens": "max_output_tokens",
+        "thinking_budget": "thinking_token_budget",
     }
 
     model: str | None = model_field()
@@ -93,6 +99,7 @@ class ResponsesBody(InputBody, SamplingFields):
         "deleted by its id; true by default.",
     )
     max_output_tokens: int | None = bounds("Maximum number of tokens to generate.", 1)
+    thinking_token_budget: int | None = thinking_budget_field()
     metadata: Any = Field(  # Any: strings, within limits that pydantic would report for each
         None,
         description=f"Up to {_MAX_LABELS} strings with names, which the response repeats.",
@@ -139,6 +146,9 @@ class ResponsesBody(InputBody, SamplingFields):
         sampling = self.common_sampling()
         if self.max_output_tokens is not None:
             sampling["max_tokens"] = self.max_output_tokens
+        budget = thinking_budget(self.thinking_token_budget)
+        if budget is not None:
+            sampling["thinking_token_budget"] = budget
         requested = self.requested_structure()
         structure = yield from tools.structure(requested.structure, requested.param)
         if structure is not None:

@@ -84,6 +84,9 @@ def test_budget_limits_the_reasoning_of_the_request(
         client.chat.completions.create(
             model="tiny", messages=ASK, extra_body={"thinking_token_budget": budget}
         )
+        client.responses.create(
+            model="tiny", input="hi", extra_body={"thinking_token_budget": budget}
+        )
     with grpc.insecure_channel(thinking_server.grpc_target) as channel:
         sampling = pb.SamplingParams(thinking_token_budget=0)
         messages = [pb.ChatMessage(role=pb.CHAT_ROLE_USER, content="hi")]
@@ -91,7 +94,7 @@ def test_budget_limits_the_reasoning_of_the_request(
         list(pagedray_pb2_grpc.GenerationServiceStub(channel).Chat(request))
     submitted = thinking_server.engine.log.submitted
     found = [(one.sampling.thinking_token_budget, one.grammar is None) for one in submitted]
-    assert found == [(None, True), (None, True), (7, False), (0, False)]
+    assert found == [*[(None, True)] * 4, *[(7, False)] * 2, (0, False)]
 
 
 def test_chat_separates_reasoning(thinking_server: Server, client: openai.OpenAI) -> None:

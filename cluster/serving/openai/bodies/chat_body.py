@@ -9,7 +9,11 @@ from pydantic import FailFast, Field
 
 from cluster.serving.http.schema import Defaults, named_schema, renamed
 from cluster.serving.inputs import GenerationInput
-from cluster.serving.openai.bodies.field_kinds import bounds
+from cluster.serving.openai.bodies.field_kinds import (
+    bounds,
+    thinking_budget,
+    thinking_budget_field,
+)
 from cluster.serving.openai.bodies.generation_body import GenerationBody
 from cluster.serving.openai.bodies.messages import Message, read_messages
 from cluster.serving.openai.bodies.parameters import (
@@ -45,7 +49,6 @@ if TYPE_CHECKING:
 __all__ = ["MAX_MESSAGES", "ChatBody", "check_open_end"]
 
 MAX_MESSAGES = 4096
-_UNLIMITED = -1
 _FUNCTION_NAMES = {"tools": "functions", "tool_choice": "function_call"}
 """The parameters of a call with functions, by those of tools."""
 
@@ -145,11 +148,7 @@ class ChatBody(GenerationBody):
         "false. Ignored if the template reads neither.",
     )
 
-    thinking_token_budget: int | None = bounds(
-        "Number of tokens after which the model's reasoning is ended; -1 does not limit it. "
-        "Requires a model that reasons, other than gpt-oss.",
-        -1,
-    )
+    thinking_token_budget: int | None = thinking_budget_field()
     include_reasoning: bool = Field(
         True, description="Whether the response contains the model's reasoning."
     )
@@ -222,8 +221,9 @@ class ChatBody(GenerationBody):
         sampling = self.sampling()
         if self.max_completion_tokens is not None:
             sampling["max_tokens"] = self.max_completion_tokens
-        if self.thinking_token_budget not in (None, _UNLIMITED):
-            sampling["thinking_token_budget"] = self.thinking_token_budget
+        budget = thinking_budget(self.thinking_token_budget)
+        if budget is not None:
+            sampling["thinking_token_budget"] = budget
         structure = yield from self._structure(tools)
         if structure is not None:
             sampling["structure"] = structure

@@ -6,7 +6,9 @@ from typing import Any
 
 from pydantic import Field, JsonValue
 
-__all__ = ["bounds", "model_field", "prompts_field"]
+__all__ = ["bounds", "model_field", "prompts_field", "thinking_budget", "thinking_budget_field"]
+
+_UNLIMITED = -1
 
 
 # Any: a pydantic field.
@@ -17,6 +19,20 @@ def bounds(description: str, low: float | None = None, high: float | None = None
         name: value for name, value in limits.items() if value is not None
     }
     return Field(None, description=description, json_schema_extra=known)
+
+
+def thinking_budget_field() -> Any:  # Any: a pydantic field
+    """Return a field that limits the model's reasoning, by vLLM's name."""
+    return bounds(
+        "Number of tokens after which the model's reasoning is ended; -1 does not limit it. "
+        "Requires a model that reasons, other than gpt-oss.",
+        _UNLIMITED,
+    )
+
+
+def thinking_budget(given: int | None) -> int | None:
+    """Return the limit that such a field sets; None is none."""
+    return None if given == _UNLIMITED else given
 
 
 def model_field() -> Any:  # Any: a pydantic field
