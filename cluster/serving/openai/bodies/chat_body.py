@@ -62,7 +62,9 @@ class ChatBody(GenerationBody):
         **GenerationBody.synonyms,
         "enable_thinking": "chat_template_kwargs.enable_thinking",
         "input": "messages",
+        "max_thinking_tokens": "thinking_token_budget",
         "prompt": "messages",
+        "reasoning": "reasoning_effort",
         "thinking": "chat_template_kwargs.enable_thinking",
         "thinking_budget": "thinking_token_budget",
     }

@@ -65,9 +65,17 @@ IN_IGNORED: Mapping[str, Mapping[str, str]] = {
 """Fields of ignored parameters that would change the answer, and what to use instead."""
 
 WITHOUT_EFFECT: Defaults = {
+    "max_repetition_pattern_size": (0,),
+    "min_repetition_pattern_size": (0,),
     "no_stop_trim": (False,),
+    "repetition_min_count": (0,),
+    "return_cached_tokens_details": (False,),
     "return_hidden_states": (False,),
+    "return_meta_info": (False,),
+    "return_prompt_token_ids": (False,),
+    "return_routed_experts": (False,),
     "routed_experts_prompt_start": (0,),
+    "routed_experts_start_len": (0,),
     "spaces_between_special_tokens": (True,),
     "watermarking": (False,),
 }
@@ -83,17 +91,28 @@ CHAT_WITHOUT_EFFECT: Defaults = {
 
 REJECTED: Mapping[str, str] = {
     "custom_logit_processor": "code of clients is never run",
+    "custom_params": "code of clients is never run",
     "ec_transfer_params": "images and audio are not supported",
     "extra_body": "the client library sends its entries as parameters of the request",
+    "input_ids": "use /v1/completions, whose prompt may be token ids",
     "kv_transfer_params": "a replica computes the prompts of its own requests",
     "logits_processors": "code of clients is never run",
     "lora_path": "LoRA adapters are not supported",
+    "max_repetition_pattern_size": "use repetition_penalty, or limit max_tokens",
+    "min_repetition_pattern_size": "use repetition_penalty, or limit max_tokens",
     "no_stop_trim": "use include_stop_str_in_output",
     "prompt_embeds": "use text or token ids",
     "repetition_detection": "use repetition_penalty, or limit max_tokens",
+    "repetition_min_count": "use repetition_penalty, or limit max_tokens",
+    "return_cached_tokens_details": "usage counts the cached tokens of the prompt",
     "return_hidden_states": "the server does not return hidden states",
+    "return_meta_info": "use usage, logprobs and return_token_ids",
+    "return_prompt_token_ids": "use return_token_ids",
+    "return_routed_experts": "the server does not return routed experts",
     "routed_experts_prompt_start": "the server does not return routed experts",
+    "routed_experts_start_len": "the server does not return routed experts",
     "spaces_between_special_tokens": "the text is always as the tokenizer decodes it",
+    "stop_regex": "use stop, or structured_outputs",
     "watermarking": "outputs have no watermark",
 }
 """Parameters that would change the output, and what to use instead or why not."""
