@@ -7,7 +7,7 @@ still gets connections from the kernel, so that it also has to answer calls.
 from __future__ import annotations
 
 import socket
-from typing import Any
+import threading
 
 import grpc
 
@@ -39,7 +39,10 @@ _NO_ANSWER = (
 
 
 class RayDaemon:
-    """A process of Ray that serves gRPC on a TCP port. Used by one thread."""
+    """A process of Ray that serves gRPC on a TCP port. Used by one thread.
+
+    Another thread calls the process. It is never started again, which could fail.
+    """
 
     def __init__(self, name: str, host: str, port: int) -> None:
         self.name = name
@@ -47,18 +50,16 @@ class RayDaemon:
         self._address = (host, port)
         target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._channel = grpc.insecure_channel(target, _CHANNEL_OPTIONS)
-        self._check = self._channel.unary_unary(_METHOD)  # type: ignore[call-arg]  # grpc-stubs asks for what has a default
-        # Any: the type of a call depends on the serializers.
-        self._call: Any = None
-        self._called_s = 0.0
         self._num_answers = 0
         self._clock = ProgressClock()
         self._num_refusals = 0
+        self._closed = threading.Event()
         self.silence_s = 0.0
         """For how long it has not answered, as far as that time was observed.
 
         It is 0 before the first answer: with TLS, for example, there is none.
         """
+        threading.Thread(target=self._run_calls, name="pagedray-ray-calls", daemon=True).start()
 
     @property
     def has_ended(self) -> bool:
@@ -66,22 +67,31 @@ class RayDaemon:
         return self._num_refusals >= _MIN_REFUSALS
 
     def observe(self, now_s: float) -> None:
-        """Connect, and call it once a second; must be called several times a second."""
+        """Connect, and look for answers; must be called several times a second."""
         self._connect()
-        if self._call is not None and self._call.done():
-            # Also an error shows that the process runs, such as one about a token.
-            self._num_answers += self._call.code() not in _NO_ANSWER
-            self._call = None
-        if self._call is None and now_s - self._called_s >= _CALL_PERIOD_S:
-            self._called_s = now_s
-            self._call = self._check.future(b"", timeout=_CALL_TIMEOUT_S)
         self.silence_s = self._clock.silence_s(
             now_s, self._num_answers, is_expected=not self._num_answers or self.has_ended
         )
 
     def close(self) -> None:
         """Close the channel."""
+        self._closed.set()
         self._channel.close()
+
+    def _run_calls(self) -> None:
+        """Call the process once a second until the channel is closed."""
+        check = self._channel.unary_unary(_METHOD)  # type: ignore[call-arg]  # grpc-stubs asks for what has a default
+        while not self._closed.is_set():
+            try:
+                check(b"", timeout=_CALL_TIMEOUT_S)
+                self._num_answers += 1
+            except grpc.RpcError as error:
+                # Also an error shows that the process runs, such as one about a token.
+                self._num_answers += error.code() not in _NO_ANSWER
+            except ValueError:
+                # The channel was closed meanwhile.
+                return
+            self._closed.wait(_CALL_PERIOD_S)
 
     def _connect(self) -> None:
         try:
