@@ -40,8 +40,12 @@ _ANSWER_MARGIN_S = 5.0
 """Time for an answer beyond the limit that the process itself keeps."""
 
 
+class _HungError(EngineError):
+    """A process gave no answer, and has been ended."""
+
+
 class CompilerClient:
-    """Starts the process when it is first needed, and again after it died."""
+    """Starts the process when it is first needed, and again after it died or did not answer."""
 
     def __init__(self, make_vocabulary: Callable[[], Vocabulary], limits: CompileLimits) -> None:
         """`make_vocabulary` is called once, when the process is first started."""
@@ -75,6 +79,9 @@ class CompilerClient:
         """Return the result for a structure. Raises EngineError."""
         try:
             return self._compiled(structure)
+        except _HungError:
+            # Such as one that could start no threads for a while.
+            pass
         except EngineError:
             if self._is_closed or not self._has_died():
                 raise
@@ -85,11 +92,15 @@ class CompilerClient:
         ours, theirs = socket.socketpair()
         with ours, self._awaiting(ours):
             with theirs:
-                self._send(COMPILE, theirs)
+                process = self._send(COMPILE, theirs)
             try:
                 ours.settimeout(self._limits.wait_s + _ANSWER_MARGIN_S)
                 write_frame(ours, msgspec.msgpack.encode(structure))
                 found: Compiled | Rejected | Died = read_message(ours, Compiled | Rejected | Died)
+            except TimeoutError as error:
+                # It does not even report that a limit is exceeded.
+                self._end_hung(process)
+                raise _HungError("The structure compiler process does not respond.") from error
             except (OSError, EOFError) as error:
                 if self._is_closed:
                     raise ShuttingDownError from error
@@ -132,12 +143,20 @@ class CompilerClient:
             with self._lock:
                 self._awaited.remove(connection)
 
-    def _send(self, what: bytes, *sockets: socket.socket) -> None:
+    def _send(self, what: bytes, *sockets: socket.socket) -> subprocess.Popen[bytes] | None:
+        """Return the process that gets the message."""
         with self._lock:
             try:
                 socket.send_fds(self._running(), [what], [one.fileno() for one in sockets])
             except OSError as error:
                 raise EngineError("The structure compiler process died.") from error
+            return self._process
+
+    def _end_hung(self, process: subprocess.Popen[bytes] | None) -> None:
+        """End a process unless another one has replaced it; its forks continue."""
+        with self._lock:
+            if self._process is process:
+                self._end()
 
     def _has_died(self) -> bool:
         with self._lock:

@@ -271,6 +271,23 @@ def test_a_dead_process_is_replaced_and_its_grammars_live_on(
     assert own_compiler.process_id not in (None, first)
 
 
+@pytest.mark.slow
+def test_a_process_that_hangs_is_replaced(tokenizer: Tokenizer) -> None:
+    limits = CompileLimits(compile_s=10.0, wait_s=15.0)
+    compiler = StructureCompiler(lambda: vocabulary(tokenizer), limits=limits)
+    grammar = asyncio.run(compiler.compile(SMALL))
+    assert compiler.process_id is not None
+    first = psutil.Process(compiler.process_id)
+    first.suspend()
+    # Those that have waited for it are compiled by its replacement.
+    one, other = asyncio.run(compile_all(compiler, OTHER, Structure(kind="regex", text="a{2}")))
+    assert next_bytes(one, tokenizer, "") == {b"b"}  # type: ignore[arg-type]  # a grammar
+    assert next_bytes(other, tokenizer, "a") == {b"a"}  # type: ignore[arg-type]  # a grammar
+    assert not first.is_running()
+    assert next_bytes(grammar, tokenizer, "aa") == {b"a"}
+    compiler.close()
+
+
 def test_the_death_of_the_mask_process_ends_no_sequence(
     own_compiler: StructureCompiler, tokenizer: Tokenizer
 ) -> None:
