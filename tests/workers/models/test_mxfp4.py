@@ -15,6 +15,7 @@ from attention.cpu.torch_sdpa import TorchSDPABackend
 from pagedray.config import EngineConfig
 from pagedray.errors import CheckpointError, StartupError
 from tests.mxfp4 import quantize_experts, value_of
+from tests.workers.models.two_ranks import on_two_ranks
 from tests.workers.reference import CPU, loaded_model, run, token_ids
 from workers.layers.formats.mxfp4 import Mxfp4Matrix, dequantized_mxfp4
 from workers.models.decoder import Decoder
@@ -29,9 +30,15 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("mxfp4")
+    save(path, intermediate_size=96)
+    return path
+
+
+def save(path: Path, *, intermediate_size: int) -> None:
+    """Write a random checkpoint."""
     config = GptOssConfig(
         hidden_size=64,
-        intermediate_size=96,
+        intermediate_size=intermediate_size,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -49,7 +56,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(3)
     GptOssForCausalLM(config).save_pretrained(path)
     quantize_experts(path)
-    return path
 
 
 def copied(folder: Path, target: Path) -> dict[str, torch.Tensor]:
@@ -78,6 +84,18 @@ def test_every_number_is_that_of_the_format() -> None:
 def test_logits_equal_those_of_transformers(folder: Path) -> None:
     group = SoloGroup()
     logits = run(loaded_model(folder, group), group)
+    torch.testing.assert_close(logits, dequantized_logits(folder), rtol=1e-4, atol=1e-4)
+
+
+def test_two_ranks_that_divide_each_expert_compute_the_same(tmp_path: Path) -> None:
+    save(tmp_path, intermediate_size=128)
+    expected = dequantized_logits(tmp_path)
+    for logits in on_two_ranks(lambda group: run(loaded_model(tmp_path, group), group)):
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def dequantized_logits(folder: Path) -> torch.Tensor:
+    """Return what transformers computes with the weights that the numbers stand for."""
     model = GptOssForCausalLM.from_pretrained(
         folder,
         dtype=torch.float32,
@@ -86,8 +104,8 @@ def test_logits_equal_those_of_transformers(folder: Path) -> None:
         quantization_config=Mxfp4Config(dequantize=True),
     )
     with torch.inference_mode():
-        expected = model(token_ids()[None]).logits[0]
-    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+        logits: torch.Tensor = model(token_ids()[None]).logits[0]
+    return logits
 
 
 def test_a_scale_that_is_not_a_number_is_rejected(folder: Path, tmp_path: Path) -> None:
