@@ -48,7 +48,11 @@ class Thinking(BodyPart):
         "the model does not reason, or may reason several times in a turn, as gpt-oss.",
         0,
     )
-    display: str | None = Field(None, description="Ignored.")
+    display: str | None = Field(
+        None,
+        description="Ignored; thoughts are always returned, so that the conversation may contain "
+        "them.",
+    )
 
 
 class OutputConfig(BodyPart):
@@ -189,6 +193,8 @@ class ConversationBody(Body):
                 arguments["enable_thinking"] = self.thinking.type == "enabled"
             elif not (has_budget and can_limit_reasoning):
                 note_ignored("thinking")
+        if self.thinking is not None and self.thinking.display == "omitted":
+            note_ignored("thinking.display")
         if has_budget and not can_limit_reasoning:
             note_ignored("thinking.budget_tokens")
         return ChatPrompt(messages, tools.for_template, not is_open, is_open, arguments)

@@ -377,12 +377,14 @@ def test_hints_are_ignored(tool_server: Server) -> None:
     assert posted(tool_server, BODY | given).status_code == 200
 
 
-def test_budget_of_a_model_that_does_not_reason_counts_as_ignored(tool_server: Server) -> None:
-    given = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
+@pytest.mark.parametrize(("name", "value"), [("budget_tokens", 1024), ("display", "omitted")])
+def test_thinking_that_the_server_cannot_change_counts_as_ignored(
+    tool_server: Server, name: str, value: object
+) -> None:
+    given = {"thinking": {"type": "enabled", name: value}}
     assert posted(tool_server, BODY | given).status_code == 200
     metrics = httpx.get(f"{tool_server.url}/metrics").text
-    name = "thinking.budget_tokens"
-    assert f'pagedray_ignored_parameters_total{{parameter="{name}"}}' in metrics
+    assert f'pagedray_ignored_parameters_total{{parameter="thinking.{name}"}}' in metrics
 
 
 @pytest.mark.parametrize(
