@@ -14,6 +14,7 @@ from pagedray.errors import CheckpointError, DeviceError
 from pagedray.weight_format import FormatRule, Fp8Format, Quantization
 from tests.workers.layers.formats.layers import Rank, column_layer, loaded, row_layer
 from workers.layers.formats.fp8_linear import Fp8Linear
+from workers.layers.formats.fp8_rows import quantized_rows
 from workers.layers.formats.fp8_weight import Fp8Weight
 from workers.layers.formats.make_kernel import make_format_kernel
 from workers.layers.weight import MatrixPart
@@ -77,6 +78,21 @@ def test_a_weight_that_is_loaded_in_pieces_has_the_same_scales(
     x = torch.randn(2, 300)
     exact = functional.linear(x.double(), rounded(weight))
     torch.testing.assert_close(layer(x).double(), exact, rtol=1e-5, atol=1e-4)
+
+
+def test_rows_stand_for_their_values_whatever_their_size() -> None:
+    generator = torch.Generator().manual_seed(4)
+    rows = torch.randn(9, 33, generator=generator)
+    rows *= torch.logspace(-30, 30, 9).unsqueeze(1)
+    rows[3] = 0.0
+    rows[5, 1:] = 0.0
+    values, scales = quantized_rows(rows)
+    assert bool((scales > 0.0).logical_and(scales.isfinite()).all())
+    exact = values.double() * scales
+    largest = rows.double().abs().amax(1, keepdim=True)
+    # Half of the last of three bits, or half of the smallest number.
+    bound = rows.double().abs() * 2.0**-4 + largest / 448.0 * 2.0**-10
+    assert bool(((exact - rows.double()).abs() <= bound).all())
 
 
 def test_reordered_rows_keep_their_scales() -> None:
