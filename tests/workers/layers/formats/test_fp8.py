@@ -105,6 +105,33 @@ def test_reordered_rows_keep_their_scales() -> None:
     assert torch.equal(stored.dequantized(torch.float32), before[order])
 
 
+@pytest.mark.parametrize(
+    "format",
+    [Fp8Format(scales="tensor"), Fp8Format(scales="block", block=(2, 4))],
+    ids=["tensor", "block"],
+)
+def test_reordered_rows_keep_the_scales_of_their_tensors(format: Fp8Format) -> None:
+    def filled() -> Fp8Weight:
+        stored = Fp8Weight(format, 6, 4, device=torch.device("cpu"))
+        for index, rows in enumerate((slice(0, 2), slice(2, 6))):
+            height = rows.stop - rows.start
+            part = (slice(0, height), slice(0, 4))
+            source = MatrixPart(name=str(index), shape=(height, 4), part=part)
+            for shard in stored.weight_shards(source, rows):
+                numbers = torch.arange(1, 1 + shard.target.numel()).view(shard.target.shape)
+                shard.target.copy_(numbers + index)
+        return stored
+
+    plain, reordered = filled(), filled()
+    order = torch.tensor([3, 1, 0, 5, 4, 2])
+    reordered.reorder(order)
+    for stored in (plain, reordered):
+        stored.finalize()
+    expected = plain.dequantized(torch.float32)
+    assert len(expected.unique()) > 12
+    assert torch.equal(reordered.dequantized(torch.float32), expected[order])
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_a_weight_that_is_not_finite_is_rejected(value: float, tmp_path: Path) -> None:
     weight = torch.randn(12, 20)
