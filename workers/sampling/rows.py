@@ -18,6 +18,7 @@ __all__ = ["Need", "SamplingRows"]
 
 # At this temperature any difference of float32 logits gives the lower one probability 0.
 LOWEST_TEMPERATURE = 1e-20
+_NO_POSITION = np.iinfo(np.int64).max
 
 
 class Need(IntFlag):
@@ -43,10 +44,8 @@ class SamplingRows:
         self._top_k = np.zeros(max_num_rows, dtype=np.int64)
         self._top_p = np.ones(max_num_rows)
         self._min_p = np.zeros(max_num_rows)
-        self._masked_rows: set[int] = set()
-        """The rows that sample under masks, some of them later."""
-        self._mask_positions = np.zeros(max_num_rows, dtype=np.int64)
-        """The position from which each of these rows samples under masks."""
+        self._mask_positions = np.full(max_num_rows, _NO_POSITION)
+        """The position from which each row samples under masks."""
         self._num_logprobs = np.zeros(max_num_rows, dtype=np.int64)
         self._reported_ids: dict[int, IntArray] = {}
         """The tokens that rows report in place of the likeliest ones."""
@@ -61,10 +60,9 @@ class SamplingRows:
         self._top_k[row] = min(top_k, self._vocab_size)
         self._top_p[row] = sampling.top_p
         self._min_p[row] = sampling.min_p
-        self._masked_rows.discard(row)
-        if start.mask_start is not None:
-            self._masked_rows.add(row)
-            self._mask_positions[row] = start.num_prompt_tokens + start.mask_start
+        self._mask_positions[row] = (
+            _NO_POSITION if start.mask_start is None else start.num_prompt_tokens + start.mask_start
+        )
         self._num_logprobs[row] = sampling.logprobs or 0
         self._reported_ids.pop(row, None)
         if sampling.logprob_token_ids:
@@ -74,7 +72,7 @@ class SamplingRows:
 
     def release(self, rows: IntArray) -> None:
         """Let these rows sample without masks."""
-        self._masked_rows.difference_update(rows.tolist())
+        self._mask_positions[rows] = _NO_POSITION
 
     def needs(self, rows: IntArray) -> IntArray:
         """Return the `Need` flags of these rows, without that of masks."""
@@ -83,9 +81,9 @@ class SamplingRows:
     def needs_at(self, rows: IntArray, positions: IntArray) -> IntArray:
         """Return the `Need` flags of these rows at these positions."""
         needs = self._needs[rows]
-        if self._masked_rows:
-            is_row = np.isin(rows, list(self._masked_rows))
-            needs[is_row & (positions >= self._mask_positions[rows])] |= Need.MASK
+        is_masked = positions >= self._mask_positions[rows]
+        if is_masked.any():
+            needs[is_masked] |= Need.MASK
         return needs
 
     def num_logprobs(self, rows: IntArray) -> IntArray:
