@@ -33,6 +33,7 @@ from cluster.serving.tools.tool_choice import ToolUse, read_each_tool
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
+    from cluster.serving.anthropic.model_support import ModelSupport
     from cluster.serving.intake.steps import Steps
     from cluster.serving.tools.tool_calls import ToolCallFormat
 
@@ -161,20 +162,14 @@ class ConversationBody(Body):
         return ToolUse(tools, choice, tool_format=tool_format)
 
     def prompt(
-        self,
-        tools: ToolUse,
-        *,
-        known_variables: frozenset[str],
-        keeps_system_messages: Callable[[], bool],
-        can_limit_reasoning: bool,
-        note_ignored: Callable[[str], None],
+        self, tools: ToolUse, support: ModelSupport, *, note_ignored: Callable[[str], None]
     ) -> Steps[ChatPrompt]:
         """Return the conversation. Raises InvalidRequestError."""
         messages = yield from read_anthropic_messages(self.messages)
         system = yield from read_system_prompt(self.system)
         if system:
             messages = (ChatMessage("system", system), *messages)
-        if has_later_system_messages(messages) and not keeps_system_messages():
+        if has_later_system_messages(messages) and not support.keeps_system_messages():
             messages = merge_system_messages(messages)
         messages = combine_turns(messages)
         # As with Anthropic, the answer continues a last message of the assistant.
@@ -186,16 +181,16 @@ class ConversationBody(Body):
             )
         effort = None if self.output_config is None else self.read_output_config().effort
         given = TemplateArguments(None, effort, effort_param="output_config.effort")
-        arguments = given.variables(known_variables, note_ignored)
+        arguments = given.variables(support.known_variables, note_ignored)
         has_budget = self.thinking_budget is not None
         if self.thinking is not None and self.thinking.type != "adaptive":
-            if "enable_thinking" in known_variables:
+            if "enable_thinking" in support.known_variables:
                 arguments["enable_thinking"] = self.thinking.type == "enabled"
-            elif not (has_budget and can_limit_reasoning):
+            elif not (has_budget and support.can_limit_reasoning):
                 note_ignored("thinking")
         if self.thinking is not None and self.thinking.display == "omitted":
             note_ignored("thinking.display")
-        if has_budget and not can_limit_reasoning:
+        if has_budget and not support.can_limit_reasoning:
             note_ignored("thinking.budget_tokens")
         return ChatPrompt(messages, tools.for_template, not is_open, is_open, arguments)
 

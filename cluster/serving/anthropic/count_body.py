@@ -10,6 +10,7 @@ from cluster.serving.inputs import TokenizeInput
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from cluster.serving.anthropic.model_support import ModelSupport
     from cluster.serving.intake.steps import Steps
     from cluster.serving.tools.tool_choice import ToolUse
 
@@ -20,20 +21,8 @@ class CountBody(ConversationBody):
     """A conversation whose tokens are counted."""
 
     def to_input(
-        self,
-        tools: ToolUse,
-        *,
-        known_variables: frozenset[str],
-        keeps_system_messages: Callable[[], bool],
-        can_limit_reasoning: bool,
-        note_ignored: Callable[[str], None],
+        self, tools: ToolUse, support: ModelSupport, *, note_ignored: Callable[[str], None]
     ) -> Steps[TokenizeInput]:
         """Return the input of the call. Raises InvalidRequestError."""
-        prompt = yield from self.prompt(
-            tools,
-            known_variables=known_variables,
-            keeps_system_messages=keeps_system_messages,
-            can_limit_reasoning=can_limit_reasoning,
-            note_ignored=note_ignored,
-        )
+        prompt = yield from self.prompt(tools, support, note_ignored=note_ignored)
         return TokenizeInput(prompt=prompt, model=self.model)

@@ -9,6 +9,7 @@ from cluster.serving.anthropic.count_body import CountBody
 from cluster.serving.anthropic.errors import ANTHROPIC_ERRORS, rewording_length_errors
 from cluster.serving.anthropic.messages_body import MessagesBody
 from cluster.serving.anthropic.messages_response import MessagesResponse
+from cluster.serving.anthropic.model_support import ModelSupport
 from cluster.serving.http.endpoint import Endpoint, HttpCall, json_response
 from cluster.serving.http.schema import renamed
 from cluster.serving.openai.answer import answer_call
@@ -62,12 +63,7 @@ class _MessagesHandlers:
         def read(body: MessagesBody, _: bytes) -> Steps[tuple[GenerationInput, ToolUse, bool]]:
             tools = yield from body.tool_use(self._servicer.tool_format)
             given = yield from body.to_input(
-                call.client_id,
-                tools,
-                known_variables=self._known_variables(tools),
-                keeps_system_messages=lambda: self._keeps_system_messages(tools),
-                can_limit_reasoning=self._servicer.validator.can_limit_reasoning,
-                note_ignored=call.ignored.note,
+                call.client_id, tools, self._support(tools), note_ignored=call.ignored.note
             )
             return given, tools, body.stream
 
@@ -104,11 +100,7 @@ class _MessagesHandlers:
             tools = yield from body.tool_use(self._servicer.tool_format)
             return (
                 yield from body.to_input(
-                    tools,
-                    known_variables=self._known_variables(tools),
-                    keeps_system_messages=lambda: self._keeps_system_messages(tools),
-                    can_limit_reasoning=self._servicer.validator.can_limit_reasoning,
-                    note_ignored=call.ignored.note,
+                    tools, self._support(tools), note_ignored=call.ignored.note
                 )
             )
 
@@ -122,8 +114,10 @@ class _MessagesHandlers:
                     raise renamed(error, _NAMES) from error
         return json_response({"input_tokens": len(token_ids)})
 
-    def _known_variables(self, tools: ToolUse) -> frozenset[str]:
-        return self._servicer.tokenizer.template_variables(has_tools=tools.is_read)
-
-    def _keeps_system_messages(self, tools: ToolUse) -> bool:
-        return self._servicer.tokenizer.keeps_system_messages(has_tools=tools.is_read)
+    def _support(self, tools: ToolUse) -> ModelSupport:
+        tokenizer = self._servicer.tokenizer
+        return ModelSupport(
+            known_variables=tokenizer.template_variables(has_tools=tools.is_read),
+            keeps_system_messages=lambda: tokenizer.keeps_system_messages(has_tools=tools.is_read),
+            can_limit_reasoning=self._servicer.validator.can_limit_reasoning,
+        )

@@ -17,6 +17,7 @@ from pagedray.errors import InvalidRequestError
 from pagedray.request import MAX_STOP, MAX_STOP_LENGTH, Structure
 
 if TYPE_CHECKING:
+    from cluster.serving.anthropic.model_support import ModelSupport
     from cluster.serving.intake.steps import Steps
     from cluster.serving.tools.tool_choice import ToolUse
 
@@ -74,25 +75,17 @@ class MessagesBody(ConversationBody):
         self,
         client_id: str | None,
         tools: ToolUse,
+        support: ModelSupport,
         *,
-        known_variables: frozenset[str],
-        keeps_system_messages: Callable[[], bool],
-        can_limit_reasoning: bool,
         note_ignored: Callable[[str], None],
     ) -> Steps[GenerationInput]:
         """Return the input of the call. Raises InvalidRequestError."""
-        prompt = yield from self.prompt(
-            tools,
-            known_variables=known_variables,
-            keeps_system_messages=keeps_system_messages,
-            can_limit_reasoning=can_limit_reasoning,
-            note_ignored=note_ignored,
-        )
+        prompt = yield from self.prompt(tools, support, note_ignored=note_ignored)
         sampling: dict[str, object] = {"max_tokens": self.max_tokens}
         for name in ("temperature", "top_p", "top_k"):
             if getattr(self, name) is not None:
                 sampling[name] = getattr(self, name)
-        if can_limit_reasoning and self.thinking_budget is not None:
+        if support.can_limit_reasoning and self.thinking_budget is not None:
             sampling["thinking_token_budget"] = self.thinking_budget
         if self.stop_sequences is not None:
             is_list = isinstance(self.stop_sequences, list)

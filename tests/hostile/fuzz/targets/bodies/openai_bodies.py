@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from cluster.serving.admin.tokenize_body import DetokenizeBody, TokenizeBody
 from cluster.serving.anthropic.count_body import CountBody
 from cluster.serving.anthropic.messages_body import MessagesBody
+from cluster.serving.anthropic.model_support import ModelSupport
 from cluster.serving.http.schema import Body, read_body
 from cluster.serving.intake.steps import finish
 from cluster.serving.openai.bodies.chat_body import ChatBody
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     from cluster.serving.inputs import GenerationInput
 
 AnyBody = TypeVar("AnyBody", bound=Body)
+
+_SUPPORT = ModelSupport(
+    known_variables=frozenset(), keeps_system_messages=lambda: False, can_limit_reasoning=True
+)
 
 
 def run(data: bytes) -> None:
@@ -65,14 +70,7 @@ def run(data: bytes) -> None:
         elif kind == 7:
             message = _read(MessagesBody, raw)
             tools = finish(message.tool_use("hermes"))
-            given = message.to_input(
-                "a",
-                tools,
-                known_variables=frozenset(),
-                keeps_system_messages=lambda: False,
-                can_limit_reasoning=True,
-                note_ignored=_ignore,
-            )
+            given = message.to_input("a", tools, _SUPPORT, note_ignored=_ignore)
             _check(finish(given))
         elif kind == 8:
             response = _read(ResponsesBody, raw)
@@ -82,15 +80,7 @@ def run(data: bytes) -> None:
         elif kind == 9:
             counted = _read(CountBody, raw)
             tools = finish(counted.tool_use("hermes"))
-            finish(
-                counted.to_input(
-                    tools,
-                    known_variables=frozenset(),
-                    keeps_system_messages=lambda: False,
-                    can_limit_reasoning=True,
-                    note_ignored=_ignore,
-                )
-            )
+            finish(counted.to_input(tools, _SUPPORT, note_ignored=_ignore))
         else:
             prompt = _read(InputTokensBody, raw)
             tools = finish(prompt.tool_use(FunctionTools(), "hermes"))
