@@ -1,0 +1,160 @@
+"""Chats with invalid parameters are rejected, and never reach the engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+if TYPE_CHECKING:
+    from tests.serving.conftest import Server
+
+TOOL = {"type": "function", "function": {"name": "a", "parameters": {"type": "object"}}}
+REFERRING = {
+    "type": "function",
+    "function": {"name": "a", "parameters": {"$ref": "#x"}},
+}
+
+
+def allowed(tools: list[object], mode: str = "auto") -> dict[str, object]:
+    """Return a chat whose choice is restricted to these tools."""
+    return {
+        "tools": [TOOL],
+        "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}},
+    }
+
+
+MANY = {f"x{number}": 1 for number in range(100)}
+CALL = {"id": "1", "type": "function", "function": {"name": "a", "arguments": "{}"}}
+CHAT_CASES: list[tuple[dict[str, Any], str]] = [  # Any: JSON
+    ({"thinking_token_budget": 5},
+     "thinking_token_budget is not supported: the model does not reason, or the server does not "
+     "know the format (--reasoning-format)."),
+    ({"thinking_token_budget": -2},
+     "thinking_token_budget must be 0 or more, not -2."),
+    ({"thinking_token_budget": 5, "bad_words": ["x"]},
+     "bad_words cannot be combined with thinking_token_budget."),
+    ({"thinking_token_budget": 0, "use_beam_search": True},
+     "thinking_token_budget cannot be combined with use_beam_search."),
+    ({"messages": []}, "messages must not be empty."),
+    ({"messages": "hi"}, "messages must be a list, not 'hi'."),
+    ({"messages": ["hi"]}, "messages.0 must be an object, not 'hi'."),
+    ({"messages": [{"role": "user"}]}, "messages.0.content is required."),
+    ({"messages": [{"role": "god", "content": "x"}]},
+     "messages.0.role must be one of 'system', 'developer', 'user', 'assistant', 'tool' or "
+     "'function', not 'god'."),
+    ({"messages": [{"role": "user", "content": 5}]},
+     "messages.0.content must be a string or a list of text parts."),
+    ({"messages": [{"role": "user", "content": ["x", 5]}]},
+     "messages.0.content must be a string or a list of text parts."),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+     "messages.0.content.0 is not supported: image_url parts need a model that reads more than "
+     "text."),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "name": "y"}]}]},
+     "messages.0.content.0.name is not supported."),
+    ({"messages": [{"role": "user", "content": [{"type": {}, "text": "x"}]}]},
+     "messages.0.content.0.type must be 'text', not an object."),
+    # An object with more names than fields is not validated further.
+    ({"messages": [MANY]}, "messages.0.x0 is not supported."),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": MANY}},
+     "tool_choice.function.x0 is not supported."),
+    ({"messages": [{"role": "assistant", "tool_calls": [{**CALL, "function": MANY}]}]},
+     "messages.0.tool_calls.0.function.x0 is not supported."),
+    ({"messages": [{"role": "user", "content": "x", "reasoning": "y"}]},
+     "messages.0.reasoning requires role = assistant."),
+    ({"messages": [{"role": "assistant", "content": "x", "reasoning": "y",
+     "reasoning_content": "z"}]},
+     "messages.0.reasoning and reasoning_content must be equal if both are set."),
+    ({"messages": [{"role": "user", "content": "x", "tool_call_id": "me"}]},
+     "messages.0.tool_call_id requires role = tool."),
+    ({"messages": [{"role": "user", "content": "x", "name": "x" * 129}]},
+     "messages.0.name may have at most 128 characters."),
+    ({"messages": [{"role": "assistant", "content": "x", "refusal": "No."}]},
+     "messages.0.refusal is not supported: send it as content."),
+    ({"chat_template_kwargs": [1]}, "chat_template_kwargs must be an object of at most 64 "
+     "entries."),
+    ({"chat_template_kwargs": {"a b": 1}},
+     "chat_template_kwargs must have names of variables of at most 64 characters."),
+    ({"chat_template_kwargs": {"messages": []}},
+     "chat_template_kwargs.messages is not supported: messages is a parameter of its own."),
+    ({"chat_template_kwargs": {"a": "x" * 70_000}},
+     "chat_template_kwargs may have at most 65536 bytes of JSON, not 70008."),
+    ({"reasoning_effort": "huge"}, "reasoning_effort must be one of 'none', 'minimal', 'low', "
+     "'medium', 'high', 'xhigh' or 'max', not 'huge'."),
+    ({"documents": [{"text": "x"}]},
+     "documents is not supported: the model's chat template does not read it."),
+    ({"documents": ["x"]}, "documents must be a list of objects."),
+    ({"web_search_options": {}},
+     "web_search_options is not supported: the server has no access to the web."),
+    ({"messages": [{"role": "user", "content": "x"}, {"role": "system", "content": "y"}]},
+     "The model's chat template rejected the messages: The system speaks first."),
+    ({"tools": 5}, "tools must be a list."),
+    ({"tools": [{"type": "function"}]}, "tools.0.function is required."),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]},
+     "tools.0.function.name must be 1 to 64 letters, digits, underscores, dashes or dots."),
+    ({"tools": [{"type": "function", "function": {"name": "a", "description": "x" * 70_000}}]},
+     "tools.0.function may have at most 65536 bytes of JSON, not 70107."),
+    ({"tools": [TOOL] * 2}, "tools must have unique names."),
+    ({"tools": [TOOL] * 129}, "tools may have at most 128 entries, not 129."),
+    ({"tools": [TOOL]}, "The model's chat template has no known format of tool calls; name the "
+     "function to call, or start the server with --tool-call-format."),
+    ({"tools": [TOOL], "tool_choice": "some"},
+     "tool_choice must be none, auto, required, a named function or allowed_tools."),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "b"}}},
+     "tool_choice names 'b', which is not in tools."),
+    ({"tool_choice": "required"}, "tool_choice requires tools."),
+    ({"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_schema"}},
+     "response_format.json_schema.name is required."),
+    ({"tools": [REFERRING], "tool_choice": "required"},
+     "tools has the unsupported $ref '#x' in the parameters of 'a'; it must refer to a part of "
+     "them, such as #/$defs/name."),
+    ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
+     "tool_choice.mode is not supported."),
+    (allowed([]), "tool_choice.allowed_tools.tools must be a list of 1 to 128 tools."),
+    (allowed([TOOL], mode="none"),
+     "tool_choice.allowed_tools.mode must be one of 'auto' or 'required', not 'none'."),
+    (allowed([{"type": "mcp", "server_label": "x"}]),
+     "tool_choice.allowed_tools.tools.0.type must be 'function', not 'mcp'."),
+    (allowed([{"type": "function", "function": {"name": "b"}}]),
+     "tool_choice names 'b', which is not in tools."),
+    (allowed([{"type": "function", "function": {"name": "a", "description": "x"}}]),
+     "tool_choice and tools define 'a' differently."),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]},
+     "messages.0.tool_calls requires role = assistant."),
+    ({"messages": [{"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "a",
+     "arguments": "[1]"}}]}]},
+     "messages.0.tool_calls.0.function.arguments must be a JSON object as a string."),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]},
+     "messages.0.tool_calls.0.function is required."),
+    ({"response_format": {"type": "xml"}},
+     "response_format.type must be one of 'text', 'json_object', 'json_schema' or "
+     "'structural_tag', not 'xml'."),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.name is required."),
+    ({"continue_final_message": True},
+     "continue_final_message requires add_generation_prompt = false."),
+    ({"chat_template": "{{ x }}"}, "chat_template is not supported: the server must be started "
+     "with --trust-request-chat-template."),
+    ({"logprobs": 5}, "logprobs must be true or false, not 5."),
+    ({"top_logprobs": 5}, "top_logprobs requires logprobs = true."),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs must be from 0 to 20, not 21."),
+    ({"stream": True, "stream_options": {"include_obfuscation": True}},
+     "stream_options.include_obfuscation must be false, not true."),
+    ({"max_completion_tokens": 1000}, "max_completion_tokens must be from 1 to 251, not 1000: the "
+     "prompt has 5 tokens and the context length is 256."),
+    ({"max_completion_tokens": 0}, "max_completion_tokens must be 1 or more, not 0."),
+    ({"max_tokens": 5, "max_completion_tokens": 6},
+     "max_tokens and max_completion_tokens must be equal if both are set."),
+    ({"prompt": "x"}, "prompt is not supported: did you mean messages?"),
+    ({"messages": [{"role": "user", "content": "~" * 300}]},
+     "messages has 304 tokens, but the context length of 256 allows at most 255 and one generated "
+     "token."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "text"), CHAT_CASES)
+def test_chat_rejects(server: Server, body: dict[str, Any], text: str) -> None:
+    good = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=good | body)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, text)
+    assert server.engine.log.submitted == []
