@@ -14,8 +14,9 @@ from cluster.serving.anthropic.messages_body import MessagesBody, OutputFormat
 from cluster.serving.anthropic.tool_fields import AnthropicTool
 from cluster.serving.openai.bodies.chat_body import ChatBody
 from cluster.serving.openai.bodies.completion_body import CompletionBody
+from cluster.serving.openai.bodies.content_parts import CONTENT_PARTS
 from cluster.serving.openai.bodies.embedding_body import EmbeddingBody
-from cluster.serving.openai.bodies.messages import CalledFunction, Message, MessageCall, TextPart
+from cluster.serving.openai.bodies.messages import CalledFunction, Message, MessageCall
 from cluster.serving.openai.bodies.score_body import DocumentObject, RerankBody, ScoreBody
 from cluster.serving.openai.bodies.stream_options import StreamOptions
 from cluster.serving.openai.bodies.structure import (
@@ -76,7 +77,7 @@ _PARTS: tuple[type[BodyPart], ...] = (
     ResponseFormat,
     StreamOptions,
     StructuredOutputs,
-    TextPart,
+    *dict.fromkeys(CONTENT_PARTS.values()),
     AllowedTools,
     AllowedToolsChoice,
     ToolChoiceObject,

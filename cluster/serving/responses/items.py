@@ -9,6 +9,7 @@ from pydantic_core import from_json
 
 from cluster.serving.http.schema import BodyPart, missing_field, named_schema, read_part
 from cluster.serving.json_bodies.json_body import check_counts
+from cluster.serving.openai.bodies.content_parts import RefusalPart
 from cluster.serving.responses.function_tools import model_name
 from cluster.serving.text.templates.chat_prompt import ChatMessage, MessageToolCall
 from cluster.serving.tools.call_id import MAX_ID_LENGTH, check_id
@@ -46,7 +47,13 @@ class MessageItem(BodyPart):
     role: Literal["user", "assistant", "system", "developer"]
     content: Any = Field(  # Any: read where it is used
         json_schema_extra={
-            "anyOf": [{"type": "string"}, {"type": "array", "items": named_schema("ItemPart")}]
+            "anyOf": [
+                {"type": "string"},
+                {
+                    "type": "array",
+                    "items": {"anyOf": [named_schema("ItemPart"), named_schema("RefusalPart")]},
+                },
+            ]
         }
     )
     id: Any = _copied()
@@ -179,7 +186,7 @@ def read_items(given: object) -> Steps[tuple[ChatMessage, ...]]:
 
 def _add_item(item: _Item, turns: _Turns, where: str) -> Steps[None]:
     if isinstance(item, MessageItem):
-        text = yield from _text_of(item.content, f"{where}.content")
+        text = yield from _text_of(item.content, f"{where}.content", role=item.role)
         if item.role == "assistant":
             turns.say(text)
         else:
@@ -188,7 +195,7 @@ def _add_item(item: _Item, turns: _Turns, where: str) -> Steps[None]:
         turns.call(_call_of(item, where))
     elif isinstance(item, FunctionOutputItem):
         check_id(item.call_id, f"{where}.call_id")
-        text = yield from _text_of(item.output, f"{where}.output")
+        text = yield from _text_of(item.output, f"{where}.output", role="tool")
         name = None
         if item.name is not None:
             name = model_name(item.name, item.namespace)
@@ -216,7 +223,7 @@ def _item_of(given: object, where: str) -> _Item:
     return read_part(part, given, where)
 
 
-def _text_of(given: object, where: str) -> Steps[str]:
+def _text_of(given: object, where: str, *, role: str) -> Steps[str]:
     if isinstance(given, str):
         return given
     if not isinstance(given, list):
@@ -225,17 +232,19 @@ def _text_of(given: object, where: str) -> Steps[str]:
     for index, one in enumerate(given):
         if index % _STEP_ITEMS == 0:
             yield
-        texts.append(_part_text(one, f"{where}.{index}"))
+        texts.append(_part_text(one, f"{where}.{index}", role))
     return "".join(texts)
 
 
-def _part_text(given: object, where: str) -> str:
+def _part_text(given: object, where: str, role: str) -> str:
     kind = given.get("type") if isinstance(given, dict) else None
     if kind in ("input_image", "input_file", "input_audio", "computer_screenshot"):
         raise InvalidRequestError(
             f"{where} is not supported: {kind} parts need a model that reads more than text.",
             param=where,
         )
+    if kind == "refusal" and role == "assistant":
+        return read_part(RefusalPart, given, where).refusal
     return read_part(ItemPart, given, where).text
 
 

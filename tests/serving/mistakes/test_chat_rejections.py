@@ -54,7 +54,27 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [  # Any: JSON
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "name": "y"}]}]},
      "messages.0.content.0.name is not supported."),
     ({"messages": [{"role": "user", "content": [{"type": {}, "text": "x"}]}]},
-     "messages.0.content.0.type must be 'text', not an object."),
+     "messages.0.content.0.type must be one of 'text', 'input_text', 'output_text', 'refusal' or "
+     "'thinking', not an object."),
+    ({"messages": [{"role": "user", "content": [{"type": "txt", "text": "x"}]}]},
+     "messages.0.content.0.type must be one of 'text', 'input_text', 'output_text', 'refusal' or "
+     "'thinking', not 'txt'."),
+    ({"messages": [{"role": "user", "content": [{"text": "x"}]}]},
+     "messages.0.content.0.type is required."),
+    ({"messages": [{"role": "user", "content": [{"type": "refusal", "refusal": "x"}]}]},
+     "messages.0.content.0 of type refusal requires role = assistant."),
+    ({"messages": [{"role": "assistant", "content": [{"type": "refusal", "text": "x"}]}]},
+     "messages.0.content.0.refusal is required."),
+    ({"messages": [{"role": "assistant", "content": [
+        {"type": "thinking", "thinking": "x", "closed": False}]}]},
+     "messages.0.content.0.closed must be true, not false."),
+    ({"messages": [{"role": "assistant", "reasoning": "x", "content": [
+        {"type": "thinking", "thinking": "y"}]}]},
+     "messages.0.reasoning and thinking parts must be equal if both are given."),
+    ({"messages": [{"role": "user", "content": "x", "refusal": "No."}]},
+     "messages.0.refusal requires role = assistant."),
+    ({"messages": [{"role": "assistant", "content": 0, "refusal": "No."}]},
+     "messages.0.refusal cannot be combined with content."),
     # An object with more names than fields is not validated further.
     ({"messages": [MANY]}, "messages.0.x0 is not supported."),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "function": MANY}},
@@ -71,7 +91,7 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [  # Any: JSON
     ({"messages": [{"role": "user", "content": "x", "name": "x" * 129}]},
      "messages.0.name may have at most 128 characters."),
     ({"messages": [{"role": "assistant", "content": "x", "refusal": "No."}]},
-     "messages.0.refusal is not supported: send it as content."),
+     "messages.0.refusal cannot be combined with content."),
     ({"chat_template_kwargs": [1]}, "chat_template_kwargs must be an object of at most 64 "
      "entries."),
     ({"chat_template_kwargs": {"a b": 1}},

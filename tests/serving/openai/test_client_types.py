@@ -18,8 +18,9 @@ from openai.types.responses import response_create_params, response_input_item_p
 from cluster.serving.http.schema import Body
 from cluster.serving.openai.bodies.chat_body import ChatBody
 from cluster.serving.openai.bodies.completion_body import CompletionBody
+from cluster.serving.openai.bodies.content_parts import RefusalPart, TextPart
 from cluster.serving.openai.bodies.embedding_body import EmbeddingBody
-from cluster.serving.openai.bodies.messages import Message, MessageCall, TextPart
+from cluster.serving.openai.bodies.messages import Message, MessageCall
 from cluster.serving.openai.bodies.stream_options import StreamOptions
 from cluster.serving.openai.bodies.tool_fields import Function, ToolObject
 from cluster.serving.responses.function_tools import FunctionTool, NamespaceTool
@@ -43,6 +44,7 @@ TYPES: list[tuple[type, type[BodyPart]]] = [
         chat.ChatCompletionUserMessageParam, chat.ChatCompletionAssistantMessageParam,
         chat.ChatCompletionToolMessageParam, chat.ChatCompletionFunctionMessageParam)),
     (chat.ChatCompletionContentPartTextParam, TextPart),
+    (chat.ChatCompletionContentPartRefusalParam, RefusalPart),
     (chat.ChatCompletionMessageFunctionToolCallParam, MessageCall),
     (chat.ChatCompletionFunctionToolParam, ToolObject),
     (chat.ChatCompletionStreamOptionsParam, StreamOptions),
@@ -55,6 +57,9 @@ TYPES: list[tuple[type, type[BodyPart]]] = [
     (responses.ResponseReasoningItemParam, ITEMS["reasoning"]),
     (responses.ResponseInputTextParam, ItemPart),
     (responses.ResponseOutputTextParam, ItemPart),
+    (responses.ResponseInputTextParam, TextPart),
+    (responses.ResponseOutputTextParam, TextPart),
+    (responses.ResponseOutputRefusalParam, RefusalPart),
     (responses.FunctionToolParam, FunctionTool),
     (responses.NamespaceToolParam, NamespaceTool),
     (responses.ResponseTextConfigParam, TextConfig),

@@ -95,6 +95,19 @@ PROMPTS: list[tuple[dict[str, Any], str]] = [  # Any: JSON
         {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]}]}, "::hi"),
     ({"messages": [{"role": "user", "content": ["hi", {"type": "text", "text": " "}, "ho"]}]},
      "::hi ho"),
+    ({"messages": [{"role": "user", "content": [
+        {"type": "input_text", "text": "hi"},
+        {"type": "output_text", "text": " ho", "annotations": [], "logprobs": []}]}]}, "::hi ho"),
+    ({"messages": [{"role": "assistant", "content": [
+        {"type": "text", "text": "hi "}, {"type": "refusal", "refusal": "no"}]}]}, "::hi no"),
+    ({"messages": [{"role": "assistant", "content": None, "refusal": "no"}]}, "::no"),
+    ({"messages": [{"role": "assistant", "content": "", "refusal": "no"}]}, "::no"),
+    ({"messages": [{"role": "assistant", "content": "hi", "refusal": None}]}, "::hi"),
+    ({"messages": [{"role": "assistant", "content": [
+        {"type": "thinking", "thinking": "h", "closed": True},
+        {"type": "thinking", "thinking": "m"}, {"type": "text", "text": "hi"}]}]}, ":hm:hi"),
+    ({"messages": [{"role": "assistant", "reasoning": "hm", "content": [
+        {"type": "thinking", "thinking": "hm"}]}]}, ":hm:"),
 ]  # fmt: skip
 
 

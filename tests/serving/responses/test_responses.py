@@ -104,6 +104,9 @@ PROMPTS: list[tuple[dict[str, Any], str]] = [
                  "content": [{"type": "output_text", "text": "ok", "annotations": []}]},
                 USE, OUTPUT]},
      "user()=x;assistant(hm)=ok!look{};tool()c1=5;>"),
+    ({"input": [{"role": "assistant", "content": [
+        {"type": "output_text", "text": "hi "}, {"type": "refusal", "refusal": "no"}]}]},
+     "assistant()=hi no;>"),
 ]  # fmt: skip
 
 
@@ -337,6 +340,9 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
      "input.0.content.0 is not supported: input_image parts need a model that reads more than "
      "text.", "input.0.content.0"),
+    ({"input": [{"role": "user", "content": [{"type": "refusal", "refusal": "x"}]}]},
+     "input.0.content.0.type must be one of 'input_text', 'output_text' or 'text', not 'refusal'.",
+     "input.0.content.0.type"),
     ({"input": [{**USE, "arguments": "[]"}]},
      "input.0.arguments must be a JSON object as a string.", "input.0.arguments"),
     ({"previous_response_id": "resp_1"}, "Previous response with id 'resp_1' not found.",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 from pydantic_core import from_json
 
 from cluster.serving.http.schema import BodyPart, named_schema, read_part
 from cluster.serving.json_bodies.json_body import check_counts
+from cluster.serving.openai.bodies.content_parts import CONTENT_PARTS, read_content
 from cluster.serving.text.templates.chat_prompt import ChatMessage, MessageToolCall
 from cluster.serving.tools.call_id import MAX_ID_LENGTH
 from pagedray.errors import InvalidRequestError
@@ -18,28 +19,16 @@ if TYPE_CHECKING:
 
     from cluster.serving.intake.steps import Steps
 
-__all__ = ["CalledFunction", "Message", "MessageCall", "TextPart", "read_messages"]
+__all__ = ["CalledFunction", "Message", "MessageCall", "read_messages"]
 
 _MAX_CALLS = 128
 _STEP_MESSAGES = 256
-_TEXT_NAMES = frozenset(("type", "text", "cache_control", "prompt_cache_breakpoint"))
 _PLAIN_FIELDS = frozenset(("role", "content"))
+_PART_SCHEMAS: list[JsonValue] = [
+    named_schema(name) for name in dict.fromkeys(part.__name__ for part in CONTENT_PARTS.values())
+]
 _ROLES = {"developer": "system", "function": "tool"}
 """Roles that chat templates know by another name."""
-_MEDIA = frozenset(("audio_url", "file", "image_url", "input_audio", "video_url"))
-
-
-class TextPart(BodyPart):
-    """A part of a message's text."""
-
-    type: Literal["text"]
-    text: str
-    cache_control: Any = Field(  # Any: a hint of Anthropic's clients
-        None, description="Ignored; prefixes are always cached."
-    )
-    prompt_cache_breakpoint: Any = Field(  # Any: a hint, too
-        None, description="Ignored; prefixes are always cached."
-    )
 
 
 def _parsed(what: str) -> Any:  # Any: a pydantic field
@@ -71,15 +60,15 @@ class Message(BodyPart):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Any = Field(  # Any: an error names the invalid part
         None,
-        description="A string or an array of strings and text parts; optional with calls or "
-        "reasoning. Special tokens of the model are treated as ordinary text, in every text of a "
-        "message or tool.",
+        description="A string or an array of strings and parts; optional with calls, reasoning "
+        "or a refusal. Special tokens of the model are treated as ordinary text, in every text of "
+        "a message or tool.",
         json_schema_extra={
             "anyOf": [
                 {"type": "string"},
                 {
                     "type": "array",
-                    "items": {"anyOf": [{"type": "string"}, named_schema("TextPart")]},
+                    "items": {"anyOf": [{"type": "string"}, *_PART_SCHEMAS]},
                 },
             ]
         },
@@ -110,10 +99,10 @@ class Message(BodyPart):
         None, description="The model's reasoning before an assistant message."
     )
     reasoning: str | None = Field(None, description="The same as `reasoning_content`.")
-    refusal: Any = Field(  # Any: only null
+    refusal: str | None = Field(
         None,
-        description="Only null; a model's refusal is content.",
-        json_schema_extra={"type": "null"},
+        description="A refusal of the assistant, which is the message's text; requires that "
+        "`content` is null or empty.",
     )
     annotations: Any = Field(  # Any: only an empty list
         None, json_schema_extra={"type": "array", "maxItems": 0}
@@ -137,7 +126,9 @@ def read_messages(given: Sequence[Message]) -> Steps[tuple[ChatMessage, ...]]:
             # The fast path of most messages.
             messages.append(ChatMessage(_role_of(message), message.content))
         else:
-            messages.append(_message_of(message, calls[index], f"messages.{index}", ids))
+            messages.append(
+                (yield from _message_of(message, calls[index], f"messages.{index}", ids))
+            )
         if message.function_call is not None:
             ids[calls[index][0].function.name] = calls[index][0].id
         if calls[index] or index % _STEP_MESSAGES == 0:
@@ -177,7 +168,7 @@ def _check_assistant(message: Message, where: str) -> None:
 
 def _message_of(
     message: Message, calls: Sequence[MessageCall], where: str, ids: Mapping[str | None, str]
-) -> ChatMessage:
+) -> Steps[ChatMessage]:
     """Return a message; `ids` are those of the last calls of functions, by their names."""
     for name in ("tool_call_id", "name"):
         value = getattr(message, name)
@@ -195,19 +186,24 @@ def _message_of(
     if message.annotations not in (None, []):
         param = f"{where}.annotations"
         raise InvalidRequestError(f"{param} is not supported.", param=param)
-    if message.refusal is not None:
-        param = f"{where}.refusal"
-        raise InvalidRequestError(f"{param} is not supported: send it as content.", param=param)
+    _check_refusal(message, where)
     reasoning = _reasoning_of(message, where)
     is_result = message.role == "function"
+    content = yield from read_content(
+        message.content if message.refusal is None else message.refusal,
+        f"{where}.content",
+        role=message.role,
+        # As in a turn that was cut off while the model reasoned.
+        is_needed=not (calls or is_result or reasoning),
+    )
+    if content.reasoning is not None and reasoning not in (None, content.reasoning):
+        raise InvalidRequestError(
+            f"{where}.reasoning and thinking parts must be equal if both are given.",
+            param=f"{where}.reasoning",
+        )
     return ChatMessage(
         role=_role_of(message),
-        content=_content_of(
-            message.content,
-            f"{where}.content",
-            # As in a turn that was cut off while the model reasoned.
-            is_needed=not (calls or is_result or reasoning),
-        ),
+        content=content.text,
         tool_calls=tuple(
             _call_of(
                 call,
@@ -219,8 +215,17 @@ def _message_of(
         ),
         tool_call_id=ids.get(message.name) if is_result else message.tool_call_id,
         name=message.name,
-        reasoning=reasoning,
+        reasoning=reasoning if content.reasoning is None else content.reasoning,
     )
+
+
+def _check_refusal(message: Message, where: str) -> None:
+    if message.refusal is None:
+        return
+    _check_assistant(message, f"{where}.refusal")
+    if message.content not in (None, "", []):
+        param = f"{where}.refusal"
+        raise InvalidRequestError(f"{param} cannot be combined with content.", param=param)
 
 
 def _reasoning_of(message: Message, where: str) -> str | None:
@@ -255,51 +260,3 @@ def _call_of(call: MessageCall, where: str) -> MessageToolCall:
     if not isinstance(arguments, dict):
         raise InvalidRequestError(f"{param} must be a JSON object as a string.", param=param)
     return MessageToolCall(id=call.id, name=call.function.name, arguments=arguments)
-
-
-def _text_of(part: object) -> str | None:
-    """Return the text of a part of a message; None if it is no text part."""
-    if type(part) is str:
-        return part
-    # As TextPart, whose validation would take ten times as long for each of thousands.
-    if (
-        type(part) is dict
-        and (len(part) == 2 or part.keys() <= _TEXT_NAMES)
-        and part.get("type") == "text"
-        and type(text := part.get("text")) is str
-    ):
-        return text
-    return None
-
-
-def _content_of(given: object, where: str, *, is_needed: bool) -> str:
-    if isinstance(given, str):
-        return given
-    if given is None:
-        if is_needed:
-            raise InvalidRequestError(f"{where} is required.", param=where)
-        return ""
-    if isinstance(given, list):
-        texts: list[str] = []
-        for index, part in enumerate(given):
-            text = _text_of(part)
-            if text is None:
-                _check_text_part(part, f"{where}.{index}")
-                break
-            texts.append(text)
-        else:
-            return "".join(texts)
-    raise InvalidRequestError(f"{where} must be a string or a list of text parts.", param=where)
-
-
-def _check_text_part(part: object, where: str) -> None:
-    """Raise InvalidRequestError that says what is wrong in a part, if it is an object."""
-    if not isinstance(part, dict):
-        return
-    kind = part.get("type")
-    if isinstance(kind, str) and kind in _MEDIA:
-        raise InvalidRequestError(
-            f"{where} is not supported: {kind} parts need a model that reads more than text.",
-            param=where,
-        )
-    read_part(TextPart, part, where)
