@@ -6,7 +6,6 @@ import asyncio
 import functools
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar
 
@@ -14,11 +13,12 @@ from cluster.serving.intake.turns import Turns
 from cluster.serving.text.text_budgets import TextBudgets
 from cluster.serving.text.thread_pauses import ThreadPauses
 from pagedray.errors import OverloadedError, ShuttingDownError
+from pagedray.system.started_threads import start_threads
 from pagedray.system.thread_priority import lower_priority
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from concurrent.futures import Future
+    from concurrent.futures import Future, ThreadPoolExecutor
 
 __all__ = ["TextPool"]
 
@@ -51,10 +51,10 @@ class TextPool:
 
         `do_others_wait` returns whether anyone but a tenant waits for tokens.
         """
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="pagedray-text")
-        self._low_threads = ThreadPoolExecutor(
+        self._threads = start_threads(num_threads, name="pagedray-text")
+        self._low_threads = start_threads(
             num_threads,
-            thread_name_prefix="pagedray-text-low",
+            name="pagedray-text-low",
             initializer=lambda: lower_priority(threading.get_native_id(), _NICENESS),
         )
         self._budgets = TextBudgets()
@@ -120,12 +120,7 @@ class TextPool:
         """Run work in the turn of a tenant, which ends with it."""
         timed = _TimedWork(work)
         started_s = time.monotonic()
-        try:
-            future = threads.submit(timed.run)
-        except RuntimeError:
-            # The system has no more threads.
-            self._turns.end_turn(tenant, 0.0)
-            raise
+        future = threads.submit(timed.run)
         self._end_turn_after(future, tenant, started_s, timed)
         return await asyncio.wrap_future(future)
 

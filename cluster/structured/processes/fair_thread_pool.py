@@ -3,10 +3,11 @@
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from pagedray.errors import OverloadedError, ShuttingDownError
+from pagedray.system.started_threads import start_threads
 
 __all__ = ["FairThreadPool"]
 
@@ -31,7 +32,7 @@ class FairThreadPool:
         self._max_open = max_open
         self._max_open_total = max_open_total
         self._what = what
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="pagedray-compilations")
+        self._threads = start_threads(num_threads, name="pagedray-compilations")
         self._lock = threading.Lock()
         self._running: Counter[str] = Counter()
         # Tasks by tenant, in the order of turns.

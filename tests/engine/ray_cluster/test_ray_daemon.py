@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
@@ -11,9 +10,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 
 from cluster.engine.ray_cluster.ray_daemon import RayDaemon
 from tests.fakes import wait_for
-
-NO_ADDRESS_SPACE = 2**47
-"""No process has room for a stack of this size."""
+from tests.thread_limit import no_more_threads
 
 
 def test_answers_are_seen_while_no_thread_can_be_started() -> None:
@@ -29,11 +26,8 @@ def test_answers_are_seen_while_no_thread_can_be_started() -> None:
         return daemon._num_answers >= number
 
     wait_for(lambda: has_answered(1))
-    size = threading.stack_size(NO_ADDRESS_SPACE)
-    try:
+    with no_more_threads():
         wait_for(lambda: has_answered(3))
-    finally:
-        threading.stack_size(size)
     assert (daemon.silence_s, daemon.has_ended) == (0.0, False)
     daemon.close()
     server.stop(None).wait()

@@ -22,6 +22,7 @@ from pagedray.v1 import pagedray_pb2_grpc
 from tests.serving.conftest import engine_config
 from tests.serving.fake_engine import FakeEngine
 from tests.serving.waiting import wait_until
+from tests.thread_limit import no_more_threads
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -128,14 +129,14 @@ async def test_exceptions_of_work_are_raised(pool: TextPool) -> None:
         await pool.run_in_thread("ann", lambda: 1 // 0)
 
 
-async def test_a_thread_that_cannot_start_keeps_no_place() -> None:
-    pool = TextPool(num_threads=1)
-    # As when the system has no more threads.
-    pool._threads.shutdown()
-    for _ in range(3):
+async def test_work_is_done_while_no_thread_can_be_started(pool: TextPool) -> None:
+    with no_more_threads():
         async with asyncio.timeout(60.0):
-            with pytest.raises(RuntimeError, match="cannot schedule"):
-                await pool.run_in_thread("ann", int)
+            assert await pool.run_in_thread("ann", lambda: "run") == "run"
+            assert await pool.render_in_thread("ann", lambda pauses: "rendered") == "rendered"
+            assert await pool.encode_in_thread("ann", lambda: "encoded") == "encoded"
+            await pool.run_in_thread("ann", spend)
+            assert await pool.encode_in_thread("ann", lambda: "slowly") == "slowly"
 
 
 async def test_waiting_work_is_bounded(pool: TextPool, gate: threading.Event) -> None:
@@ -231,7 +232,9 @@ async def test_frontends_reject_long_texts_when_too_many_wait(
     client = EngineClient(asyncio.get_running_loop())
     engine = FakeEngine(client, lambda request, index: [72])
     client.attach_generation_engine(engine)
+    others = text_threads()
     pool = TextPool(num_threads=1, max_waiting=1)
+    assert len(text_threads() - others) == 2
     frontends = Frontends(
         client,
         tokenizer,
@@ -241,10 +244,8 @@ async def test_frontends_reject_long_texts_when_too_many_wait(
     )
     await frontends.start_servers()
     await frontends.set_ready()
-    others = text_threads()
     works = [asyncio.create_task(pool.run_in_thread("", gate.wait)) for _ in range(2)]
     await asyncio.sleep(0.01)
-    assert len(text_threads() - others) == 1
     async with (
         grpc.aio.insecure_channel(f"127.0.0.1:{frontends.grpc_port}") as channel,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{frontends.http_port}") as http,

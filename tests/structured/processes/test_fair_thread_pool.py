@@ -11,6 +11,7 @@ import pytest
 from cluster.structured.processes.fair_thread_pool import FairThreadPool
 from pagedray.errors import OverloadedError, ShuttingDownError
 from tests.fakes import wait_for
+from tests.thread_limit import no_more_threads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -107,6 +108,14 @@ def test_close_ends_all_futures_without_waiting_for_their_tasks(tasks: Tasks) ->
     tasks.end("a0", "a1")
     tasks.threads.join()
     assert set(tasks.begun) == {"a0", "a1"}
+
+
+def test_tasks_run_while_no_thread_can_be_started(tasks: Tasks) -> None:
+    with no_more_threads():
+        futures = [*tasks.submit("ann", "a0", "a1"), *tasks.submit("ben", "b0")]
+        wait_for(lambda: len(tasks.begun) == 3)
+        tasks.end("a0", "a1", "b0")
+        assert [one.result(TIMEOUT_S) for one in futures] == ["a0", "a1", "b0"]
 
 
 def test_a_cancelled_wait_leaves_its_task_running(tasks: Tasks) -> None:
