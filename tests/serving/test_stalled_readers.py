@@ -269,7 +269,7 @@ def test_grpc_reader_that_stops_is_aborted(impatient: Server) -> None:
         next(call)
         wait_for(lambda: is_idle(impatient), timeout_s=PATIENCE_S)
         # gRPC keeps its last messages until the client reads them or leaves.
-        assert servicer.buffers.num_bytes == 2**16
+        wait_for(lambda: servicer.buffers.num_bytes == 2**16, timeout_s=PATIENCE_S)
         with pytest.raises(grpc.RpcError) as caught:
             for _ in call:
                 pass
