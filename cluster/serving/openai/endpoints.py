@@ -21,9 +21,10 @@ from cluster.serving.openai.answer import answer_call
 from cluster.serving.openai.bodies.chat_body import ChatBody
 from cluster.serving.openai.bodies.completion_body import CompletionBody
 from cluster.serving.openai.bodies.embedding_body import EmbeddingBody
-from cluster.serving.openai.chat_response import ChatCompletionResponse
-from cluster.serving.openai.completion_response import CompletionResponse
+from cluster.serving.openai.chat_format import ChatFormat
+from cluster.serving.openai.completion_format import CompletionFormat
 from cluster.serving.openai.event_stream import unless_disconnected
+from cluster.serving.openai.generation_response import GenerationResponse
 from cluster.serving.openai.response_choice import ResponseOptions
 from cluster.serving.openai.resuming import StreamHandlers, format_of
 from cluster.serving.resume.registry import StreamFormat
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from cluster.serving.http.errors import Json
     from cluster.serving.intake.steps import Steps
     from cluster.serving.openai.bodies.generation_body import GenerationBody
-    from cluster.serving.openai.generation_response import GenerationResponse
+    from cluster.serving.openai.choice_format import ChoiceFormat
     from cluster.serving.servicer import EmbeddingOutput, GenerationCall, Servicer
     from cluster.serving.tools.tool_choice import ToolUse
 
@@ -129,9 +130,8 @@ class _OpenAIHandlers:
         if asked.echoes:
             texts = await self._texts_of(generation, asked.given)
             asked.options = replace(asked.options, echoed_texts=texts)
-        parsing = self._servicer.intake.parsing
-        response = CompletionResponse(generation, token_bytes, asked.options, parsing=parsing)
-        return await self._respond(call, asked, generation, response)
+        format = CompletionFormat(generation, token_bytes, asked.options)
+        return await self._respond(call, asked, format)
 
     async def chat(self, call: HttpCall) -> Response:
         def read(body: ChatBody, raw: bytes) -> Steps[tuple[_Asked, ToolUse]]:
@@ -159,15 +159,10 @@ class _OpenAIHandlers:
         turns = Turns(
             tools, generation.reasoning, token_bytes, shows_reasoning=asked.shows_reasoning
         )
-        response = ChatCompletionResponse(
-            generation,
-            token_bytes,
-            asked.options,
-            turns,
-            has_functions=asked.has_functions,
-            parsing=self._servicer.intake.parsing,
+        format = ChatFormat(
+            generation, token_bytes, asked.options, turns, has_functions=asked.has_functions
         )
-        return await self._respond(call, asked, generation, response)
+        return await self._respond(call, asked, format)
 
     async def embedding(self, call: HttpCall) -> Response:
         return await self._embedded(call, kind="embedding", field="embedding")
@@ -270,17 +265,12 @@ class _OpenAIHandlers:
             skips_special_tokens=body.skip_special_tokens,
         )
 
-    async def _respond(
-        self,
-        call: HttpCall,
-        asked: _Asked,
-        generation: GenerationCall,
-        response: GenerationResponse,
-    ) -> Response:
+    async def _respond(self, call: HttpCall, asked: _Asked, format: ChoiceFormat) -> Response:
+        response = GenerationResponse(format, parsing=self._servicer.intake.parsing)
         if asked.form is not None:
-            return self.streams.keep(generation, response, asked.form)
+            return self.streams.keep(format.generation, response, asked.form)
         return await answer_call(
-            self._servicer, call, generation, response, is_stream=asked.is_stream
+            self._servicer, call, format.generation, response, is_stream=asked.is_stream
         )
 
     def _card(self, name: str) -> Json:

@@ -1,404 +1,41 @@
-"""The responses of completions and chat completions, complete or streamed in chunks.
-
-Chunks of a stream differ mostly in their text; their common parts are encoded once.
-"""
+"""The responses of completions and chat completions."""
 
 from __future__ import annotations
 
-import asyncio
-import functools
-import logging
-from abc import ABC, abstractmethod
-from contextlib import aclosing
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
-import msgspec
-
-from cluster.serving.openai.last_events import DONE_EVENT, error_event, numbered_event
-from cluster.serving.openai.prompt_reports import PromptReportForm, PromptReports
-from cluster.serving.openai.response_choice import (
-    ResponseChoice,
-    aborted_prompts,
-    take_returned,
-)
-from cluster.serving.text.text_stream import SequenceOutput
-from pagedray.errors import InternalError, PagedRayError
-from pagedray.request import FinishReason
+from cluster.serving.openai.complete_response import CompleteResponse
+from cluster.serving.openai.response_chunks import ResponseChunks
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterator, Mapping
+    from collections.abc import AsyncGenerator
 
-    from cluster.serving.http.errors import Json
     from cluster.serving.intake.parsing import Parsing
     from cluster.serving.memory.output_buffer import OutputBuffer
-    from cluster.serving.openai.response_choice import ResponseOptions
-    from cluster.serving.servicer import GenerationCall, GenerationOutput, Usage
-    from cluster.serving.text.token_bytes import TokenBytes
-    from cluster.serving.tools.turns import Turn
-    from pagedray.batch import TokenLogprobs
+    from cluster.serving.openai.choice_format import ChoiceFormat
 
 __all__ = ["GenerationResponse"]
 
-logger = logging.getLogger(__name__)
 
-_OUTPUT_BYTES = 128
-"""Memory of an output beside its content."""
-_TOKEN_BYTES = 40
-"""Memory of a token id in a list."""
-_BARE = b',"logprobs":null,"finish_reason":null,"stop_reason":null}]'
+class GenerationResponse:
+    """The response to one call, complete or as a stream of events, in the format of an endpoint."""
 
-_encode = msgspec.json.Encoder().encode
-
-
-class GenerationResponse(ABC):
-    """The response to one call, in the format of one endpoint."""
-
-    id_prefix: ClassVar[str]
-    kind: ClassVar[str]
-    chunk_kind: ClassVar[str]
-    bare_begin: ClassVar[bytes]
-    """The JSON between a choice's index and its text."""
-    bare_end: ClassVar[bytes]
-    has_prompt_in_choice: ClassVar[bool]
-    """Whether what belongs to a prompt is written in its choices: there may be several prompts."""
-
-    def __init__(
-        self,
-        generation: GenerationCall,
-        token_bytes: TokenBytes,
-        options: ResponseOptions,
-        *,
-        parsing: Parsing,
-    ) -> None:
+    def __init__(self, format: ChoiceFormat, *, parsing: Parsing) -> None:
         """What takes long waits for its tenant's turn to parse a long request."""
-        self._generation = generation
+        self._format = format
         self._parsing = parsing
-        self._token_bytes = token_bytes
-        self._options = options
-        self._choices: dict[int, ResponseChoice] = {}
-        self._error: PagedRayError | None = None
-        """What went wrong in a choice; it ends the stream."""
-        chunk_head = _encode(self._head(self.chunk_kind))[:-1]
-        self._begin = b"data: " + chunk_head + b',"choices":[{"index":'
-        self._end_chunks(b',"usage":null' if options.includes_usage else b"")
-
-    def _end_chunks(self, rest: bytes) -> None:
-        """Let chunks end with these fields, behind their choices."""
-        self._end = rest + b"}\n\n"
-        self._bare_end = self.bare_end + _BARE + self._end
 
     async def complete(self, buffer: OutputBuffer) -> list[bytes]:
         """Return the parts of the response once it is complete. Raises PagedRayError.
 
         They are counted in `buffer` while they are collected.
         """
-        usage = None
-        async with aclosing(self._generation.outputs()) as outputs:
-            async for output in outputs:
-                usage = output.usage
-                num_bytes = 0
-                for sequence in output.sequences:
-                    error = sequence.failure
-                    if error is not None:
-                        self._generation.close(error)
-                        raise error
-                    num_bytes += self._collect(sequence)
-                try:
-                    buffer.collect(num_bytes)
-                except PagedRayError as error:
-                    self._generation.close(error)
-                    raise
-        assert usage is not None
-        if self._options.hides_output:
-            usage = msgspec.structs.replace(usage, num_generated_tokens=0)
-        prompts = await self._prompt_reports(buffer)
-        head = self._head(self.kind)
-        if not self.has_prompt_in_choice:
-            head |= self._prompt_ids(0) if self._options.has_token_ids else {}
-            head |= prompts.fields(0)
-        parts = [_encode(head)[:-1] + b',"choices":[']
-        for index, choice in enumerate(take_returned(self._choices, self._options)):
-            # Encoding all at once would hold the event loop.
-            await asyncio.sleep(0)
-            choice.index = index
-            parts += [self._complete_choice(choice, prompts), b","]
-        parts[-1] = b'],"usage":%b}' % _encode(self._usage(usage))
-        return parts
+        return await CompleteResponse(self._format, parsing=self._parsing).parts(buffer)
 
-    async def events(self) -> AsyncGenerator[bytes]:
+    def events(self) -> AsyncGenerator[bytes]:
         """Yield server-sent events; an error becomes the last event before `[DONE]`."""
-        write = self._events_with_usage if self._options.has_continuous_usage else self._events
-        if self._generation.replayed is not None:
-            # The client has received these events; they bring the choices to where it was cut off.
-            for _ in write(self._generation.replayed):
-                pass
-            self._note_begun_choices()
-        try:
-            async with aclosing(self._generation.outputs()) as outputs:
-                async for output in outputs:
-                    written = b"".join(write(output))
-                    if written:
-                        yield written
-                    if self._error is not None:
-                        raise self._error
-        except Exception as error:
-            yield error_event(self._ended_by(error))
-        yield DONE_EVENT
+        return ResponseChunks(self._format).events()
 
-    async def numbered_events(self) -> AsyncGenerator[list[bytes]]:
+    def numbered_events(self) -> AsyncGenerator[list[bytes]]:
         """Yield the same events, those of an output together, each with its number as its id."""
-        write = self._events_with_usage if self._options.has_continuous_usage else self._events
-        number = 0
-        try:
-            async with aclosing(self._generation.outputs()) as outputs:
-                async for output in outputs:
-                    written = [event for event in write(output) if event]
-                    first, number = number + 1, number + len(written)
-                    yield [
-                        numbered_event(event, first + place) for place, event in enumerate(written)
-                    ]
-                    if self._error is not None:
-                        raise self._error
-        except Exception as error:
-            number += 1
-            yield [numbered_event(error_event(self._ended_by(error)), number)]
-        yield [numbered_event(DONE_EVENT, number + 1)]
-
-    def _ended_by(self, error: Exception) -> PagedRayError:
-        """End the call, and return the error for its client, who sees no details of a defect."""
-        if not isinstance(error, PagedRayError):
-            logger.error("Call %s failed.", self._generation.id, exc_info=error)
-            error = InternalError()
-        self._generation.close(error)
-        return error
-
-    def _head(self, kind: str) -> Json:
-        return {
-            "id": f"{self.id_prefix}-{self._generation.id}",
-            "object": kind,
-            "created": self._options.created_s,
-            "model": self._options.model,
-        }
-
-    def _events_with_usage(self, output: GenerationOutput) -> Iterator[bytes]:
-        self._end_chunks(b',"usage":' + _encode(self._usage(output.usage)))
-        return self._events(output)
-
-    def _events(self, output: GenerationOutput) -> Iterator[bytes]:
-        for sequence in output.sequences:
-            choice = self._choice(sequence)
-            if choice.is_new:
-                yield from self._choices_before(choice.index)
-            if not (
-                choice.is_new
-                or not choice.is_plain
-                or sequence.finish_reason is not None
-                or sequence.logprobs
-            ):
-                if sequence.text:
-                    yield choice.bare_begin + _encode(sequence.text) + self._bare_end
-                continue
-            error = sequence.failure
-            self._error = self._error or error
-            if error is None or sequence.text or not choice.is_new:
-                yield self._full_event(sequence, choice)
-        if output.is_last and self._error is None and self._options.includes_usage:
-            head = _encode(self._head(self.chunk_kind))[:-1]
-            yield b'data: %b,"choices":[],"usage":%b}\n\n' % (
-                head,
-                _encode(self._usage(output.usage)),
-            )
-
-    def _choices_before(self, index: int) -> Iterator[bytes]:
-        """Begin the choices with lower indices: clients read the first events of all in order.
-
-        Their sequences may begin later.
-        """
-        for lower in range(index):
-            if lower not in self._choices:
-                prompt_index, place = divmod(lower, self._options.num_per_prompt)
-                nothing = SequenceOutput(
-                    prompt_index=prompt_index, index=place, text="", token_ids=()
-                )
-                yield self._full_event(nothing, self._choice(nothing))
-
-    def _note_begun_choices(self) -> None:
-        """Note which choices the client of a call that continues has events of."""
-        continuation = self._generation.continuation
-        assert continuation is not None
-        begun = [one.number for one in continuation.sequences if one.token_ids or one.is_finished]
-        for _ in self._choices_before(max(begun, default=-1) + 1):
-            pass
-
-    def _full_event(self, sequence: SequenceOutput, choice: ResponseChoice) -> bytes:
-        delta = self._delta(sequence, choice)
-        reason = self._reason(sequence, choice)
-        has_token_ids = self._options.has_token_ids
-        has_more = sequence.logprobs or (has_token_ids and sequence.token_ids)
-        if not (delta or choice.is_new or reason or has_more):
-            return b""
-        if choice.is_new and self._options.echoed_texts:
-            prompt = self._options.echoed_texts[sequence.prompt_index]
-            delta = {**delta, "text": prompt + sequence.text}
-        fields = {
-            **self._wrapped(delta),
-            "logprobs": self._logprobs([sequence], choice),
-            "finish_reason": reason,
-            "stop_reason": sequence.stop_reason,
-        }
-        prompt_ids: Json = {}
-        if has_token_ids:
-            fields["token_ids"] = sequence.token_ids
-            if choice.is_new:
-                prompt_ids = self._prompt_ids(sequence.prompt_index)
-        if prompt_ids and not self.has_prompt_in_choice:
-            end = b"]," + _encode(prompt_ids)[1:-1] + self._end
-        else:
-            fields |= prompt_ids
-            end = b"]" + self._end
-        choice.is_new = False
-        if choice.turn is not None:
-            choice.is_plain = choice.turn.is_plain and not has_token_ids
-        # The first brace is dropped: the choice begins with its index.
-        return self._begin + b"%d," % choice.index + _encode(fields)[1:] + end
-
-    def _prompt_ids(self, prompt_index: int) -> Json:
-        return {"prompt_token_ids": self._generation.prompts[prompt_index]}
-
-    def _choice(self, sequence: SequenceOutput) -> ResponseChoice:
-        index = sequence.prompt_index * self._options.num_per_prompt + sequence.index
-        choice = self._choices.get(index)
-        if choice is None:
-            bare_begin = self._begin + b"%d" % index + self.bare_begin
-            choice = self._choices[index] = ResponseChoice(index, bare_begin, turn=self._turn())
-            choice.is_plain = choice.turn is None and not self._options.has_token_ids
-        return choice
-
-    def _collect(self, sequence: SequenceOutput) -> int:
-        """Add an output to a complete choice; return the bytes that this takes."""
-        choice = self._choice(sequence)
-        choice.last = sequence
-        if self._options.hides_output:
-            return _OUTPUT_BYTES
-        self._add_content(sequence, choice)
-        num_bytes = _OUTPUT_BYTES + len(sequence.text)
-        if self._options.num_returned < self._options.num_per_prompt:
-            choice.sum_logprobs += sum(one.chosen for one in sequence.logprobs)
-            choice.num_tokens += len(sequence.logprobs)
-        if self._options.has_token_ids:
-            choice.token_ids += sequence.token_ids
-            num_bytes += _TOKEN_BYTES * len(sequence.token_ids)
-        # As JSON, entries take less memory than as objects, and no time at the end.
-        for name, value in (self._logprobs([sequence], choice) or {}).items():
-            if isinstance(value, list):
-                parts = choice.logprobs.setdefault(name, [])
-                if value:
-                    parts.append(_encode(value)[1:-1])
-                    num_bytes += len(parts[-1])
-        return num_bytes
-
-    def _complete_choice(self, choice: ResponseChoice, prompts: PromptReports) -> bytes:
-        last = choice.last
-        assert last is not None
-        if self._options.echoed_texts:
-            choice.texts.insert(0, self._options.echoed_texts[last.prompt_index])
-        fields = {
-            "index": choice.index,
-            **self._content(choice),
-            "logprobs": self._whole_logprobs(choice, prompts.lists(last.prompt_index)),
-            "finish_reason": self._reason(last, choice),
-            "stop_reason": last.stop_reason,
-        }
-        if self.has_prompt_in_choice:
-            fields |= prompts.fields(last.prompt_index)
-        if self._options.has_token_ids:
-            fields["token_ids"] = choice.token_ids
-            if self.has_prompt_in_choice:
-                fields |= self._prompt_ids(last.prompt_index)
-        return _encode(fields)
-
-    def _whole_logprobs(
-        self, choice: ResponseChoice, of_prompt: Mapping[str, list[bytes]]
-    ) -> Json | None:
-        if not self._options.has_logprobs:
-            return None
-        lists = {
-            name: msgspec.Raw(
-                b"[%b]" % b",".join([*of_prompt.get(name, ()), *choice.logprobs.get(name, ())])
-            )
-            for name in {**of_prompt, **choice.logprobs}
-        }
-        return {**self._token_logprobs([], choice), **lists}
-
-    def _logprobs(self, outputs: list[SequenceOutput], choice: ResponseChoice) -> Json | None:
-        if not self._options.has_logprobs:
-            return None
-        return self._token_logprobs(
-            [
-                (token_id, logprobs)
-                for output in outputs
-                for token_id, logprobs in zip(output.token_ids, output.logprobs, strict=True)
-            ],
-            choice,
-        )
-
-    def _turn(self) -> Turn | None:
-        return None
-
-    def _usage(self, usage: Usage) -> Json:
-        return {
-            "prompt_tokens": usage.num_prompt_tokens,
-            "completion_tokens": usage.num_generated_tokens,
-            "total_tokens": usage.num_prompt_tokens + usage.num_generated_tokens,
-            "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
-        }
-
-    def _reason(self, sequence: SequenceOutput, choice: ResponseChoice) -> str | None:
-        reason = sequence.finish_reason
-        # OpenAI defines no such reason; an event with the error follows.
-        return None if reason is None or reason is FinishReason.ERROR else reason.value
-
-    def _add_content(self, sequence: SequenceOutput, choice: ResponseChoice) -> None:
-        """Add an output to a complete choice."""
-        choice.texts.append(sequence.text)
-
-    async def _prompt_reports(self, buffer: OutputBuffer) -> PromptReports:
-        form = PromptReportForm(
-            num_listed=self._options.num_prompt_logprobs,
-            num_echoed=self._options.num_echoed_logprobs,
-            echoed_texts=self._options.echoed_texts,
-            token_bytes=self._token_bytes,
-            token_text=self._token_text,
-        )
-        return await PromptReports.of_prompts(
-            form,
-            self._generation.prompts,
-            self._generation.prompt_logprobs,
-            aborted=aborted_prompts(self._choices, self._options),
-            buffer=buffer,
-            run=functools.partial(self._parsing.run, self._generation.tenant),
-        )
-
-    def _token_text(self, token_id: int) -> str:
-        """Return a token as log-probabilities name it."""
-        if self._options.names_tokens_by_id:
-            return f"token_id:{token_id}"
-        return self._token_bytes.text_of(token_id)
-
-    @abstractmethod
-    def _content(self, choice: ResponseChoice) -> Json:
-        """Return the content of a complete choice."""
-
-    @abstractmethod
-    def _delta(self, sequence: SequenceOutput, choice: ResponseChoice) -> Json:
-        """Return the delta of a streamed choice, which may be empty."""
-
-    @abstractmethod
-    def _wrapped(self, delta: Json) -> Json:
-        """Return the content of a streamed choice with this delta."""
-
-    @abstractmethod
-    def _token_logprobs(
-        self, tokens: list[tuple[int, TokenLogprobs]], choice: ResponseChoice
-    ) -> Json:
-        """Return log-probabilities in the endpoint's format."""
+        return ResponseChunks(self._format).numbered_events()

@@ -14,7 +14,14 @@ from pagedray.request import FinishReason
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["ResponseChoice", "ResponseOptions", "aborted_prompts", "take_returned"]
+__all__ = [
+    "CompleteChoice",
+    "ResponseChoice",
+    "ResponseOptions",
+    "StreamedChoice",
+    "aborted_prompts",
+    "take_returned",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,31 +54,48 @@ class ResponseOptions:
     hides_output: bool = False
     """Whether choices contain nothing that was generated."""
 
+    def index_of(self, sequence: SequenceOutput) -> int:
+        """Return the index of a sequence's choice among those of all prompts."""
+        return sequence.prompt_index * self.num_per_prompt + sequence.index
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, kw_only=True)
 class ResponseChoice:
     """One choice of a response, while it is generated."""
 
     index: int
+    turn: Turn | None = None
+    """Finds reasoning and tool calls in the text."""
+    offsets: TextOffsets | None = None
+    """Where the tokens begin whose log-probabilities are written, if that is a part of them."""
+
+
+@dataclass(slots=True, kw_only=True)
+class StreamedChoice(ResponseChoice):
+    """A choice of a stream of chunks."""
+
     bare_begin: bytes
     """The start of an event that contains only text."""
+    is_new: bool = True
+    """Whether no chunk contains it yet."""
+    is_plain: bool
+    """Whether most chunks contain only text."""
+
+
+@dataclass(slots=True, kw_only=True)
+class CompleteChoice(ResponseChoice):
+    """A choice of a response that is sent once it is complete."""
+
     texts: list[str] = field(default_factory=list)
     logprobs: dict[str, list[bytes]] = field(default_factory=dict)
-    """The lists of the complete choice's log-probabilities, and the parts of each as JSON."""
+    """The lists of its log-probabilities, and the parts of each as JSON."""
     last: SequenceOutput | None = None
-    """The last output of a complete choice."""
+    """Its last output."""
     sum_logprobs: float = 0.0
     """The sum of the log-probabilities of `num_tokens` tokens, if choices are compared."""
     num_tokens: int = 0
-    offsets: TextOffsets | None = None
-    """Where the tokens begin whose log-probabilities are written, if that is a part of them."""
-    is_new: bool = True
-    is_plain: bool = True
-    """Whether most chunks contain only text."""
-    turn: Turn | None = None
-    """Finds reasoning and tool calls in the text."""
     token_ids: list[int] = field(default_factory=list)
-    """The tokens of a complete choice, if they are asked for."""
+    """Its tokens, if they are asked for."""
 
     def mean_logprob(self) -> float:
         """Return the mean log-probability of its tokens, by which choices are compared.
@@ -81,7 +105,7 @@ class ResponseChoice:
         return self.sum_logprobs / self.num_tokens if self.num_tokens else -math.inf
 
 
-def aborted_prompts(choices: Mapping[int, ResponseChoice], options: ResponseOptions) -> set[int]:
+def aborted_prompts(choices: Mapping[int, CompleteChoice], options: ResponseOptions) -> set[int]:
     """Return the indices of the prompts of aborted choices, which are given by their indices."""
     return {
         index // options.num_per_prompt
@@ -91,8 +115,8 @@ def aborted_prompts(choices: Mapping[int, ResponseChoice], options: ResponseOpti
 
 
 def take_returned(
-    choices: dict[int, ResponseChoice], options: ResponseOptions
-) -> Iterator[ResponseChoice]:
+    choices: dict[int, CompleteChoice], options: ResponseOptions
+) -> Iterator[CompleteChoice]:
     """Remove all choices, and yield those that a complete response has, in order."""
     ordered = [choices.pop(index) for index in sorted(choices)]
     size, number = options.num_per_prompt, options.num_returned
@@ -101,5 +125,5 @@ def take_returned(
         return
     for first in range(0, len(ordered), size):
         yield from sorted(
-            ordered[first : first + size], key=ResponseChoice.mean_logprob, reverse=True
+            ordered[first : first + size], key=CompleteChoice.mean_logprob, reverse=True
         )[:number]

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from cluster.serving.memory.reader_limits import ReaderLimits
-from cluster.serving.openai.generation_response import GenerationResponse
+from cluster.serving.openai.response_chunks import ResponseChunks
 from cluster.serving.ray_serve.handle import ServeHandle
 from cluster.serving.ray_serve.pace import Pace
 from cluster.serving.resume.registry import ResumableStreams
@@ -137,14 +137,14 @@ def test_http_ends_with_an_error(
 def test_http_ends_with_an_error_if_an_event_cannot_be_written(
     server: Server, http: httpx.Client, monkeypatch: pytest.MonkeyPatch, is_resumable: bool
 ) -> None:
-    events = GenerationResponse._events
+    events = ResponseChunks._events
 
-    def fail(self: GenerationResponse, output: GenerationOutput) -> Iterator[bytes]:
+    def fail(self: ResponseChunks, output: GenerationOutput) -> Iterator[bytes]:
         yield from events(self, output)
         if output.usage.num_generated_tokens > 3:
             raise KeyError("a defect")
 
-    monkeypatch.setattr(GenerationResponse, "_events", fail)
+    monkeypatch.setattr(ResponseChunks, "_events", fail)
     monkeypatch.setattr(
         server.frontends.servicer,
         "resumables",

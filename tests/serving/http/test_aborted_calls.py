@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from cluster.serving.openai.response_choice import ResponseChoice
+from cluster.serving.openai.response_choice import CompleteChoice
 from tests.serving.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -46,5 +46,5 @@ async def test_an_echoed_prompt_has_no_logprobs(http: httpx.Client, engine: Fake
 
 
 def test_a_choice_without_tokens_is_not_the_best() -> None:
-    choices = [ResponseChoice(0, b""), ResponseChoice(1, b"", sum_logprobs=-9.0, num_tokens=2)]
-    assert max(choices, key=ResponseChoice.mean_logprob).index == 1
+    choices = [CompleteChoice(index=0), CompleteChoice(index=1, sum_logprobs=-9.0, num_tokens=2)]
+    assert max(choices, key=CompleteChoice.mean_logprob).index == 1

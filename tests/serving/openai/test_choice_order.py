@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletionChunk
 
-from cluster.serving.openai.chat_response import ChatCompletionResponse
+from cluster.serving.openai.chat_format import ChatFormat
+from cluster.serving.openai.generation_response import GenerationResponse
 from cluster.serving.openai.response_choice import ResponseOptions
 from cluster.serving.servicer import GenerationOutput, Usage
 from cluster.serving.text.text_stream import SequenceOutput
@@ -39,7 +40,7 @@ async def test_a_client_library_reads_choices_that_begin_late() -> None:
 
     call: Any = SimpleNamespace(id="r", replayed=None, outputs=outputs)  # Any: a part of it
     nothing: Any = None  # Any: what these choices do not need
-    response = ChatCompletionResponse(
+    format = ChatFormat(
         call,
         nothing,
         ResponseOptions(
@@ -52,8 +53,8 @@ async def test_a_client_library_reads_choices_that_begin_late() -> None:
         ),
         Turns(ToolUse((), ToolChoice(kind="none"), tool_format=None)),
         has_functions=False,
-        parsing=nothing,
     )
+    response = GenerationResponse(format, parsing=nothing)
     events = b"".join([event async for event in response.events()]).decode().split("\n\n")
     chunks = [json.loads(one.removeprefix("data: ")) for one in events if one.startswith("data: {")]
     state: ChatCompletionStreamState[None] = ChatCompletionStreamState()

@@ -1,18 +1,22 @@
-"""The response of /v1/chat/completions: an assistant message, with or without tool calls."""
+"""The format of responses of /v1/chat/completions: messages, with or without tool calls."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cluster.serving.openai.generation_response import GenerationResponse
+from cluster.serving.openai.choice_format import ChoiceFormat
 from cluster.serving.openai.prompt_reports import finite
 from cluster.serving.tools.turn_reader import TurnDelta
 
 if TYPE_CHECKING:
     from cluster.serving.http.errors import Json
-    from cluster.serving.intake.parsing import Parsing
-    from cluster.serving.openai.response_choice import ResponseChoice, ResponseOptions
+    from cluster.serving.openai.response_choice import (
+        CompleteChoice,
+        ResponseChoice,
+        ResponseOptions,
+        StreamedChoice,
+    )
     from cluster.serving.servicer import GenerationCall, Usage
     from cluster.serving.text.text_stream import SequenceOutput
     from cluster.serving.text.token_bytes import TokenBytes
@@ -20,7 +24,7 @@ if TYPE_CHECKING:
     from cluster.serving.tools.turns import Turn, Turns
     from pagedray.batch import TokenLogprobs
 
-__all__ = ["ChatCompletionResponse"]
+__all__ = ["ChatFormat"]
 
 
 @dataclass(slots=True)
@@ -39,8 +43,8 @@ class _WholeCall:
         }
 
 
-class ChatCompletionResponse(GenerationResponse):
-    """A response of /v1/chat/completions."""
+class ChatFormat(ChoiceFormat):
+    """The format of /v1/chat/completions."""
 
     id_prefix = "chatcmpl"
     kind = "chat.completion"
@@ -57,10 +61,9 @@ class ChatCompletionResponse(GenerationResponse):
         turns: Turns,
         *,
         has_functions: bool,
-        parsing: Parsing,
     ) -> None:
         """With `has_functions`, the call of a choice is written as `function_call`."""
-        super().__init__(generation, token_bytes, options, parsing=parsing)
+        super().__init__(generation, token_bytes, options)
         self._turns = turns
         self._has_functions = has_functions
         self._reasoning: dict[int, list[str]] = {}
@@ -68,31 +71,31 @@ class ChatCompletionResponse(GenerationResponse):
         self._calls: dict[int, dict[int, _WholeCall]] = {}
         """The calls of each complete choice, by their indices in the turn."""
 
-    def _turn(self) -> Turn | None:
+    def begin_turn(self) -> Turn | None:
         return self._turns.begin_turn() if self._turns.are_read else None
 
-    def _usage(self, usage: Usage) -> Json:
-        written = super()._usage(usage)
+    def usage(self, usage: Usage) -> Json:
+        written = super().usage(usage)
         if self._turns.has_reasoning:
             details = {"reasoning_tokens": self._turns.num_reasoning_tokens}
             written["completion_tokens_details"] = details
         return written
 
-    def _reason(self, sequence: SequenceOutput, choice: ResponseChoice) -> str | None:
-        reason = super()._reason(sequence, choice)
+    def reason(self, sequence: SequenceOutput, choice: ResponseChoice) -> str | None:
+        reason = super().reason(sequence, choice)
         has_calls = choice.turn is not None and choice.turn.has_calls
         if reason == "stop" and has_calls and not self._turns.tools.ends_as_text:
             return "function_call" if self._has_functions else "tool_calls"
         return reason
 
-    def _add_content(self, sequence: SequenceOutput, choice: ResponseChoice) -> None:
+    def add_content(self, sequence: SequenceOutput, choice: CompleteChoice) -> None:
         if choice.turn is None:
             choice.texts.append(sequence.text)
         else:
             # Reading all of it at the end would hold the event loop.
             self._add_turn(choice.turn.read(sequence), choice)
 
-    def _content(self, choice: ResponseChoice) -> Json:
+    def content(self, choice: CompleteChoice) -> Json:
         calls = self._calls.pop(choice.index, {})
         message: Json = {"role": "assistant", "content": "".join(choice.texts), "refusal": None}
         reasoning = "".join(self._reasoning.pop(choice.index, ()))
@@ -107,7 +110,7 @@ class ChatCompletionResponse(GenerationResponse):
             message["content"] = message["content"] or None
         return {"message": message}
 
-    def _add_turn(self, read: TurnDelta, choice: ResponseChoice) -> None:
+    def _add_turn(self, read: TurnDelta, choice: CompleteChoice) -> None:
         choice.texts.append(read.content)
         if read.reasoning:
             self._reasoning.setdefault(choice.index, []).append(read.reasoning)
@@ -118,7 +121,7 @@ class ChatCompletionResponse(GenerationResponse):
                 calls[delta.index] = _WholeCall(delta.id, delta.name)
             calls[delta.index].arguments.append(delta.arguments)
 
-    def _delta(self, sequence: SequenceOutput, choice: ResponseChoice) -> Json:
+    def delta(self, sequence: SequenceOutput, choice: StreamedChoice) -> Json:
         if choice.turn is None:
             read = TurnDelta(content=sequence.text)
         else:
@@ -134,10 +137,10 @@ class ChatCompletionResponse(GenerationResponse):
             delta["tool_calls"] = [_call_delta(call) for call in read.calls]
         return delta
 
-    def _wrapped(self, delta: Json) -> Json:
+    def wrapped(self, delta: Json) -> Json:
         return {"delta": delta}
 
-    def _token_logprobs(
+    def token_logprobs(
         self, tokens: list[tuple[int, TokenLogprobs]], choice: ResponseChoice
     ) -> Json:
         return {"content": [self._entry(*token) for token in tokens], "refusal": None}
@@ -151,9 +154,9 @@ class ChatCompletionResponse(GenerationResponse):
 
     def _token(self, token_id: int, logprob: float) -> Json:
         return {
-            "token": self._token_text(token_id),
+            "token": self.token_text(token_id),
             "logprob": finite(logprob),
-            "bytes": list(self._token_bytes.bytes_of(token_id)),
+            "bytes": list(self.token_bytes.bytes_of(token_id)),
         }
 
 
