@@ -134,8 +134,8 @@ class ConversationBody(Body):
     )
     output_config: Any = Field(  # Any: read where it is used
         None,
-        description="`effort` sets `reasoning_effort` of the chat template, and `format` is a "
-        "constraint on the text of the response.",
+        description="`effort` sets `reasoning_effort` and `enable_thinking` of the chat template, "
+        "and `format` is a constraint on the text of the response.",
         json_schema_extra=named_schema("OutputConfig"),
     )
 

@@ -130,7 +130,8 @@ class InputBody(Body):
         True, description="Whether a response may contain more than one function call."
     )
     reasoning: Reasoning | None = Field(
-        None, description="`effort` sets `reasoning_effort` of the chat template."
+        None,
+        description="`effort` sets `reasoning_effort` and `enable_thinking` of the chat template.",
     )
     text: Any = Field(  # Any: as its format
         None,

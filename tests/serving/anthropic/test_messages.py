@@ -85,6 +85,9 @@ PROMPTS: list[tuple[dict[str, Any], str]] = [
     ({"tools": [TOOL]}, "[look]user()=hi;>"),
     ({"tools": [TOOL], "tool_choice": {"type": "none"}}, "user()=hi;>"),
     ({"thinking": {"type": "disabled"}}, "False user()=hi;>"),
+    ({"output_config": {"effort": "low"}}, "True user()=hi;>"),
+    ({"output_config": {"effort": "low"}, "thinking": {"type": "adaptive"}}, "True user()=hi;>"),
+    ({"output_config": {"effort": "low"}, "thinking": {"type": "disabled"}}, "False user()=hi;>"),
     ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "True user()=hi;>"),
     ({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": [
         {"type": "thinking", "thinking": "hm", "signature": "s"}, {"type": "text", "text": "ok"},

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 TEMPLATE = (
     "{% if documents %}{{ documents[0].text }}{% endif %}"
-    "{% if enable_thinking is defined and not enable_thinking %}quick {% endif %}"
+    "{% if enable_thinking is defined %}{{ 'slow ' if enable_thinking else 'quick ' }}{% endif %}"
     "{% if reasoning_effort is defined %}{{ reasoning_effort }} {% endif %}"
     "{% for message in messages %}{{ message.name }}:{{ message.reasoning_content }}:"
     "{{ message.content }}{% for call in message.tool_calls or [] %}{{ call.function.arguments }}"
@@ -80,11 +80,15 @@ CALL = {"id": "1", "type": "function", "function": {"name": "a.b", "arguments": 
 PROMPTS: list[tuple[dict[str, Any], str]] = [  # Any: JSON
     ({}, "::hello"),
     ({"chat_template_kwargs": {"enable_thinking": False}}, "quick ::hello"),
-    ({"chat_template_kwargs": {"enable_thinking": True}}, "::hello"),
-    ({"reasoning_effort": "low"}, "low ::hello"),
+    ({"chat_template_kwargs": {"enable_thinking": True}}, "slow ::hello"),
+    ({"reasoning_effort": "low"}, "slow low ::hello"),
+    ({"reasoning_effort": 0.25}, "slow 0.25 ::hello"),
+    ({"reasoning_effort": 0}, "slow 0.0 ::hello"),
+    ({"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
+     "quick low ::hello"),
     ({"reasoning_effort": "none"}, "quick none ::hello"),
     ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "odd"}},
-     "odd ::hello"),
+     "slow odd ::hello"),
     ({"documents": [{"text": "A fact. "}]}, "A fact. ::hello"),
     ({"messages": [{"role": "user", "content": "hi", "name": "Ada"}]}, "Ada::hi"),
     ({"messages": [{"role": "assistant", "content": "hi", "reasoning": "hm"}]}, ":hm:hi"),

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 TEMPLATE = (
     "{# <tool_call> #}"
     "{% if tools %}[{{ tools | map(attribute='function.name') | join }}]{% endif %}"
+    "{% if enable_thinking is defined %}{{ enable_thinking }} {% endif %}"
     "{% if reasoning_effort is defined %}{{ reasoning_effort }} {% endif %}"
     "{% for message in messages %}{{ message.role }}({{ message.reasoning_content }})"
     "{{ message.tool_call_id }}={{ message.content }}"
@@ -92,7 +93,8 @@ PROMPTS: list[tuple[dict[str, Any], str]] = [
     ({"tools": [TOOL, SPACE], "client_metadata": {"a": "b"}}, "[lookeyes.look]user()=hi;>"),
     ({"input": [{**USE, "namespace": "eyes"}, OUTPUT]},
      "assistant()=!eyes.look{};tool()c1=5;>"),
-    ({"reasoning": {"effort": "low", "summary": "auto"}}, "low user()=hi;>"),
+    ({"reasoning": {"effort": "low", "summary": "auto"}}, "True low user()=hi;>"),
+    ({"reasoning": {"effort": "none"}}, "False none user()=hi;>"),
     ({"input": [{"role": "developer", "content": "A"},
                 {"role": "user", "content": [{"type": "input_text", "text": "B"},
                                              {"type": "input_text", "text": "C"}]}]},

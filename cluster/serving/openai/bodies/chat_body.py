@@ -32,9 +32,11 @@ from cluster.serving.openai.bodies.tool_fields import (
 )
 from cluster.serving.text.templates.chat_prompt import ChatPrompt
 from cluster.serving.text.templates.template_arguments import (
+    EFFORTS,
     MAX_DOCUMENTS,
-    Effort,
+    MAX_EFFORT,
     TemplateArguments,
+    check_effort,
 )
 from cluster.serving.tools.tool import MAX_TOOLS
 from cluster.serving.tools.tool_choice import ToolUse
@@ -144,10 +146,17 @@ class ChatBody(GenerationBody):
             "maxItems": MAX_DOCUMENTS,
         },
     )
-    reasoning_effort: Effort | None = Field(
+    reasoning_effort: Any = Field(  # Any: a string or a number
         None,
-        description="A variable of the chat template; `none` also sets `enable_thinking` to "
-        "false. Ignored if the template reads neither.",
+        description="A variable of the chat template, a name or a number. Also sets "
+        "`enable_thinking`: to false if it is `none`, otherwise to true. Ignored if the template "
+        "reads neither.",
+        json_schema_extra={
+            "anyOf": [
+                {"enum": list(EFFORTS)},
+                {"type": "number", "minimum": 0, "maximum": MAX_EFFORT},
+            ]
+        },
     )
 
     thinking_token_budget: int | None = thinking_budget_field()
@@ -236,7 +245,9 @@ class ChatBody(GenerationBody):
             self.add_generation_prompt,
             self.continue_final_message,
             TemplateArguments(
-                self.chat_template_kwargs, self.reasoning_effort, self.documents
+                self.chat_template_kwargs,
+                check_effort(self.reasoning_effort, "reasoning_effort"),
+                self.documents,
             ).variables(None if self.chat_template is not None else known_variables, note_ignored),
             self.chat_template,
         )

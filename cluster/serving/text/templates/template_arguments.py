@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from cluster.serving.json_bodies.json_text import json_text
 from pagedray.errors import InvalidRequestError
+from pagedray.wording.shown_value import shown_value
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["MAX_DOCUMENTS", "Effort", "TemplateArguments"]
+__all__ = ["EFFORTS", "MAX_DOCUMENTS", "MAX_EFFORT", "Effort", "TemplateArguments", "check_effort"]
 
 MAX_DOCUMENTS = 1024
 _MAX_NAMES = 64
@@ -24,6 +25,9 @@ _OWN_NAMES = frozenset(
 """Variables that other parameters set."""
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+EFFORTS: tuple[str, ...] = get_args(Effort)
+MAX_EFFORT = 0.99
+"""The highest effort as a number, which the templates of a few models read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +36,8 @@ class TemplateArguments:
 
     given: object
     """`chat_template_kwargs`."""
-    effort: Effort | None = None
+    effort: str | float | None = None
+    """An `Effort`, or a number."""
     documents: object = None
     effort_param: str = "reasoning_effort"
     """The client's name of the effort."""
@@ -49,15 +54,31 @@ class TemplateArguments:
         if known is not None and any(name not in known for name in variables):
             note_ignored("chat_template_kwargs")
         if self.effort is not None:
-            effects: dict[str, object] = {"reasoning_effort": self.effort}
-            if self.effort == "none":
-                effects["enable_thinking"] = False
+            effects: dict[str, object] = {
+                "reasoning_effort": self.effort,
+                # Some models reason only when told to, and others unless told not to.
+                "enable_thinking": self.effort != "none",
+            }
             if known is not None and known.isdisjoint(effects):
                 note_ignored(self.effort_param)
             variables = {**effects, **variables}
         if self.documents is not None:
             variables["documents"] = _checked_documents(self.documents, known)
         return {name: value for name, value in variables.items() if known is None or name in known}
+
+
+def check_effort(given: object, param: str) -> str | float | None:
+    """Return an effort, which may be a number. Raises InvalidRequestError."""
+    if given is None or (isinstance(given, str) and given in EFFORTS):
+        return given
+    if isinstance(given, int | float) and not isinstance(given, bool) and 0 <= given <= MAX_EFFORT:
+        return float(given)
+    names = ", ".join(f"'{name}'" for name in EFFORTS)
+    raise InvalidRequestError(
+        f"{param} must be one of {names}, or a number from 0 to {MAX_EFFORT}, not "
+        f"{shown_value(given)}.",
+        param=param,
+    )
 
 
 def _checked(given: object) -> dict[str, object]:
