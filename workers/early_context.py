@@ -11,7 +11,7 @@ __all__ = ["begin_context"]
 def begin_context(device_index: int) -> None:
     """Begin to create the context of a visible GPU, which torch then finds; returns at once.
 
-    The driver takes some 0.4 s for it, without the interpreter's lock. If it fails, torch fails as
+    The driver takes about 0.4 s for it, without the GIL. If it fails, torch fails as
     well, and says why.
     """
     threading.Thread(

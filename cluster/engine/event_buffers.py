@@ -24,7 +24,7 @@ class EventBuffer:
     """Holds the events of one call until its thread takes them.
 
     The thread wakes for every token only if `is_watched`, which streams and stop strings need:
-    each wake-up costs the step thread its core and the interpreter's lock.
+    each wake-up takes the core and the GIL from the step thread.
     """
 
     def __init__(self, *, is_watched: bool) -> None:

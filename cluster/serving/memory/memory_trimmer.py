@@ -51,7 +51,7 @@ class MemoryTrimmer:
             return
         self._timer = None
         self._num_freed_bytes = 0
-        # Without the interpreter's lock.
+        # ctypes releases the GIL.
         asyncio.get_running_loop().run_in_executor(None, trim_memory)
 
 

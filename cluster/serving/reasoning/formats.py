@@ -1,4 +1,4 @@
-"""How model families mark their reasoning, by the names of vLLM's parsers."""
+"""How model families mark their reasoning; formats have the names of vLLM's parsers."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class _Marks:
     special_texts: tuple[str, ...] = ()
     """Special tokens that are parts of the marks."""
     answer_header: str = ""
-    """What precedes the answer behind `end`, if turns are messages in channels."""
+    """The text between `end` and the answer, if turns consist of messages in channels."""
     prompt_end: str = ""
-    """The beginning of a header, with which prompts end."""
+    """The beginning of a header that is the end of a prompt."""
 
 
 _HEADER_END = "<|message|>"
@@ -83,7 +83,7 @@ _DETECTED: tuple[ReasoningFormat, ...] = (
     "seed_oss",
     "qwen3",
 )
-"""Formats that templates show, the more specific ones first."""
+"""Formats that are detected in a chat template, the more specific ones first."""
 
 
 def detect_reasoning(template: str) -> ReasoningFormat:
@@ -123,7 +123,10 @@ def reasoning_of(name: ReasoningFormat, tokenizer: Tokenizer) -> Reasoning | Non
 def _headers_of(
     headers: Iterable[tuple[str, str]], tokenizer: Tokenizer
 ) -> tuple[AnswerHeader, ...]:
-    """Return headers of messages with the tokens of a model, given their texts; none are empty."""
+    """Return the headers that are not empty, with the tokens of a model.
+
+    Each is given by its text, and the beginning of the structure for which it stands.
+    """
     return tuple(
         AnswerHeader(tuple(tokenizer.encode(header, add_special_tokens=False)), text)
         for header, text in headers

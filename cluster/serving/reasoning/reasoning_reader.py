@@ -26,7 +26,7 @@ class ReasoningReader:
         self._buffer = ""
         self._held_blanks = ""
         self._may_begin = True
-        """Whether nothing was read but what may be a part of the mark at the beginning."""
+        """Whether all that was read may be a part of the mark at the beginning."""
         self._has_text = False
         """Whether there was reasoning that is not blank."""
         self._has_rest = False
@@ -38,7 +38,7 @@ class ReasoningReader:
         return self._has_rest
 
     def read_piece(self, text: str, *, is_last: bool = False) -> tuple[str, str]:
-        """Return the reasoning that the text completes, and the text behind all of it."""
+        """Return the reasoning that the text completes, and the text after all reasoning."""
         if self._has_rest:
             return "", text
         self._buffer += text

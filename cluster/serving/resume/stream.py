@@ -1,4 +1,4 @@
-"""The messages of one call, kept so that a client whose connection was cut can read on.
+"""The messages of one call, kept so that a client whose connection was lost can resume them.
 
 Messages are numbered from 1. A stream has one reader at a time, the call that resumed it last.
 Without a reader, generation continues within the limits of the stream's buffer, until the grace
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _MESSAGE_BYTES = 240
 """Memory of a message beside its content: its header, two entries of dictionaries, an integer."""
 _MOST_TAKEN_BYTES = 2**16
-"""Bytes after which a reader takes no further messages at once."""
+"""A reader takes messages at once until they have this many bytes."""
 
 
 class ResumableStream:
@@ -41,9 +41,9 @@ class ResumableStream:
         make_room: Callable[[int], None],
         note_detached: Callable[[], None],
     ) -> None:
-        """Messages are counted in `buffer`, where `make_room` frees bytes for one more.
+        """Messages are counted in `buffer`; `make_room` frees bytes for the next one.
 
-        `note_detached` is called when its reader leaves.
+        `note_detached` is called when the reader leaves.
         """
         self.id = generation.id
         self.is_finished = False
@@ -103,7 +103,7 @@ class ResumableStream:
         return self._reader
 
     def detach_reader(self, reader: StreamReader) -> None:
-        """Go on without the reader, unless another one has taken its place."""
+        """Continue without the reader, unless another one has replaced it."""
         if self._reader is reader:
             self._reader = None
             self._note_detached()
@@ -186,7 +186,7 @@ class ResumableStream:
 
 
 class StreamReader:
-    """Reads the messages of a stream, several at a time, until they end or another reader comes."""
+    """Reads messages of a stream, several at once, until they end or another call resumes it."""
 
     def __init__(self, stream: ResumableStream, number: int) -> None:
         self._stream = stream
@@ -208,7 +208,7 @@ class StreamReader:
             await self._waiter
 
     def wake(self) -> None:
-        """Look again whether there are messages."""
+        """Let the waiting reader check for messages."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 

@@ -30,9 +30,9 @@ def special_tokens_of(settings: Mapping[str, object]) -> dict[str, str]:
 def add_configured_tokens(
     tokenizer: tokenizers.Tokenizer, settings: Mapping[str, object], path: Path
 ) -> None:
-    """Add the tokens of settings to a tokenizer; those that it has take the flags given here.
+    """Add the tokens of settings to a tokenizer; those that it has get the flags given here.
 
-    `path` is the settings' file. Raises CheckpointError.
+    `path` is the file of the settings. Raises CheckpointError.
     """
     named = special_tokens_of(settings)
     listed = _listed_tokens(settings.get("added_tokens_decoder"), path)
@@ -46,7 +46,7 @@ def add_configured_tokens(
         for token in dict.fromkeys(more)
         if token not in known
     ]
-    # Added in one call, since each one takes the time of all that are there.
+    # In one call, since the time of each call is proportional to the tokens that are there.
     tokenizer.add_tokens([*listed, *added])
 
 

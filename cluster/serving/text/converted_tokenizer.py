@@ -1,7 +1,7 @@
 """Tokenizers of checkpoints without tokenizer.json, converted by transformers.
 
-These are sentencepiece's tokenizer.model and Mistral's tekken.json. The libraries for it are an
-optional dependency.
+These are SentencePiece's tokenizer.model and Mistral's tekken.json. The libraries that read them
+are optional dependencies.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def converted_tokenizer(path: Path) -> tokenizers.Tokenizer:
             f"{path.parent} has no tokenizer.json, and its {path.name} cannot be converted without "
             f"{' and '.join(missing)}; run: pip install {' '.join(_LIBRARIES[path.name])}"
         )
-    # Seconds, which only these checkpoints take.
+    # The import takes seconds, which only these checkpoints need.
     from transformers import AutoTokenizer
 
     try:

@@ -26,7 +26,7 @@ class IncrementalDetokenizer:
         is_continuation: bool,
         skips_special_tokens: bool = True,
     ) -> None:
-        """`is_continuation` means that text precedes it, so a leading space is kept."""
+        """With `is_continuation`, other text precedes, so that a leading space is kept."""
         by_id = token_bytes.ordinary_by_id if skips_special_tokens else token_bytes.by_id
         # Called by `map`, which costs no Python code for each token.
         self._bytes_of = by_id.__getitem__
@@ -39,7 +39,7 @@ class IncrementalDetokenizer:
     def after(
         cls, prompt: Sequence[int], token_bytes: TokenBytes, *, skips_special_tokens: bool
     ) -> Self:
-        """Return one for what follows the tokens of a prompt."""
+        """Return a detokenizer of what follows the tokens of a prompt."""
         # Only decoders that strip leading spaces depend on the text before.
         is_continuation = token_bytes.num_stripped > 0 and not all(
             map(token_bytes.is_special, prompt)
@@ -68,7 +68,7 @@ class IncrementalDetokenizer:
         if not own:
             return ""
         if token_id in self._fallback_ids:
-            # Bytes in a row are text only together, so that none of it is certain before the end.
+            # Consecutive bytes are decoded together, so that no text is certain before their end.
             self._run += own
             return ""
         return self._decoded(self._ended_run() + own)
@@ -81,7 +81,7 @@ class IncrementalDetokenizer:
         return self._stripped(text) if self._num_stripped else text
 
     def _ended_run(self) -> bytes:
-        """Return the text of the bytes in a row that have ended, as UTF-8."""
+        """Return the text of the consecutive bytes that have ended, as UTF-8."""
         if not self._run:
             return b""
         run, self._run = bytes(self._run), bytearray()

@@ -1,6 +1,6 @@
-"""Prompts of models that are trained to fill in the middle between a prefix and a suffix.
+"""Fill-in-the-middle prompts: the model generates the text between a prefix and a suffix.
 
-The formats are those that the authors of the models publish.
+The formats are those that the authors of the models published.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ __all__ = ["Infilling", "detect_infilling"]
 
 @dataclass(frozen=True, slots=True)
 class _Marks:
-    """The special tokens of a family of models, in the order of the prompt."""
+    """The special tokens of a model family, in their order in the prompt."""
 
     first: str
     second: str
     last: str = ""
     is_suffix_first: bool = False
     is_of_parts: bool = False
-    """Whether texts are encoded apart from the marks, the suffix without a leading space.
+    """Whether texts are encoded separately from the marks, the suffix without a leading space.
 
-    Tokenizers of sentencepiece begin every text with a space, which the model has not seen before a
-    suffix.
+    SentencePiece tokenizers begin every text with a space, which precedes no suffix in the model's
+    training data.
     """
 
 
@@ -58,7 +58,7 @@ _ENDS = (
 )
 """Tokens that end the middle, or begin something else after it."""
 _LEAD = "\u263a"
-"""A character that takes the leading space in place of the suffix, the same as in the formats."""
+"""A character before the suffix, which gets the leading space; its tokens are removed."""
 
 
 class _Encoder(Protocol):
@@ -74,19 +74,19 @@ class _Encoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Infilling:
-    """Makes prompts in which one model fills in the middle."""
+    """Encodes the fill-in-the-middle prompts of one model."""
 
     _marks: _Marks
     _mark_ids: tuple[int, ...]
     end_token_ids: tuple[int, ...]
-    """The tokens that end the middle, beside those that end every output."""
+    """The tokens that end the middle, in addition to those that end every output."""
 
     def encode(
         self, prefix: str, suffix: str, encoder: _Encoder, *, add_special_tokens: bool
     ) -> list[int]:
-        """Return the tokens after which the model writes the middle.
+        """Return the tokens after which the model generates the middle.
 
-        Without special tokens, the marks are the only ones.
+        Without `add_special_tokens`, the marks are the only special tokens.
         """
         marks = self._marks
         if not marks.is_of_parts:
@@ -109,7 +109,7 @@ class Infilling:
 
 
 def detect_infilling(token_id_of: Callable[[str], int | None]) -> Infilling | None:
-    """Return how a model fills in the middle, or None if its tokenizer lacks the tokens."""
+    """Return the encoder of a model's prompts, or None if its tokenizer lacks their tokens."""
     ends = [one for one in map(token_id_of, _ENDS) if one is not None]
     for marks in _FORMATS:
         names = [name for name in (marks.first, marks.second, marks.last) if name]

@@ -1,7 +1,7 @@
-"""Panics of a library in Rust, as errors.
+"""Turns panics of a library in Rust into errors.
 
-A panic reaches Python as an exception that is not an `Exception`, so handlers of errors miss it.
-Its class cannot be imported, and each library has its own.
+A panic reaches Python as a `BaseException` that is no `Exception`, so `except Exception` does not
+catch it. Its class cannot be imported, and each library has its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MODULE = "pyo3_runtime"
 
 
 class LibraryPanicError(RuntimeError):
-    """A library panicked, for example in a tokenizer that its file describes wrongly."""
+    """A library panicked, for example because of an invalid tokenizer file."""
 
 
 @contextmanager

@@ -1,9 +1,10 @@
 """Special tokens that clients write in messages, encoded as the text that they are.
 
 A chat template writes special tokens as text, beside the text of the messages, and the tokenizer
-would find both. So before a conversation is rendered, a mark replaces each special token in what
-the client sent; those in the rendered text are then the template's. A second tokenizer with the
-same model reads the client's as ordinary text, and the template's by an alias of each.
+would find both. Therefore, before a conversation is rendered, each special token that the client
+sent is replaced by a mark; those in the rendered text are then the template's. A second tokenizer
+with the same model knows each special token by an alias only. It encodes the text in which aliases
+replace the template's tokens, and the client's original text replaces the marks.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ _NUM_NONCE_BITS = 128
 _NUM_NONCE_DIGITS = 39
 _NUM_INDEX_DIGITS = 8
 _NUM_PART_DIGITS = 12
-"""Digits of a nonce that are in no text by chance."""
+"""Digits of a nonce that no text contains by chance."""
 _CHECK_INTERVAL = 64
-"""Texts between two looks at the clock."""
+"""Texts between two readings of the clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class MarkedText:
 
     @property
     def restored(self) -> str:
-        """The text with the client's own text instead of the marks. Raises InvalidRequestError."""
+        """The text with the client's text in place of the marks. Raises InvalidRequestError."""
         return _restored(self.text, self.originals)
 
 
@@ -59,7 +60,7 @@ class LiteralTokens:
         special = {token_id: token for token_id, token in added.items() if token.special}
         self._special = {token_id: token.content for token_id, token in special.items()}
         self._finder = _TokenFinder(special.values(), tokenizer)
-        # A client that knew an alias could write the token.
+        # A client that knew an alias could write it in place of the token.
         nonce = f"{secrets.randbits(_NUM_NONCE_BITS):x}"
         self._aliases = {token.content: f"{nonce}x{one}z" for one, token in special.items()}
         self._tokenizer = _with_aliases(tokenizer, self._aliases)
@@ -83,13 +84,13 @@ class LiteralTokens:
         return marked, marker.originals
 
     def encode(self, marked: MarkedText) -> list[int]:
-        """Return the token ids of a rendered conversation, without holding the interpreter's lock.
+        """Return the token ids of a rendered conversation, without holding the GIL.
 
         Raises InvalidRequestError if only a special token can represent its text.
         """
         text = self._finder.pattern.sub(lambda found: self._aliases[found[0]], marked.text)
         text = _restored(text, marked.originals)
-        # Unlike `encode`, this releases the lock.
+        # Unlike `encode`, this releases the GIL.
         (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
         self._check_literal(encoding, text)
         return [self._id_of_alias.get(token_id, token_id) for token_id in encoding.ids]
@@ -109,7 +110,7 @@ class LiteralTokens:
 
 
 class _TokenFinder:
-    """Finds special tokens in a text, and parts that another text beside it may complete."""
+    """Finds special tokens in a text, and parts of them that an adjacent text may complete."""
 
     def __init__(self, special: Collection[AddedToken], tokenizer: Tokenizer) -> None:
         # The tokenizer takes the longest one, too.
@@ -167,7 +168,7 @@ class _TokenFinder:
 
 
 class _Marker:
-    """Replaces parts of the texts of one conversation by marks."""
+    """Replaces parts of the texts of one conversation with marks."""
 
     def __init__(self, finder: _TokenFinder, pauses: ThreadPauses | None) -> None:
         self._finder = finder
@@ -178,12 +179,12 @@ class _Marker:
         """The text that each mark stands for."""
 
     def mark_message(self, message: ChatMessage) -> ChatMessage:
-        """Return a message with marks; its role is one of a few words."""
+        """Return a message with marks, but none in its role, which is one of a few words."""
         content = self._mark(message.content)
         if content is message.content and not (
             message.tool_calls or message.tool_call_id or message.name or message.reasoning
         ):
-            # The common case, some thousand times for a long conversation.
+            # The common case, thousands of times for a long conversation.
             return message
         return replace(
             message,
@@ -235,7 +236,7 @@ def _with_aliases(tokenizer: Tokenizer, aliases: Mapping[str, str]) -> Tokenizer
         made.normalizer = tokenizer.normalizer
     if tokenizer.pre_tokenizer is not None:
         made.pre_tokenizer = tokenizer.pre_tokenizer
-    # Added in the order of their ids, tokens keep them. To add each alone would take minutes.
+    # Tokens keep their ids if they are added in that order. Adding each alone would take minutes.
     for is_special, tokens in groupby(added, key=lambda token: token.special):
         add = made.add_special_tokens if is_special else made.add_tokens
         add(list(tokens))

@@ -17,9 +17,9 @@ class StopStrings:
     """The stop strings of a call, which the matchers of all its sequences share.
 
     They form an automaton (Aho and Corasick, "Efficient string matching", 1975). A state is a text
-    with which stop strings begin, the longest that the text so far ends with. States are made when
-    a text first reaches them, since a client may send thousands of characters of stop strings
-    that the model never begins to write.
+    with which stop strings begin, the longest one that is a suffix of the text so far. States are
+    created when a text first reaches them, since a client may send thousands of characters of stop
+    strings that the model never begins to generate.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -33,7 +33,7 @@ class StopStrings:
         """The state of the longest proper suffix of a state's text."""
         self._followers: list[int | dict[str, int] | None] = [None]
         """The state after the only character that may follow, or the states by characters; 0 for a
-        state that is not made, and None if it is unknown which characters may follow."""
+        state that is not created yet, and None if the characters that may follow are not known."""
         self._seen_characters = [""]
         """The last character after each state."""
         self._seen_states = array("H", (_ROOT,))

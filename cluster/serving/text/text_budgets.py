@@ -1,4 +1,4 @@
-"""The CPU time that each tenant's long texts may take before others have priority."""
+"""The CPU time that the long texts of a tenant may take before others have priority."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 __all__ = ["TextBudgets"]
 
 _SHARE = 0.02
-"""CPU time that a second adds to a budget."""
+"""CPU seconds added to a budget in each second."""
 _BURST_S = 0.1
 """The largest balance."""
 
@@ -37,7 +37,7 @@ class TextBudgets:
         return len(self._balances)
 
     def is_spent(self, tenant: str) -> bool:
-        """Return whether a tenant's texts took more than it had."""
+        """Return whether a tenant's texts took more time than its budget had."""
         balance = self._balances.get(tenant)
         return balance is not None and balance.at(self._clock()) < 0.0
 

@@ -1,4 +1,4 @@
-"""Threads for texts too long to tokenize on the event loop, which tenants share in turn."""
+"""Threads for texts that are too long to tokenize on the event loop, shared by tenants in turn."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ Result = TypeVar("Result")
 _NUM_THREADS = 3
 _MAX_WAITING = 64
 _NICENESS = 19
-"""Priority of texts of a tenant that has spent its budget."""
+"""Priority of texts of a tenant that has used up its budget."""
 
 
 class TextPool:
     """Runs functions in threads; used from one event loop.
 
     The tenant whose texts have taken the least time comes next, and no tenant has all threads. The
-    texts of a tenant that has spent its budget are tokenized at the lowest priority, so that they
-    take no time from the engine on a busy machine; its conversations are rendered with long pauses
+    texts of a tenant that has used up its budget are tokenized at the lowest priority, so that they
+    do not slow down the engine on a busy machine; its conversations are rendered with long pauses
     while others wait for tokens.
     """
 
@@ -47,9 +47,9 @@ class TextPool:
         max_waiting: int = _MAX_WAITING,
         do_others_wait: Callable[[str], bool] = lambda tenant: True,
     ) -> None:
-        """Tenants share `max_waiting` places to wait; even if others have all, one has a few.
+        """Up to `max_waiting` texts wait: an equal share of each tenant, and at least one.
 
-        `do_others_wait` returns whether anyone but a tenant waits for tokens.
+        `do_others_wait` returns whether tenants other than the given one wait for tokens.
         """
         self._threads = start_threads(num_threads, name="pagedray-text")
         self._low_threads = start_threads(
@@ -75,14 +75,14 @@ class TextPool:
     async def render_in_thread(
         self, tenant: str, render: Callable[[ThreadPauses], Result]
     ) -> Result:
-        """Return the result of `render`, which holds the interpreter's lock between pauses.
+        """Return the result of `render`, which holds the GIL between pauses.
 
         Raises OverloadedError if the tenant's queue is full.
         """
         await self._take_turn(tenant)
         are_long = self._budgets.is_spent(tenant) and self._do_others_wait(tenant)
-        # The event loop would wait for the interpreter's lock behind each of several renderings.
-        # Those with long pauses take little time, and others need not wait for their end.
+        # With several renderings at once, the event loop would wait for the GIL behind each.
+        # Those with long pauses use little CPU time, so others need not wait until they end.
         one_at_a_time = nullcontext() if are_long else self._rendering
 
         def work() -> Result:
@@ -92,10 +92,10 @@ class TextPool:
         return await self._run(tenant, self._threads, work)
 
     async def encode_in_thread(self, tenant: str, encode: Callable[[], Result]) -> Result:
-        """Return the result of `encode`, which holds the interpreter's lock only briefly.
+        """Return the result of `encode`, which must hold the GIL only briefly.
 
-        At low priority it would otherwise keep other threads waiting for the lock. Raises
-        OverloadedError if the tenant's queue is full.
+        A thread of low priority that held it would make other threads wait. Raises OverloadedError
+        if the tenant's queue is full.
         """
         await self._take_turn(tenant)
         is_low = self._budgets.is_spent(tenant)

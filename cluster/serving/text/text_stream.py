@@ -85,7 +85,7 @@ class TextStream:
         self._matcher = StopMatcher(stops)
         self._has_stops = bool(sampling.stop)
         self._min_tokens = sampling.min_tokens
-        # Looked at once, so that a set of its own for each sequence would take longer.
+        # It is searched rarely, so that making a set would take longer.
         self._client_stop_ids = sampling.stop_token_ids
         self._index = index
         self.prompt_index = prompt_index

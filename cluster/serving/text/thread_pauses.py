@@ -1,4 +1,4 @@
-"""Pauses of threads that hold the interpreter's lock for long."""
+"""Pauses of threads that hold the GIL for a long time."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _LONG_PAUSE_S = 0.01
 
 
 class ThreadPauses:
-    """Pauses of the thread that made it, in which other threads get the interpreter's lock.
+    """Pauses of the thread that created it, in which other threads get the GIL.
 
     Without pauses, the event loop and the engine would wait five milliseconds whenever they need
-    the interpreter's lock, which is several times a token.
+    the GIL, which is several times a token.
     """
 
     def __init__(self, *, are_long: bool) -> None:
-        """Long pauses leave the thread a twentieth of the time, others a quarter."""
+        """The thread works 5% of the time with long pauses, and 25% with others."""
         self.pause_s = _LONG_PAUSE_S if are_long else _PAUSE_S
         self._next_s = time.thread_time() + _WORK_S
 
     def pause_if_due(self, now_s: float) -> None:
-        """Pause if the thread has worked for long; `now_s` is its CPU time."""
+        """Pause if the last pause was long ago; `now_s` is the CPU time of the thread."""
         if now_s > self._next_s:
             self._next_s = now_s + _WORK_S
             time.sleep(self.pause_s)

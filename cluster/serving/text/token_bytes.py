@@ -52,7 +52,7 @@ class TokenBytes:
         self.fallback_ids = frozenset(self._fallback_bytes)
         """The tokens that stand for one byte of a character.
 
-        If several such tokens in a row are no valid text, each becomes U+FFFD.
+        If several consecutive ones are not valid UTF-8, each becomes U+FFFD.
         """
         self.by_id = _BytesById(self._read)
         """The bytes of each token; empty for an id without a token."""

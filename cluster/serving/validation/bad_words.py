@@ -50,7 +50,7 @@ class BadWordReader:
             first = self._read(word, word.lstrip())
             spaced = self._read(word, " " + word.lstrip())
             sequences[first] = None
-            # Otherwise a prefix of the text after a space, such as the space alone, would be bad.
+            # Otherwise a prefix of the spaced text, such as the space alone, would be forbidden.
             if spaced[0] != first[0] and len(spaced) == len(first):
                 sequences[spaced] = None
         return tuple(sequences)

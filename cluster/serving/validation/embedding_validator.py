@@ -110,7 +110,7 @@ class EmbeddingValidator:
 def _with_prompt(
     before: str, prompt: str | tuple[int, ...], name: str | None
 ) -> str | tuple[int, ...]:
-    """Return a text behind a prompt; token ids are complete, so that none can be named for them."""
+    """Return a text after a prompt; a prompt cannot be named for token ids, which are complete."""
     if isinstance(prompt, str):
         return before + prompt
     if name is not None:

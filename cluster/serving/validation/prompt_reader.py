@@ -35,14 +35,13 @@ __all__ = ["PromptReader", "are_long", "check_unicode", "warn_of_unknown_tokens"
 logger = logging.getLogger(__name__)
 
 _LONG_TEXT = 2048
-"""Characters of a call from which on tokenizing runs in a thread."""
+"""A call with this many characters is tokenized in a thread."""
 _LONG_CHAT = 64
-"""Messages, tools and tool calls from which on the chat template is rendered in a thread."""
+"""With this many messages and tools, or tool calls, a chat template is rendered in a thread."""
 _LONG_CONTENT = 2**15
-"""Characters of messages from which on it is, too."""
+"""The same for characters of messages."""
 _LONG_VALUES = 2**13
-"""Bytes of tools, and of arguments of tool calls, from which on it is, too: their texts are many
-and short."""
+"""The same for bytes of tools and of arguments of tool calls, which consist of many short texts."""
 
 
 class PromptReader:
@@ -193,7 +192,7 @@ class PromptReader:
     async def _read_chat(self, prompt: ChatPrompt, tenant: str) -> tuple[int, ...]:
         if not prompt.messages:
             raise InvalidRequestError("messages must not be empty.", param="messages")
-        # One of a body may become several.
+        # A message of the body may have become several.
         check_num_messages(len(prompt.messages), self._size)
         template = await self._template_of(prompt, tenant)
         render = functools.partial(self._render, prompt, template)
@@ -301,7 +300,7 @@ def _is_long_chat(prompt: ChatPrompt) -> bool:
     """Return whether a conversation takes too long to render on the event loop."""
     messages = prompt.messages
     if prompt.template is not None:
-        # How long it takes is not known.
+        # It is not known how long its template takes.
         return True
     if len(messages) + len(prompt.tools) >= _LONG_CHAT:
         return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 __all__ = ["DEFAULT_INSTRUCTION", "rerank_prompt"]
 
 DEFAULT_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-"""What the model judges if a client does not say it."""
+"""What the model judges unless the client sends an instruction."""
 _BEFORE = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
     'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'

@@ -1,7 +1,7 @@
 """The sampling parameters of a call, with the model's defaults for those that it lacks.
 
-`SamplingParams` checks the type and range of each field; here are the limits of the model, and
-combinations with other parts of a call.
+`SamplingParams` checks the type and range of each field; this module checks the limits of the
+model, and combinations with other parts of a call.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 _MAX_PROMPT_LOGPROBS = 2**18
-"""Of all tokens of a prompt together."""
+"""Log-probabilities of all tokens of a prompt together."""
 
 
 class SamplingReader:
@@ -49,7 +49,7 @@ class SamplingReader:
         """
         # SamplingParams checks the type and range of every field itself.
         fields: dict[str, Any] = {**self._defaults, **given.sampling}
-        # How much room the prompt leaves is known after tokenizing.
+        # The room that the prompt leaves is known after tokenizing.
         fields.setdefault("max_tokens", self._context)
         sampling = SamplingParams(**fields)
         for text in sampling.stop:
@@ -64,7 +64,7 @@ class SamplingReader:
     def with_max_tokens(
         self, sampling: SamplingParams, num_prompt_tokens: int, given: GenerationInput
     ) -> SamplingParams:
-        """Return parameters with what a prompt leaves of the context. Raises OutputLengthError."""
+        """Return parameters whose `max_tokens` fits the context. Raises OutputLengthError."""
         room = self._context - num_prompt_tokens
         if "max_tokens" in given.sampling:
             if sampling.max_tokens > room:

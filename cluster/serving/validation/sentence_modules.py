@@ -1,7 +1,7 @@
-"""The modules of a sentence-transformers checkpoint: which run here, and what they allow.
+"""The modules of a sentence-transformers checkpoint, and the limits that they set.
 
-Its `modules.json` lists what a text passes after the tokenizer, and `sentence_bert_config.json`
-says what happens before it.
+Its `modules.json` lists the modules that run after the tokenizer, and `sentence_bert_config.json`
+has the settings of the tokenizer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def check_modules(folder: Path) -> None:
 
 
 def longest_text(folder: Path, context: int) -> int:
-    """Return the most tokens of a text. Raises CheckpointError."""
+    """Return the maximum number of tokens of a text. Raises CheckpointError."""
     path = folder / "sentence_bert_config.json"
     if not has_file(path):
         return context

@@ -20,7 +20,7 @@ __all__ = ["SentencePrompts"]
 
 
 class SentencePrompts:
-    """Prompts by name, and the one that texts get if a client names none."""
+    """Prompts by name, and the one that is used if a client names none."""
 
     def __init__(self, prompts: Mapping[str, str], default: str = "") -> None:
         self._prompts = prompts
@@ -48,7 +48,7 @@ class SentencePrompts:
         return cls(prompts, prompts[default])
 
     def prompt(self, name: str | None) -> str:
-        """Return what is written before a text. Raises InvalidRequestError for another name."""
+        """Return the prompt of a name, or the default one. Raises InvalidRequestError."""
         if name is None:
             return self._default
         if name not in self._prompts:

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 __all__ = ["Validator"]
 
 _NUM_LAST_TOKENS = 32
-"""Tokens at the end of a prompt in which the mark of reasoning is looked for."""
+"""Tokens at the end of a prompt in which the marks of reasoning are looked for."""
 
 
 class Validator:
@@ -214,17 +214,17 @@ class Validator:
         return tuple(dict.fromkeys((*self._eos_token_ids, *infilling.end_token_ids)))
 
     def _reasoning_after(self, prompt: Prompt, token_ids: tuple[int, ...]) -> Reasoning | None:
-        """Return how the reasoning is marked that may follow a prompt."""
+        """Return the marks of the reasoning that may follow a prompt, if any may."""
         if self.reasoning is None or not isinstance(prompt, ChatPrompt):
             return None
         if prompt.continues_final_message and prompt.messages[-1].content.strip():
-            # A message has no reasoning behind its beginning.
+            # Reasoning is possible only at the beginning of a message.
             return None
         end = self._tokenizer.decode(token_ids[-_NUM_LAST_TOKENS:], skip_special_tokens=False)
         return reasoning_after(self.reasoning, end)
 
     def _check_continuation(self, given: GenerationInput, num_sequences: int) -> None:
-        """Raise InvalidRequestError if the tokens so far are not those of such a call."""
+        """Raise InvalidRequestError if the tokens so far cannot be those of this call."""
         if not given.is_continued:
             return
         assert given.continuation is not None
@@ -291,7 +291,7 @@ def _continued(request: Request, continuation: Continuation | None, prompt_index
     generated = continuation.generated_token_ids(prompt_index, sampling.n)
     seed = continuation.seed_of(prompt_index) if sampling.seed is None else sampling.seed
     if generated and generated[0] != ():
-        # The client got them with the first token.
+        # The client received them with the first token.
         sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
     return msgspec.structs.replace(
         request, sampling=sampling, seed=seed, generated_token_ids=generated

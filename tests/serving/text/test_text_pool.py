@@ -70,7 +70,7 @@ async def test_a_tenant_that_has_spent_its_budget_is_encoded_at_low_priority(
     await pool.encode_in_thread("ann", spend)
     await asyncio.sleep(0)
     assert await pool.encode_in_thread("ann", niceness) > own
-    # What holds the interpreter's lock would keep others waiting for it.
+    # Functions that hold the GIL would make the others wait for it.
     assert await pool.run_in_thread("ann", niceness) == own
     assert await pool.encode_in_thread("ben", niceness) == own
 

@@ -48,7 +48,7 @@ class BlockChecksums:
     def damaged_blocks(self) -> tuple[int, ...]:
         """Return the blocks that have no checksum or another one; reads all others."""
         known = [int(block) for block in np.flatnonzero(self._known)]
-        # zlib computes without the interpreter's lock.
+        # zlib releases the GIL.
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
             found = dict(zip(known, threads.map(self._checksum, known), strict=True))
         table = self._known.tolist()

@@ -30,7 +30,7 @@ class ChatMessage:
     name: str | None = None
     """The name of the author; in a tool's turn, of the tool."""
     reasoning: str | None = None
-    """What the model thought before an assistant's turn."""
+    """The model's reasoning before an assistant's turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ class ChatPrompt:
     continues_final_message: bool = False
     """Whether the model continues the text of the last message, in that message's role."""
     variables: Mapping[str, object] = field(default_factory=dict)
-    """Further variables of the chat template, some of those that it reads."""
+    """Values of further variables that the chat template reads."""
     template: str | None = None
     """The source of a chat template that replaces the model's."""
     is_template_trusted: bool = False
-    """Whether the template is of the operator's program, and not of a client."""
+    """Whether `template` comes from the operator's program, and not from a client."""

@@ -45,7 +45,7 @@ class ChatTemplate:
         cpu_s: float = MAX_CPU_S,
         code: TemplateCode | None = None,
     ) -> None:
-        """A rendering may take `cpu_s`. Errors of messages call it the template of its owner.
+        """A rendering may take `cpu_s` of CPU time. Its errors name the owner of the template.
 
         The source is compiled unless its `code` is given. Raises CheckpointError that names
         `origin` if it is invalid.
@@ -69,7 +69,7 @@ class ChatTemplate:
         """The variables that it reads and that a request may set."""
 
     def render(self, prompt: ChatPrompt, *, pauses: ThreadPauses | None = None) -> str:
-        """Return the text for the next turn, or for the rest of the last one.
+        """Return the prompt for the next turn, or for the rest of the last one.
 
         The thread takes the pauses, if any. Raises InvalidRequestError if the template rejects the
         messages.
@@ -132,10 +132,10 @@ class ChatTemplate:
 
 
 def _in_channels(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Return messages as templates of gpt-oss read them: of one call, before its result.
+    """Return messages as templates of gpt-oss read them: one call each, followed by its result.
 
-    They read the first call of a message, take a result for that of the last call, and reject
-    reasoning and content beside a call: both become its reasoning.
+    The templates read only the first call of a message, take a result for that of the last call,
+    and reject a call with both reasoning and content: these are joined as its reasoning.
     """
     written: list[ChatMessage] = []
     place = 0

@@ -27,7 +27,7 @@ _WAIT_S = 25.0
 
 
 class CompilerClient:
-    """Starts the process when it is first needed, and again after it died. Thread-safe."""
+    """Starts the process when it is first needed, and again after it has died. Thread-safe."""
 
     def __init__(self, *, compile_s: float = _COMPILE_S, wait_s: float = _WAIT_S) -> None:
         """A template may take `compile_s` of CPU time, and `wait_s` in all."""
@@ -44,12 +44,12 @@ class CompilerClient:
         return None if self._process is None else self._process.pid
 
     def start_process(self) -> None:
-        """Start the process unless it runs. Raises EngineError."""
+        """Start the process unless it is running. Raises EngineError."""
         with self._lock:
             self._running()
 
     def compile_template(self, source: str) -> TemplateCode:
-        """Return the code of a template, after those of other threads.
+        """Return the code of a template; other threads wait until it is compiled.
 
         Raises InvalidTemplateError, OverloadedError or EngineError.
         """
@@ -80,7 +80,7 @@ class CompilerClient:
                 raise self._error_of(number)
 
     def close(self) -> None:
-        """End the process, and what waits for it. May be called twice."""
+        """End the process and the calls that wait for it. May be called twice."""
         self._is_closed = True
         process = self._process
         if process is not None:

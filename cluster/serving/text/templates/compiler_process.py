@@ -46,7 +46,7 @@ def main() -> None:
             try:
                 _answer(connection, source, compile_s)
             finally:
-                # Without the clean-up of the parent's objects.
+                # Objects of the parent must not be finalized here.
                 os._exit(0)
         _, status = os.waitpid(process_id, 0)
         if os.WIFSIGNALED(status):

@@ -1,6 +1,6 @@
-"""Limits of the two kinds of formats in a template: `'%s' % value` and `'{}'.format(value)`.
+"""Limits of the two kinds of formatting in a template: `'%s' % value` and `'{}'.format(value)`.
 
-A short format can make a large text: by a width, or by naming a long argument many times.
+A short format can produce a large text: by a width, or by naming a long argument many times.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CONVERSION = re.compile(
     r"%(?:\([^()]*\))?[-+ #0]*(?P<width>\*|[0-9]*)(?:\.(?P<precision>\*|[0-9]*))?[hlL]?(?P<kind>.)",
     re.DOTALL,
 )
-# Python takes decimal digits of any script in these, unlike in those above.
+# `str.format` accepts decimal digits of any script, unlike the operator `%`.
 _LARGE_NUMBER = re.compile(rf"\d{{{_MAX_WIDTH_DIGITS + 1}}}")
 
 
@@ -44,7 +44,7 @@ def check_percent_format(form: str, values: Any) -> None:
 def check_brace_format(form: str, values: Iterable[Any]) -> None:
     """Raise TemplateLimitError if `form.format(*values)` may be too large.
 
-    `values` are the named arguments, too.
+    `values` includes the named arguments.
     """
     _check_result(form.count("{"), values)
     for _, name, spec, _ in Formatter().parse(form):

@@ -1,6 +1,6 @@
-"""Limits of single operations of a template, by what they are given.
+"""Limits on the operands of single operations of a template.
 
-They are checked before the operation, which might fill the memory at once.
+They are checked before the operation, which might otherwise fill the memory at once.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _MAX_BASE = 10_000
 """The largest base and the largest exponent of a power."""
 _MAX_FACTOR_BITS = 10_000
 _MAX_INTEGER_DIGITS = 4300
-"""Of a text that is read as an integer; Python's own limit for decimal digits."""
+"""Digits of a text that is read as an integer: Python's own limit for decimal digits."""
 _MAX_SPLIT = 2**23
 """Characters of a text that is split into a list, which takes many times the memory."""
 _MAX_DIGITS = 16
-"""To which a number is rounded."""
+"""Decimal places to which a number is rounded."""
 _MAX_INDENT = 16
 """Characters by which JSON is indented, or that separate its values."""
 _REMOVED_METHODS = frozenset(
@@ -41,7 +41,7 @@ _SPLITTING_METHODS = frozenset(("rsplit", "split", "splitlines"))
 
 # Any: values of templates, here and below.
 def listed(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return arguments whose elements can be counted."""
+    """Return arguments with lists in place of iterators, so that elements can be counted."""
     return tuple(list(one) if isinstance(one, Iterator) else one for one in values)
 
 
@@ -63,7 +63,7 @@ def check_power(base: Any, exponent: Any) -> None:
 
 
 def check_method(method: BuiltinMethodType, arguments: tuple[Any, ...]) -> None:
-    """Raise TemplateLimitError for a method of a value that may make something too large."""
+    """Raise TemplateLimitError for a call of a method whose result may be too large."""
     owner, name = method.__self__, method.__name__
     if isinstance(owner, str):
         if name in _REMOVED_METHODS:
@@ -170,7 +170,7 @@ FILTER_CHECKS: dict[str, Callable[..., None]] = {
         _check_value,
     ),
 }
-"""What is checked of the arguments of filters."""
+"""The checks of the arguments of filters, by their names."""
 
 
 def _is_small(number: Any) -> bool:

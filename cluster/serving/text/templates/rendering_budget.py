@@ -1,4 +1,4 @@
-"""The time and the size that one rendering of a template may take."""
+"""Limits on the time that one rendering of a template takes, and on the size of its values."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["MAX_CPU_S", "MAX_TOTAL", "RenderingBudget", "TemplateLimitError"]
 MAX_CPU_S = 2.0
 """CPU time of one rendering."""
 MAX_TOTAL = 2**27
-"""Characters of all texts, and elements of all lists, that one rendering makes."""
+"""Characters of all texts, and elements of all lists, that one rendering creates."""
 _MAX_CONSTANTS = 2**18
-"""The same of what compiling computes in advance, which stays in memory."""
+"""The same for what the compiler computes in advance, which stays in memory."""
 _CHECK_INTERVAL = 64
-"""Steps between two looks at the clock, which takes as long as a step."""
+"""Steps between two readings of the clock, each of which takes as long as a step."""
 
 
 class TemplateLimitError(TemplateError):
-    """A template takes too long, or makes something too large."""
+    """A template takes too long, or creates a value that is too large."""
 
 
 class RenderingBudget(threading.local):

@@ -39,7 +39,7 @@ _Key = tuple[str, str]
 
 
 class RequestTemplates:
-    """Has templates compiled in another process, and keeps those used last.
+    """Compiles templates in another process, and keeps the most recently used ones.
 
     Used from one event loop, which it does not block: tenants take turns in a thread.
     """
@@ -49,7 +49,7 @@ class RequestTemplates:
     ) -> None:
         self._special_tokens = special_tokens
         self._compiler = CompilerClient() if compiler is None else compiler
-        # A second thread only lets another tenant be the next one at the process.
+        # While one thread uses the process, the other one may be assigned to another tenant.
         self._threads = FairThreadPool(
             2,
             max_running=1,
@@ -57,7 +57,7 @@ class RequestTemplates:
             max_open_total=_MAX_OPEN_TOTAL,
             what="chat templates",
         )
-        # By tenant: one must not learn from the time whether another has used a template.
+        # By tenant, since the time would reveal whether another tenant has used a template.
         self._kept: OrderedDict[_Key, ChatTemplate] = OrderedDict()
         self._running: dict[_Key, asyncio.Future[ChatTemplate]] = {}
 

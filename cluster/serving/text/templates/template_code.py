@@ -43,21 +43,20 @@ class TemplateCode:
 
     code: CodeType
     variables: frozenset[str]
-    """The variables that it reads, those of the environment excepted."""
+    """The variables that it reads, except those of the environment."""
 
 
 def compile_template(source: str) -> TemplateCode:
     """Return the code of a template. Raises InvalidTemplateError.
 
-    Python's compiler holds the interpreter's lock, for half a second if a source of 32 KiB is made
-    for that.
+    Python's compiler holds the GIL, for up to half a second for a malicious source of 32 KiB.
     """
     environment = template_environment()
     environment.start_compiling()
     try:
         code = environment.compile(source)
         variables = meta.find_undeclared_variables(environment.parse(source))
-    # The library passes on what Python's compiler says about the code that it makes.
+    # Jinja also raises what Python's compiler does for the code that Jinja generates.
     except (jinja2.TemplateError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InvalidTemplateError(reason_of(error)) from error
     return TemplateCode(code, frozenset(variables.difference(environment.globals)))

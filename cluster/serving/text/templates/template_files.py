@@ -23,10 +23,10 @@ _FOLDER = "additional_chat_templates"
 
 
 class ChatTemplates:
-    """A checkpoint's templates for conversations without tools, and with them."""
+    """A checkpoint's templates for conversations without and with tools."""
 
     def __init__(self, *, default: ChatTemplate | None, tool_use: ChatTemplate | None) -> None:
-        """Without one for tools, the default one serves both."""
+        """Without `tool_use`, `default` is used for both."""
         self._default = default
         self._tool_use = tool_use or default
 
@@ -36,7 +36,7 @@ class ChatTemplates:
     ) -> ChatTemplates | None:
         """Return the templates of a folder, or None; settings are those of the tokenizer.
 
-        Files win over the settings, as in transformers. Raises CheckpointError.
+        Files override the settings, as in Transformers. Raises CheckpointError.
         """
         sources = _files(folder) or _configured(settings, folder / "tokenizer_config.json")
         default, tool_use = (
@@ -53,8 +53,8 @@ class ChatTemplates:
     def from_option(cls, given: str, special_tokens: Mapping[str, str]) -> ChatTemplates:
         """Return the templates of the option chat_template: a file, or a template in one line.
 
-        As in vLLM, what is no file is a template if it has a brace or a line feed, and its
-        backslash escapes are decoded. Raises StartupError.
+        As in vLLM, a value that is not a file is a template if it contains a brace or a line feed,
+        and its backslash escapes are decoded. Raises StartupError.
         """
         origin, source = given, _option_source(given)
         if source is None:

@@ -1,8 +1,8 @@
-"""Jinja's sandbox with limits of time and size, for templates of unknown models.
+"""Jinja's sandbox with limits on time and size, for templates of unknown models.
 
-The sandbox keeps a template from the rest of the process, but not from its time and memory: it may
-loop forever, or double a text until the memory is full. So loops, calls, filters and operators
-are counted here, with the size of what they return.
+The sandbox isolates a template from the rest of the process, but does not limit its time and
+memory: it may loop forever, or double a text until the memory is full. Therefore loops, calls,
+filters and operators are counted here, with the size of what they return.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _REMOVED_FILTERS = frozenset(
         *("striptags", "urlencode", "urlize", "wordwrap", "xmlattr"),
     )
 )
-"""Filters without use in a prompt that make large texts of small ones, or are slow."""
+"""Filters that no prompt needs, and that are slow or turn small texts into large ones."""
 
 
 class LimitedEnvironment(ImmutableSandboxedEnvironment):
@@ -76,7 +76,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     # Any: values of templates, here and below.
     def limited(self, value: Any) -> Any:
-        """Return a value that a template has made. Raises TemplateLimitError if it is too large."""
+        """Return a value of a template. Raises TemplateLimitError if it is too large."""
         if isinstance(value, str):
             self._budget.count_steps(1 + len(value) // _CHARACTERS_PER_STEP)
             self._budget.count_size(len(value))

@@ -1,7 +1,7 @@
 """Sizes of a template's values, which are limited before an operation copies or writes them.
 
-What is no text, number or collection of these is not written: Python's text of functions and
-generators has their addresses in memory.
+Values other than texts, numbers and collections of these are not written: the representation of
+functions and generators contains their addresses in memory.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from cluster.serving.text.templates.rendering_budget import MAX_TOTAL, TemplateL
 __all__ = ["MAX_ELEMENTS", "check_text", "num_characters", "num_elements"]
 
 MAX_ELEMENTS = 2**18
-"""Elements of a list or mapping, those of its elements included."""
+"""Elements of a list or mapping, including those of its elements."""
 _VIEWS = (KeysView, ValuesView, ItemsView)
 _WRITTEN = (complex, float, range, Undefined, type(None))
-"""What is written besides texts, integers and collections."""
+"""Types that are written, in addition to texts, integers and collections."""
 
 
 # Any: values of templates, here and below.
