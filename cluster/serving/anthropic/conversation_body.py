@@ -25,7 +25,7 @@ from cluster.serving.anthropic.tool_fields import (
 from cluster.serving.anthropic.turns import combine_turns
 from cluster.serving.http.schema import Body, BodyPart, Defaults, named_schema, read_part
 from cluster.serving.openai.bodies.chat_body import MAX_MESSAGES
-from cluster.serving.openai.bodies.field_kinds import bounds
+from cluster.serving.openai.bodies.field_kinds import bounds, template_variables_field
 from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
 from cluster.serving.text.templates.template_arguments import Effort, TemplateArguments
 from cluster.serving.tools.tool import MAX_TOOLS
@@ -48,6 +48,9 @@ class Thinking(BodyPart):
         "Number of tokens after which the reasoning is ended; requires type = enabled. Ignored if "
         "the model does not reason, or may reason several times in a turn, as gpt-oss.",
         0,
+    )
+    block_binding: Any = Field(  # Any: a hint
+        None, description="Ignored; thinking blocks are valid in every conversation."
     )
     display: str | None = Field(
         None,
@@ -73,9 +76,11 @@ class ConversationBody(Body):
             # All thoughts are kept.
             {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
         ),
+        "fallbacks": ("default", []),
         "mcp_servers": ([],),
     }
     ignored: ClassVar[Mapping[str, str]] = {
+        "billing_policy": "requests are not billed",
         "cache_control": "prefixes are always cached",
         "speed": "there is only one speed",
         "user_profile_id": "an identifier of the end user",
@@ -83,12 +88,15 @@ class ConversationBody(Body):
     }
     max_entries: ClassVar[Mapping[str, int]] = {"messages": MAX_MESSAGES, "tools": MAX_TOOLS}
     rejected: ClassVar[Mapping[str, str]] = {
+        "compaction": "shorten the messages instead",
         "container": NO_TOOLS_OF_ANTHROPIC,
         "context_management": "shorten the messages instead",
+        "fallbacks": "the server has one model",
         "mcp_servers": NO_TOOLS_OF_ANTHROPIC,
         "thread": "messages are not stored; send the whole conversation",
     }
     synonyms: ClassVar[Mapping[str, str]] = {
+        "enable_thinking": "chat_template_kwargs.enable_thinking",
         "input": "messages",
         "instructions": "system",
         "output_format": "output_config.format",
@@ -132,6 +140,7 @@ class ConversationBody(Body):
         description="Sets `enable_thinking` of the chat template; `budget_tokens` limits the "
         "model's reasoning.",
     )
+    chat_template_kwargs: Any = template_variables_field()
     output_config: Any = Field(  # Any: read where it is used
         None,
         description="`effort` sets `reasoning_effort` and `enable_thinking` of the chat template, "
@@ -180,12 +189,15 @@ class ConversationBody(Body):
                 f"{where} ends with a tool call, whose result must follow.", param=where
             )
         effort = None if self.output_config is None else self.read_output_config().effort
-        given = TemplateArguments(None, effort, effort_param="output_config.effort")
+        given = TemplateArguments(
+            self.chat_template_kwargs, effort, effort_param="output_config.effort"
+        )
         arguments = given.variables(support.known_variables, note_ignored)
         has_budget = self.thinking_budget is not None
         if self.thinking is not None and self.thinking.type != "adaptive":
             if "enable_thinking" in support.known_variables:
-                arguments["enable_thinking"] = self.thinking.type == "enabled"
+                if "enable_thinking" not in (self.chat_template_kwargs or ()):
+                    arguments["enable_thinking"] = self.thinking.type == "enabled"
             elif not (has_budget and support.can_limit_reasoning):
                 note_ignored("thinking")
         if self.thinking is not None and self.thinking.display == "omitted":

@@ -11,7 +11,8 @@ from cluster.serving.anthropic.conversation_body import ConversationBody
 from cluster.serving.http.schema import BodyPart, read_part
 from cluster.serving.inputs import GenerationInput
 from cluster.serving.json_bodies.json_text import json_text
-from cluster.serving.openai.bodies.field_kinds import bounds
+from cluster.serving.openai.bodies.field_kinds import bounds, cache_salt_field
+from cluster.serving.openai.bodies.parameters import IGNORED
 from cluster.structured.grammar.grammar_text import MAX_TEXT_BYTES
 from pagedray.errors import InvalidRequestError
 from pagedray.request import MAX_STOP, MAX_STOP_LENGTH, Structure
@@ -37,9 +38,11 @@ class MessagesBody(ConversationBody):
     ignored: ClassVar[Mapping[str, str]] = {
         **ConversationBody.ignored,
         "diagnostics": "diagnostics are not available",
+        "fallback_credit_token": "requests are not billed",
         "inference_geo": "requests are always processed where the server runs",
         "metadata": "an identifier of the end user",
         "service_tier": "there is only one service tier",
+        "vllm_xargs": IGNORED["vllm_xargs"],
     }
     synonyms: ClassVar[Mapping[str, str]] = {
         **ConversationBody.synonyms,
@@ -67,6 +70,7 @@ class MessagesBody(ConversationBody):
     top_k: int | None = bounds(
         "Number of most likely tokens to sample from; 0 or -1 samples from all.", -1
     )
+    cache_salt: str | None = cache_salt_field()
     stream: bool = Field(
         False, description="Whether the response is a stream of server-sent events."
     )
@@ -98,6 +102,7 @@ class MessagesBody(ConversationBody):
             sampling=sampling,
             model=self.model,
             client_id=client_id,
+            cache_salt=self.cache_salt or "",
             # Some models mark a call with special tokens.
             skips_special_tokens=not tools.is_read,
         )

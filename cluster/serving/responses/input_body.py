@@ -10,6 +10,7 @@ from pydantic import Field
 from cluster.serving.http.schema import Body, BodyPart, named_schema, read_part
 from cluster.serving.json_bodies.json_text import json_text
 from cluster.serving.openai.bodies.chat_body import MAX_MESSAGES
+from cluster.serving.openai.bodies.field_kinds import template_variables_field
 from cluster.serving.openai.bodies.structure import RequestedStructure
 from cluster.serving.openai.bodies.tool_fields import read_choice_of
 from cluster.serving.responses.function_tools import FunctionTools
@@ -84,6 +85,7 @@ class InputBody(Body):
         "truncation": "shorten the input instead",
     }
     synonyms: ClassVar[Mapping[str, str]] = {
+        "enable_thinking": "chat_template_kwargs.enable_thinking",
         "messages": "input",
         "reasoning_effort": "reasoning.effort",
         "response_format": "text.format",
@@ -133,6 +135,7 @@ class InputBody(Body):
         None,
         description="`effort` sets `reasoning_effort` and `enable_thinking` of the chat template.",
     )
+    chat_template_kwargs: Any = template_variables_field()
     text: Any = Field(  # Any: as its format
         None,
         description="`format` is a constraint on the text of the response.",
@@ -164,7 +167,9 @@ class InputBody(Body):
         if self.instructions:
             messages = (ChatMessage("system", self.instructions), *messages)
         effort = None if self.reasoning is None else self.reasoning.effort
-        given = TemplateArguments(None, effort, effort_param="reasoning.effort")
+        given = TemplateArguments(
+            self.chat_template_kwargs, effort, effort_param="reasoning.effort"
+        )
         variables = given.variables(known_variables, note_ignored)
         return ChatPrompt(messages, tools.for_template, variables=variables)
 

@@ -85,6 +85,10 @@ PROMPTS: list[tuple[dict[str, Any], str]] = [
     ({"tools": [TOOL]}, "[look]user()=hi;>"),
     ({"tools": [TOOL], "tool_choice": {"type": "none"}}, "user()=hi;>"),
     ({"thinking": {"type": "disabled"}}, "False user()=hi;>"),
+    ({"chat_template_kwargs": {"enable_thinking": "odd"}, "thinking": {"type": "disabled"}},
+     "odd user()=hi;>"),
+    ({"thinking": {"type": "adaptive", "block_binding": {}}, "fallbacks": "default"},
+     "user()=hi;>"),
     ({"output_config": {"effort": "low"}}, "True user()=hi;>"),
     ({"output_config": {"effort": "low"}, "thinking": {"type": "adaptive"}}, "True user()=hi;>"),
     ({"output_config": {"effort": "low"}, "thinking": {"type": "disabled"}}, "False user()=hi;>"),
@@ -227,6 +231,22 @@ def test_tools_are_called(tool_server: Server) -> None:
     assert found[-2]["delta"]["stop_reason"] == "tool_use"
 
 
+def test_salt_and_variables_of_vllm_are_those_of_the_request(tool_server: Server) -> None:
+    tool_server.engine.reset()
+    say(tool_server, "ok")
+    for given in ({}, {"cache_salt": "a", "vllm_xargs": {"x": 1}}):
+        assert posted(tool_server, BODY | given).status_code == 200
+    plain, salted = tool_server.engine.log.submitted
+    assert salted.prompt_token_ids == plain.prompt_token_ids
+    assert (plain.cache_salt, salted.cache_salt) == ("", "a")
+    counted = {"messages": BODY["messages"], "model": "tiny"}
+    numbers = [
+        posted(tool_server, counted | given, "messages/count_tokens").json()["input_tokens"]
+        for given in ({}, {"chat_template_kwargs": {"enable_thinking": "on"}})
+    ]
+    assert numbers[0] < numbers[1]
+
+
 def test_calls_of_strict_tools_follow_the_schema(tool_server: Server) -> None:
     tool_server.engine.reset()
     say(tool_server, CALL)
@@ -250,6 +270,12 @@ CASES: list[tuple[dict[str, Any], str]] = [
      "thinking.budget_tokens requires thinking.type = enabled."),
     ({"thinking_token_budget": 5},
      "thinking_token_budget is not supported: did you mean thinking.budget_tokens?"),
+    ({"compaction": {"type": "summarize"}},
+     "compaction is not supported: shorten the messages instead."),
+    ({"fallbacks": [{"model": "other"}]}, "fallbacks is not supported: the server has one model."),
+    ({"chat_template_kwargs": []}, "chat_template_kwargs must be an object of at most 64 entries."),
+    ({"enable_thinking": True},
+     "enable_thinking is not supported: did you mean chat_template_kwargs.enable_thinking?"),
     ({"stop_sequences": [""]}, "stop_sequences must contain strings of 1 to 512 characters."),
     ({"messages": [{"role": "god", "content": "x"}]},
      "messages.0.role must be one of 'user', 'assistant' or 'system', not 'god'."),

@@ -94,6 +94,7 @@ PROMPTS: list[tuple[dict[str, Any], str]] = [
     ({"input": [{**USE, "namespace": "eyes"}, OUTPUT]},
      "assistant()=!eyes.look{};tool()c1=5;>"),
     ({"reasoning": {"effort": "low", "summary": "auto"}}, "True low user()=hi;>"),
+    ({"chat_template_kwargs": {"reasoning_effort": "odd"}}, "odd user()=hi;>"),
     ({"reasoning": {"effort": "none"}}, "False none user()=hi;>"),
     ({"input": [{"role": "developer", "content": "A"},
                 {"role": "user", "content": [{"type": "input_text", "text": "B"},

@@ -11,6 +11,7 @@ from cluster.serving.http.schema import Defaults, named_schema, renamed
 from cluster.serving.inputs import GenerationInput
 from cluster.serving.openai.bodies.field_kinds import (
     bounds,
+    template_variables_field,
     thinking_budget,
     thinking_budget_field,
 )
@@ -131,12 +132,7 @@ class ChatBody(GenerationBody):
         description="A chat template that replaces the model's, if the server runs with "
         "--trust-request-chat-template.",
     )
-    chat_template_kwargs: Any = Field(  # Any: JSON
-        None,
-        description="Variables for the model's chat template, such as `enable_thinking`; those "
-        "that it does not read are ignored.",
-        json_schema_extra={"type": "object"},
-    )
+    chat_template_kwargs: Any = template_variables_field()
     documents: Any = Field(  # Any: JSON
         None,
         description="Documents for the chat template, which must read them.",

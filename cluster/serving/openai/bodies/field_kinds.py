@@ -6,7 +6,17 @@ from typing import Any
 
 from pydantic import Field, JsonValue
 
-__all__ = ["bounds", "model_field", "prompts_field", "thinking_budget", "thinking_budget_field"]
+from cluster.serving.inputs import MAX_SALT_LENGTH
+
+__all__ = [
+    "bounds",
+    "cache_salt_field",
+    "model_field",
+    "prompts_field",
+    "template_variables_field",
+    "thinking_budget",
+    "thinking_budget_field",
+]
 
 _UNLIMITED = -1
 
@@ -21,6 +31,15 @@ def bounds(description: str, low: float | None = None, high: float | None = None
     return Field(None, description=description, json_schema_extra=known)
 
 
+def cache_salt_field() -> Any:  # Any: a pydantic field
+    """Return a field that restricts which requests share prefixes, by vLLM's name."""
+    return Field(
+        None,
+        description="Prefixes are shared only by requests with the same salt.",
+        json_schema_extra={"minLength": 1, "maxLength": MAX_SALT_LENGTH},
+    )
+
+
 def thinking_budget_field() -> Any:  # Any: a pydantic field
     """Return a field that limits the model's reasoning, by vLLM's name."""
     return bounds(
@@ -33,6 +52,16 @@ def thinking_budget_field() -> Any:  # Any: a pydantic field
 def thinking_budget(given: int | None) -> int | None:
     """Return the limit that such a field sets; None is none."""
     return None if given == _UNLIMITED else given
+
+
+def template_variables_field() -> Any:  # Any: a pydantic field
+    """Return a field with variables of the chat template, by vLLM's name."""
+    return Field(
+        None,
+        description="Variables for the model's chat template, such as `enable_thinking`; those "
+        "that it does not read are ignored.",
+        json_schema_extra={"type": "object"},
+    )
 
 
 def model_field() -> Any:  # Any: a pydantic field

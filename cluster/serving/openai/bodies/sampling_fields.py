@@ -8,8 +8,7 @@ from typing import Any
 from pydantic import Field, JsonValue
 
 from cluster.serving.http.schema import Body, named_schema, read_part
-from cluster.serving.inputs import MAX_SALT_LENGTH
-from cluster.serving.openai.bodies.field_kinds import bounds
+from cluster.serving.openai.bodies.field_kinds import bounds, cache_salt_field
 from cluster.serving.openai.bodies.structure import RequestedStructure, StructuredOutputs
 from pagedray.errors import InvalidRequestError
 from pagedray.request import MAX_LOGIT_BIAS, MAX_STOP, MAX_STOP_LENGTH
@@ -104,11 +103,7 @@ class SamplingFields(Body):
         "requests of the same tenant with a higher value.",
         json_schema_extra={"minimum": -(2**31), "maximum": 2**31 - 1},
     )
-    cache_salt: str | None = Field(
-        None,
-        description="Prefixes are shared only by requests with the same salt.",
-        json_schema_extra={"minLength": 1, "maxLength": MAX_SALT_LENGTH},
-    )
+    cache_salt: str | None = cache_salt_field()
 
     def client_id(self, header: str | None) -> str | None:
         """Return the client's own id of the call. Raises InvalidRequestError."""
