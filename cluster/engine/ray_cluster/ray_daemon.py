@@ -6,6 +6,7 @@ still gets connections from the kernel, so that it also has to answer calls.
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 
@@ -14,6 +15,8 @@ import grpc
 from cluster.engine.faults.watchdog import ProgressClock
 
 __all__ = ["RayDaemon"]
+
+logger = logging.getLogger(__name__)
 
 _CONNECT_TIMEOUT_S = 0.25
 """A refusal by a host that runs comes at once."""
@@ -81,6 +84,7 @@ class RayDaemon:
     def _run_calls(self) -> None:
         """Call the process once a second until the channel is closed."""
         check = self._channel.unary_unary(_METHOD)  # type: ignore[call-arg]  # grpc-stubs asks for what has a default
+        is_logged = False
         while not self._closed.is_set():
             try:
                 check(b"", timeout=_CALL_TIMEOUT_S)
@@ -88,9 +92,13 @@ class RayDaemon:
             except grpc.RpcError as error:
                 # Also an error shows that the process runs, such as one about a token.
                 self._num_answers += error.code() not in _NO_ANSWER
-            except ValueError:
-                # The channel was closed meanwhile.
-                return
+            except Exception:
+                # gRPC reports a closed channel with a ValueError.
+                if self._closed.is_set():
+                    return
+                if not is_logged:
+                    logger.exception("%s could not be called; trying again.", self.name)
+                is_logged = True
             self._closed.wait(_CALL_PERIOD_S)
 
     def _connect(self) -> None:
