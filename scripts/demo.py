@@ -17,6 +17,7 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 import grpc
 import openai
@@ -24,6 +25,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 from pagedray.v1 import pagedray_pb2, pagedray_pb2_grpc
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "examples" / "tiny-llama"
@@ -43,12 +47,19 @@ def main() -> int:
     parser.add_argument("--tensor-parallel-size", type=int, default=2)
     parser.add_argument("--max-tokens", type=int, default=64)
     options = parser.parse_args()
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, _exit)
     try:
         _demo(options.tensor_parallel_size, options.max_tokens)
     except (DemoError, grpc.RpcError, openai.OpenAIError, OSError) as error:
         print(f"The demo failed: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _exit(number: int, _: FrameType | None) -> NoReturn:
+    """Exit as a shell reports a signal, after the server has been stopped."""
+    sys.exit(128 + number)
 
 
 def _demo(num_ranks: int, max_tokens: int) -> None:
@@ -60,8 +71,12 @@ def _demo(num_ranks: int, max_tokens: int) -> None:
         _ask_over_grpc(grpc_port, max_tokens)
         _ask_over_http(http_port, max_tokens)
         _show_cache(http_port)
-    finally:
-        _stop(server)
+    except BaseException:
+        # The first error counts.
+        with contextlib.suppress(DemoError):
+            _stop(server)
+        raise
+    _stop(server)
 
 
 def _start(num_ranks: int, grpc_port: int, http_port: int) -> subprocess.Popen[bytes]:
