@@ -8,6 +8,7 @@ import importlib.util
 import os
 import re
 import secrets
+import signal
 from typing import TYPE_CHECKING, Any
 
 # Before torch is imported anywhere. Threads that spin while they wait take the cores from the
@@ -61,6 +62,12 @@ def pytest_make_parametrize_id(val: Any) -> str | None:
     if isinstance(val, str) and _NEW_KEY.search(val):
         return _NEW_KEY.sub("KEY", val).encode("unicode_escape").decode()
     return None
+
+
+def pytest_runtest_setup() -> None:
+    """Let SIGTERM end a run as Ctrl-C does: tests end the processes that they started."""
+    # For each test, since servers in this process and Ray set handlers of their own.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)

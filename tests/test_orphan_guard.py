@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
@@ -13,6 +14,9 @@ import pytest
 from tests.orphan_guard import OrphanGuard
 from tests.process_ends import still_running
 from tests.system.server_process import ROOT
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 WAITING = """
 import subprocess, sys, time
@@ -28,6 +32,21 @@ from tests.system.server_process import ServerProcess
 with ServerProcess(("--executor=local",)) as server:
     print(server.pid, flush=True)
     time.sleep(600)
+"""
+TEST = """
+import subprocess
+def test_that_waits(capfd):
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as process:
+        try:
+            with capfd.disabled():
+                print(process.pid, flush=True)
+            process.wait()
+        finally:
+            process.kill()
+"""
+RUN_TEST = """
+import sys, pytest
+sys.exit(pytest.main(["--quiet", "--no-header", "-p", "tests.conftest", sys.argv[1]]))
 """
 OBEDIENT = "exec sleep 600"
 DEAF = "trap '' INT; sleep 600; sleep 600"
@@ -47,6 +66,13 @@ def orphans(end: signal.Signals, program: str, *arguments: str) -> list[psutil.P
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
 def test_a_server_ends_with_its_program(end: signal.Signals) -> None:
     family = orphans(end, SERVING)
+    assert still_running(family, 60.0) == []
+
+
+def test_tests_that_are_terminated_end_what_they_started(tmp_path: Path) -> None:
+    file = tmp_path / "test_waiting.py"
+    file.write_text(TEST)
+    family = orphans(signal.SIGTERM, RUN_TEST, str(file))
     assert still_running(family, 60.0) == []
 
 
