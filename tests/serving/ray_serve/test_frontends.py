@@ -1,7 +1,6 @@
 """Frontends of Ray Serve reject the same requests as all others, with the same messages.
 
-Serve itself is in tests/system/test_ray_serve.py; here its
-context is a stand-in that records what is set.
+Serve itself is in tests/system/ray_serve/; here its context is a stand-in that records what is set.
 """
 
 from __future__ import annotations
