@@ -24,7 +24,8 @@ from workers.models.self_attention import attention_spec
 from workers.parallel.group import GroupBrokenError
 from workers.roof import measure_roof
 from workers.runner.disk_jobs import DiskJobs
-from workers.runner.graphs.cuda_graphs import DecodeGraphs
+from workers.runner.graphs.capture_setup import CaptureSetup
+from workers.runner.graphs.decode_graphs import DecodeGraphs
 from workers.runner.graphs.piece_graphs import PieceGraphs
 from workers.runner.input_batch import InputBatch
 from workers.runner.kept_pool.checksum_jobs import ChecksumJobs
@@ -262,30 +263,19 @@ class DecoderWorker(Worker):
         table, batch, sampler = self._make_rows()
         builder = self._backend.make_metadata_builder(self._spec)
         decode_graphs = piece_graphs = None
-        pool = torch.cuda.graph_pool_handle() if sizes.decodes or sizes.pieces else None
-        if sizes.decodes:
-            decode_graphs = DecodeGraphs(
-                self._model,
-                self._backend,
-                self._spec,
-                cache.device_pool,
-                table,
-                sizes=sizes.decodes,
-                pool=pool,
+        if sizes.decodes or sizes.pieces:
+            setup = CaptureSetup(
+                model=self._model,
+                kv_cache=cache.device_pool,
+                table=table,
+                pool=torch.cuda.graph_pool_handle(),
                 progress=self._group.progress,
                 is_alone=self._group.size == 1,
             )
-        if sizes.pieces:
-            piece_graphs = PieceGraphs(
-                self._model,
-                builder,
-                cache.device_pool,
-                table,
-                sizes=sizes.pieces,
-                pool=pool,
-                progress=self._group.progress,
-                is_alone=self._group.size == 1,
-            )
+            if sizes.decodes:
+                decode_graphs = DecodeGraphs(setup, sizes.decodes, self._backend, self._spec)
+            if sizes.pieces:
+                piece_graphs = PieceGraphs(setup, sizes.pieces, builder)
         return ModelRunner(
             model=self._model,
             cache=cache,

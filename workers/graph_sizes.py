@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from workers.runner.graphs.cuda_graphs import graph_batch_sizes
+from workers.runner.graphs.decode_graphs import graph_batch_sizes
 from workers.runner.graphs.piece_graphs import piece_sizes
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from torch.profiler import ProfilerActivity, profile
 from bench.account.kernel_rows import Launch, Measurement, account_of, print_account
 from bench.engine import MAX_TOKEN_ID, SHAPES, save_model, write_results
 from pagedray import LLM, SamplingParams
-from workers.runner.graphs.cuda_graphs import DecodeGraphs
+from workers.runner.graphs.decode_graphs import DecodeGraphs
 from workers.runner.input_batch import InputBatch
 from workers.runner.model_runner import ModelRunner
 from workers.sampler import Sampler

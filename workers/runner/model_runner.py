@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from attention.abstract import AttentionMetadataBuilder, AttentionState
     from workers.models.decoder import Decoder
-    from workers.runner.graphs.cuda_graphs import DecodeGraphs
+    from workers.runner.graphs.decode_graphs import DecodeGraphs
     from workers.runner.graphs.piece_graphs import PieceGraphs
     from workers.runner.input_batch import InputBatch, StepInputs
     from workers.runner.kept_pool.checksum_jobs import ChecksumJobs, Fence

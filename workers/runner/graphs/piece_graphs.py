@@ -7,11 +7,11 @@ values are written to the cache by the graphs, to slots that each step sets, pad
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from pagedray.rank_progress import Phase, ProgressWord
+from pagedray.rank_progress import Phase
 from workers.models.step_attention import StepAttention
 from workers.runner.graphs.dropped_capture import dropped_capture
 from workers.runner.graphs.piece_recorder import PieceRecorder, Recording
@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from attention.abstract import AttentionMetadata, AttentionMetadataBuilder
     from attention.layer import Attention
     from workers.models.attended import Attended
-    from workers.models.decoder import Decoder
+    from workers.runner.graphs.capture_setup import CaptureSetup
     from workers.runner.input_batch import StepInputs
-    from workers.runner.token_table import TokenTable
 
 __all__ = ["PieceGraphs", "piece_sizes"]
 
@@ -55,27 +54,10 @@ class PieceGraphs(StepGraphs[Recording]):
     """The graphs of steps that may have prompts."""
 
     def __init__(
-        self,
-        model: Decoder,
-        builder: AttentionMetadataBuilder,
-        kv_cache: torch.Tensor,
-        table: TokenTable,
-        *,
-        sizes: list[int],
-        pool: Any,  # Any: torch does not export the type
-        progress: ProgressWord,
-        is_alone: bool,
+        self, setup: CaptureSetup, sizes: list[int], builder: AttentionMetadataBuilder
     ) -> None:
-        """`sizes` are the numbers of tokens to capture, ascending; `table` begins the steps."""
-        super().__init__(
-            model,
-            kv_cache,
-            table,
-            sizes=sizes,
-            pool=pool,
-            progress=progress,
-            is_alone=is_alone,
-        )
+        """`sizes` are the numbers of tokens to capture, ascending."""
+        super().__init__(setup, sizes)
         self._builder = builder
         self._slots = torch.full_like(self._token_ids, -1)
 

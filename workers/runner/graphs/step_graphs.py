@@ -6,20 +6,19 @@ Owns the captures and their stream; does not know what a capture holds.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
-from pagedray.rank_progress import Phase, ProgressWord
+from pagedray.rank_progress import Phase
 from workers.runner.graphs.captures import Captures
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from attention.abstract import AttentionMetadata
-    from workers.models.decoder import Decoder
+    from workers.runner.graphs.capture_setup import CaptureSetup
     from workers.runner.input_batch import StepInputs
-    from workers.runner.token_table import TokenTable
 
 __all__ = ["StepGraphs"]
 
@@ -32,34 +31,21 @@ class StepGraphs(ABC, Generic[Capture]):
     Drop it before closing the group: the graphs hold the group's collectives.
     """
 
-    def __init__(
-        self,
-        model: Decoder,
-        kv_cache: torch.Tensor,
-        table: TokenTable,
-        *,
-        sizes: list[int],
-        pool: Any,  # Any: torch does not export the type
-        progress: ProgressWord,
-        is_alone: bool,
-    ) -> None:
-        """`sizes` are the numbers of tokens to capture, ascending; `table` begins the steps.
-
-        `is_alone` says that no other rank runs the same steps.
-        """
-        self._progress = progress
-        self._model = model
-        self._kv_cache = kv_cache
+    def __init__(self, setup: CaptureSetup, sizes: list[int]) -> None:
+        """`sizes` are the numbers of tokens to capture, ascending."""
+        self._progress = setup.progress
+        self._model = setup.model
+        self._kv_cache = setup.kv_cache
+        self._pool = setup.pool
         self._sizes = sizes
-        self._pool = pool
         # Rows after the tokens of a step still have those of earlier steps. They are padding, whose
         # results are not used.
-        self._token_ids = table.token_ids[: sizes[-1]]
-        self._positions = table.positions[: sizes[-1]]
+        self._token_ids = setup.table.token_ids[: sizes[-1]]
+        self._positions = setup.table.positions[: sizes[-1]]
         # One for all captures, since cuBLAS keeps memory for each stream.
-        self._stream = torch.cuda.Stream(model.device)
+        self._stream = torch.cuda.Stream(setup.model.device)
         self._captures = Captures(
-            sizes, self._captured_on_stream, progress=progress, may_lack=is_alone
+            sizes, self._captured_on_stream, progress=setup.progress, may_lack=setup.is_alone
         )
 
     @property

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from pagedray.rank_progress import Phase, ProgressWord
+from pagedray.rank_progress import Phase
 from workers.models.step_attention import CachedAttention
 from workers.runner.graphs.dropped_capture import dropped_capture
 from workers.runner.graphs.step_graphs import StepGraphs
@@ -18,9 +18,8 @@ if TYPE_CHECKING:
         AttentionSpec,
         AttentionState,
     )
-    from workers.models.decoder import Decoder
+    from workers.runner.graphs.capture_setup import CaptureSetup
     from workers.runner.input_batch import StepInputs
-    from workers.runner.token_table import TokenTable
 
 __all__ = ["DecodeGraphs", "graph_batch_sizes"]
 
@@ -47,27 +46,13 @@ class DecodeGraphs(StepGraphs[_Graph]):
 
     def __init__(
         self,
-        model: Decoder,
+        setup: CaptureSetup,
+        sizes: list[int],
         backend: type[AttentionBackend],
         spec: AttentionSpec,
-        kv_cache: torch.Tensor,
-        table: TokenTable,
-        *,
-        sizes: list[int],
-        pool: Any,  # Any: torch does not export the type
-        progress: ProgressWord,
-        is_alone: bool,
     ) -> None:
-        """`sizes` are the batch sizes to capture, ascending; `table` begins the steps."""
-        super().__init__(
-            model,
-            kv_cache,
-            table,
-            sizes=sizes,
-            pool=pool,
-            progress=progress,
-            is_alone=is_alone,
-        )
+        """`sizes` are the batch sizes to capture, ascending."""
+        super().__init__(setup, sizes)
         self._state = backend.get_state_cls()(spec)
 
     def replay(self, inputs: StepInputs, metadata: AttentionMetadata) -> torch.Tensor:
