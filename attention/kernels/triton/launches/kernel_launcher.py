@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 
 __all__ = ["KernelLauncher"]
 
+_DIVISOR = 16
+"""Triton compiles kernels separately for numbers that are multiples of it, and for one."""
+
 
 class KernelLauncher:
     """Launches one kernel, with a cache of compiled kernels by arguments.
@@ -30,20 +33,26 @@ class KernelLauncher:
         grid: tuple[int, int, int],
         tensors: tuple[torch.Tensor, ...],
         arguments: tuple[object, ...],
+        *,
+        num_rows: int | None = None,
         **options: int,
     ) -> None:
         """Launch the kernel, always with the same names of `options`, which are those of Triton.
 
         `arguments` are all that follow the tensors, by position. Each combination of their values
-        is cached, so none may be a number that changes from step to step.
+        is cached, so none may be a number that changes from step to step. Such a number may be
+        `num_rows`, which comes before these if it is given: at most two kernels are cached for it,
+        and one for a single row.
         """
         kinds = [(tensor.dtype, tensor.data_ptr() % POINTER_ALIGNMENT == 0) for tensor in tensors]
-        key = (tensors[0].device, *kinds, *arguments, *options.values())
+        rows = () if num_rows is None else (num_rows,)
+        kind = [(number == 1, number % _DIVISOR == 0) for number in rows]
+        key = (tensors[0].device, *kinds, *kind, *arguments, *options.values())
         compiled = self._compiled.get(key)
         if compiled is not None:
-            compiled[grid](*tensors, *arguments)
+            compiled[grid](*tensors, *rows, *arguments)
             return
-        compiled = self._kernel[grid](*tensors, *arguments, **options)
+        compiled = self._kernel[grid](*tensors, *rows, *arguments, **options)
         # The interpreter compiles nothing.
         if compiled is not None:
             self._compiled[key] = compiled

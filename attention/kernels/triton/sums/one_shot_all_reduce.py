@@ -20,7 +20,12 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.kernels.triton.launches.dependent_launch import dependent_launch, wait_for_inputs
+from attention.kernels.triton.launches.dependent_launch import (
+    can_depend,
+    launch_options,
+    wait_for_inputs,
+)
+from attention.kernels.triton.launches.kernel_launcher import KernelLauncher
 from attention.kernels.triton.sums.summed_row import finish_row, stream_row
 from attention.kernels.triton.tuning import next_power_of_two
 
@@ -299,6 +304,9 @@ def _all_reduce(
             )  # fmt: skip
 
 
+_ALL_REDUCE = KernelLauncher(_all_reduce)
+
+
 def all_reduce_rows(delta: torch.Tensor, inboxes: Inboxes) -> None:
     """Sum `[num_rows, width]` over the ranks, in place. All ranks must call this together."""
     _launch(delta, None, delta, None, delta, 0.0, False, inboxes)
@@ -347,32 +355,38 @@ def _launch(
     num_programs = min(num_rows, inboxes.max_programs)
     # Only one thread may read a place: once it is empty again, another thread would wait forever.
     num_warps = max(1, min(4, word_tile // _WARP_SIZE), min(16, tile // 512))
-    _all_reduce[(num_programs,)](
-        delta,
-        data,
-        delta if stream is None else stream,
-        weight,
-        weight if bias is None else bias,
-        out,
-        inboxes.addresses,
-        inboxes.num_launches,
-        num_rows,
-        delta.stride(0),
-        data.stride(0),
-        0 if stream is None else stream.stride(0),
-        inboxes.max_rows,
-        eps,
-        rank=inboxes.rank,
-        size=inboxes.size,
-        width=width,
-        num_words=data.shape[1],
-        has_norm=stream is not None,
-        has_bias=bias is not None,
-        is_centered=is_centered,
-        has_one_row=num_rows == num_programs,
-        word_tile=word_tile,
-        tile=tile,
+    _ALL_REDUCE.launch(
+        (num_programs, 1, 1),
+        (
+            delta,
+            data,
+            delta if stream is None else stream,
+            weight,
+            weight if bias is None else bias,
+            out,
+            inboxes.addresses,
+            inboxes.num_launches,
+        ),
+        (
+            delta.stride(0),
+            data.stride(0),
+            0 if stream is None else stream.stride(0),
+            inboxes.max_rows,
+            eps,
+            inboxes.rank,
+            inboxes.size,
+            width,
+            data.shape[1],
+            stream is not None,
+            bias is not None,
+            is_centered,
+            num_rows == num_programs,
+            can_depend(delta.device),
+            word_tile,
+            tile,
+        ),
+        num_rows=num_rows,
         num_warps=num_warps,
         maxnreg=min(_MAX_REGISTERS, _REGISTERS_PER_SM // (32 * num_warps * PROGRAMS_PER_SM)),
-        **dependent_launch(delta.device),
+        **launch_options(delta.device),
     )
