@@ -10,6 +10,7 @@ from attention.gpu.decodes.schedule import DecodeDivision
 from attention.gpu.decodes.scheduler import DecodeScheduler
 from attention.gpu.decodes.splits import SplitCosts
 from attention.gpu.layer_kernels import LayerCache, LayerKernels, LayerSet
+from attention.kernels.multiprocessors import num_multiprocessors
 from attention.kernels.new_tokens import NewTokens
 from attention.kernels.triton.decodes.paged_decode import PagedDecode
 from attention.kernels.triton.options import AttentionOptions
@@ -174,7 +175,7 @@ def decode_division(
     device: torch.device,
 ) -> DecodeDivision:
     """Return how the decodes of layers with these parameters are divided."""
-    per_head = _num_multiprocessors(device) / params.num_kv_heads
+    per_head = num_multiprocessors(device) / params.num_kv_heads
     return DecodeDivision(
         block_size=block_size,
         tile_keys=tuning.tile_keys,
@@ -190,9 +191,3 @@ def decode_division(
 def _reach(params: AttentionParams) -> int:
     """Return how many keys a query sees on one side of its own position, -1 for all."""
     return -1 if params.sliding_window is None else params.sliding_window - 1
-
-
-def _num_multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional
 
 from attention.kernels.cpu.packed_gemm import PackedGemm
+from attention.kernels.multiprocessors import num_multiprocessors
 from pagedray.rank_roof import WeightWork
 from workers.layers.fused_kernels import gate_kernel
 from workers.layers.weight import WeightShard
@@ -27,11 +28,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DenseLinear",
+    "HopperLinear",
     "LinearKernel",
     "OneDnnLinear",
     "PackedGemmLinear",
     "SharedLayoutLinear",
-    "SkinnyGemmLinear",
     "linear_kernel_class",
     "make_linear_kernel",
     "num_padded_rows",
@@ -173,8 +174,11 @@ class DenseLinear(LinearKernel):
         return None
 
 
-class SkinnyGemmLinear(DenseLinear):
-    """A dense weight, and kernels of our own for one row and for a few, for Hopper GPUs."""
+class HopperLinear(DenseLinear):
+    """A dense weight, and kernels of our own for Hopper GPUs.
+
+    They multiply one row, a few rows, and many rows if the gate of an MLP follows.
+    """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__(weight, bias)
@@ -186,6 +190,7 @@ class SkinnyGemmLinear(DenseLinear):
         self._gated_tuning = default_skinny_tuning(*weight.shape, is_gated=True)
         self._gemv_tuning = default_gemv_tuning(weight, is_gated=False)
         self._gated_gemv_tuning = default_gemv_tuning(weight, is_gated=True)
+        self._num_multiprocessors = num_multiprocessors(weight.device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         from attention.kernels.triton.gemm.gemv import gemv
@@ -199,10 +204,15 @@ class SkinnyGemmLinear(DenseLinear):
 
     def gated(self, x: torch.Tensor) -> torch.Tensor:
         from attention.kernels.triton.gemm.gemv import gemv_gated
+        from attention.kernels.triton.gemm.persistent import keeps_gpu_busy, persistent_gated
         from attention.kernels.triton.gemm.skinny import MAX_ROWS, skinny_gated
 
-        if self.bias is not None or len(x) > MAX_ROWS:
+        if self.bias is not None:
             return super().gated(x)
+        if len(x) > MAX_ROWS:
+            if not keeps_gpu_busy(len(x), self.weight, self._num_multiprocessors):
+                return super().gated(x)
+            return persistent_gated(x, self.weight, "silu", self._num_multiprocessors)
         if len(x) == 1 and self._gated_gemv_tuning is not None:
             return gemv_gated(x, self.weight, "silu", self._gated_gemv_tuning)
         if self._gated_tuning is None:
@@ -340,7 +350,7 @@ def linear_kernel_class(dtype: torch.dtype, device: torch.device) -> type[Linear
     if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
         # The tuning needs the shared memory of this generation, on which it was measured.
         is_hopper = torch.cuda.get_device_capability(device) == (9, 0)
-        return SkinnyGemmLinear if is_hopper else DenseLinear
+        return HopperLinear if is_hopper else DenseLinear
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return DenseLinear
     has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"

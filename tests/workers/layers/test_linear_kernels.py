@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from workers.layers.linear_kernels import OneDnnLinear, SkinnyGemmLinear, num_padded_rows
+from workers.layers.linear_kernels import HopperLinear, OneDnnLinear, num_padded_rows
 
 CPU = torch.device("cpu")
 # Without a GPU the interpreter of Triton runs the kernel.
@@ -50,10 +50,20 @@ def test_padding_does_not_change_the_rows(num_rows: int, dtype: torch.dtype) -> 
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=10 * tolerance)
 
 
+@pytest.mark.parametrize("num_rows", [100, 128, 250])
+def test_many_rows_are_gated_as_two_kernels_would(num_rows: int) -> None:
+    kernel = HopperLinear.empty(256, 128, has_bias=False, dtype=torch.float16, device=SKINNY_DEVICE)
+    kernel.weight.copy_(torch.randn(256, 128) / 11)
+    x = torch.randn(num_rows, 128).half().to(SKINNY_DEVICE)
+    gate, other = functional.linear(x.double(), kernel.weight.double()).chunk(2, dim=1)
+    gated = functional.silu(gate) * other
+    torch.testing.assert_close(kernel.gated(x).double(), gated, rtol=4e-3, atol=1e-2)
+
+
 @pytest.mark.parametrize("num_rows", [1, 16, 17])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_few_rows_and_many_give_the_same_columns(num_rows: int, has_bias: bool) -> None:
-    kernel = SkinnyGemmLinear.empty(
+    kernel = HopperLinear.empty(
         64, 256, has_bias=has_bias, dtype=torch.float16, device=SKINNY_DEVICE
     )
     kernel.weight.copy_(torch.randn(64, 256) / 16)

@@ -13,7 +13,7 @@ from pagedray import LLM, SamplingParams
 from tests.checkpoints import save_word_tokenizer
 from tests.workers.reference import NUM_TOKENS, loaded_model, reference_logits, run, save_checkpoint
 from workers.layers import linear_kernels
-from workers.layers.linear_kernels import SkinnyGemmLinear
+from workers.layers.linear_kernels import HopperLinear
 from workers.parallel.group import SoloGroup
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ LLAMA = {
 }
 
 
-class CountingLinear(SkinnyGemmLinear):
+class CountingLinear(HopperLinear):
     """Counts the products that do the work of another kernel as well."""
 
     counts: ClassVar[Counter[str]] = Counter()
@@ -60,7 +60,7 @@ class CountingLinear(SkinnyGemmLinear):
         return product
 
 
-class PlainLinear(SkinnyGemmLinear):
+class PlainLinear(HopperLinear):
     """Leaves norms and sums to kernels of their own."""
 
     def takes_unnormed(self, num_rows: int) -> bool:
@@ -70,7 +70,7 @@ class PlainLinear(SkinnyGemmLinear):
         return self(x)
 
 
-def use(kind: type[SkinnyGemmLinear], monkeypatch: pytest.MonkeyPatch) -> None:
+def use(kind: type[HopperLinear], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_kernels, "linear_kernel_class", lambda dtype, device: kind)
 
 
@@ -122,7 +122,7 @@ def test_graphs_of_one_row_give_what_single_kernels_do(
     prompts = [list(range(first, first + 100)) for first in range(2, 802, 100)]
     sampling = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True, logprobs=5)
     outputs: list[list[Completion]] = []
-    for kind in (SkinnyGemmLinear, PlainLinear):
+    for kind in (HopperLinear, PlainLinear):
         use(kind, monkeypatch)
         with LLM(
             tmp_path,

@@ -23,6 +23,7 @@ from attention.kernels.triton.gemm.int4 import (
     int4_gemm,
 )
 from attention.kernels.triton.gemm.normed_gemv import normed_gemv, normed_gemv_gated
+from attention.kernels.triton.gemm.persistent import persistent_gated
 from attention.kernels.triton.gemm.skinny import (
     default_skinny_tuning,
     fp8_skinny_tuning,
@@ -103,6 +104,13 @@ def mxfp4_experts() -> None:
             tensor(num_rows, 4, dtype=torch.float32),
             stored,
         )
+
+
+def persistent() -> None:
+    """Multiply many rows, with a gate, in each number of stages."""
+    weight = tensor(2 * 14336, 4096)
+    for num_rows in (256, 8192):
+        persistent_gated(tensor(num_rows, 4096), weight, "silu", 132)
 
 
 def skinny(scale_depth: int | None) -> None:
@@ -297,6 +305,7 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "experts float16": partial(experts, torch.float16),
     "experts float32": partial(experts, torch.float32),
     "experts mxfp4": mxfp4_experts,
+    "persistent": persistent,
     "skinny": partial(skinny, None),
     "skinny fp8": partial(skinny, 4096),
     "skinny fp8, blocks": partial(skinny, 128),

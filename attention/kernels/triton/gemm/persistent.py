@@ -1,0 +1,160 @@
+"""GEMMs of many rows by persistent programs, which apply the gate of an MLP before they store.
+
+As many programs as multiprocessors compute one tile of the output after another. The operands of a
+tile are loaded by bulk copies of the Tensor Memory Accelerator, those of the next tile while the
+last one is stored. Tiles that are computed at the same time lie close together, so that the L2
+cache serves most of their operands ("grouped ordering" in Triton's tutorials on matrix products).
+
+At these sizes the power limit of the GPU sets the speed, and moving bytes takes power. With a gate
+in the same kernel, twice the columns of the output are neither written nor read. Results equal, bit
+by bit, those of cuBLAS and a kernel for the gate.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from attention.kernels.triton.gate import Gate, rounded_gate
+from attention.kernels.triton.launches.dependent_launch import dependent_launch, wait_for_inputs
+
+__all__ = ["keeps_gpu_busy", "persistent_gated"]
+
+_TILE_ROWS = 128
+_TILE_COLUMNS = 128
+"""Of the output. Those of the product before the gate are twice as many."""
+_TILE_DEPTH = 64
+"""Elements of a row per iteration: 128 bytes, the widest swizzle of shared memory."""
+_GROUP = 16
+"""Tiles in a column of tiles that are computed before those of the next column."""
+_MANY_ROWS = 4096
+"""From here on, three stages take less time than four."""
+_LEAST_BUSY = 0.8
+_ELEMENT_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+_ALIGNMENT = 16
+"""Bytes of which addresses and strides of a bulk copy are multiples."""
+
+
+def keeps_gpu_busy(num_rows: int, weight: torch.Tensor, num_programs: int) -> bool:
+    """Return whether `persistent_gated` takes no longer than cuBLAS and a kernel for the gate.
+
+    It does if most of what the programs compute until the last of them ends is stored.
+    """
+    size, in_size = len(weight) // 2, weight.shape[1]
+    num_turns = -(-_num_tiles(num_rows, size) // num_programs)
+    num_computed = num_turns * num_programs * _TILE_ROWS * _TILE_COLUMNS
+    is_supported = weight.dtype in _ELEMENT_TYPES and 2 * in_size % _ALIGNMENT == 0
+    return is_supported and num_rows * size >= _LEAST_BUSY * num_computed
+
+
+def _num_tiles(num_rows: int, size: int) -> int:
+    return -(-num_rows // _TILE_ROWS) * -(-size // _TILE_COLUMNS)
+
+
+@triton.jit
+def _tile_origin(
+    tile: tl.tensor,
+    num_down: tl.tensor,
+    num_across: tl.constexpr,
+    group: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_columns: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the first row and column of a tile, of `num_down` times `num_across`.
+
+    Tiles are counted down a column of `group` tiles, then across, then down to the next group.
+    """
+    first = tile // (group * num_across) * group
+    height = tl.minimum(num_down - first, group)
+    place = tile % (group * num_across)
+    return (first + place % height) * tile_rows, place // height * tile_columns
+
+
+@triton.jit
+def _gated_gemm(
+    x: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    num_rows: tl.tensor,
+    size: tl.constexpr,
+    in_size: tl.constexpr,
+    kind: tl.constexpr,
+    operand_type: tl.constexpr,
+    out_type: tl.constexpr,
+    is_dependent: tl.constexpr,
+    num_programs: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_columns: tl.constexpr,
+    tile_depth: tl.constexpr,
+    group: tl.constexpr,
+) -> None:
+    """Write every `num_programs`-th tile of the gated product.
+
+    Launched by `persistent_gated`; grid `(num_programs,)`. Descriptors: x `[num_rows, in_size]`,
+    weight `[2, size, in_size]`, out `[num_rows, size]`. Their tiles are padded with zeros, and
+    what lies outside is not stored.
+    """
+    wait_for_inputs(is_dependent)
+    num_down = tl.cdiv(num_rows, tile_rows)
+    num_across: tl.constexpr = (size + tile_columns - 1) // tile_columns
+    for tile in tl.range(tl.program_id(0), num_down * num_across, num_programs, flatten=True):
+        row, column = _tile_origin(tile, num_down, num_across, group, tile_rows, tile_columns)
+        sums = tl.zeros([tile_rows, 2 * tile_columns], tl.float32)
+        for element in range(0, in_size, tile_depth):
+            inputs = x.load([row, element]).to(operand_type)
+            # The gate's weights and the others are one operand, as in memory.
+            both = weight.load([0, column, element]).reshape(2 * tile_columns, tile_depth)
+            sums = tl.dot(inputs, both.to(operand_type).T, sums)
+        halves = sums.reshape(tile_rows, 2, tile_columns).permute(0, 2, 1)
+        product, other = tl.split(halves)
+        gated = rounded_gate(product, other, kind, out_type)
+        out.store([row, column], gated.to(out_type))
+
+
+def persistent_gated(
+    x: torch.Tensor, weight: torch.Tensor, kind: Gate, num_programs: int
+) -> torch.Tensor:
+    """Return `activation(first half of the columns) * second half` of `x @ weight.T`.
+
+    `x` is `[num_rows, in_size]` and may be strided; `weight` is `[2 * size, in_size]` and
+    contiguous; the result is `[num_rows, size]`. All are in 16 bits, and their rows begin at
+    multiples of 16 bytes. At most `num_programs` run at the same time.
+    """
+    num_rows, in_size = x.shape
+    size = len(weight) // 2
+    assert x.stride(1) == 1
+    assert weight.is_contiguous()
+    assert weight.shape[1] == in_size
+    out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
+    if not num_rows:
+        return out
+    num_programs = min(num_programs, _num_tiles(num_rows, size))
+    out_type = _ELEMENT_TYPES[x.dtype]
+    _gated_gemm[(num_programs,)](
+        TensorDescriptor(x, [*x.shape], [*x.stride()], [_TILE_ROWS, _TILE_DEPTH]),
+        TensorDescriptor(
+            weight,
+            [2, size, in_size],
+            [size * in_size, in_size, 1],
+            [2, _TILE_COLUMNS, _TILE_DEPTH],
+        ),
+        TensorDescriptor(out, [*out.shape], [*out.stride()], [_TILE_ROWS, _TILE_COLUMNS]),
+        num_rows,
+        size=size,
+        in_size=in_size,
+        kind=kind,
+        # Triton's interpreter, which runs kernels on the CPU, cannot multiply bfloat16.
+        operand_type=out_type if x.is_cuda else tl.float32,
+        out_type=out_type,
+        num_programs=num_programs,
+        tile_rows=_TILE_ROWS,
+        tile_columns=_TILE_COLUMNS,
+        tile_depth=_TILE_DEPTH,
+        group=_GROUP,
+        num_warps=8,
+        num_stages=3 if num_rows >= _MANY_ROWS else 4,
+        **dependent_launch(x.device),
+    )
+    return out
