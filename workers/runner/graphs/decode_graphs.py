@@ -29,7 +29,7 @@ _MAX_BATCH_SIZE = 512
 def graph_batch_sizes(max_num_seqs: int) -> list[int]:
     """Return the batch sizes to capture, ascending; small ones are closer together."""
     limit = min(max_num_seqs, _MAX_BATCH_SIZE)
-    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, _MAX_BATCH_SIZE + 1, 32)]
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, _MAX_BATCH_SIZE + 1, 16)]
     return [*(size for size in sizes if size < limit), limit]
 
 
