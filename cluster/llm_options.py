@@ -66,8 +66,8 @@ class LLMOptions(TypedDict, total=False):
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"]
     max_num_seqs: int | None
     """Maximum number of sequences per step (256, or 1024 on GPUs of 70 GiB or more)."""
-    max_num_batched_tokens: int
-    """Maximum number of tokens per step."""
+    max_num_batched_tokens: int | None
+    """Maximum number of tokens per step (2048, or 8192 on GPUs of 70 GiB or more)."""
     max_model_len: int | str | None
     """Context length in tokens, such as 32768, `32K` or `auto`."""
     max_queued_requests: int

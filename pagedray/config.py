@@ -13,7 +13,6 @@ from pagedray.errors import StartupError
 from pagedray.model_config import ModelConfig
 
 __all__ = [
-    "DEFAULT_MAX_NUM_SEQS",
     "AllReduce",
     "AttentionReport",
     "CacheConfig",
@@ -28,6 +27,7 @@ __all__ = [
     "Preemption",
     "QuantizationMethod",
     "SchedulerConfig",
+    "StepLimits",
 ]
 
 Device = Literal["cuda", "cpu"]
@@ -40,9 +40,17 @@ Preemption = Literal["auto", "swap", "recompute"]
 QuantizationMethod = Literal["fp8", "compressed-tensors", "gptq", "awq"]
 
 
-DEFAULT_MAX_NUM_SEQS = 256
-"""Maximum number of sequences in a step, except on large GPUs."""
 _MOST_THREADS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLimits:
+    """The limits of a step; defaults are those of all devices but large GPUs."""
+
+    max_num_seqs: int = 256
+    """Maximum number of sequences."""
+    max_num_batched_tokens: int = 2048
+    """Maximum number of tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +61,8 @@ class CacheSize:
     num_cpu_blocks: int
     block_bytes: int
     """Bytes of one block of all layers; of a group, on all its ranks together."""
-    max_num_seqs: int = DEFAULT_MAX_NUM_SEQS
-    """Maximum number of sequences in a step, for which the pools leave memory."""
+    limits: StepLimits = StepLimits()
+    """The limits of steps, for which the pools leave memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +145,8 @@ class SchedulerConfig:
 
     max_num_seqs: int | None = None
     """Maximum number of sequences in a step; None is 256, or 1024 on GPUs of 70 GiB or more."""
-    max_num_batched_tokens: int = 2048
-    """Token budget of a step."""
+    max_num_batched_tokens: int | None = None
+    """Token budget of a step; None is 2048, or 8192 on GPUs of 70 GiB or more."""
     max_model_len: int | None = None
     """Maximum length of prompt and continuation; None is the model's."""
     max_queued_requests: int = 1024
@@ -163,6 +171,14 @@ class SchedulerConfig:
             raise StartupError(
                 f"itl_target_ms must be above 0 and finite, not {self.itl_target_ms}."
             )
+
+    def limits(self, chosen: StepLimits | None = None) -> StepLimits:
+        """Return the limits of a step: those that are set, others as chosen or by default."""
+        others = StepLimits() if chosen is None else chosen
+        return StepLimits(
+            max_num_seqs=self.max_num_seqs or others.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens or others.max_num_batched_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,11 +279,24 @@ class EngineConfig:
     @property
     def max_num_seqs(self) -> int:
         """The maximum number of sequences in a step; ranks may choose a larger one."""
-        return self.scheduler.max_num_seqs or DEFAULT_MAX_NUM_SEQS
+        return self.scheduler.limits().max_num_seqs
 
-    def with_max_num_seqs(self, max_num_seqs: int) -> EngineConfig:
-        """Return the configuration with the number that the ranks have chosen."""
-        return replace(self, scheduler=replace(self.scheduler, max_num_seqs=max_num_seqs))
+    @property
+    def max_num_batched_tokens(self) -> int:
+        """The token budget of a step; ranks may choose a larger one."""
+        return self.scheduler.limits().max_num_batched_tokens
+
+    def with_limits(self, chosen: StepLimits) -> EngineConfig:
+        """Return the configuration with limits that the ranks have chosen where none are set."""
+        limits = self.scheduler.limits(chosen)
+        return replace(
+            self,
+            scheduler=replace(
+                self.scheduler,
+                max_num_seqs=limits.max_num_seqs,
+                max_num_batched_tokens=limits.max_num_batched_tokens,
+            ),
+        )
 
 
 def _check_at_least(name: str, value: int | None, low: int) -> None:

@@ -53,7 +53,7 @@ def cache_size(
         num_blocks=num_blocks,
         num_cpu_blocks=num_cpu_blocks,
         block_bytes=block_bytes(spec),
-        max_num_seqs=config.max_num_seqs,
+        limits=config.scheduler.limits(),
     )
     num_host_blocks = num_cpu_blocks + (num_blocks if spec.device.type == "cpu" else 0)
     _check_host_memory(num_host_blocks * size.block_bytes, num_neighbors)

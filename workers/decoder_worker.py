@@ -38,12 +38,12 @@ from workers.weights.cache_format import with_cache_format
 from workers.weights.load_weights import load_weights
 from workers.weights.stored_experts import with_stored_experts
 from workers.weights.stored_head import with_stored_head
-from workers.worker import Worker, release_gpu_memory
+from workers.worker import LARGE_LIMITS, Worker, release_gpu_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pagedray.config import CacheSize, EngineConfig
+    from pagedray.config import CacheSize, EngineConfig, StepLimits
     from pagedray.rank_roof import RankRoof
     from workers.parallel.group import ParallelGroup
     from workers.runner.host_pool import HostPool
@@ -73,7 +73,8 @@ class DecoderWorker(Worker):
         self._model: Decoder | None = Decoder(
             config.model, group, backend=self._backend, device=self._device
         )
-        self._model.prepare_steps(config.scheduler.max_num_batched_tokens)
+        # Ranks of other GPUs may choose another limit, but they must all prepare for the same.
+        self._model.prepare_steps(config.scheduler.limits(LARGE_LIMITS).max_num_batched_tokens)
         self._runner: ModelRunner | None = None
         self._host_pool: HostPool | None = None
         """Kept from epoch to epoch, since pinning takes long."""
@@ -91,8 +92,8 @@ class DecoderWorker(Worker):
             self._pool_mapper = PoolMapper(self._config, self._pool_address, rank=self._group.rank)
         return load_weights(self._model, self._config, report_progress)
 
-    def available_cache(self, max_num_seqs: int) -> CacheSize:
-        self._config = self._config.with_max_num_seqs(max_num_seqs)
+    def available_cache(self, limits: StepLimits) -> CacheSize:
+        self._config = self._config.with_limits(limits)
         self._check_disk_folder()
         return cache_size(
             self._config,
@@ -235,7 +236,7 @@ class DecoderWorker(Worker):
             table = TokenTable(
                 max_num_rows=max_num_seqs,
                 max_model_len=max_model_len,
-                max_num_tokens=max(self._config.scheduler.max_num_batched_tokens, max_num_seqs),
+                max_num_tokens=max(self._config.max_num_batched_tokens, max_num_seqs),
                 device=self._device,
             )
             batch = InputBatch(

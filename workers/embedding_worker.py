@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from attention.abstract import AttentionMetadata, AttentionMetadataBuilder
     from pagedray.batch import StepMasks
-    from pagedray.config import EngineConfig
+    from pagedray.config import EngineConfig, StepLimits
     from workers.parallel.group import ParallelGroup
 
 __all__ = ["EmbeddingWorker", "PendingVectors"]
@@ -89,7 +89,7 @@ class EmbeddingWorker(Worker):
         )
         if isinstance(self._model, Decoder):
             # A longer text has a step of its own.
-            most = max(config.scheduler.max_num_batched_tokens, config.max_model_len)
+            most = max(config.max_num_batched_tokens, config.max_model_len)
             self._model.prepare_steps(most)
         self._builder: AttentionMetadataBuilder | None = self._backend.make_metadata_builder(spec)
 
@@ -97,8 +97,8 @@ class EmbeddingWorker(Worker):
         assert self._model is not None
         return load_weights(self._model, self._config, report_progress)
 
-    def available_cache(self, max_num_seqs: int) -> CacheSize:
-        return CacheSize(num_blocks=0, num_cpu_blocks=0, block_bytes=0, max_num_seqs=max_num_seqs)
+    def available_cache(self, limits: StepLimits) -> CacheSize:
+        return CacheSize(num_blocks=0, num_cpu_blocks=0, block_bytes=0, limits=limits)
 
     def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> AttentionReport:
         assert num_blocks == num_cpu_blocks == 0

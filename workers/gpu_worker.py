@@ -25,7 +25,7 @@ from workers.rank_lifecycle import RankLifecycle
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pagedray.config import AttentionReport, CacheSize, EngineConfig
+    from pagedray.config import AttentionReport, CacheSize, EngineConfig, StepLimits
     from pagedray.load_progress import LoadProgress
     from pagedray.node_memory import MemoryAddress
     from pagedray.pool_report import PoolReport
@@ -120,13 +120,13 @@ class GpuWorker:
         rendezvous, self._rendezvous = self._rendezvous, None
         return self._answer(self._rank.join_group, address, host, rendezvous)
 
-    def default_max_num_seqs(self) -> int:
-        """Return the maximum number of sequences in a step, if no option says it."""
-        return self._run(self._rank.default_max_num_seqs)
+    def default_limits(self) -> StepLimits:
+        """Return the limits of a step where no option sets them."""
+        return self._run(self._rank.default_limits)
 
-    def available_cache(self, max_num_seqs: int) -> str | CacheSize:
+    def available_cache(self, limits: StepLimits) -> str | CacheSize:
         """Return the size of the pools that fit on this rank, or an error message."""
-        return self._answer(self._rank.available_cache, max_num_seqs)
+        return self._answer(self._rank.available_cache, limits)
 
     def pool_report(self) -> PoolReport:
         """Return the state of the rank's CPU pool when its cache was allocated."""

@@ -35,5 +35,5 @@ def graph_sizes(
     if device.type != "cuda" or config.enforce_eager:
         return NO_GRAPHS
     decodes = graph_batch_sizes(config.max_num_seqs) if backend.supports_graph_capture else []
-    max_tokens = min(config.max_graph_tokens, config.scheduler.max_num_batched_tokens)
+    max_tokens = min(config.max_graph_tokens, config.max_num_batched_tokens)
     return GraphSizes(decodes, piece_sizes(max_tokens))

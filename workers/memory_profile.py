@@ -96,7 +96,7 @@ def largest_steps(config: EngineConfig) -> list[StepPlan]:
 
     Their block tables are empty, so that all sequences read and write block 0.
     """
-    num_batched_tokens = config.scheduler.max_num_batched_tokens
+    num_batched_tokens = config.max_num_batched_tokens
     num_rows = min(config.max_num_seqs, num_batched_tokens)
     num_left, num_tokens = num_batched_tokens, []
     for row in range(num_rows):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pagedray.channel import WorkerChannel
-    from pagedray.config import AttentionReport, CacheSize, EngineConfig
+    from pagedray.config import AttentionReport, CacheSize, EngineConfig, StepLimits
     from pagedray.node_memory import MemoryAddress
     from pagedray.pool_report import PoolReport
     from pagedray.rank_progress import ProgressWord
@@ -103,7 +103,7 @@ class RankLifecycle:
         if cache is None:
             self._load_weights(device_index, memory)
         else:
-            self._config = self._config.with_max_num_seqs(cache.max_num_seqs)
+            self._config = self._config.with_limits(cache.limits)
             with_freed_memory(self._load_weights, device_index, memory)
             with_freed_memory(self.allocate_cache, cache.num_blocks, cache.num_cpu_blocks)
 
@@ -115,13 +115,13 @@ class RankLifecycle:
         with self._timed("group"):
             self.group.join(address, host=host, rendezvous=rendezvous)
 
-    def default_max_num_seqs(self) -> int:
-        """Return the maximum number of sequences in a step, if no option says it."""
-        return self.worker.default_max_num_seqs
+    def default_limits(self) -> StepLimits:
+        """Return the limits of a step where no option sets them."""
+        return self.worker.default_limits
 
-    def available_cache(self, max_num_seqs: int) -> CacheSize:
+    def available_cache(self, limits: StepLimits) -> CacheSize:
         """Return the size of the pools that fit on this rank."""
-        return self.worker.available_cache(max_num_seqs)
+        return self.worker.available_cache(limits)
 
     def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> AttentionReport:
         """Allocate both pools, and return what computes the attention."""

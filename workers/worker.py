@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from attention.selector import select_backend
-from pagedray.config import DEFAULT_MAX_NUM_SEQS
+from pagedray.config import StepLimits
 from pagedray.errors import DeviceError, StartupError
 from pagedray.pool_report import PoolReport
 from pagedray.system.usable_cores import num_usable_cores
@@ -33,7 +33,8 @@ __all__ = ["PendingStep", "Worker", "rank_device", "release_gpu_memory"]
 
 
 _LARGE_GPU_BYTES = 70 * 2**30
-_LARGE_MAX_NUM_SEQS = 1024
+LARGE_LIMITS = StepLimits(max_num_seqs=1024, max_num_batched_tokens=8192)
+"""The default limits on GPUs of at least this memory."""
 
 
 class PendingStep(Protocol):
@@ -87,21 +88,21 @@ class Worker(ABC):
         """
 
     @property
-    def default_max_num_seqs(self) -> int:
-        """The maximum number of sequences in a step, if no option says it.
+    def default_limits(self) -> StepLimits:
+        """The limits of a step where no option sets them.
 
-        More of them generate faster, but need more memory for their steps.
+        Larger steps compute more tokens a second, but need more memory.
         """
         if self._config.model.pools or self._device.type == "cpu":
-            return DEFAULT_MAX_NUM_SEQS
+            return StepLimits()
         memory = torch.cuda.get_device_properties(self._device).total_memory
-        return _LARGE_MAX_NUM_SEQS if memory >= _LARGE_GPU_BYTES else DEFAULT_MAX_NUM_SEQS
+        return LARGE_LIMITS if memory >= _LARGE_GPU_BYTES else StepLimits()
 
     @abstractmethod
-    def available_cache(self, max_num_seqs: int) -> CacheSize:
-        """Return the size of the pools that fit on this rank, beside steps of so many sequences.
+    def available_cache(self, limits: StepLimits) -> CacheSize:
+        """Return the size of the pools that fit on this rank, beside the largest steps.
 
-        This number is that of all ranks.
+        The limits are those of all ranks.
         """
 
     def use_pool_memory(self, address: MemoryAddress) -> None:

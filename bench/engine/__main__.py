@@ -45,6 +45,7 @@ def main() -> int:
         help="repeatable (all)",
     )
     parser.add_argument("--max-num-seqs", type=int, help="(as the engine chooses)")
+    parser.add_argument("--max-num-batched-tokens", type=int, help="(as the engine chooses)")
     parser.add_argument(
         "--max-graph-tokens",
         type=int,

@@ -59,7 +59,7 @@ def measure_engine(
             all_reduce=options.all_reduce,
             quantization=options.quantization,
             max_num_seqs=options.max_num_seqs,
-            max_num_batched_tokens=8192,
+            max_num_batched_tokens=options.max_num_batched_tokens,
             max_model_len=8192,
             enable_prefix_cache=False,
             show_progress=False,

@@ -248,7 +248,11 @@ _GROUPS = {
             "more)",
             int,
         ),
-        _Flag("max_num_batched_tokens", "Maximum number of tokens per step.", int),
+        _Flag(
+            "max_num_batched_tokens",
+            "Maximum number of tokens per step. (default: 2048, or 8192 on GPUs of 70 GiB or more)",
+            int,
+        ),
         _Flag(
             "max_queued_requests", "Maximum number of waiting requests; others are rejected.", int
         ),

@@ -66,7 +66,7 @@ class Embedder(StepLoop):
     ) -> None:
         super().__init__(executor, _STEP_BOUNDS_S, death_budget, clock)
         self._max_num_seqs = config.max_num_seqs
-        self._max_num_tokens = config.scheduler.max_num_batched_tokens
+        self._max_num_tokens = config.max_num_batched_tokens
         self._vector_size = config.model.vector_size
         self._backlog = Backlog(
             max_requests=config.scheduler.max_queued_requests,
@@ -115,6 +115,7 @@ class Embedder(StepLoop):
         with self._wake:
             scheduler = SchedulerStats(
                 max_num_seqs=self._max_num_seqs,
+                max_num_batched_tokens=self._max_num_tokens,
                 num_running=len(self._batch),
                 num_waiting=sum(len(job.undone) for job in self._jobs),
                 num_queued_requests=self._backlog.num_requests,

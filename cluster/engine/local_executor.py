@@ -174,8 +174,8 @@ class LocalExecutor(Executor):
         import_modules(self._config)
         worker = make_worker(self._config, SoloGroup(self._progress))
         worker.load_weights(self._report_loading)
-        limit = self._config.scheduler.max_num_seqs or worker.default_max_num_seqs
-        cache_size = worker.available_cache(limit)
+        limits = self._config.scheduler.limits(worker.default_limits)
+        cache_size = worker.available_cache(limits)
         attention = worker.allocate_cache(cache_size.num_blocks, cache_size.num_cpu_blocks)
         worker.warm_up()
         worker.capture_graphs()

@@ -52,8 +52,7 @@ def open_engine(
     """
     executor = make_executor(config, report_progress, placement)
     try:
-        if config.scheduler.max_num_seqs is None:
-            config = config.with_max_num_seqs(executor.cache_size.max_num_seqs)
+        config = config.with_limits(executor.cache_size.limits)
         engine: Controller | Embedder
         if config.model.pools:
             engine = Embedder(config, executor)

@@ -50,7 +50,7 @@ def make_kv_manager(
     cpu_cache = disk_cache = None
     if options.enable_prefix_cache and options.enable_cpu_prefix_cache and num_cpu_blocks:
         costs = None if config.preemption == "swap" else swap_costs
-        num_tokens = _SAVED_TOKENS * config.max_num_batched_tokens
+        num_tokens = _SAVED_TOKENS * config.limits().max_num_batched_tokens
         cpu_cache = CpuPrefixCache(
             num_cpu_blocks,
             worth=CopyWorth(costs, num_blocks=num_cpu_blocks, block_size=block_size),

@@ -32,7 +32,7 @@ from cluster.scheduling.sequence import ActiveRequest, Sequence, SequenceState
 from cluster.scheduling.sequence_table import SequenceTable
 from cluster.scheduling.stats import SchedulerStats
 from pagedray.batch import DiskReport, StepOutput, StepPlan
-from pagedray.config import DEFAULT_MAX_NUM_SEQS, SchedulerConfig
+from pagedray.config import SchedulerConfig
 from pagedray.errors import InvalidRequestError, WorkerError
 from pagedray.request import FinishReason, Request
 
@@ -63,7 +63,6 @@ class Scheduler:
         kv: KvOptions,
         max_model_len: int,
     ) -> None:
-        self._config = config
         self._max_model_len = max_model_len
         step_times = StepTimes()
         self._swap_costs = SwapCosts(step_times)
@@ -71,8 +70,9 @@ class Scheduler:
         self._backlog = Backlog(
             max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens
         )
-        num_rows = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS
-        self._table = SequenceTable(self._kv, num_rows=num_rows, backlog=self._backlog)
+        limits = config.limits()
+        self._max_num_tokens = limits.max_num_batched_tokens
+        self._table = SequenceTable(self._kv, num_rows=limits.max_num_seqs, backlog=self._backlog)
         self._admission = Admission(self._kv, self._backlog, max_model_len=max_model_len)
         self.recovery = FaultRecovery(self._table)
         """Which requests may run after a fault."""
@@ -251,7 +251,7 @@ class Scheduler:
         self._in_flight.append(Flight(plan, sampled, draft.prefilled, [], described, masked))
         self._step += 1
         self._num_steps += 1
-        self._num_scheduled_tokens += self._config.max_num_batched_tokens - draft.budget
+        self._num_scheduled_tokens += self._max_num_tokens - draft.budget
         self._num_swapped_out_blocks += len(draft.swap_outs)
         self._num_swapped_in_blocks += len(draft.swap_ins)
         for active in self._table.take_started():
@@ -344,6 +344,7 @@ class Scheduler:
         """Return a snapshot of the gauges and counters."""
         return SchedulerStats(
             max_num_seqs=self._table.num_rows,
+            max_num_batched_tokens=self._max_num_tokens,
             num_running=self.num_running,
             num_waiting=self.num_waiting,
             num_swapped=self.num_swapped,

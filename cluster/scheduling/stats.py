@@ -10,6 +10,8 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
 
     max_num_seqs: int = 0
     """Sequences that can run at once."""
+    max_num_batched_tokens: int = 0
+    """Tokens that a step can have."""
     num_running: int
     """Sequences that have a row and all their blocks."""
     num_waiting: int

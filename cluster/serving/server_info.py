@@ -118,7 +118,7 @@ def server_info(config: EngineConfig, stats: EngineStats) -> ServerInfo:
         num_blocks=stats.scheduler.num_blocks,
         num_cpu_blocks=stats.scheduler.num_cpu_blocks,
         max_num_seqs=stats.scheduler.max_num_seqs,
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_num_batched_tokens=stats.scheduler.max_num_batched_tokens,
         max_queued_requests=config.scheduler.max_queued_requests,
         sampling_defaults=dict(config.sampling_defaults),
     )

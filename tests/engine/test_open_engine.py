@@ -10,6 +10,7 @@ import pytest
 
 from cluster.engine.open_engine import open_engine
 from cluster.engine.options.engine_options import EngineOptions, engine_config
+from pagedray.config import StepLimits
 from pagedray.errors import StartupError
 from tests.fakes import FakeExecutor, RecordingSink
 from tests.system.server_process import TINY_LLAMA
@@ -138,24 +139,37 @@ def test_pool_of_one_context_is_enough() -> None:
     engine.close()
 
 
+_LARGE = StepLimits(max_num_seqs=1024, max_num_batched_tokens=8192)
+
+
 class _LargeGpus(FakeExecutor):
-    """Ranks that choose more sequences than the default."""
+    """Ranks that choose larger steps than the default."""
 
     @property
     def cache_size(self) -> CacheSize:
-        return dataclasses.replace(super().cache_size, max_num_seqs=1024)
+        return dataclasses.replace(super().cache_size, limits=_LARGE)
 
 
-@pytest.mark.parametrize(("option", "limit"), [(None, 1024), (8, 8)])
-def test_ranks_choose_how_many_sequences_run_unless_an_option_does(
-    option: int | None, limit: int
+@pytest.mark.parametrize(
+    ("max_num_seqs", "max_num_batched_tokens"), [(None, None), (8, None), (None, 64), (8, 64)]
+)
+def test_ranks_choose_the_limits_of_steps_that_no_option_sets(
+    max_num_seqs: int | None, max_num_batched_tokens: int | None
 ) -> None:
-    options = EngineOptions(executor="local", device="cpu", max_model_len=128, max_num_seqs=option)
+    options = EngineOptions(
+        executor="local",
+        device="cpu",
+        max_model_len=128,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+    )
     engine = open_engine(
         engine_config(TINY_LLAMA, options),
         RecordingSink(),
         lambda what, fraction: None,
         make_executor=lambda config, report_progress, placement: _LargeGpus(),
     )
-    assert engine.stats().scheduler.max_num_seqs == limit
+    scheduler = engine.stats().scheduler
+    assert scheduler.max_num_seqs == (max_num_seqs or 1024)
+    assert scheduler.max_num_batched_tokens == (max_num_batched_tokens or 8192)
     engine.close()

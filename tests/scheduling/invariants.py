@@ -28,6 +28,7 @@ class Invariants:
     ) -> None:
         """The requests, their sequences and the plans are all that there were, and may grow."""
         self._scheduler = scheduler
+        assert config.max_num_batched_tokens is not None
         self._max_num_batched_tokens = config.max_num_batched_tokens
         assert config.max_num_seqs is not None
         self._max_num_seqs = config.max_num_seqs

@@ -61,7 +61,7 @@ def test_a_pool_has_no_staging_blocks_if_no_prefix_goes_to_the_cpu(options: Engi
 
 def test_pools_of_given_sizes_are_not_measured() -> None:
     size = gpu_cache_size(1, replace(BESIDE_GPU, max_num_seqs=64, num_blocks=100, num_cpu_blocks=7))
-    assert (size.num_blocks, size.num_cpu_blocks, size.max_num_seqs) == (100, 7, 64)
+    assert (size.num_blocks, size.num_cpu_blocks, size.limits.max_num_seqs) == (100, 7, 64)
 
 
 def test_pool_beside_a_gpu_has_at_most_four_times_its_blocks(

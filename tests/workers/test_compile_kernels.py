@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cluster.engine.options.engine_options import EngineOptions, engine_config
+from pagedray.config import StepLimits
 from tests.checkpoints import save_word_tokenizer
 from tests.workers.runner.graphs.test_piece_graphs import CONFIG, VOCAB_SIZE
 from workers.compiled_note import CompiledNote
@@ -62,7 +63,7 @@ def test_what_graphs_launch_is_compiled_before_they_are_captured(
     for start in range(2):
         worker = DecoderWorker(config, SoloGroup())
         worker.load_weights(lambda done, total: None)
-        worker.available_cache(24)
+        worker.available_cache(StepLimits(max_num_seqs=24))
         before = list(compiled)
         worker.allocate_cache(100, 0)
         worker.warm_up()

@@ -18,6 +18,7 @@ import torch
 
 from cluster.engine.options.engine_options import EngineOptions, engine_config
 from pagedray.batch import BlockCopy, DiskReport, StepPlan
+from pagedray.config import StepLimits
 from pagedray.errors import DeviceError, StartupError
 from pagedray.node_memory import NodeMemory
 from pagedray.pool_report import PoolReport
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pagedray.config import EngineConfig
+
+_LIMITS = StepLimits(max_num_seqs=8)
 
 
 @pytest.fixture
@@ -81,10 +84,10 @@ def test_pools_larger_than_the_memory_of_the_node_are_rejected(num_ranks: int, n
     num_blocks = int(host_memory_bytes() / size / num_ranks * 1.01)
     config = engine_config(TINY_LLAMA, replace(options, num_cpu_blocks=num_blocks))
     with pytest.raises(DeviceError, match=rf"The caches {named} .* GiB of host memory, but there"):
-        DecoderWorker(config, group).available_cache(8)
+        DecoderWorker(config, group).available_cache(_LIMITS)
     group.num_neighbors = max(num_ranks - 1, 1)
     if num_ranks > 1:
-        assert DecoderWorker(config, group).available_cache(8).num_cpu_blocks == num_blocks
+        assert DecoderWorker(config, group).available_cache(_LIMITS).num_cpu_blocks == num_blocks
 
 
 def test_closed_worker_holds_no_weights(worker: DecoderWorker) -> None:
@@ -109,9 +112,9 @@ def test_a_folder_for_blocks_is_needed_at_the_start_only(tmp_path: Path) -> None
     )
     worker = DecoderWorker(engine_config(TINY_LLAMA, options), SoloGroup())
     with pytest.raises(StartupError, match=r"Cannot create files in --disk-cache-.*/cache: No"):
-        worker.available_cache(8)
+        worker.available_cache(_LIMITS)
     folder.mkdir()
-    worker.available_cache(8)
+    worker.available_cache(_LIMITS)
     worker.allocate_cache(8, 8)
     worker.end_epoch()
     folder.rmdir()
@@ -240,12 +243,14 @@ def test_threads_of_an_allocation_end_before_the_next(tmp_path: Path) -> None:
     wait_for(lambda: threads() == before)
 
 
-def test_ranks_choose_more_sequences_on_large_gpus_only(
+def test_ranks_choose_larger_steps_on_large_gpus_only(
     worker: DecoderWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert worker.default_max_num_seqs == 256
+    small = StepLimits(max_num_seqs=256, max_num_batched_tokens=2048)
+    large = StepLimits(max_num_seqs=1024, max_num_batched_tokens=8192)
+    assert worker.default_limits == small
     monkeypatch.setattr(worker, "_device", torch.device("cuda", 0))
-    for num_bytes, limit in ((40 * 2**30, 256), (79 * 2**30, 1024)):
+    for num_bytes, limits in ((40 * 2**30, small), (79 * 2**30, large)):
         properties = SimpleNamespace(total_memory=num_bytes)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, it=properties: it)
-        assert worker.default_max_num_seqs == limit
+        assert worker.default_limits == limits

@@ -72,7 +72,7 @@ def bench_latency(parsed: argparse.Namespace, options: EngineOptions) -> int:
         num_steps = (llm.stats().num_steps - before.num_steps) / parsed.num_iters
         median_s = statistics.median(latencies_s)
         # All batches have the same lengths.
-        roof = _roof(llm, replace(generated, seconds=median_s), num_steps, options)
+        roof = _roof(llm, replace(generated, seconds=median_s), num_steps)
     percentiles = {str(one): float(np.percentile(latencies_s, one)) for one in _PERCENTILES}
     mean_s = statistics.fmean(latencies_s)
     figures: dict[str, object] = {
@@ -111,7 +111,7 @@ def bench_throughput(parsed: argparse.Namespace, options: EngineOptions) -> int:
         after = llm.stats()
         num_steps = after.num_steps - before.num_steps
         num_preemptions = _num_preemptions(after) - _num_preemptions(before)
-        roof = _roof(llm, generated, num_steps, options)
+        roof = _roof(llm, generated, num_steps)
     seconds = generated.seconds
     num_prompt = sum(len(request.token_ids) for request in requests)
     num_output = sum(request.max_tokens for request in requests)
@@ -206,14 +206,12 @@ def _generate(
     )
 
 
-def _roof(
-    llm: LLM, generated: _Generated, num_steps: float, options: EngineOptions
-) -> RoofShare | UnknownRoof:
+def _roof(llm: LLM, generated: _Generated, num_steps: float) -> RoofShare | UnknownRoof:
     run = MeasuredRun(
         seconds=generated.seconds,
         num_steps=num_steps,
         requests=generated.requests,
-        max_step_tokens=options.max_num_batched_tokens,
+        max_step_tokens=llm.stats().scheduler.max_num_batched_tokens,
     )
     try:
         return share_of_roof(run, llm.measure_roofs())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, get_args
 from cluster.cli.flag_values import count, number
 from cluster.cli.random_request_flags import add_random_requests, add_request_rate
 from cluster.simulation.step_cost import MOST_TOKENS
-from pagedray.config import DEFAULT_MAX_NUM_SEQS, Preemption, SchedulerConfig
+from pagedray.config import Preemption, SchedulerConfig, StepLimits
 
 if TYPE_CHECKING:
     import argparse
@@ -18,6 +18,7 @@ __all__ = ["COSTS", "add_simulate_flags"]
 COSTS = ("llama-8b-h200",)
 """Names of built-in costs of steps."""
 _CONFIG = SchedulerConfig()
+_LIMITS = StepLimits()
 
 
 def add_simulate_flags(parser: argparse.ArgumentParser) -> None:
@@ -100,12 +101,12 @@ def _add_replicas(group: argparse._ArgumentGroup) -> None:
         ),
         ("--num-disk-blocks", 0, 10**8, 0, "Number of blocks on a disk, for prefixes."),
         ("--block-size", 1, 256, 16, "Tokens per block."),
-        ("--max-num-seqs", 1, 10**5, DEFAULT_MAX_NUM_SEQS, "Maximum number of sequences per step."),
+        ("--max-num-seqs", 1, 10**5, _LIMITS.max_num_seqs, "Maximum number of sequences per step."),
         (
             "--max-num-batched-tokens",
             1,
             MOST_TOKENS,
-            _CONFIG.max_num_batched_tokens,
+            _LIMITS.max_num_batched_tokens,
             "Maximum number of tokens per step.",
         ),
         (

@@ -86,7 +86,7 @@ class EngineOptions:
     disk_cache_bytes: int | None = _DEFAULTS["disk_cache_bytes"]
     kv_cache_dtype: KVCacheDtype = _DEFAULTS["kv_cache_dtype"]
     max_num_seqs: int | None = _DEFAULTS["max_num_seqs"]
-    max_num_batched_tokens: int = _DEFAULTS["max_num_batched_tokens"]
+    max_num_batched_tokens: int | None = _DEFAULTS["max_num_batched_tokens"]
     max_model_len: int | None = _DEFAULTS["max_model_len"]
     max_queued_requests: int = _DEFAULTS["max_queued_requests"]
     max_queued_tokens: int = _DEFAULTS["max_queued_tokens"]

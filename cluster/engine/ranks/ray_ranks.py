@@ -22,7 +22,7 @@ from cluster.engine.ranks.rank_death import cause_of, find_cause
 from cluster.engine.ranks.ray_reports import RayReports
 from cluster.engine.ranks.same_weights import check_same_weights
 from pagedray.channel import ChannelClosedError
-from pagedray.config import CacheSize
+from pagedray.config import CacheSize, StepLimits
 from pagedray.errors import DeviceError, HungRankError, StartupError, WorkerError
 from pagedray.load_progress import LoadProgress
 from pagedray.step_listener import StepListener
@@ -100,13 +100,13 @@ class RayRanks:
             )
             self._check_weights()
             self._join(address)
-            limit = self._max_num_seqs()
-            sizes = self._call("Measuring memory", "available_cache", (limit,))
+            limits = self._limits()
+            sizes = self._call("Measuring memory", "available_cache", (limits,))
             cache = CacheSize(
                 num_blocks=min(size.num_blocks for size in sizes),
                 num_cpu_blocks=min(size.num_cpu_blocks for size in sizes),
                 block_bytes=sum(size.block_bytes for size in sizes),
-                max_num_seqs=limit,
+                limits=limits,
             )
             blocks = cache.num_blocks, cache.num_cpu_blocks
             reports = self._call("Allocating the KV cache", "allocate_cache", blocks)
@@ -276,10 +276,15 @@ class RayRanks:
         is_loading = method == "load_rank"
         return self._results(references, self._loading_progress if is_loading else _at(what))
 
-    def _max_num_seqs(self) -> int:
-        """Return what is set, or the least of what the ranks choose."""
-        limit = self._config.scheduler.max_num_seqs
-        return limit or min(self._call("Measuring memory", "default_max_num_seqs"))
+    def _limits(self) -> StepLimits:
+        """Return the limits of a step: those that are set, or the least that ranks choose."""
+        chosen: list[StepLimits] = self._call("Measuring memory", "default_limits")
+        return self._config.scheduler.limits(
+            StepLimits(
+                max_num_seqs=min(one.max_num_seqs for one in chosen),
+                max_num_batched_tokens=min(one.max_num_batched_tokens for one in chosen),
+            )
+        )
 
     def _memory(self, rank: int) -> MemoryAddress | None:
         return None if self._memories is None else self._memories.address(rank)

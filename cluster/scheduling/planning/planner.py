@@ -42,7 +42,7 @@ class Planner:
         self._kv = kv
         self._pace = pace
         self._table = sequence_table
-        self._config = config
+        self._max_num_tokens = config.limits().max_num_batched_tokens
         self._room = RoomRule(kv, sequence_table)
         self._preemptor = Preemptor(
             kv, sequence_table, self._room, preemption=config.preemption, swap_costs=swap_costs
@@ -58,7 +58,7 @@ class Planner:
 
     def draft_plan(self, step: int, *, acknowledged_step: int) -> PlanDraft:
         """Return the draft of `step`, which may be empty."""
-        draft = PlanDraft(step, budget=self._config.max_num_batched_tokens)
+        draft = PlanDraft(step, budget=self._max_num_tokens)
         table = self._table
         entitled: list[Sequence] = []
         if table.passing.claimant is not None:
@@ -158,7 +158,7 @@ class Planner:
             return None
         # Copies prolong a step, as tokens do.
         num_restored = self._kv.restores.num_planned * self._kv.block_size
-        if num_restored >= self._config.max_num_batched_tokens:
+        if num_restored >= self._max_num_tokens:
             return None
         # Each needs a row, and one block at least.
         if not (table.has_free_row and self._kv.pool.num_free):
@@ -180,7 +180,7 @@ class Planner:
         first = draft.first_share
         if first is None or first is sequence.share or len(first.waiting) > _MAX_FEW:
             return draft.budget
-        num_most = max(self._config.max_num_batched_tokens // 4, 1)
+        num_most = max(self._max_num_tokens // 4, 1)
         return min(draft.budget, max(num_most - draft.num_other_tokens, 0))
 
     def _start_if_room(self, sequence: Sequence, draft: PlanDraft) -> bool:
