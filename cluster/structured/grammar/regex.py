@@ -28,7 +28,7 @@ from cluster.structured.grammar.expressions import (
     size_of,
 )
 
-__all__ = ["read_regex"]
+__all__ = ["ends_with_anchor", "read_regex"]
 
 MAX_LENGTH = 4096
 _MAX_DEPTH = 64
@@ -66,9 +66,7 @@ def read_regex(text: str) -> Expression:
         raise _unsupported(f"{len(text)} characters, more than the maximum of {MAX_LENGTH}")
     # The whole text must match, so anchors at the ends are redundant.
     start = 1 if text.startswith("^") else 0
-    end = len(text)
-    if text.endswith("$") and (len(text) - len(text[:-1].rstrip("\\"))) % 2:
-        end -= 1
+    end = len(text) - ends_with_anchor(text)
     parser = _RegexParser(text, start, end)
     expression = parser.parse_alternatives(depth=0)
     if not parser.is_at_end:
@@ -80,6 +78,11 @@ def read_regex(text: str) -> Expression:
             f"{length} optional parts in a row, more than the maximum of {MAX_OPTIONAL_RUN}"
         )
     return expression
+
+
+def ends_with_anchor(text: str) -> bool:
+    """Return whether a regular expression ends with `$` that is not escaped."""
+    return text.endswith("$") and (len(text) - len(text[:-1].rstrip("\\"))) % 2 == 1
 
 
 class _RegexParser:

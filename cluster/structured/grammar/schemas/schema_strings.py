@@ -3,7 +3,6 @@
 from cluster.structured.grammar import json_text
 from cluster.structured.grammar.compile_cost import MAX_COST, cost_of
 from cluster.structured.grammar.expressions import (
-    Alternation,
     Concat,
     Expression,
     Repeat,
@@ -13,7 +12,7 @@ from cluster.structured.grammar.expressions import (
 )
 from cluster.structured.grammar.json_text import CONTENT, PLAIN, STRING_END, as_json_string
 from cluster.structured.grammar.loops import with_loops_as_rules
-from cluster.structured.grammar.regex import read_regex
+from cluster.structured.grammar.regex import ends_with_anchor, read_regex
 from cluster.structured.grammar.schemas.schema_keywords import Schema, count_limits_of, fail
 from cluster.structured.grammar.schemas.string_formats import STRING_FORMATS, StringFormat
 from pagedray.errors import InvalidRequestError
@@ -109,12 +108,10 @@ def found_in(pattern: str, text: Expression) -> tuple[_Parts, Expression, _Parts
     Raises InvalidRequestError.
     """
     expression = read_regex(pattern)
-    # Without an anchor the pattern may match anywhere in the string.
+    # Without an anchor the pattern may match anywhere in the string. One that belongs to the first
+    # or last alternative only is applied to all of them, which allows no other strings.
     before: _Parts = () if pattern.startswith("^") else (text,)
-    after: _Parts = () if pattern.endswith("$") else (text,)
-    if isinstance(expression, Alternation) and (before or after) and not (before and after):
-        # An anchor belongs to one of the alternatives only.
-        before = after = ()
+    after: _Parts = () if ends_with_anchor(pattern) else (text,)
     return before, expression, after
 
 
