@@ -169,6 +169,16 @@ def test_tags_with_a_separator() -> None:
         (sequence(ANY, ANY), "format.elements.0 is free text"),
         (triggered("b", tags=[tag("a", "")]), "format.tags.0.begin must begin with one of"),
         (triggered("a", tags=[]), "format.tags must be a list"),
+        (triggered("a", tags=["a"]), "format.tags must be a list of objects"),
+        (triggered(tags=[tag("a", "")]), "format.triggers must be a list that is not empty"),
+        ({"format": {"type": "triggered_tags", "triggers": "a", "tags": [tag("a", "")]}},
+         "format.triggers must be a list that is not empty"),
+        ({"format": {"type": "triggered_tags", "triggers": ["a", 5], "tags": [tag("a", "")]}},
+         "format.triggers.1 must be a string"),
+        (triggered("a", tags=[tag("a", ""), {**tag("a", ""), "x": 1}]), "format.tags.1.x is not"),
+        ({"format": {"type": ["or"]}}, "format.type must be one of"),
+        ({"structures": [{"begin": "a", "schema": {}, "end": ""}], "triggers": ["a"], "x": 1},
+         "structure.x is not supported"),
         (triggered("a", "b", tags=[tag("a", "")]), "format.triggers.1 is the beginning of no tag"),
         (triggered("a", "", tags=[tag("a", "")]), "format.triggers.1 must be a string"),
         (triggered("a", tags=[tag("a", "")], at_least_one=1), "at_least_one must be true"),
@@ -207,6 +217,35 @@ def test_bad_tags_are_rejected(given: Part, text: str) -> None:
         accepts(given)
     assert text in str(caught.value)
     assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        const("a"),
+        {"type": "json_schema", "json_schema": NUMBER},
+        {"type": "regex", "pattern": "a"},
+        ANY,
+        {"type": "sequence", "elements": [const("a")]},
+        {"type": "or", "elements": [const("a")]},
+        {"type": "tag", **tag("a", "b")},
+        {"type": "triggered_tags", "triggers": ["a"], "tags": [tag("a", "")]},
+        {"type": "tags_with_separator", "tags": [tag("a", "")], "separator": ","},
+    ],
+)
+def test_each_part_has_no_other_fields(part: Part) -> None:
+    accepts({"format": part})
+    for given, path in (
+        ({"format": part | {"x": 1}}, "structure.format.x"),
+        (
+            {"format": {"type": "or", "elements": [part | {"x": 1}]}},
+            "structure.format.elements.0.x",
+        ),
+        ({"format": part, "x": 1}, "structure.x"),
+    ):
+        with pytest.raises(InvalidRequestError) as caught:
+            accepts(given)
+        assert f"{path} is not supported" in str(caught.value)
 
 
 def test_deep_parts_are_rejected() -> None:

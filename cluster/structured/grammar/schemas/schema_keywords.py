@@ -1,5 +1,6 @@
 """The supported keywords of JSON Schema, and how the simplest of them are read."""
 
+import re
 from collections.abc import Mapping
 from typing import NoReturn, cast
 
@@ -21,6 +22,9 @@ __all__ = [
 
 MAX_COUNT = 4096
 """The largest minLength, maxLength, minItems, maxItems, minProperties and maxProperties."""
+
+_INDEX = re.compile("0|[1-9][0-9]{0,4}")
+"""What a JSON pointer to an item of a list contains."""
 
 Schema = Mapping[str, object]
 
@@ -111,7 +115,7 @@ def resolve(root: object, pointer: str, path: str) -> object:
         key = part.replace("~1", "/").replace("~0", "~")
         if isinstance(found, dict) and key in found:
             found = found[key]
-        elif isinstance(found, list) and key.isdigit() and len(key) < 6 and int(key) < len(found):
+        elif isinstance(found, list) and _INDEX.fullmatch(key) and int(key) < len(found):
             found = found[int(key)]
         else:
             fail(f"{path}/$ref", "refers to a missing definition")

@@ -116,6 +116,15 @@ def test_texts_of_random_schemas_are_valid(
         ({"type": "nope"}, "#/type"),
         ({"$ref": "http://example.com/schema"}, "#/\\$ref"),
         ({"$ref": "#/$defs/missing"}, "refers to a missing definition"),
+        *(
+            (
+                {"type": "array", "prefixItems": [{}, {"$ref": f"#/prefixItems/{index}"}]},
+                "#/prefixItems/1/\\$ref refers to a missing definition",
+            )
+            for index in ("2", "-1", "00", "1" * 6, "x", "\N{SUPERSCRIPT TWO}", "")
+        ),
+        ({"$ref": "#x"}, "must refer to a part of the schema"),
+        ({"$ref": 1}, "must refer to a part of the schema"),
         ({"$ref": "#"}, "refers to itself"),
         ({"anyOf": [{"$ref": "#"}, {"type": "null"}]}, "refers to itself"),
         (
@@ -170,6 +179,11 @@ def test_numbers_beyond_floats_are_rejected_at_once(keyword: str, number: str) -
             },
         },
         {"type": "array", "prefixItems": [{"type": "null"}, {"type": "integer"}], "minItems": 1},
+        {
+            "type": "array",
+            "prefixItems": [{"type": "null"}, {"$ref": "#/prefixItems/0"}],
+            "minItems": 1,
+        },
         {"type": "array", "items": False},
         {"type": "object", "properties": {}, "additionalProperties": False},
         {"type": "object", "additionalProperties": {"type": "null"}, "minProperties": 1},
