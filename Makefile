@@ -7,6 +7,8 @@ PROTO_OUT ?= .
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := .venv/.installed
+# Newer than all dependencies once the modules that tests import are compiled.
+COMPILED := .venv/.compiled
 
 # Programs that tests of deploy/ run.
 TOOLS := build/tools
@@ -93,8 +95,14 @@ check: setup
 	@scripts/check
 
 # Three processes on two cores, each of which runs whole files: tests often wait for servers.
-test: check
+test: setup
+	@$(MAKE) --no-print-directory -j2 check $(COMPILED)
 	@scripts/test --numprocesses 3 --dist loadfile --no-loadscope-reorder
+
+# Modules are compiled beside mypy, which uses one core. Otherwise each of the three processes
+# compiles most of them. A test that cannot be imported is reported when the tests run.
+$(COMPILED): $(STAMP)
+	@$(BIN)/pytest --collect-only --quiet >$@ || true
 
 # What takes long and rarely fails: more models over ranks, more faults, Ray Serve with replicas.
 test-slow: setup

@@ -63,7 +63,9 @@ def orphans(end: signal.Signals, program: str, *arguments: str) -> list[psutil.P
     return family
 
 
-@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "end", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL]
+)
 def test_a_server_ends_with_its_program(end: signal.Signals) -> None:
     family = orphans(end, SERVING)
     assert still_running(family, 60.0) == []
