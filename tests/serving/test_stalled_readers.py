@@ -180,7 +180,7 @@ async def test_complete_response_that_is_not_read_is_disconnected(tokenizer: Tok
     limits = ReaderLimits(write_timeout_s=WRITE_TIMEOUT_S)
     servicer = Servicer(client, tokenizer, engine_config(), CallOptions(reader_limits=limits))
     endpoint = Endpoint(method="GET", path="/big", handler=big, access=Access.PUBLIC)
-    app = HttpApp(servicer, (endpoint,), read_timeout_s=1.0)
+    app = HttpApp(servicer, (endpoint,), read_timeout_s=60.0)
     server = HttpServer(app, host="127.0.0.1", port=0)
     await server.start_server()
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
@@ -209,7 +209,7 @@ async def test_invalid_request_of_a_client_that_does_not_read_is_disconnected(
     servicer = Servicer(client, tokenizer, engine_config(), CallOptions(reader_limits=limits))
     endpoint = Endpoint(method="GET", path="/small", handler=small, access=Access.PUBLIC)
     server = HttpServer(
-        HttpApp(servicer, (endpoint,), read_timeout_s=5.0), host="127.0.0.1", port=0
+        HttpApp(servicer, (endpoint,), read_timeout_s=60.0), host="127.0.0.1", port=0
     )
     await server.start_server()
     with socket.create_connection(("127.0.0.1", server.port)) as connection:

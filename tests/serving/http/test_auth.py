@@ -46,7 +46,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def test_every_endpoint_declares_its_access(locked: Server) -> None:
-    app = build_http_app(locked.frontends.servicer, read_timeout_s=1.0)
+    app = build_http_app(locked.frontends.servicer, read_timeout_s=60.0)
     found: dict[Access, set[str]] = {access: set() for access in Access}
     for endpoint in app.endpoints:
         found[endpoint.access].add(endpoint.path)

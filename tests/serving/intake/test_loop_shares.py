@@ -290,7 +290,7 @@ def test_client_that_took_more_waits_but_not_for_its_health_checks(tokenizer: To
             assert (ask(one, b"/health") or b"").startswith(b"HTTP/1.1 200 ")
             assert ask(one, b"/health", timeout_s=0.2) is None
             assert ask(other, b"/unknown", timeout_s=0.2) is None
-            assert shares.num_waiting("127.0.0.1") == 2
+            wait_for(lambda: shares.num_waiting("127.0.0.1") == 2)
 
 
 def test_health_checks_that_never_wait_do_not_delay_other_requests(tokenizer: Tokenizer) -> None:
