@@ -4,7 +4,7 @@
 
 The products of Llama 3 8B in bfloat16, as torch multiplies them (cuBLAS). Each is measured in a
 CUDA graph that multiplies by one weight after another, so that none of them is in the L2 cache, for
-about a second: a GPU takes some milliseconds to lower its clock at its power limit. Times, clocks
+about a second: a GPU takes a few milliseconds to lower its clock at its power limit. Times, clocks
 and power are medians of the second half. Multiplying zeros takes little power, so that the column
 of zeros shows what the same kernels would take at the highest clock. `bench.product_bounds` says
 what follows for whole workloads.

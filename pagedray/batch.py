@@ -10,10 +10,10 @@ A rank executes a plan in this order: starts, copies of blocks on the device, fo
 sampling. Plans are executed in the order in which they are sent, so a block may go to another
 sequence in the plan after its last use.
 
-Copies between the pools (evictions, swap-outs, swap-ins) run beside the steps: they begin after all
-earlier steps, and have ended once every rank has acknowledged the step. Until then, no plan uses a
-block that one of them reads or writes. The sources of evictions are the exception: anything in the
-same plan or later may overwrite them.
+Copies between the pools (evictions, swap-outs, swap-ins) run concurrently with steps: they begin
+after all earlier steps, and have ended once every rank has acknowledged the step. Until then, no
+plan uses a block that one of them reads or writes. The sources of evictions are the exception:
+anything in the same plan or later may overwrite them.
 
 Reads and writes of files depend on no step: they begin when the plan arrives, and a `DiskReport` of
 every rank ends them. Until then, no plan writes a CPU block that they read, or uses one that they

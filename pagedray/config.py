@@ -86,7 +86,7 @@ class CacheConfig:
     num_cpu_blocks: int | None = None
     """Blocks in the CPU pool, for swapped-out sequences and prefixes.
 
-    None is 1 GiB on a CPU; beside GPUs it is a quarter of the available host memory for all ranks.
+    None is 1 GiB on a CPU; with GPUs it is a quarter of the available host memory for all ranks.
     """
     memory_fraction: float = 0.9
     """Fraction of device memory for weights, activations and cache together."""

@@ -372,7 +372,7 @@ class WorkerError(EngineError):
     def __init__(self, message: str, *, details: str = "") -> None:
         super().__init__(message)
         self.details = details
-        """What the log keeps beside the message, such as the rank's traceback."""
+        """What the log has in addition to the message, such as the rank's traceback."""
 
 
 class HungRankError(WorkerError):

@@ -126,7 +126,7 @@ class TensorNames:
     are_experts_transposed: bool = False
     """Whether stacks of experts are `[num_experts, in_size, out_size]`."""
     shared_input: tuple[str, ...] = ()
-    """As `mlp_input`, of the MLP that every token passes beside its experts."""
+    """As `mlp_input`, of the MLP that every token passes in addition to its experts."""
     shared_output: str = ""
     encoder: str = "bert"
     """The prefix of all tensors of an encoder with a head; without a head they have none."""
@@ -164,7 +164,7 @@ class ExpertsConfig:
     dense_layers: tuple[int, ...] = ()
     """The layers that have one MLP instead of experts."""
     shared_size: int | None = None
-    """Columns of the MLP that every token passes beside its experts; None is no such MLP."""
+    """Columns of the MLP that every token passes in addition to its experts, or None."""
     is_expert_parallel: bool = False
     """Whether a rank has whole experts, instead of some columns of each."""
 

@@ -1,6 +1,6 @@
 """How many blocks the pools of a rank have: by its options, or by the memory that is available.
 
-How much memory a GPU has left beside its steps is measured by `memory_profile`.
+The memory that the steps of a GPU leave free is measured by `memory_profile`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["cache_size", "free_host_bytes", "host_pool_bytes", "num_staging"]
 _MAX_HOST_POOL_BYTES = 4 * 2**30
 """Maximum size of the pools on a CPU, unless an option sets it."""
 _MAX_PINNED_BYTES = 64 * 2**30
-"""Maximum size of a CPU pool beside a GPU, unless an option sets it."""
+"""Maximum size of a CPU pool of a GPU, unless an option sets it."""
 _PINNED_PART = 4
 """The CPU pools of a node take 1 / `_PINNED_PART` of its available memory, all together."""
 _MOST_CPU_BLOCKS = 4

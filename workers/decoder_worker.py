@@ -84,7 +84,7 @@ class DecoderWorker(Worker):
         self._disk_jobs: DiskJobs | None = None
         self._is_warm = False
         self._idle_lock = threading.Lock()
-        """Held while idle time is used, and while nothing may run beside a measurement."""
+        """Held while idle time is used, and during measurements, while nothing else may run."""
 
     def load_weights(self, report_progress: Callable[[int, int], None]) -> dict[str, str]:
         assert self._model is not None

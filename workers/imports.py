@@ -63,7 +63,7 @@ def import_libraries(config: EngineConfig) -> None:
 def uncollected_imports() -> Iterator[None]:
     """Disable garbage collection while modules are imported, and exempt what exists afterwards.
 
-    Modules have some hundred thousand objects, which each collection would traverse. Only for a
+    Modules have several hundred thousand objects, which each collection would traverse. Only for a
     process that ends with its rank.
     """
     gc.disable()

@@ -137,7 +137,7 @@ class RankLifecycle:
         return self.durations
 
     def measure_roof(self) -> RankRoof | None:
-        """Return what `Worker.measure_roof` does. May be called by any thread, beside no step."""
+        """Return what `Worker.measure_roof` does. Any thread may call it while no step runs."""
         return self.worker.measure_roof()
 
     def serve_steps(self, channel: WorkerChannel) -> None:

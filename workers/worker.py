@@ -100,7 +100,7 @@ class Worker(ABC):
 
     @abstractmethod
     def available_cache(self, limits: StepLimits) -> CacheSize:
-        """Return the size of the pools that fit on this rank, beside the largest steps.
+        """Return the size of the pools that fit on this rank, given the largest steps.
 
         The limits are those of all ranks.
         """
@@ -148,7 +148,7 @@ class Worker(ABC):
 
     @abstractmethod
     def start_pinning(self) -> None:
-        """Pin the CPU pool beside steps, for a caller that does not call `use_idle_time`."""
+        """Pin the CPU pool while steps run, for a caller that does not call `use_idle_time`."""
 
     @abstractmethod
     def end_epoch(self) -> None:

@@ -288,7 +288,7 @@ class TorchSDPABackend(AttentionBackend):
             yield f"device is {spec.device.type}, but must be cpu"
         if spec.dtype == torch.float16:
             yield (
-                "dtype is torch.float16, which CPUs compute some hundred times slower than "
+                "dtype is torch.float16, which CPUs compute hundreds of times slower than "
                 "bfloat16; use bfloat16 or float32"
             )
         elif spec.dtype not in (torch.bfloat16, torch.float32):

@@ -79,8 +79,8 @@ def _config(parsed: argparse.Namespace) -> EngineConfig:
 
 
 def _serve(parsed: argparse.Namespace) -> int:
-    # Ray forks its daemons beside the running gRPC server, and a child may hang in the handlers of
-    # gRPC before it runs the daemon. Nothing that is forked here uses gRPC.
+    # Ray forks its daemons while the gRPC server is running, and a child may hang in the handlers
+    # of gRPC before it runs the daemon. Nothing that is forked here uses gRPC.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
     # gRPC's core logs a line for many kinds of malformed calls, so that any client could fill the
     # log. Errors of the server itself are exceptions.

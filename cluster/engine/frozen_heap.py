@@ -24,7 +24,7 @@ _NUM_OF_PYTHON = 1000
 def freeze_heap() -> Generator[None]:
     """Exempt the objects that exist from garbage collection, until the end of the context.
 
-    To traverse the token ids of some hundred prompts takes a quarter of a second, during which no
+    Traversing the token ids of a few hundred prompts takes a quarter of a second, during which no
     step is scheduled. Objects that the caller has frozen remain so.
     """
     if _is_frozen():

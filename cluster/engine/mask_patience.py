@@ -9,7 +9,7 @@ _SHARE = 0.75
 
 
 class MaskPatience:
-    """Derives the wait from the duration of earlier steps, since masks are made beside a step."""
+    """Derives the wait from the duration of earlier steps, since masks are made during a step."""
 
     def __init__(self) -> None:
         self._step_s = 0.0

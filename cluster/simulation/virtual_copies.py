@@ -1,4 +1,4 @@
-"""Copies between the pools in virtual time, beside the steps.
+"""Copies between the pools in virtual time, while steps run.
 
 They behave like those of `workers/runner/block_swaps.py`: one stream for each direction, which
 waits for the steps before, while a step waits only for the evicted blocks that found no staging

@@ -1,6 +1,6 @@
 """A scheduler in virtual time: the ranks are a model of how long steps and copies take.
 
-Plans run one step ahead, as the controller's do, and copies between the pools beside them. Equal
+Plans run one step ahead, as the controller's do, and copies between the pools concurrently. Equal
 calls give equal runs.
 """
 

@@ -51,7 +51,7 @@ class Attack(ABC):
     max_growth_mib: ClassVar[float] = 64.0
     """The server's memory beyond that before the attack."""
     max_left_mib: ClassVar[float] = 64.0
-    """What of it may still be held some seconds after the attack."""
+    """What of it may still be held a few seconds after the attack."""
     max_log_lines: ClassVar[int] = 20
     max_failed_checks: ClassVar[int] = 0
     """Health checks of honest clients that may fail."""

@@ -94,7 +94,7 @@ class _GatheredRotation(Rotation):
         self._half = cos.shape[-1] // 2
 
     def __call__(self, heads: torch.Tensor) -> torch.Tensor:
-        # Rolling by half puts each element's partner beside it.
+        # Rolling by half puts each element's partner next to it.
         partners = heads.roll(self._half, -1)
         return (heads * self._cos).addcmul_(partners, self._sin)
 

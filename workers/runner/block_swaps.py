@@ -1,4 +1,4 @@
-"""Copies between the pools, on their own streams beside the steps.
+"""Copies between the pools, on their own streams, while steps run.
 
 Outward and inward copies run at the same time. They wait for the steps before them, and no step
 waits for them: the scheduler uses a block only once the copies that read or write it have ended.

@@ -13,7 +13,7 @@ __all__ = ["CudaStream", "DeviceStream", "HostStream", "StepStream"]
 
 
 class DeviceStream(Protocol):
-    """Work that runs in order, beside that of other streams unless one waits for the other."""
+    """Work that runs in order, concurrently with other streams unless one waits for the other."""
 
     def active(self) -> AbstractContextManager[object]:
         """Return a context in which copies and kernels go to this stream."""

@@ -1,4 +1,4 @@
-"""Reads and writes of KV blocks in a file, by threads beside the steps.
+"""Reads and writes of KV blocks in a file, by threads, while steps run.
 
 No step waits for a disk. What fails is reported and otherwise ignored, since only a copy in the
 cache is lost; what hangs counts as failed.

@@ -87,7 +87,7 @@ class SamplingRows:
         return needs
 
     def num_logprobs(self, rows: IntArray) -> IntArray:
-        """Return how many tokens these rows report, beside those that are sampled."""
+        """Return how many tokens these rows report, in addition to those that are sampled."""
         return np.minimum(self._num_logprobs[rows], self._vocab_size)
 
     def reported_ids(self, rows: IntArray) -> IntArray:

@@ -2,7 +2,7 @@
 
     python -m attention.kernels.cpu.prebuilt
 
-writes them beside the sources, for an image: its containers then compile nothing, and load no code
+writes them next to the sources, for an image: its containers then compile nothing, and load no code
 from a volume, which other users may be able to change. Who can write these libraries can also write
 the package.
 """

@@ -32,7 +32,7 @@ class RandomLengths:
     input_len: int
     output_len: int
     prefix_len: int = 0
-    """Tokens at the start that all prompts share, beside `input_len`."""
+    """Tokens at the start that all prompts share, in addition to `input_len`."""
     range_ratio: float = 0.0
     """Lengths are uniform in [length * (1 - ratio), length * (1 + ratio)]."""
 

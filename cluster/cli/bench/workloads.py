@@ -30,7 +30,7 @@ class Workload:
     """Returns the tokens of a prompt, and those to generate."""
     num_prefixes: int = 1
     prefix_len: int = 0
-    """Tokens that begin a prompt beside those of `draw_lengths`: one of so many prefixes."""
+    """Tokens that precede those of `draw_lengths` in a prompt: one of `num_prefixes` prefixes."""
 
     def requests(self, vocab_size: int, seed: int) -> list[EngineRequest]:
         """Return the requests, equal for equal seeds."""

@@ -104,7 +104,7 @@ def _load_of(calls: Sequence[VirtualCall]) -> LoadResult:
 
 
 def _peak_concurrency(timings: Sequence[Timing]) -> int:
-    # One that ends when another begins is not open beside it.
+    # One that ends when another begins is not open at the same time.
     changes = sorted(
         change for one in timings for change in ((one.started_s, 1), (one.ended_s, -1))
     )

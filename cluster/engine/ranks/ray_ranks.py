@@ -196,7 +196,7 @@ class RayRanks:
         return outputs.popleft()
 
     def measure_roofs(self) -> list[RankRoof]:
-        """Measure the devices of all ranks at the same time, beside no step.
+        """Measure the devices of all ranks at the same time, while no step runs.
 
         Raises WorkerError if a rank has died, and DeviceError if too little memory is free.
         """

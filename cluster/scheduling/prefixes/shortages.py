@@ -1,4 +1,4 @@
-"""Remembers why sequences got no blocks, so that their prefixes are not looked up in vain."""
+"""Remembers why sequences got no blocks, so that their prefixes are not looked up needlessly."""
 
 from cluster.scheduling.blocks.block_pool import BlockPool
 from cluster.scheduling.blocks.prefix_cache import PrefixCache

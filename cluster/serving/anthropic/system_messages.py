@@ -1,4 +1,4 @@
-"""Puts later system messages into the messages beside them, for templates that do not take them.
+"""Merges later system messages into adjacent messages, for templates that do not take them.
 
 Claude Code adds system messages during a conversation. Each text stays near its place, so that a
 conversation begins with the same tokens as its earlier turns.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["ReadTurns"]
 
 _PER_PASS = 4
-"""Reads of a pass, each of which may begin a request of some 0.3 ms."""
+"""Reads of a pass, each of which may begin a request of about 0.3 ms."""
 _NUM_ITERATIONS = 4
 """Of the event loop in a pass. What a read begins, such as a response and closing the connection,
 runs in later ones."""

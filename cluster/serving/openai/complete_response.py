@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["CompleteResponse"]
 
 _OUTPUT_BYTES = 128
-"""Memory of an output beside its content."""
+"""Memory of an output without its content."""
 _TOKEN_BYTES = 40
 """Memory of a token id in a list."""
 

@@ -24,7 +24,7 @@ __all__ = ["EventResponse"]
 logger = logging.getLogger(__name__)
 
 _OUTPUT_BYTES = 128
-"""Memory of an output beside its content."""
+"""Memory of an output without its content."""
 
 
 class EventResponse(ABC):

@@ -49,7 +49,7 @@ class EventStream(Response):
     ) -> None:
         """`close` ends what makes the events.
 
-        `take_progress` returns what the events since the last call add; it is sent beside them.
+        `take_progress` returns what the events since the last call add; it is sent with them.
         `waiting_event` is sent after every 15 seconds without an event.
         """
         super().__init__(

@@ -26,7 +26,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseOptions:
-    """The content of a response beside its text."""
+    """What a response contains in addition to its text."""
 
     model: str
     created_s: int

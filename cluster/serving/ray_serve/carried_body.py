@@ -1,4 +1,4 @@
-"""The body of a request, carried beside its scope from Serve's HTTP proxy to a replica.
+"""The body of a request, carried separately from its scope from Serve's HTTP proxy to a replica.
 
 A replica of Serve asks the proxy for the messages of a body. They are lost if Serve sends the
 request again to a replica that was paused: the first sending takes them.

@@ -354,7 +354,7 @@ async def _short_body(scope: Scope, request: _Request) -> bytes | None:
                 parts.append(message.get("body", b""))
                 num_bytes += len(parts[-1])
                 if num_bytes > _MOST_READ_BYTES:
-                    # Some servers ignore Content-Length beside Transfer-Encoding.
+                    # Some servers ignore Content-Length if there is Transfer-Encoding.
                     return None
     except TimeoutError:
         # The replica limits how long the rest may take.

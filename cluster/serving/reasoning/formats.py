@@ -145,8 +145,8 @@ def with_headers(
         return reasoning
     if reasoning is None or not reasoning.has_channels:
         raise InvalidRequestError(
-            "A tool call cannot be forced, or chosen beside a structure, in a message that the "
-            "prompt begins: let the model begin the message.",
+            "A tool call cannot be forced, or be an alternative to a structure, in a message that "
+            "the prompt begins: let the model begin the message.",
             param="structure",
         )
     headers = _headers_of(structure.headers, tokenizer)

@@ -25,7 +25,7 @@ __all__ = ["ResumableStream", "StreamReader"]
 logger = logging.getLogger(__name__)
 
 _MESSAGE_BYTES = 240
-"""Memory of a message beside its content: its header, two entries of dictionaries, an integer."""
+"""Memory of a message without its content: its header, two entries of dictionaries, an integer."""
 _MOST_TAKEN_BYTES = 2**16
 """A reader takes messages at once until they have this many bytes."""
 

@@ -1,6 +1,6 @@
 """Records the times and tokens of each call, and reports them when it ends.
 
-It costs some microseconds a call, and a fraction of one an output.
+It costs a few microseconds per call, and a fraction of one per output.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a server did in the last ten minutes, and the latencies of the last minute.
 
-A sample is taken every five seconds and costs some microseconds. Nothing of it is kept anywhere
+A sample is taken every five seconds and costs a few microseconds. Nothing of it is kept anywhere
 else; Prometheus has the long history.
 """
 

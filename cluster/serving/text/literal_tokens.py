@@ -1,6 +1,6 @@
 """Special tokens that clients write in messages, encoded as the text that they are.
 
-A chat template writes special tokens as text, beside the text of the messages, and the tokenizer
+A chat template writes special tokens as text, next to the text of the messages, and the tokenizer
 would find both. Therefore, before a conversation is rendered, each special token that the client
 sent is replaced by a mark; those in the rendered text are then the template's. A second tokenizer
 with the same model knows each special token by an alias only. It encodes the text in which aliases

@@ -101,7 +101,7 @@ def turn_structure(
 def _call_schema(
     tools: Sequence[Tool], param: str, key: str
 ) -> Steps[tuple[dict[str, object], dict[str, object]]]:
-    """Return the schema of a call of any tool, and what its root must have beside it.
+    """Return the schema of a call of any tool, and what its root must have in addition.
 
     Its arguments have this key.
     """

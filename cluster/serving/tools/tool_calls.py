@@ -88,7 +88,7 @@ formats that have a mark of their own for it. They are JSON, whatever the format
 
 
 def call_form(tool_format: ToolCallFormat) -> CallForm:
-    """Return how calls are written beside an answer with a structure."""
+    """Return how calls are written if the answer may instead follow a structure."""
     return _FORMS.get(tool_format, _TAGGED)
 
 

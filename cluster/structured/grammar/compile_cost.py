@@ -21,7 +21,7 @@ __all__ = ["MAX_COST", "MAX_OPTIONAL_RUN", "cost_of", "optional_run_of"]
 MAX_COST = 1024
 """More states than this take too long to compile on any machine, with any vocabulary."""
 MAX_OPTIONAL_RUN = 256
-"""Optional parts in a row; these make some 30 000 transitions."""
+"""Consecutive optional parts; these make about 30 000 transitions."""
 _MAX_STATES = 192
 """States counted for one repetition: xgrammar does not unroll longer ones."""
 _NUM_WIDE_LETTERS = 16

@@ -208,7 +208,7 @@ class MaskWork:
             self._has_quick.notify()
 
     def _set_aside(self, allowed_s: float) -> None:
-        """Continue masks that have taken `allowed_s` at low priority, others beside them."""
+        """Continue masks that have taken `allowed_s` at low priority, while others run."""
         for thread_id, job in self._running.items():
             if job.is_costly or job.timer is None or job.timer.cpu_s() <= allowed_s:
                 continue

@@ -24,7 +24,7 @@ __all__ = ["LEAST_MARGIN", "NUM_LOGPROBS", "TokenScores", "least_margin"]
 
 NUM_LOGPROBS = 20
 LEAST_MARGIN = 2e-4
-"""Log-probabilities of the same position in different batches differ by some 1e-5 in float32."""
+"""Log-probabilities of the same position in different batches differ by about 1e-5 in float32."""
 
 TokenScores = tuple[tuple[int, float], ...]
 """The likeliest tokens of a position with their log-probabilities, the likeliest first."""

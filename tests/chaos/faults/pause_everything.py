@@ -1,4 +1,4 @@
-"""The server and all ranks are stopped for some seconds, as when a machine is suspended."""
+"""The server and all ranks are stopped for a few seconds, as when a machine is suspended."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def _check_module(folder: Path, *, no: int, yes: int) -> None:
     module = _score_module(folder)
     if module is None:
         return
-    # The name of a folder beside it, never another path.
+    # The name of a folder next to it, never another path.
     path = folder / Path(str(module.value("path"))).name / "config.json"
     file = ConfigFile.read(path)
     for key, token_id in (("true_token_id", yes), ("false_token_id", no)):

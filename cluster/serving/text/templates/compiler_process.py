@@ -1,4 +1,4 @@
-"""The process that compiles templates of requests, beside the server's event loop.
+"""The process that compiles templates of requests, so that the server's event loop continues.
 
 It forks for each template, so that the kernel can limit its time and memory.
 """

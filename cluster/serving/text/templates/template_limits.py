@@ -130,7 +130,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "+":
             value = left + right
-            # The common case, some thousand times for a long conversation.
+            # The common case, thousands of times for a long conversation.
             if value.__class__ is str:
                 self._budget.count_steps()
                 self._budget.count_size(len(value))

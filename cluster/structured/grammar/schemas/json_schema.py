@@ -1,7 +1,7 @@
 """Converts JSON schemas to grammars: every text of the grammar is valid under the schema.
 
 The converse does not hold: properties come in the order of the schema, without any additional
-ones beside them. A keyword that cannot be enforced is rejected by its name.
+ones. A keyword that cannot be enforced is rejected by its name.
 """
 
 import json
@@ -314,7 +314,7 @@ class _SchemaReader:
         name, value_path = self._name(schema, path, depth), f"{path}/additionalProperties"
         given = schema.get("additionalProperties", "properties" not in schema)
         if patterns:
-            # Names that do not match are as additional ones beside properties.
+            # Names that do not match are like additional properties.
             name, given = self._name_of_pattern(patterns, schema, path)
             value_path = f"{path}/patternProperties/{escaped_pointer(next(iter(patterns)))}"
         if given is False and not patterns:

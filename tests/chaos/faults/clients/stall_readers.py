@@ -16,7 +16,7 @@ _OPEN_TIMEOUT_S = 10.0
 
 
 class StallReaders(Fault):
-    """Streams with small receive buffers that are not read for some seconds."""
+    """Streams with small receive buffers that are not read for a few seconds."""
 
     name = "readers stall"
     targets = frozenset({"server", "serve"})

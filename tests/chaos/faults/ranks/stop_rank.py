@@ -1,4 +1,4 @@
-"""A rank is stopped for some seconds and continues."""
+"""A rank is stopped for a few seconds and continues."""
 
 from __future__ import annotations
 

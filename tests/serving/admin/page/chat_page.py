@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ChatPage"]
 
-# The page gives up parsing after some seconds, which a busy machine may take for any text.
+# The page gives up parsing after a few seconds, which a busy machine may take for any text.
 _PATIENT = """
 (() => {
   const set = window.setTimeout;
