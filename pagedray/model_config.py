@@ -289,7 +289,7 @@ class ModelConfig:
     num_token_types: int = 0
     """Size of an encoder's table of token types; a decoder has none."""
     position_padding_id: int | None = None
-    """The padding token of a RoBERTa: positions count from the row behind its id, and it has none.
+    """The padding token of a RoBERTa: positions count from the row after its id, and it has none.
     None is a model whose positions count from 0."""
     dtype: Dtype = "bfloat16"
     """The dtype of weights and activations."""

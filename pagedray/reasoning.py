@@ -74,7 +74,7 @@ class ReasoningTracker:
         """The missing rest of the mark that comes next, `begin` or `end`, of which a part may be at
         the end of the tokens so far."""
         self.after = b""
-        """The bytes behind `end` of the token in which it ended."""
+        """The bytes after `end` of the token in which it ended."""
         self._begin, self._end = reasoning.begin.encode(), reasoning.end.encode()
         self._mark_tokens = {token_id: text.encode() for token_id, text in reasoning.mark_tokens}
         self._tail = b""

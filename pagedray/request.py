@@ -79,7 +79,7 @@ class Structure(msgspec.Struct, frozen=True, kw_only=True):
     `leading_calls`, what `LeadingCallsStructure` describes; for `messages`, what
     `MessagesStructure` describes."""
     mark: str = ""
-    """What a `turn` with tool calls begins with, and the `calls` behind a text, which may be a
+    """What a `turn` with tool calls begins with, and the `calls` after a text, which may be a
     special token; `leading_calls` may begin with it."""
     headers: tuple[tuple[str, str], ...] = ()
     """For a message that must be a tool call, in models whose turns are messages in channels: the

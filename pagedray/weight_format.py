@@ -35,7 +35,7 @@ class Fp8Format:
     block: tuple[int, int] = (1, 1)
     """Output and input channels of a block, for scales of blocks."""
     scale_name: str = "weight_scale"
-    """The name of the tensor of scales, behind that of its layer."""
+    """The name of the tensor of scales, after the name of its layer."""
     is_made_at_load: bool = False
     """Whether the checkpoint has plain weights, which are quantized when they are loaded."""
     has_input_scale: bool = False

@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def _transcript(generator: random.Random) -> str:
-    """Return what a model writes behind `<|start|>assistant`, without the token that ends it."""
+    """Return what a model writes after `<|start|>assistant`, without the token that ends it."""
     messages = [
         f"<|channel|>analysis<|message|>{generator.choice(_TEXTS)}"
         for _ in range(generator.choice((0, 1, 1, 2)))

@@ -18,7 +18,7 @@ def pooled(
 ) -> torch.Tensor:
     """Return `[num_sequences, hidden_size]` float32.
 
-    `hidden` is `[num_tokens, hidden_size]`, the sequences one after another and padding behind
+    `hidden` is `[num_tokens, hidden_size]`, the sequences one after another and padding after
     them. `lengths` is `[num_sequences]` int64, each at least 1. `mean` averages all tokens, `cls`
     takes the first and `last` the last. Normalized vectors have an L2 norm of 1.
     """

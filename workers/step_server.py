@@ -28,7 +28,7 @@ def serve_steps(
     """Run plans in order until a Shutdown arrives.
 
     A step's output is sent as soon as it is ready, and its acknowledgement once its block copies
-    have ended too; a plan that arrives before is launched behind the running step. A step that
+    have ended too; a plan that arrives before is launched after the running step. A step that
     needs masks gets them before the next plan, and after the outputs of all earlier steps are sent,
     since masks depend on these. Between plans, the worker uses its idle time.
     """

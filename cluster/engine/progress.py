@@ -44,7 +44,7 @@ class ProgressLine:
     def report(self, what: str, fraction: float) -> None:
         """Show that `fraction` of `what`, 0 to 1, is done; has no effect after `close`.
 
-        A detail of `what` that changes often, such as a speed, is behind `; `. Where lines stay,
+        A detail of `what` that changes often, such as a speed, follows `; `. Where lines stay,
         one that only has another detail is shown every ten seconds.
         """
         if self._is_closed:

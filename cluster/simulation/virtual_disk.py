@@ -42,7 +42,7 @@ class VirtualDisk:
         return min((jobs[0].ended_s for jobs in self._jobs.values() if jobs), default=inf)
 
     def launch(self, plan: StepPlan, now_s: float) -> None:
-        """Begin the reads and writes of a plan, behind those before."""
+        """Begin the reads and writes of a plan, after those of earlier plans."""
         for is_read, copies in ((True, plan.disk_reads), (False, plan.disk_writes)):
             if not copies:
                 continue

@@ -37,7 +37,7 @@ def available_host_bytes(meminfo: Path = _MEMINFO, cgroup: Path = CGROUP) -> int
 
 
 def _entry(path: Path, name: str) -> int:
-    """Return the number behind a name in a file of the kernel."""
+    """Return the number after a name in a file of the kernel."""
     for line in path.read_text().splitlines():
         words = line.split()
         if words and words[0] == name:

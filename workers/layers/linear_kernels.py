@@ -1,6 +1,6 @@
 """GEMM kernels of linear layers, `x @ weight.T + bias`: one class for each layout of the weight.
 
-The fastest layout depends on device, dtype and the library behind torch. It is chosen by a fixed
+The fastest layout depends on device, dtype and the library that torch uses. It is chosen by a fixed
 rule when a layer is built, so that an engine computes the same numbers after every restart.
 """
 

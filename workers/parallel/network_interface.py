@@ -16,7 +16,7 @@ _NAME_BYTES = 16
 _ENTRY_BYTES = 40
 """Size of `struct ifreq` on 64-bit Linux."""
 _ADDRESS = slice(_NAME_BYTES + 4, _NAME_BYTES + 8)
-"""Offset of the IPv4 address: behind the name, and the family and port of `sockaddr_in`."""
+"""Offset of the IPv4 address: after the name, and the family and port of `sockaddr_in`."""
 _MAX_ENTRIES = 256
 
 

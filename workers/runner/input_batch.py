@@ -98,7 +98,7 @@ class InputBatch:
     def prepare_inputs(self, plan: StepPlan) -> StepInputs:
         """Return the flat inputs of a step, tokens in the plan's order.
 
-        On a CPU, generated tokens that are computed again are decodes, behind all prefills.
+        On a CPU, generated tokens that are computed again are decodes, after all prefills.
         """
         if not plan.chunks:
             return self._decode_inputs(plan.decodes)

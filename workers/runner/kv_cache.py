@@ -96,7 +96,7 @@ class KVCache:
 
     @property
     def num_staging(self) -> int:
-        """Device blocks behind the pool."""
+        """Device blocks after those of the pool."""
         return len(self._device_blocks) - len(self.device_pool)
 
     def swap_out(self, copies: Sequence[BlockCopy]) -> None:

@@ -34,7 +34,7 @@ class _Words:
     """The words of several rows, on the device."""
 
     beginnings: Tensor
-    """int32 `[num_words, _LENGTH]`: the tokens before the last one, behind `_ANY`."""
+    """int32 `[num_words, _LENGTH]`: the tokens before the last one, after `_ANY`."""
     last_ids: Tensor
     """int64 `[num_words]`."""
     owners: Tensor

@@ -42,7 +42,7 @@ class NumpyChoice(Choice):
     def unfiltered(self, scores: Tensor, indices: IntArray, draws: Draws) -> Tensor:
         """Return tokens drawn from the whole vocabulary."""
         num_chunks = -(-scores.shape[1] // CHUNK_SIZE)
-        # Padding behind the vocabulary keeps weight 0.
+        # Padding after the vocabulary keeps weight 0.
         weights = np.zeros(num_chunks * CHUNK_SIZE, dtype=np.float32)
         # A low temperature may turn a difference into -inf, as it should.
         with np.errstate(over="ignore"):

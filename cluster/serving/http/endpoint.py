@@ -215,7 +215,7 @@ class EndpointTable:
     def __init__(self, endpoints: tuple[Endpoint, ...]) -> None:
         self._exact: dict[str, dict[str, Endpoint]] = {}
         self._open: dict[tuple[str, str], dict[str, Endpoint]] = {}
-        """By what is before the parameter, and behind it."""
+        """By what precedes the parameter, and what follows it."""
         for endpoint in endpoints:
             prefix, brace, rest = endpoint.path.partition("{")
             if brace:

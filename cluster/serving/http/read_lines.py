@@ -8,7 +8,7 @@ MAX_CHECK_BYTES = 2**10
 
 
 def read_line(host: str, data: bytes, *, is_first: bool) -> str:
-    """Return the line of a read, which waits behind others of its line only.
+    """Return the line of a read, which waits only for others of its line.
 
     A health check on a connection of its own does not wait for other requests of its host.
     """

@@ -47,7 +47,7 @@ class ResponseChunks:
         self._end_chunks(b',"usage":null' if self._options.includes_usage else b"")
 
     def _end_chunks(self, rest: bytes) -> None:
-        """Let chunks end with these fields, behind their choices."""
+        """Let chunks end with these fields, after their choices."""
         self._end = rest + b"}\n\n"
         self._bare_end = self._format.bare_end + _BARE + self._end
 

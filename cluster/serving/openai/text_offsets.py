@@ -23,7 +23,7 @@ class TextOffsets:
     def __init__(
         self, token_bytes: TokenBytes, detokenizer: IncrementalDetokenizer, *, text: str = ""
     ) -> None:
-        """Begin behind `text`."""
+        """Begin after `text`."""
         self._token_bytes = token_bytes
         self._detokenizer = detokenizer
         self._num_characters = len(text)
@@ -44,7 +44,7 @@ class TextOffsets:
     def _next(self, token_id: int, prompt: str | None) -> int:
         fallback_ids = self._token_bytes.fallback_ids
         if fallback_ids and token_id not in fallback_ids:
-            # The bytes in a row before it are complete.
+            # The consecutive bytes before it are complete.
             self._num_characters += len(self._detokenizer.flush())
         offset = self._num_characters
         if prompt is not None and self._token_bytes.is_special(token_id):

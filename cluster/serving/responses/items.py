@@ -117,7 +117,7 @@ ITEMS: Mapping[str, type[_Item]] = {
 
 
 class _Turns:
-    """Collects messages; what the assistant says, thinks and calls in a row is one of them."""
+    """Collects messages; consecutive text, reasoning and calls of the assistant are one of them."""
 
     def __init__(self) -> None:
         self.messages: list[ChatMessage] = []

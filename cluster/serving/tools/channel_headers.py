@@ -37,7 +37,7 @@ END_MARKS = ("<|end|>", "<|call|>", "<|return|>", START_MARK)
 MAX_HEADER_LENGTH = 512
 
 ANSWER_HEADER = f"{START_MARK}assistant{CHANNEL_MARK}final{MESSAGE_MARK}"
-"""The header of an answer, as the model writes it behind its reasoning."""
+"""The header of an answer, as the model writes it after its reasoning."""
 _FUNCTIONS = "functions."
 _HEADER_STARTS = (CHANNEL_MARK, START_MARK, MESSAGE_MARK)
 _FIRST_STARTS = (*_HEADER_STARTS, "to=")

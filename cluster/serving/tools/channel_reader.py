@@ -110,7 +110,7 @@ class ChannelReader(TurnReader):
         if is_header is None and self._buffer.lstrip(BLANKS) == START_MARK:
             is_header = True
         if is_header is None and not is_first:
-            # Cut off behind a message, or at the start of a header.
+            # Cut off after a message, or at the start of a header.
             self._buffer = ""
             return False
         if is_header:
@@ -143,7 +143,7 @@ class ChannelReader(TurnReader):
         elif header.kind == "reasoning":
             self._is_next_line = self._has_reasoning
             if not header.has_recipient:
-                # A grammar applies behind this mark only.
+                # A grammar applies only after this mark.
                 self._ends = _REASONING_ENDS
         elif header.has_recipient:
             self._write_content(text + mark)

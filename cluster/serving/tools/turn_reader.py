@@ -62,12 +62,12 @@ class TurnDelta:
         return [part for part in self.parts if isinstance(part, ToolCallDelta)]
 
     def add_text(self, kind: Literal["reasoning", "content"], text: str) -> None:
-        """Add text behind all else; an empty one is no part."""
+        """Append text, unless it is empty."""
         if text:
             self.parts.append(TextDelta(kind, text))
 
     def add_call(self, call: ToolCallDelta) -> None:
-        """Add a part of a call behind all else."""
+        """Append a part of a call."""
         self.parts.append(call)
 
     def add_delta(self, other: TurnDelta) -> None:

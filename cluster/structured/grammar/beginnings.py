@@ -42,7 +42,7 @@ class _Reading:
         """By identity of an expression and place; of those that are being read, none."""
 
     def after(self, expression: Expression, at: int) -> Places:
-        """Return the places behind an expression that begins at a place."""
+        """Return the places after an expression that begins at a place."""
         if at == len(self._text):
             return frozenset((at,))
         key = id(expression), at

@@ -2,7 +2,7 @@
 
 xgrammar checks each state of an automaton against the whole vocabulary. That is cheap where few
 tokens may follow, and takes tens of milliseconds where most may: those states are counted here.
-So are optional parts in a row, since any of them may be followed by any later one: transitions
+So are consecutive optional parts, since any of them may be followed by any later one: transitions
 grow with the square of their number.
 """
 

@@ -31,7 +31,7 @@ def text_until(
     """
     # A state is the longest end of the text that begins a stop.
     states = {""} | {stop[:length] for stop in stops for length in range(1, len(stop))}
-    # Those behind a stop are never reached.
+    # Those after a stop are never reached.
     states = {one for one in states if not any(stop in one for stop in stops)}
     names = {state: f"{prefix}{number}" for number, state in enumerate(sorted(states))}
     letters = sorted({letter for stop in stops for letter in stop})

@@ -53,7 +53,7 @@ class ReasoningMatcher:
         self._num_tokens = 0
         self._num_line_feeds = 0
         self._has_begun = False
-        """Whether the structure has begun behind the reasoning."""
+        """Whether the structure has begun after the reasoning."""
         self._set_headers(self._reasoning.num_prompt_tokens)
 
     @property

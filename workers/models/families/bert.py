@@ -1,7 +1,7 @@
 """Reads BERT (Devlin et al. 2018) and RoBERTa (Liu et al. 2019) from `config.json`.
 
 XLM-RoBERTa (Conneau et al. 2020) is a RoBERTa of many languages. Both number a text's tokens from
-the row behind that of padding.
+the row after that of padding.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _read_bert(file: ConfigFile) -> ModelConfig:
 def _read_roberta(file: ConfigFile) -> ModelConfig:
     """Read an encoder, or a cross-encoder, whose head gives a pair of texts one score."""
     config = _read(file, ROBERTA.architecture)
-    # It is a token and a position, and one position must be left behind it.
+    # It is a token and a position, and one position must be left after it.
     highest = min(config.vocab_size - 1, config.max_positions - 2)
     padding_id = file.integer("pad_token_id", 1, least=0, most=highest)
     config = replace(

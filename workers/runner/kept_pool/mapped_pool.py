@@ -1,7 +1,7 @@
 """Maps the memory in which a CPU pool outlives its rank.
 
 Only one process maps it at a time, so that none changes it after another one took its place. A
-digest behind the blocks says what they were computed from; it is written once the scheduler knows
+digest after the blocks says what they were computed from; it is written once the scheduler knows
 that the blocks are new. A rank that computes other keys and values than the one before starts with
 zeros.
 """

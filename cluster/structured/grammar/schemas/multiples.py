@@ -37,7 +37,7 @@ class Multiples:
     ) -> list[Expression]:
         """Return an expression of the multiples of so many digits, if there are any.
 
-        They start with `head` and, if it is given, with a digit in a range behind it. Raises
+        They start with `head` and, if it is given, with a digit in a range after it. Raises
         InvalidRequestError if they need too many rules.
         """
         num_left = length - len(head)

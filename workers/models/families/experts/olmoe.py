@@ -18,7 +18,7 @@ __all__ = ["OLMOE"]
 
 def _read(file: ConfigFile) -> ModelConfig:
     has_bias = file.flag("attention_bias", False)
-    # Values behind the norms are not clamped.
+    # Values after the norms are not clamped.
     file.reject_unless("clip_qkv", None)
     config = base_config(file, OLMOE.architecture, default_norm_eps=1e-5)
     return replace(
