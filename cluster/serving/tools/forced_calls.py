@@ -31,6 +31,8 @@ __all__ = [
 ]
 
 _MAX_DEPTH = 100
+_CALL = "any call"
+"""A name that no tool has."""
 
 
 def call_structure(tool: Tool, param: str) -> Structure:
@@ -44,10 +46,13 @@ def list_structure(tools: Sequence[Tool], param: str, *, is_parallel: bool) -> S
     Raises InvalidRequestError that names `param`.
     """
     call, definitions = yield from _call_schema(tools, param, "parameters")
-    schema: dict[str, object] = {"type": "array", "minItems": 1, "items": call}
+    # The first call and those after it are one part, which is compiled once.
+    definitions[_CALL] = call
+    items = {"$ref": f"#/$defs/{_CALL}"}
+    schema: dict[str, object] = {"type": "array", "minItems": 1, "items": items}
     if not is_parallel:
         schema["maxItems"] = 1
-    return _structure(schema | definitions, param)
+    return _structure(schema | {"$defs": definitions}, param)
 
 
 def message_structure(
@@ -90,7 +95,7 @@ def turn_structure(
     call, definitions = yield from _call_schema(tools, param, form.arguments)
     turn = TurnStructure(
         form=form,
-        call=json_text(call | definitions, param, most_bytes=MAX_TEXT_BYTES),
+        call=json_text(call | {"$defs": definitions}, param, most_bytes=MAX_TEXT_BYTES),
         is_parallel=is_parallel,
         answer_kind=answer.kind,
         answer_text=answer.text,
@@ -101,7 +106,7 @@ def turn_structure(
 def _call_schema(
     tools: Sequence[Tool], param: str, key: str
 ) -> Steps[tuple[dict[str, object], dict[str, object]]]:
-    """Return the schema of a call of any tool, and what its root must have in addition.
+    """Return the schema of a call of any tool, and the definitions that it refers to.
 
     Its arguments have this key.
     """
@@ -121,7 +126,7 @@ def _call_schema(
                 "additionalProperties": False,
             }
         )
-    return {"anyOf": calls}, {"$defs": definitions}
+    return {"anyOf": calls}, definitions
 
 
 def check_length(num_characters: int, param: str) -> None:

@@ -187,7 +187,8 @@ def test_required_calls_are_a_list_of_calls(client: openai.OpenAI, tool_server: 
     assert (content, calls, reason) == ("", [("weather", '{"city": "Bonn"}')], "tool_calls")
     schema = schema_of(tool_server)
     assert (schema["minItems"], schema["maxItems"]) == (1, 1)
-    assert [call["properties"] for call in schema["items"]["anyOf"]] == [
+    assert schema["items"] == {"$ref": "#/$defs/any call"}
+    assert [call["properties"] for call in schema["$defs"]["any call"]["anyOf"]] == [
         {"name": {"enum": [name]}, "parameters": {"$ref": f"#/$defs/{name}"}}
         for name in ("weather", "time")
     ]
@@ -195,6 +196,29 @@ def test_required_calls_are_a_list_of_calls(client: openai.OpenAI, tool_server: 
     assert weather["properties"]["city"] == {"$ref": "#/$defs/weather/$defs/City"}
     assert weather["$defs"] == {"City": {"type": "string"}}
     assert schema["$defs"]["time"] == {"type": "object", "properties": {}}
+
+
+def test_any_of_as_many_tools_as_are_allowed_is_called(
+    client: openai.OpenAI, tool_server: Server
+) -> None:
+    write(tool_server, '[{"name": "tool127", "parameters": {"city": "Bonn"}}]')
+    parameters = {
+        "type": "object",
+        "properties": {"city": {"type": "string"}},
+        "required": ["city"],
+    }
+    tools = [
+        {"type": "function", "function": {"name": f"tool{number}", "parameters": parameters}}
+        for number in range(128)
+    ]
+    # Their grammar is compiled within the limits on time and memory.
+    _, calls, reason = streamed(
+        client,
+        tools=tools,
+        tool_choice="required",
+        extra_body={"truncate_prompt_tokens": 100},
+    )
+    assert (calls, reason) == ([("tool127", '{"city": "Bonn"}')], "tool_calls")
 
 
 def only(name: str, mode: Literal["auto", "required"]) -> ChatCompletionAllowedToolChoiceParam:
@@ -206,7 +230,7 @@ def test_required_call_is_of_an_allowed_tool(client: openai.OpenAI, tool_server:
     write(tool_server, '[{"name": "time", "parameters": {}}]')
     options = {"tools": TOOLS, "tool_choice": only("time", "required")}
     assert streamed(client, **options) == ("", [("time", "{}")], "tool_calls")
-    (called,) = schema_of(tool_server)["items"]["anyOf"]
+    (called,) = schema_of(tool_server)["$defs"]["any call"]["anyOf"]
     assert called["properties"]["name"] == {"enum": ["time"]}
     assert "Tells it." not in prompt_of(tool_server)
 

@@ -42,6 +42,7 @@ from cluster.structured.grammar.schemas.schema_keywords import (
 from cluster.structured.grammar.schemas.schema_strings import SchemaStrings
 from cluster.structured.grammar.schemas.schema_values import finite_values
 from cluster.structured.grammar.schemas.unique_items import must_differ, unique_items
+from cluster.structured.grammar.single_uses import without_single_uses
 
 __all__ = ["read_json_schema", "read_members"]
 
@@ -58,7 +59,8 @@ _BY_FORMAT = " for the arguments of strict tools in this format of tool calls"
 def read_json_schema(text: str) -> tuple[dict[str, Expression], Expression]:
     """Return the rules and the start expression of a schema. Raises InvalidRequestError."""
     reader = _SchemaReader(*load_schema(text))
-    return reader.rules, reader.read_root()
+    start = reader.read_root()
+    return without_single_uses(reader.rules, start)
 
 
 def read_members(text: str) -> tuple[dict[str, Expression], list[Member] | None, object]:
