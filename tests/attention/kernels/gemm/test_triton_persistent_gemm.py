@@ -4,7 +4,10 @@ import pytest
 import torch
 from torch.nn import functional
 
+from attention.kernels.multiprocessors import num_multiprocessors
+from attention.kernels.triton.gate import gated
 from attention.kernels.triton.gemm.persistent import keeps_gpu_busy, persistent_gated
+from attention.kernels.triton.token_rows import add_norm
 from tests.attention.kernels.paged_case import DEVICE
 
 TOLERANCES = {torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -31,10 +34,10 @@ def test_gated_product_equals_that_of_float64(
     # Rows of a wider matrix.
     x = torch.randn(num_rows, in_size + 8).to(dtype).to(DEVICE)[:, :in_size]
     weight = weights(size, in_size, dtype)
-    gated = persistent_gated(x, weight, "silu", 5)
-    assert gated.shape == (num_rows, size)
+    product = persistent_gated(x, weight, "silu", 5)
+    assert product.shape == (num_rows, size)
     tolerance = TOLERANCES[dtype]
-    torch.testing.assert_close(gated.double(), exact(x, weight), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(product.double(), exact(x, weight), rtol=tolerance, atol=tolerance)
 
 
 def test_a_value_that_is_not_finite_stays_in_its_row() -> None:
@@ -83,3 +86,44 @@ def test_it_is_used_for_aligned_rows_of_16_bits(
     dtype: torch.dtype, in_size: int, is_used: bool
 ) -> None:
     assert keeps_gpu_busy(4096, torch.empty(2 * 8192, in_size, dtype=dtype), 132) == is_used
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs a Hopper GPU",
+)
+@pytest.mark.parametrize("num_rows", [256, 4096])
+def test_layers_in_a_graph_give_the_bits_of_two_kernels(num_rows: int) -> None:
+    """Each kernel reads what the one before has just written, and may start before that ends."""
+    size, hidden_size = 14336, 4096
+    num_programs = num_multiprocessors(torch.device("cuda", torch.cuda.current_device()))
+    layers = [
+        (weights(size, hidden_size, torch.bfloat16), weights(hidden_size, size, torch.bfloat16))
+        for _ in range(2)
+    ]
+    norm_weight = torch.ones(hidden_size, dtype=torch.bfloat16, device=DEVICE)
+    stream = torch.randn(num_rows, hidden_size).bfloat16().to(DEVICE)
+
+    def run(is_fused: bool) -> torch.Tensor:
+        x = stream
+        for inner, down in layers:
+            normed = add_norm(
+                x.clone(), None, norm_weight, None, 1e-5, is_centered=False, overlaps=True
+            )
+            if is_fused:
+                product = persistent_gated(normed, inner, "silu", num_programs)
+            else:
+                product = gated(functional.linear(normed, inner), "silu")
+            x = functional.linear(product, down[:hidden_size])
+        return x
+
+    expected = run(is_fused=False)
+    run(is_fused=True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run(is_fused=True)
+    for _ in range(20):
+        graph.replay()
+        assert torch.equal(found, expected)

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).parents[4]
 MAX_SHARED = 227 * 1024
 """Bytes that a program of such a GPU can have."""
-SOME = ("experts", "skinny fp8", "quantized rows", "attention, sinks")
+SOME = ("experts", "persistent", "skinny fp8", "quantized rows", "attention, sinks")
 MAX_SPILLED = 256
 """Bytes of registers that a program may keep in memory: more would cost what tiles gain."""
 
