@@ -11,7 +11,7 @@ from cluster.serving.text.tokenizer import Tokenizer
 from tests.serving.admin.page.chat_page import ChatPage
 from tests.serving.checkpoint import write_tokenizer
 from tests.serving.conftest import Server
-from tests.serving.openai.test_tools import AUTO, TEMPLATE, TOOLS
+from tests.serving.openai.tools.chats import AUTO, TEMPLATE, TOOLS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,0 +1,33 @@
+"""A server whose model has tools, and a client of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import openai
+import pytest
+
+from cluster.serving.text.tokenizer import Tokenizer
+from tests.serving.checkpoint import write_tokenizer
+from tests.serving.conftest import Server
+from tests.serving.openai.tools.chats import TEMPLATE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture(scope="module")
+def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder: Path = tmp_path_factory.mktemp("tools")
+    write_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    with Server(Tokenizer.from_folder(folder), context=2048) as server:
+        yield server
+
+
+@pytest.fixture
+def client(tool_server: Server) -> Iterator[openai.OpenAI]:
+    tool_server.engine.reset()
+    with openai.OpenAI(base_url=f"{tool_server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
