@@ -5,7 +5,7 @@ rate in an open loop. Measured are the time to reject requests, the goodput, the
 and the time until a request is served as before.
 
 With `--executor local` the server has one core and this program the other: the model shares the
-core and Python's lock with the frontends, so that each rejection reduces the goodput. With
+core and the GIL with the frontends, so that each rejection reduces the goodput. With
 `--executor ray` the rank is a separate process, as in a cluster, and both may use both cores.
 """
 

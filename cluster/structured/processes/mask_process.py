@@ -1,8 +1,8 @@
 """The process that makes masks: a fork of the compiler process, which cannot harm the replica.
 
 It has two sockets. On one it gets queries, which several threads answer, since xgrammar releases
-Python's lock. On the other it gets grammars at the same time. It exits when either closes, or when
-a mask takes too long or all memory.
+the GIL. On the other it gets grammars at the same time. It exits when either closes, or when a mask
+takes too long or all memory.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class _MaskServer:
             for number in count():
                 time.sleep(CHECK_INTERVAL_S)
                 is_idle = self._work.is_idle
-                # The kernel's limit, for a mask that keeps Python's lock from this thread.
+                # The kernel's limit, for a mask that keeps the GIL from this thread.
                 signal.setitimer(signal.ITIMER_REAL, 0.0 if is_idle else self._limit_s)
                 made = self._work.check_limits()
                 if made or (not is_idle and number % _CHECKS_PER_REPORT == 0):

@@ -45,7 +45,7 @@ _SLOW_NICENESS = 19
 _SLEEP_FACTOR = 6
 """A mask may sleep this many times its CPU time."""
 _MIN_SLEEP_S = 3.0
-"""A mask may sleep at least this long, waiting for Python's lock on a busy machine."""
+"""A mask may sleep at least this long, waiting for the GIL on a busy machine."""
 
 
 class MaskJob:

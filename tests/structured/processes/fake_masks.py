@@ -56,7 +56,7 @@ class _Matcher:
                 while time.thread_time() < until_s:
                     pass
             case ["waits for", path]:
-                # Long enough to be costly, without Python's lock; then for up to a minute.
+                # Long enough to be costly, without the GIL; then for up to a minute.
                 hashlib.pbkdf2_hmac("sha256", b"", b"", 100_000)
                 while not Path(path).exists():
                     time.sleep(0.001)

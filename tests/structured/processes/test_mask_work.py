@@ -152,7 +152,7 @@ def test_a_mask_that_only_sleeps_is_not_waited_for(slow: MaskQuery) -> None:
 
 
 class ComputingMatcher:
-    """Computes for a while, without Python's lock."""
+    """Computes for a while, without the GIL."""
 
     error = ""
     is_free = False
