@@ -135,7 +135,7 @@ def _token_ids(given: object, param: str) -> tuple[int, ...]:
 
 
 def _items_of(given: object, param: str) -> list[Any]:  # Any: as the caller says
-    """Return the entries of anything but bytes, whose entries are no token ids."""
+    """Return the entries of anything but bytes, whose entries are not token ids."""
     if isinstance(given, Iterable) and not isinstance(given, bytes | bytearray | memoryview):
         try:
             return list(given)

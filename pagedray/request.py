@@ -276,7 +276,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """The compiled `sampling.structure`, with the limit on the reasoning before it."""
     reasoning: Reasoning | None = None
     """How the model's reasoning is marked, which the structure does not apply to; None if it does
-    not reason or the prompt is no conversation."""
+    not reason or the prompt is not a conversation."""
     generated_token_ids: tuple[tuple[int, ...] | None, ...] = ()
     """The tokens that each sequence generated in another replica, None for one that has ended;
     empty for a request that begins with its prompt. Never from a client."""

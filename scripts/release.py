@@ -78,7 +78,7 @@ def notes_of(changelog: str, version: str) -> str:
 
 
 def check_contents(wheel: Path) -> None:
-    """Raise SystemExit if a wheel lacks files that are no modules."""
+    """Raise SystemExit if a wheel lacks files that are not modules."""
     missing = sorted(set(_NEEDED) - _names(wheel))
     if missing:
         raise SystemExit(f"{wheel.name} lacks {', '.join(missing)}.")

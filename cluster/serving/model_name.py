@@ -19,7 +19,7 @@ _MAX_SHOWN = 128
 
 
 def check_model_name(given: str | None, model: ModelConfig) -> None:
-    """Raise UnknownModelError for a name other than those of the model; None is no name."""
+    """Raise UnknownModelError for a name other than those of the model; None is accepted."""
     if given is not None and given != model.name and given not in model.other_names:
         raise UnknownModelError(given[:_MAX_SHOWN], *served_names(model))
 

@@ -54,7 +54,7 @@ class MatrixPart:
 
 
 class Layer(ABC):
-    """Holds weights. It is no `torch.nn.Module`, whose hooks cost more than a small layer does."""
+    """Holds weights. Not a `torch.nn.Module`, whose hooks cost more than a small layer does."""
 
     @abstractmethod
     def weight_shards(self) -> Iterator[WeightShard]:

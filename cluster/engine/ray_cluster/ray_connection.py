@@ -100,7 +100,7 @@ class RayConnection:
 
 
 def _check_is_direct() -> None:
-    """Raise StartupError for Ray Client, behind which a program is no part of the cluster."""
+    """Raise StartupError for Ray Client, whose programs are not part of the cluster."""
     is_client = os.environ.get("RAY_ADDRESS", "").startswith("ray://")
     if is_client or ray.util.client.ray.is_connected():
         raise StartupError(

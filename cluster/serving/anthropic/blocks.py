@@ -156,7 +156,7 @@ def read_text(given: object, where: str) -> Steps[str]:
 def read_system_prompt(given: object) -> Steps[str]:
     """Return the system prompt without the block in which Claude Code names its version.
 
-    That block is no instruction, and may differ between conversations. In the prompt, it would
+    That block is not an instruction, and may differ between conversations. In the prompt, it would
     then keep later blocks from being found in the prefix cache. Raises InvalidRequestError.
     """
     texts = yield from _texts(given, "system")

@@ -98,7 +98,7 @@ class BeamSearch:
             if not (beam.is_ended or is_longest):
                 running.append(beam)
             elif is_best:
-                # One that is not among the best is no result, even if it has ended.
+                # One that is not among the best is not a result, even if it has ended.
                 scored.append((self._score(beam.cumulative_logprob, length), beam))
         self._finished = sorted(self._finished + scored, key=lambda one: -one[0])[: self._width]
         self._running = running

@@ -41,7 +41,7 @@ class AllowedOrigins:
                 )
 
     def allows(self, origin: str | None) -> bool:
-        """Return whether pages of an origin may use the server; None is no page."""
+        """Return whether pages of an origin may use the server; False for None."""
         if origin is None or not self._origins:
             return False
         return _ANY in self._origins or origin.lower() in self._origins

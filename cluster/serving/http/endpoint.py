@@ -203,7 +203,7 @@ class Endpoint:
     is_counted: bool = False
     """Whether its calls count toward the limit of open calls; those of an operation always do."""
     is_healthy: Callable[[], bool] | None = field(default=None, repr=False)
-    """Whether a health check succeeds, with the body `HEALTHY`; None is no health check."""
+    """Whether a health check succeeds, with the body `HEALTHY`; None for other endpoints."""
 
 
 class EndpointTable:

@@ -319,7 +319,7 @@ def _rejection(details: ErrorDetails, prefix: str, part: type[BodyPart]) -> Inva
     else:
         expected = _EXPECTED.get(kind, "a valid value")
     if given is None or isinstance(given, bool | float):
-        # As in JSON; 5.0 is no integer.
+        # As in JSON; 5.0 is not an integer.
         shown = json.dumps(given)
     else:
         shown = shown_value(given)

@@ -38,7 +38,7 @@ async def answer_call(
     is_stream: bool,
     waiting_event: bytes | None = None,
 ) -> Response:
-    """Return the HTTP response. Raises PagedRayError if a response that is no stream fails.
+    """Return the HTTP response. Raises PagedRayError if a complete response fails.
 
     A stream sends `waiting_event`, if any, after every 15 seconds without an event.
     """

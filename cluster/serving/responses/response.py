@@ -211,7 +211,7 @@ class ResponsesResponse(EventResponse):
         self._end_item(status, events)
 
     def _place(self) -> Json:
-        """Return where the last item is, and its content if it is no call."""
+        """Return where the last item is, and its content if it is not a call."""
         item = self._items[-1]
         place: Json = {"item_id": item.id, "output_index": len(self._items) - 1}
         return place if item.kind == "function_call" else place | {"content_index": 0}

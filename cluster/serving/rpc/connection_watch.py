@@ -74,7 +74,7 @@ class ConnectionWatch:
         self._limit = limits.per_host
         self._proven = proven
         self._known: dict[int, _Connection | None] = {}
-        """Open sockets by their inodes, oldest first; None if one is no connection of the port."""
+        """Open sockets by their inodes, oldest first; None for those that are not of the port."""
         self._suspects: set[int] = set()
         """Connections that had sent too much at the last look, by their inodes."""
         self._stalled: dict[int, float] = {}

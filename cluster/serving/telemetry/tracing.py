@@ -40,7 +40,7 @@ __all__ = ["Tracer", "otlp_tracer"]
 _ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _MAX_STATE_LENGTH = 512
 _MAX_SHOWN_ID = 256
-# Outcomes that are no errors.
+# Outcomes that are not errors.
 _GOOD_OUTCOMES = frozenset(("stop", "length", "tool_calls", "abort", "cancelled"))
 
 Attributes = dict[str, str | int | float | tuple[str, ...]]

@@ -1,7 +1,7 @@
 """Turns panics of a library in Rust into errors.
 
-A panic reaches Python as a `BaseException` that is no `Exception`, so `except Exception` does not
-catch it. Its class cannot be imported, and each library has its own.
+A panic reaches Python as a `BaseException` that is not an `Exception`, so `except Exception` does
+not catch it. Its class cannot be imported, and each library has its own.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class Tokenizer:
         return self._token_bytes
 
     def token_id_of(self, token: str) -> int | None:
-        """Return the id of a token, or None if the text is no token of the vocabulary."""
+        """Return the id of a token, or None if the text is not a token."""
         return self._tokenizer.token_to_id(token)
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str | None]:

@@ -84,7 +84,7 @@ class PythonReader(TurnReader):
         return True
 
     def _write_rest(self, text: str) -> None:
-        """Return a text that is no call, and all that follows, to the content."""
+        """Return a text that is not a call, and all that follows, to the content."""
         bracket = "" if self.num_calls else "["
         self._buffer = bracket + text + self._buffer
         self._where = "content"
@@ -113,12 +113,12 @@ class PythonReader(TurnReader):
 
 
 def _read_call(text: str) -> tuple[str, str] | None:
-    """Return the name and the arguments as JSON; None for a text that is no call with literals."""
+    """Return the name and the arguments as JSON; None if the text is not a call with literals."""
     found = _CALL.match(text)
     if found is None:
         return None
     try:
-        # A name with a dash is no name of Python.
+        # A name with a dash is not a name of Python.
         call = ast.parse(f"f({text[found.end() :]}", mode="eval").body
         if not isinstance(call, ast.Call) or call.args:
             return None

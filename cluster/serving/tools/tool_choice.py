@@ -103,7 +103,7 @@ class ToolUse:
     def structure(self, answer: Structure | None, param: str | None) -> Steps[Structure | None]:
         """Return the structure of a turn whose answer has one, if any, which `param` requests.
 
-        A forced call is no answer. Raises InvalidRequestError.
+        A forced call is not an answer. Raises InvalidRequestError.
         """
         is_parallel = self._choice.is_parallel
         if self._writes_messages and (self.is_forced or (answer is not None and self._tools)):

@@ -20,8 +20,8 @@ DEFAULT_BIAS_MAX = 8.0
 def alibi_slopes(num_heads: int, bias_max: float = DEFAULT_BIAS_MAX) -> tuple[float, ...]:
     """Return the slope of each head: a geometric sequence that ends at `2 ** -bias_max`.
 
-    If the number of heads is no power of two, the sequence is that of the power below it, and the
-    other heads take every second slope of the sequence of twice as many heads.
+    If the number of heads is not a power of two, the sequence is that of the power below it, and
+    the other heads take every second slope of the sequence of twice as many heads.
     """
     num_even = 1 << (num_heads.bit_length() - 1)
     even = [2.0 ** (-bias_max * i / num_even) for i in range(1, num_even + 1)]

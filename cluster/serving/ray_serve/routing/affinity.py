@@ -85,7 +85,7 @@ def prefix_key(
 ) -> str | None:
     """Return a key that is equal for prompts with a common prefix; None for an empty prompt.
 
-    It is also None for token ids that are no integers, which the replica rejects. The
+    It is also None for token ids that are not integers, which the replica rejects. The
     prefix is the beginning of a text or of token ids, or a conversation up to its first user
     message, which every later turn repeats.
     """
