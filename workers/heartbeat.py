@@ -36,7 +36,12 @@ def _beat_forever(progress: ProgressWord) -> None:
 
 def _has_children() -> bool:
     """Return whether this process waits for others: compilers, such as nvcc, ptxas or gcc."""
-    for thread in Path("/proc/self/task").iterdir():
+    try:
+        threads = tuple(Path("/proc/self/task").iterdir())
+    except OSError:
+        # This process may open no more files.
+        return False
+    for thread in threads:
         try:
             if (thread / "children").read_text().strip():
                 return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -43,6 +44,21 @@ def test_controller_reads_where_another_process_stands_even_if_it_is_stopped() -
             assert board.report(0).pid == 0
         finally:
             # Also ends a process that is stopped.
+            writer.kill()
+            writer.wait()
+
+
+def test_a_process_that_may_open_no_files_is_seen_to_run() -> None:
+    with closing(ProgressBoard(1)) as board:
+        writer = subprocess.Popen([sys.executable, "-c", WRITER, *board.address, "0"])
+        try:
+            wait_for(lambda: board.report(0).phase is Phase.ALL_REDUCE)
+            _, most = resource.prlimit(writer.pid, resource.RLIMIT_NOFILE)
+            resource.prlimit(writer.pid, resource.RLIMIT_NOFILE, (0, most))
+            num_beats = board.report(0).num_beats
+            # After some, it looks for compilers.
+            wait_for(lambda: board.report(0).num_beats >= num_beats + 6)
+        finally:
             writer.kill()
             writer.wait()
 
