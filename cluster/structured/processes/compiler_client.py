@@ -44,6 +44,13 @@ class _HungError(EngineError):
     """A process gave no answer, and has been ended."""
 
 
+class _ShortageError(EngineError):
+    """The system has no more files or processes for this one."""
+
+    def __init__(self, cause: OSError) -> None:
+        super().__init__(f"Structures cannot be compiled: {cause.strerror}. Retry later.")
+
+
 class CompilerClient:
     """Starts the process when it is first needed, and again after it died or did not answer."""
 
@@ -82,6 +89,8 @@ class CompilerClient:
         except _HungError:
             # Such as one that could start no threads for a while.
             pass
+        except _ShortageError:
+            raise
         except EngineError:
             if self._is_closed or not self._has_died():
                 raise
@@ -89,7 +98,7 @@ class CompilerClient:
         return self._compiled(structure)
 
     def _compiled(self, structure: Structure) -> Compiled | Rejected | Died:
-        ours, theirs = socket.socketpair()
+        ours, theirs = _connected_sockets()
         with ours, self._awaiting(ours):
             with theirs:
                 process = self._send(COMPILE, theirs)
@@ -115,7 +124,7 @@ class CompilerClient:
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
             pairs = []
             for _ in range(2):
-                our_end, their_end = socket.socketpair()
+                our_end, their_end = _connected_sockets()
                 pairs.append((ours.enter_context(our_end), theirs.enter_context(their_end)))
             (masks, their_masks), (grammars, their_grammars) = pairs
             self._send(MAKE_MASKS, their_masks, their_grammars)
@@ -184,18 +193,22 @@ class CompilerClient:
         return self._control
 
     def _started(self) -> socket.socket:
-        ours, theirs = socket.socketpair()
+        ours, theirs = _connected_sockets()
         environment = child_environment() | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", _COMPILER_MODULE, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                # xgrammar logs the texts of clients.
-                stderr=subprocess.DEVNULL,
-            )
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", _COMPILER_MODULE, str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    # xgrammar logs the texts of clients.
+                    stderr=subprocess.DEVNULL,
+                )
+            except OSError as error:
+                ours.close()
+                raise _ShortageError(error) from error
         try:
             ours.settimeout(_START_TIMEOUT_S)
             start = CompilerStart(vocabulary=self._known_vocabulary(), limits=self._limits)
@@ -216,3 +229,10 @@ class CompilerClient:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(5.0)
         self._control, self._process = None, None
+
+
+def _connected_sockets() -> tuple[socket.socket, socket.socket]:
+    try:
+        return socket.socketpair()
+    except OSError as error:
+        raise _ShortageError(error) from error
