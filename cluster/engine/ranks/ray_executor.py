@@ -129,7 +129,11 @@ class RayExecutor(Executor):
     def restart_ranks(self) -> list[int] | None:
         assert self._connection is not None
         with self._connection.disk_reserve.released():
-            return self._connection.health.run_unless_out(self._restart_ranks)
+            try:
+                return self._connection.health.run_unless_out(self._restart_ranks)
+            except OSError as error:
+                # Such as too many open files, which may end.
+                raise WorkerError(f"Ranks could not be started: {error}.") from error
 
     def close(self) -> None:
         if self._connection is None:

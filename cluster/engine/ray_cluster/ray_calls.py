@@ -6,6 +6,8 @@ import threading
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, TypeVar
 
+from pagedray.errors import WorkerError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -15,7 +17,10 @@ Result = TypeVar("Result")
 
 
 def start_call(call: Callable[[], Result]) -> Future[Result]:
-    """Run a call in a thread of its own, for which the interpreter does not wait at its end."""
+    """Run a call in a thread of its own, for which the interpreter does not wait at its end.
+
+    Raises WorkerError if the system has no more threads.
+    """
     future: Future[Result] = Future()
 
     def run() -> None:
@@ -24,7 +29,10 @@ def start_call(call: Callable[[], Result]) -> Future[Result]:
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, name="pagedray-ray-call", daemon=True).start()
+    try:
+        threading.Thread(target=run, name="pagedray-ray-call", daemon=True).start()
+    except RuntimeError as error:
+        raise WorkerError(f"Ray could not be called: {error}.") from error
     return future
 
 

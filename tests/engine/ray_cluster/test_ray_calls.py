@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cluster.engine.ray_cluster.ray_calls import result_unless
-from pagedray.errors import StartupError
+from pagedray.errors import StartupError, WorkerError
+from tests.thread_limit import no_more_threads
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -62,3 +63,12 @@ def test_a_call_that_blocks_is_abandoned() -> None:
     with pytest.raises(StartupError, match="Ray has ended"):
         result_unless(check, blocked.wait, period_s=PERIOD_S)
     blocked.set()
+
+
+def test_a_call_that_gets_no_thread_fails_and_may_be_repeated() -> None:
+    with (
+        no_more_threads(),
+        pytest.raises(WorkerError, match=r"Ray could not be called: can't start new thread\."),
+    ):
+        result_unless(lambda: None, lambda: 7, period_s=PERIOD_S)
+    assert result_unless(lambda: None, lambda: 7, period_s=PERIOD_S) == 7
