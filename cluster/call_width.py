@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 __all__ = ["CallWidth", "longest_first"]
 
 _NUM_LEAST = 256
-"""Requests that may run in any case: up to so many, a GPU spends most of a step reading weights."""
+"""Requests that may always run: up to this many, a GPU spends most of a step reading weights."""
 _EXTRA_SHARE = 16
 """The share of the requests that would end with the longest one is a sixteenth larger, since
 requests that begin later also have prompts."""
@@ -35,7 +35,7 @@ class CallWidth:
     """
 
     def __init__(self, lengths: Sequence[int]) -> None:
-        """The requests generate at most so many tokens each, the longest first."""
+        """The requests generate at most this many tokens each, the longest first."""
         self._lengths = lengths
         self._num_tokens = sum(lengths)
         self._is_ended = bytearray(len(lengths))

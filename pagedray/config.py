@@ -135,7 +135,7 @@ class CacheConfig:
         return self.enable_kept_cpu_pool and self.has_cpu_cache
 
     def num_disk_blocks(self, block_bytes: int) -> int:
-        """Return how many blocks the disk may hold, of so many bytes on all ranks together."""
+        """Return how many blocks the disk may hold, of this many bytes on all ranks together."""
         return 0 if self.disk_cache_bytes is None else self.disk_cache_bytes // block_bytes
 
 

@@ -110,7 +110,7 @@ class Controller(StepLoop):
             self._wake.notify()
 
     def check_room(self, tenant: str, num_tokens: int) -> None:
-        """Raise OverloadedError if the queue has no room for so many more prompt tokens."""
+        """Raise OverloadedError if the queue has no room for this many more prompt tokens."""
         self._scheduler.check_room(tenant, num_tokens)
 
     def abort_request(self, request_id: str) -> None:

@@ -84,7 +84,7 @@ class Embedder(StepLoop):
         self._num_prompt_tokens = 0
 
     def check_room(self, tenant: str, num_tokens: int) -> None:
-        """Raise OverloadedError if the queue has no room for so many more tokens."""
+        """Raise OverloadedError if the queue has no room for this many more tokens."""
         self._backlog.check_room(tenant, num_tokens)
 
     def submit_request(self, request: EmbeddingRequest) -> Future[NDArray[np.float32]]:

@@ -170,7 +170,7 @@ class Scheduler:
         self._deadlines.add_request(request)
 
     def check_room(self, tenant: str, num_tokens: int) -> None:
-        """Raise OverloadedError if the queue has no room for so many more prompt tokens.
+        """Raise OverloadedError if the queue has no room for this many more prompt tokens.
 
         May be called from any thread.
         """

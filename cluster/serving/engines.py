@@ -22,7 +22,7 @@ class Engine(Protocol):
     """What the frontends need of any engine; thread-safe."""
 
     def check_room(self, tenant: str, num_tokens: int) -> None:
-        """Raise OverloadedError if the queue has no room for so many more prompt tokens."""
+        """Raise OverloadedError if the queue has no room for this many more prompt tokens."""
 
     def stats(self) -> EngineStats:
         """Return the current counts."""

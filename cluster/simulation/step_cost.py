@@ -67,7 +67,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         )
 
     def tokens_s(self, num_tokens: int) -> float:
-        """Return how long a step of so many tokens takes, without what they attend to."""
+        """Return how long a step of this many tokens takes, without what they attend to."""
         points = self.points
         index = bisect_left(points, (num_tokens, -1.0), 1, len(points) - 1)
         (low, low_s), (high, high_s) = points[index - 1], points[index]

@@ -19,7 +19,7 @@ __all__ = ["VirtualCopies"]
 _MAX_STAGING_BLOCKS = 512
 """1 GiB of blocks of Llama 8B with 16 tokens each."""
 _MAX_STAGING_PART = 32
-"""Staging blocks are at most one in so many of the device pool."""
+"""Staging blocks are at most one in this many of the device pool."""
 
 
 class _Span(NamedTuple):

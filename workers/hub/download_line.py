@@ -25,7 +25,7 @@ class DownloadLine:
         """When how many bytes had been received."""
 
     def text(self, num_bytes: int) -> str:
-        """Return the text once so many bytes have been received; the speed follows `; `."""
+        """Return the text once this many bytes have been received; the speed follows `; `."""
         now_s = self._clock()
         self._received.append((now_s, num_bytes))
         while now_s - self._received[0][0] > _WINDOW_S:

@@ -133,7 +133,7 @@ class LinearKernel(ABC):
         raise NotImplementedError
 
     def takes_unnormed(self, num_rows: int) -> bool:
-        """Return whether `of_unnormed` computes what a norm and a call do, for so many rows."""
+        """Return whether `of_unnormed` computes what a norm and a call do, for this many rows."""
         del num_rows
         return False
 

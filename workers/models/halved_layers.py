@@ -86,7 +86,7 @@ class HalvedLayers:
         self._group = group
 
     def prepare_steps(self, max_num_tokens: int) -> None:
-        """Have the group allocate what steps of up to so many tokens need, if any is halved."""
+        """Have the group allocate what steps of up to this many tokens need, if any is halved."""
         if self.takes(max_num_tokens):
             self._group.max_begun_rows = _first_half(max_num_tokens)
 

@@ -96,7 +96,7 @@ class PeerSums:
 
     @staticmethod
     def num_bytes(shape: RowShape, max_begun_rows: int) -> int:
-        """Return the size of the memory that sums of up to so many rows need."""
+        """Return the size of the memory that sums of up to this many rows need."""
         return _NUM_SLOTS * (_FLAG_BYTES + _max_rows(shape, max_begun_rows) * shape.row_bytes)
 
     def connect(self, peer_address: int) -> None:

@@ -58,7 +58,7 @@ class HostPool:
         blocks_per_page_end = page // math.gcd(page, block_bytes)
         num_units = max(_CHUNK_BYTES // (blocks_per_page_end * block_bytes), 1)
         self.blocks_per_chunk = num_units * blocks_per_page_end
-        """No copy may span two chunks of so many blocks."""
+        """No copy may span two chunks of this many blocks."""
         is_pinned = pinner is not None and num_blocks > 0
         self.checksums: BlockChecksums | None = None
         """None if blocks are not checked when the pool outlives a rank."""
@@ -125,7 +125,7 @@ class HostPool:
             self._thread.join()
 
     def has_layout(self, num_blocks: int, block_shape: Sequence[int], dtype: torch.dtype) -> bool:
-        """Return whether this pool has so many blocks of this shape."""
+        """Return whether this pool has this many blocks of this shape."""
         wanted = num_blocks, tuple(block_shape), dtype
         return (len(self.blocks), self._shape, self._dtype) == wanted
 

@@ -183,7 +183,7 @@ class TensorReader:
 
 
 def _row_chunks(part_rows: slice, entry: TensorEntry, height: int) -> Iterator[slice]:
-    """Yield slices of so many rows, or of one if that is none, and the rest."""
+    """Yield slices of this many rows, or of one if that is none, and the rest."""
     first, end, _ = part_rows.indices(entry.shape[0])
     for low in range(first, end, max(1, height)):
         yield slice(low, min(low + max(1, height), end))

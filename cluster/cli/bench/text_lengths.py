@@ -53,7 +53,7 @@ async def text_of_length(
 ) -> tuple[str, int]:
     """Return a text of random words, and its number of tokens with special tokens.
 
-    That is `num_tokens`, or close to it if no cut of the text gives so many.
+    That is `num_tokens`, or close to it if no cut of the text gives that many.
     """
     num_special = len(await tokenizer.encode(""))
     wanted = max(num_tokens - num_special, 1)

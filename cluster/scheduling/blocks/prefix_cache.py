@@ -142,7 +142,7 @@ class PrefixCache:
     ) -> list[int]:
         """Return the blocks of the longest prefix that is in the cache, at most `num_blocks`.
 
-        `token_ids` are uint32 and fill so many blocks. `keys` are those of the first ones, and get
+        `token_ids` are uint32 and fill `num_blocks`. `keys` are those of the first ones, and get
         more as far as blocks are looked up; `root` is the digest before them, used if there are
         none. One loop does all of it, since a prompt has hundreds of blocks and the step waits.
         """

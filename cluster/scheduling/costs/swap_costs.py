@@ -87,7 +87,7 @@ class SwapCosts:
         return is_read
 
     def pays(self, *, num_copied: float, num_found: float, num_tokens: int) -> bool:
-        """Return whether copying blocks out saves time if so many of them are found again.
+        """Return whether copying blocks out saves time if this many of them are found again.
 
         A block has `num_tokens`. What its tokens attend to is not counted in its favor.
         """

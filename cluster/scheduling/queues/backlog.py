@@ -76,7 +76,7 @@ class Backlog:
         """Prompt tokens of these requests."""
 
     def check_room(self, tenant: str, num_tokens: int) -> None:
-        """Raise OverloadedError if there is no room for a request of so many prompt tokens.
+        """Raise OverloadedError if there is no room for a request of this many prompt tokens.
 
         A tenant's only request always has room, whatever its length, so that no tenant can lock
         out others. May be called from any thread.

@@ -61,7 +61,7 @@ class _Account:
         return _within_bounds(self.mean_duration_s / max(self.num_calls, 1))
 
     def check_limit(self, tenant: Tenant, num_calls: int) -> None:
-        """Raise OverloadedError if the tenant may have no call in addition to so many others."""
+        """Raise OverloadedError if the tenant may have no call in addition to this many others."""
         if tenant.max_requests is not None and num_calls >= tenant.max_requests:
             raise OverloadedError(
                 f"The tenant of this API key has {counted(num_calls, 'open call')}, which is its "

@@ -138,7 +138,7 @@ class HttpCall:
             return await self._parse(raw, use(body, found), num_received=0)
 
     async def in_steps(self, num_bytes: int, steps: Steps[Used]) -> Used:
-        """Return the result of steps that handle so many bytes, which were not received."""
+        """Return the result of steps that handle this many bytes, which were not received."""
         return await self.intake.parsing.run(
             self.tenant.name, num_bytes, steps, check_client=self._check_client, num_received=0
         )

@@ -55,7 +55,7 @@ class Parsing:
         check_client: Callable[[], Awaitable[None]] | None = None,
         num_received: int | None = None,
     ) -> Result:
-        """Return the result of the steps that read a tenant's request of so many bytes.
+        """Return the result of the steps that read a tenant's request of this many bytes.
 
         The tenant is charged for receiving `num_received` of them; None is all.
         `check_client` is called when the turn of a long request has come, and raises if the client

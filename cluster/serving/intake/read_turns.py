@@ -55,7 +55,7 @@ class ReadTurns:
         self._excluded_s = 0.0
 
     def take(self, num_bytes: int = 0) -> bool:
-        """Return whether a read of so many bytes may be handled in this pass."""
+        """Return whether a read of this many bytes may be handled in this pass."""
         if not self._has_streams():
             return True
         # What brings no bytes, such as a connection to be opened, may always wait.

@@ -48,7 +48,7 @@ class IncomingMessage:
         self.num_bytes += num_bytes
 
     def shrink_to(self, num_bytes: int) -> None:
-        """Count only so many bytes if more are counted."""
+        """Count only this many bytes if more are counted."""
         if num_bytes < self.num_bytes:
             self._count(num_bytes - self.num_bytes)
 
@@ -100,7 +100,7 @@ class Reception:
         return IncomingMessage(self, tenant)
 
     def check_room(self, tenant: str, num_bytes: int) -> None:
-        """Raise OverloadedError if so many more bytes of a tenant exceed a limit."""
+        """Raise OverloadedError if this many more bytes of a tenant exceed a limit."""
         limits = self._bytes.limits
         scope = self._bytes.full_scope(tenant, num_bytes)
         if scope == "tenant":
@@ -148,7 +148,7 @@ class Reception:
             self._admit_waiting()
 
     def has_room(self, tenant: str, num_bytes: int) -> bool:
-        """Return whether a tenant may receive so many more bytes, and none of its calls waits."""
+        """Return whether a tenant may receive this many more bytes, and none of its calls waits."""
         return tenant not in self._waiting and self._fits(tenant, num_bytes)
 
     def _fits(self, tenant: str, num_bytes: int) -> bool:

@@ -31,7 +31,7 @@ class MemoryTrimmer:
         self._num_delays = 0
 
     def note_freed(self, num_bytes: int) -> None:
-        """Note that a request or a response of so many bytes is freed."""
+        """Note that a request or a response of this many bytes is freed."""
         if num_bytes < _LARGE_BYTES:
             return
         self._is_quiet = False

@@ -87,7 +87,7 @@ class PromptReports:
     ) -> Self:
         """Write what was found of each prompt, by its index, counted in `buffer`.
 
-        `run` returns the result of steps that handle about so many bytes, in turn with others. Of
+        `run` returns the result of steps that handle about this many bytes, in turn with others. Of
         prompts that were `aborted`, by their indices, nothing may be known. Raises PagedRayError.
         """
         reports = cls()
@@ -125,7 +125,7 @@ class _Writer:
         self._offsets = TextOffsets.of_prompt(form.token_bytes)
 
     def write(self, num_tokens: int) -> Steps[int]:
-        """Write so many tokens, and return the number of bytes."""
+        """Write this many tokens, and return the number of bytes."""
         num_bytes = 0
         part = list(islice(self._tokens, num_tokens))
         for at in range(0, len(part), self._step_tokens):

@@ -126,7 +126,7 @@ class ResumableStream:
         return taken
 
     def drop_delivered(self, num_bytes: int) -> None:
-        """Drop the oldest delivered messages, of at least `num_bytes` if there are so many."""
+        """Drop the oldest delivered messages, of at least `num_bytes` if there are that many."""
         num_dropped = 0
         while num_dropped < num_bytes and self._first <= self._num_delivered:
             num_dropped += _size(self._messages.pop(self._first))

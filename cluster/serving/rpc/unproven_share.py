@@ -29,7 +29,7 @@ class UnprovenShare:
         self._total_bytes = 0
 
     def admits(self, host: str, num_bytes: int) -> bool:
-        """Count a connection that has received so many bytes; return whether there is room."""
+        """Count a connection that has received this many bytes; return whether there is room."""
         if self._num_open[host] >= _MAX_PER_HOST:
             return False
         counted = min(num_bytes, _MOST_COUNTED)

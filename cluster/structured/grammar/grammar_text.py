@@ -23,7 +23,7 @@ __all__ = ["MAX_TEXT_BYTES", "MAX_TEXT_LENGTH", "grammar_text"]
 MAX_TEXT_LENGTH = 65_536
 """Characters of a structure."""
 MAX_TEXT_BYTES = 4 * MAX_TEXT_LENGTH
-"""The most bytes that so many characters take."""
+"""The most bytes that this many characters take."""
 _MAX_CHOICES = 1024
 
 

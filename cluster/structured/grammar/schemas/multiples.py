@@ -35,7 +35,7 @@ class Multiples:
     def beginning_with(
         self, head: str, digit: tuple[int, int] | None, length: int, divisor: int
     ) -> list[Expression]:
-        """Return an expression of the multiples of so many digits, if there are any.
+        """Return an expression of the multiples of this many digits, if there are any.
 
         They start with `head` and, if it is given, with a digit in a range after it. Raises
         InvalidRequestError if they need too many rules.

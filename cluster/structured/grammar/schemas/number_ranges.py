@@ -28,7 +28,7 @@ _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Numbers of so many decimals, or the multiples of an integer."""
+    """Numbers of this many decimals, or the multiples of an integer."""
 
     num_decimals: int
     divisor: int = 1
