@@ -68,6 +68,12 @@ def test_classes_hold_no_more_than_in_python(pattern: str) -> None:
             "\\",
             r"\x4",
             r"\ud800",
+            r"\udfff",
+            # As int() would read them.
+            r"\x4_",
+            r"\u+123",
+            r"\u1_23",
+            r"\_",
             "\x00",
             "[[:alpha:]]",
         ),
