@@ -121,7 +121,7 @@ HTTP_CASES: list[tuple[dict[str, Any], str, str | None]] = [  # Any: JSON
      "structured_outputs.xml"),
     ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens must be -1, or 1 or more, not -2.",
      "truncate_prompt_tokens"),
-    ({"cache_salt": "x" * 257}, "cache_salt may have at most 256 characters, not 257.",
+    ({"cache_salt": "x" * 1025}, "cache_salt may have at most 1024 characters, not 1025.",
      "cache_salt"),
     ({"request_id": "x" * 129}, "request_id must have 1 to 128 printable characters.",
      "request_id"),

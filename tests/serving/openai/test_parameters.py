@@ -247,6 +247,9 @@ def test_conversations_are_truncated_at_either_side(server: Server) -> None:
 
 def test_salt_reaches_the_engine(server: Server) -> None:
     assert submitted(server, "completions", TEXT | {"cache_salt": "s"}).cache_salt == "s"
+    # As long as in vLLM.
+    longest = "s" * 1024
+    assert submitted(server, "completions", TEXT | {"cache_salt": longest}).cache_salt == longest
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
