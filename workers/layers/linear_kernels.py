@@ -210,9 +210,10 @@ class HopperLinear(DenseLinear):
         if self.bias is not None:
             return super().gated(x)
         if len(x) > MAX_ROWS:
-            if not keeps_gpu_busy(len(x), self.weight, self._num_multiprocessors):
-                return super().gated(x)
-            return persistent_gated(x, self.weight, "silu", self._num_multiprocessors)
+            product = None
+            if keeps_gpu_busy(len(x), self.weight, self._num_multiprocessors):
+                product = persistent_gated(x, self.weight, "silu", self._num_multiprocessors)
+            return super().gated(x) if product is None else product
         if len(x) == 1 and self._gated_gemv_tuning is not None:
             return gemv_gated(x, self.weight, "silu", self._gated_gemv_tuning)
         if self._gated_tuning is None:

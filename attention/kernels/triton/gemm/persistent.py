@@ -6,8 +6,8 @@ last one is stored. Tiles that are computed at the same time lie close together,
 cache serves most of their operands ("grouped ordering" in Triton's tutorials on matrix products).
 
 At these sizes the power limit of the GPU sets the speed, and moving bytes takes power. With a gate
-in the same kernel, twice the columns of the output are neither written nor read. Results equal, bit
-by bit, those of cuBLAS and a kernel for the gate.
+in the same kernel, twice the columns of the output are neither written nor read. Results have the
+same bits as those of cuBLAS and a kernel for the gate, wherever they were compared.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attention.kernels.triton.gate import Gate, rounded_gate
 from attention.kernels.triton.launches.dependent_launch import dependent_launch, wait_for_inputs
+from attention.kernels.triton.launches.optional_kernel import OptionalKernel
 
 __all__ = ["keeps_gpu_busy", "persistent_gated"]
 
@@ -32,6 +33,7 @@ _GROUP = 16
 _MANY_ROWS = 4096
 """From here on, three stages take less time than four."""
 _LEAST_BUSY = 0.8
+"""The share of what programs compute that must be stored."""
 _ELEMENT_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _ALIGNMENT = 16
 """Bytes of which addresses and strides of a bulk copy are multiples."""
@@ -113,14 +115,18 @@ def _gated_gemm(
         out.store([row, column], gated.to(out_type))
 
 
+_GATED_GEMM = OptionalKernel(_gated_gemm, replacement="cuBLAS with a kernel for the gate")
+
+
 def persistent_gated(
     x: torch.Tensor, weight: torch.Tensor, kind: Gate, num_programs: int
-) -> torch.Tensor:
+) -> torch.Tensor | None:
     """Return `activation(first half of the columns) * second half` of `x @ weight.T`.
 
     `x` is `[num_rows, in_size]` and may be strided; `weight` is `[2 * size, in_size]` and
     contiguous; the result is `[num_rows, size]`. All are in 16 bits, and their rows begin at
-    multiples of 16 bytes. At most `num_programs` run at the same time.
+    multiples of 16 bytes. At most `num_programs` run at the same time. Returns None if the kernel
+    does not compile.
     """
     num_rows, in_size = x.shape
     size = len(weight) // 2
@@ -132,7 +138,8 @@ def persistent_gated(
         return out
     num_programs = min(num_programs, _num_tiles(num_rows, size))
     out_type = _ELEMENT_TYPES[x.dtype]
-    _gated_gemm[(num_programs,)](
+    is_launched = _GATED_GEMM.launch(
+        (num_programs,),
         TensorDescriptor(x, [*x.shape], [*x.stride()], [_TILE_ROWS, _TILE_DEPTH]),
         TensorDescriptor(
             weight,
@@ -157,4 +164,4 @@ def persistent_gated(
         num_stages=3 if num_rows >= _MANY_ROWS else 4,
         **dependent_launch(x.device),
     )
-    return out
+    return out if is_launched else None
