@@ -3,8 +3,8 @@
 Prints a line of JSON per placement: the address family of the step channel, the addresses under
 which the ranks reach each other, and the tokens. With `hang`, it stops the process of a rank, and
 prints whether the tokens were those of an undisturbed run, how much longer they took, how often
-ranks were replaced by cause, and which ranks' processes have ended. With `lose`, the node of a rank
-is lost, and another one joins later.
+ranks were replaced by cause, and whether the process had ended before Ray was told to end it. With
+`lose`, the node of a rank is lost, and another one joins later.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import psutil
 import ray
 from ray.cluster_utils import Cluster
 
-from cluster.engine.ranks import ray_executor, ray_reports
+from cluster.engine.ranks import epoch_end, ray_executor, ray_reports
 from pagedray import LLM, SamplingParams
 from pagedray.errors import DeviceError
 from pagedray.node_memory import MemoryAddress
@@ -39,6 +39,23 @@ class FarBoard(ProgressBoard):
     def __init__(self, num_ranks: int) -> None:
         super().__init__(num_ranks)
         self.address = MemoryAddress("/nonexistent/board", "")
+
+
+class WatchedRay:
+    """Ray, which notes whether a process has ended when it is first told to kill an actor."""
+
+    def __init__(self, process: psutil.Process) -> None:
+        self._process = process
+        self.had_ended: bool | None = None
+
+    # Any: whatever Ray's module has.
+    def __getattr__(self, name: str) -> Any:
+        return getattr(ray, name)
+
+    def kill(self, actor: Any) -> None:  # Any: Ray's handle
+        if self.had_ended is None:
+            self.had_ended = not still_running([self._process], 60.0)
+        ray.kill(actor)
 
 
 def main(folder: str, mode: str = "") -> None:
@@ -108,17 +125,17 @@ def disturb(folder: str, fault: Callable[[LLM], None]) -> None:
             return generation.outputs[0].token_ids, time.monotonic() - started_s
 
         undisturbed, undisturbed_s = generate()
-        processes = [psutil.Process(one.pid) for one in ranks_of(llm)._reports.read()]
+        watched = WatchedRay(psutil.Process(ranks_of(llm)._reports.read()[1].pid))
+        epoch_end.ray = watched  # type: ignore[assignment,attr-defined]  # in its place
         disturbed = threads.submit(generate)
         time.sleep(0.5)
         fault(llm)
         token_ids, disturbed_s = disturbed.result()
-        running = still_running(processes, 0.0)
         report = {
             "pause_s": disturbed_s - undisturbed_s,
             "is_equal": token_ids == undisturbed,
             "replacements": llm._engine.stats().replacements,
-            "ended": [rank for rank, one in enumerate(processes) if one not in running],
+            "had_ended": watched.had_ended,
         }
         print(json.dumps(report))
 
