@@ -57,7 +57,7 @@ _NEGATED_CLASSES = {**_CLASSES, "s": _ALL_SPACES, "S": complement(_SPACES).range
 _LINE_ENDS: Ranges = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
 _ESCAPES = {"n": 0x0A, "r": 0x0D, "t": 0x09, "f": 0x0C, "v": 0x0B}
 _HEX_LENGTHS = {"x": 2, "u": 4}
-_REPEAT_COUNT = re.compile(r"\{([0-9]{1,7})(?:,([0-9]{0,7}))?\}")
+_REPEAT_COUNT = re.compile(r"\{([0-9]+)(?:,([0-9]*))?\}")
 
 
 def read_regex(text: str) -> Expression:

@@ -86,3 +86,15 @@ def test_unsupported_expressions_are_rejected(pattern: str) -> None:
     ) as caught:
         read_regex(pattern)
     assert caught.value.param == "structure"
+
+
+@pytest.mark.parametrize(
+    "count", ["1001", "99999999", "9" * 4000, "0,1001", "1," + "9" * 4000, "00001001"]
+)
+def test_counts_above_the_maximum_are_named(count: str) -> None:
+    with pytest.raises(InvalidRequestError, match="repeat count above the maximum of 1000"):
+        read_regex(f"a{{{count}}}")
+
+
+def test_counts_may_begin_with_zeros() -> None:
+    assert read_regex("a{0000000002,00000000003}") == read_regex("a{2,3}")
