@@ -108,8 +108,30 @@ class CompilerClient:
         return self._connection
 
     def _started(self) -> socket.socket:
+        try:
+            ours = self._begun()
+        except OSError as error:
+            # Such as too many open files.
+            raise EngineError(
+                f"Chat templates cannot be compiled: {error.strerror}. Retry later."
+            ) from error
+        try:
+            ours.settimeout(_START_TIMEOUT_S)
+            # The process is ready.
+            read_frame(ours)
+        except (OSError, EOFError) as error:
+            ours.close()
+            self._end()
+            raise EngineError(
+                "Failed to start the process that compiles chat templates."
+            ) from error
+        return ours
+
+    def _begun(self) -> socket.socket:
+        """Start the process, and return the connection to it; raises OSError."""
         ours, theirs = socket.socketpair()
-        with theirs:
+        with contextlib.ExitStack() as kept, theirs:
+            kept.enter_context(ours)
             self._process = subprocess.Popen(
                 [
                     sys.executable,
@@ -125,16 +147,7 @@ class CompilerClient:
                 # Errors of Python's compiler quote the template.
                 stderr=subprocess.DEVNULL,
             )
-        try:
-            ours.settimeout(_START_TIMEOUT_S)
-            # The process is ready.
-            read_frame(ours)
-        except (OSError, EOFError) as error:
-            ours.close()
-            self._end()
-            raise EngineError(
-                "Failed to start the process that compiles chat templates."
-            ) from error
+            kept.pop_all()
         return ours
 
     def _end(self) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import threading
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import pytest
@@ -50,6 +53,38 @@ class GatedCompiler(CompilerClient):
         self.sources.append(source)
         self.gate.wait()
         return compile_template(source)
+
+
+@contextmanager
+def few_files(num_more: int) -> Iterator[None]:
+    """Let no more than this many files and sockets be opened."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free + num_more, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def num_open_files() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+# A process needs two sockets, and further files until it has started.
+@pytest.mark.parametrize("num_more", [0, 2])
+def test_a_template_is_compiled_once_files_can_be_opened_again(num_more: int) -> None:
+    client = CompilerClient()
+    num_before = num_open_files()
+    try:
+        for _ in range(3):
+            with few_files(num_more), pytest.raises(EngineError, match="Too many open files"):
+                client.compile_template(SOURCES[0])
+        assert num_open_files() == num_before
+        assert client.compile_template(SOURCES[0]).variables == {"messages"}
+    finally:
+        client.close()
 
 
 @pytest.mark.parametrize("source", SOURCES)
