@@ -9,7 +9,7 @@ from pydantic_core import from_json
 
 from cluster.serving.http.schema import BodyPart, missing_field, named_schema, read_part
 from cluster.serving.json_bodies.json_body import check_counts
-from cluster.serving.openai.bodies.content_parts import RefusalPart
+from cluster.serving.openai.bodies.content_parts import RefusalPart, copied_field
 from cluster.serving.responses.function_tools import model_name
 from cluster.serving.text.templates.chat_prompt import ChatMessage, MessageToolCall
 from cluster.serving.tools.call_id import MAX_ID_LENGTH, check_id
@@ -25,18 +25,14 @@ __all__ = ["ITEMS", "ItemPart", "read_items"]
 _STEP_ITEMS = 64
 
 
-def _copied() -> Any:  # Any: a pydantic field
-    return Field(None, description="Ignored; clients copy it from responses.")
-
-
 class ItemPart(BodyPart):
     """A part of a message's text."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
-    annotations: Any = _copied()
-    logprobs: Any = _copied()
-    parsed: Any = _copied()
+    annotations: Any = copied_field()
+    logprobs: Any = copied_field()
+    parsed: Any = copied_field()
     prompt_cache_breakpoint: Any = Field(None, description="Ignored; prefixes are always cached.")
 
 
@@ -56,9 +52,9 @@ class MessageItem(BodyPart):
             ]
         }
     )
-    id: Any = _copied()
-    status: Any = _copied()
-    phase: Any = _copied()
+    id: Any = copied_field()
+    status: Any = copied_field()
+    phase: Any = copied_field()
 
 
 class FunctionCallItem(BodyPart):
@@ -70,10 +66,10 @@ class FunctionCallItem(BodyPart):
     namespace: str | None = Field(None, json_schema_extra={"maxLength": MAX_ID_LENGTH})
     arguments: str = Field(description="A JSON object as a string.")
     is_async: Literal[False] = Field(False, alias="async")
-    parsed_arguments: Any = _copied()
-    id: Any = _copied()
-    status: Any = _copied()
-    caller: Any = _copied()
+    parsed_arguments: Any = copied_field()
+    id: Any = copied_field()
+    status: Any = copied_field()
+    caller: Any = copied_field()
 
 
 class FunctionOutputItem(BodyPart):
@@ -88,9 +84,9 @@ class FunctionOutputItem(BodyPart):
     )
     name: str | None = Field(None, json_schema_extra={"maxLength": MAX_ID_LENGTH})
     namespace: str | None = Field(None, json_schema_extra={"maxLength": MAX_ID_LENGTH})
-    id: Any = _copied()
-    status: Any = _copied()
-    caller: Any = _copied()
+    id: Any = copied_field()
+    status: Any = copied_field()
+    caller: Any = copied_field()
 
 
 class ReasoningItem(BodyPart):
@@ -100,10 +96,10 @@ class ReasoningItem(BodyPart):
     content: Any = Field(  # Any: read where it is used
         None, json_schema_extra={"type": "array", "items": {"type": "object"}}
     )
-    summary: Any = _copied()
-    encrypted_content: Any = _copied()
-    id: Any = _copied()
-    status: Any = _copied()
+    summary: Any = copied_field()
+    encrypted_content: Any = copied_field()
+    id: Any = copied_field()
+    status: Any = copied_field()
 
 
 _Item = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem

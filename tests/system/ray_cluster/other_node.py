@@ -3,7 +3,7 @@
 Prints a line of JSON per placement: the address family of the step channel, the addresses under
 which the ranks reach each other, and the tokens. With `hang`, it stops the process of a rank, and
 prints whether the tokens were those of an undisturbed run, how much longer they took, how often
-ranks were replaced by cause, and whether the process had ended before Ray was told to end it. With
+ranks were replaced by cause, and whether the process had ended before `ray.kill` was called. With
 `lose`, the node of a rank is lost, and another one joins later.
 """
 
@@ -42,7 +42,7 @@ class FarBoard(ProgressBoard):
 
 
 class WatchedRay:
-    """Ray, which notes whether a process has ended when it is first told to kill an actor."""
+    """Ray, which notes whether a process had ended at the first call of `kill`."""
 
     def __init__(self, process: psutil.Process) -> None:
         self._process = process

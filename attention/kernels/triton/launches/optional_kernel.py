@@ -11,9 +11,9 @@ logger = logging.getLogger(__name__)
 
 
 class OptionalKernel:
-    """Launches a kernel until it fails to compile, which an older or newer Triton may cause.
+    """Launches a kernel until it fails to compile, for example with another release of Triton.
 
-    All ranks of a group have the same Triton and GPUs, so that it fails on all of them.
+    It may fail on some ranks of a group only, so the replacement must return the same results.
     """
 
     def __init__(self, kernel: Any, *, replacement: str) -> None:  # Any: Triton has no types

@@ -15,7 +15,14 @@ if TYPE_CHECKING:
 
     from cluster.serving.intake.steps import Steps
 
-__all__ = ["CONTENT_PARTS", "MessageContent", "RefusalPart", "TextPart", "read_content"]
+__all__ = [
+    "CONTENT_PARTS",
+    "MessageContent",
+    "RefusalPart",
+    "TextPart",
+    "copied_field",
+    "read_content",
+]
 
 _STEP_PARTS = 64
 """Parts that are validated at once."""
@@ -33,7 +40,8 @@ _MEDIA = frozenset(
 )
 
 
-def _copied() -> Any:  # Any: a pydantic field
+def copied_field() -> Any:  # Any: a pydantic field
+    """Return a field of a body that clients copy from responses, and that is ignored."""
     return Field(None, description="Ignored; clients copy it from responses.")
 
 
@@ -42,11 +50,11 @@ class TextPart(BodyPart):
 
     type: Literal["text", "input_text", "output_text"]
     text: str
-    annotations: Any = _copied()
+    annotations: Any = copied_field()
     cache_control: Any = Field(  # Any: a hint of Anthropic's clients
         None, description="Ignored; prefixes are always cached."
     )
-    logprobs: Any = _copied()
+    logprobs: Any = copied_field()
     prompt_cache_breakpoint: Any = Field(  # Any: a hint, too
         None, description="Ignored; prefixes are always cached."
     )

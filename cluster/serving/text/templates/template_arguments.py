@@ -56,7 +56,7 @@ class TemplateArguments:
         if self.effort is not None:
             effects: dict[str, object] = {
                 "reasoning_effort": self.effort,
-                # Some models reason only when told to, and others unless told not to.
+                # Some models reason by default, and others only if this variable is true.
                 "enable_thinking": self.effort != "none",
             }
             if known is not None and known.isdisjoint(effects):
