@@ -2,74 +2,26 @@
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.engine.controller import Controller
-from cluster.engine.faults.death_budget import DeathBudget
-from pagedray.config import EngineConfig
 from pagedray.errors import (
     EngineError,
-    LethalRequestError,
     ShuttingDownError,
     StartupError,
     WorkerError,
 )
 from pagedray.request import FinishReason, Request, SamplingParams
-from tests.fakes import FakeExecutor, RecordingSink, unused_model, wait_for
+from tests.engine.controller_rig import Rig
+from tests.fakes import FakeExecutor, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pagedray.batch import StepOutput, StepPlan
-    from pagedray.request import Grammar
-
-
-class Rig:
-    """A controller with fake ranks and a recording sink."""
-
-    def __init__(
-        self, executor: FakeExecutor | None = None, *, first_pause_s: float = 0.001
-    ) -> None:
-        self.executor = FakeExecutor() if executor is None else executor
-        self.sink = RecordingSink()
-        budget = DeathBudget(
-            max_barren=5, barren_s=0.0, first_pause_s=first_pause_s, max_pause_s=first_pause_s
-        )
-        self.controller = Controller(config(), self.executor, self.sink, death_budget=budget)
-
-    def submit(
-        self,
-        request_id: str,
-        *,
-        n: int = 1,
-        max_tokens: int = 5,
-        num_prompt_tokens: int = 3,
-        deadline_s: float | None = None,
-        seed: int = 0,
-        grammar: Grammar | None = None,
-    ) -> None:
-        self.sink.expect(request_id, n)
-        self.controller.submit_request(
-            Request(
-                id=request_id,
-                prompt_token_ids=tuple(range(num_prompt_tokens)),
-                sampling=SamplingParams(n=n, max_tokens=max_tokens, ignore_eos=True),
-                seed=seed,
-                deadline_s=deadline_s,
-                grammar=grammar,
-            )
-        )
-
-    def ends(self) -> dict[tuple[str, int], object]:
-        """Return the end of each sequence, once all have one."""
-        wait_for(lambda: not self.sink.num_open)
-        assert all(len(ends) == 1 for ends in self.sink.ends.values())
-        return {key: ends[0] for key, ends in self.sink.ends.items()}
 
 
 class HeldGrammar:
@@ -96,10 +48,6 @@ class HeldGrammar:
     ) -> list[bytes | FinishReason | None]:
         self.waits_s.append(wait_s)
         return [None if self.is_held else b"\xff" * 4] * len(asked)
-
-
-def config() -> EngineConfig:
-    return EngineConfig(model=unused_model(max_positions=200))
 
 
 @pytest.fixture
@@ -295,114 +243,6 @@ def test_deaths_with_steps_between_end_no_request() -> None:
     assert all(tokens == [7] * 150 for tokens in rig.sink.tokens.values())
     assert rig.executor.num_restarts >= 12
     rig.controller.stop_steps()
-
-
-class PoisonedExecutor(FakeExecutor):
-    """Ranks that die when a row reaches the length at which its seed is poisonous."""
-
-    def __init__(self, poisons: dict[int, int]) -> None:
-        super().__init__()
-        self.poisons = poisons
-        """Lengths by seed."""
-        self.num_deaths = 0
-        self._seeds: dict[int, int] = {}
-        self.num_running: list[int] = []
-
-    def collect_output(self) -> StepOutput:
-        plan = self._plans[0]
-        self._seeds |= {start.row: start.seed for start in plan.starts}
-        self.num_running.append(len(plan.sequences))
-        for one in plan.sequences:
-            if one.first_position + one.num_tokens == self.poisons.get(self._seeds[one.row]):
-                self.num_deaths += 1
-                raise WorkerError("A rank died.")
-        return super().collect_output()
-
-
-@pytest.mark.parametrize("length", [3, 4, 20])
-@pytest.mark.parametrize(("number", "poison"), [(1, 0), (2, 1), (16, 0), (16, 9), (16, 15)])
-def test_poison_ends_alone_within_the_bound(number: int, poison: int, length: int) -> None:
-    # The engine's own request has seed 0.
-    executor = PoisonedExecutor({poison + 1: length})
-    rig = Rig(executor)
-    for index in range(number):
-        rig.submit(f"r{index}", max_tokens=30, seed=index + 1)
-    rig.controller.start_steps()
-    ends = rig.ends()
-    assert ends.pop((f"r{poison}", 0)) is FinishReason.ERROR
-    assert rig.sink.lethal == {(f"r{poison}", 0)}
-    assert set(ends.values()) <= {FinishReason.LENGTH}
-    assert all(rig.sink.tokens[key] == [7] * 30 for key in ends)
-    assert executor.num_deaths <= 3 + math.ceil(math.log2(number))
-    wait_for(lambda: rig.controller.is_healthy)
-    assert rig.controller.stats().num_lethal_requests == 1
-    rig.submit("later", seed=99, max_tokens=7)
-    assert rig.ends()["later", 0] is FinishReason.LENGTH
-
-
-def test_several_poisons_end_and_no_other_request(caplog: pytest.LogCaptureFixture) -> None:
-    executor = PoisonedExecutor({2: 3, 3: 3, 11: 10, 20: 25})
-    rig = Rig(executor)
-    for seed in range(32):
-        rig.submit(f"r{seed}", max_tokens=30, seed=seed, n=1 + seed % 3)
-    rig.controller.start_steps()
-    failed = {key[0] for key, end in rig.ends().items() if end is not FinishReason.LENGTH}
-    assert failed == {"r2", "r3", "r11", "r20"}
-    assert executor.num_deaths <= 4 * (4 + 5)
-    ended = [r for r in caplog.records if "ended with an error" in r.getMessage()]
-    assert len(ended) == 4
-
-
-def test_requests_that_arrive_during_a_search_wait_and_finish() -> None:
-    executor = PoisonedExecutor({3: 5})
-    # The search lasts until the new request has arrived.
-    executor.step_s = 0.01
-    rig = Rig(executor)
-    for seed in range(8):
-        rig.submit(f"r{seed}", max_tokens=30, seed=seed)
-    rig.controller.start_steps()
-    wait_for(lambda: executor.num_deaths >= 2)
-    rig.submit("new", max_tokens=30, seed=50)
-    ends = rig.ends()
-    assert ends.pop(("r3", 0)) is FinishReason.ERROR
-    assert set(ends.values()) == {FinishReason.LENGTH}
-
-
-def test_a_client_that_leaves_during_a_search_does_not_stop_it() -> None:
-    executor = PoisonedExecutor({1: 5})
-    rig = Rig(executor)
-    for index in range(4):
-        rig.submit(f"r{index}", max_tokens=30, seed=index + 1)
-    rig.controller.start_steps()
-    wait_for(lambda: executor.num_deaths >= 2)
-    rig.controller.abort_request("r0")
-    ends = rig.ends()
-    assert ends.pop(("r0", 0)) in (FinishReason.ABORT, FinishReason.ERROR)
-    assert set(ends.values()) == {FinishReason.LENGTH}
-
-
-def test_lethal_request_that_is_sent_again_is_rejected() -> None:
-    executor = PoisonedExecutor({1: 3})
-    rig = Rig(executor)
-    rig.submit("poison", seed=1)
-    rig.controller.start_steps()
-    assert rig.ends()["poison", 0] is FinishReason.ERROR
-    with pytest.raises(LethalRequestError, match="Do not send it again"):
-        rig.submit("again", seed=2)
-    del rig.sink.ends["again", 0]
-    rig.submit("other", num_prompt_tokens=5, seed=2)
-    assert rig.ends()["other", 0] is FinishReason.LENGTH
-    assert executor.num_deaths == 3
-
-
-def test_ranks_that_always_die_blame_no_request() -> None:
-    executor = PoisonedExecutor(dict.fromkeys(range(8), 4))
-    executor.poisons[0] = 1  # The engine's own request, too.
-    rig = Rig(executor)
-    for seed in range(1, 8):
-        rig.submit(f"r{seed}", seed=seed)
-    rig.controller.start_steps()
-    assert all(isinstance(end, EngineError) for end in rig.ends().values())
 
 
 def test_defect_ends_every_request(rig: Rig) -> None:

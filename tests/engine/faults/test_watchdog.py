@@ -20,7 +20,7 @@ from cluster.engine.local_executor import LocalExecutor
 from cluster.engine.options.engine_options import EngineOptions, engine_config
 from pagedray.errors import EngineError, HungRankError
 from pagedray.request import FinishReason, Request, SamplingParams
-from tests.engine.test_controller import config
+from tests.engine.controller_rig import config
 from tests.fakes import FakeExecutor, RecordingSink, wait_for
 from tests.system.server_process import ROOT, TINY_LLAMA
 

@@ -1,0 +1,49 @@
+"""A KV manager with few blocks, and sequences with the same tokens for it."""
+
+from array import array
+
+from cluster.scheduling.blocks.prefix_cache import PrefixCache
+from cluster.scheduling.kv_manager import KvManager
+from cluster.scheduling.sequence import ActiveRequest, Sequence
+from pagedray.request import Request, SamplingParams
+from tests.scheduling.blocks.test_cpu_prefix_cache import make_cpu_cache
+
+BLOCK_SIZE = 4
+
+
+def make_manager(
+    *,
+    num_blocks: int = 8,
+    num_cpu_blocks: int = 8,
+    enable_prefix_cache: bool = True,
+    has_cpu_cache: bool = False,
+) -> KvManager:
+    return KvManager(
+        block_size=BLOCK_SIZE,
+        num_blocks=num_blocks,
+        num_cpu_blocks=num_cpu_blocks,
+        prefix_cache=PrefixCache(b"key", num_blocks=num_blocks, is_enabled=enable_prefix_cache),
+        cpu_cache=make_cpu_cache(num_cpu_blocks) if has_cpu_cache else None,
+    )
+
+
+def make_sequences(num_tokens: int, *, n: int = 1, tenant: str = "") -> list[Sequence]:
+    request = Request(
+        id="r",
+        prompt_token_ids=tuple(range(num_tokens)),
+        sampling=SamplingParams(n=n),
+        seed=0,
+        tenant=tenant,
+    )
+    return ActiveRequest(
+        request, prompt=array("I", request.prompt_token_ids), arrival=0, max_model_len=100
+    ).sequences
+
+
+def run_prompt(kv: KvManager, sequence: Sequence) -> None:
+    """Admit a sequence and take its prompt as computed."""
+    num_tokens = len(sequence.token_ids)
+    assert kv.admit(sequence, num_tokens=num_tokens, num_spare=0)
+    kv.extend(sequence, num_tokens)
+    sequence.num_computed = num_tokens
+    kv.registry.register_blocks(sequence)

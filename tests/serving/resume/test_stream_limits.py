@@ -1,0 +1,191 @@
+"""How long a stream is kept for its client, how much of it, and whose it is."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import grpc
+import httpx
+import pytest
+
+from cluster.serving.memory.reader_limits import ReaderLimits
+from cluster.serving.memory.tenant_bytes import BufferLimits
+from tests.fakes import wait_for
+from tests.load.tenant_keys import write_keys
+from tests.serving.resume.conftest import GRACE_S
+from tests.serving.resume.stream_calls import (
+    MANY,
+    Stub,
+    begin,
+    body,
+    code_of,
+    messages,
+    numbers,
+    rest,
+    resumption,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.serving.resume.conftest import Serving
+
+
+def test_stream_is_aborted_after_its_grace_time(serving: Serving) -> None:
+    limits = ReaderLimits(resume_grace_s=0.2, resumes_anonymous=True)
+    with serving(limits) as server, httpx.Client(base_url=server.url) as http:
+        begin(http, "late", max_tokens=MANY)
+        wait_for(lambda: not server.engine.num_sequences)
+        assert server.engine.log.aborted == [server.engine.log.submitted[0].id]
+        servicer = server.frontends.servicer
+        wait_for(lambda: not len(servicer.resumables))
+        assert (servicer.num_open_calls, servicer.resumables.num_bytes) == (0, 0)
+        assert rest(http, "late", 1).status_code == 404
+        begin(http, "late")
+
+
+def test_asking_again_at_the_end_does_not_keep_a_stream(serving: Serving) -> None:
+    limits = ReaderLimits(resume_grace_s=0.5, resumes_anonymous=True)
+    with serving(limits) as server, httpx.Client(base_url=server.url) as http:
+        whole = http.post("/v1/completions", json=body(), headers={"x-request-id": "ended"}).text
+        statuses = []
+        deadline_s = time.monotonic() + 60
+        while 404 not in statuses and time.monotonic() < deadline_s:
+            statuses.append(rest(http, "ended", numbers(whole)[-1]).status_code)
+            time.sleep(0.05)
+        assert set(statuses[:-1]) <= {204}
+        assert statuses[-1] == 404
+        assert len(server.frontends.servicer.resumables) == 0
+
+
+def test_reader_keeps_a_stream_alive(serving: Serving) -> None:
+    limits = ReaderLimits(resume_grace_s=0.2, resumes_anonymous=True)
+    with serving(limits) as server, httpx.Client(base_url=server.url) as http:
+        # Longer than the grace time.
+        server.engine.step_s = 0.02
+        given = body(max_tokens=40)
+        with (
+            http.stream(
+                "POST", "/v1/completions", json=given, headers={"x-request-id": "slow"}
+            ) as first,
+            httpx.stream(
+                "GET", f"{server.url}/v1/streams/slow", headers={"last-event-id": "0"}
+            ) as second,
+        ):
+            first.close()
+            assert second.read().endswith(b"data: [DONE]\n\n")
+
+
+def test_stream_of_another_tenant_does_not_exist(serving: Serving, tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    keys = write_keys(file, "ann", "ben")
+    headers = {name: f"Bearer {key}" for name, key in keys.items()}
+    with serving(ReaderLimits(resume_grace_s=GRACE_S), key_file=file) as server:
+        with httpx.Client(base_url=server.url, headers={"authorization": headers["ann"]}) as ann:
+            begin(ann, "mine", num_events=2)
+            with httpx.Client(
+                base_url=server.url, headers={"authorization": headers["ben"]}
+            ) as ben:
+                other = rest(ben, "mine", 1)
+                assert other.status_code == 404
+                assert other.content == rest(ben, "unknown", 1).content
+                assert ben.delete("/v1/streams/mine").status_code == 200
+                begin(ben, "mine")
+            assert numbers(rest(ann, "mine", 2).text)[0] == 3
+        with grpc.insecure_channel(server.grpc_target) as channel:
+            stub = Stub(channel)
+            ann_key = (("authorization", headers["ann"]),)
+            list(stub.Generate(messages("grpc"), metadata=ann_key))
+            with pytest.raises(grpc.RpcError) as caught:
+                list(
+                    stub.Generate(
+                        resumption("grpc", 1), metadata=(("authorization", headers["ben"]),)
+                    )
+                )
+            assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+            assert len(list(stub.Generate(resumption("grpc", 0), metadata=ann_key))) > 1
+
+
+def test_anonymous_streams_are_rejected_unless_allowed(serving: Serving) -> None:
+    with serving(ReaderLimits(resume_grace_s=GRACE_S)) as server:
+        rejected = httpx.post(f"{server.url}/v1/completions", json=body())
+        assert rejected.status_code == 403
+        assert "--resume-anonymous" in rejected.text
+        assert httpx.get(f"{server.url}/v1/streams/x").status_code == 403
+        with grpc.insecure_channel(server.grpc_target) as channel:
+            assert (
+                code_of(Stub(channel), "Generate", messages("x"))
+                is grpc.StatusCode.PERMISSION_DENIED
+            )
+        assert server.engine.log.submitted == []
+
+
+def test_server_without_resumable_streams_says_so(serving: Serving) -> None:
+    with serving(ReaderLimits()) as server:
+        assert httpx.post(f"{server.url}/v1/completions", json=body()).status_code == 501
+        assert httpx.get(f"{server.url}/v1/streams/x").status_code == 501
+        with grpc.insecure_channel(server.grpc_target) as channel:
+            stub = Stub(channel)
+            for message in (messages("x"), resumption("x", 1)):
+                assert code_of(stub, "Generate", message) is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_old_events_are_dropped_and_memory_is_bounded(serving: Serving) -> None:
+    limits = ReaderLimits(
+        resume_grace_s=GRACE_S, resumes_anonymous=True, resume_buffer=BufferLimits(32 * 2**14)
+    )
+    with serving(limits) as server, httpx.Client(base_url=server.url) as http:
+        resumables = server.frontends.servicer.resumables
+        begin(http, "long", num_events=300, max_tokens=300)
+        assert resumables.num_bytes <= 2**14 + 4096
+        wait_for(lambda: not server.engine.num_sequences)
+        assert rest(http, "long", 1).status_code == 404
+        # Nobody reads what is generated now.
+        begin(http, "unread", max_tokens=MANY)
+        wait_for(lambda: not server.engine.num_sequences)
+        assert resumables.num_bytes <= 2 * (2**14 + 4096)
+        answer = rest(http, "unread", 1).text
+        assert "a call may leave at most 16384 bytes of output unread" in answer
+        assert numbers(answer)[0] == 2
+        http.delete("/v1/streams/long")
+        http.delete("/v1/streams/unread")
+        assert resumables.num_bytes == 0
+
+
+def test_tenant_without_room_starts_no_resumable_stream(serving: Serving) -> None:
+    limits = ReaderLimits(
+        resume_grace_s=GRACE_S, resumes_anonymous=True, resume_buffer=BufferLimits(32 * 2**13)
+    )
+    with serving(limits) as server, httpx.Client(base_url=server.url) as http:
+        resumables = server.frontends.servicer.resumables
+        for number in range(40):
+            headers = {"x-request-id": f"{number}"}
+            # The rest is generated once the server has noticed that the client is gone.
+            server.engine.most_tokens = 1
+            with http.stream("POST", "/v1/completions", json=body(), headers=headers) as rejected:
+                if rejected.status_code != 200:
+                    rejected.read()
+                    break
+            wait_for(lambda: resumables.num_awaited == number + 1)  # noqa: B023
+            server.engine.most_tokens = None
+            wait_for(lambda: not server.frontends.servicer.num_open_calls)
+        assert resumables.num_bytes <= 2**16
+        assert (rejected.status_code, "resume or abort" in rejected.text) == (429, True)
+        assert rejected.headers["retry-after"] == "5"
+        http.delete("/v1/streams/0")
+        begin(http, "more")
+
+
+def test_drain_waits_for_clients_that_may_come_back(serving: Serving) -> None:
+    limits = ReaderLimits(resume_grace_s=GRACE_S, resumes_anonymous=True)
+    with serving(limits) as server, httpx.Client(base_url=server.url) as http:
+        server.engine.most_tokens = 5
+        begin(http, "left")
+        wait_for(lambda: server.frontends.servicer.resumables.num_awaited == 1)
+        server.engine.most_tokens = None
+        wait_for(lambda: not server.frontends.servicer.num_open_calls)
+        assert server.frontends.servicer.resumables.num_awaited == 1
+        server.frontends.servicer.stop_accepting()
+        assert rest(http, "left", 1).text.endswith("data: [DONE]\n\n")
+        assert server.frontends.servicer.resumables.num_awaited == 0
