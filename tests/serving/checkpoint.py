@@ -9,6 +9,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 __all__ = ["SPECIAL_TOKENS", "TEMPLATE", "TEXT", "write_tokenizer"]
@@ -24,8 +25,17 @@ TEMPLATE = (
 )
 
 
-def write_tokenizer(folder: Path, *, vocab_size: int = 300) -> None:
-    """Write a byte-level tokenizer of few merges, whose characters span tokens."""
+def write_tokenizer(
+    folder: Path,
+    *,
+    vocab_size: int = 300,
+    special_tokens: Sequence[str] = (),
+    template: str | None = None,
+) -> None:
+    """Write a byte-level tokenizer with few merges, whose characters span tokens.
+
+    `special_tokens` follow those of every test; `template` is that of its own file.
+    """
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -39,6 +49,7 @@ def write_tokenizer(folder: Path, *, vocab_size: int = 300) -> None:
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 0)]
     )
+    tokenizer.add_special_tokens(list(special_tokens))
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "bos_token": "<s>",
@@ -46,3 +57,5 @@ def write_tokenizer(folder: Path, *, vocab_size: int = 300) -> None:
         "chat_template": TEMPLATE,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)

@@ -27,7 +27,7 @@ from tests.serving.checkpoint import TEXT, write_tokenizer
 from tests.serving.fake_engine import FakeEngine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
 
     from cluster.serving.connections.tls import CertificateStore
@@ -114,6 +114,12 @@ class Server:
             " ".join(words[index:] + words[:index]), add_special_tokens=False
         )
 
+    def say(self, text: str) -> int:
+        """Let the model write a text and end; return the number of its tokens."""
+        token_ids = self.tokenizer.encode(text, add_special_tokens=False)
+        self.engine.script = lambda request, index: [*token_ids, 1]
+        return len(token_ids)
+
     def __enter__(self) -> Self:
         self._thread.start()
         self._run(self.frontends.start_servers())
@@ -157,6 +163,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer.from_folder(folder)
+
+
+@pytest.fixture(scope="session")
+def template_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Tokenizer]:
+    """Makes tokenizers with a chat template, and with further special tokens."""
+
+    def make(template: str, *, special_tokens: Sequence[str] = ()) -> Tokenizer:
+        path = tmp_path_factory.mktemp("model")
+        write_tokenizer(path, template=template, special_tokens=special_tokens)
+        return Tokenizer.from_folder(path)
+
+    return make
 
 
 @pytest.fixture(scope="session")

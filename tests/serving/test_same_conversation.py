@@ -209,8 +209,7 @@ def call_of_grpc(server: Server) -> Call:
 
 
 def test_every_api_forces_and_returns_the_same_call(server: Server) -> None:
-    token_ids = [*server.tokenizer.encode(ARGUMENTS, add_special_tokens=False), 1]
-    server.engine.script = lambda request, index: token_ids
+    server.say(ARGUMENTS)
     asks = (call_of_tools, call_of_functions, call_of_responses, call_of_messages, call_of_grpc)
     calls = [ask(server) for ask in asks]
     assert calls == [("weather", json.loads(ARGUMENTS))] * len(asks)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import httpx
 import pytest
-import tokenizers
 import transformers
 
 from cluster.serving.text.tokenizer import Tokenizer
@@ -27,18 +26,10 @@ MARKS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
 END = "<|file_sep|>"
 
 
-def write_marks(folder: Path, marks: tuple[str, ...]) -> None:
-    """Write a tokenizer that has the marks as special tokens."""
-    write_tokenizer(folder)
-    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.add_special_tokens(list(marks))
-    tokenizer.save(str(folder / "tokenizer.json"))
-
-
 @pytest.fixture(scope="module")
 def infill_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("infilling")
-    write_marks(folder, (*MARKS, END))
+    write_tokenizer(folder, special_tokens=(*MARKS, END))
     return folder
 
 

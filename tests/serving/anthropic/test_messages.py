@@ -14,13 +14,14 @@ from cluster.serving.anthropic.blocks import (
     read_anthropic_messages,
     read_text,
 )
-from cluster.serving.text.tokenizer import Tokenizer
-from tests.serving.checkpoint import TEXT, write_tokenizer
+from tests.serving.checkpoint import TEXT
 from tests.serving.conftest import Server
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from cluster.serving.text.tokenizer import Tokenizer
 
 TEMPLATE = (
     "{# <tool_call> #}"
@@ -44,12 +45,9 @@ RESULT = {"type": "tool_result", "tool_use_id": "c1"}
 
 
 @pytest.fixture(scope="module")
-def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def tool_server(template_tokenizer: Callable[..., Tokenizer]) -> Iterator[Server]:
     """A server of a model that calls tools, whose template writes all that it gets."""
-    folder = tmp_path_factory.mktemp("model")
-    write_tokenizer(folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    with Server(Tokenizer.from_folder(folder), context=1024) as server:
+    with Server(template_tokenizer(TEMPLATE), context=1024) as server:
         yield server
 
 
@@ -65,12 +63,6 @@ def events(server: Server, body: dict[str, Any]) -> list[dict[str, Any]]:
         found.append(json.loads(data.removeprefix("data: ")))
         assert name == f"event: {found[-1]['type']}"
     return found
-
-
-def say(server: Server, text: str) -> None:
-    """Let the model write a text and end."""
-    token_ids = [*server.tokenizer.encode(text, add_special_tokens=False), 1]
-    server.engine.script = lambda request, index: token_ids
 
 
 PROMPTS: list[tuple[dict[str, Any], str]] = [
@@ -146,7 +138,7 @@ def test_answer_continues_the_assistant(tool_server: Server) -> None:
 def test_message_has_their_shape(tool_server: Server) -> None:
     tool_server.engine.reset()
     tool_server.engine.num_cached_tokens = 3
-    say(tool_server, "Hello.")
+    tool_server.say("Hello.")
     answer = posted(tool_server, BODY | {"max_tokens": 50})
     message = answer.json()
     assert message["id"] == f"msg_{answer.headers['x-request-id']}"
@@ -215,7 +207,7 @@ def test_stream_that_waits_has_pings(tool_server: Server) -> None:
 
 def test_tools_are_called(tool_server: Server) -> None:
     tool_server.engine.reset()
-    say(tool_server, f"I look. {CALL}")
+    tool_server.say(f"I look. {CALL}")
     body = BODY | {"tools": [TOOL], "max_tokens": 200}
     message = posted(tool_server, body).json()
     text, use = message["content"]
@@ -233,7 +225,7 @@ def test_tools_are_called(tool_server: Server) -> None:
 
 def test_salt_and_variables_of_vllm_are_those_of_the_request(tool_server: Server) -> None:
     tool_server.engine.reset()
-    say(tool_server, "ok")
+    tool_server.say("ok")
     for given in ({}, {"cache_salt": "a", "vllm_xargs": {"x": 1}}):
         assert posted(tool_server, BODY | given).status_code == 200
     plain, salted = tool_server.engine.log.submitted
@@ -249,7 +241,7 @@ def test_salt_and_variables_of_vllm_are_those_of_the_request(tool_server: Server
 
 def test_calls_of_strict_tools_follow_the_schema(tool_server: Server) -> None:
     tool_server.engine.reset()
-    say(tool_server, CALL)
+    tool_server.say(CALL)
     strict = TOOL | {"strict": True}
     assert posted(tool_server, BODY | {"tools": [strict]}).status_code == 200
     structure = tool_server.engine.log.submitted[-1].sampling.structure
@@ -338,7 +330,7 @@ def test_call_that_is_cut_off_has_what_is_complete(
 ) -> None:
     tool_server.engine.reset()
     text = f'<tool_call>\n{{"name": "look", "arguments": {{"a": {end}'
-    say(tool_server, f"{text}9")
+    tool_server.say(f"{text}9")
     num_tokens = len(tool_server.tokenizer.encode(text, add_special_tokens=False))
     body = BODY | {"tools": [TOOL], "max_tokens": num_tokens}
     whole = posted(tool_server, body).json()

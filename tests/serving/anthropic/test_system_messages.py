@@ -9,13 +9,13 @@ import pytest
 from cluster.serving.anthropic.system_messages import merge_system_messages
 from cluster.serving.text.templates.chat_prompt import ChatMessage
 from cluster.serving.text.templates.chat_template import ChatTemplate
-from cluster.serving.text.tokenizer import Tokenizer
 from tests.serving.anthropic.test_messages import RESULT, USE, posted
-from tests.serving.checkpoint import write_tokenizer
 from tests.serving.conftest import Server
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+    from cluster.serving.text.tokenizer import Tokenizer
 
 EACH = "{% for m in messages %}{{ m.role }}={{ m.content }};{% endfor %}"
 FIRST_ONLY = (
@@ -31,11 +31,8 @@ LEFT_OUT = "{% for m in messages if m.role != 'system' or loop.first %}{{ m.cont
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("model")
-    write_tokenizer(folder)
-    (folder / "chat_template.jinja").write_text(FIRST_ONLY)
-    with Server(Tokenizer.from_folder(folder), context=1024) as server:
+def server(template_tokenizer: Callable[..., Tokenizer]) -> Iterator[Server]:
+    with Server(template_tokenizer(FIRST_ONLY), context=1024) as server:
         yield server
 
 

@@ -11,15 +11,14 @@ import pytest
 from cluster.serving.openai.bodies.parameters import IGNORED
 from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
 from cluster.serving.text.templates.chat_template import ChatTemplate
-from cluster.serving.text.tokenizer import Tokenizer
-from tests.serving.checkpoint import write_tokenizer
 from tests.serving.conftest import Server
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     import openai
 
+    from cluster.serving.text.tokenizer import Tokenizer
     from pagedray.request import Request
 
 TEMPLATE = (
@@ -39,12 +38,9 @@ TEXT: dict[str, Any] = {"model": "tiny", "max_tokens": 2, "prompt": "hello"}  # 
 
 
 @pytest.fixture(scope="module")
-def template_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def template_server(template_tokenizer: Callable[..., Tokenizer]) -> Iterator[Server]:
     """A server of a model whose template reads what clients set."""
-    folder = tmp_path_factory.mktemp("model")
-    write_tokenizer(folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    with Server(Tokenizer.from_folder(folder)) as server:
+    with Server(template_tokenizer(TEMPLATE)) as server:
         yield server
 
 

@@ -11,10 +11,9 @@ import pytest
 
 from cluster.serving.auth.tenant import ANONYMOUS
 from cluster.serving.ray_serve.routing.errors import ReplicaDiedError
-from cluster.serving.text.tokenizer import Tokenizer
 from pagedray.errors import EngineError
 from pagedray.v1 import pagedray_pb2 as pb
-from tests.serving.checkpoint import TEXT, write_tokenizer
+from tests.serving.checkpoint import TEXT
 from tests.serving.openai.tools.chats import ASK, AUTO, TEMPLATE, TOOLS
 from tests.serving.ray_serve.failing_replicas import (
     FailingReplicas,
@@ -34,9 +33,9 @@ from tests.serving.ray_serve.received_streams import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
+    from collections.abc import AsyncIterator, Callable
 
+    from cluster.serving.text.tokenizer import Tokenizer
     from pagedray.request import Request
 
 EOS = 1
@@ -60,11 +59,8 @@ BODIES: dict[str, dict[str, Any]] = {  # Any: fields of several types
 
 
 @pytest.fixture(scope="module")
-def tool_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    folder: Path = tmp_path_factory.mktemp("tools")
-    write_tokenizer(folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return Tokenizer.from_folder(folder)
+def tool_tokenizer(template_tokenizer: Callable[..., Tokenizer]) -> Tokenizer:
+    return template_tokenizer(TEMPLATE)
 
 
 @pytest.fixture

@@ -12,17 +12,15 @@ import pytest
 from cluster.serving.responses.response_store import Kept, ResponseStore
 from cluster.serving.responses.stored_responses import StoredResponses, StoredTurn, StoreLimits
 from cluster.serving.text.templates.chat_prompt import ChatMessage
-from cluster.serving.text.tokenizer import Tokenizer
 from pagedray.errors import EngineError
-from tests.serving.checkpoint import write_tokenizer
 from tests.serving.ray_serve.failing_replicas import FailingReplicas, Replica, reset, some_cuts
 from tests.serving.ray_serve.proxied_clients import over_http
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
+    from collections.abc import AsyncIterator, Callable
 
     from cluster.serving.responses.response_store import Action
+    from cluster.serving.text.tokenizer import Tokenizer
     from pagedray.request import Request
 
 EOS = 1
@@ -41,11 +39,8 @@ MESSAGES = {
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    folder: Path = tmp_path_factory.mktemp("model")
-    write_tokenizer(folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return Tokenizer.from_folder(folder)
+def tokenizer(template_tokenizer: Callable[..., Tokenizer]) -> Tokenizer:
+    return template_tokenizer(TEMPLATE)
 
 
 @pytest.fixture

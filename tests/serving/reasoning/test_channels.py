@@ -9,16 +9,15 @@ import grpc
 import httpx
 import openai
 import pytest
-import tokenizers
 
-from cluster.serving.text.tokenizer import Tokenizer
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
-from tests.serving.checkpoint import write_tokenizer
 from tests.serving.conftest import Server
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+    from cluster.serving.text.tokenizer import Tokenizer
 
 SPECIAL_TOKENS = [
     *("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|constrain|>")
@@ -45,15 +44,9 @@ FOUND = {
 
 
 @pytest.fixture(scope="module")
-def channel_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("model")
-    write_tokenizer(folder)
-    path = str(folder / "tokenizer.json")
-    tokenizer = tokenizers.Tokenizer.from_file(path)
-    tokenizer.add_special_tokens(SPECIAL_TOKENS)
-    tokenizer.save(path)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    with Server(Tokenizer.from_folder(folder), context=1024) as server:
+def channel_server(template_tokenizer: Callable[..., Tokenizer]) -> Iterator[Server]:
+    tokenizer = template_tokenizer(TEMPLATE, special_tokens=SPECIAL_TOKENS)
+    with Server(tokenizer, context=1024) as server:
         yield server
 
 
@@ -65,18 +58,12 @@ def client(channel_server: Server) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def say(server: Server, text: str) -> None:
-    """Let the model write a text and end."""
-    token_ids = server.tokenizer.encode(text, add_special_tokens=False)
-    server.engine.script = lambda request, index: [*token_ids, 1]
-
-
 @pytest.mark.parametrize("text", [ANSWER, CALL])
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_chat_has_reasoning_content_and_calls(
     channel_server: Server, client: openai.OpenAI, text: str, is_stream: bool
 ) -> None:
-    say(channel_server, text)
+    channel_server.say(text)
     given: dict[str, Any] = {"model": "tiny", "messages": ASK, "tools": TOOLS}
     if is_stream:
         with client.chat.completions.stream(**given) as stream:
@@ -95,7 +82,7 @@ def test_chat_has_reasoning_content_and_calls(
 def test_responses_have_items_of_each_kind(
     channel_server: Server, client: openai.OpenAI, text: str
 ) -> None:
-    say(channel_server, text)
+    channel_server.say(text)
     tools: list[Any] = [{"type": "function", "strict": None, **FUNCTION}]
     with client.responses.stream(model="tiny", input="hi", tools=tools) as stream:
         response = stream.get_final_response()
@@ -111,7 +98,7 @@ def test_responses_have_items_of_each_kind(
 @pytest.mark.parametrize("text", [ANSWER, CALL])
 def test_messages_have_blocks_of_each_kind(channel_server: Server, text: str) -> None:
     channel_server.engine.reset()
-    say(channel_server, text)
+    channel_server.say(text)
     tools = [{"name": "look", "input_schema": {"type": "object"}}]
     body = {"model": "tiny", "max_tokens": 256, "messages": ASK, "tools": tools}
     answer = httpx.post(f"{channel_server.url}/v1/messages", json=body, timeout=60).json()
@@ -122,7 +109,7 @@ def test_messages_have_blocks_of_each_kind(channel_server: Server, text: str) ->
 
 def test_grpc_separates_channels(channel_server: Server) -> None:
     channel_server.engine.reset()
-    say(channel_server, ANSWER)
+    channel_server.say(ANSWER)
     user = pb.ChatMessage(role=pb.CHAT_ROLE_USER, content="hi")
     with grpc.insecure_channel(channel_server.grpc_target) as channel:
         stub = pagedray_pb2_grpc.GenerationServiceStub(channel)
@@ -132,7 +119,7 @@ def test_grpc_separates_channels(channel_server: Server) -> None:
 
 
 def test_template_reads_one_call_at_a_time(channel_server: Server, client: openai.OpenAI) -> None:
-    say(channel_server, ANSWER)
+    channel_server.say(ANSWER)
     calls = [
         {"id": name, "type": "function", "function": {"name": name, "arguments": "{}"}}
         for name in ("one", "two")
@@ -156,7 +143,7 @@ def test_template_reads_one_call_at_a_time(channel_server: Server, client: opena
 
 
 def test_calls_of_one_id_have_a_result_each(channel_server: Server, client: openai.OpenAI) -> None:
-    say(channel_server, ANSWER)
+    channel_server.say(ANSWER)
     calls = [
         {"id": "same", "type": "function", "function": {"name": name, "arguments": "{}"}}
         for name in ("one", "two")
@@ -216,7 +203,7 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type":
 def test_structures_follow_the_header_of_their_message(
     channel_server: Server, client: openai.OpenAI, given: dict[str, Any], headers: dict[str, str]
 ) -> None:
-    say(channel_server, ANSWER)
+    channel_server.say(ANSWER)
     client.chat.completions.create(model="tiny", messages=ASK, **given)
     assert headers_of(channel_server) == headers
 
@@ -225,7 +212,7 @@ def test_structures_follow_the_header_of_their_message(
 def test_forced_calls_are_read_from_their_channel(
     channel_server: Server, client: openai.OpenAI, choice: Any
 ) -> None:
-    say(channel_server, CALL)
+    channel_server.say(CALL)
     answer = client.chat.completions.create(
         model="tiny", messages=ASK, tools=TWO_TOOLS, tool_choice=choice
     )

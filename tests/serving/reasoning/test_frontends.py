@@ -12,14 +12,14 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from cluster.serving.text.tokenizer import Tokenizer
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
-from tests.serving.checkpoint import write_tokenizer
 from tests.serving.conftest import Server
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+    from cluster.serving.text.tokenizer import Tokenizer
 
 TEMPLATE = (
     "{# <tool_call> #}{% if tools %}tools {% endif %}"
@@ -37,12 +37,9 @@ ASK: list[Any] = [{"role": "user", "content": "hi"}]  # Any: as above
 
 
 @pytest.fixture(scope="module")
-def thinking_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def thinking_server(template_tokenizer: Callable[..., Tokenizer]) -> Iterator[Server]:
     """A server of a model that reasons, whose template writes all that it gets."""
-    folder = tmp_path_factory.mktemp("model")
-    write_tokenizer(folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    with Server(Tokenizer.from_folder(folder), context=1024) as server:
+    with Server(template_tokenizer(TEMPLATE), context=1024) as server:
         yield server
 
 
@@ -52,13 +49,6 @@ def client(thinking_server: Server) -> Iterator[openai.OpenAI]:
     url = f"{thinking_server.url}/v1"
     with openai.OpenAI(base_url=url, api_key="x", max_retries=0) as client:
         yield client
-
-
-def say(server: Server, text: str) -> int:
-    """Let the model write a text and end; return the number of its tokens."""
-    token_ids = server.tokenizer.encode(text, add_special_tokens=False)
-    server.engine.script = lambda request, index: [*token_ids, 1]
-    return len(token_ids)
 
 
 def streamed(client: openai.OpenAI, **options: Any) -> tuple[dict[str, str], str, Any]:
@@ -79,7 +69,7 @@ def streamed(client: openai.OpenAI, **options: Any) -> tuple[dict[str, str], str
 def test_budget_limits_the_reasoning_of_the_request(
     thinking_server: Server, client: openai.OpenAI
 ) -> None:
-    say(thinking_server, TEXT)
+    thinking_server.say(TEXT)
     for budget in (-1, None, 7):
         client.chat.completions.create(
             model="tiny", messages=ASK, extra_body={"thinking_token_budget": budget}
@@ -98,7 +88,7 @@ def test_budget_limits_the_reasoning_of_the_request(
 
 
 def test_chat_separates_reasoning(thinking_server: Server, client: openai.OpenAI) -> None:
-    say(thinking_server, TEXT)
+    thinking_server.say(TEXT)
     num_inside = len(
         thinking_server.tokenizer.encode(TEXT.partition("\n\nIt")[0], add_special_tokens=False)
     )
@@ -122,7 +112,7 @@ def test_chat_separates_reasoning(thinking_server: Server, client: openai.OpenAI
 def test_reasoning_is_streamed_as_it_is_generated(
     thinking_server: Server, client: openai.OpenAI
 ) -> None:
-    say(thinking_server, TEXT)
+    thinking_server.say(TEXT)
     stream = client.chat.completions.create(model="tiny", messages=ASK, stream=True)
     deltas = [chunk.choices[0].delta.model_dump() for chunk in stream]
     assert sum(bool(delta.get("reasoning")) for delta in deltas) > 10
@@ -162,7 +152,7 @@ def test_prompt_decides_where_a_turn_begins(
     text: str,
     found: tuple[str | None, str],
 ) -> None:
-    say(thinking_server, text)
+    thinking_server.say(text)
     whole = client.chat.completions.create(model="tiny", messages=ASK, **options)
     for choice in whole.choices:
         message = choice.message.model_dump()
@@ -173,7 +163,7 @@ def test_prompt_decides_where_a_turn_begins(
 def test_calls_follow_reasoning(
     thinking_server: Server, client: openai.OpenAI, is_stream: bool
 ) -> None:
-    say(thinking_server, f"<think>I look {CALL}</think>\n\n{CALL}")
+    thinking_server.say(f"<think>I look {CALL}</think>\n\n{CALL}")
     if is_stream:
         texts, reason, _ = streamed(client, tools=TOOLS)
         assert (texts["reasoning"], texts.get("content", "")) == (f"I look {CALL}", "")
@@ -190,7 +180,7 @@ def test_calls_follow_reasoning(
 def test_reasoning_of_earlier_turns_reaches_the_template(
     thinking_server: Server, client: openai.OpenAI
 ) -> None:
-    say(thinking_server, "ok")
+    thinking_server.say("ok")
     turn: Any = {"role": "assistant", "content": "5", "reasoning_content": "hm"}
     client.chat.completions.create(model="tiny", messages=[*ASK, turn, *ASK])
     (request,) = thinking_server.engine.log.submitted
@@ -198,7 +188,7 @@ def test_reasoning_of_earlier_turns_reaches_the_template(
 
 
 def test_responses_have_reasoning_items(thinking_server: Server, client: openai.OpenAI) -> None:
-    say(thinking_server, f"{TEXT}{CALL}")
+    thinking_server.say(f"{TEXT}{CALL}")
     tools: list[Any] = [{"type": "function", "strict": None, **FUNCTION}]
     whole = client.responses.create(model="tiny", input="hi", tools=tools)
     Response.model_validate_json(whole.model_dump_json())
@@ -229,7 +219,7 @@ def test_responses_have_reasoning_items(thinking_server: Server, client: openai.
 
 def test_messages_have_thinking_blocks(thinking_server: Server) -> None:
     thinking_server.engine.reset()
-    say(thinking_server, TEXT)
+    thinking_server.say(TEXT)
     body = {"model": "tiny", "max_tokens": 512, "messages": ASK}
     url = f"{thinking_server.url}/v1/messages"
     whole = httpx.post(url, json=body, timeout=60).json()
@@ -253,7 +243,7 @@ def test_messages_have_thinking_blocks(thinking_server: Server) -> None:
 
 def test_messages_may_limit_their_thinking(thinking_server: Server) -> None:
     thinking_server.engine.reset()
-    say(thinking_server, TEXT)
+    thinking_server.say(TEXT)
     body = {"model": "tiny", "max_tokens": 512, "messages": ASK}
     url = f"{thinking_server.url}/v1/messages"
     given: list[dict[str, Any]] = [
@@ -282,7 +272,7 @@ FORCED = f"<think>\n{THOUGHT}\n</think>\n\n" + '{"a": 1}'
 def test_a_forced_call_is_an_item_behind_the_reasoning(
     thinking_server: Server, client: openai.OpenAI
 ) -> None:
-    say(thinking_server, FORCED)
+    thinking_server.say(FORCED)
     tools: list[Any] = [{"type": "function", "strict": None, **FUNCTION}]
     choice: Any = {"type": "function", "name": "look"}
     ask = {"model": "tiny", "input": "hi", "tools": tools, "tool_choice": choice}
@@ -300,7 +290,7 @@ def test_a_forced_call_is_an_item_behind_the_reasoning(
 
 def test_a_forced_call_is_a_block_behind_the_thoughts(thinking_server: Server) -> None:
     thinking_server.engine.reset()
-    say(thinking_server, FORCED)
+    thinking_server.say(FORCED)
     body = {
         "model": "tiny",
         "max_tokens": 512,
@@ -323,13 +313,13 @@ def test_a_forced_call_is_a_block_behind_the_thoughts(thinking_server: Server) -
 
 def test_grpc_separates_reasoning(thinking_server: Server) -> None:
     thinking_server.engine.reset()
-    say(thinking_server, TEXT)
+    thinking_server.say(TEXT)
     user = pb.ChatMessage(role=pb.CHAT_ROLE_USER, content="hi")
     past = pb.ChatMessage(role=pb.CHAT_ROLE_ASSISTANT, content="5", reasoning="hm")
     with grpc.insecure_channel(thinking_server.grpc_target) as channel:
         stub = pagedray_pb2_grpc.GenerationServiceStub(channel)
         parts = list(stub.Chat(pb.ChatRequest(messages=[user, past, user])))
-        say(thinking_server, "5")
+        thinking_server.say("5")
         plain = pb.ChatRequest(
             messages=[user], chat_template_kwargs='{"enable_thinking": false, "other": 1}'
         )

@@ -21,7 +21,7 @@ from cluster.serving.responses.stored_responses import StoreLimits
 from cluster.serving.text.templates.chat_prompt import ChatMessage, MessageToolCall
 from tests.load.tenant_keys import write_keys
 from tests.serving.conftest import Server
-from tests.serving.responses.test_responses import CALL, OUTPUT, TOOL, say, tool_server
+from tests.serving.responses.test_responses import CALL, OUTPUT, TOOL, tool_server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,9 +48,9 @@ def listed(client: openai.OpenAI, response_id: str, **given: Any) -> list[Any]:
 
 
 def test_input_is_listed_as_items_of_the_client(tool_server: Server, client: openai.OpenAI) -> None:
-    say(tool_server, "ok" + CALL)
+    tool_server.say("ok" + CALL)
     first = create(client, tools=[TOOL], instructions="Be brief.", input="look")
-    say(tool_server, "It is five.")
+    tool_server.say("It is five.")
     result = {**OUTPUT, "call_id": first.output[1].call_id}
     second = create(client, tools=[TOOL], input=[result], previous_response_id=first.id)
     (only,) = listed(client, first.id)
@@ -75,7 +75,7 @@ def test_input_is_listed_as_items_of_the_client(tool_server: Server, client: ope
 def test_listed_items_are_an_input_with_the_same_prompt(
     tool_server: Server, client: openai.OpenAI
 ) -> None:
-    say(tool_server, "ok" + CALL)
+    tool_server.say("ok" + CALL)
     first = create(client, tools=[TOOL], input="look")
     result = {**OUTPUT, "call_id": first.output[1].call_id}
     given = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a"}, result]
@@ -107,7 +107,7 @@ def test_items_are_counted_before_they_are_written(message: ChatMessage) -> None
 
 
 def test_pages_join_to_all_items(tool_server: Server, client: openai.OpenAI) -> None:
-    say(tool_server, "Hello.")
+    tool_server.say("Hello.")
     texts = [f"text {index}" for index in range(45)]
     made = create(client, input=[{"role": "user", "content": text} for text in texts])
     for limit in (1, 7, 44, 45, 100):
@@ -136,7 +136,7 @@ def test_pages_join_to_all_items(tool_server: Server, client: openai.OpenAI) -> 
 def test_bad_queries_are_rejected_by_name(
     tool_server: Server, client: openai.OpenAI, query: str, param: str
 ) -> None:
-    say(tool_server, "Hello.")
+    tool_server.say("Hello.")
     made = create(client, input="hi")
     answer = httpx.get(f"{tool_server.url}/v1/responses/{made.id}/input_items?{query}")
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
@@ -154,7 +154,7 @@ def test_a_misspelled_parameter_names_the_nearest(
 def test_what_the_client_may_ask_of_a_stored_response(
     tool_server: Server, client: openai.OpenAI
 ) -> None:
-    say(tool_server, "Hello.")
+    tool_server.say("Hello.")
     made = create(client, input="hi")
     include: list[Any] = ["reasoning.encrypted_content", "file_search_call.results"]
     assert client.responses.retrieve(made.id, include=include, stream=False) == made
@@ -174,7 +174,7 @@ def test_what_the_client_may_ask_of_a_stored_response(
 
 
 def test_counted_tokens_are_those_of_the_prompt(tool_server: Server, client: openai.OpenAI) -> None:
-    say(tool_server, "Hello.")
+    tool_server.say("Hello.")
     first = create(client, input="hi", instructions="Be brief.")
     count: Any = client.responses.input_tokens.count
     given: list[dict[str, Any]] = [

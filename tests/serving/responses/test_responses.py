@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import openai
 import pytest
-import tokenizers
 from openai.types.responses import (
     Response,
     ResponseFunctionToolCall,
@@ -20,15 +19,14 @@ from cluster.serving.memory.reader_limits import ReaderLimits
 from cluster.serving.memory.tenant_bytes import BufferLimits
 from cluster.serving.responses.items import read_items
 from cluster.serving.responses.stored_responses import StoreLimits
-from cluster.serving.text.tokenizer import Tokenizer
 from pagedray.request import Structure
-from tests.serving.checkpoint import write_tokenizer
 from tests.serving.conftest import Server
 from tests.serving.waiting import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    from collections.abc import Callable, Iterator
+
+    from cluster.serving.text.tokenizer import Tokenizer
 
 TEMPLATE = (
     "{# <tool_call> #}"
@@ -53,12 +51,9 @@ OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "5"}
 
 
 @pytest.fixture(scope="module")
-def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def tool_server(template_tokenizer: Callable[..., Tokenizer]) -> Iterator[Server]:
     """A server of a model that calls tools, whose template writes all that it gets."""
-    folder = tmp_path_factory.mktemp("model")
-    write_tokenizer(folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    with Server(Tokenizer.from_folder(folder), context=1024, store_limits=StoreLimits()) as server:
+    with Server(template_tokenizer(TEMPLATE), context=1024, store_limits=StoreLimits()) as server:
         yield server
 
 
@@ -73,12 +68,6 @@ class City(BaseModel):
     """What the client parses."""
 
     city: str
-
-
-def say(server: Server, text: str) -> None:
-    """Let the model write a text and end."""
-    token_ids = [*server.tokenizer.encode(text, add_special_tokens=False), 1]
-    server.engine.script = lambda request, index: token_ids
 
 
 def posted(server: Server, given: dict[str, Any]) -> httpx.Response:
@@ -155,7 +144,7 @@ def test_biases_and_structures_of_vllm_are_those_of_the_request(tool_server: Ser
 
 
 def test_text_may_include_its_end(tool_server: Server, client: openai.OpenAI) -> None:
-    say(tool_server, "One, two, three.")
+    tool_server.say("One, two, three.")
     whole, kept = (
         client.responses.create(
             model="tiny",
@@ -179,22 +168,19 @@ def test_text_may_include_special_tokens(tool_server: Server, client: openai.Ope
     assert kept.output_text.startswith("<|system|>Hello")
 
 
-def test_special_tokens_that_mark_calls_are_read(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path)
-    path = str(tmp_path / "tokenizer.json")
-    tokenizer = tokenizers.Tokenizer.from_file(path)
-    tokenizer.add_special_tokens(["<tool_call>", "</tool_call>"])
-    tokenizer.save(path)
-    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
-    with Server(Tokenizer.from_folder(tmp_path), context=1024, store_limits=StoreLimits()) as model:
-        say(model, CALL)
+def test_special_tokens_that_mark_calls_are_read(
+    template_tokenizer: Callable[..., Tokenizer],
+) -> None:
+    tokenizer = template_tokenizer(TEMPLATE, special_tokens=("<tool_call>", "</tool_call>"))
+    with Server(tokenizer, context=1024, store_limits=StoreLimits()) as model:
+        model.say(CALL)
         answer = posted(model, {"tools": [TOOL], "max_output_tokens": 100})
     call, *others = answer.json()["output"]
     assert (call["type"], call["arguments"], others) == ("function_call", '{"a": 1}', [])
 
 
 def test_response_has_their_shape(tool_server: Server, client: openai.OpenAI) -> None:
-    say(tool_server, "Hello.")
+    tool_server.say("Hello.")
     response = client.responses.create(model="tiny", input="hi", metadata={"a": "b"}, store=False)
     Response.model_validate_json(response.model_dump_json())
     assert (response.output_text, response.status) == ("Hello.", "completed")
@@ -238,7 +224,7 @@ def test_items_that_the_client_parsed_may_be_sent_again(
     look: Any = {**TOOL, "parameters": {"type": "object", "properties": {}}, "strict": True}
     sent: list[Any] = [{"role": "user", "content": "hi"}]  # Any: of the client
     for text in ('<tool_call>{"name": "look", "arguments": {}}</tool_call>', '{"city": "Bonn"}'):
-        say(tool_server, text)
+        tool_server.say(text)
         response = client.responses.parse(model="tiny", input="hi", tools=[look], text_format=City)
         sent += [item.model_dump() for item in response.output]
     assert response.output_parsed == City(city="Bonn")
@@ -251,7 +237,7 @@ def test_items_that_the_client_parsed_may_be_sent_again(
 
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_tools_are_called(tool_server: Server, client: openai.OpenAI, is_stream: bool) -> None:
-    say(tool_server, f"I look. {CALL}")
+    tool_server.say(f"I look. {CALL}")
     given: dict[str, Any] = {"model": "tiny", "input": "hi", "tools": [TOOL]}
     if is_stream:
         with client.responses.stream(**given) as stream:
@@ -279,7 +265,7 @@ def test_tools_are_called(tool_server: Server, client: openai.OpenAI, is_stream:
 def test_calls_of_strict_tools_follow_the_schema(
     tool_server: Server, client: openai.OpenAI
 ) -> None:
-    say(tool_server, CALL)
+    tool_server.say(CALL)
     strict: Any = TOOL | {"strict": True}
     client.responses.create(model="tiny", input="hi", tools=[strict])
     structure = tool_server.engine.log.submitted[-1].sampling.structure
@@ -294,7 +280,7 @@ def test_calls_of_strict_tools_follow_the_schema(
 def test_calls_name_their_namespace(
     tool_server: Server, client: openai.OpenAI, is_stream: bool
 ) -> None:
-    say(tool_server, CALL.replace("look", "eyes.look"))
+    tool_server.say(CALL.replace("look", "eyes.look"))
     given: dict[str, Any] = {"model": "tiny", "input": "hi", "tools": [SPACE]}
     if is_stream:
         with client.responses.stream(**given) as stream:
@@ -310,7 +296,7 @@ def test_calls_name_their_namespace(
 def test_only_allowed_tools_are_called(
     tool_server: Server, client: openai.OpenAI, name: str
 ) -> None:
-    say(tool_server, CALL.replace("look", "eyes.look"))
+    tool_server.say(CALL.replace("look", "eyes.look"))
     tool = {"type": "function", "name": name}
     given: dict[str, Any] = {
         "tools": [SPACE, TOOL],
@@ -411,7 +397,7 @@ def test_bad_input_is_rejected(
 async def test_repeated_parameters_count_as_unread_output_until_the_call_ends(
     tool_server: Server, client: openai.OpenAI
 ) -> None:
-    say(tool_server, "Hi.")
+    tool_server.say("Hi.")
     buffers = tool_server.frontends.servicer.buffers
     description = "x" * 50_000
     tool = TOOL | {"description": description}
@@ -428,12 +414,12 @@ async def test_repeated_parameters_count_as_unread_output_until_the_call_ends(
     await wait_until(lambda: not buffers.num_bytes)
 
 
-def test_more_than_a_tenant_may_keep_is_rejected(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+def test_more_than_a_tenant_may_keep_is_rejected(
+    template_tokenizer: Callable[..., Tokenizer],
+) -> None:
     limits = ReaderLimits(unread_buffer=BufferLimits(total_bytes=2**19))
     tools = [TOOL | {"name": f"f{number}", "description": "x" * 60_000} for number in range(3)]
-    with Server(Tokenizer.from_folder(tmp_path), reader_limits=limits) as server:
+    with Server(template_tokenizer(TEMPLATE), reader_limits=limits) as server:
         answer = posted(server, {"tools": tools, "tool_choice": "none"})
         assert answer.status_code == 400
         assert "exceeds 131072 bytes" in answer.json()["error"]["message"]

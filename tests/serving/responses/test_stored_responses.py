@@ -16,7 +16,7 @@ from cluster.serving.text.templates.chat_prompt import ChatMessage, MessageToolC
 from pagedray.errors import InvalidRequestError, UnknownPreviousError, UnknownResponseError
 from tests.load.tenant_keys import write_keys
 from tests.serving.conftest import Server
-from tests.serving.responses.test_responses import CALL, OUTPUT, TOOL, posted, say, tool_server
+from tests.serving.responses.test_responses import CALL, OUTPUT, TOOL, posted, tool_server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,13 +49,13 @@ def test_chained_calls_render_what_clients_would_send(
     tool_server: Server, client: openai.OpenAI, is_stream: bool
 ) -> None:
     first_input = [{"role": "user", "content": "look"}]
-    say(tool_server, "ok" + CALL)
+    tool_server.say("ok" + CALL)
     given = {"tools": [TOOL], "instructions": "Be brief.", "input": first_input}
     first = create(client, **given, stream=is_stream)
     if is_stream:
         first = list(first)[-1].response
     assert [item.type for item in first.output] == ["message", "function_call"]
-    say(tool_server, "It is five.")
+    tool_server.say("It is five.")
     result = {**OUTPUT, "call_id": first.output[1].call_id}
     second = create(client, tools=[TOOL], input=[result], previous_response_id=first.id)
     third = create(client, input="so?", previous_response_id=second.id)
@@ -70,7 +70,7 @@ def test_chained_calls_render_what_clients_would_send(
 
 
 def test_stored_responses_are_read_and_deleted(tool_server: Server, client: openai.OpenAI) -> None:
-    say(tool_server, "Hello.")
+    tool_server.say("Hello.")
     first = client.responses.create(model="tiny", input="hi")
     assert client.responses.retrieve(first.id).model_dump() == first.model_dump()
     second = client.responses.create(model="tiny", input="and", previous_response_id=first.id)
@@ -93,7 +93,7 @@ def test_stored_responses_are_read_and_deleted(tool_server: Server, client: open
 def test_only_complete_responses_that_may_be_stored_are(
     tool_server: Server, client: openai.OpenAI
 ) -> None:
-    say(tool_server, "Hello.")
+    tool_server.say("Hello.")
     transient = client.responses.create(model="tiny", input="hi", store=False)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(transient.id)
@@ -112,7 +112,7 @@ def test_only_complete_responses_that_may_be_stored_are(
 def test_other_parts_of_a_response_are_no_endpoints(
     tool_server: Server, client: openai.OpenAI, method: str, part: str
 ) -> None:
-    say(tool_server, "Hello.")
+    tool_server.say("Hello.")
     found = client.responses.create(model="tiny", input="hi")
     answer = httpx.request(method, f"{tool_server.url}/v1/responses/{found.id}/{part}")
     assert answer.status_code == 404
@@ -121,16 +121,16 @@ def test_other_parts_of_a_response_are_no_endpoints(
 
 
 def test_an_answer_without_text_is_continued(tool_server: Server, client: openai.OpenAI) -> None:
-    say(tool_server, "")
+    tool_server.say("")
     first = client.responses.create(model="tiny", input="hi")
-    say(tool_server, "Hello.")
+    tool_server.say("Hello.")
     client.responses.create(model="tiny", input="and", previous_response_id=first.id)
     assert "hi" in last_prompt(tool_server)
 
 
 def test_cut_tool_calls_cannot_be_continued(tool_server: Server, client: openai.OpenAI) -> None:
     begun = CALL[: CALL.index("1}")]
-    say(tool_server, begun)
+    tool_server.say(begun)
     num_tokens = len(tool_server.tokenizer.encode(begun, add_special_tokens=False))
     cut = create(client, input="x", tools=[TOOL], max_output_tokens=num_tokens)
     assert cut.status == "incomplete"
@@ -280,7 +280,7 @@ def test_a_turn_that_was_forgotten_meanwhile_is_counted_again() -> None:
 def test_a_streamed_response_that_repeats_much_is_stored_as_it_was_sent(
     tool_server: Server, client: openai.OpenAI
 ) -> None:
-    say(tool_server, "Hello.")
+    tool_server.say("Hello.")
     tools: Any = [
         {"type": "function", "name": f"f{number}", "description": "\u00e9" * 25_000}
         for number in range(4)

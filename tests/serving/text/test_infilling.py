@@ -6,7 +6,6 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 import pytest
-import tokenizers
 import transformers
 
 from cluster.serving.text.tokenizer import Tokenizer
@@ -70,11 +69,8 @@ def test_codestral_reads_the_suffix_first(tmp_path: Path) -> None:
 def test_other_families_have_the_text_of_their_cards(
     tmp_path: Path, mark: str, expected: str
 ) -> None:
-    write_tokenizer(tmp_path)
-    library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     names = ("prefix", "suffix", "middle", "begin", "hole", "end")
-    library.add_special_tokens([mark.format(name) for name in names])
-    library.save(str(tmp_path / "tokenizer.json"))
+    write_tokenizer(tmp_path, special_tokens=[mark.format(name) for name in names])
     tokenizer = Tokenizer.from_folder(tmp_path)
     assert tokenizer.infilling is not None
     reference = transformers.PreTrainedTokenizerFast(

@@ -102,8 +102,7 @@ class ChatPage:
 
     def speak(self, text: str) -> None:
         """Have the model write this text, whole."""
-        token_ids = self._server.tokenizer.encode(text, add_special_tokens=False)
-        self._server.engine.script = lambda request, index: [*token_ids, 1]
+        self._server.say(text)
 
     def say(self, text: str) -> None:
         """Write a message and send it."""

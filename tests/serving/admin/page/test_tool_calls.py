@@ -7,27 +7,22 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.serving.text.tokenizer import Tokenizer
 from tests.serving.admin.page.chat_page import ChatPage
-from tests.serving.checkpoint import write_tokenizer
 from tests.serving.conftest import Server
 from tests.serving.openai.tools.chats import AUTO, TEMPLATE, TOOLS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    from collections.abc import Callable, Iterator
 
+    from cluster.serving.text.tokenizer import Tokenizer
     from tests.serving.admin.page.chromium import Browser
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder: Path = tmp_path_factory.mktemp("tools")
-    write_tokenizer(folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    with Server(Tokenizer.from_folder(folder), context=2048) as server:
+def tool_server(template_tokenizer: Callable[..., Tokenizer]) -> Iterator[Server]:
+    with Server(template_tokenizer(TEMPLATE), context=2048) as server:
         yield server
 
 
