@@ -9,7 +9,7 @@ from pydantic_core import from_json
 
 from cluster.serving.http.schema import BodyPart, missing_field, named_schema, read_part
 from cluster.serving.json_bodies.json_body import check_counts
-from cluster.serving.openai.bodies.content_parts import RefusalPart, copied_field
+from cluster.serving.openai.bodies.content_parts import RefusalPart, TextFields, copied_field
 from cluster.serving.responses.function_tools import model_name
 from cluster.serving.text.templates.chat_prompt import ChatMessage, MessageToolCall
 from cluster.serving.tools.call_id import MAX_ID_LENGTH, check_id
@@ -25,15 +25,10 @@ __all__ = ["ITEMS", "ItemPart", "read_items"]
 _STEP_ITEMS = 64
 
 
-class ItemPart(BodyPart):
-    """A part of a message's text."""
+class ItemPart(TextFields):
+    """A part of a message's text in the Responses API."""
 
-    type: Literal["input_text", "output_text", "text"]
-    text: str
-    annotations: Any = copied_field()
-    logprobs: Any = copied_field()
     parsed: Any = copied_field()
-    prompt_cache_breakpoint: Any = Field(None, description="Ignored; prefixes are always cached.")
 
 
 class MessageItem(BodyPart):

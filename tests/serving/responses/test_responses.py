@@ -330,7 +330,7 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
      "input.0.content.0 is not supported: input_image parts need a model that reads more than "
      "text.", "input.0.content.0"),
     ({"input": [{"role": "user", "content": [{"type": "refusal", "refusal": "x"}]}]},
-     "input.0.content.0.type must be one of 'input_text', 'output_text' or 'text', not 'refusal'.",
+     "input.0.content.0.type must be one of 'text', 'input_text' or 'output_text', not 'refusal'.",
      "input.0.content.0.type"),
     ({"input": [{**USE, "arguments": "[]"}]},
      "input.0.arguments must be a JSON object as a string.", "input.0.arguments"),

@@ -19,6 +19,7 @@ __all__ = [
     "CONTENT_PARTS",
     "MessageContent",
     "RefusalPart",
+    "TextFields",
     "TextPart",
     "copied_field",
     "read_content",
@@ -45,19 +46,25 @@ def copied_field() -> Any:  # Any: a pydantic field
     return Field(None, description="Ignored; clients copy it from responses.")
 
 
-class TextPart(BodyPart):
-    """A part of a message's text, as in chat completions or in the Responses API."""
+def _cache_hint() -> Any:  # Any: a pydantic field
+    """Return a field of a body that says which prefixes to cache, and that is ignored."""
+    return Field(None, description="Ignored; prefixes are always cached.")
+
+
+class TextFields(BodyPart):
+    """The fields of a part of a message's text, in chat completions and in the Responses API."""
 
     type: Literal["text", "input_text", "output_text"]
     text: str
     annotations: Any = copied_field()
-    cache_control: Any = Field(  # Any: a hint of Anthropic's clients
-        None, description="Ignored; prefixes are always cached."
-    )
     logprobs: Any = copied_field()
-    prompt_cache_breakpoint: Any = Field(  # Any: a hint, too
-        None, description="Ignored; prefixes are always cached."
-    )
+    prompt_cache_breakpoint: Any = _cache_hint()
+
+
+class TextPart(TextFields):
+    """A part of a message's text in chat completions."""
+
+    cache_control: Any = _cache_hint()
 
 
 class RefusalPart(BodyPart):
