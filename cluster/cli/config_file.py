@@ -11,7 +11,7 @@ from cluster.cli.one_line_parser import dashed_flag
 from cluster.cli.serve_flags import CONFIG_FLAG
 from pagedray.errors import StartupError
 from pagedray.wording.nearest_name import nearest_name
-from pagedray.wording.shown_value import shown_value
+from pagedray.wording.shown_value import shown_json_value
 
 if TYPE_CHECKING:
     import argparse
@@ -35,7 +35,9 @@ def apply_config(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> l
     given = _read(path)
     model = given.pop(_MODEL, None)
     if model is not None and not isinstance(model, str):
-        raise StartupError(f"{path}: model must be a folder or a Hub id, not {shown_value(model)}.")
+        raise StartupError(
+            f"{path}: model must be a folder or a Hub id, not {shown_json_value(model)}."
+        )
     options = parser._option_string_actions
     words: list[str] = []
     for key, value in given.items():
@@ -121,7 +123,7 @@ def _words(
     if isinstance(value, list):
         return [f"{flag}={','.join(map(str, value))}"]
     if isinstance(value, dict):
-        raise StartupError(f"{path}: {key} must be a value, not {shown_value(value)}.")
+        raise StartupError(f"{path}: {key} must be a value, not {shown_json_value(value)}.")
     return [flag, str(value)] if action.nargs == "+" else [f"{flag}={value}"]
 
 
@@ -129,7 +131,7 @@ def _switch(
     key: str, value: object, options: Mapping[str, argparse.Action], path: Path
 ) -> list[str]:
     if not isinstance(value, bool):
-        raise StartupError(f"{path}: {key} must be true or false, not {shown_value(value)}.")
+        raise StartupError(f"{path}: {key} must be true or false, not {shown_json_value(value)}.")
     if value:
         return [f"--{key}"]
     opposite = f"--no-{key}"

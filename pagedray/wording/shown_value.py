@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["shown_value"]
+__all__ = ["shown_json_value", "shown_value"]
 
 _MOST_CHARACTERS = 40
 
@@ -23,3 +23,12 @@ def shown_value(value: object) -> str:
         value = value[:_MOST_CHARACTERS]
     text = f"{value:g}" if isinstance(value, float) else repr(value)
     return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 3]}..."
+
+
+def shown_json_value(value: object) -> str:
+    """Return a short text of a value of a JSON or YAML document."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return shown_value(value)

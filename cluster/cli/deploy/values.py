@@ -12,7 +12,7 @@ import yaml
 
 from pagedray.errors import StartupError
 from pagedray.wording.nearest_name import nearest_name
-from pagedray.wording.shown_value import shown_value
+from pagedray.wording.shown_value import shown_json_value
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
@@ -108,7 +108,7 @@ def _line(error: jsonschema.ValidationError) -> str:
         where = ".".join([*([path] if path else []), missing])
         return f"{where}: null removes the chart's value, which is required."
     where = f"{path}: " if path else ""
-    return f"{where}{shown_value(error.instance)} must be {_wanted(error)}."
+    return f"{where}{shown_json_value(error.instance)} must be {_wanted(error)}."
 
 
 def _wanted(error: jsonschema.ValidationError) -> str:

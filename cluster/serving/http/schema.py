@@ -20,7 +20,7 @@ from cluster.serving.intake.limits import LARGEST, RequestSize, check_num_messag
 from cluster.serving.json_bodies.json_body import read_json
 from pagedray.errors import ContextLengthError, InvalidRequestError
 from pagedray.wording.nearest_name import nearest_name
-from pagedray.wording.shown_value import shown_value
+from pagedray.wording.shown_value import shown_json_value, shown_value
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -318,11 +318,8 @@ def _rejection(details: ErrorDetails, prefix: str, part: type[BodyPart]) -> Inva
         expected = _one_of(details["ctx"]["expected"])
     else:
         expected = _EXPECTED.get(kind, "a valid value")
-    if given is None or isinstance(given, bool | float):
-        # As in JSON; 5.0 is not an integer.
-        shown = json.dumps(given)
-    else:
-        shown = shown_value(given)
+    # 5.0 is not an integer.
+    shown = json.dumps(given) if isinstance(given, float) else shown_json_value(given)
     return InvalidRequestError(f"{where} must be {expected}, not {shown}.", param=where)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagedray.wording.shown_value import shown_value
+from pagedray.wording.shown_value import shown_json_value, shown_value
 
 
 @pytest.mark.parametrize(
@@ -26,3 +26,10 @@ from pagedray.wording.shown_value import shown_value
 )
 def test_text_is_short(value: object, text: str) -> None:
     assert shown_value(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(True, "true"), (False, "false"), (None, "null"), (1, "1"), ("a", "'a'")]
+)
+def test_text_is_as_in_json(value: object, text: str) -> None:
+    assert shown_json_value(value) == text

@@ -102,7 +102,7 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [  # Any: JSON
      "chat_template_kwargs may have at most 65536 bytes of JSON, not 70008."),
     *(({"reasoning_effort": value}, "reasoning_effort must be one of 'none', 'minimal', 'low', "
        f"'medium', 'high', 'xhigh', 'max', or a number from 0 to 0.99, not {shown}.")
-      for value, shown in (("huge", "'huge'"), (1, "1"), (-0.5, "-0.5"), (True, "True"),
+      for value, shown in (("huge", "'huge'"), (1, "1"), (-0.5, "-0.5"), (True, "true"),
                            ({}, "an object"))),
     ({"documents": [{"text": "x"}]},
      "documents is not supported: the model's chat template does not read it."),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from cluster.serving.json_bodies.json_text import json_text
 from pagedray.errors import InvalidRequestError
-from pagedray.wording.shown_value import shown_value
+from pagedray.wording.shown_value import shown_json_value
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,7 +76,7 @@ def check_effort(given: object, param: str) -> str | float | None:
     names = ", ".join(f"'{name}'" for name in EFFORTS)
     raise InvalidRequestError(
         f"{param} must be one of {names}, or a number from 0 to {MAX_EFFORT}, not "
-        f"{shown_value(given)}.",
+        f"{shown_json_value(given)}.",
         param=param,
     )
 
