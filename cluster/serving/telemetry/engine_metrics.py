@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["EngineCollector", "duration_family"]
 
-# Values of the label `part` where they differ from the engine's names; queries select by them.
-_PART_LABELS = {"prefill_ragged": "fresh"}
-
 
 class EngineCollector(Collector):
     """Collects an engine's statistics."""
@@ -216,11 +213,11 @@ def _step_families(stats: EngineStats) -> Iterator[Metric]:
     layers = GaugeMetricFamily(
         "pagedray_attention_layers",
         "Layers by part of a step and provider of its attention kernels",
-        labels=["part", "server"],
+        labels=["part", "provider"],
     )
     for part, providers in stats.attention.providers.items():
         for provider, num_layers in providers.items():
-            layers.add_metric([_PART_LABELS.get(part, part), provider], num_layers)
+            layers.add_metric([part, provider], num_layers)
     yield layers
 
 

@@ -281,8 +281,8 @@ def test_health_and_metrics(http: httpx.Client, engine: FakeEngine) -> None:
         'pagedray_free_blocks{pool="cpu"} 32.0',
         'pagedray_sequences{state="swapped"} 0.0',
         'pagedray_preemptions_total{kind="recompute"} 2.0',
-        'pagedray_attention_layers{part="decode",server="native"} 3.0',
-        'pagedray_attention_layers{part="decode",server="torch"} 1.0',
+        'pagedray_attention_layers{part="decode",provider="native"} 3.0',
+        'pagedray_attention_layers{part="decode",provider="torch"} 1.0',
         "pagedray_generated_tokens_total 50.0",
     ):
         assert line in text
