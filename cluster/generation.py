@@ -191,6 +191,7 @@ class Collector:
 
     @property
     def is_finished(self) -> bool:
+        """Whether all completions have ended."""
         return all(stream.is_finished for stream in self._streams)
 
     def push_events(self, events: Sequence[TokenEvent]) -> SequenceOutput:

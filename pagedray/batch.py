@@ -141,6 +141,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
 
     @property
     def num_tokens(self) -> int:
+        """Tokens that the step computes, of all sequences."""
         return sum(chunk.num_tokens for chunk in self.chunks) + len(self.decodes)
 
     @property

@@ -13,9 +13,12 @@ class LoadProgress:
 
     what: str = "Loading weights"
     done: int = 0
+    """Tensors that are loaded, or bytes that are downloaded."""
     total: int = 0
+    """The same for the whole model; 0 while that is unknown."""
     is_download: bool = False
 
     @property
     def fraction(self) -> float:
+        """The part that is done, 0 to 1; 0 while the total is unknown."""
         return self.done / self.total if self.total else 0.0

@@ -116,6 +116,7 @@ class RankReport:
 
     @property
     def phase(self) -> Phase:
+        """The phase that the rank is in."""
         return Phase(self.word & 0xFF)
 
     @property

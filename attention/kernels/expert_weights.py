@@ -36,14 +36,17 @@ class ExpertWeights:
 
     @property
     def num_experts(self) -> int:
+        """Experts of this rank."""
         return len(self.gate_up)
 
     @property
     def inner_size(self) -> int:
+        """Columns of each expert on this rank."""
         return self.gate_up.shape[1] // 2
 
     @property
     def is_mxfp4(self) -> bool:
+        """Whether weights are in mxfp4, with scales."""
         return self.gate_up_scales is not None
 
     @property

@@ -60,6 +60,7 @@ class ConversationTimes:
 
     @property
     def mean_ttft_s(self) -> float:
+        """Mean seconds to the first token, of every turn but the first ones."""
         return sum(self.ttft_s) / len(self.ttft_s)
 
 

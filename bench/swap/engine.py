@@ -36,6 +36,7 @@ class Reply:
 
     @property
     def ttft_s(self) -> float:
+        """Seconds until the first token."""
         return self.first_token_s - self.submitted_s
 
 

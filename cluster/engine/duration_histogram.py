@@ -24,6 +24,7 @@ class HistogramSnapshot:
 
     @property
     def num_durations(self) -> int:
+        """Durations in all bins."""
         return sum(self.counts)
 
     def since(self, earlier: HistogramSnapshot) -> HistogramSnapshot:
@@ -65,10 +66,12 @@ class DurationHistogram:
         self._total_s = 0.0
 
     def record(self, duration_s: float) -> None:
+        """Add a duration."""
         self._counts[bisect_left(self._bounds_s, duration_s)] += 1
         self._total_s += duration_s
 
     def snapshot(self) -> HistogramSnapshot:
+        """Return the durations so far, which later ones do not change."""
         return HistogramSnapshot(
             bounds_s=self._bounds_s, counts=tuple(self._counts), total_s=self._total_s
         )

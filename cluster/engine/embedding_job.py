@@ -39,6 +39,7 @@ class EmbeddingRequest:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of all texts."""
         return sum(map(len, self.texts))
 
 

@@ -92,6 +92,7 @@ class EventDispatcher:
                 self._buffers.pop(request.id, None)
 
     def publish(self, events: Sequence[TokenEvent]) -> None:
+        """Add events to the buffers of their calls; those of closed buffers are dropped."""
         with self._lock:
             # Most steps have events of one call.
             for buffer, some in groupby(events, self._buffer_of):
@@ -102,6 +103,7 @@ class EventDispatcher:
         return self._buffers.get(event.request_id)
 
     def fail_all(self, error: EngineError) -> None:
+        """End all open calls with an error."""
         with self._lock:
             for buffer in self._buffers.values():
                 buffer.put_error(error)

@@ -38,4 +38,5 @@ class EngineStats:
 
     @property
     def num_replacements(self) -> int:
+        """Times that ranks were replaced, for any cause."""
         return sum(self.replacements.values())

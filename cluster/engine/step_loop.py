@@ -75,6 +75,7 @@ class StepLoop(ABC):
         self._thread = threading.Thread(target=self._loop, name="pagedray-steps", daemon=True)
 
     def start_steps(self) -> None:
+        """Start the step thread and the watchdog. Called once."""
         self._thread.start()
         self._watchdog.start()
 

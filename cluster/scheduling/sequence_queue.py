@@ -32,12 +32,15 @@ class SequenceQueue:
         return self._sequences[index]
 
     def clear(self) -> None:
+        """Remove all sequences."""
         self._sequences.clear()
 
     def insert(self, sequence: Sequence) -> None:
+        """Add a sequence at the place of its `order`."""
         insort(self._sequences, sequence, key=_order)
 
     def remove(self, sequence: Sequence) -> None:
+        """Remove a sequence, which must be in the queue."""
         index = bisect_left(self._sequences, sequence.order, key=_order)
         assert self._sequences[index] is sequence
         del self._sequences[index]

@@ -52,14 +52,17 @@ class SequenceTable:
 
     @property
     def has_free_row(self) -> bool:
+        """Whether another sequence can run."""
         return bool(self._free_rows)
 
     @property
     def num_free_rows(self) -> int:
+        """Rows that no sequence has."""
         return len(self._free_rows)
 
     @property
     def num_taken_rows(self) -> int:
+        """Rows that sequences have."""
         return self.num_rows - len(self._free_rows)
 
     def unfinished(self, request_id: str) -> Iterator[Sequence]:

@@ -60,6 +60,7 @@ class EngineClient:
 
     @property
     def is_attached(self) -> bool:
+        """Whether there is an engine, which may still fail."""
         return self._engine is not None
 
     @property

@@ -72,14 +72,17 @@ class Target:
 
     @property
     def is_grpc(self) -> bool:
+        """Whether requests are sent over gRPC."""
         return self.backend.startswith("grpc")
 
     @property
     def is_chat(self) -> bool:
+        """Whether requests are conversations."""
         return self.backend.endswith("-chat")
 
     @property
     def is_encrypted(self) -> bool:
+        """Whether the connection uses TLS."""
         return urlsplit(self.base_url).scheme in ("https", "grpcs")
 
     @property

@@ -42,6 +42,7 @@ class LocalTokenizer:
         return cls(read_tokenizer(folder))
 
     async def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text, with the special tokens that the tokenizer adds."""
         return self._tokenizer.encode(text).ids
 
     async def decode(self, token_ids: list[int]) -> str:

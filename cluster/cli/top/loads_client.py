@@ -79,6 +79,7 @@ class LoadsClient:
         return self._decode(status, body, LoadHistory)
 
     def close(self) -> None:
+        """Close the connection."""
         self._connection.close()
 
     def _get(self, path: str) -> tuple[int, bytes]:

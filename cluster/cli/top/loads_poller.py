@@ -53,6 +53,7 @@ class LoadsPoller:
             return None
 
     def close(self) -> None:
+        """Stop after the reading under way."""
         self._is_closed.set()
 
     def _poll(self) -> None:

@@ -29,6 +29,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="pagedray-watchdog", daemon=True)
 
     def start(self) -> None:
+        """Start the thread. Called once."""
         self._thread.start()
 
     def stop(self) -> None:

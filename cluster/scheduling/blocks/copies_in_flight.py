@@ -33,4 +33,5 @@ class CopiesInFlight:
             yield self._copied.popleft()
 
     def clear(self) -> None:
+        """Forget all copies, as after the ranks were replaced."""
         self._copied.clear()

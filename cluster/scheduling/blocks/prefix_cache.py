@@ -192,6 +192,7 @@ class PrefixCache:
                 is_proven[block] = True
 
     def is_proven(self, block: int) -> bool:
+        """Return whether logits that depend on a block were finite."""
         return bool(self._is_proven[block])
 
     def num_proven(self, blocks: Iterable[int]) -> int:
@@ -211,6 +212,7 @@ class PrefixCache:
             self._is_proven[block] = False
 
     def clear(self) -> None:
+        """Remove all blocks, whose contents are lost."""
         num_blocks = len(self._keys)
         self._block_of.clear()
         self._keys = [None] * num_blocks

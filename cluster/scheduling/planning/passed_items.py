@@ -22,6 +22,7 @@ class PassedItems:
 
     @property
     def are_any(self) -> bool:
+        """Whether a sequence was passed and not yet put back."""
         return bool(self._items)
 
     @property

@@ -50,10 +50,12 @@ class Planner:
 
     @property
     def num_swap_preemptions(self) -> int:
+        """Sequences preempted by swapping their blocks, since the start."""
         return self._preemptor.num_swap_preemptions
 
     @property
     def num_recompute_preemptions(self) -> int:
+        """Sequences preempted by dropping their blocks, since the start."""
         return self._preemptor.num_recompute_preemptions
 
     def draft_plan(self, step: int, *, acknowledged_step: int) -> PlanDraft:

@@ -81,5 +81,6 @@ class Restores:
         self._arriving.difference_update(blocks)
 
     def clear(self) -> None:
+        """Forget all copies, as after the ranks were replaced."""
         self._copies.clear()
         self._arriving.clear()

@@ -96,11 +96,13 @@ class Backlog:
             )
 
     def add_request(self, tenant: str, num_tokens: int) -> None:
+        """Add a request that waits, with its prompt tokens."""
         self._num_of_tenants[tenant] += 1
         self.num_requests += 1
         self.num_tokens += num_tokens
 
     def start_request(self, tenant: str, num_tokens: int) -> None:
+        """Remove a request that started, and count it for the estimated wait of others."""
         self.drop_request(tenant, num_tokens)
         self._request_rate.add(1)
         self._token_rate.add(num_tokens)

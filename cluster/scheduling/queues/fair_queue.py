@@ -93,6 +93,7 @@ class FairQueue(Generic[Item]):
 
     @property
     def first(self) -> Item:
+        """The first item that is not hidden, of the least served tenant; see `has_first`."""
         return self._backlogged.first.waiting[0]
 
     def open_share(self, tenant: str) -> Share[Item]:
@@ -137,6 +138,7 @@ class FairQueue(Generic[Item]):
         self._num_items = 0
 
     def insert(self, item: Item) -> None:
+        """Add an item to the share of its tenant, at the place of its `order`."""
         share = item.share
         insort(share.waiting, item, key=_order)
         self._num_items += 1
@@ -148,6 +150,7 @@ class FairQueue(Generic[Item]):
         self._backlogged.discard(share)
 
     def remove(self, item: Item) -> None:
+        """Remove an item, which must be in the queue."""
         share = item.share
         index = bisect_left(share.waiting, item.order, key=_order)
         assert share.waiting[index] is item

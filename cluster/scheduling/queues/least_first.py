@@ -65,5 +65,6 @@ class LeastFirst(Generic[Member]):
         self._entries.pop(member, None)
 
     def clear(self) -> None:
+        """Remove all members."""
         self._entries.clear()
         self._heap.clear()

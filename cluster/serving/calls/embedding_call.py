@@ -62,6 +62,7 @@ class EmbeddingCall:
         self.fail(EngineError("The call was aborted."))
 
     def fail(self, error: PagedRayError) -> None:
+        """End the call with an error, unless it has ended."""
         self._running.cancel()
         if not self._answer.done():
             self._answer.set_exception(error)

@@ -78,6 +78,7 @@ class HttpCall:
 
     @property
     def origin(self) -> CallOrigin:
+        """The frontend and the trace context of the call."""
         headers = self.request.headers
         return CallOrigin(
             frontend="http",

@@ -65,6 +65,7 @@ class ResponseStore:
 
     @property
     def is_enabled(self) -> bool:
+        """Whether responses may be stored at all."""
         return self._stored.is_enabled
 
     def keeps(self, continuation: Continuation | None) -> bool:

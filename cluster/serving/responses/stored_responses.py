@@ -94,6 +94,7 @@ class StoredResponses:
 
     @property
     def is_enabled(self) -> bool:
+        """Whether responses may be stored at all."""
         return self._limits.num_responses > 0
 
     @property

@@ -71,6 +71,7 @@ class ResumableStream:
 
     @property
     def has_reader(self) -> bool:
+        """Whether a client reads the stream."""
         return self._reader is not None
 
     @property

@@ -102,6 +102,7 @@ class LoadRecorder:
         self._timer = loop.call_later(_INTERVAL_S, self.start_sampling, stats, uptime_s)
 
     def stop_sampling(self) -> None:
+        """Take no more samples. May be called twice."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

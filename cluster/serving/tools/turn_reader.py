@@ -51,14 +51,17 @@ class TurnDelta:
 
     @property
     def reasoning(self) -> str:
+        """All new text of the reasoning."""
         return self._text("reasoning")
 
     @property
     def content(self) -> str:
+        """All new text of the answer."""
         return self._text("content")
 
     @property
     def calls(self) -> list[ToolCallDelta]:
+        """What tool calls gained."""
         return [part for part in self.parts if isinstance(part, ToolCallDelta)]
 
     def add_text(self, kind: Literal["reasoning", "content"], text: str) -> None:

@@ -62,6 +62,7 @@ class CompiledGrammar:
 
     @property
     def num_mask_bytes(self) -> int:
+        """Size of a mask in bytes."""
         return self._source.num_mask_bytes
 
     def matcher(self, request: Request) -> MatcherHandle:

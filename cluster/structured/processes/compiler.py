@@ -81,6 +81,7 @@ class StructureCompiler:
 
     @property
     def num_cached_bytes(self) -> int:
+        """Bytes of all compiled grammars in the cache."""
         with self._lock:
             return sum(size for _, size in self._cache.values())
 
