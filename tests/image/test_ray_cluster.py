@@ -154,7 +154,9 @@ def test_a_rank_keeps_prefixes_on_the_disk_of_its_pod(served: RayCluster) -> Non
 
 
 def test_the_container_logs_calls_and_no_secrets(served: RayCluster) -> None:
-    assert re.search(r"INFO call id=\S+ tenant=demo front=http .*outcome=length", served.worker.log)
+    assert re.search(
+        r"INFO call id=\S+ tenant=demo frontend=http .*outcome=length", served.worker.log
+    )
     for pod in (served.head, served.worker):
         assert served.key not in pod.log
         assert served.token not in pod.log

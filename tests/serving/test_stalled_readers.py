@@ -97,7 +97,7 @@ def is_reset(connection: socket.socket) -> bool:
 
 def num_stalled(server: Server, frontend: str) -> float:
     found = server.frontends.servicer.metrics.registry.get_sample_value(
-        "pagedray_stalled_readers_total", {"front": frontend}
+        "pagedray_stalled_readers_total", {"frontend": frontend}
     )
     assert found is not None
     return found
@@ -186,7 +186,7 @@ async def test_complete_response_that_is_not_read_is_disconnected(tokenizer: Tok
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(b"GET /big HTTP/1.1\r\nHost: localhost\r\n\r\n")
         stalls = servicer.metrics.registry.get_sample_value
-        labels = {"front": "http"}
+        labels = {"frontend": "http"}
         await wait_until(lambda: stalls("pagedray_stalled_readers_total", labels) == 1)
         await asyncio.sleep(0)
         assert is_reset(connection)

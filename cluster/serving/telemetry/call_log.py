@@ -36,7 +36,7 @@ def _fields(report: CallReport) -> dict[str, str | int | float]:
     fields: dict[str, str | int | float] = {
         "id": report.id,
         "tenant": report.tenant,
-        "front": report.origin.frontend,
+        "frontend": report.origin.frontend,
         "operation": report.operation,
         "outcome": report.outcome,
         "prompt_tokens": report.num_prompt_tokens,

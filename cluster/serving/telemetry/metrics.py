@@ -39,9 +39,9 @@ class Metrics:
     def __init__(self, client: EngineClient, config: EngineConfig) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(client))
-        self._calls = self._counter("requests", "Calls that ended", "front", "outcome")
+        self._calls = self._counter("requests", "Calls that ended", "frontend", "outcome")
         self._rejections = self._counter(
-            "rejections", "Calls rejected before they reached the engine", "front", "reason"
+            "rejections", "Calls rejected before they reached the engine", "frontend", "reason"
         )
         self._ignored = self._counter(
             "ignored_parameters", "Parameters of calls that were ignored", "parameter"
@@ -52,14 +52,14 @@ class Metrics:
         for cause in CAUSES:
             self._continuations.labels(cause)
         self._stalled_readers = self._counter(
-            "stalled_readers", "Clients disconnected because they did not read", "front"
+            "stalled_readers", "Clients disconnected because they did not read", "frontend"
         )
         for frontend in ("http", "grpc"):
             self._stalled_readers.labels(frontend)
         self._unread_output = self._gauge(
             "unread_output_bytes", "Memory for output that clients have not read"
         )
-        self._resumes = self._counter("stream_resumes", "Calls that resumed a stream", "front")
+        self._resumes = self._counter("stream_resumes", "Calls that resumed a stream", "frontend")
         for frontend in ("http", "grpc"):
             self._resumes.labels(frontend)
         self._streams = self._gauge("resumable_streams", "Streams that can be resumed")
@@ -129,12 +129,12 @@ class Metrics:
         """Count a call that began in another replica."""
         self._continuations.labels(cause).inc()
 
-    def count_rejection(self, error: Exception, frontend: Frontend = "none") -> None:
+    def count_rejection(self, error: Exception, frontend: Frontend) -> None:
         """Count a call that was rejected before it had a watch."""
         self._count(outcome_of(error), frontend, is_rejected=True)
 
     @contextmanager
-    def counting_rejections(self, frontend: Frontend = "none") -> Iterator[None]:
+    def counting_rejections(self, frontend: Frontend) -> Iterator[None]:
         """Count a call that is rejected inside the block."""
         try:
             yield
@@ -142,7 +142,7 @@ class Metrics:
             self.count_rejection(error, frontend)
             raise
 
-    def count_outcome(self, outcome: str, frontend: Frontend = "none") -> None:
+    def count_outcome(self, outcome: str, frontend: Frontend) -> None:
         """Count a call that a frontend rejected, by its outcome."""
         self._count(outcome, frontend, is_rejected=True)
 

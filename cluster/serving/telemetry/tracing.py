@@ -140,7 +140,7 @@ def _attributes(report: CallReport) -> Attributes:
         "gen_ai.usage.input_tokens": report.num_prompt_tokens,
         "gen_ai.usage.output_tokens": report.num_generated_tokens,
         "gen_ai.usage.cache_read.input_tokens": report.num_cached_tokens,
-        "pagedray.front": report.origin.frontend,
+        "pagedray.frontend": report.origin.frontend,
         "pagedray.tenant": report.tenant,
         "pagedray.outcome": report.outcome,
         "pagedray.sequences": report.num_sequences,

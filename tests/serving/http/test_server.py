@@ -289,7 +289,7 @@ def test_health_and_metrics(http: httpx.Client, engine: FakeEngine) -> None:
     for name in ("time_to_first_token", "time_per_output_token", "request_duration"):
         assert f"pagedray_{name}_seconds_count" in text
     for outcome in ("length", "invalid"):
-        assert re.search(rf'pagedray_requests_total{{front="\w+",outcome="{outcome}"}} ', text)
+        assert re.search(rf'pagedray_requests_total{{frontend="\w+",outcome="{outcome}"}} ', text)
 
 
 def test_every_event_is_one_line_of_json(http: httpx.Client) -> None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 KEY = new_key()
 WORK = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings")
-COUNTER = 'pagedray_requests_total{{front="{}",outcome="overloaded"}}'
+COUNTER = 'pagedray_requests_total{{frontend="{}",outcome="overloaded"}}'
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ async def servicer(tokenizer: Tokenizer, tmp_path: Path) -> AsyncIterator[Servic
 def counted(servicer: Servicer) -> dict[str, float]:
     """Return the number of rejected calls by frontend and reason."""
     return {
-        f"{sample.labels['front']} {sample.labels['reason']}": sample.value
+        f"{sample.labels['frontend']} {sample.labels['reason']}": sample.value
         for family in servicer.metrics.registry.collect()
         for sample in family.samples
         if sample.name == "pagedray_rejections_total"

@@ -199,19 +199,22 @@ def test_error_of_the_engine_reaches_who_resumes(serving: Serving) -> None:
 
 
 def test_resuming_is_counted(http: httpx.Client, stub: Stub, server: Server) -> None:
-    def count(front: str) -> float:
+    def count(frontend: str) -> float:
         read = server.frontends.servicer.metrics.registry.get_sample_value
-        found = read("pagedray_stream_resumes_total", {"front": front})
+        found = read("pagedray_stream_resumes_total", {"frontend": frontend})
         assert found is not None
         return found
 
-    before = {front: count(front) for front in ("http", "grpc")}
+    before = {frontend: count(frontend) for frontend in ("http", "grpc")}
     begin(http, "counted")
     rest(http, "counted", 1)
     rest(http, "not", 1)
     list(stub.Generate(messages("counted-too")))
     list(stub.Generate(resumption("counted-too", 1)))
-    assert {front: count(front) - was for front, was in before.items()} == {"http": 1, "grpc": 1}
+    assert {frontend: count(frontend) - was for frontend, was in before.items()} == {
+        "http": 1,
+        "grpc": 1,
+    }
 
 
 async def test_reader_of_a_closed_stream_gets_an_error() -> None:

@@ -45,7 +45,7 @@ async def test_json_line_describes_the_call(servicer: Servicer) -> None:
     expected = {
         "level": "info",
         "id": "call-1",
-        "front": "grpc",
+        "frontend": "grpc",
         "operation": "text_completion",
         "outcome": "length",
         "generated_tokens": 3,

@@ -78,7 +78,7 @@ async def test_document_lists_the_labels(servicer: Servicer) -> None:
 
 async def test_call_is_counted_with_its_times_and_tokens(servicer: Servicer) -> None:
     await run(servicer, origin=CallOrigin(frontend="grpc"), tenant="")
-    labels = {"front": "grpc", "outcome": "length"}
+    labels = {"frontend": "grpc", "outcome": "length"}
     assert value(servicer, "pagedray_requests_total", **labels) == 1
     assert value(servicer, "pagedray_request_prompt_tokens_count") == 1
     assert value(servicer, "pagedray_request_generated_tokens_sum") == 5
@@ -138,7 +138,7 @@ async def test_rejections_are_counted_by_reason(servicer: Servicer) -> None:
     with pytest.raises(OverloadedError):
         await run(servicer, origin=origin)
     for reason in ("invalid", "unknown_model", "too_large", "overloaded"):
-        labels = {"front": "http", "reason": reason}
+        labels = {"frontend": "http", "reason": reason}
         assert value(servicer, "pagedray_rejections_total", **labels) == 1
     assert value(servicer, "pagedray_tokens_in_flight") == 0
 

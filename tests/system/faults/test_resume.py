@@ -63,5 +63,5 @@ async def test_streams_are_resumed_after_a_rank_died_meanwhile() -> None:
             *(resumed(server, *pair) for pair in zip(PROMPTS, cuts, strict=True))
         )
         assert found == [text_of(answer.events) for answer in wanted]
-        assert server.metrics()['pagedray_stream_resumes_total{front="http"}'] == len(PROMPTS)
+        assert server.metrics()['pagedray_stream_resumes_total{frontend="http"}'] == len(PROMPTS)
         assert server.metrics()['pagedray_rank_replacements_total{cause="death"}'] >= 1

@@ -227,7 +227,7 @@ def test_a_call_leaves_a_span_and_a_line(cluster: ServeCluster, collector: SpanC
     sampling = {"max_tokens": 4, "ignore_eos": True}
     list(cluster.handle.options(stream=True).generate.remote("x", sampling, request_id="traced"))  # type: ignore[arg-type]  # the stubs are narrower than the library
     span = collector.span_with("gen_ai.response.id", "traced", timeout_s=30.0)
-    assert (span["pagedray.front"], span["gen_ai.usage.output_tokens"]) == ("ray", "4")
+    assert (span["pagedray.frontend"], span["gen_ai.usage.output_tokens"]) == ("ray", "4")
     (line,) = (one for one in logged("call") if one["id"] == "traced")
     assert (line["outcome"], line["generated_tokens"]) == ("length", 4)
 
