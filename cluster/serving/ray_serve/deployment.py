@@ -141,9 +141,11 @@ class PagedRay(ServedReplica):
     ) -> Message:
         return await self._grpc.unary("GetLoads", request, grpc_context)
 
-    async def Check(self, request: Incoming) -> Message:  # noqa: N802
+    async def Check(  # noqa: N802
+        self, request: Incoming, grpc_context: RayServegRPCContext
+    ) -> Message:
         """Answer grpc.health.v1 for this replica."""
-        return self._grpc.health()
+        return self._grpc.health(request, grpc_context)
 
     async def generate(
         self,

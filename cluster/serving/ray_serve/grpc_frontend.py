@@ -11,6 +11,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import grpc
 from google.protobuf.empty_pb2 import Empty
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
@@ -20,10 +21,12 @@ from cluster.serving.ray_serve.grpc_proxy import TIMEOUT_KEY, ProxiedRequest
 from cluster.serving.rpc.call import RpcCall
 from cluster.serving.rpc.context import metadata_of
 from cluster.serving.rpc.entry import enter_call
+from cluster.serving.rpc.health import UNKNOWN_SERVICE, service_of
 from cluster.serving.rpc.methods import python_name
 from cluster.serving.rpc.requests import parse
 from cluster.serving.rpc.service import SERVICE, GrpcService
 from cluster.serving.rpc.status import DETAILS_KEY, code_of, status_of
+from pagedray.errors import InvalidRequestError
 from pagedray.v1 import pagedray_pb2 as pb
 
 if TYPE_CHECKING:
@@ -91,9 +94,17 @@ class ServeGrpc:
             return _rejection(context, error)
         return answer
 
-    def health(self) -> Message:
+    def health(self, request: Incoming, context: RayServegRPCContext) -> Message:
         """Return the health of this replica as a message of grpc.health.v1."""
         status = health_pb2.HealthCheckResponse
+        try:
+            service = service_of(_body_of(request))
+        except InvalidRequestError as error:
+            return _rejection(context, error)
+        if service not in ("", SERVICE.full_name):
+            context.set_code(grpc.StatusCode.NOT_FOUND)
+            context.set_details(UNKNOWN_SERVICE)
+            return Empty()
         return status(status=status.SERVING if self._servicer.is_ready else status.NOT_SERVING)  # type: ignore[no-any-return]  # the library has no types
 
     @asynccontextmanager

@@ -16,15 +16,17 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
 from cluster.serving.rpc.context import host_of
+from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Iterator
 
     from cluster.serving.rpc.context import Context
 
-__all__ = ["HEALTH", "Health"]
+__all__ = ["HEALTH", "UNKNOWN_SERVICE", "Health", "service_of"]
 
 HEALTH: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+UNKNOWN_SERVICE = "Unknown service."
 _Status = health_pb2.HealthCheckResponse.ServingStatus
 _MAX_REQUEST_BYTES = 256
 _READ_TIMEOUT_S = 5.0
@@ -83,7 +85,10 @@ class Health:
         except TimeoutError:
             text = f"The request message did not arrive within {self._read_timeout_s:g} s."
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)
-        return await _service(body, context)
+        try:
+            return service_of(body)
+        except InvalidRequestError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
     @contextmanager
     def _counted_as_waiting(self, timeout: asyncio.Timeout, host: str) -> Iterator[None]:
@@ -117,7 +122,7 @@ class Health:
 
     async def _check(self, service: str, context: Context) -> None:
         if service not in self._is_serving:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "Unknown service.")
+            await context.abort(grpc.StatusCode.NOT_FOUND, UNKNOWN_SERVICE)
         await context.write(self._answer(service))
 
     async def _watch(self, service: str, context: Context) -> None:
@@ -146,14 +151,14 @@ class Health:
         return answer
 
 
-async def _service(body: object, context: Context) -> str:
-    """Return the name in a message. Aborts the call if it is not valid."""
+def service_of(body: object) -> str:
+    """Return the name of the service in a message. Raises InvalidRequestError."""
     if not isinstance(body, bytes) or len(body) > _MAX_REQUEST_BYTES:
-        text = f"Expected a HealthCheckRequest of at most {_MAX_REQUEST_BYTES} bytes."
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
+        raise InvalidRequestError(
+            f"Expected a HealthCheckRequest of at most {_MAX_REQUEST_BYTES} bytes."
+        )
     try:
         service: str = health_pb2.HealthCheckRequest.FromString(body).service
-    except DecodeError:
-        text = "The message is not a valid HealthCheckRequest."
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
+    except DecodeError as error:
+        raise InvalidRequestError("The message is not a valid HealthCheckRequest.") from error
     return service
