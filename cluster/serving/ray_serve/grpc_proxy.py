@@ -94,22 +94,14 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in
         handler = self._method_handlers.get(handler_call_details.method)
         if handler is None:
             return None
-        if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(
-                _streaming(  # the stubs are narrower than the library
-                    handler.unary_stream,  # type: ignore[arg-type]  # see above
-                    handler_call_details.method,
-                    self._held,
-                    self._owners,
-                )
-            )
-        return grpc.unary_unary_rpc_method_handler(
-            _unary(  # the stubs are narrower than the library
-                handler.unary_unary,  # type: ignore[arg-type]  # see above
-                handler_call_details.method,
-                self._held,
-                self._owners,
-            )
+        # gRPC leaves a call open whose client ends it without a message, unless its handler reads.
+        make, inner = (
+            (_streaming, handler.unary_stream)
+            if handler.response_streaming
+            else (_unary, handler.unary_unary)
+        )
+        return grpc.stream_stream_rpc_method_handler(
+            make(inner, handler_call_details.method, self._held, self._owners)  # type: ignore[arg-type]  # the stubs are narrower than the library
         )
 
 
@@ -201,11 +193,11 @@ def _streaming(
     method: str,
     held: HeldBytes,
     owners: Owners,
-) -> Callable[[bytes, Context], Awaitable[None]]:
-    async def handle(body: bytes, context: Context) -> None:
-        request = await _Request.checked(body, context, method, owners)
+) -> Callable[[object, Context], Awaitable[None]]:
+    async def handle(_requests: object, context: Context) -> None:
+        request = await _Request.received(context, method, owners)
         call = ProxiedCall(held)
-        call.hold(len(body))
+        call.hold(len(request.body))
         call.num_sequences = request.num_sequences
         try:
             await send_to_replicas(request, call, context)
@@ -247,20 +239,22 @@ def _unary(
     method: str,
     held: HeldBytes,
     owners: Owners,
-) -> Callable[[bytes, Context], Awaitable[Any]]:
-    async def handle(body: bytes, context: Context) -> Any:  # Any: see above.
-        request = await _Request.checked(body, context, method, owners)
+) -> Callable[[object, Context], Awaitable[None]]:
+    async def handle(_requests: object, context: Context) -> None:
+        request = await _Request.received(context, method, owners)
         call = ProxiedCall(held, is_probe=method.startswith(f"/{_HEALTH.full_name}/"))
-        call.hold(len(body))
+        call.hold(len(request.body))
         try:
             while True:
                 proxied = request.proxied(context)
                 async with call.sending():
-                    answer = await inner(body, proxied)
+                    answer = await inner(request.body, proxied)
                 cause = proxied.failure(is_complete=True)
                 if cause is None or not call.continues_after(cause):
                     await proxied.finish_call(cause)
-                    return answer
+                    if proxied.code() is not grpc.StatusCode.CANCELLED:
+                        await context.write(answer)
+                    return
         except TimeoutError:
             await abort_call(context, ReplicaDiedError())
         finally:
@@ -291,9 +285,12 @@ class _Request:
         self._deadline_s = time.monotonic() + min(limits_s) if limits_s else None
 
     @classmethod
-    async def checked(cls, body: bytes, context: Context, method: str, owners: Owners) -> _Request:
-        """Return the request, or end the call if its message is too long."""
+    async def received(cls, context: Context, method: str, owners: Owners) -> _Request:
+        """Return the request, or end the call if it has no message, or one that is too long."""
+        body: Any = await context.read()  # Any: bytes, or grpc's mark of the end.
         try:
+            if not isinstance(body, bytes):
+                raise InvalidRequestError("The call has no message.", param="message")
             check_message_size(body, MAX_REQUEST_BYTES)
         except InvalidRequestError as error:
             await abort_call(context, error)

@@ -116,7 +116,7 @@ class FailingReplicas:
         found = self._handlers[0].service(
             SimpleNamespace(method=f"/pagedray.v1.GenerationService/{method}")
         )
-        return found.unary_stream or found.unary_unary
+        return found.stream_stream
 
     def _take(self, handlers: tuple[Any, ...]) -> None:  # Any: see above
         for one in handlers:

@@ -20,7 +20,8 @@ __all__ = ["Context", "over_grpc", "over_http", "over_unary"]
 class Context:
     """A gRPC call of a client, and what it receives."""
 
-    def __init__(self, note_write: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, body: object, note_write: Callable[[], None] = lambda: None) -> None:
+        self._body = body
         self._note_write = note_write
         self.written: list[bytes] = []
         self.code = grpc.StatusCode.OK
@@ -38,6 +39,9 @@ class Context:
     def set_trailing_metadata(self, trailing: object) -> None:
         return None
 
+    async def read(self) -> object:
+        return self._body
+
     async def write(self, message: bytes) -> None:
         self.written.append(message)
         self._note_write()
@@ -54,9 +58,9 @@ async def over_grpc(
     note_write: Callable[[], None] = lambda: None,
 ) -> Context:
     """Make a call whose response is a stream, and return what the client receives."""
-    context = Context(note_write)
+    context = Context(request.SerializeToString(), note_write)
     with contextlib.suppress(grpc.aio.AbortError):
-        await serve.grpc(method)(request.SerializeToString(), context)
+        await serve.grpc(method)(None, context)
     return context
 
 
@@ -101,5 +105,7 @@ async def over_http(
 # Any: a message.
 async def over_unary(serve: FailingReplicas, method: str, request: Any) -> bytes:
     """Return the response to a call without a stream."""
-    answer: bytes = await serve.grpc(method)(request.SerializeToString(), Context())
+    context = Context(request.SerializeToString())
+    await serve.grpc(method)(None, context)
+    (answer,) = context.written
     return answer

@@ -75,14 +75,15 @@ class Serve:
         assert not self._has_used_freed
 
     def call(
-        self, context: Context, body: bytes = BODY, *, method: str = "Generate"
+        self, context: Context, body: object = BODY, *, method: str = "Generate"
     ) -> asyncio.Task[None]:
         """Start a call."""
+        context.body = body
         handler = self._handlers[0].service(SimpleNamespace(method=f"{SERVICE}/{method}"))
 
         async def run() -> None:
             try:
-                await handler.unary_stream(body, context)
+                await handler.stream_stream(None, context)
             finally:
                 context.is_freed = True
 
@@ -98,12 +99,21 @@ class Context:
         self._num_taken = num_taken
         self._metadata = metadata
         self._fails = fails
+        self.body: object = BODY
+        self.status: tuple[grpc.StatusCode, str] | None = None
         self.is_stuck = asyncio.Event()
         self.written: list[bytes] = []
         self.is_freed = False
 
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
         return self._metadata
+
+    async def read(self) -> object:
+        return self.body
+
+    async def abort(self, code: grpc.StatusCode, details: str, trailing: object) -> None:
+        self.status = (code, details)
+        raise grpc.aio.AbortError
 
     def time_remaining(self) -> None:
         return None
@@ -167,6 +177,13 @@ async def test_a_message_of_too_many_fields_is_left_to_the_replica() -> None:
     await serve.call(context, body, method="Chat")
     assert "session_id" not in serve.metadata
     assert context.written == [LAST]
+
+
+async def test_a_call_without_a_message_is_rejected() -> None:
+    serve, context = Serve(1), Context(1)
+    with pytest.raises(grpc.aio.AbortError):
+        await serve.call(context, None)
+    assert context.status == (grpc.StatusCode.INVALID_ARGUMENT, "The call has no message.")
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.0005, 0.001, 0.0015, 0.01])
