@@ -72,6 +72,7 @@ class ServeCluster:
                 "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": _GUARDED_HTTP,
                 "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
                 "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "2",
+                "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": f"{2**26}",
             }
         serve.start(
             http_options={"host": "127.0.0.1", "port": self.http_port},

@@ -148,6 +148,41 @@ def test_malformed_messages_are_rejected(cluster: ServeCluster) -> None:
         with pytest.raises(grpc.RpcError) as rejected:
             list(generate(b"x" * (4 * 2**20 + 1)))
         assert rejected.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        with pytest.raises(grpc.RpcError) as rejected:
+            # A few hundred KiB before the proxy decompresses them.
+            list(generate(b"x" * (2**26 + 1), compression=grpc.Compression.Gzip))
+        assert rejected.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+@pytest.mark.parametrize("method", ["Generate", "ListModels"])
+def test_calls_without_a_message_are_rejected(cluster: ServeCluster, method: str) -> None:
+    with grpc.insecure_channel(cluster.grpc_target) as channel:
+        call = channel.stream_stream(f"/pagedray.v1.GenerationService/{method}")  # type: ignore[call-arg]  # grpc-stubs asks for what has a default
+        with pytest.raises(grpc.RpcError) as rejected:
+            list(call(iter([]), timeout=60.0))
+        assert rejected.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [
+        (b"", None),
+        (b"\n\x1dpagedray.v1.GenerationService", None),
+        (b"\n\x05other", grpc.StatusCode.NOT_FOUND),
+        (b"\xff\xff", grpc.StatusCode.INVALID_ARGUMENT),
+    ],
+)
+def test_health_of_services(
+    cluster: ServeCluster, message: bytes, code: grpc.StatusCode | None
+) -> None:
+    with grpc.insecure_channel(cluster.grpc_target) as channel:
+        check = channel.unary_unary("/grpc.health.v1.Health/Check")  # type: ignore[call-arg]  # grpc-stubs asks for what has a default
+        if code is None:
+            assert check(message) == b"\x08\x01"
+            return
+        with pytest.raises(grpc.RpcError) as rejected:
+            check(message)
+        assert rejected.value.code() is code
 
 
 def test_a_deadline_reaches_the_engine(

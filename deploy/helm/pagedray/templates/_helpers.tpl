@@ -220,6 +220,9 @@ applications:
 # A proxy that has died is replaced after three checks.
 - name: RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S
   value: "2"
+# Serve's gRPC proxy receives messages of up to 2 GiB by default.
+- name: RAY_SERVE_GRPC_MAX_MESSAGE_SIZE
+  value: "67108864"
 {{- if include "pagedray.isHub" . }}
 # The Job downloads the model; pods only read it.
 - name: HF_HOME
