@@ -304,9 +304,12 @@ class RayRanks:
         return address
 
     def _join(self, address: GroupAddress) -> None:
-        self._call(
-            "Connecting the ranks", "join_group", *((address, host) for host in self.places.hosts)
-        )
+        """Connect the ranks. Raises WorkerError also if one cannot: another may just have died."""
+        places = ((address, host) for host in self.places.hosts)
+        try:
+            self._call("Connecting the ranks", "join_group", *places)
+        except StartupError as error:
+            raise WorkerError(str(error)) from error
 
     def _warm_up(self, *, captures_lazily: bool) -> list[dict[str, float]]:
         return self._call("Preparing the first steps", "warm_up", (captures_lazily,))

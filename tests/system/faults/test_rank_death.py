@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from typing import TYPE_CHECKING
 
 import pytest
 
+from cluster.engine.ranks.ray_ranks import RayRanks
 from pagedray.errors import EngineError
 from tests.checkpoints import CASES, save_checkpoint
 from tests.system.rank_group import kill_after_steps, open_group, tokens_of
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
     import psutil
 
     from pagedray import LLM
+    from workers.parallel.rendezvous import GroupAddress
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +69,29 @@ def test_death_during_a_replacement_is_recovered_too(llm: LLM) -> None:
     killer.start()
     assert tokens_of(llm) == undisturbed
     killer.join()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_death_while_the_ranks_connect_is_recovered_too(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    undisturbed = tokens_of(llm)
+    join = RayRanks._join
+    pids: list[int] = []
+
+    def kill_and_join(ranks: RayRanks, address: GroupAddress) -> None:
+        if not pids:
+            pids.append(ranks._reports.read()[rank].pid)
+            os.kill(pids[0], signal.SIGKILL)
+        join(ranks, address)
+
+    monkeypatch.setattr(RayRanks, "_join", kill_and_join)
+    rank_processes()[1].kill()
+    assert tokens_of(llm) == undisturbed
+    assert pids
+    stats = llm.stats().scheduler
+    assert stats.num_free_blocks == stats.num_blocks
 
 
 @pytest.mark.slow
