@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.records.command import command_and_date
+from cluster.scheduling.kv_factory import KvOptions
 from cluster.serving.ray_serve.routing.placement import Placement
 from cluster.simulation.fleet import Fleet
 from cluster.simulation.step_cost import LLAMA_8B_H200
 from cluster.simulation.virtual_replica import EOS, VirtualReplica, distinct_prompt
-from pagedray.config import CacheSize, SchedulerConfig
+from pagedray.config import SchedulerConfig
 
 if TYPE_CHECKING:
     from cluster.simulation.virtual_replica import VirtualCall
@@ -129,7 +130,7 @@ def run_routed_conversations(load: ConversationLoad, placement: Placement) -> Ro
 def _replica(load: ConversationLoad) -> VirtualReplica:
     return VirtualReplica(
         SchedulerConfig(max_num_seqs=256, max_num_batched_tokens=8192),
-        CacheSize(num_blocks=load.num_blocks, num_cpu_blocks=0, block_bytes=0),
+        KvOptions(block_size=16, num_blocks=load.num_blocks, num_cpu_blocks=0),
         LLAMA_8B_H200,
         max_model_len=65_536,
     )

@@ -17,9 +17,10 @@ from pathlib import Path
 from bench.engine import WORKLOADS, Workload
 from bench.records.command import command_and_date
 from bench.scheduler.cases import decodes_beside_prompt
+from cluster.scheduling.kv_factory import KvOptions
 from cluster.simulation.step_cost import LLAMA_8B_H200
 from cluster.simulation.virtual_replica import VirtualReplica, distinct_prompt
-from pagedray.config import CacheSize, SchedulerConfig
+from pagedray.config import SchedulerConfig
 
 __all__ = ["measured_figure", "simulated_figure"]
 
@@ -82,10 +83,9 @@ def simulated_figure(workload: Workload) -> float:
             max_queued_requests=workload.num_requests,
             max_queued_tokens=10**9,
         ),
-        CacheSize(num_blocks=50_000, num_cpu_blocks=512, block_bytes=0),
+        KvOptions(block_size=16, num_blocks=50_000, num_cpu_blocks=512, enable_prefix_cache=False),
         LLAMA_8B_H200,
         max_model_len=8192,
-        enable_prefix_cache=False,
     )
     for number, (num_prompt_tokens, num_new_tokens) in enumerate(workload.lengths()):
         replica.submit(distinct_prompt(number, num_prompt_tokens), num_output_tokens=num_new_tokens)

@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING, Any
 
 from bench.fleet.line_chart import Chart, draw_charts
 from bench.records.command import command_and_date
+from cluster.scheduling.kv_factory import KvOptions
 from cluster.serving.ray_serve.routing.affinity import prefix_key
 from cluster.serving.ray_serve.routing.placement import Placement
 from cluster.simulation.fleet import Fleet
 from cluster.simulation.step_cost import LLAMA_8B_H200
 from cluster.simulation.virtual_replica import VirtualReplica
 from cluster.simulation.workload import Workload
-from pagedray.config import CacheSize, SchedulerConfig
+from pagedray.config import SchedulerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -133,7 +134,7 @@ def _costs(num_replicas: int) -> dict[str, float]:
     def make_replica() -> VirtualReplica:
         replica = VirtualReplica(
             SchedulerConfig(max_num_seqs=256, max_num_batched_tokens=8192),
-            CacheSize(num_blocks=16_384, num_cpu_blocks=0, block_bytes=0),
+            KvOptions(block_size=16, num_blocks=16_384, num_cpu_blocks=0),
             LLAMA_8B_H200,
             max_model_len=32_768,
         )

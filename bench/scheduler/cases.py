@@ -8,9 +8,10 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 from bench.scheduler.replica import BLOCK_S, STEP_S, TOKEN_S, make_replica
+from cluster.scheduling.kv_factory import KvOptions
 from cluster.simulation.step_cost import LLAMA_8B_H200
 from cluster.simulation.virtual_replica import VirtualCall, VirtualReplica, distinct_prompt
-from pagedray.config import CacheSize, SchedulerConfig
+from pagedray.config import SchedulerConfig
 
 if TYPE_CHECKING:
     from pagedray.config import Preemption
@@ -139,7 +140,7 @@ def decodes_beside_prompt(
             max_queued_tokens=10**9,
             itl_target_ms=itl_target_ms,
         ),
-        CacheSize(num_blocks=50_000, num_cpu_blocks=0, block_bytes=0),
+        KvOptions(block_size=16, num_blocks=50_000, num_cpu_blocks=0),
         LLAMA_8B_H200,
         max_model_len=num_prompt_tokens + 1000,
     )

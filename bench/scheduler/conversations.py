@@ -11,10 +11,11 @@ import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cluster.scheduling.kv_factory import KvOptions
 from cluster.scheduling.stats import SchedulerStats
 from cluster.simulation.step_cost import LLAMA_8B_H200
 from cluster.simulation.virtual_replica import EOS, VirtualReplica, distinct_prompt
-from pagedray.config import CacheSize, SchedulerConfig
+from pagedray.config import SchedulerConfig
 
 if TYPE_CHECKING:
     from cluster.simulation.virtual_replica import VirtualCall
@@ -70,14 +71,14 @@ def run_conversations(
     """Run all conversations to their ends, on a model of Llama-8B on an H200."""
     replica = VirtualReplica(
         SchedulerConfig(max_num_seqs=shape.num_conversations, max_num_batched_tokens=2048),
-        CacheSize(
+        KvOptions(
+            block_size=_BLOCK_SIZE,
             num_blocks=int(shape.num_blocks / shape.times_of_device_pool),
             num_cpu_blocks=shape.num_blocks,
-            block_bytes=0,
+            enable_cpu_prefix_cache=enable_cpu_prefix_cache,
         ),
         LLAMA_8B_H200,
         max_model_len=shape.num_blocks * _BLOCK_SIZE // 8,
-        enable_cpu_prefix_cache=enable_cpu_prefix_cache,
     )
     draws, shared = random.Random(4), distinct_prompt(10**6, shape.num_shared_tokens)
     prompts = [list(shared) for _ in range(shape.num_conversations)]

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cluster.scheduling.kv_factory import KvOptions
 from cluster.simulation.step_cost import StepCost
 from cluster.simulation.virtual_replica import VirtualReplica
-from pagedray.config import CacheSize, SchedulerConfig
+from pagedray.config import SchedulerConfig
 
 if TYPE_CHECKING:
     from pagedray.config import Preemption
@@ -41,7 +42,7 @@ def make_replica(
             max_queued_tokens=10**9,
             preemption=preemption,
         ),
-        CacheSize(num_blocks=num_blocks, num_cpu_blocks=num_cpu_blocks, block_bytes=0),
+        KvOptions(block_size=16, num_blocks=num_blocks, num_cpu_blocks=num_cpu_blocks),
         StepCost.linear(step_s=STEP_S, token_s=TOKEN_S, block_s=block_s),
         max_model_len=max_model_len,
     )

@@ -30,7 +30,7 @@ class KvOptions:
     num_disk_blocks: int = 0
     """Blocks on a disk."""
     enable_prefix_cache: bool = True
-    enable_cpu_prefix_cache: bool
+    enable_cpu_prefix_cache: bool = True
     hash_key: bytes | None = None
     """The key of the digests of blocks; None is a random one."""
 

@@ -11,24 +11,23 @@ import itertools
 import math
 from array import array
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from cluster.scheduling.kv_factory import KvOptions
 from cluster.scheduling.scheduler import MAX_PLANS_IN_FLIGHT, Scheduler
 from cluster.simulation.virtual_copies import VirtualCopies
 from pagedray.batch import StepOutput
-from pagedray.config import CacheConfig
 from pagedray.errors import RequestError
 from pagedray.request import Request, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from cluster.scheduling.kv_factory import KvOptions
     from cluster.simulation.step_cost import StepCost
     from cluster.simulation.virtual_disk import VirtualDisk
     from pagedray.batch import StepPlan
-    from pagedray.config import CacheSize, SchedulerConfig
+    from pagedray.config import SchedulerConfig
 
 __all__ = ["VirtualCall", "VirtualReplica", "distinct_prompt"]
 
@@ -95,34 +94,23 @@ class VirtualReplica:
     def __init__(
         self,
         config: SchedulerConfig,
-        cache_size: CacheSize,
+        kv: KvOptions,
         cost: StepCost,
         *,
         max_model_len: int,
-        block_size: int = CacheConfig().block_size,
-        enable_prefix_cache: bool = True,
-        enable_cpu_prefix_cache: bool = True,
-        num_disk_blocks: int = 0,
         disk: VirtualDisk | None = None,
     ) -> None:
-        """A `disk` that holds `num_disk_blocks` keeps what the CPU pool has no room for."""
+        """The `disk` stores the disk blocks of `kv`; without one, `kv` must have none."""
+        assert disk is not None or not kv.num_disk_blocks
         self.scheduler = Scheduler(
             config=config,
-            kv=KvOptions(
-                block_size=block_size,
-                num_blocks=cache_size.num_blocks,
-                num_cpu_blocks=cache_size.num_cpu_blocks,
-                enable_prefix_cache=enable_prefix_cache,
-                enable_cpu_prefix_cache=enable_cpu_prefix_cache,
-                num_disk_blocks=0 if disk is None else num_disk_blocks,
-                hash_key=b"the key of simulations",
-            ),
+            kv=replace(kv, hash_key=b"the key of simulations"),
             max_model_len=max_model_len,
         )
         self._disk = disk if self.scheduler.has_disk else None
-        self.block_size = block_size
+        self.block_size = kv.block_size
         self._cost = cost
-        self._copies = VirtualCopies(cost, num_blocks=cache_size.num_blocks)
+        self._copies = VirtualCopies(cost, num_blocks=kv.num_blocks)
         self.now_s = 0.0
         self.num_steps = 0
         """Steps that have ended."""

@@ -14,12 +14,13 @@ from cluster.cli.bench.table import latency_table, total_table
 from cluster.cli.simulate.flags import COSTS
 from cluster.cli.simulate.plot import draw_samples
 from cluster.cli.simulate.report import PERCENTILES, make_report
+from cluster.scheduling.kv_factory import KvOptions
 from cluster.simulation.fleet import Fleet
 from cluster.simulation.step_cost import LLAMA_8B_H200, read_step_cost
 from cluster.simulation.virtual_disk import VirtualDisk
 from cluster.simulation.virtual_replica import VirtualReplica
 from cluster.simulation.workload import Workload, read_trace
-from pagedray.config import CacheSize, SchedulerConfig
+from pagedray.config import SchedulerConfig
 from pagedray.errors import StartupError
 
 if TYPE_CHECKING:
@@ -69,19 +70,20 @@ def _fleet(parsed: argparse.Namespace) -> Fleet:
         preemption=parsed.preemption,
         itl_target_ms=parsed.itl_target_ms,
     )
-    cache_size = CacheSize(
-        num_blocks=parsed.num_blocks, num_cpu_blocks=parsed.num_cpu_blocks, block_bytes=0
+    kv = KvOptions(
+        block_size=parsed.block_size,
+        num_blocks=parsed.num_blocks,
+        num_cpu_blocks=parsed.num_cpu_blocks,
+        num_disk_blocks=parsed.num_disk_blocks,
+        enable_prefix_cache=not parsed.no_prefix_cache,
+        enable_cpu_prefix_cache=not parsed.no_cpu_prefix_cache,
     )
     return Fleet(
         lambda: VirtualReplica(
             config,
-            cache_size,
+            kv,
             cost,
             max_model_len=parsed.max_model_len,
-            block_size=parsed.block_size,
-            enable_prefix_cache=not parsed.no_prefix_cache,
-            enable_cpu_prefix_cache=not parsed.no_cpu_prefix_cache,
-            num_disk_blocks=parsed.num_disk_blocks,
             disk=VirtualDisk(read_s=parsed.disk_read_us / 1e6, write_s=parsed.disk_write_us / 1e6),
         ),
         num_replicas=parsed.num_replicas,

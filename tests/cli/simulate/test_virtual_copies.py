@@ -1,10 +1,11 @@
 """Copies between the pools in `pagedray simulate`; the expected times are worked out by hand."""
 
+from cluster.scheduling.kv_factory import KvOptions
 from cluster.simulation.step_cost import StepCost
 from cluster.simulation.virtual_copies import VirtualCopies
 from cluster.simulation.virtual_replica import VirtualCall, VirtualReplica, distinct_prompt
 from pagedray.batch import BlockCopy, StepPlan
-from pagedray.config import CacheSize, SchedulerConfig
+from pagedray.config import SchedulerConfig
 
 COST = StepCost(points=((0, 1.0), (1, 1.0)), block_out_s=3.0, block_in_s=2.0)
 
@@ -46,7 +47,7 @@ def run_beside_restored(*, block_out_s: float) -> tuple[VirtualCall, VirtualCall
     """Return a request that decodes, and one whose four blocks are copied back meanwhile."""
     replica = VirtualReplica(
         SchedulerConfig(max_num_seqs=4, preemption="swap"),
-        CacheSize(num_blocks=200, num_cpu_blocks=400, block_bytes=0),
+        KvOptions(block_size=16, num_blocks=200, num_cpu_blocks=400),
         StepCost(points=COST.points, block_out_s=block_out_s, block_in_s=2.0),
         max_model_len=3300,
     )

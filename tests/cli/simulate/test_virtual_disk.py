@@ -2,11 +2,12 @@
 
 from math import inf
 
+from cluster.scheduling.kv_factory import KvOptions
 from cluster.simulation.step_cost import StepCost
 from cluster.simulation.virtual_disk import VirtualDisk
 from cluster.simulation.virtual_replica import VirtualReplica, distinct_prompt
 from pagedray.batch import BlockCopy, DiskReport, StepPlan
-from pagedray.config import CacheSize, SchedulerConfig
+from pagedray.config import SchedulerConfig
 
 STEP_S = 1.0
 
@@ -36,10 +37,9 @@ def make_replica(*, num_disk_blocks: int, read_s: float) -> VirtualReplica:
     """Return a replica whose CPU pool has room for five prompts of four blocks."""
     return VirtualReplica(
         SchedulerConfig(max_num_seqs=1, preemption="swap"),
-        CacheSize(num_blocks=6, num_cpu_blocks=20, block_bytes=0),
+        KvOptions(block_size=16, num_blocks=6, num_cpu_blocks=20, num_disk_blocks=num_disk_blocks),
         StepCost(points=((0, STEP_S), (1, STEP_S)), block_out_s=1e-3, block_in_s=1e-3),
         max_model_len=90,
-        num_disk_blocks=num_disk_blocks,
         disk=VirtualDisk(read_s=read_s, write_s=1e-3),
     )
 

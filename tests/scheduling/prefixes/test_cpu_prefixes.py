@@ -1,10 +1,11 @@
 """Prefixes that come back from the CPU pool, seen from plans and in virtual time."""
 
 from bench.scheduler.conversations import ConversationShape, run_conversations
+from cluster.scheduling.kv_factory import KvOptions
 from cluster.scheduling.sequence import SequenceState
 from cluster.simulation.step_cost import StepCost
 from cluster.simulation.virtual_replica import VirtualReplica, distinct_prompt
-from pagedray.config import CacheSize, SchedulerConfig
+from pagedray.config import SchedulerConfig
 from tests.scheduling.harness import Harness
 
 
@@ -205,8 +206,12 @@ def test_no_time_depends_on_which_prompts_of_other_tenants_are_in_the_cpu_pool()
 def make_replica(*, num_blocks: int, enable_cpu_prefix_cache: bool) -> VirtualReplica:
     return VirtualReplica(
         SchedulerConfig(max_num_seqs=16, max_queued_tokens=10**7),
-        CacheSize(num_blocks=num_blocks, num_cpu_blocks=4 * num_blocks, block_bytes=0),
+        KvOptions(
+            block_size=16,
+            num_blocks=num_blocks,
+            num_cpu_blocks=4 * num_blocks,
+            enable_cpu_prefix_cache=enable_cpu_prefix_cache,
+        ),
         StepCost.linear(step_s=1e-3, token_s=30e-6, block_s=45e-6),
         max_model_len=2000,
-        enable_cpu_prefix_cache=enable_cpu_prefix_cache,
     )
