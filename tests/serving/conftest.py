@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -55,6 +56,12 @@ def engine_config(context: int = CONTEXT) -> EngineConfig:
         eos_token_ids=(1,),
     )
     return EngineConfig(model=model)
+
+
+def encoder_config() -> EngineConfig:
+    """Return the configuration of a model that embeds."""
+    config = engine_config()
+    return replace(config, model=replace(config.model, task="embed"))
 
 
 class Server:

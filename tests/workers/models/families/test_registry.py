@@ -2,43 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pagedray.errors import CheckpointError, StartupError
+from pagedray.errors import CheckpointError
 from pagedray.model_config import ModelConfig, RopeConfig
-from tests.workers.models.families.config_json import SHAPE
+from tests.workers.models.families.llama_config import read_llama, written_llama
 from tests.workers.reference import save_checkpoint
 from tests.workers.reference_cases import CASES
 from workers.models.families.registry import (
-    check_parallel,
     read_model_config,
     supported_architectures,
 )
 
 DOCUMENT = Path(__file__).parents[4] / "docs" / "models.md"
-LLAMA = SHAPE | {
-    "architectures": ["LlamaForCausalLM"],
-    "num_key_value_heads": 3,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-
-
-def _written(folder: Path, **changes: Any) -> Path:
-    values = {key: value for key, value in (LLAMA | changes).items() if value is not ...}
-    (folder / "config.json").write_text(json.dumps(values))
-    return folder
-
-
-def _read(folder: Path, **changes: Any) -> ModelConfig:
-    return read_model_config(_written(folder, **changes))
 
 
 def _message(folder: Path) -> str:
@@ -49,7 +28,7 @@ def _message(folder: Path) -> str:
 
 
 def test_the_plain_keys_are_read(tmp_path: Path) -> None:
-    config = _read(tmp_path)
+    config = read_llama(tmp_path)
     assert config == ModelConfig(
         name=tmp_path.name,
         folder=tmp_path,
@@ -110,7 +89,7 @@ def test_the_plain_keys_are_read(tmp_path: Path) -> None:
 def test_rope_is_read_in_both_spellings(
     spelling: dict[str, Any], rope: RopeConfig, tmp_path: Path
 ) -> None:
-    assert _read(tmp_path, **spelling).rope == rope
+    assert read_llama(tmp_path, **spelling).rope == rope
 
 
 @pytest.mark.parametrize(
@@ -126,21 +105,21 @@ def test_rope_is_read_in_both_spellings(
 def test_dtype_is_read_in_both_spellings(
     spelling: dict[str, Any], dtype: str, tmp_path: Path
 ) -> None:
-    assert _read(tmp_path, **spelling).dtype == dtype
+    assert read_llama(tmp_path, **spelling).dtype == dtype
 
 
 def test_a_given_dtype_overrules_the_file(tmp_path: Path) -> None:
-    assert read_model_config(_written(tmp_path), dtype="float32").dtype == "float32"
+    assert read_model_config(written_llama(tmp_path), dtype="float32").dtype == "float32"
 
 
 def test_end_tokens_of_both_files_are_merged(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 3, 500]}')
-    assert _read(tmp_path, eos_token_id=[3, 5]).eos_token_ids == (3, 5, 7)
-    assert _read(tmp_path, eos_token_id=None).eos_token_ids == (7, 3)
+    assert read_llama(tmp_path, eos_token_id=[3, 5]).eos_token_ids == (3, 5, 7)
+    assert read_llama(tmp_path, eos_token_id=None).eos_token_ids == (7, 3)
 
 
 def test_switches_of_llama(tmp_path: Path) -> None:
-    config = _read(tmp_path, attention_bias=True, mlp_bias=True, tie_word_embeddings=True)
+    config = read_llama(tmp_path, attention_bias=True, mlp_bias=True, tie_word_embeddings=True)
     assert config.has_qkv_bias
     assert config.has_output_bias
     assert config.has_mlp_bias
@@ -158,7 +137,7 @@ def test_switches_of_llama(tmp_path: Path) -> None:
 def test_windows_of_mistral(
     changes: dict[str, Any], windows: tuple[int, ...], tmp_path: Path
 ) -> None:
-    config = _read(tmp_path, architectures=["MistralForCausalLM"], **changes)
+    config = read_llama(tmp_path, architectures=["MistralForCausalLM"], **changes)
     assert config.sliding_windows == windows
 
 
@@ -186,15 +165,15 @@ def test_windows_of_mistral(
 def test_windows_of_qwen(
     family: str, changes: dict[str, Any], windows: tuple[int | None, ...], tmp_path: Path
 ) -> None:
-    config = _read(tmp_path, architectures=[family], head_dim=8, **changes)
+    config = read_llama(tmp_path, architectures=[family], head_dim=8, **changes)
     assert config.sliding_windows == windows
 
 
 def test_switches_of_qwen(tmp_path: Path) -> None:
-    second = _read(tmp_path, architectures=["Qwen2ForCausalLM"])
+    second = read_llama(tmp_path, architectures=["Qwen2ForCausalLM"])
     assert second.has_qkv_bias
     assert not second.has_output_bias
-    third = _read(tmp_path, architectures=["Qwen3ForCausalLM"])
+    third = read_llama(tmp_path, architectures=["Qwen3ForCausalLM"])
     assert third.has_qk_norm
     assert not third.has_qkv_bias
     assert third.head_size == 128
@@ -282,7 +261,7 @@ def test_what_transformers_writes_is_read(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_value_is_named(changes: dict[str, Any], parts: list[str], tmp_path: Path) -> None:
-    message = _message(_written(tmp_path, **changes))
+    message = _message(written_llama(tmp_path, **changes))
     assert str(tmp_path / "config.json") in message
     for part in parts:
         assert part in message
@@ -313,50 +292,7 @@ def test_a_missing_folder_and_a_missing_file_are_named(tmp_path: Path) -> None:
 
 def test_a_broken_generation_config_is_named(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text("{]")
-    assert "generation_config.json" in _message(_written(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("changes", "num_ranks", "part"),
-    [
-        (
-            {},
-            4,
-            "6 attention heads cannot be sharded evenly over 4 ranks; use 1, 2, 3, 6",
-        ),
-        ({}, 2, "3 KV heads cannot be sharded over 2 ranks"),
-        ({"intermediate_size": 95}, 3, "95 MLP columns (intermediate_size)"),
-    ],
-)
-def test_a_model_that_cannot_be_sharded_is_rejected(
-    changes: dict[str, Any], num_ranks: int, part: str, tmp_path: Path
-) -> None:
-    with pytest.raises(StartupError) as caught:
-        check_parallel(_read(tmp_path, **changes), num_ranks)
-    assert part in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("is_expert_parallel", "part"),
-    [
-        (False, "21 columns of each expert cannot be sharded evenly over 2 ranks; use 1, 3, 7, 21"),
-        (True, "7 experts cannot be sharded evenly over 2 ranks; use 1, 7."),
-    ],
-)
-def test_experts_that_cannot_be_sharded_are_rejected(
-    is_expert_parallel: bool, part: str, tmp_path: Path
-) -> None:
-    config = _read(
-        tmp_path,
-        architectures=["Qwen3MoeForCausalLM"],
-        num_key_value_heads=2,
-        num_experts=7,
-        num_experts_per_tok=2,
-        moe_intermediate_size=21,
-    )
-    with pytest.raises(StartupError) as caught:
-        check_parallel(config.with_expert_parallel() if is_expert_parallel else config, 2)
-    assert part in str(caught.value)
+    assert "generation_config.json" in _message(written_llama(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -375,22 +311,17 @@ def test_experts_that_are_not_supported_are_named(
 ) -> None:
     given = {"num_experts": 7, "num_experts_per_tok": 2, "moe_intermediate_size": 21}
     with pytest.raises(CheckpointError) as caught:
-        _read(tmp_path, architectures=["Qwen3MoeForCausalLM"], **given | changes)
+        read_llama(tmp_path, architectures=["Qwen3MoeForCausalLM"], **given | changes)
     assert part in str(caught.value)
 
 
 def test_both_names_of_the_number_of_experts_may_be_given(tmp_path: Path) -> None:
     given = {"num_experts": 7, "num_experts_per_tok": 2, "moe_intermediate_size": 21}
-    config = _read(tmp_path, architectures=["Qwen3MoeForCausalLM"], num_local_experts=7, **given)
+    config = read_llama(
+        tmp_path, architectures=["Qwen3MoeForCausalLM"], num_local_experts=7, **given
+    )
     assert config.experts is not None
     assert config.experts.num_experts == 7
-
-
-@pytest.mark.parametrize(("kv_heads", "num_ranks"), [(3, 1), (3, 3), (3, 6), (6, 2), (1, 6)])
-def test_a_model_that_can_be_sharded_is_accepted(
-    kv_heads: int, num_ranks: int, tmp_path: Path
-) -> None:
-    check_parallel(_read(tmp_path, num_key_value_heads=kv_heads), num_ranks)
 
 
 def test_the_families_are_these() -> None:
