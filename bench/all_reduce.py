@@ -1,4 +1,4 @@
-"""The all-reduce of a layer's output with the residual and norm behind it: NCCL, and one kernel.
+"""The all-reduce of a layer's output, with the residual and norm after it: NCCL, and one kernel.
 
     python -m bench.all_reduce --num-ranks 2 --output bench/results/all_reduce.json
 

@@ -119,11 +119,11 @@ class Decodes:
         self._seq_lens = torch.full((workload.batch_size,), workload.seq_len, dtype=torch.int32)
 
     def set_lengths(self, seq_lens: list[int]) -> None:
-        """Attend to so many keys of each sequence, at most `seq_len` of the workload."""
+        """Set the number of keys of each sequence, at most `seq_len` of the workload."""
         self._seq_lens = torch.tensor(seq_lens, dtype=torch.int32)
 
     def share(self, num_sequences: int, num_keys: int) -> None:
-        """Let so many adjacent sequences begin with the same whole blocks, each time anew."""
+        """Let each group of adjacent sequences begin with the same whole blocks."""
         first = torch.arange(len(self._tables)) // num_sequences * num_sequences
         num_blocks = num_keys // self._workload.block_size
         self._tables[:, :num_blocks] = self._tables[first, :num_blocks]

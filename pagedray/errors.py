@@ -307,7 +307,7 @@ class StreamTakenError(RequestError):
 
 
 class UnsupportedError(RequestError):
-    """This server does not offer what the client asks for."""
+    """This server does not offer what the client requests."""
 
     http_status = 501
     grpc_status = "UNIMPLEMENTED"

@@ -43,7 +43,7 @@ class BandedBias:
         self._band = torch.empty(0)
 
     def max_queries(self, num_keys: int) -> int:
-        """Return how many queries a tile may have; makes room for so many keys."""
+        """Return how many queries a tile may have; makes room for this many keys."""
         if self._is_zero and self._params.has_plain_softmax:
             return sys.maxsize
         if num_keys > self._capacity:

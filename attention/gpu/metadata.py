@@ -217,7 +217,7 @@ class GpuMetadataBuilder(AttentionMetadataBuilder):
         graph_batch_size: int | None = None,
         memory: DecodeMemory | None = None,
     ) -> None:
-        """`graph_batch_size`: pad every batch to so many decodes and keep its address.
+        """`graph_batch_size`: pad every batch to this many decodes and keep its address.
 
         `memory` is lent to other builders too, whose steps run on the same stream.
         """

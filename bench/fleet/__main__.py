@@ -89,7 +89,7 @@ class _TimedScheduler:
         self.update = self._timed(scheduler.update)
         self.add_request = self._timed(scheduler.add_request)
 
-    def __getattr__(self, name: str) -> Any:  # Any: whatever the scheduler has
+    def __getattr__(self, name: str) -> Any:  # Any: any attribute of the scheduler
         return getattr(self._scheduler, name)
 
     def _timed(self, method: Callable[[Any], Any]) -> Callable[[Any], Any]:  # Any: as above

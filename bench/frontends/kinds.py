@@ -31,7 +31,7 @@ class Kind:
     shares_connection: bool = True
 
     def connections(self, num_streams: int) -> int:
-        """Return how many connections so many streams have."""
+        """Return how many connections this many streams have."""
         return 1 if self.is_grpc and self.shares_connection else num_streams
 
 

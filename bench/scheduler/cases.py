@@ -104,9 +104,9 @@ _WORKLOADS: dict[Workload, _PreemptionShape] = {
 
 
 def wait_behind_large(*, num_newcomers: int) -> tuple[VirtualCall, list[VirtualCall]]:
-    """Return a request that is too large for the free half of the blocks, and newcomers behind it.
+    """Return a request too large for the free half of the blocks, and those that arrive after it.
 
-    The other half is held for 2 000 steps. Newcomers arrive every 10 ms.
+    The other half is held for 2 000 steps. Those requests arrive every 10 ms.
     """
     replica = make_replica(num_blocks=1000, max_model_len=16_000)
     replica.submit(distinct_prompt(0, 7984), num_output_tokens=2000, tenant="first")

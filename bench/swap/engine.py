@@ -65,7 +65,7 @@ class MeasuredEngine:
         """Seconds from then until the CPU pool is pinned."""
 
     def submit(self, token_ids: Sequence[int], num_new_tokens: int) -> Reply:
-        """Submit a request that generates so many tokens."""
+        """Submit a request that generates this many tokens."""
         with self._changed:
             self._num_submitted += 1
             self._num_open += 1
@@ -84,7 +84,7 @@ class MeasuredEngine:
         return reply
 
     def wait(self, timeout_s: float, *, num_open: int = 0) -> bool:
-        """Wait until at most so many requests are open; return whether that is so."""
+        """Wait until at most this many requests are open; return whether that is so."""
         with self._changed:
             self._changed.wait_for(lambda: self._num_open <= num_open, max(timeout_s, 0.0))
             if self._error is not None:

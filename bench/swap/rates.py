@@ -74,7 +74,7 @@ class DecodeRate:
 def measured_rates(
     folder: Path, *, num_blocks: int, num_steps: int, memory: NodeMemory | None
 ) -> Iterator[CopyRate | DecodeRate]:
-    """Measure copies of so many blocks in each direction, then decode steps beside a quarter.
+    """Measure copies of this many blocks in each direction, then decode steps beside a quarter.
 
     The CPU pool is in the `memory`, or private without it.
     """

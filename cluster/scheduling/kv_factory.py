@@ -1,4 +1,4 @@
-"""Makes the KV manager with the tiers of the prefix cache that options ask for."""
+"""Makes the KV manager with the tiers of the prefix cache that the options enable."""
 
 import secrets
 from dataclasses import dataclass

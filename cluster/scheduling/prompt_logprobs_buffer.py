@@ -19,7 +19,7 @@ class PromptLogprobsBuffer:
         """The requests, by id. While there is none, nothing else needs to be called."""
 
     def add_request(self, active: ActiveRequest) -> None:
-        """Expect log-probabilities of a prompt, if its request asks for them."""
+        """Expect log-probabilities of a prompt, if its request has `prompt_logprobs`."""
         if active.prompt_logprobs is not None:
             self.requests[active.request.id] = active
 

@@ -1,4 +1,4 @@
-"""How calls are read and limited, whatever their protocol."""
+"""How calls are read and limited, in any protocol."""
 
 from __future__ import annotations
 

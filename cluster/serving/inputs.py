@@ -160,7 +160,7 @@ class ScoreInput:
     params: tuple[str, str]
     """The client's names for the texts of a pair."""
     instruction: str | None = None
-    """What a reranker that is asked a question judges; None is its default."""
+    """The criterion by which a reranker with a prompt judges; None is its default."""
     model: str | None = None
     deadline_s: float | None = None
     """On the monotonic clock."""

@@ -19,7 +19,7 @@ def process_status(pid: int) -> list[str]:
 
 
 def start_ticks(pid: int) -> int:
-    """Return when a process started, which tells it from a later one of the same id."""
+    """Return when a process started, which distinguishes it from a later one with the same id."""
     return int(process_status(pid)[_START])
 
 

@@ -15,7 +15,7 @@ __all__ = ["start_threads"]
 def start_threads(
     num_threads: int, *, name: str, initializer: Callable[[], object] | None = None
 ) -> ThreadPoolExecutor:
-    """Return a pool whose threads have been started, so that `submit` cannot fail for want of one.
+    """Return a pool whose threads have been started, so that `submit` needs no new thread.
 
     An executor keeps the work whose thread could not be started, and may run it much later. Raises
     RuntimeError if the system has no more threads.

@@ -43,7 +43,7 @@ def let_others_interrupt(thread_id: int) -> None:
     """Ask the kernel to interrupt a thread that computes whenever another one wakes.
 
     Since Linux 6.6, a thread that runs may otherwise continue until the next tick, 1 to 10 ms, even
-    if its priority is low. From 6.12 on, a thread may ask for longer time slices, which one that
+    if its priority is low. From 6.12 on, a thread may request longer time slices, which one that
     wakes with shorter ones interrupts. Threads that it starts inherit that. Other kernels ignore
     it.
     """

@@ -29,7 +29,7 @@ _NUM_TRIES = 3
 def find_revision(name: HubName, settings: HubSettings | None = None) -> HubRevision:
     """Return the commit of a model and its files.
 
-    The cache answers if it knows the commit that is asked for, if HF_HUB_OFFLINE is set, and if the
+    The cache answers if it knows the requested commit, if HF_HUB_OFFLINE is set, and if the
     Hub cannot be reached. Raises CheckpointError.
     """
     settings = settings or HubSettings.from_environment()

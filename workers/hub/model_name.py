@@ -21,7 +21,7 @@ _EXAMPLE = "Qwen/Qwen3-0.6B"
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """A model on the Hub, and the branch, tag or commit that is wanted."""
+    """A model on the Hub, and its branch, tag or commit."""
 
     id: str
     revision: str

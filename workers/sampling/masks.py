@@ -36,7 +36,7 @@ def num_mask_bytes(vocab_size: int) -> int:
 def apply_masks(scores: Tensor, indices: IntArray, words: bytes) -> None:
     """Forbid `scores[indices]` what the masks, one for each index, do not allow; in place.
 
-    `scores` is `[num_scores, vocab_size]` float32; of the masks `pagedray.batch.StepMasks` tells.
+    `scores` is `[num_scores, vocab_size]` float32; `pagedray.batch.StepMasks` describes the masks.
     """
     # On a little-endian machine bit i % 32 of word i // 32 is bit i % 8 of byte i // 8.
     masks = np.frombuffer(words, dtype=np.uint8).reshape(len(indices), -1)
@@ -45,7 +45,7 @@ def apply_masks(scores: Tensor, indices: IntArray, words: bytes) -> None:
         _apply_on_cpu(scores, indices, masks)
         return
     bits = torch.arange(8, dtype=torch.uint8, device=scores.device)
-    # A copy, since the bytes of a message cannot be written, which torch wants.
+    # A copy, since the bytes of a message cannot be written, which torch requires.
     is_allowed = (upload(masks.copy(), scores.device).unsqueeze(-1) >> bits) & 1
     is_forbidden = is_allowed.flatten(1)[:, : scores.shape[1]] == 0
     index = upload(indices, scores.device)
@@ -57,6 +57,6 @@ def _apply_on_cpu(scores: Tensor, indices: IntArray, masks: NDArray[np.uint8]) -
     rows = scores.numpy()
     for index, mask in zip(indices.tolist(), masks, strict=True):
         added = _ADDED.take(mask, axis=0).reshape(-1)[: rows.shape[1]]
-        # An infinite score becomes a NaN, hence a broken row.
+        # An infinite score becomes a NaN, and the row is broken.
         with np.errstate(invalid="ignore"):
             rows[index] += added

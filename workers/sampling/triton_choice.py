@@ -29,7 +29,7 @@ __all__ = ["TritonChoice"]
 
 
 class TritonChoice(Choice):
-    """Chooses from scores on a GPU. Weights are rounded to integers, hence summed exactly."""
+    """Chooses from scores on a GPU. Weights are rounded to integers, so that sums are exact."""
 
     def __init__(
         self, uploader: Uploader, *, capacity: int = 8192, sample_size: int = 2048

@@ -31,7 +31,7 @@ class FileRange:
 
 
 class ReadAhead:
-    """A thread that asks for ranges of files, in the order in which others read them."""
+    """A thread that requests ranges of files, in the order in which others read them."""
 
     def __init__(self, ranges: Sequence[FileRange]) -> None:
         self._ranges = ranges

@@ -28,7 +28,7 @@ class _Seen:
     """Which elements of `blocks` the search read."""
 
     def is_in(self, block_tables: NDArray[np.int32]) -> bool:
-        """Return whether other tables, which have so many blocks, have the same ones."""
+        """Return whether other tables, which have this many blocks, have the same ones."""
         is_other = block_tables[:, : self.blocks.shape[1]] != self.blocks
         return not (is_other & self.is_seen).any()
 

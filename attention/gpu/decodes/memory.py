@@ -21,7 +21,7 @@ class DecodeMemory:
         )
 
     def reserve(self, num_elements: int, num_arrivals: int) -> DecodeScratch:
-        """Return memory of at least so many elements of each tensor."""
+        """Return memory of at least this many elements of each tensor."""
         parts, arrivals = self._latest.parts, self._latest.arrivals
         if num_elements > len(parts):
             parts = parts.new_empty(num_elements)

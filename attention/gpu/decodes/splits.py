@@ -31,7 +31,7 @@ class SplitCosts:
     """Number of programs that together use the whole memory bandwidth."""
 
     def max_items(self, num_units: int) -> int:
-        """Return an upper bound of the items of so many ranges.
+        """Return an upper bound of the items of this many ranges.
 
         It is few more than there are ranges, or than run at the same time: programs of a graph take
         places also without work.
@@ -39,7 +39,7 @@ class SplitCosts:
         return max(num_units, self.num_slots) + max(_MIN_SPARE_ITEMS, self.num_slots // 4)
 
     def splits(self, tiles: _Ints, max_items: int) -> _Ints:
-        """Return into how many items each range of so many tiles is split, `[num_units]`.
+        """Return into how many items each range of this many tiles is split, `[num_units]`.
 
         Some may have no tiles, and are an item too. With more ranges than slots, no item is longer
         than an even share of all tiles, if `max_items` allows it.

@@ -38,7 +38,7 @@ def draw_plot(
     top = max(top, *(value for value in columns if value is not None), 0.0)
     chars = _ASCII if is_ascii else _BLOCKS
     num_steps = len(chars) * height
-    # Also the lowest value has a mark, which tells it from no value.
+    # The lowest value has a mark too, which distinguishes it from a missing value.
     marks = [
         0 if value is None else 1 + (round(value / top * (num_steps - 1)) if top > 0.0 else 0)
         for value in columns

@@ -145,7 +145,7 @@ class RayExecutor(Executor):
         healing = Healing()
         old, self._ranks = self._ranks, None
         if old is None and self._memories is not None:
-            # The last attempt failed, perhaps for want of the memory that the pools keep.
+            # The last attempt failed, perhaps because the pools keep the memory that it needs.
             self._memories.renew()
         try:
             new = self._new_epoch()

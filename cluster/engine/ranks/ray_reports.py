@@ -82,7 +82,7 @@ class RayReports:
         return self._state_letter(rank) == _STOPPED
 
     def kill_processes(self, ranks: Sequence[int]) -> None:
-        """Kill some of the ranks, whatever the state of their processes.
+        """Kill some of the ranks, regardless of the state of their processes.
 
         Waits briefly for other nodes. Those that cannot be reached are left to Ray, which waits for
         an answer of the process.

@@ -39,7 +39,7 @@ class Pace:
         """The most tokens of prompts in a measured step."""
         self._left_s = math.inf
         self._num_left = 0
-        """Tokens that may be added whatever they take."""
+        """Tokens that may be added even beyond the target time."""
 
     def note_step(
         self, *, num_tokens: int, num_pairs: int, num_prompt_tokens: int, seconds: float

@@ -102,7 +102,7 @@ class FairQueue(Generic[Item]):
         if share is None:
             share = self._shares[tenant] = Share(tenant)
         if self._open:
-            # A tenant gets no credit for the time in which it wanted nothing.
+            # A tenant gets no credit for the time in which it had no requests.
             share.time = max(share.time, (self._backlogged or self._open).first.time)
         if not share.num_open:
             self._idle.discard(share)

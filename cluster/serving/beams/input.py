@@ -1,4 +1,4 @@
-"""What a call with a beam search may ask for, in any protocol."""
+"""The parameters that a call with a beam search may have, in any protocol."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_length_penalty(value: object, param: str) -> float:
 def check_beam_sampling(sampling: Mapping[str, object], param: str) -> None:
     """Raise InvalidRequestError for parameters that would change which beams are found.
 
-    `param` is what asks for the search.
+    `param` is the parameter that requests the search.
     """
     for name, value in sampling.items():
         is_given = value is not None if name in _ZERO_COUNTS else bool(value)

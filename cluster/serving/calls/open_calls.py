@@ -73,7 +73,7 @@ class _Account:
 class OpenCall:
     """One call of a tenant, which counts toward the tenant's limits until it is released.
 
-    It is open, hence listed and awaited by a drain, from `begin` on.
+    It is open, so it is listed and a drain waits for it, from `begin` on.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ def num_head_bytes(url: bytes, headers: _Headers) -> int:
 
 
 def head_without_upgrade(method: bytes, url: bytes, version: str, headers: _Headers) -> bytes:
-    """Return a head that asks for no other protocol."""
+    """Return a head that requests no other protocol."""
     lines = [b"%b %b HTTP/%b" % (method, url, version.encode())]
     lines += [b"%b: %b" % (name, value) for name, value in headers if name != b"upgrade"]
     return b"\r\n".join((*lines, b"", b""))

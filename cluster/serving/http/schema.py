@@ -79,7 +79,7 @@ class Body(BodyPart):
     max_entries: ClassVar[Mapping[str, int]] = {}
     """Lists whose length is checked before their entries are validated."""
     ids_field: ClassVar[str | None] = None
-    """The field that holds token ids, hence the longest lists."""
+    """The field that holds token ids, which are the longest lists."""
     with_nulls: ClassVar[frozenset[str]] = frozenset()
     """Parameters inside which a null is ignored."""
 

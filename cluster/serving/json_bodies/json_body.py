@@ -29,7 +29,7 @@ _VALUES_AT_ONCE = 2**16
 _STEP_VALUES = 2**12
 """Values that are searched for objects at once."""
 _STEP_BYTES = 2**18
-"""Bytes that are counted at once, in less than a millisecond whatever they are."""
+"""Bytes that are counted at once, in less than a millisecond regardless of their contents."""
 _STEP_TEXT_BYTES = 2**16
 """Bytes that are searched for strings at once."""
 _ONE_BRACKET = bytes.maketrans(b"[{}", b"]]]")

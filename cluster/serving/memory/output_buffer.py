@@ -116,7 +116,7 @@ class OutputBuffer:
         self.hold(num_bytes)
 
     def hold(self, num_bytes: int) -> None:
-        """Count bytes that are kept already, whatever the limits."""
+        """Count bytes that are kept already, regardless of the limits."""
         self.num_bytes += num_bytes
         self._bytes.count(self._tenant, num_bytes)
 

@@ -46,7 +46,7 @@ class TenantBytes:
         return "server" if self.num_bytes + num_bytes > self.limits.total_bytes else None
 
     def count(self, tenant: str, num_bytes: int) -> None:
-        """Add bytes to the counts, or subtract them, whatever the limits."""
+        """Add bytes to the counts, or subtract them, regardless of the limits."""
         self.num_bytes += num_bytes
         held = self.held_by(tenant) + num_bytes
         if held:

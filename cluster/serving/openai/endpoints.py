@@ -73,7 +73,7 @@ def openai_endpoints(servicer: Servicer) -> tuple[Endpoint, ...]:
 
 @dataclass(slots=True, kw_only=True)
 class _Asked:
-    """What a body asks for; the body itself is not kept while the call runs."""
+    """What a body requests; the body itself is not kept while the call runs."""
 
     options: ResponseOptions
     is_stream: bool
@@ -195,7 +195,7 @@ class _OpenAIHandlers:
         return Response(content, media_type=JSON_TYPE)
 
     def _asked(self, call: HttpCall, body: GenerationBody, raw: bytes) -> _Asked:
-        """Return what is asked for, without the input of the call."""
+        """Return what is requested, without the input of the call."""
         is_resumable = body.is_resumable
         return _Asked(
             resumes_after=call.last_event_number if is_resumable else None,

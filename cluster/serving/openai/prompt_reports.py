@@ -39,7 +39,7 @@ _TURN_TOKENS = 128
 _STEP_ENTRIES = 512
 """Likeliest tokens that are written at once."""
 _TURN_BYTES = 2**16
-"""About what a turn writes, which tells long work from short."""
+"""About what a turn writes; more than that is long work."""
 _LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 _encode = msgspec.json.Encoder().encode

@@ -95,7 +95,7 @@ class CompleteChoice(ResponseChoice):
     """The sum of the log-probabilities of `num_tokens` tokens, if choices are compared."""
     num_tokens: int = 0
     token_ids: list[int] = field(default_factory=list)
-    """Its tokens, if they are asked for."""
+    """Its tokens, if they are requested."""
 
     def mean_logprob(self) -> float:
         """Return the mean log-probability of its tokens, by which choices are compared.

@@ -130,7 +130,7 @@ async def post(
 ) -> AsyncGenerator[tuple[int, bytes]]:
     """Yield the status and each part of an application's response to a JSON body.
 
-    The application is resumed when the caller asks for the next part.
+    The application is resumed when the caller requests the next part.
     """
     incoming: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
     sent: list[Message] = []

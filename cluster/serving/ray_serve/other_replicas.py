@@ -1,4 +1,4 @@
-"""The other replicas of a deployment, which a replica asks for the responses that they keep."""
+"""The other replicas of a deployment, from which a replica requests stored responses."""
 
 from __future__ import annotations
 

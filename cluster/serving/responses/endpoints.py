@@ -44,7 +44,7 @@ _COUNT_NAMES = {"messages": "input"}
 
 @dataclass(slots=True)
 class _Asked:
-    """What a client asks for."""
+    """What a client requests."""
 
     given: GenerationInput
     tools: ToolUse

@@ -45,7 +45,7 @@ _PREFIXES: dict[_Kind, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemsQuery:
-    """Which items a client asks for."""
+    """Which items a client requests."""
 
     after: str | None = None
     """The id of the item before the first one."""
@@ -54,7 +54,7 @@ class ItemsQuery:
 
     @classmethod
     def from_params(cls, params: QueryParams) -> ItemsQuery:
-        """Return what a query asks for. Raises InvalidRequestError."""
+        """Return what a query requests. Raises InvalidRequestError."""
         given = read_query(params, ("after", "include", "limit", "order"))
         check_include(params)
         limit, order = given.get("limit", "20"), given.get("order", "desc")

@@ -38,7 +38,7 @@ def read_query(params: QueryParams, known: Collection[str]) -> dict[str, str]:
 
 
 def check_include(params: QueryParams) -> None:
-    """Raise InvalidRequestError if a client asks for what no response has."""
+    """Raise InvalidRequestError if a client requests what no response has."""
     values = (*params.getlist(_INCLUDE), *params.getlist(_INCLUDE + _LIST))
     if any(LOGPROBS in value.split(",") for value in values):
         raise InvalidRequestError(

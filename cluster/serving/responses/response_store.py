@@ -120,7 +120,7 @@ class ResponseStore:
         return StoredTurn(b"", kept.messages, None)
 
     def answer(self, action: Action, tenant: str, response_id: str) -> Kept | None:
-        """Return what another replica asks for; None if it is not kept here."""
+        """Return what another replica requests; None if it is not kept here."""
         try:
             match action:
                 case "read":

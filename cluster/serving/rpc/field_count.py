@@ -24,7 +24,7 @@ _MAX_FIELDS = 3 * 2**13
 _STEP_FIELDS = 2**9
 _LARGE_BYTES = 2**12
 _FEW_BYTES = 2**12
-"""A message of this size has few fields whatever they are."""
+"""A message of this size has few fields in any case."""
 _VARINT, _FIXED64, _DELIMITED, _GROUP, _GROUP_END, _FIXED32 = range(6)
 _CONTINUED = bytes(range(128, 256))
 

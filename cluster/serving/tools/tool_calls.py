@@ -84,7 +84,7 @@ _FORMS: Mapping[ToolCallFormat, CallForm] = {
     "mistral": CallForm(mark=MISTRAL_BEGIN, opening="[", separator=", ", closing="]"),
 }
 """How calls are written where a grammar lets the model choose between them and an answer, by the
-formats that have a mark of their own for it. They are JSON, whatever the format is else."""
+formats that have a mark of their own for it. They are JSON in every format."""
 
 
 def call_form(tool_format: ToolCallFormat) -> CallForm:

@@ -276,7 +276,7 @@ class PromptReader:
         return tuple(token_ids)
 
     def _check_length(self, text: str, param: str) -> None:
-        """Raise ContextLengthError for a text that exceeds the context whatever its tokens are."""
+        """Raise ContextLengthError for a text that exceeds the context however it is tokenized."""
         most = self._context * self._tokenizer.max_token_length
         if len(text) > most:
             raise ContextLengthError(

@@ -100,7 +100,7 @@ def check_choice(
 
 
 def check_prompt_logprobs(number: int | None, num_prompt_tokens: int) -> None:
-    """Raise InvalidRequestError if a prompt has too many tokens for so many log-probabilities."""
+    """Raise InvalidRequestError if a prompt has too many tokens for this many log-probabilities."""
     if number is None:
         return
     num_values = num_prompt_tokens * (number + 1)

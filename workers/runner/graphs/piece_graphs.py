@@ -121,7 +121,7 @@ class PieceGraphs(StepGraphs[Recording]):
             self._model.finish(self._model.run_layers(token_ids, positions, attention))
 
     def _writer(self, size: int) -> Callable[[Attention, torch.Tensor, torch.Tensor], None]:
-        """Return what writes a layer's keys and values to the slots of so many tokens."""
+        """Return what writes a layer's keys and values to the slots of this many tokens."""
         slots = self._slots[:size]
         # Those of an earlier step belong to its tokens.
         slots.fill_(-1)

@@ -23,7 +23,7 @@ __all__ = ["Piece", "PieceRecorder", "Recording"]
 
 
 class Piece(NamedTuple):
-    """A graph, and the tensors of the attention behind it."""
+    """A graph, and the tensors of the attention that follows it."""
 
     graph: torch.cuda.CUDAGraph
     """Ends with the write of keys and values to the cache."""
@@ -52,7 +52,7 @@ class Recording(NamedTuple):
 
 
 class PieceRecorder(StepAttention):
-    """Ends a graph where a layer attends, and begins the next one behind it.
+    """Ends a graph where a layer attends, and begins the next one after it.
 
     Use it for one recording, on a stream of its own.
     """

@@ -97,11 +97,11 @@ class StepGraphs(ABC, Generic[Capture]):
 
     @abstractmethod
     def _capture(self, size: int) -> Capture:
-        """Capture the model for so many tokens, on the stream and with the pool of all captures."""
+        """Capture the model for a number of tokens, on the stream and in the pool of captures."""
 
     @abstractmethod
     def _trace(self, size: int) -> None:
-        """Capture the model for so many tokens, without running it before, and drop the capture."""
+        """Capture the model for a number of tokens without running it before; drop the capture."""
 
     def _capture_for(self, num_tokens: int) -> tuple[int, Capture]:
         """Return the padded number of tokens, and its capture."""

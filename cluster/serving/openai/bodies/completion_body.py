@@ -65,7 +65,7 @@ class CompletionBody(GenerationBody):
 
     @property
     def hides_output(self) -> bool:
-        """Whether only the prompt is asked for."""
+        """Whether only the prompt is requested."""
         return self.max_tokens == 0
 
     def check_fields(self) -> None:

@@ -32,7 +32,7 @@ __all__ = ["HandleRequest", "HandleStream", "generates"]
 
 
 def generates(request: PendingRequest) -> bool:
-    """Return whether a program with a handle asks for a stream of tokens."""
+    """Return whether a program with a handle requests a stream of tokens."""
     metadata = request.metadata
     is_plain = not (metadata.is_http_request or metadata.is_grpc_request)
     return is_plain and metadata.is_streaming and metadata.call_method == "generate"
