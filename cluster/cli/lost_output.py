@@ -1,4 +1,4 @@
-"""Standard output that nothing can be written to any more."""
+"""Standard output that nothing can be written to anymore."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def discard_output() -> None:
 
 
 def has_lost_reader() -> bool:
-    """Return whether nothing reads the output any more, as behind `| head`."""
+    """Return whether nothing reads the output anymore, as behind `| head`."""
     output = select.poll()
     output.register(_STDOUT, 0)
     return any(events & select.POLLERR for _, events in output.poll(0))

@@ -196,7 +196,7 @@ class Server:
                 continue
 
     async def _follow_outage(self, engine: StepLoop) -> None:
-        """Stop the server, so that it is restarted, once ranks cannot be replaced any more."""
+        """Stop the server, so that it is restarted, once ranks cannot be replaced anymore."""
         while (outage := engine.outage) is None or not outage.is_final:
             await asyncio.sleep(_POLL_S)
         logger.error("%s Dead ranks cannot be replaced, so the server stops.", outage.reason)

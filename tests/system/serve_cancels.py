@@ -45,7 +45,7 @@ class Cancelled:
     """The fate of cancelled calls, in seconds since the cancel."""
 
     gone_s: list[float]
-    """When no replica reported a call any more; infinite if its cancel was lost."""
+    """When no replica reported a call anymore; infinite if its cancel was lost."""
     free_s: list[float]
     """When all replicas were idle with all blocks free, after the last cancel of each round."""
     num_begun: int
@@ -60,7 +60,7 @@ class Lost:
 
     num_cancels: int
     gone_s: list[float]
-    """When no replica reported a lost call any more, in seconds since its cancel."""
+    """When no replica reported a lost call anymore, in seconds since its cancel."""
     num_tokens: list[int]
     """The tokens that each lost call had when it was last seen."""
     most_tokens: int

@@ -119,7 +119,7 @@ class PeerMemory:
         return addresses
 
     def close_peers(self) -> None:
-        """Forget the memory of other ranks, which no kernel uses any more."""
+        """Forget the memory of other ranks, which no kernel uses anymore."""
         while self._opened:
             self._runtime.cudaIpcCloseMemHandle(ctypes.c_void_p(self._opened.pop()))
 

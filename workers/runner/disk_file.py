@@ -72,6 +72,6 @@ class DiskFile:
                 self._pool_checksums.note_block(cpu_block)
 
     def close(self) -> None:
-        """Change no CPU block any more; the file is gone once no call uses it."""
+        """Change no CPU block anymore; the file is gone once no call uses it."""
         with self._lock:
             self._is_closed = True

@@ -85,7 +85,7 @@ class DiskJobs:
         return None
 
     def close(self) -> None:
-        """Change no block of the CPU pool any more; threads end once the disk lets them."""
+        """Change no block of the CPU pool anymore; threads end once the disk lets them."""
         self._give_up()
 
     def _give_up(self) -> None:

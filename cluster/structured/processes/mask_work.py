@@ -268,7 +268,7 @@ class MaskWork:
             if not job.is_cancelled:
                 made = job.make()
         except BaseException as error:
-            # The sequence of a cancelled one has no budget any more.
+            # The sequence of a cancelled one has no budget anymore.
             if not job.is_cancelled or is_out_of_memory(error):
                 if job.is_alone and is_out_of_memory(error):
                     self._send([job.failed("its mask ran out of memory")])

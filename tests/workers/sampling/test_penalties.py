@@ -95,7 +95,7 @@ def test_an_absurd_penalty_breaks_its_own_row_only(sampler: Sampler, strength: f
     sampler.start(make_start(sampling, row=0, prompt=range(50)))
     sampler.start(make_start(GREEDY, row=1))
     logits = make_logits(2)
-    # Divided by a hundredth, it is no float any more.
+    # Divided by a hundredth, it is not a float anymore.
     logits[0, 7] = 3e37
     expected = int(logits[1].argmax())
     tokens = sampler.sample(logits, [0, 1], [50, 3]).token_ids.tolist()

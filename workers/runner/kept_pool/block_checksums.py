@@ -42,7 +42,7 @@ class BlockChecksums:
         self._known[blocks] = 0
 
     def note_block(self, block: int) -> None:
-        """Compute the checksum of a block, which must not change any more."""
+        """Compute the checksum of a block, which must not change anymore."""
         self._known[block] = self._checksum(block)
 
     def damaged_blocks(self) -> tuple[int, ...]:
