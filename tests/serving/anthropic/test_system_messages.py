@@ -9,7 +9,7 @@ import pytest
 from cluster.serving.anthropic.system_messages import merge_system_messages
 from cluster.serving.text.templates.chat_prompt import ChatMessage
 from cluster.serving.text.templates.chat_template import ChatTemplate
-from tests.serving.anthropic.test_messages import RESULT, USE, posted
+from tests.serving.anthropic.message_calls import RESULT, USE, posted
 from tests.serving.conftest import Server
 
 if TYPE_CHECKING:

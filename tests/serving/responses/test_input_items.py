@@ -21,26 +21,12 @@ from cluster.serving.responses.stored_responses import StoreLimits
 from cluster.serving.text.templates.chat_prompt import ChatMessage, MessageToolCall
 from tests.load.tenant_keys import write_keys
 from tests.serving.conftest import Server
-from tests.serving.responses.test_responses import CALL, OUTPUT, TOOL, tool_server
+from tests.serving.responses.response_calls import CALL, OUTPUT, TOOL, create
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from cluster.serving.text.tokenizer import Tokenizer
-
-__all__ = ["tool_server"]
-
-
-@pytest.fixture
-def client(tool_server: Server) -> Iterator[openai.OpenAI]:
-    tool_server.engine.reset()
-    with openai.OpenAI(base_url=f"{tool_server.url}/v1", api_key="x", max_retries=0) as client:
-        yield client
-
-
-def create(client: Any, **given: Any) -> Any:  # the client's types are unions of many items
-    return client.responses.create(model="tiny", **given)
 
 
 def listed(client: openai.OpenAI, response_id: str, **given: Any) -> list[Any]:

@@ -16,32 +16,18 @@ from cluster.serving.text.templates.chat_prompt import ChatMessage, MessageToolC
 from pagedray.errors import InvalidRequestError, UnknownPreviousError, UnknownResponseError
 from tests.load.tenant_keys import write_keys
 from tests.serving.conftest import Server
-from tests.serving.responses.test_responses import CALL, OUTPUT, TOOL, posted, tool_server
+from tests.serving.responses.response_calls import CALL, OUTPUT, TOOL, create, posted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from cluster.serving.text.tokenizer import Tokenizer
 
-__all__ = ["tool_server"]
-
 MIB = 2**20
-
-
-@pytest.fixture
-def client(tool_server: Server) -> Iterator[openai.OpenAI]:
-    tool_server.engine.reset()
-    with openai.OpenAI(base_url=f"{tool_server.url}/v1", api_key="x", max_retries=0) as client:
-        yield client
 
 
 def last_prompt(server: Server) -> str:
     return server.tokenizer.decode(server.engine.log.submitted[-1].prompt_token_ids)
-
-
-def create(client: Any, **given: Any) -> Any:  # the client's types are unions of many items
-    return client.responses.create(model="tiny", **given)
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
