@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from pagedray.batch import Pooling
     from pagedray.config import EngineConfig
     from pagedray.model_config import Task
-    from pagedray.rank_roof import RankRoof
+    from pagedray.rank_roofline import RankRoofline
 
 __all__ = ["LLM", "Completion", "Generation"]
 
@@ -290,13 +290,13 @@ class LLM:
         """Return a snapshot of the engine's counters."""
         return self._engine.stats()
 
-    def measure_roofs(self) -> list[RankRoof]:
+    def measure_rooflines(self) -> list[RankRoofline]:
         """Measure the speed of each rank's device, and return it with the work of its steps.
 
         The model must generate text, and no request may run at the same time. Raises WorkerError,
         and DeviceError if too little memory is free.
         """
-        return self._controller.measure_roofs()
+        return self._controller.measure_rooflines()
 
     def close(self) -> None:
         """Stop the engine and its ranks. Further calls have no effect."""

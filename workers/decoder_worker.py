@@ -22,7 +22,7 @@ from workers.memory_profile import MemoryProfile
 from workers.models.decoder import Decoder
 from workers.models.self_attention import attention_spec
 from workers.parallel.group import GroupBrokenError
-from workers.roof import measure_roof
+from workers.roofline import measure_roofline
 from workers.runner.disk_jobs import DiskJobs
 from workers.runner.graphs.capture_setup import CaptureSetup
 from workers.runner.graphs.decode_graphs import DecodeGraphs
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pagedray.config import CacheSize, EngineConfig, StepLimits
-    from pagedray.rank_roof import RankRoof
+    from pagedray.rank_roofline import RankRoofline
     from workers.parallel.group import ParallelGroup
     from workers.runner.host_pool import HostPool
 
@@ -184,10 +184,10 @@ class DecoderWorker(Worker):
     def disk_jobs(self) -> DiskJobs | None:
         return self._disk_jobs
 
-    def measure_roof(self) -> RankRoof:
+    def measure_roofline(self) -> RankRoofline:
         assert self._model is not None
         with self._idle_lock:
-            return measure_roof(self._model, self._spec)
+            return measure_roofline(self._model, self._spec)
 
     def close(self) -> None:
         self._close_jobs()

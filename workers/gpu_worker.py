@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pagedray.load_progress import LoadProgress
     from pagedray.node_memory import MemoryAddress
     from pagedray.pool_report import PoolReport
-    from pagedray.rank_roof import RankRoof
+    from pagedray.rank_roofline import RankRoofline
     from workers.parallel.rendezvous import GroupAddress, Rendezvous
 
 __all__ = ["GpuWorker"]
@@ -140,12 +140,12 @@ class GpuWorker:
         """Prepare the first steps; return how long each part of the rank's start took, by name."""
         return self._run(self._rank.warm_up, captures_lazily)
 
-    def measure_roof(self) -> str | RankRoof | None:
-        """Return what `Worker.measure_roof` does, or an error message.
+    def measure_roofline(self) -> str | RankRoofline | None:
+        """Return what `Worker.measure_roofline` does, or an error message.
 
         Runs while `serve_controller` waits for plans.
         """
-        return _or_message(self._rank.measure_roof)
+        return _or_message(self._rank.measure_roofline)
 
     def serve_controller(self, endpoint: str, secret: bytes) -> None:
         """Connect to the controller and run its plans until it shuts down or disconnects."""

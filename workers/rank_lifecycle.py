@@ -1,7 +1,7 @@
 """What a rank does from its imports to the end of an epoch, and how long each part takes.
 
-It does not know Ray. All but `measure_roof` is called by the thread that computes. The process that
-creates the actor of a rank imports this module without torch.
+It does not know Ray. All but `measure_roofline` is called by the thread that computes. The process
+that creates the actor of a rank imports this module without torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pagedray.node_memory import MemoryAddress
     from pagedray.pool_report import PoolReport
     from pagedray.rank_progress import ProgressWord
-    from pagedray.rank_roof import RankRoof
+    from pagedray.rank_roofline import RankRoofline
     from workers.parallel.group import ParallelGroup
     from workers.parallel.rendezvous import GroupAddress, Rendezvous
     from workers.parallel.row_shape import RowShape
@@ -136,9 +136,9 @@ class RankLifecycle:
             self.worker.capture_graphs(only_largest=captures_lazily)
         return self.durations
 
-    def measure_roof(self) -> RankRoof | None:
-        """Return what `Worker.measure_roof` does. Any thread may call it while no step runs."""
-        return self.worker.measure_roof()
+    def measure_roofline(self) -> RankRoofline | None:
+        """Return what `Worker.measure_roofline` does. Any thread may call it while no step runs."""
+        return self.worker.measure_roofline()
 
     def serve_steps(self, channel: WorkerChannel) -> None:
         """Run the plans of a channel, and close it, until it or the group ends.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pagedray.batch import EmbedOutput, EmbedPlan, StepMasks, StepOutput, StepPlan
     from pagedray.config import AttentionReport, CacheSize, EngineConfig
     from pagedray.node_memory import MemoryAddress
-    from pagedray.rank_roof import RankRoof
+    from pagedray.rank_roofline import RankRoofline
     from workers.parallel.group import ParallelGroup
     from workers.runner.disk_jobs import DiskJobs
     from workers.runner.host_pool import HostPool
@@ -166,7 +166,7 @@ class Worker(ABC):
         """Reads and writes of the rank's file since `allocate_cache`, or None without a file."""
         return None
 
-    def measure_roof(self) -> RankRoof | None:
+    def measure_roofline(self) -> RankRoofline | None:
         """Measure the device, and return what steps must do on it; None if nothing is generated.
 
         No step may run meanwhile. Raises DeviceError if too little memory is free.

@@ -5,7 +5,7 @@
 The engine has dummy weights at the shape of Llama 3 8B and its rank runs in a thread of this
 process, so that the profiler sees it. A marker kernel of about two microseconds starts each step;
 it is not counted as busy. Bytes and FLOP of the GEMMs are computed from their shapes; the share
-of the roof is the larger of both shares. Gaps are named by the kernels before and after them.
+of the roofline is the larger of both shares. Gaps are named by the kernels before and after them.
 Host times are of the rank's thread, measured without the profiler.
 """
 

@@ -52,7 +52,7 @@ class KernelRow:
     gigabytes: float | None = None
     """By formula; None for kernels without one."""
     gigaflop: float | None = None
-    share_of_roof: float | None = None
+    share_of_roofline: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +162,7 @@ def kernel_rows(
             floor_us = max(num_bytes / READ_BYTES_PER_S, flop / FLOP_PER_S) * 1e6
             row["gigabytes"] = round(num_bytes * count / len(steps) / 1e9, 4)
             row["gigaflop"] = round(flop * count / len(steps) / 1e9, 2)
-            row["share_of_roof"] = round(floor_us / us_each, 3)
+            row["share_of_roofline"] = round(floor_us / us_each, 3)
         rows.append(
             KernelRow(
                 name=f"{label + ': ' if label else ''}{name}"[:150],
@@ -205,11 +205,11 @@ def print_account(account: Account) -> None:
     )
     for row in account.kernels:
         if row.us >= 1.0:
-            roof = "" if row.share_of_roof is None else f"{row.share_of_roof:6.3f}"
+            roofline = "" if row.share_of_roofline is None else f"{row.share_of_roofline:6.3f}"
             gigabytes = "" if row.gigabytes is None else f"{row.gigabytes:8.3f} GB"
             print(
                 f"   {row.launches:7.2f} x {row.us_each:9.2f} = {row.us:9.1f} us "
-                f"{gigabytes:11} {roof:6}  {row.name[:100]}"
+                f"{gigabytes:11} {roofline:6}  {row.name[:100]}"
             )
     print("   gaps:")
     for name, gap in account.gaps.items():

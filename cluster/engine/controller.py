@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pagedray.batch import DiskReport, StepOutput, StepPlan
     from pagedray.config import EngineConfig
     from pagedray.errors import EngineError
-    from pagedray.rank_roof import RankRoof
+    from pagedray.rank_roofline import RankRoofline
     from pagedray.request import Request
 
 __all__ = ["Controller", "EventSink"]
@@ -144,12 +144,12 @@ class Controller(StepLoop):
                 step_times=self._step_times.snapshot(),
             )
 
-    def measure_roofs(self) -> list[RankRoof]:
+    def measure_rooflines(self) -> list[RankRoofline]:
         """Return what steps must do on each rank, and the speed of its device.
 
         No request may be open. Raises WorkerError, and DeviceError if too little memory is free.
         """
-        return self._executor.measure_roofs()
+        return self._executor.measure_rooflines()
 
     @property
     def _has_work(self) -> bool:

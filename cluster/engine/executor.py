@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pagedray.batch import DiskReport, EmbedOutput, EmbedPlan, StepMasks, StepOutput, StepPlan
     from pagedray.config import AttentionReport, CacheSize
-    from pagedray.rank_roof import RankRoof
+    from pagedray.rank_roofline import RankRoofline
 
 __all__ = ["Executor", "Outage", "RankHealth", "ReportProgress"]
 
@@ -94,7 +94,7 @@ class Executor(ABC):
     def embed_texts(self, plan: EmbedPlan) -> EmbedOutput:
         """Run an encoder's plan, with no other in flight. Raises WorkerError."""
 
-    def measure_roofs(self) -> list[RankRoof]:
+    def measure_rooflines(self) -> list[RankRoofline]:
         """Measure the devices, and return what steps must do on each rank.
 
         There is nothing to return if the model does not generate. No plan may be in flight.

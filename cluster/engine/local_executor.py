@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from cluster.engine.executor import ReportProgress
     from pagedray.batch import DiskReport, StepMasks, StepPlan
     from pagedray.config import AttentionReport, CacheSize, EngineConfig
-    from pagedray.rank_roof import RankRoof
+    from pagedray.rank_roofline import RankRoofline
     from workers.worker import PendingStep, Worker
 
     Started = tuple[Worker, CacheSize, AttentionReport]
@@ -123,9 +123,9 @@ class LocalExecutor(Executor):
         self._progress.finish_step(output.step)
         return output
 
-    def measure_roofs(self) -> list[RankRoof]:
-        roof = self._thread.submit(self._worker.measure_roof).result()
-        return [] if roof is None else [roof]
+    def measure_rooflines(self) -> list[RankRoofline]:
+        roofline = self._thread.submit(self._worker.measure_roofline).result()
+        return [] if roofline is None else [roofline]
 
     def observe_ranks(self, now_s: float) -> RankHealth:
         return replace(self._monitor.observe(now_s), is_replaceable=False)

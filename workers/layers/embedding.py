@@ -18,7 +18,7 @@ from workers.layers.weight import Layer, MatrixPart, WeightShard, divided
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pagedray.rank_roof import WeightWork
+    from pagedray.rank_roofline import WeightWork
     from pagedray.weight_format import Quantization
     from workers.parallel.group import ParallelGroup
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from attention.kernels.quantized_rows import QuantizedRows
 from attention.kernels.unnormed_row import UnnormedRow
-from pagedray.rank_roof import WeightWork
+from pagedray.rank_roofline import WeightWork
 from workers.layers.expert_part import ExpertPart
 from workers.layers.expert_tensors import ExpertTensors
 from workers.layers.mxfp4_experts import make_expert_product

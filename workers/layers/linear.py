@@ -19,7 +19,7 @@ from workers.layers.weight import Layer, MatrixPart, WeightShard, part_of
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pagedray.rank_roof import WeightWork
+    from pagedray.rank_roofline import WeightWork
     from pagedray.weight_format import Quantization
     from workers.parallel.group import ParallelGroup
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from attention.kernels.cpu.packed_gemm import PackedGemm
 from attention.kernels.multiprocessors import num_multiprocessors
-from pagedray.rank_roof import WeightWork
+from pagedray.rank_roofline import WeightWork
 from workers.layers.fused_kernels import gate_kernel
 from workers.layers.weight import WeightShard
 

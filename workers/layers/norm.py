@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from attention.kernels.unnormed_row import UnnormedRow
-from pagedray.rank_roof import WeightWork
+from pagedray.rank_roofline import WeightWork
 from workers.layers.fused_kernels import (
     add_norm_kernel,
     head_norm_kernel,

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pagedray.model_config import ExpertsConfig
-    from pagedray.rank_roof import WeightWork
+    from pagedray.rank_roofline import WeightWork
 
 __all__ = ["Choice", "Router"]
 

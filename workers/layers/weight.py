@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pagedray.rank_roof import WeightWork
+from pagedray.rank_roofline import WeightWork
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pagedray.rank_roof import WeightWork
+from pagedray.rank_roofline import WeightWork
 from workers.layers.weight import Layer, WeightShard
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pagedray.rank_progress import Phase
-from pagedray.rank_roof import WeightWork
+from pagedray.rank_roofline import WeightWork
 from workers.layers.embedding import ParallelHead, VocabEmbedding
 from workers.layers.weight import CompositeLayer
 from workers.models.decoder_layer import decoder_layer_class, summed_by_norm

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from attention.kernels.quantized_rows import QuantizedRows
     from attention.kernels.unnormed_row import UnnormedRow
     from pagedray.model_config import ModelConfig
-    from pagedray.rank_roof import WeightWork
+    from pagedray.rank_roofline import WeightWork
     from workers.layers.experts import ExpertLayer
     from workers.layers.rope import Rotation
     from workers.layers.weight import Layer

@@ -9,7 +9,7 @@ import torch
 
 from attention.abstract import AttentionParams, AttentionSpec
 from attention.layer import Attention
-from pagedray.rank_roof import WeightWork
+from pagedray.rank_roofline import WeightWork
 from workers.layers.linear import ColumnParallelLinear, RowParallelLinear
 from workers.layers.norm import QKNorm
 from workers.layers.weight import CompositeLayer, WeightShard, part_of

@@ -14,12 +14,12 @@ from rich.table import Table
 
 from cluster.cli.bench.datasets import RandomLengths
 from cluster.cli.bench.engine_flags import DEFAULT_NUM_PROMPTS, LENGTH_FLAGS
-from cluster.cli.bench.roof import (
+from cluster.cli.bench.roofline import (
     MeasuredRun,
-    RoofShare,
+    RooflineShare,
     SequenceLengths,
-    UnknownRoof,
-    share_of_roof,
+    UnknownRoofline,
+    share_of_roofline,
 )
 from cluster.cli.bench.workloads import WORKLOADS, uniform_workload
 from cluster.cli.text_llm import TextLLM
@@ -72,7 +72,7 @@ def bench_latency(parsed: argparse.Namespace, options: EngineOptions) -> int:
         num_steps = (llm.stats().num_steps - before.num_steps) / parsed.num_iters
         median_s = statistics.median(latencies_s)
         # All batches have the same lengths.
-        roof = _roof(llm, replace(generated, seconds=median_s), num_steps)
+        roofline = _roofline(llm, replace(generated, seconds=median_s), num_steps)
     percentiles = {str(one): float(np.percentile(latencies_s, one)) for one in _PERCENTILES}
     mean_s = statistics.fmean(latencies_s)
     figures: dict[str, object] = {
@@ -84,7 +84,7 @@ def bench_latency(parsed: argparse.Namespace, options: EngineOptions) -> int:
         "percentiles": percentiles,
         "ms_per_token": percentiles["50"] / parsed.output_len * 1e3,
         "output_tokens_per_second": parsed.batch_size * parsed.output_len / percentiles["50"],
-        "roof": roof.figures(),
+        "roofline": roofline.figures(),
     }
     rows = {
         "Batches": str(len(latencies_s)),
@@ -92,7 +92,7 @@ def bench_latency(parsed: argparse.Namespace, options: EngineOptions) -> int:
         **{f"p{name} (s)": f"{value:.4f}" for name, value in percentiles.items()},
         "Median per output token (ms)": f"{figures['ms_per_token']:.3f}",
         "Output tokens per second (median)": f"{figures['output_tokens_per_second']:.2f}",
-        **roof.rows(),
+        **roofline.rows(),
     }
     return _report(parsed, options, figures, rows)
 
@@ -111,7 +111,7 @@ def bench_throughput(parsed: argparse.Namespace, options: EngineOptions) -> int:
         after = llm.stats()
         num_steps = after.num_steps - before.num_steps
         num_preemptions = _num_preemptions(after) - _num_preemptions(before)
-        roof = _roof(llm, generated, num_steps)
+        roofline = _roofline(llm, generated, num_steps)
     seconds = generated.seconds
     num_prompt = sum(len(request.token_ids) for request in requests)
     num_output = sum(request.max_tokens for request in requests)
@@ -129,7 +129,7 @@ def bench_throughput(parsed: argparse.Namespace, options: EngineOptions) -> int:
         "steps": num_steps,
         "prefix_hit_tokens": after.scheduler.num_hit_tokens - before.scheduler.num_hit_tokens,
         "preemptions": num_preemptions,
-        "roof": roof.figures(),
+        "roofline": roofline.figures(),
     }
     rows = {
         "Requests": str(len(requests)),
@@ -141,7 +141,7 @@ def bench_throughput(parsed: argparse.Namespace, options: EngineOptions) -> int:
         "Prompt tokens per second": f"{figures['prompt_tokens_per_second']:.2f}",
         "Output tokens per second": f"{figures['output_tokens_per_second']:.2f}",
         "Tokens per second": f"{figures['tokens_per_second']:.2f}",
-        **roof.rows(),
+        **roofline.rows(),
     }
     return _report(parsed, options, figures, rows)
 
@@ -206,7 +206,7 @@ def _generate(
     )
 
 
-def _roof(llm: LLM, generated: _Generated, num_steps: float) -> RoofShare | UnknownRoof:
+def _roofline(llm: LLM, generated: _Generated, num_steps: float) -> RooflineShare | UnknownRoofline:
     run = MeasuredRun(
         seconds=generated.seconds,
         num_steps=num_steps,
@@ -214,9 +214,9 @@ def _roof(llm: LLM, generated: _Generated, num_steps: float) -> RoofShare | Unkn
         max_step_tokens=llm.stats().scheduler.max_num_batched_tokens,
     )
     try:
-        return share_of_roof(run, llm.measure_roofs())
+        return share_of_roofline(run, llm.measure_rooflines())
     except DeviceError as error:
-        return UnknownRoof(str(error))
+        return UnknownRoofline(str(error))
 
 
 def _report(

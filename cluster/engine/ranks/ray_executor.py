@@ -27,7 +27,7 @@ from pagedray.wording.counted import counted
 if TYPE_CHECKING:
     from pagedray.batch import DiskReport, StepMasks, StepPlan
     from pagedray.config import AttentionReport, CacheSize, EngineConfig
-    from pagedray.rank_roof import RankRoof
+    from pagedray.rank_roofline import RankRoofline
 
 __all__ = ["RayExecutor"]
 
@@ -118,8 +118,8 @@ class RayExecutor(Executor):
         assert isinstance(output, EmbedOutput)
         return output
 
-    def measure_roofs(self) -> list[RankRoof]:
-        return self._live_ranks().measure_roofs()
+    def measure_rooflines(self) -> list[RankRoofline]:
+        return self._live_ranks().measure_rooflines()
 
     def observe_ranks(self, now_s: float) -> RankHealth:
         # The thread that runs steps may replace them meanwhile.

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from pagedray.batch import DiskReport, EmbedOutput, EmbedPlan, StepMasks, StepOutput, StepPlan
     from pagedray.config import AttentionReport, EngineConfig
     from pagedray.node_memory import MemoryAddress
-    from pagedray.rank_roof import RankRoof
+    from pagedray.rank_roofline import RankRoofline
     from workers.parallel.rendezvous import GroupAddress
 
 __all__ = ["RayRanks"]
@@ -195,13 +195,13 @@ class RayRanks:
             self._healing = None
         return outputs.popleft()
 
-    def measure_roofs(self) -> list[RankRoof]:
+    def measure_rooflines(self) -> list[RankRoofline]:
         """Measure the devices of all ranks at the same time, while no step runs.
 
         Raises WorkerError if a rank has died, and DeviceError if too little memory is free.
         """
         try:
-            answers = ray.get([actor.measure_roof.remote() for actor in self._actors])
+            answers = ray.get([actor.measure_roofline.remote() for actor in self._actors])
         except RayError as error:
             raise WorkerError(f"A rank died: {cause_of(error)}") from error
         for answer in answers:

@@ -72,38 +72,42 @@ def test_latency_times_batches_of_other_prompts(
     assert report["output_tokens_per_second"] == pytest.approx(15 / median)
 
 
-def test_the_roof_counts_the_tensors_of_the_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_roofline_counts_the_tensors_of_the_checkpoint(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     lengths = ("--input-len=9", "--output-len=5", "--batch-size=3")
     report = report_of(capsys, "latency", *lengths, "--num-iters=2", "--num-iters-warmup=0")
-    roof = report["roof"]
-    assert isinstance(roof, dict)
+    roofline = report["roofline"]
+    assert isinstance(roofline, dict)
     tensors = load_file(f"{MODEL}/model.safetensors").values()
     # In float32; the head is the embedding, which is therefore read.
-    assert roof["weight_bytes_per_step"] == 4 * sum(tensor.numel() for tensor in tensors)
+    assert roofline["weight_bytes_per_step"] == 4 * sum(tensor.numel() for tensor in tensors)
     # Four layers have four heads of 64 keys and values; a prompt and four tokens are five steps.
     contexts = 3 * sum(range(10, 14))
-    assert roof["kv_bytes_per_step"] == 4 * 2 * 4 * 64 * 4 * contexts / 5
-    assert roof["step_ms"] == pytest.approx(report["ms_per_token"])
-    read = roof["weight_bytes_per_step"] + roof["kv_bytes_per_step"]
-    bytes_per_s = read / roof["step_ms"] * 1e3
-    assert roof["memory_share"] == pytest.approx(bytes_per_s / roof["read_bytes_per_second"])
-    assert roof["share"] == max(roof["memory_share"], roof["compute_share"])
-    assert roof["compute_share"] > 0
+    assert roofline["kv_bytes_per_step"] == 4 * 2 * 4 * 64 * 4 * contexts / 5
+    assert roofline["step_ms"] == pytest.approx(report["ms_per_token"])
+    read = roofline["weight_bytes_per_step"] + roofline["kv_bytes_per_step"]
+    bytes_per_s = read / roofline["step_ms"] * 1e3
+    assert roofline["memory_share"] == pytest.approx(
+        bytes_per_s / roofline["read_bytes_per_second"]
+    )
+    assert roofline["share"] == max(roofline["memory_share"], roofline["compute_share"])
+    assert roofline["compute_share"] > 0
 
 
 @pytest.mark.slow
-def test_the_roof_is_that_of_one_of_two_ranks(
+def test_the_roofline_is_that_of_one_of_two_ranks(
     capsys: pytest.CaptureFixture[str], ray_cluster: None
 ) -> None:
     lengths = ("--input-len=9", "--output-len=5", "--num-prompts=4")
-    roof = report_of(capsys, "throughput", *lengths, "--tensor-parallel-size=2")["roof"]
-    assert isinstance(roof, dict)
+    roofline = report_of(capsys, "throughput", *lengths, "--tensor-parallel-size=2")["roofline"]
+    assert isinstance(roofline, dict)
     tensors = load_file(f"{MODEL}/model.safetensors")
     norms = sum(tensor.numel() for name, tensor in tensors.items() if "norm" in name)
     matrices = sum(tensor.numel() for tensor in tensors.values()) - norms
-    assert roof["weight_bytes_per_step"] == 4 * (matrices / 2 + norms)
-    assert roof["rank"] in (0, 1)
-    assert roof["share"] > 0
+    assert roofline["weight_bytes_per_step"] == 4 * (matrices / 2 + norms)
+    assert roofline["rank"] in (0, 1)
+    assert roofline["share"] > 0
 
 
 def test_a_device_that_cannot_be_measured_is_said(
@@ -112,10 +116,10 @@ def test_a_device_that_cannot_be_measured_is_said(
     def measure(llm: LLM) -> NoReturn:
         raise DeviceError("Too little GPU memory is free.")
 
-    monkeypatch.setattr(LLM, "measure_roofs", measure)
+    monkeypatch.setattr(LLM, "measure_rooflines", measure)
     lengths = ("--input-len=9", "--output-len=5", "--num-prompts=1")
     report = report_of(capsys, "throughput", *lengths)
-    assert report["roof"] == {"share": None, "reason": "Too little GPU memory is free."}
+    assert report["roofline"] == {"share": None, "reason": "Too little GPU memory is free."}
 
 
 def test_throughput_counts_what_the_engine_generated(

@@ -1,7 +1,7 @@
 """The share of the devices' measured speed that a benchmark has used.
 
-The roof of a run is the time that its work would take at the measured speed: reading weights and
-cached keys and values, or computing, whichever takes longer. Activations are not counted.
+The roofline of a run is the time that its work would take at the measured speed: reading weights
+and cached keys and values, or computing, whichever takes longer. Activations are not counted.
 """
 
 from __future__ import annotations
@@ -13,9 +13,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pagedray.rank_roof import ExpertChoice, RankRoof
+    from pagedray.rank_roofline import ExpertChoice, RankRoofline
 
-__all__ = ["MeasuredRun", "RoofShare", "SequenceLengths", "UnknownRoof", "share_of_roof"]
+__all__ = [
+    "MeasuredRun",
+    "RooflineShare",
+    "SequenceLengths",
+    "UnknownRoofline",
+    "share_of_roofline",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +91,8 @@ class MeasuredRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoofShare:
-    """The roof of the rank that is closest to it; bytes, FLOP and times are means of a step."""
+class RooflineShare:
+    """The roofline of the rank that is closest to it; bytes, FLOP and times are means of a step."""
 
     share: float
     """The larger of the next two."""
@@ -113,7 +119,7 @@ class RoofShare:
     def rows(self) -> dict[str, str]:
         """Return lines of a table."""
         weights, cache = self.weight_bytes_per_step / 1e9, self.kv_bytes_per_step / 1e9
-        what = "Share of the roof"
+        what = "Share of the roofline"
         rows = {
             "Mean step (ms)": f"{self.step_ms:.3f}",
             "Read by a step (GB)": f"{weights:,.3g} of weights, {cache:,.3g} of KV cache",
@@ -138,8 +144,8 @@ class RoofShare:
 
 
 @dataclass(frozen=True, slots=True)
-class UnknownRoof:
-    """Why there is no share of the roof."""
+class UnknownRoofline:
+    """Why there is no share of the roofline."""
 
     reason: str
 
@@ -149,36 +155,38 @@ class UnknownRoof:
 
     def rows(self) -> dict[str, str]:
         """Return lines of a table."""
-        return {"Share of the roof": f"unknown: {self.reason}"}
+        return {"Share of the roofline": f"unknown: {self.reason}"}
 
 
-def share_of_roof(run: MeasuredRun, roofs: Sequence[RankRoof]) -> RoofShare:
+def share_of_roofline(run: MeasuredRun, rooflines: Sequence[RankRoofline]) -> RooflineShare:
     """Return the largest share of all ranks."""
-    shares = [_rank_share(run, rank, roof) for rank, roof in enumerate(roofs)]
+    shares = [_rank_share(run, rank, roofline) for rank, roofline in enumerate(rooflines)]
     return max(shares, key=lambda one: one.share)
 
 
-def _rank_share(run: MeasuredRun, rank: int, roof: RankRoof) -> RoofShare:
+def _rank_share(run: MeasuredRun, rank: int, roofline: RankRoofline) -> RooflineShare:
     num_rows = run.num_prompt_rows + run.num_decode_rows
-    speed = roof.speed
-    weight_bytes = run.num_steps * float(roof.weights.num_bytes + roof.sampled.num_bytes)
+    speed = roofline.speed
+    weight_bytes = run.num_steps * float(roofline.weights.num_bytes + roofline.sampled.num_bytes)
     experts_per_layer = None
-    if roof.experts is not None:
-        times = run.expert_steps(roof.experts)
-        weight_bytes += times * (roof.weights.expert_bytes + roof.sampled.expert_bytes)
-        experts_per_layer = times / run.num_steps * roof.experts.num_experts
+    if roofline.experts is not None:
+        times = run.expert_steps(roofline.experts)
+        weight_bytes += times * (roofline.weights.expert_bytes + roofline.sampled.expert_bytes)
+        experts_per_layer = times / run.num_steps * roofline.experts.num_experts
     kv_bytes, flop = 0.0, 0.0
-    for attention in roof.attention:
+    for attention in roofline.attention:
         window = attention.window
         kv_bytes += attention.token_bytes * sum(one.num_cache_reads(window) for one in run.requests)
         flop += attention.pair_flop * sum(one.num_pairs(window) for one in run.requests)
-    flop += roof.weights.row_flop * num_rows + roof.sampled.row_flop * run.num_sampled
-    fp8_flop = roof.weights.fp8_row_flop * num_rows + roof.sampled.fp8_row_flop * run.num_sampled
+    flop += roofline.weights.row_flop * num_rows + roofline.sampled.row_flop * run.num_sampled
+    fp8_flop = (
+        roofline.weights.fp8_row_flop * num_rows + roofline.sampled.fp8_row_flop * run.num_sampled
+    )
     compute_s = flop / speed.flop_per_s
     if speed.fp8_flop_per_s is not None:
         compute_s += fp8_flop / speed.fp8_flop_per_s
     memory_share = (weight_bytes + kv_bytes) / speed.read_bytes_per_s / run.seconds
-    return RoofShare(
+    return RooflineShare(
         share=max(memory_share, compute_s / run.seconds),
         memory_share=memory_share,
         compute_share=compute_s / run.seconds,
@@ -188,7 +196,7 @@ def _rank_share(run: MeasuredRun, rank: int, roof: RankRoof) -> RoofShare:
         kv_bytes_per_step=kv_bytes / run.num_steps,
         flop_per_step=(flop + fp8_flop) / run.num_steps,
         experts_per_layer=experts_per_layer,
-        num_experts=None if roof.experts is None else roof.experts.num_experts,
+        num_experts=None if roofline.experts is None else roofline.experts.num_experts,
         read_bytes_per_second=speed.read_bytes_per_s,
         flop_per_second=speed.flop_per_s,
         fp8_flop_per_second=speed.fp8_flop_per_s,

@@ -1,4 +1,4 @@
-"""The share of the roof, against a count of each step and token."""
+"""The share of the roofline, against a count of each step and token."""
 
 from __future__ import annotations
 
@@ -6,8 +6,19 @@ from itertools import product
 
 import pytest
 
-from cluster.cli.bench.roof import MeasuredRun, SequenceLengths, UnknownRoof, share_of_roof
-from pagedray.rank_roof import AttentionWork, DeviceSpeed, ExpertChoice, RankRoof, WeightWork
+from cluster.cli.bench.roofline import (
+    MeasuredRun,
+    SequenceLengths,
+    UnknownRoofline,
+    share_of_roofline,
+)
+from pagedray.rank_roofline import (
+    AttentionWork,
+    DeviceSpeed,
+    ExpertChoice,
+    RankRoofline,
+    WeightWork,
+)
 
 BODY = WeightWork(num_bytes=1000, row_flop=70.0)
 SAMPLED = WeightWork(num_bytes=300, row_flop=11.0)
@@ -18,14 +29,14 @@ ATTENTION = (
 SPEED = DeviceSpeed(read_bytes_per_s=1e4, flop_per_s=1e5)
 
 
-def roof(
+def roofline(
     body: WeightWork = BODY,
     *,
     sampled: WeightWork = SAMPLED,
     experts: ExpertChoice | None = None,
     speed: DeviceSpeed = SPEED,
-) -> RankRoof:
-    return RankRoof(
+) -> RankRoofline:
+    return RankRoofline(
         weights=body, sampled=sampled, attention=ATTENTION, experts=experts, speed=speed
     )
 
@@ -60,7 +71,7 @@ def test_every_token_reads_and_sees_its_context(lengths: SequenceLengths) -> Non
         if lengths.num_cached:
             kv_bytes += work.token_bytes * seen(lengths.num_cached - 1, work.window)
     flop += 70.0 * (num_tokens - lengths.num_cached) + 11.0 * lengths.num_output
-    share = share_of_roof(run(lengths), [roof()])
+    share = share_of_roofline(run(lengths), [roofline()])
     assert share.kv_bytes_per_step == pytest.approx(kv_bytes / 10)
     assert share.weight_bytes_per_step == 1300.0
     assert share.flop_per_step == pytest.approx(flop / 10)
@@ -75,8 +86,10 @@ def test_products_in_fp8_take_their_own_time() -> None:
     sampled = WeightWork(num_bytes=1, fp8_row_flop=40.0)
     speed = DeviceSpeed(read_bytes_per_s=1e9, flop_per_s=1e3, fp8_flop_per_s=3e3)
     lengths = SequenceLengths(4, 0, 1)
-    plain = share_of_roof(run(lengths), [roof(WeightWork(), sampled=WeightWork(), speed=speed)])
-    found = share_of_roof(run(lengths), [roof(body, sampled=sampled, speed=speed)])
+    plain = share_of_roofline(
+        run(lengths), [roofline(WeightWork(), sampled=WeightWork(), speed=speed)]
+    )
+    found = share_of_roofline(run(lengths), [roofline(body, sampled=sampled, speed=speed)])
     seconds = 4 * 20 / 1e3 + (4 * 600 + 40) / 3e3
     assert found.compute_share - plain.compute_share == pytest.approx(seconds / 2.0)
 
@@ -93,22 +106,24 @@ def test_experts_are_read_in_steps_of_prompts_and_of_single_rows() -> None:
     body = WeightWork(num_bytes=100, expert_bytes=4000)
     # Two steps have 12 tokens of prompts each, and eight steps a row of both requests.
     requests = [SequenceLengths(12, 0, 9)] * 2
-    share = share_of_roof(run(*requests), [roof(body, sampled=WeightWork(), experts=choice)])
+    share = share_of_roofline(
+        run(*requests), [roofline(body, sampled=WeightWork(), experts=choice)]
+    )
     parts = 2 * (1 - 0.75**12) + 8 * (1 - 0.75**2)
     assert share.weight_bytes_per_step == pytest.approx(100 + 4000 * parts / 10)
     assert share.experts_per_layer == pytest.approx(4 * parts / 10)
     assert "of 4 in a layer" in share.rows()["Experts read by a step"]
 
 
-def test_the_rank_with_the_highest_roof_counts() -> None:
+def test_the_rank_with_the_highest_roofline_counts() -> None:
     slow = DeviceSpeed(read_bytes_per_s=8e3, flop_per_s=1e5)
     lengths = SequenceLengths(9, 0, 5)
-    share = share_of_roof(run(lengths), [roof(), roof(speed=slow), roof()])
+    share = share_of_roofline(run(lengths), [roofline(), roofline(speed=slow), roofline()])
     assert share.rank == 1
     assert share.read_bytes_per_second == 8e3
 
 
 def test_the_reason_stands_where_nothing_was_measured() -> None:
-    unknown = UnknownRoof("Too little GPU memory is free.")
+    unknown = UnknownRoofline("Too little GPU memory is free.")
     assert unknown.figures() == {"share": None, "reason": "Too little GPU memory is free."}
-    assert unknown.rows() == {"Share of the roof": "unknown: Too little GPU memory is free."}
+    assert unknown.rows() == {"Share of the roofline": "unknown: Too little GPU memory is free."}

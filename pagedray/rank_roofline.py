@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-__all__ = ["AttentionWork", "DeviceSpeed", "ExpertChoice", "RankRoof", "WeightWork"]
+__all__ = ["AttentionWork", "DeviceSpeed", "ExpertChoice", "RankRoofline", "WeightWork"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class DeviceSpeed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankRoof:
+class RankRoofline:
     """The work of one rank, and the speed of its device."""
 
     weights: WeightWork

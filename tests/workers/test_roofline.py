@@ -11,7 +11,7 @@ from pagedray.errors import DeviceError
 from tests.workers.reference import BLOCK_SIZE, CPU, loaded_model, save_checkpoint
 from workers.models.self_attention import attention_spec
 from workers.parallel.group import SoloGroup
-from workers.roof import attention_work, measure_roof, product_speed
+from workers.roofline import attention_work, measure_roofline, product_speed
 from workers.runner.kv_cache import block_bytes
 
 if TYPE_CHECKING:
@@ -37,13 +37,13 @@ def test_this_device_is_measured(tmp_path: Path) -> None:
     save_checkpoint("mixtral-window", tmp_path)
     model = loaded_model(tmp_path, SoloGroup())
     spec = attention_spec(model.config, SoloGroup(), block_size=BLOCK_SIZE, device=CPU)
-    roof = measure_roof(model, spec)
+    roofline = measure_roofline(model, spec)
     # From a hundredth of a slow machine to far above a fast one.
-    assert 1e8 < roof.speed.read_bytes_per_s < 1e14
-    assert 1e8 < roof.speed.flop_per_s < 1e17
-    assert roof.speed.fp8_flop_per_s is None
-    assert roof.experts is not None
-    assert roof.experts.expected_part(1.0) == pytest.approx(2 / 5)
+    assert 1e8 < roofline.speed.read_bytes_per_s < 1e14
+    assert 1e8 < roofline.speed.flop_per_s < 1e17
+    assert roofline.speed.fp8_flop_per_s is None
+    assert roofline.experts is not None
+    assert roofline.experts.expected_part(1.0) == pytest.approx(2 / 5)
 
 
 def test_products_of_fp8_are_measured() -> None:
@@ -62,4 +62,4 @@ def test_too_little_memory_is_an_error_of_the_device(
     spec = attention_spec(model.config, SoloGroup(), block_size=BLOCK_SIZE, device=CPU)
     monkeypatch.setattr(torch, "ones", allocate)
     with pytest.raises(DeviceError, match="Too little GPU memory is free"):
-        measure_roof(model, spec)
+        measure_roofline(model, spec)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pagedray.errors import DeviceError
-from pagedray.rank_roof import AttentionWork, DeviceSpeed, ExpertChoice, RankRoof
+from pagedray.rank_roofline import AttentionWork, DeviceSpeed, ExpertChoice, RankRoofline
 from workers.layers.formats.fp8_rows import FP8
 from workers.layers.linear_kernels import make_linear_kernel
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from attention.abstract import AttentionSpec
     from workers.models.decoder import Decoder
 
-__all__ = ["attention_work", "measure_roof", "product_speed"]
+__all__ = ["attention_work", "measure_roofline", "product_speed"]
 
 _READ_BYTES = {"cpu": 2**28, "cuda": 2**29}
 """More than caches hold."""
@@ -30,7 +30,7 @@ _TRIAL_S = 0.02
 _NUM_TRIALS = 10
 
 
-def measure_roof(model: Decoder, spec: AttentionSpec) -> RankRoof:
+def measure_roofline(model: Decoder, spec: AttentionSpec) -> RankRoofline:
     """Measure the device of a model, which takes about a second.
 
     Raises DeviceError if there is too little memory.
@@ -49,7 +49,7 @@ def measure_roof(model: Decoder, spec: AttentionSpec) -> RankRoof:
             "Too little GPU memory is free to measure the device; use a lower --memory-fraction "
             "or --num-blocks."
         ) from error
-    return RankRoof(
+    return RankRoofline(
         weights=body,
         sampled=sampled,
         attention=attention_work(spec),
