@@ -5,7 +5,6 @@ import json
 from cluster.structured.grammar.calls.turn_with_calls import read_calls, read_leading_calls
 from cluster.structured.grammar.expressions import (
     Alternation,
-    Expression,
     Text,
     invalid_structure,
     write_ebnf,
@@ -14,8 +13,10 @@ from cluster.structured.grammar.json_text import JSON_RULES, OBJECT
 from cluster.structured.grammar.loops import with_loops_as_rules
 from cluster.structured.grammar.regex import read_regex
 from cluster.structured.grammar.schemas.json_schema import read_json_schema
+from cluster.structured.grammar.shared_parts import with_shared_parts
+from cluster.structured.grammar.single_uses import without_single_uses
 from cluster.structured.grammar.structural_tag import read_structural_tag
-from cluster.structured.grammar.turn import read_messages, read_turn
+from cluster.structured.grammar.turn import Grammar, read_messages, read_turn
 from pagedray.request import Structure
 
 __all__ = ["MAX_TEXT_BYTES", "MAX_TEXT_LENGTH", "grammar_text"]
@@ -33,17 +34,22 @@ def grammar_text(structure: Structure) -> str:
         case "grammar":
             return structure.text
         case "turn":
-            return write_ebnf(*read_turn(structure.text, _grammar))
+            return _written(read_turn(structure.text, _grammar))
         case "calls":
-            return write_ebnf(*read_calls(structure.text))
+            return _written(read_calls(structure.text))
         case "leading_calls":
-            return write_ebnf(*read_leading_calls(structure.text))
+            return _written(read_leading_calls(structure.text))
         case "messages":
-            return write_ebnf(*read_messages(structure.text, _grammar))
+            return _written(read_messages(structure.text, _grammar))
     return write_ebnf(*_grammar(structure.kind, structure.text))
 
 
-def _grammar(kind: str, text: str) -> tuple[dict[str, Expression], Expression]:
+def _written(grammar: Grammar) -> str:
+    """Return the EBNF of the calls of several tools, whose arguments are often alike."""
+    return write_ebnf(*without_single_uses(*with_shared_parts(*grammar, "common")))
+
+
+def _grammar(kind: str, text: str) -> Grammar:
     match kind:
         case "json_object":
             return JSON_RULES, OBJECT

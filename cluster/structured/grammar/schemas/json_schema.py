@@ -42,6 +42,7 @@ from cluster.structured.grammar.schemas.schema_keywords import (
 from cluster.structured.grammar.schemas.schema_strings import SchemaStrings
 from cluster.structured.grammar.schemas.schema_values import finite_values
 from cluster.structured.grammar.schemas.unique_items import must_differ, unique_items
+from cluster.structured.grammar.shared_parts import with_shared_parts
 from cluster.structured.grammar.single_uses import without_single_uses
 
 __all__ = ["read_json_schema", "read_members"]
@@ -60,7 +61,7 @@ def read_json_schema(text: str) -> tuple[dict[str, Expression], Expression]:
     """Return the rules and the start expression of a schema. Raises InvalidRequestError."""
     reader = _SchemaReader(*load_schema(text))
     start = reader.read_root()
-    return without_single_uses(reader.rules, start)
+    return without_single_uses(*with_shared_parts(reader.rules, start, "shared"))
 
 
 def read_members(text: str) -> tuple[dict[str, Expression], list[Member] | None, object]:

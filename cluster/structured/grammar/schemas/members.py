@@ -9,10 +9,14 @@ from cluster.structured.grammar.expressions import (
     Expression,
     Rule,
     optional,
+    size_of,
 )
 from cluster.structured.grammar.json_text import COMMA
 
 __all__ = ["Member", "members_in_order"]
+
+_MAX_COPIED = 128
+"""Characters of a member that is written twice, which takes less memory than a rule."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,20 +41,44 @@ def members_in_order(
 ) -> Expression:
     """Return members in order with a separator; those that are not required may be omitted.
 
-    `rules` gets one rule for each member: that member or a later one, and those that follow. The
-    compiled grammar has a copy of all states for each rule, so more rules would make it larger.
+    `rules` gets rules for parts of them, most of which are used once.
     """
-    number = len(rules)
-    remaining: Expression = Concat(())
-    following: Expression = Concat(())
-    may_end = True
-    for index in range(len(members) - 1, -1, -1):
-        chosen: Expression = Concat((members[index], following))
-        if index < len(members) - 1 and not are_required[index]:
-            chosen = Alternation((chosen, remaining))
-        remaining = Rule(f"from{number}x{index}")
-        rules[remaining.name] = chosen
-        more = Concat((*separator.parts, remaining))
-        may_end = may_end and not are_required[index]
-        following = optional(more) if may_end else more
-    return optional(remaining) if may_end else remaining
+    add = _Rules(rules)
+    if not any(are_required):
+        return _any_of(members, add, separator)
+    first = are_required.index(True)
+    found: Expression = Concat(())
+    for member, is_required in zip(members[:first:-1], are_required[:first:-1], strict=True):
+        more = Concat((*separator.parts, member))
+        found = add.rule(Concat((more if is_required else optional(more), found)))
+    found = Concat((members[first], found))
+    for member in members[first - 1 :: -1] if first else ():
+        found = add.rule(Concat((optional(Concat((member, *separator.parts))), found)))
+    return found
+
+
+def _any_of(members: Sequence[Expression], add: "_Rules", separator: Concat) -> Expression:
+    """Return members in order, any of which may be omitted."""
+    found: Expression | None = None
+    for member in reversed(members):
+        if found is None:
+            found = add.rule(member)
+            continue
+        # Without groups, of which xgrammar would make rules.
+        one = member if size_of(member) <= _MAX_COPIED else add.rule(member)
+        found = add.rule(Alternation((one, Concat((one, *separator.parts, found)), found)))
+    return Concat(()) if found is None else optional(found)
+
+
+class _Rules:
+    """Adds rules for the members of one object."""
+
+    def __init__(self, rules: dict[str, Expression]) -> None:
+        self._rules = rules
+        self._number = len(rules)
+
+    def rule(self, expression: Expression) -> Rule:
+        """Add a rule and return a reference to it."""
+        rule = Rule(f"from{self._number}x{len(self._rules) - self._number}")
+        self._rules[rule.name] = expression
+        return rule

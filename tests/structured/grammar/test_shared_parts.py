@@ -1,0 +1,106 @@
+"""Equal parts of a grammar become one rule, and the grammar matches the same texts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cluster.structured.grammar.expressions import (
+    Alternation,
+    Characters,
+    Concat,
+    Expression,
+    Lookahead,
+    Repeat,
+    Rule,
+    Text,
+    optional,
+)
+from cluster.structured.grammar.schemas.json_schema import read_json_schema
+from cluster.structured.grammar.shared_parts import with_shared_parts
+from pagedray.request import Structure
+
+if TYPE_CHECKING:
+    from cluster.structured.processes.compiler import StructureCompiler
+
+A, B = Text("a"), Text("b")
+EITHER = Alternation((A, B))
+
+
+def test_a_part_that_occurs_twice_is_a_rule() -> None:
+    rules: dict[str, Expression] = {"first": Concat((EITHER, A))}
+    assert with_shared_parts(rules, Concat((Rule("first"), EITHER)), "new") == (
+        {"new0": EITHER, "first": Concat((Rule("new0"), A))},
+        Concat((Rule("first"), Rule("new0"))),
+    )
+
+
+def test_the_parts_of_a_shared_part_are_rules_only_if_they_occur_elsewhere() -> None:
+    outer, inner = optional(Concat((EITHER, A))), Repeat(B, 0, None)
+    start = Concat((outer, outer, EITHER, Repeat(Concat((inner, A)), 0, 5)))
+    rules, _ = with_shared_parts({}, start, "new")
+    assert rules == {"new0": EITHER, "new1": optional(Concat((Rule("new0"), A)))}
+
+
+def test_equal_rules_are_one_rule() -> None:
+    rules: dict[str, Expression] = {
+        "one": Concat((A, B)),
+        "other": Concat((A, B)),
+        "after one": Concat((Rule("one"), A)),
+        "after other": Concat((Rule("other"), A)),
+        "recursive": Concat((optional(Rule("recursive")), Rule("last"))),
+        "last": Concat((A, B)),
+    }
+    start = Alternation((Rule("after one"), Rule("after other"), Rule("recursive")))
+    assert with_shared_parts(rules, start, "new") == (
+        {
+            "one": Concat((A, B)),
+            "after one": Concat((Rule("one"), A)),
+            "recursive": Concat((optional(Rule("recursive")), Rule("one"))),
+        },
+        Alternation((Rule("after one"), Rule("after one"), Rule("recursive"))),
+    )
+
+
+@pytest.mark.parametrize(
+    "part",
+    [Repeat(Characters(((0x30, 0x39),)), 1, 9), Alternation((A, Lookahead(B))), Concat((A, B))],
+)
+def test_characters_and_texts_stay_in_their_places(part: Expression) -> None:
+    start = Concat((part, A, part))
+    assert with_shared_parts({}, start, "new") == ({}, start)
+
+
+def properties(*names: str) -> dict[str, object]:
+    kinds = ("string", "integer", "boolean", "number", "null")
+    found = {name: {"type": kind} for name, kind in zip(names, kinds, strict=True)}
+    return {"type": "object", "properties": found}
+
+
+def test_objects_with_the_same_properties_share_their_rules() -> None:
+    def num_rules(num_objects: int) -> int:
+        names = [f"object{number}" for number in range(num_objects)]
+        inside = dict.fromkeys(names, properties(*"abcde"))
+        whole = {"type": "object", "properties": inside, "required": names}
+        return len(read_json_schema(json.dumps(whole))[0])
+
+    assert num_rules(2) == num_rules(9)
+
+
+def test_calls_of_many_tools_compile_to_a_small_grammar(compiler: StructureCompiler) -> None:
+    calls = []
+    for number in range(16):
+        names = [f"tool{number}_argument{place}" for place in range(5)]
+        call = {"name": {"const": f"tool{number}"}, "parameters": properties(*names)}
+        calls.append({"type": "object", "properties": call, "required": list(call)})
+    schema = {
+        "type": "array",
+        "items": {"$ref": "#/$defs/call"},
+        "$defs": {"call": {"anyOf": calls}},
+    }
+    structure = Structure(kind="json_schema", text=json.dumps(schema))
+    # Sixteen times as much memory is needed to compile it.
+    assert len(asyncio.run(compiler.compile(structure)).text) < 10 * 2**20
