@@ -13,8 +13,8 @@ them is bad too, and so are the logits.
 
 from array import array
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -119,6 +119,19 @@ class _Row:
         self.chain.append(next_fingerprint(self.chain[-1], token_id))
 
 
+@dataclass(slots=True, kw_only=True)
+class SeedRecords:
+    """What is known of requests by their seeds, since a plan names neither requests nor tenants."""
+
+    tenants: dict[int, str] = field(default_factory=dict)
+    bad_lengths: dict[int, int] = field(default_factory=dict)
+    """The length at which logits are not finite."""
+    bad_positions: dict[int, int] = field(default_factory=dict)
+    """The position from which on values are bad."""
+    bad_sequences: set[tuple[int, int]] = field(default_factory=set)
+    """Seed and index of the sequences that sampled from bad values."""
+
+
 class FakeWorker:
     """Runs plans, one per call."""
 
@@ -131,24 +144,14 @@ class FakeWorker:
         cpu_blocks: list[Block] | None = None,
         num_disk_blocks: int = 0,
         max_num_seqs: int,
-        tenants: Mapping[int, str],
-        bad_lengths: Mapping[int, int],
-        bad_positions: Mapping[int, int],
-        bad_sequences: set[tuple[int, int]],
+        seeds: SeedRecords,
         block_copy_s: float = 0.0,
         token_s: float = 0.0,
     ) -> None:
         """`cpu_blocks` are those of a pool that outlived another worker."""
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
-        self.tenants = tenants
-        """By seed: a plan names no tenant."""
-        self.bad_lengths = bad_lengths
-        """By seed: the length at which logits are not finite."""
-        self.bad_positions = bad_positions
-        """By seed: the position from which on values are bad."""
-        self.bad_sequences = bad_sequences
-        """Seed and index of those that sampled from bad values."""
+        self._seeds = seeds
         self.bad_outputs: deque[set[BadValue]] = deque()
         """For each output, what the logits came from that were bad."""
         self._known_bad: deque[set[BadValue]] = deque()
@@ -263,7 +266,7 @@ class FakeWorker:
             assert donor.start.seed == start.seed
             prompt = donor.token_ids[: start.num_prompt_tokens]
             start = msgspec.structs.replace(start, token_ids=pack_token_ids(prompt))
-        self.rows[start.row] = _Row(start, self.tenants[start.seed])
+        self.rows[start.row] = _Row(start, self._seeds.tenants[start.seed])
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         for copy in plan.evictions:
@@ -322,7 +325,7 @@ class FakeWorker:
     def _value(self, row: _Row, position: int) -> int | BadValue:
         """Return what a row computes at its next position."""
         seed, index = row.start.seed, row.start.index
-        if row.bad is None and position >= self.bad_positions.get(seed, position + 1):
+        if row.bad is None and position >= self._seeds.bad_positions.get(seed, position + 1):
             row.bad = BadValue(seed, index)
         return row.chain[position] if row.bad is None else row.bad
 
@@ -345,10 +348,10 @@ class FakeWorker:
         assert length == len(row.token_ids)
         seed, index = row.start.seed, row.start.index
         if row.bad is not None:
-            self.bad_sequences.add((seed, index))
+            self._seeds.bad_sequences.add((seed, index))
             row.append(0)
             return -1
-        if self.bad_lengths.get(seed) == length:
+        if self._seeds.bad_lengths.get(seed) == length:
             row.append(0)
             return -1
         num_sampled = length - row.start.num_prompt_tokens

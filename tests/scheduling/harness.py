@@ -15,6 +15,7 @@ from tests.scheduling.fake_worker import (
     BadValue,
     Block,
     FakeWorker,
+    SeedRecords,
     undisturbed,
 )
 from tests.scheduling.invariants import Invariants
@@ -68,10 +69,7 @@ class Harness:
             ),
             max_model_len=max_model_len,
         )
-        self.tenants: dict[int, str] = {}
-        self.bad_lengths: dict[int, int] = {}
-        self.bad_positions: dict[int, int] = {}
-        self.bad_sequences: set[tuple[int, int]] = set()
+        self._seeds = SeedRecords()
         self.known_bad: set[BadValue] = set()
         """What logits came from that the scheduler knows to be bad."""
         self._block_copy_s = block_copy_s
@@ -148,11 +146,11 @@ class Harness:
         )
         self.scheduler.add_request(request)
         self.requests[request.id] = request
-        self.tenants[seed] = tenant
+        self._seeds.tenants[seed] = tenant
         if bad_length is not None:
-            self.bad_lengths[seed] = bad_length
+            self._seeds.bad_lengths[seed] = bad_length
         if bad_position is not None:
-            self.bad_positions[seed] = bad_position
+            self._seeds.bad_positions[seed] = bad_position
         active = self.scheduler._table.requests[request.id]
         self.sequences += active.sequences
         self.tokens |= {
@@ -359,9 +357,9 @@ class Harness:
                 request,
                 key[1],
                 max_model_len=self.max_model_len,
-                bad_length=self.bad_lengths.get(request.seed),
+                bad_length=self._seeds.bad_lengths.get(request.seed),
             )
-            has_read_bad = (request.seed, key[1]) in self.bad_sequences
+            has_read_bad = (request.seed, key[1]) in self._seeds.bad_sequences
             if reason in (None, FinishReason.ABORT) or (
                 has_read_bad and reason is FinishReason.ERROR
             ):
@@ -398,10 +396,7 @@ class Harness:
             cpu_blocks=cpu_blocks,
             num_disk_blocks=self._num_disk_blocks,
             max_num_seqs=self.max_num_seqs,
-            tenants=self.tenants,
-            bad_lengths=self.bad_lengths,
-            bad_positions=self.bad_positions,
-            bad_sequences=self.bad_sequences,
+            seeds=self._seeds,
             block_copy_s=self._block_copy_s,
             token_s=self._token_s,
         )

@@ -182,7 +182,7 @@ class _Client:
     async def talk(self, client: EngineClient, ranks: SimulatedRanks, outcome: Outcome) -> None:
         plan = self._plan
         await asyncio.sleep(plan.arrival_s)
-        ranks.tenants[plan.number] = plan.tenant
+        ranks.seeds.tenants[plan.number] = plan.tenant
         for _ in range(_MOST_RETRIES):
             try:
                 stream = client.open_stream([self._request()])
@@ -282,7 +282,7 @@ class _Client:
                 may_fail = (
                     plan.bad_length is not None
                     or self._may_be_accused
-                    or (plan.number, index) in ranks.bad_sequences
+                    or (plan.number, index) in ranks.seeds.bad_sequences
                 )
                 assert may_fail, f"{what} has failed"
             else:

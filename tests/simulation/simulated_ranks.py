@@ -17,7 +17,7 @@ from cluster.engine.ranks.pool_memories import PoolMemories
 from pagedray.config import AttentionReport, CacheSize
 from pagedray.errors import HungRankError
 from pagedray.pool_report import PoolReport
-from tests.scheduling.fake_worker import Block, FakeWorker
+from tests.scheduling.fake_worker import Block, FakeWorker, SeedRecords
 from tests.simulation.simulated_rank import SimulatedRank
 
 if TYPE_CHECKING:
@@ -49,10 +49,13 @@ class SimulatedRanks(Executor):
         self._world = world
         self._held_rows = held_rows
         self._draws = random.Random(scenario.seed)
-        self.tenants: dict[int, str] = {0: "\0"}
-        """By seed; the engine's own requests have seed 0."""
-        self.bad_sequences: set[tuple[int, int]] = set()
-        """Seed and index of sequences that read bad values."""
+        bad_lengths = {
+            client.number: client.bad_length
+            for client in scenario.clients
+            if client.bad_length is not None
+        }
+        # The engine's own requests have seed 0.
+        self.seeds = SeedRecords(tenants={0: "\0"}, bad_lengths=bad_lengths)
         self.num_deaths = 0
         self._memories = PoolMemories(scenario.num_ranks)
         self._ranks: list[SimulatedRank] = []
@@ -184,14 +187,7 @@ class SimulatedRanks(Executor):
             cpu_blocks=cpu_blocks,
             num_disk_blocks=scenario.num_disk_blocks,
             max_num_seqs=scenario.max_num_seqs,
-            tenants=self.tenants,
-            bad_lengths={
-                client.number: client.bad_length
-                for client in scenario.clients
-                if client.bad_length is not None
-            },
-            bad_positions={},
-            bad_sequences=self.bad_sequences,
+            seeds=self.seeds,
             block_copy_s=scenario.step_s,
             token_s=scenario.step_s / 8,
         )
