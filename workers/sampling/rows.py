@@ -34,7 +34,10 @@ class Need(IntFlag):
 
 
 class SamplingRows:
-    """The sampling parameters of every row."""
+    """The sampling parameters of every row.
+
+    `rows` and `positions` are int64 `[num_rows]` on the host, and so are results.
+    """
 
     def __init__(self, max_num_rows: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size

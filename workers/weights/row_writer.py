@@ -30,7 +30,7 @@ def write_rows(shard: WeightShard, rows: slice, stored: torch.Tensor) -> None:
 
 
 def quantize_to(target: torch.Tensor, scales: torch.Tensor, rows: torch.Tensor) -> None:
-    """Quantize rows, and write their values and scales."""
+    """Quantize rows, and write their values and their scales, `[num_rows, 1]`."""
     values, row_scales = quantized_rows(rows)
     target.copy_(values)
     scales.copy_(row_scales)

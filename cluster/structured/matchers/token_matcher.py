@@ -29,7 +29,10 @@ class TokenMatcher(Protocol):
         """Return to the start."""
 
     def write_mask(self, masks: NDArray[np.int32], row: int) -> None:
-        """Set the bits of the allowed tokens in a row of zeros."""
+        """Set the bits of the allowed tokens in a row of zeros, `[num_masks, num_words]`.
+
+        Bit `i % 32` of word `i // 32` is token `i`.
+        """
 
 
 class TextMatcher(TokenMatcher, Protocol):
