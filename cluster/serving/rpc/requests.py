@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -101,8 +102,13 @@ def read_generation(message: pb.GenerateRequest, call: RpcCall, tenant: Tenant) 
     if message.suffix:
         if message.WhichOneof("prompt") != "text":
             raise InvalidRequestError("suffix requires text.", param="suffix")
+        if message.HasField("truncate_prompt_tokens"):
+            raise InvalidRequestError(
+                "suffix cannot be combined with truncate_prompt_tokens.", param="suffix"
+            )
         prompt = InfillPrompt(message.text, message.suffix)
-    return generation_input(prompt, message, call, tenant)
+    given = generation_input(prompt, message, call, tenant)
+    return replace(given, adds_special_tokens=_or_true(message, "add_special_tokens"))
 
 
 def generation_input(
@@ -111,6 +117,7 @@ def generation_input(
     """Return the input that continues `prompt`. Raises InvalidRequestError."""
     sampling = message.sampling
     given = _read_sampling(sampling)
+    is_truncated = message.HasField("truncate_prompt_tokens")
     return GenerationInput(
         prompts=(prompt,),
         sampling=given,
@@ -122,6 +129,8 @@ def generation_input(
         cache_salt=message.cache_salt,
         skips_special_tokens=_or_true(sampling, "skip_special_tokens"),
         includes_stop=sampling.include_stop,
+        max_prompt_tokens=message.truncate_prompt_tokens if is_truncated else None,
+        truncates_end=_truncates_end(message),
         beam_length_penalty=_read_beams(sampling, given),
         is_resumable=message.resumable,
         origin=call.origin,
@@ -225,6 +234,15 @@ def _reject_unknown_field(message: Message) -> None:
             continue
         for nested in value if descriptor.is_repeated else (value,):
             _reject_unknown_field(nested)
+
+
+def _truncates_end(message: pb.GenerateRequest | pb.ChatRequest) -> bool:
+    if message.truncation_side not in pb.TruncationSide.values():
+        raise InvalidRequestError(
+            f"truncation_side has unknown enum value {message.truncation_side}.",
+            param="truncation_side",
+        )
+    return message.truncation_side == pb.TRUNCATION_SIDE_RIGHT
 
 
 def _deadline_s(
