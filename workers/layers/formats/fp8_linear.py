@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attention.kernels.multiprocessors import num_multiprocessors
 from pagedray.errors import DeviceError
 from workers.layers.formats.quantized_linear import QuantizedLinear
 
@@ -43,6 +44,7 @@ class Fp8Linear(QuantizedLinear):
                 f"fp8 need multiples of {_SIZE_STEP}; use fewer ranks, or weights in bfloat16."
             )
         self._fp8 = stored
+        self._num_multiprocessors = num_multiprocessors(device)
         self._tuning = fp8_skinny_tuning(out_size, in_size, stored.depth, is_gated=False)
         self._gated_tuning = fp8_skinny_tuning(out_size, in_size, stored.depth, is_gated=True)
         self._gemv_tuning = default_gemv_tuning(stored.values, is_gated=False)
@@ -71,7 +73,15 @@ class Fp8Linear(QuantizedLinear):
         return num_rows > MAX_ROWS and self._fp8.input_scale is None
 
     def of_quantized(self, rows: QuantizedRows) -> torch.Tensor:
+        from attention.kernels.triton.gemm.fp8_tiles import fp8_tiles_gemm, takes_one_turn
+
         fp8 = self._fp8
+        if self.bias is None and takes_one_turn(
+            len(rows), len(fp8.values), self._num_multiprocessors
+        ):
+            product = fp8_tiles_gemm(rows, fp8.values, fp8.scales)
+            if product is not None:
+                return product
         return torch._scaled_mm(
             rows.values,
             fp8.values.t(),

@@ -10,6 +10,7 @@ from attention.kernels.triton.gemm import persistent
 from attention.kernels.triton.gemm.persistent import keeps_gpu_busy, persistent_gated
 from attention.kernels.triton.launches.optional_kernel import OptionalKernel
 from attention.kernels.triton.token_rows import add_norm
+from tests.attention.kernels.gemm.failing_kernel import FailingKernel
 from tests.attention.kernels.paged_case import DEVICE
 from workers.layers.linear_kernels import HopperLinear
 
@@ -95,15 +96,6 @@ def test_it_is_used_for_aligned_rows_of_16_bits(
     dtype: torch.dtype, in_size: int, is_used: bool
 ) -> None:
     assert keeps_gpu_busy(4096, torch.empty(2 * 8192, in_size, dtype=dtype), 132) == is_used
-
-
-class FailingKernel:
-    """A kernel that Triton cannot compile."""
-
-    __name__ = "failing"
-
-    def __getitem__(self, grid: tuple[int, ...]) -> None:
-        raise RuntimeError("PassManager::run failed")
 
 
 def test_a_gate_is_applied_though_its_kernel_does_not_compile(

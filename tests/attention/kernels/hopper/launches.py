@@ -10,11 +10,13 @@ import torch
 from attention.kernels.decode_items import NUM_ITEM_WORDS, DecodeItems, DecodeScratch
 from attention.kernels.expert_weights import ExpertWeights
 from attention.kernels.new_tokens import NewTokens, Rotary
+from attention.kernels.quantized_rows import QuantizedRows
 from attention.kernels.triton.decodes.paged_decode import paged_decode
 from attention.kernels.triton.experts import choose_experts, expert_sums, mxfp4_row_bytes
 from attention.kernels.triton.fp8_rows import quantize_blocks, quantize_rows
 from attention.kernels.triton.gate import quantized_gated
 from attention.kernels.triton.gemm.block_fp8 import block_fp8_gemm
+from attention.kernels.triton.gemm.fp8_tiles import fp8_tiles_gemm
 from attention.kernels.triton.gemm.gemv import add_gemv, default_gemv_tuning, gemv, gemv_gated
 from attention.kernels.triton.gemm.int4 import (
     MAX_GATED_ROWS,
@@ -111,6 +113,14 @@ def persistent() -> None:
     weight = tensor(2 * 14336, 4096)
     for num_rows in (256, 8192):
         persistent_gated(tensor(num_rows, 4096), weight, "silu", 132)
+
+
+def fp8_tiles() -> None:
+    """Multiply fp8 rows in one turn of small tiles."""
+    values, scales = tensor(256, 14336, dtype=FP8), tensor(256, 1, dtype=torch.float32)
+    weight_scales = tensor(4096, 1, dtype=torch.float32)
+    rows = QuantizedRows(values, scales, BF16)
+    fp8_tiles_gemm(rows, tensor(4096, 14336, dtype=FP8), weight_scales)
 
 
 def skinny(scale_depth: int | None) -> None:
@@ -306,6 +316,7 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "experts float32": partial(experts, torch.float32),
     "experts mxfp4": mxfp4_experts,
     "persistent": persistent,
+    "fp8 tiles": fp8_tiles,
     "skinny": partial(skinny, None),
     "skinny fp8": partial(skinny, 4096),
     "skinny fp8, blocks": partial(skinny, 128),

@@ -141,7 +141,7 @@ def test_a_weight_that_is_not_finite_is_rejected(value: float, tmp_path: Path) -
         loaded(column_layer({"a": 12}, 20, AT_LOAD), tmp_path)
 
 
-@pytest.mark.parametrize("num_rows", [1, 16, 17])
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 120])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_few_rows_and_many_give_the_same_columns(num_rows: int, has_bias: bool) -> None:
     stored = Fp8Weight(AT_LOAD, 64, 256, device=DEVICE)
