@@ -28,7 +28,7 @@ from bench.records.command import command_and_date
 from cluster.engine.controller import Controller
 from cluster.engine.executor import Executor, RankHealth
 from pagedray.batch import ControllerMessage, StepOutput, StepPlan, WorkerMessage
-from pagedray.config import AttentionReport, CacheConfig, CacheSize, EngineConfig, SchedulerConfig
+from pagedray.config import CacheConfig, CacheSize, EngineConfig, KernelReport, SchedulerConfig
 from pagedray.model_config import ModelConfig
 from pagedray.request import Request, SamplingParams
 
@@ -54,8 +54,8 @@ class SimulatedRanks(Executor):
         return CacheSize(num_blocks=65536, num_cpu_blocks=1024, block_bytes=0)
 
     @property
-    def attention(self) -> AttentionReport:
-        return AttentionReport("none", {})
+    def kernels(self) -> KernelReport:
+        return KernelReport("none", {})
 
     @property
     def acknowledged_step(self) -> int:

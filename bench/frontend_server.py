@@ -26,7 +26,7 @@ from cluster.serving.engine_client import EngineClient
 from cluster.serving.frontend_options import FrontendOptions
 from cluster.serving.frontends import Frontends
 from cluster.serving.text.tokenizer import Tokenizer
-from pagedray.config import AttentionReport, EngineConfig
+from pagedray.config import EngineConfig, KernelReport
 from pagedray.model_config import ModelConfig
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class PacedEngine:
             num_prompt_tokens=0,
             num_generated_tokens=self._num_published,
             block_bytes=0,
-            attention=AttentionReport("none", {}),
+            kernels=KernelReport("none", {}),
         )
 
     def start(self) -> None:

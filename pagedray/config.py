@@ -14,12 +14,12 @@ from pagedray.model_config import ModelConfig
 
 __all__ = [
     "AllReduce",
-    "AttentionReport",
     "CacheConfig",
     "CacheSize",
     "Device",
     "EngineConfig",
     "KVCacheDtype",
+    "KernelReport",
     "LoadFormat",
     "MessageSpecialTokens",
     "ParallelConfig",
@@ -66,13 +66,15 @@ class CacheSize:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionReport:
-    """What computes the attention of a model."""
+class KernelReport:
+    """Which kernels compute a model."""
 
     backend: str
     """The name of the attention backend, never `auto`."""
     providers: dict[str, dict[str, int]]
     """Number of layers that each provider of attention kernels computes, by part of a step."""
+    replaced: tuple[str, ...] = ()
+    """The kernels of matrix products that do not compile, so that slower ones replace them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from cluster.engine.executor import Executor, RankHealth
 from pagedray.batch import StepOutput
-from pagedray.config import AttentionReport, CacheSize
+from pagedray.config import CacheSize, KernelReport
 from pagedray.model_config import ModelConfig
 
 if TYPE_CHECKING:
@@ -69,8 +69,8 @@ class FakeExecutor(Executor):
         return CacheSize(num_blocks=self._num_blocks, num_cpu_blocks=0, block_bytes=0)
 
     @property
-    def attention(self) -> AttentionReport:
-        return AttentionReport("fake", {"decode": {"fake": 1}})
+    def kernels(self) -> KernelReport:
+        return KernelReport("fake", {"decode": {"fake": 1}})
 
     @property
     def acknowledged_step(self) -> int:

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from pagedray.batch import EmbedPlan, StepPlan
-from pagedray.config import AttentionReport
+from pagedray.config import KernelReport
 from pagedray.errors import DeviceError, StartupError
 from pagedray.pool_report import PoolReport
 from pagedray.system.usable_cores import num_usable_cores
 from workers.cache_sizing import cache_size, free_host_bytes, num_staging
 from workers.compiled_note import CompiledNote
 from workers.graph_sizes import GraphSizes, graph_sizes
+from workers.layers.linear_kernels import replaced_kernels
 from workers.memory_profile import MemoryProfile
 from workers.models.decoder import Decoder
 from workers.models.self_attention import attention_spec
@@ -110,7 +111,7 @@ class DecoderWorker(Worker):
     def pool_report(self) -> PoolReport:
         return self._pool_report
 
-    def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> AttentionReport:
+    def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> KernelReport:
         # Left from an attempt that failed because memory was too small.
         self._close_jobs()
         self._group.progress.begin_captures()
@@ -128,7 +129,11 @@ class DecoderWorker(Worker):
             # The layers of all ranks are alike.
             for sentence in self._runner.attention_provider_sentences:
                 logger.info("Attention: %s", sentence)
-        return AttentionReport(self._backend.get_name(), self._runner.attention_providers)
+        return KernelReport(
+            self._backend.get_name(),
+            self._runner.attention_providers,
+            replaced_kernels(self._device),
+        )
 
     def warm_up(self) -> None:
         assert self._runner is not None

@@ -14,8 +14,9 @@ import torch
 
 from attention.abstract import AttentionBatch
 from pagedray.batch import EmbedOutput, EmbedPlan, StepPlan
-from pagedray.config import AttentionReport, CacheSize
+from pagedray.config import CacheSize, KernelReport
 from pagedray.rank_progress import Phase
+from workers.layers.linear_kernels import replaced_kernels
 from workers.models.bert import Bert, encoder_spec
 from workers.models.decoder import Decoder
 from workers.models.self_attention import attention_spec
@@ -100,14 +101,16 @@ class EmbeddingWorker(Worker):
     def available_cache(self, limits: StepLimits) -> CacheSize:
         return CacheSize(num_blocks=0, num_cpu_blocks=0, block_bytes=0, limits=limits)
 
-    def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> AttentionReport:
+    def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> KernelReport:
         assert num_blocks == num_cpu_blocks == 0
         assert self._builder is not None
         if self._group.rank == 0:
             # The layers of all ranks are alike.
             for sentence in self._builder.provider_sentences():
                 logger.info("Attention: %s", sentence)
-        return AttentionReport(self._backend.get_name(), self._builder.providers())
+        return KernelReport(
+            self._backend.get_name(), self._builder.providers(), replaced_kernels(self._device)
+        )
 
     def warm_up(self) -> None:
         pass

@@ -25,7 +25,7 @@ from workers.rank_lifecycle import RankLifecycle
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pagedray.config import AttentionReport, CacheSize, EngineConfig, StepLimits
+    from pagedray.config import CacheSize, EngineConfig, KernelReport, StepLimits
     from pagedray.load_progress import LoadProgress
     from pagedray.node_memory import MemoryAddress
     from pagedray.pool_report import PoolReport
@@ -132,7 +132,7 @@ class GpuWorker:
         """Return the state of the rank's CPU pool when its cache was allocated."""
         return self._rank.pool_report
 
-    def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> str | AttentionReport:
+    def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> str | KernelReport:
         """Allocate both pools; return what `Worker.allocate_cache` does, or an error message."""
         return self._answer(self._rank.allocate_cache, num_blocks, num_cpu_blocks)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pagedray.channel import WorkerChannel
-    from pagedray.config import AttentionReport, CacheSize, EngineConfig, StepLimits
+    from pagedray.config import CacheSize, EngineConfig, KernelReport, StepLimits
     from pagedray.node_memory import MemoryAddress
     from pagedray.pool_report import PoolReport
     from pagedray.rank_progress import ProgressWord
@@ -123,7 +123,7 @@ class RankLifecycle:
         """Return the size of the pools that fit on this rank."""
         return self.worker.available_cache(limits)
 
-    def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> AttentionReport:
+    def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> KernelReport:
         """Allocate both pools, and return what computes the attention."""
         with self._timed("cache"):
             return self.worker.allocate_cache(num_blocks, num_cpu_blocks)

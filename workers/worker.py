@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from attention.abstract import AttentionBackend, AttentionSpec
     from pagedray.batch import EmbedOutput, EmbedPlan, StepMasks, StepOutput, StepPlan
-    from pagedray.config import AttentionReport, CacheSize, EngineConfig
+    from pagedray.config import CacheSize, EngineConfig, KernelReport
     from pagedray.node_memory import MemoryAddress
     from pagedray.rank_roofline import RankRoofline
     from workers.parallel.group import ParallelGroup
@@ -123,7 +123,7 @@ class Worker(ABC):
         return None
 
     @abstractmethod
-    def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> AttentionReport:
+    def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> KernelReport:
         """Allocate both pools, and return what computes the attention."""
 
     @abstractmethod

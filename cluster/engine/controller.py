@@ -135,7 +135,7 @@ class Controller(StepLoop):
                 num_prompt_tokens=self._num_prompt_tokens,
                 num_generated_tokens=self._num_generated_tokens,
                 block_bytes=self._executor.cache_size.block_bytes,
-                attention=self._executor.attention,
+                kernels=self._executor.kernels,
                 replacements=dict(self._replacements),
                 num_hangs=dict(self._num_hangs),
                 num_lethal_requests=self._inquiry.num_culprits,

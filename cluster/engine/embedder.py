@@ -130,7 +130,7 @@ class Embedder(StepLoop):
                 num_prompt_tokens=self._num_prompt_tokens,
                 num_generated_tokens=0,
                 block_bytes=self._executor.cache_size.block_bytes,
-                attention=self._executor.attention,
+                kernels=self._executor.kernels,
                 replacements=dict(self._replacements),
                 num_hangs=dict(self._num_hangs),
                 num_lethal_requests=self._num_culprits,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pagedray.batch import DiskReport, EmbedOutput, EmbedPlan, StepMasks, StepOutput, StepPlan
-    from pagedray.config import AttentionReport, CacheSize
+    from pagedray.config import CacheSize, KernelReport
     from pagedray.rank_roofline import RankRoofline
 
 __all__ = ["Executor", "Outage", "RankHealth", "ReportProgress"]
@@ -58,8 +58,8 @@ class Executor(ABC):
 
     @property
     @abstractmethod
-    def attention(self) -> AttentionReport:
-        """What computes the attention of the model, on every rank."""
+    def kernels(self) -> KernelReport:
+        """Which kernels compute the model, on every rank."""
 
     @property
     @abstractmethod

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
     from cluster.engine.executor import ReportProgress
     from pagedray.batch import DiskReport, StepMasks, StepPlan
-    from pagedray.config import AttentionReport, CacheSize, EngineConfig
+    from pagedray.config import CacheSize, EngineConfig, KernelReport
     from pagedray.rank_roofline import RankRoofline
     from workers.worker import PendingStep, Worker
 
-    Started = tuple[Worker, CacheSize, AttentionReport]
+    Started = tuple[Worker, CacheSize, KernelReport]
 
 __all__ = ["LocalExecutor"]
 
@@ -69,7 +69,7 @@ class LocalExecutor(Executor):
             self._is_given_up = True
             self._thread.close(_CLOSE_TIMEOUT_S)
             raise
-        self._worker, self._cache_size, self._attention = started
+        self._worker, self._cache_size, self._kernels = started
         self._monitor.begin_steps()
 
     @property
@@ -77,8 +77,8 @@ class LocalExecutor(Executor):
         return self._cache_size
 
     @property
-    def attention(self) -> AttentionReport:
-        return self._attention
+    def kernels(self) -> KernelReport:
+        return self._kernels
 
     @property
     def acknowledged_step(self) -> int:
@@ -176,11 +176,11 @@ class LocalExecutor(Executor):
         worker.load_weights(self._report_loading)
         limits = self._config.scheduler.limits(worker.default_limits)
         cache_size = worker.available_cache(limits)
-        attention = worker.allocate_cache(cache_size.num_blocks, cache_size.num_cpu_blocks)
+        kernels = worker.allocate_cache(cache_size.num_blocks, cache_size.num_cpu_blocks)
         worker.warm_up()
         worker.capture_graphs()
         worker.start_pinning()
-        return worker, cache_size, attention
+        return worker, cache_size, kernels
 
     def _are_first_copied(self) -> bool:
         _, first = self._copying[0]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from cluster.engine.duration_histogram import HistogramSnapshot
 from cluster.scheduling.scheduler import SchedulerStats
-from pagedray.config import AttentionReport
+from pagedray.config import KernelReport
 
 __all__ = ["EngineStats"]
 
@@ -23,7 +23,7 @@ class EngineStats:
     num_generated_tokens: int
     block_bytes: int
     """Bytes of one KV block on all ranks together."""
-    attention: AttentionReport
+    kernels: KernelReport
     replacements: dict[str, int] = field(default_factory=dict)
     """How often ranks were replaced, by cause: `death` or `hang`."""
     num_hangs: dict[str, int] = field(default_factory=dict)

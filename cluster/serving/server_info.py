@@ -112,7 +112,7 @@ def server_info(config: EngineConfig, stats: EngineStats) -> ServerInfo:
         quantization="" if model.quantization is None else model.quantization.method,
         device=config.parallel.device,
         kv_cache_dtype=model.dtype if kv_cache_dtype == "auto" else kv_cache_dtype,
-        attention_backend=stats.attention.backend,
+        attention_backend=stats.kernels.backend,
         num_ranks=config.parallel.tensor_parallel_size,
         block_size=config.cache.block_size,
         num_blocks=stats.scheduler.num_blocks,

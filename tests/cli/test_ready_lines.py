@@ -13,7 +13,7 @@ from cluster.cli.ready_lines import address_lines, ready_lines
 from cluster.engine.options.engine_options import EngineOptions, engine_config
 from cluster.engine.stats import EngineStats
 from cluster.scheduling.stats import SchedulerStats
-from pagedray.config import AttentionReport
+from pagedray.config import KernelReport
 from tests.system.server_process import TINY_LLAMA
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def lines(config: EngineConfig, num_blocks: int) -> list[str]:
         num_prompt_tokens=0,
         num_generated_tokens=0,
         block_bytes=0,
-        attention=AttentionReport("none", {}),
+        kernels=KernelReport("none", {}),
     )
     return list(ready_lines(config, stats))
 

@@ -13,7 +13,7 @@ from cluster.engine.stats import EngineStats
 from cluster.scheduling.event import TokenEvent
 from cluster.scheduling.stats import SchedulerStats
 from pagedray.batch import PromptLogprobs, TokenLogprobs
-from pagedray.config import AttentionReport
+from pagedray.config import KernelReport
 from pagedray.errors import OverloadedError
 from pagedray.request import FinishReason, Request
 
@@ -145,7 +145,9 @@ class FakeEngine:
             num_prompt_tokens=50,
             num_generated_tokens=50,
             block_bytes=4096,
-            attention=AttentionReport("torch_sdpa", {"decode": {"native": 3, "torch": 1}}),
+            kernels=KernelReport(
+                "torch_sdpa", {"decode": {"native": 3, "torch": 1}}, replaced=("skinny",)
+            ),
         )
 
     def fail_all(self, error: EngineError) -> None:

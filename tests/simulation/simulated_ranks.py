@@ -14,7 +14,7 @@ import msgspec
 from cluster.engine.executor import Executor, RankHealth
 from cluster.engine.ranks.disk_reports import DiskReports
 from cluster.engine.ranks.pool_memories import PoolMemories
-from pagedray.config import AttentionReport, CacheSize
+from pagedray.config import CacheSize, KernelReport
 from pagedray.errors import HungRankError
 from pagedray.pool_report import PoolReport
 from tests.scheduling.fake_worker import Block, FakeWorker, SeedRecords
@@ -73,8 +73,8 @@ class SimulatedRanks(Executor):
         )
 
     @property
-    def attention(self) -> AttentionReport:
-        return AttentionReport("none", {})
+    def kernels(self) -> KernelReport:
+        return KernelReport("none", {})
 
     @property
     def is_killed(self) -> bool:

@@ -77,7 +77,7 @@ def test_engine_logs_its_providers_once(
             folder, load_format="dummy", attention_backend=backend, max_num_seqs=4, num_blocks=600
         ) as llm,
     ):
-        providers = llm.stats().attention.providers
+        providers = llm.stats().kernels.providers
     assert providers == {part: {name: _NUM_LAYERS} for part, name in PROVIDERS[backend].items()}
     said = [line for line in caplog.messages if line.startswith("Attention:")]
     assert len(said) == len(set(said)) == len(set(PROVIDERS[backend].values()))

@@ -36,6 +36,7 @@ __all__ = [
     "linear_kernel_class",
     "make_linear_kernel",
     "num_padded_rows",
+    "replaced_kernels",
 ]
 
 
@@ -185,12 +186,20 @@ class HopperLinear(DenseLinear):
         # Triton is absent on machines without a GPU.
         from attention.kernels.triton.gemm.gemv import default_gemv_tuning
         from attention.kernels.triton.gemm.skinny import default_skinny_tuning
+        from attention.kernels.triton.gemm.trials import failed_trials
 
         self._tuning = default_skinny_tuning(*weight.shape, is_gated=False)
         self._gated_tuning = default_skinny_tuning(*weight.shape, is_gated=True)
         self._gemv_tuning = default_gemv_tuning(weight, is_gated=False)
         self._gated_gemv_tuning = default_gemv_tuning(weight, is_gated=True)
         self._num_multiprocessors = num_multiprocessors(weight.device)
+        failed = failed_trials(weight.device)
+        if "skinny" in failed:
+            self._tuning = self._gated_tuning = None
+        if "gemv" in failed:
+            self._gemv_tuning = self._gated_gemv_tuning = None
+        self._has_normed_gemv = "normed_gemv" not in failed
+        self._has_persistent = "persistent" not in failed
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         from attention.kernels.triton.gemm.gemv import gemv
@@ -210,10 +219,10 @@ class HopperLinear(DenseLinear):
         if self.bias is not None:
             return super().gated(x)
         if len(x) > MAX_ROWS:
-            product = None
-            if keeps_gpu_busy(len(x), self.weight, self._num_multiprocessors):
-                product = persistent_gated(x, self.weight, "silu", self._num_multiprocessors)
-            return super().gated(x) if product is None else product
+            num_programs = self._num_multiprocessors
+            if self._has_persistent and keeps_gpu_busy(len(x), self.weight, num_programs):
+                return persistent_gated(x, self.weight, "silu", num_programs)
+            return super().gated(x)
         if len(x) == 1 and self._gated_gemv_tuning is not None:
             return gemv_gated(x, self.weight, "silu", self._gated_gemv_tuning)
         if self._gated_tuning is None:
@@ -221,7 +230,7 @@ class HopperLinear(DenseLinear):
         return skinny_gated(x, self.weight, "silu", self._gated_tuning)
 
     def takes_unnormed(self, num_rows: int) -> bool:
-        return num_rows == 1 and self._gemv_tuning is not None
+        return num_rows == 1 and self._has_normed_gemv and self._gemv_tuning is not None
 
     def of_unnormed(self, row: UnnormedRow) -> torch.Tensor:
         from attention.kernels.triton.gemm.normed_gemv import normed_gemv
@@ -349,9 +358,7 @@ def make_linear_kernel(
 def linear_kernel_class(dtype: torch.dtype, device: torch.device) -> type[LinearKernel]:
     """Return the class that is fastest for this device and dtype."""
     if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
-        # The tuning needs the shared memory of this generation, on which it was measured.
-        is_hopper = torch.cuda.get_device_capability(device) == (9, 0)
-        return HopperLinear if is_hopper else DenseLinear
+        return HopperLinear if _is_hopper(device) else DenseLinear
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return DenseLinear
     has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
@@ -361,3 +368,18 @@ def linear_kernel_class(dtype: torch.dtype, device: torch.device) -> type[Linear
         has_amx = torch.cpu._is_amx_tile_supported()
         return PackedGemmLinear if has_avx512 and not has_amx else SharedLayoutLinear
     return DenseLinear
+
+
+def replaced_kernels(device: torch.device) -> tuple[str, ...]:
+    """Return the kernels for a device that do not compile there, so that others replace them."""
+    if device.type != "cuda" or not _is_hopper(device):
+        return ()
+    # Triton is absent on machines without a GPU.
+    from attention.kernels.triton.gemm.trials import failed_trials
+
+    return tuple(sorted(failed_trials(device)))
+
+
+def _is_hopper(device: torch.device) -> bool:
+    """Return whether a GPU is of the generation on which our kernels were tuned."""
+    return torch.cuda.get_device_capability(device) == (9, 0)

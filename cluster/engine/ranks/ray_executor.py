@@ -26,7 +26,7 @@ from pagedray.wording.counted import counted
 
 if TYPE_CHECKING:
     from pagedray.batch import DiskReport, StepMasks, StepPlan
-    from pagedray.config import AttentionReport, CacheSize, EngineConfig
+    from pagedray.config import CacheSize, EngineConfig, KernelReport
     from pagedray.rank_roofline import RankRoofline
 
 __all__ = ["RayExecutor"]
@@ -68,7 +68,7 @@ class RayExecutor(Executor):
             if self._placement is None:
                 self._placement = _placement(config)
             self._ranks = self._new_epoch()
-            self._cache_size, self._attention = self._ranks.start_ranks()
+            self._cache_size, self._kernels = self._ranks.start_ranks()
             if self._memories is not None:
                 # All are new, as the scheduler's map is.
                 self._memories.take_damaged()
@@ -86,8 +86,8 @@ class RayExecutor(Executor):
         return self._cache_size
 
     @property
-    def attention(self) -> AttentionReport:
-        return self._attention
+    def kernels(self) -> KernelReport:
+        return self._kernels
 
     @property
     def acknowledged_step(self) -> int:

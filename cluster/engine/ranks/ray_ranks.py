@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from cluster.engine.ranks.rank_places import Actor, RankPlaces
     from cluster.engine.ranks.spare_ranks import SpareRanks
     from pagedray.batch import DiskReport, EmbedOutput, EmbedPlan, StepMasks, StepOutput, StepPlan
-    from pagedray.config import AttentionReport, EngineConfig
+    from pagedray.config import EngineConfig, KernelReport
     from pagedray.node_memory import MemoryAddress
     from pagedray.rank_roofline import RankRoofline
     from workers.parallel.rendezvous import GroupAddress
@@ -83,10 +83,10 @@ class RayRanks:
         self._healing: Healing | None = None
         """Until the first output of an epoch that replaced another."""
 
-    def start_ranks(self) -> tuple[CacheSize, AttentionReport]:
+    def start_ranks(self) -> tuple[CacheSize, KernelReport]:
         """Start the ranks, load the model and connect.
 
-        Returns the size of the cache, and what computes the attention.
+        Returns the size of the cache, and which kernels compute the model.
         Raises WorkerError if a rank dies, in which case a retry may succeed, and StartupError.
         """
         with self._ended_by_errors():

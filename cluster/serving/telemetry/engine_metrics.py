@@ -215,10 +215,16 @@ def _step_families(stats: EngineStats) -> Iterator[Metric]:
         "Layers by part of a step and provider of its attention kernels",
         labels=["part", "provider"],
     )
-    for part, providers in stats.attention.providers.items():
+    for part, providers in stats.kernels.providers.items():
         for provider, num_layers in providers.items():
             layers.add_metric([part, provider], num_layers)
     yield layers
+    yield _labeled_gauge(
+        "replaced_kernels",
+        "Kernels of matrix products that do not compile, so that slower ones replace them",
+        "kernel",
+        dict.fromkeys(stats.kernels.replaced, 1.0),
+    )
 
 
 def duration_family(name: str, text: str, counts: HistogramSnapshot) -> Metric:

@@ -283,6 +283,7 @@ def test_health_and_metrics(http: httpx.Client, engine: FakeEngine) -> None:
         'pagedray_preemptions_total{kind="recompute"} 2.0',
         'pagedray_attention_layers{part="decode",provider="native"} 3.0',
         'pagedray_attention_layers{part="decode",provider="torch"} 1.0',
+        'pagedray_replaced_kernels{kernel="skinny"} 1.0',
         "pagedray_generated_tokens_total 50.0",
     ):
         assert line in text

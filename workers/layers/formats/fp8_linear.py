@@ -36,6 +36,7 @@ class Fp8Linear(QuantizedLinear):
         # Triton is absent on machines without a GPU.
         from attention.kernels.triton.gemm.gemv import default_gemv_tuning
         from attention.kernels.triton.gemm.skinny import fp8_skinny_tuning
+        from attention.kernels.triton.gemm.trials import failed_trials
 
         out_size, in_size = stored.values.shape
         if out_size % _SIZE_STEP or in_size % _SIZE_STEP:
@@ -51,6 +52,12 @@ class Fp8Linear(QuantizedLinear):
         self._gated_gemv_tuning = default_gemv_tuning(stored.values, is_gated=True)
         if in_size % stored.depth or stored.depth % _SIZE_STEP:
             self._gemv_tuning = self._gated_gemv_tuning = None
+        failed = failed_trials(device)
+        if "skinny" in failed:
+            self._tuning = self._gated_tuning = None
+        if "gemv" in failed:
+            self._gemv_tuning = self._gated_gemv_tuning = None
+        self._has_fp8_tiles = "fp8_tiles" not in failed
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         from attention.kernels.triton.gemm.gemv import gemv
@@ -76,12 +83,9 @@ class Fp8Linear(QuantizedLinear):
         from attention.kernels.triton.gemm.fp8_tiles import fp8_tiles_gemm, takes_one_turn
 
         fp8 = self._fp8
-        if self.bias is None and takes_one_turn(
-            len(rows), len(fp8.values), self._num_multiprocessors
-        ):
-            product = fp8_tiles_gemm(rows, fp8.values, fp8.scales)
-            if product is not None:
-                return product
+        can_tile = self._has_fp8_tiles and self.bias is None
+        if can_tile and takes_one_turn(len(rows), len(fp8.values), self._num_multiprocessors):
+            return fp8_tiles_gemm(rows, fp8.values, fp8.scales)
         return torch._scaled_mm(
             rows.values,
             fp8.values.t(),

@@ -66,6 +66,7 @@ class GpuInt4Linear(QuantizedLinear):
     def finalize(self) -> None:
         from attention.kernels.triton.gemm.gemv import default_gemv_tuning
         from attention.kernels.triton.gemm.int4 import packed_int4, scale_words
+        from attention.kernels.triton.gemm.trials import failed_trials
 
         super().finalize()
         int4 = self._int4
@@ -73,4 +74,6 @@ class GpuInt4Linear(QuantizedLinear):
         self._words = scale_words(int4.scales, int4.zeros)
         self._gemv_tuning = default_gemv_tuning(self._packed, is_gated=False)
         self._gated_gemv_tuning = default_gemv_tuning(self._packed, is_gated=True)
+        if "gemv" in failed_trials(self._packed.device):
+            self._gemv_tuning = self._gated_gemv_tuning = None
         int4.numbers = int4.scales = int4.zeros = torch.empty(0)

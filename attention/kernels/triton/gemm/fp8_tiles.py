@@ -16,7 +16,6 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attention.kernels.triton.launches.dependent_launch import dependent_launch, wait_for_inputs
-from attention.kernels.triton.launches.optional_kernel import OptionalKernel
 
 if TYPE_CHECKING:
     from attention.kernels.quantized_rows import QuantizedRows
@@ -81,16 +80,11 @@ def _tile_gemm(
     out.store([row, column], scaled.to(out_type))
 
 
-_TILE_GEMM = OptionalKernel(_tile_gemm, replacement="cuBLAS")
-
-
-def fp8_tiles_gemm(
-    rows: QuantizedRows, weight: torch.Tensor, scales: torch.Tensor
-) -> torch.Tensor | None:
+def fp8_tiles_gemm(rows: QuantizedRows, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return `[num_rows, out_size]` of the dtype of the rows before quantization.
 
     `weight` is `[out_size, in_size]` in float8_e4m3fn and contiguous, with `scales` `[out_size, 1]`
-    float32; `in_size` is a multiple of 16. Returns None if the kernel does not compile.
+    float32; `in_size` is a multiple of 16.
     """
     num_rows, in_size = rows.values.shape
     size = len(weight)
@@ -99,8 +93,7 @@ def fp8_tiles_gemm(
     assert weight.is_contiguous()
     assert scales.shape == (size, 1)
     out = torch.empty((num_rows, size), dtype=rows.dtype, device=weight.device)
-    is_launched = _TILE_GEMM.launch(
-        (-(-num_rows // _TILE_ROWS), -(-size // _TILE_COLUMNS)),
+    _tile_gemm[(-(-num_rows // _TILE_ROWS), -(-size // _TILE_COLUMNS))](
         TensorDescriptor(rows.values, [num_rows, in_size], [in_size, 1], [_TILE_ROWS, _TILE_DEPTH]),
         TensorDescriptor(weight, [size, in_size], [in_size, 1], [_TILE_COLUMNS, _TILE_DEPTH]),
         TensorDescriptor(out, [num_rows, size], [size, 1], [_TILE_ROWS, _TILE_COLUMNS]),
@@ -119,4 +112,4 @@ def fp8_tiles_gemm(
         num_stages=6,
         **dependent_launch(weight.device),
     )
-    return out if is_launched else None
+    return out

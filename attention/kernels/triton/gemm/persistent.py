@@ -19,7 +19,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attention.kernels.triton.gate import Gate, rounded_gate
 from attention.kernels.triton.launches.dependent_launch import dependent_launch, wait_for_inputs
-from attention.kernels.triton.launches.optional_kernel import OptionalKernel
 
 __all__ = ["keeps_gpu_busy", "persistent_gated"]
 
@@ -115,18 +114,14 @@ def _gated_gemm(
         out.store([row, column], gated.to(out_type))
 
 
-_GATED_GEMM = OptionalKernel(_gated_gemm, replacement="cuBLAS with a kernel for the gate")
-
-
 def persistent_gated(
     x: torch.Tensor, weight: torch.Tensor, kind: Gate, num_programs: int
-) -> torch.Tensor | None:
+) -> torch.Tensor:
     """Return `activation(first half of the columns) * second half` of `x @ weight.T`.
 
     `x` is `[num_rows, in_size]` and may be strided; `weight` is `[2 * size, in_size]` and
     contiguous; the result is `[num_rows, size]`. All are in 16 bits, and their rows begin at
-    multiples of 16 bytes. At most `num_programs` run at the same time. Returns None if the kernel
-    does not compile.
+    multiples of 16 bytes. At most `num_programs` run at the same time.
     """
     num_rows, in_size = x.shape
     size = len(weight) // 2
@@ -138,8 +133,7 @@ def persistent_gated(
         return out
     num_programs = min(num_programs, _num_tiles(num_rows, size))
     out_type = _ELEMENT_TYPES[x.dtype]
-    is_launched = _GATED_GEMM.launch(
-        (num_programs,),
+    _gated_gemm[(num_programs,)](
         TensorDescriptor(x, [*x.shape], [*x.stride()], [_TILE_ROWS, _TILE_DEPTH]),
         TensorDescriptor(
             weight,
@@ -164,4 +158,4 @@ def persistent_gated(
         num_stages=3 if num_rows >= _MANY_ROWS else 4,
         **dependent_launch(x.device),
     )
-    return out if is_launched else None
+    return out

@@ -1,0 +1,99 @@
+"""Tries kernels of products, before layers choose between them and those that they replace.
+
+Kernels that load through descriptors or contain assembly depend on the releases of Triton and of
+the driver more than others do. If one does not compile, layers multiply as they would without it.
+"""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from attention.kernels.quantized_rows import QuantizedRows
+from attention.kernels.triton.gemm.fp8_tiles import fp8_tiles_gemm
+from attention.kernels.triton.gemm.gemv import GemvTuning, gemv
+from attention.kernels.triton.gemm.normed_gemv import normed_gemv
+from attention.kernels.triton.gemm.persistent import persistent_gated
+from attention.kernels.triton.gemm.skinny import SkinnyGemmTuning, skinny_gemm
+from attention.kernels.unnormed_row import UnnormedRow
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+__all__ = ["TRIALS", "failed_trials"]
+
+logger = logging.getLogger(__name__)
+
+_SIZE = 128
+
+
+def _ones(num_rows: int, device: torch.device) -> torch.Tensor:
+    return torch.ones(num_rows, _SIZE, dtype=torch.bfloat16, device=device)
+
+
+def _try_gemv(device: torch.device) -> None:
+    gemv(_ones(1, device), _ones(16, device), None, GemvTuning(tile_columns=4))
+
+
+def _try_normed_gemv(device: torch.device) -> None:
+    row = UnnormedRow(_ones(1, device), _ones(1, device)[0], 1e-5)
+    normed_gemv(row, _ones(16, device), None, GemvTuning(tile_columns=4))
+
+
+def _try_skinny(device: torch.device) -> None:
+    tuning = SkinnyGemmTuning(tile_columns=32, tile_depth=64, num_warps=4, num_stages=3)
+    skinny_gemm(_ones(2, device), _ones(32, device), None, tuning)
+
+
+def _try_persistent(device: torch.device) -> None:
+    persistent_gated(_ones(1, device), _ones(16, device), "silu", 1)
+
+
+def _try_fp8_tiles(device: torch.device) -> None:
+    values, scales = _ones(16, device).to(torch.float8_e4m3fn), torch.ones(16, 1, device=device)
+    fp8_tiles_gemm(QuantizedRows(values, scales, torch.bfloat16), values, scales)
+
+
+TRIALS: Mapping[str, Callable[[torch.device], None]] = {
+    "gemv": _try_gemv,
+    "normed_gemv": _try_normed_gemv,
+    "skinny": _try_skinny,
+    "persistent": _try_persistent,
+    "fp8_tiles": _try_fp8_tiles,
+}
+"""By module: compiles and launches its kernel, with small matrices, or raises."""
+
+
+@cache
+def failed_trials(device: torch.device) -> frozenset[str]:
+    """Return the modules of `TRIALS` whose kernels do not compile; the log names each once."""
+    # Tried at the same time, since a kernel that is not on disk takes seconds to compile. On a CPU,
+    # Triton interprets one kernel at a time.
+    num_threads = len(TRIALS) if device.type == "cuda" else 1
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="pagedray-trial") as threads:
+        errors = list(threads.map(lambda trial: _error_of(trial, device), TRIALS.values()))
+    for name, error in zip(TRIALS, errors, strict=True):
+        if error is not None:
+            logger.warning(
+                "The kernel of %s.py does not compile; another, which is slower, takes its place: "
+                "%s",
+                name,
+                next(iter(str(error).splitlines()), type(error).__name__),
+            )
+    return frozenset(name for name, error in zip(TRIALS, errors, strict=True) if error is not None)
+
+
+def _error_of(trial: Callable[[torch.device], None], device: torch.device) -> Exception | None:
+    try:
+        if device.type == "cuda":
+            # Threads begin with the first device.
+            torch.cuda.set_device(device)
+        trial(device)
+    # Compilers raise errors of many types. If the device has failed, the next launch raises.
+    except Exception as error:
+        return error
+    return None
