@@ -220,13 +220,17 @@ class OneShotAllReduce:
         inboxes = self._inboxes
         shape, device = (1, inboxes.width), inboxes.addresses.device
         row = torch.full(shape, inboxes.rank + 1.0, dtype=inboxes.dtype, device=device)
-        sums = [self.reduce_rows(row.clone())]
         try:
+            sums = [self.reduce_rows(row.clone())]
             pending = self.begin_sum(row)
+            if pending is not None:
+                sums.append(pending.finish())
         except PeerMemoryError as error:
             return str(error)
-        if pending is not None:
-            sums.append(pending.finish())
+        # Compilers raise errors of many types. If the device has failed, NCCL raises, too.
+        except Exception as error:
+            first_line = next(iter(str(error).splitlines()), type(error).__name__)
+            return f"a kernel of theirs does not compile: {first_line}"
         done = torch.cuda.Event()
         done.record()
         deadline_s = time.monotonic() + _TRIAL_TIMEOUT_S

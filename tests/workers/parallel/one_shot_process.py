@@ -1,7 +1,8 @@
 """One rank on a GPU of its own: `one_shot_process RANK SIZE FOLDER PORT...`.
 
 Sums rows with the one-shot kernel, beside products and with NCCL, and saves them as
-FOLDER/rankN.pt. Then it waits for a rank that never comes, is aborted, and joins the group again.
+FOLDER/rankN.pt. Then it waits for a rank that never comes, is aborted, and joins the group again,
+the second time with a kernel that does not compile.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import torch
 
+from attention.kernels.triton.sums import one_shot_all_reduce
 from attention.kernels.triton.token_rows import add_norm
 from workers.parallel.group_factory import make_group
 from workers.parallel.rendezvous import LOOPBACK
@@ -65,6 +68,12 @@ def main(rank: int, size: int, folder: Path, *ports: int) -> None:
             ones = torch.ones(2, WIDTH, device=DEVICE)
             again = one_shot.reduce_rows(ones.clone()) + group.begin_all_reduce(ones).finish()
             results["joined again"] = (again.cpu(), torch.full((2, WIDTH), 2.0 * size))
+            group.leave()
+            with mock.patch.object(one_shot_all_reduce, "all_reduce_rows", side_effect=ValueError):
+                group.join((LOOPBACK, ports[0]), host=LOOPBACK)
+            assert group.one_shot is None
+            summed = group.all_reduce(ones.clone())
+            results["not compiled"] = (summed.cpu(), torch.full((2, WIDTH), 1.0 * size))
         group.barrier()
         group.close()
     torch.save(results, folder / f"rank{rank}.pt")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -88,11 +89,11 @@ def failed_trials(device: torch.device) -> frozenset[str]:
 
 
 def _error_of(trial: Callable[[torch.device], None], device: torch.device) -> Exception | None:
+    # Threads begin with the first device.
+    current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     try:
-        if device.type == "cuda":
-            # Threads begin with the first device.
-            torch.cuda.set_device(device)
-        trial(device)
+        with current:
+            trial(device)
     # Compilers raise errors of many types. If the device has failed, the next launch raises.
     except Exception as error:
         return error

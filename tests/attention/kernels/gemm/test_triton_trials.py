@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import pytest
@@ -95,7 +96,7 @@ def test_replaced_kernels_are_those_that_a_gpu_would_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: capability)
-    monkeypatch.setattr("torch.cuda.set_device", lambda _: None)
+    monkeypatch.setattr("torch.cuda.device", lambda _: nullcontext())
     assert replaced_kernels(torch.device("cuda", 0)) == kernels
     assert replaced_kernels(torch.device("cpu")) == ()
     assert failing == {name: [1] if kernels else [] for name in TRIALS}
