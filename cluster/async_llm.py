@@ -14,6 +14,7 @@ from cluster.engine.open_engine import open_engine
 from cluster.engine.options.engine_options import engine_config
 from cluster.engine.options.vllm_options import engine_options
 from cluster.engine.progress import progress_reports
+from cluster.exit_close import ExitClose
 from cluster.generation import Collector
 from cluster.llm_beams import BeamSearches, BeamSearchParams, first_logprobs
 from cluster.llm_prompts import read_conversations, read_prompts
@@ -86,6 +87,7 @@ class AsyncLLM:
             engine = open_engine(config, self._sink, report)
         assert isinstance(engine, Controller)
         self._engine = engine
+        self._exit_close = ExitClose(engine.close)
         self._streams: dict[str, EngineStream | None] = {}
         """By the ids of requests; None until a request has entered the queue."""
         self._aborted: set[str] = set()
@@ -202,6 +204,7 @@ class AsyncLLM:
         Running requests end with EngineError. Further calls have no effect.
         """
         self._is_shut_down = True
+        self._exit_close.cancel()
         self._sink.fail_all(EngineError("The engine was shut down."))
         self._engine.close()
         self._validator.close()

@@ -16,6 +16,7 @@ from cluster.engine.open_engine import open_engine
 from cluster.engine.options.engine_options import engine_config
 from cluster.engine.options.vllm_options import engine_options
 from cluster.engine.progress import progress_reports
+from cluster.exit_close import ExitClose
 from cluster.generation import Collector, Completion, Generation
 from cluster.llm_beams import BeamSearches, BeamSearchOutput, BeamSearchParams, first_logprobs
 from cluster.llm_prompts import (
@@ -104,6 +105,7 @@ class LLM:
         self._sink = EventDispatcher()
         self._freezer = CallFreezer()
         self._engine = open_engine(config, self._sink, report_progress)
+        self._exit_close = ExitClose(self._engine.close)
         self._max_model_len = config.max_model_len
         self._is_closed = False
 
@@ -301,6 +303,7 @@ class LLM:
     def close(self) -> None:
         """Stop the engine and its ranks. Further calls have no effect."""
         self._is_closed = True
+        self._exit_close.cancel()
         self._engine.close()
         if isinstance(self._validator, Validator):
             self._validator.close()
