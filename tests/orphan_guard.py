@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import subprocess
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from types import TracebackType
 
 __all__ = ["OrphanGuard"]
 
@@ -21,10 +25,13 @@ kill -KILL "-$0"
 class OrphanGuard:
     """A shell that waits for the end of this process, and then interrupts a server.
 
-    The server, which leads a process group, is killed with its group after `grace_s`.
+    The server, which leads a process group, is killed with its group after `grace_s`. A context
+    manager: on exit, the guard is released.
     """
 
-    def __init__(self, server: subprocess.Popen[str], *, grace_s: float = 60.0) -> None:
+    def __init__(
+        self, server: subprocess.Popen[str] | subprocess.Popen[bytes], *, grace_s: float = 60.0
+    ) -> None:
         self._shell = subprocess.Popen(
             ["/bin/sh", "-c", _PROGRAM, str(server.pid), str(round(grace_s * 10))],
             stdin=subprocess.PIPE,
@@ -36,3 +43,14 @@ class OrphanGuard:
     def release(self) -> None:
         """End the shell once the server has ended."""
         self._shell.communicate(b"\n")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()

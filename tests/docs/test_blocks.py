@@ -30,6 +30,7 @@ from tests.deploy.kustomize import render
 from tests.docs.blocks import BLOCKS, Block
 from tests.docs.command_checks import check_command
 from tests.docs.not_run import NOT_RUN, SLOW, is_run, is_slow
+from tests.orphan_guard import OrphanGuard
 from tests.system.server_process import ROOT, ServerProcess, ready_line
 
 if TYPE_CHECKING:
@@ -199,11 +200,12 @@ def test_server_starts_and_stops(block: Block) -> None:
         text=True,
         start_new_session=True,
     )
-    try:
-        assert "tiny-llama at http://127.0.0.1:" in ready_line(process)
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=30.0)
+    with OrphanGuard(process):
+        try:
+            assert "tiny-llama at http://127.0.0.1:" in ready_line(process)
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=30.0)
     assert process.returncode == 0
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.deploy.quantity import seconds_of
 from tests.deploy.tools import tool
+from tests.orphan_guard import OrphanGuard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -69,7 +70,7 @@ def running_envoy(config: Manifest, folder: Path) -> Iterator[None]:
     port = listener["address"]["socket_address"]["port_value"]
     command = [tool("envoy"), "--config-path", str(file), "--concurrency", "1"]
     command += ["--use-dynamic-base-id", "--log-level", "error"]
-    with subprocess.Popen(command) as process:
+    with subprocess.Popen(command, start_new_session=True) as process, OrphanGuard(process):
         try:
             _wait_for(port, process)
             yield

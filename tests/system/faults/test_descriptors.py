@@ -15,6 +15,7 @@ import pytest
 
 from pagedray.v1 import pagedray_pb2, pagedray_pb2_grpc
 from tests.fakes import wait_for
+from tests.orphan_guard import OrphanGuard
 from tests.system.server_process import TINY_LLAMA, free_port, serve_command
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class LimitedServer:
                 start_new_session=True,
                 preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits),
             )
+        self.guard = OrphanGuard(self.process)
 
     @property
     def url(self) -> str:
@@ -72,6 +74,7 @@ def server(tmp_path: Path) -> Iterator[LimitedServer]:
     finally:
         server.process.terminate()
         server.process.wait(30.0)
+        server.guard.release()
 
 
 def occupy(stack: ExitStack, port: int, first: bytes = b"") -> None:

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from tests.fakes import wait_for
+from tests.orphan_guard import OrphanGuard
 from tests.system.server_process import TINY_LLAMA, free_port, serve_command
 
 FULL = Path("/dev/full")
@@ -21,7 +22,10 @@ def test_output_on_a_full_disk_is_lost_and_nothing_else() -> None:
     command, environment = serve_command(TINY_LLAMA, "--device=cpu", f"--http-port={port}")
     with (
         FULL.open("w") as full,
-        subprocess.Popen(command, env=environment, stdout=full, stderr=full) as server,
+        subprocess.Popen(
+            command, env=environment, stdout=full, stderr=full, start_new_session=True
+        ) as server,
+        OrphanGuard(server),
     ):
         try:
             wait_for(lambda: server.poll() is not None or is_ready(port), timeout_s=120.0)

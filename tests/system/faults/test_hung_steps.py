@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from pagedray.v1 import pagedray_pb2, pagedray_pb2_grpc
+from tests.orphan_guard import OrphanGuard
 from tests.system.server_process import ROOT, TINY_LLAMA, ready_line, serve_command
 
 # Waits are shorter than in a server that users start.
@@ -55,8 +56,9 @@ def test_a_server_whose_steps_hang_under_their_lock_ends() -> None:
         env=environment,
         stdout=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
-    with process, contextlib.ExitStack() as stack:
+    with process, OrphanGuard(process), contextlib.ExitStack() as stack:
         stack.callback(process.kill)
         http_port, grpc_port = re.findall(r":(\d+)", ready_line(process))
         channel = stack.enter_context(grpc.insecure_channel(f"127.0.0.1:{grpc_port}"))

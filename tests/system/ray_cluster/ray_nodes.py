@@ -12,6 +12,7 @@ import psutil
 
 from cluster.cli.deploy.drain_wait import GcsNodes
 from tests.fakes import wait_for
+from tests.orphan_guard import OrphanGuard
 from tests.system.server_process import free_port
 
 __all__ = ["DRAIN_S", "RayNodes"]
@@ -49,6 +50,7 @@ class RayNodes:
             **variables,
         }
         self._started: list[subprocess.Popen[bytes]] = []
+        self._guards: list[OrphanGuard] = []
 
     def start(self) -> None:
         """Start both, and the actor on the worker, which is called once."""
@@ -87,6 +89,8 @@ class RayNodes:
         for process in self._started:
             process.kill()
             process.wait()
+        for guard in self._guards:
+            guard.release()
 
     def _run(self, what: str) -> str:
         command = [sys.executable, "-c", _PROGRAM, self.address, what]
@@ -113,8 +117,10 @@ class RayNodes:
                 | {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": drain_s, "RAY_TMPDIR": str(folder)},
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
         self._started.append(process)
+        self._guards.append(OrphanGuard(process))
         return process
 
     def _answers(self) -> bool:

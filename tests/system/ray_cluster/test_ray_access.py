@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.orphan_guard import OrphanGuard
 from tests.system.server_process import ROOT, TINY_LLAMA, ready_line, serve_command
 
 if TYPE_CHECKING:
@@ -46,7 +47,9 @@ def test_allowed_ray_without_a_token_is_reported(tmp_path: Path) -> None:
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
+            start_new_session=True,
         ) as process,
+        OrphanGuard(process),
         ExitStack() as stack,
     ):
         # Otherwise a test that fails would wait for it.

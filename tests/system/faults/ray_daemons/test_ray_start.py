@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from tests.fakes import wait_for
+from tests.orphan_guard import OrphanGuard
 from tests.process_ends import still_running
 from tests.system.server_process import ROOT, TINY_LLAMA, ready_line, serve_command
 
@@ -48,9 +49,17 @@ def test_nothing_is_left_of_a_server_that_is_killed_while_ray_starts(
     num_agents: int, num_loaded: int
 ) -> None:
     command, environment = serve_command(TINY_LLAMA, "--device=cpu")
-    with subprocess.Popen(
-        command, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as server:
+    with (
+        subprocess.Popen(
+            command,
+            env=environment,
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        ) as server,
+        OrphanGuard(server),
+    ):
         try:
             wait_for(
                 lambda: (
@@ -79,8 +88,15 @@ def test_ray_that_fails_while_it_starts_is_started_once_more(
     with (
         log.open("w") as errors,
         subprocess.Popen(
-            command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True
+            command,
+            env=environment,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
         ) as server,
+        OrphanGuard(server),
         ExitStack() as stack,
     ):
         # Otherwise a test that fails would wait for it.
@@ -120,7 +136,9 @@ def test_the_end_of_ray_ends_the_start(daemon: str, last_line: str, place: str) 
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
+            start_new_session=True,
         ) as server,
+        OrphanGuard(server),
         ExitStack() as stack,
     ):
         stack.callback(server.kill)
