@@ -114,6 +114,13 @@ def test_texts_of_random_schemas_are_valid(
         ({"type": "integer", "minimum": "5"}, "#/minimum"),
         ({"type": "integer", "minimum": 1e300}, "#/minimum"),
         ({"type": "nope"}, "#/type"),
+        ({"type": None}, "#/type must be one or several of"),
+        ({"type": []}, "#/type must be one or several of"),
+        ({"type": [[]]}, "#/type must be one or several of"),
+        *(
+            ({"type": "string", "minLength": number}, "#/minLength must be an integer from 0")
+            for number in (1.5, "1", True, None)
+        ),
         ({"$ref": "http://example.com/schema"}, "#/\\$ref"),
         ({"$ref": "#/$defs/missing"}, "refers to a missing definition"),
         *(

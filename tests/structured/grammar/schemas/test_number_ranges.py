@@ -144,7 +144,16 @@ def test_multiples_of_a_power_of_ten_have_fewer_decimals() -> None:
         assert len(text) in ends(expression, rules, text, 0)
     for text in ("1.001", "1.51", "0.99", "2"):
         assert len(text) not in ends(expression, rules, text, 0)
-    assert number_of({**schema, "maximum": 1}, "#", Multiples({}), is_integer=True)
+
+
+def test_integers_that_are_multiples_of_a_fraction_have_no_decimals() -> None:
+    rules: dict[str, Expression] = {}
+    schema = {"multipleOf": Fraction(1, 10), "minimum": 1, "maximum": 3}
+    expression = number_of(schema, "#", Multiples(rules), is_integer=True)
+    for text in ("1", "2", "3"):
+        assert len(text) in ends(expression, rules, text, 0)
+    for text in ("1.0", "1.5", "2.1", "3.0"):
+        assert len(text) not in ends(expression, rules, text, 0)
 
 
 @pytest.mark.parametrize(
