@@ -35,6 +35,7 @@ SEED = 1
 PROMPT = 'def parse_date(text):\n    """'
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 10.0
+SIGNALS = {signal.SIGHUP, signal.SIGINT, signal.SIGTERM}
 
 
 class DemoError(Exception):
@@ -65,8 +66,11 @@ def _exit(number: int, _: FrameType | None) -> NoReturn:
 def _demo(num_ranks: int, max_tokens: int) -> None:
     grpc_port, http_port = _free_port(), _free_port()
     print(f"$ pagedray serve {MODEL.relative_to(ROOT)} --tensor-parallel-size {num_ranks}")
+    # A signal that arrived during the start would leave a server that nothing stops.
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     server = _start(num_ranks, grpc_port, http_port)
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         _wait_until_ready(server, grpc_port)
         _ask_over_grpc(grpc_port, max_tokens)
         _ask_over_http(http_port, max_tokens)
@@ -96,6 +100,7 @@ def _start(num_ranks: int, grpc_port: int, http_port: int) -> subprocess.Popen[b
         ],
         cwd=ROOT,
         start_new_session=True,
+        preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS),
     )
 
 
