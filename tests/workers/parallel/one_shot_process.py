@@ -40,7 +40,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def main(rank: int, size: int, folder: Path, *ports: int) -> None:
     """Run one rank."""
     results: dict[str, tuple[torch.Tensor, ...]] = {}
-    for dtype, port in zip(DTYPES, ports[1:], strict=True):
+    for dtype, port in zip(DTYPES, ports[2:], strict=True):
         group = make_group(rank, size, device=DEVICE, timeout_s=60.0, rows=RowShape(WIDTH, dtype))
         group.max_begun_rows = MAX_ROWS
         group.join((LOOPBACK, port), host=LOOPBACK)
@@ -70,7 +70,7 @@ def main(rank: int, size: int, folder: Path, *ports: int) -> None:
             results["joined again"] = (again.cpu(), torch.full((2, WIDTH), 2.0 * size))
             group.leave()
             with mock.patch.object(one_shot_all_reduce, "all_reduce_rows", side_effect=ValueError):
-                group.join((LOOPBACK, ports[0]), host=LOOPBACK)
+                group.join((LOOPBACK, ports[1]), host=LOOPBACK)
             assert group.one_shot is None
             summed = group.all_reduce(ones.clone())
             results["not compiled"] = (summed.cpu(), torch.full((2, WIDTH), 1.0 * size))

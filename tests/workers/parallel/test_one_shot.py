@@ -30,7 +30,7 @@ def _free_ports(number: int) -> list[int]:
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two ranks has saved."""
     folder = tmp_path_factory.mktemp("ranks")
-    ports = _free_ports(4)
+    ports = _free_ports(5)
     processes = [
         subprocess.Popen(
             [
