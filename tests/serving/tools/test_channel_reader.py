@@ -117,6 +117,9 @@ CASES = [
      ("", "Now.", [["add", "{}"]])),
     ("<|channel|>commentary to=functions.add<|message|>{\"a\": \"'<|end|>' <|start|>\"}<|call|>",
      ("", "", [["add", "{\"a\": \"'<|end|>' <|start|>\"}"]])),
+    # What follows a call after reasoning, which ends at fewer marks.
+    (f"{ANSWER.removesuffix('<|channel|>final<|message|>')} to=functions.add<|message|>{{}}"
+     "<|call|><|start|>assistant<|channel|>final<|message|>Hi.", ("Hm.", "Hi.", [["add", "{}"]])),
     ("to=be, or not to=be", ("", "to=be, or not to=be", [])),
     ("Hm.<|end|>to=functions.add<|message|>{}",
      ("", "Hm.<|end|>to=functions.add<|message|>{}", [])),

@@ -54,6 +54,12 @@ TURNS: dict[str, tuple[ToolCallFormat, str, str, list[tuple[str, str]]]] = {
         "",
         [("look", "{}")],
     ),
+    "hermes, other members": (
+        "hermes",
+        '<tool_call>{"id": 7, "x":true,"name": "look", "arguments": {}, "y": null}</tool_call>',
+        "",
+        [("look", "{}")],
+    ),
     "hermes, unknown tool": (
         "hermes",
         '<tool_call>{"name": "drop", "arguments": {}}</tool_call>.',
@@ -189,6 +195,7 @@ TURNS: dict[str, tuple[ToolCallFormat, str, str, list[tuple[str, str]]]] = {
             ("add", '{"y": [1, {"k": null}], "x": -2.5}'),
         ],
     ),
+    "pythonic, content behind": ("pythonic", "[look()]Done.", "Done.", [("look", "{}")]),
     "pythonic, marked": ("pythonic", "<|python_start|>[look()]", "", [("look", "{}")]),
     "pythonic, blanks": ("pythonic", "[ look\n (a=1)]", "", [("look", '{"a": 1}')]),
     "pythonic, constants of JSON": ("pythonic", "[add(z=null)]", "", [("add", '{"z": null}')]),
@@ -274,6 +281,26 @@ def test_only_the_first_call_is_returned_unless_parallel() -> None:
     deltas = [*reader.read_piece(text).calls, *reader.flush().calls]
     assert {delta.index for delta in deltas} == {0}
     assert "".join(delta.arguments for delta in deltas) == calls[0][1]
+
+
+OBJECT = '{"name": "add", "parameters": {"x": 1}}'
+CALL = '[call_begin]add[sep]{"x": 1}[call_end]'
+FOUR_CALLS: dict[ToolCallFormat, str] = {
+    "hermes": f"<tool_call>{OBJECT}</tool_call>" * 4,
+    "llama3_json": ";".join([OBJECT] * 4),
+    "mistral": f"[TOOL_CALLS][{','.join([OBJECT] * 4)}]",
+    "pythonic": "[add(x=1), add(x=1), add(x=1), add(x=1)]",
+    "deepseek_v31": f"[calls_begin]{CALL * 4}[calls_end]",
+}
+
+
+@pytest.mark.parametrize("size", [1, 9, 1000])
+@pytest.mark.parametrize("tool_format", FOUR_CALLS)
+def test_any_number_of_calls_is_read_from_a_piece(tool_format: ToolCallFormat, size: int) -> None:
+    reader = turn_reader(tool_format, TOOLS, is_parallel=True)
+    content, calls = read(reader, deepseek(FOUR_CALLS[tool_format]), size)
+    assert content == ""
+    assert [(name, json.loads(arguments)) for name, arguments in calls] == [("add", {"x": 1})] * 4
 
 
 def test_arguments_are_streamed_as_they_are_generated() -> None:
