@@ -129,6 +129,7 @@ class _Request:
         self.is_disconnected = False
         self.is_whole = False
         """Whether the end of the body was received."""
+        self._is_answered = False
 
     def receiver(self) -> Receive:
         """Return a `receive` that begins with the first message."""
@@ -139,9 +140,8 @@ class _Request:
             if self._messages is not None and place < len(self._messages):
                 place += 1
                 return self._messages[place - 1]
-            message = await self._receive()
+            message = await self._receive_next()
             place += 1
-            self._num_messages += 1
             if message["type"] == "http.disconnect":
                 self.is_disconnected = True
             else:
@@ -150,6 +150,10 @@ class _Request:
             return message
 
         return receive
+
+    def discard_rest(self) -> None:
+        """Discard the rest of the body, which Serve would keep for the replica without a limit."""
+        self._is_answered = True
 
     async def wait_until_sent(self) -> None:
         """Wait until the client has sent its body, or pauses.
@@ -164,6 +168,13 @@ class _Request:
             await asyncio.sleep(_PAUSE_S)
             if self._num_messages == before:
                 return
+
+    async def _receive_next(self) -> Message:
+        while True:
+            message = await self._receive()
+            self._num_messages += 1
+            if not (self._is_answered and message.get("more_body", False)):
+                return message
 
     def _hold(self, message: Message) -> None:
         if self._messages is None:
@@ -298,6 +309,8 @@ class _Response:
     async def _send_part(self, message: Message, progress: Progress | None) -> None:
         kept, self._kept = self._kept, []
         if kept and self._closes:
+            if self._has_ended:
+                self._request.discard_rest()
             await self._request.wait_until_sent()
         for earlier in kept:
             self._has_started = True

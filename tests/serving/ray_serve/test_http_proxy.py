@@ -200,6 +200,43 @@ async def test_only_a_call_whose_body_was_lost_is_sent_again(
     assert (start["status"], len(calls)) == (408, num_sent)
 
 
+async def read_all(receive: Any) -> None:  # Any: ASGI
+    while (await receive())["more_body"]:
+        pass
+
+
+@in_virtual_time
+async def test_what_arrives_after_the_response_is_not_kept() -> None:
+    num_sent = 0
+    kept: list[Message] = []
+
+    async def receive() -> Message:
+        nonlocal num_sent
+        num_sent += 1
+        await asyncio.sleep(0.01)
+        return {"type": "http.request", "body": b"x", "more_body": num_sent < 100}
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:  # Any: ASGI
+        async def keep() -> Message:
+            kept.append(await receive())
+            return kept[-1]
+
+        reading = asyncio.create_task(read_all(keep))
+        await asyncio.sleep(0.095)
+        headers = [(b"connection", b"close")]
+        await send({"type": "http.response.start", "status": 413, "headers": headers})
+        await send({"type": "http.response.body", "body": b"too large"})
+        await reading
+
+    async def send(message: Message) -> None:
+        return None
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    await ReplicaGuard(app)(scope, receive, send)
+    # Those before the response, and the end.
+    assert (num_sent, len(kept)) == (100, 10)
+
+
 @in_virtual_time
 @pytest.mark.parametrize(
     ("num_sent", "received"), [(5, ["part"] * 5 + ["response"]), (3, ["part"] * 3 + ["response"])]
@@ -220,15 +257,11 @@ async def test_a_connection_is_closed_once_the_client_has_sent_its_body_or_pause
 
     async def app(scope: Any, receive: Any, send: Any) -> None:  # Any: ASGI
         # As Serve's proxy receives what no replica reads.
-        reading = asyncio.create_task(read(receive))
+        reading = asyncio.create_task(read_all(receive))
         headers = [(b"connection", b"close")]
         await send({"type": "http.response.start", "status": 413, "headers": headers})
         await send({"type": "http.response.body", "body": b"too large"})
         reading.cancel()
-
-    async def read(receive: Any) -> None:  # Any: ASGI
-        while (await receive())["more_body"]:
-            pass
 
     async def send(message: Message) -> None:
         if message["type"] == "http.response.start":
