@@ -18,7 +18,7 @@ from cluster.engine.faults.rank_watch import WatchLimits
 from cluster.engine.faults.watchdog import ProgressClock
 from cluster.engine.local_executor import LocalExecutor
 from cluster.engine.options.engine_options import EngineOptions, engine_config
-from pagedray.errors import EngineError, HungRankError
+from pagedray.errors import EngineError, HungRankError, WorkerError
 from pagedray.request import FinishReason, Request, SamplingParams
 from tests.engine.controller_rig import config
 from tests.fakes import FakeExecutor, RecordingSink, wait_for
@@ -115,6 +115,19 @@ class LosesOutputs(FakeExecutor):
         return RankHealth()
 
 
+class StartsLong(LosesOutputs):
+    """Ranks that start again only when they may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_starting, self.may_start = threading.Event(), threading.Event()
+
+    def restart_ranks(self) -> None:
+        super().restart_ranks()
+        self.is_starting.set()
+        self.may_start.wait()
+
+
 class ComputesLong(FakeExecutor):
     """Ranks whose step takes long, and which show progress meanwhile."""
 
@@ -157,6 +170,24 @@ def test_a_long_step_of_ranks_that_make_progress_is_no_hang() -> None:
     checks.run_for(200.0)
     assert controller.is_healthy
     executor.may_step.set()
+    wait_for(lambda: not sink.num_open)
+    assert sink.ends["a", 0] == [FinishReason.LENGTH]
+    assert controller.stats().num_hangs == {"rank": 0, "steps": 0}
+    controller.stop_steps()
+
+
+def test_a_long_replacement_of_ranks_is_no_hang() -> None:
+    executor, sink = StartsLong(), RecordingSink()
+    controller = Controller(config(), executor, sink)
+    controller.start_steps()
+    checks = Checks(controller)
+    executor.step_failures.append(WorkerError("Rank 0 died."))
+    sink.expect("a")
+    controller.submit_request(request("a"))
+    assert executor.is_starting.wait(60.0)
+    checks.run_for(200.0)
+    assert controller.error is None
+    executor.may_start.set()
     wait_for(lambda: not sink.num_open)
     assert sink.ends["a", 0] == [FinishReason.LENGTH]
     assert controller.stats().num_hangs == {"rank": 0, "steps": 0}

@@ -133,6 +133,16 @@ def test_without_the_folder_everything_fails_and_one_line_says_so(
     jobs.close()
 
 
+def test_a_block_whose_write_failed_is_not_read_as_it_was_before(tmp_path: Path) -> None:
+    file = DiskFile(str(tmp_path), make_blocks())
+    file.write_block(0, 0)
+    with file_limit(0), pytest.raises(OSError, match="File too large"):
+        file.write_block(1, 0)
+    with pytest.raises(OSError, match="does not match its checksum"):
+        file.read_block(0, 2)
+    file.close()
+
+
 class _HungFile(DiskFile):
     """A file whose reads answer only when they are released."""
 
