@@ -87,10 +87,10 @@ class ProcessGroup(ParallelGroup):
             self.barrier()
             self.one_shot = self._open_one_shot(store)
         except (RuntimeError, OSError, GroupBrokenError) as error:
-            first_line = str(error).strip().partition("\n")[0]
+            reason = str(error).strip().partition("\n")[0].rstrip(".")
             place = address if isinstance(address, Path) else f"{address[0]}:{address[1]}"
             raise DeviceError(
-                f"Rank {self.rank} of {self.size} could not join its group at {place}: {first_line}"
+                f"Rank {self.rank} of {self.size} could not join its group at {place}: {reason}."
             ) from error
         finally:
             if rendezvous is not None:

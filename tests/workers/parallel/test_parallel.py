@@ -189,6 +189,7 @@ def test_a_rank_that_no_other_joins_gives_up_in_one_line() -> None:
     with pytest.raises(DeviceError, match="Rank 0 of 2 could not join its group at 127") as caught:
         join_group(0, 2, device=CPU, address=(LOOPBACK, free_port()), timeout_s=0.3)
     assert "\n" not in str(caught.value)
+    assert str(caught.value).endswith(".")
 
 
 def own_addresses() -> list[tuple[str, str]]:
