@@ -96,5 +96,8 @@ def _error_of(trial: Callable[[torch.device], None], device: torch.device) -> Ex
             trial(device)
     # Compilers raise errors of many types. If the device has failed, the next launch raises.
     except Exception as error:
+        # Another attempt may find memory, and must then use the same kernels as other ranks.
+        if "out of memory" in str(error):
+            raise
         return error
     return None

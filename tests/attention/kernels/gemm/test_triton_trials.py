@@ -57,6 +57,20 @@ def test_failures_are_logged_once(
     assert failing == {name: [1] for name in TRIALS}
 
 
+def test_a_gpu_without_memory_says_nothing_about_kernels(
+    failing: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: torch.device) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+    with monkeypatch.context() as patch:
+        patch.setitem(trials.TRIALS, "skinny", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            failed_trials(ON)
+    assert failed_trials(ON) == frozenset(TRIALS)
+    assert failing["skinny"] == [1]
+
+
 def linear() -> HopperLinear:
     torch.manual_seed(0)
     kernel = HopperLinear.empty(256, 256, has_bias=False, dtype=torch.float16, device=ON)
