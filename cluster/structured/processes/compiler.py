@@ -176,8 +176,8 @@ class StructureCompiler:
         match death.signal:
             case signal.SIGPROF:
                 return invalid_structure(
-                    f"structure takes more than {self._limits.compile_s:g} s of CPU time to "
-                    "compile."
+                    f"structure cannot be compiled within {self._limits.compile_s:g} s of CPU time "
+                    "(--structure-compile-s)."
                 )
             case signal.SIGALRM:
                 return OverloadedError(

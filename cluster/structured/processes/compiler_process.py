@@ -48,6 +48,7 @@ __all__ = ["main"]
 
 _TRIAL_S = 0.1
 _NUM_TRIAL_TOKENS = 64
+_SMALLER = "use fewer optional properties, choices or tools"
 
 
 def main() -> None:
@@ -119,7 +120,9 @@ def _answer(connection: socket.socket, library: XGrammarLibrary, limits: Compile
     except Exception as error:
         lift_memory_limit()
         if is_out_of_memory(error):
-            what = f"takes more than {limits.memory_bytes >> 20} MiB to compile"
+            what = (
+                f"cannot be compiled within {limits.memory_bytes >> 20} MiB of memory; {_SMALLER}"
+            )
         else:
             what = f"cannot be compiled: {_in_short(str(error) or type(error).__name__)}"
         answer = Rejected(f"structure {what}.")
@@ -128,8 +131,8 @@ def _answer(connection: socket.socket, library: XGrammarLibrary, limits: Compile
         answer = Compiled(text.encode())
     body = msgspec.msgpack.encode(answer)
     if len(body) > limits.answer_bytes:
-        size = f"{limits.answer_bytes >> 20} MiB"
-        body = msgspec.msgpack.encode(Rejected(f"structure compiles to more than {size}."))
+        what = f"cannot be compiled to at most {limits.answer_bytes >> 20} MiB; {_SMALLER}"
+        body = msgspec.msgpack.encode(Rejected(f"structure {what}."))
     # Sending takes as long as the reader does.
     signal.setitimer(signal.ITIMER_PROF, 0.0)
     signal.setitimer(signal.ITIMER_REAL, 0.0)

@@ -124,7 +124,9 @@ def test_a_structure_that_takes_too_long_is_rejected_and_harms_no_other(
     rejected, grammar, same = asyncio.run(compile_all(own_compiler, LARGE, SMALL, SMALL))
     assert isinstance(rejected, InvalidRequestError)
     assert rejected.param == "structure"
-    assert str(rejected) == "structure takes more than 1 s of CPU time to compile."
+    assert str(rejected) == (
+        "structure cannot be compiled within 1 s of CPU time (--structure-compile-s)."
+    )
     assert grammar is same
     assert own_compiler.num_cached_bytes > 0
     own_compiler.close()
@@ -354,5 +356,8 @@ def test_a_structure_that_takes_too_much_memory_is_rejected_and_harms_no_other(
     rejected, grammar = asyncio.run(compile_all(compiler, large(150), SMALL))
     compiler.close()
     assert isinstance(rejected, InvalidRequestError)
-    assert str(rejected) == "structure takes more than 24 MiB to compile."
+    assert str(rejected) == (
+        "structure cannot be compiled within 24 MiB of memory; use fewer optional properties, "
+        "choices or tools."
+    )
     assert isinstance(grammar, CompiledGrammar)
