@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import resource
 import socket
 import subprocess
 import sys
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = ["FakeMasks"]
+
+_MAX_CPU_S = 60
+"""Far more than tests take."""
 
 
 class _Matcher:
@@ -101,6 +105,8 @@ class FakeMasks:
 
 
 if __name__ == "__main__":
+    # One that holds the GIL would not notice the end of tests that are killed.
+    resource.setrlimit(resource.RLIMIT_CPU, (_MAX_CPU_S, _MAX_CPU_S))
     # A mask that waits for the test may have to wait long.
     mask_work._MIN_SLEEP_S = 60.0
     masks, grammars = (socket.socket(fileno=int(one)) for one in sys.argv[1:3])
