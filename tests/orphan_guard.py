@@ -1,14 +1,17 @@
-"""Ends a server when the program that started it ends in any way, SIGKILL included."""
+"""Ends a process when the program that started it ends in any way, SIGKILL included."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import subprocess
+import threading
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["OrphanGuard"]
+__all__ = ["OrphanGuard", "end_with_parent"]
 
 _PROGRAM = """
 read -r _ && exit
@@ -54,3 +57,18 @@ class OrphanGuard:
         trace: TracebackType | None,
     ) -> None:
         self.release()
+
+
+def end_with_parent() -> None:
+    """End this process, which multiprocessing has started, as soon as its parent has ended.
+
+    The worker of a pool would wait for calls for ever.
+    """
+
+    def wait() -> None:
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()

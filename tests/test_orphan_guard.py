@@ -48,6 +48,15 @@ RUN_TEST = """
 import sys, pytest
 sys.exit(pytest.main(["--quiet", "--no-header", "-p", "tests.conftest", sys.argv[1]]))
 """
+POOL = """
+import multiprocessing, os, time
+from concurrent.futures import ProcessPoolExecutor
+from tests.orphan_guard import end_with_parent
+context = multiprocessing.get_context("spawn")
+with ProcessPoolExecutor(1, mp_context=context, initializer=end_with_parent) as pool:
+    print(pool.submit(os.getpid).result(), flush=True)
+    time.sleep(600)
+"""
 OBEDIENT = "exec sleep 600"
 DEAF = "trap '' INT; sleep 600; sleep 600"
 
@@ -81,6 +90,11 @@ def test_tests_that_are_terminated_end_what_they_started(tmp_path: Path) -> None
 @pytest.mark.parametrize("command", [OBEDIENT, DEAF])
 def test_a_process_that_ignores_the_interrupt_is_killed(command: str) -> None:
     family = orphans(signal.SIGKILL, WAITING, command)
+    assert still_running(family, 60.0) == []
+
+
+def test_the_worker_of_a_pool_ends_with_its_program() -> None:
+    family = orphans(signal.SIGKILL, POOL)
     assert still_running(family, 60.0) == []
 
 

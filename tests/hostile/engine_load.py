@@ -17,6 +17,7 @@ from pagedray import AsyncLLM, RequestOutputKind, SamplingParams
 from tests.hostile.engine_work import EngineWork
 from tests.hostile.honest_tenant import NUM_TOKENS, PROMPT
 from tests.load.measured_server import SERVER_CORE
+from tests.orphan_guard import end_with_parent
 from tests.system.server_process import TINY_LLAMA
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class EngineLoad:
 
 def _pin() -> None:
     os.sched_setaffinity(0, {SERVER_CORE})
+    end_with_parent()
 
 
 def _run(load: EngineLoad, before_s: float, seconds: float) -> EngineGaps:

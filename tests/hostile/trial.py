@@ -14,6 +14,7 @@ from tests.hostile.health_probe import HealthProbe
 from tests.hostile.honest_tenant import HonestTenant
 from tests.hostile.memory_watch import MemoryWatch
 from tests.hostile.outcome import Outcome, Period
+from tests.orphan_guard import end_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -112,3 +113,4 @@ def _give_way() -> None:
     A niceness does not suffice: such a process may go on until the next tick of its core.
     """
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    end_with_parent()
