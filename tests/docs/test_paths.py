@@ -1,4 +1,4 @@
-"""The paths in docs/architecture.md lead to one file or folder each, by the rule that it states."""
+"""The paths in documents on the code lead to one file or folder each, by the rule they state."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ from tests.system.server_process import ROOT
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-_TEXT = (ROOT / "docs" / "architecture.md").read_text()
-_BLOCKS = re.split(r"\n\n|\n(?=\|)", _TEXT)
+_DOCUMENTS = ("architecture.md", "where-to-make-a-change.md")
+_BLOCKS = [
+    block
+    for name in _DOCUMENTS
+    for block in re.split(r"\n\n|\n(?=\|)", (ROOT / "docs" / name).read_text())
+]
 """Paragraphs and rows of tables."""
 _PATH = re.compile(r"`(\w[\w./-]*(?:/|\w\.(?:c|h|js|md|proto|py|svg|toml|tpl|yaml)))`")
 
