@@ -254,7 +254,9 @@ def _is_readable(connection: socket.socket, wait_s: float) -> bool:
 
 
 def _died(error: Exception, *, is_killed: bool = False) -> MaskProcessDiedError:
-    return MaskProcessDiedError(f"The mask process died: {error!r}.", is_killed=is_killed)
+    # Clients see this, for whom numbers of errors and names of their types mean nothing.
+    text = (isinstance(error, OSError) and error.strerror) or str(error)
+    return MaskProcessDiedError(f"The mask process died: {text.rstrip('.')}.", is_killed=is_killed)
 
 
 def _drained(items: deque[_Item]) -> list[_Item]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 from typing import Any
 
@@ -49,10 +50,23 @@ async def test_a_process_that_hangs_is_given_up_while_it_loads_a_grammar() -> No
         connection.receive_reply(process, 60.0, limit_s)
 
     async with asyncio.timeout(60.0):
-        with pytest.raises(MaskProcessDiedError):
+        with pytest.raises(MaskProcessDiedError, match=r"^The mask process died: no reply\.$"):
             await asyncio.to_thread(query)
-        with pytest.raises(MaskProcessDiedError):
+        closed = "The mask process died: Connection closed by the other end."
+        with pytest.raises(MaskProcessDiedError, match=f"^{re.escape(closed)}$"):
             await loading
     connection.close()
     for end in ends:
         end.close()
+
+
+def test_errors_of_the_socket_are_described_in_words() -> None:
+    pairs = socket.socketpair(), socket.socketpair()
+    connection = MaskConnection(lambda: (pairs[0][0], pairs[1][0]), max_tenant_bytes=100)
+    no_source: Any = None  # Any: no masks are made here
+    grammar = CompiledGrammar(no_source, 1, b"{}", "", connection.ended_grammar_ids.append)
+    for _, theirs in pairs:
+        theirs.close()
+    with pytest.raises(MaskProcessDiedError, match=r"^The mask process died: Broken pipe\.$"):
+        connection.load_grammar(grammar)
+    connection.close()
