@@ -64,18 +64,17 @@ def _tile_gemm(
     `[num_rows, in_size]` and weight `[size, in_size]` in fp8, out `[num_rows, size]`. Pointers:
     row_scales `[num_rows]` and column_scales `[size]`, float32.
     """
-    column = tl.program_id(1) * tile_columns
-    columns = column + tl.arange(0, tile_columns)
-    # Scales of the weight may be read before the wait.
-    column_scale = tl.load(column_scales + columns, mask=columns < size, other=0.0)
     wait_for_inputs(is_dependent)
     row = tl.program_id(0) * tile_rows
+    column = tl.program_id(1) * tile_columns
     sums = tl.zeros([tile_rows, tile_columns], tl.float32)
     for element in range(0, in_size, tile_depth):
         inputs = rows.load([row, element]).to(operand_type)
         sums = tl.dot(inputs, weight.load([column, element]).to(operand_type).T, sums)
     places = row + tl.arange(0, tile_rows)
     row_scale = tl.load(row_scales + places, mask=places < num_rows, other=0.0)
+    columns = column + tl.arange(0, tile_columns)
+    column_scale = tl.load(column_scales + columns, mask=columns < size, other=0.0)
     scaled = sums * row_scale[:, None] * column_scale[None, :]
     out.store([row, column], scaled.to(out_type))
 
