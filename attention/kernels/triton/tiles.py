@@ -6,21 +6,23 @@ one instruction. The state of a vector is that of the online softmax (Milakov an
 relative to it.
 
 All functions here are device functions of the kernels in `chunk_attention` and `attend_item`,
-except `dot_type` and `stride_unit`, which the host calls to launch them.
+except `stride_unit`, which the host calls to launch them.
 """
 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
-import torch
 import triton
 import triton.language as tl
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "attend",
     "count_sinks",
-    "dot_type",
     "load_slopes",
     "load_vectors",
     "log_sum",
@@ -28,21 +30,6 @@ __all__ = [
     "stride_unit",
     "wide_strides",
 ]
-
-_DOT_TYPES = {
-    torch.float32: tl.float32,
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-}
-
-
-def dot_type(query: torch.Tensor) -> tl.dtype:
-    """Return the element type of matrix products, which is that of the queries.
-
-    Triton's interpreter, which runs the kernels on the CPU, cannot multiply bfloat16.
-    """
-    widens = query.dtype == torch.bfloat16 and not query.is_cuda
-    return tl.float32 if widens else _DOT_TYPES[query.dtype]
 
 
 def stride_unit(keys: torch.Tensor) -> int:

@@ -141,7 +141,7 @@ def test_old_events_are_dropped_and_memory_is_bounded(serving: Serving) -> None:
         assert resumables.num_bytes <= 2**14 + 4096
         wait_for(lambda: not server.engine.num_sequences)
         assert rest(http, "long", 1).status_code == 404
-        # Nobody reads what is generated now.
+        # No client reads the tokens that are generated from here on.
         begin(http, "unread", max_tokens=MANY)
         wait_for(lambda: not server.engine.num_sequences)
         assert resumables.num_bytes <= 2 * (2**14 + 4096)

@@ -8,9 +8,10 @@ import torch
 
 from attention.kernels.decode_items import NUM_ITEM_WORDS
 from attention.kernels.triton.decodes.attend_item import attend_item
+from attention.kernels.triton.dot_type import dot_type
 from attention.kernels.triton.launches.dependent_launch import can_depend, launch_options
 from attention.kernels.triton.launches.repeated_launch import RepeatedLaunch
-from attention.kernels.triton.tiles import dot_type, stride_unit
+from attention.kernels.triton.tiles import stride_unit
 from attention.kernels.triton.tuning import next_power_of_two
 
 if TYPE_CHECKING:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 
+from attention.kernels.triton.dot_type import dot_type
 from attention.kernels.triton.experts.groups import grouped_pairs
 from attention.kernels.triton.experts.mxfp4 import MXFP4_HALF, mxfp4_row_bytes
 from attention.kernels.triton.experts.rows import row_expert_sums
 from attention.kernels.triton.experts.tiles import sum_parts, tile_down, tile_gate_up
 from attention.kernels.triton.experts.tuning import ExpertTuning, default_expert_tuning
 from attention.kernels.triton.launches.dependent_launch import dependent_launch
-from attention.kernels.triton.tiles import dot_type
 from attention.kernels.triton.tuning import next_power_of_two
 
 if TYPE_CHECKING:

@@ -28,7 +28,6 @@ _TILE_DEPTH = 128
 """Elements of a row per iteration: 128 bytes, the widest swizzle of shared memory."""
 _LEAST_BUSY = 0.8
 """The share of what all multiprocessors could compute in one turn that must be stored."""
-_ELEMENT_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 def takes_one_turn(num_rows: int, out_size: int, num_multiprocessors: int) -> bool:
@@ -52,7 +51,6 @@ def _tile_gemm(
     size: tl.constexpr,
     in_size: tl.constexpr,
     operand_type: tl.constexpr,
-    out_type: tl.constexpr,
     is_dependent: tl.constexpr,
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
@@ -76,7 +74,7 @@ def _tile_gemm(
     columns = column + tl.arange(0, tile_columns)
     column_scale = tl.load(column_scales + columns, mask=columns < size, other=0.0)
     scaled = sums * row_scale[:, None] * column_scale[None, :]
-    out.store([row, column], scaled.to(out_type))
+    out.store([row, column], scaled.to(out.dtype))
 
 
 def fp8_tiles_gemm(rows: QuantizedRows, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -103,7 +101,6 @@ def fp8_tiles_gemm(rows: QuantizedRows, weight: torch.Tensor, scales: torch.Tens
         in_size=in_size,
         # Triton's interpreter, which runs kernels on the CPU, cannot multiply fp8.
         operand_type=tl.float8e4nv if weight.is_cuda else tl.float32,
-        out_type=_ELEMENT_TYPES[rows.dtype],
         tile_rows=_TILE_ROWS,
         tile_columns=_TILE_COLUMNS,
         tile_depth=_TILE_DEPTH,

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from attention.kernels.triton.dot_type import dot_type
 from attention.kernels.triton.gate import rounded_gate
 from attention.kernels.triton.gemm.row_product import scale_and_zero
 from attention.kernels.triton.launches.dependent_launch import (
@@ -329,10 +330,8 @@ def _launched(
     assert words.shape[1] == len(weight)
     assert words.is_contiguous()
     out = torch.empty((num_rows, out_size), dtype=x.dtype, device=x.device)
-    # Triton's interpreter, which runs kernels on the CPU, can neither multiply bfloat16 nor run
-    # assembly.
+    # Triton's interpreter, which runs kernels on the CPU, cannot run assembly.
     unpacks = x.dtype == torch.bfloat16 and x.is_cuda
-    operand_type = _OPERAND_TYPES[x.dtype] if x.is_cuda else tl.float32
     if num_rows:
         _multiply_int4[(triton.cdiv(out_size, _TILE_COLUMNS),)](
             x,
@@ -349,7 +348,7 @@ def _launched(
             has_bias=bias is not None,
             is_gated=kind is not None,
             kind=kind,
-            operand_type=operand_type,
+            operand_type=dot_type(x),
             unpacks=unpacks,
             is_dependent=can_depend(x.device),
             tile_rows=max(16, next_power_of_two(num_rows)),
@@ -359,10 +358,3 @@ def _launched(
             **launch_options(x.device),
         )
     return out
-
-
-_OPERAND_TYPES = {
-    torch.float32: tl.float32,
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-}

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from attention.kernels.triton.dot_type import dot_type
 from attention.kernels.triton.gate import Gate, rounded_gate
 from attention.kernels.triton.launches.dependent_launch import dependent_launch, wait_for_inputs
 
@@ -33,7 +34,7 @@ _MANY_ROWS = 4096
 """From here on, three stages take less time than four."""
 _LEAST_BUSY = 0.8
 """The share of what programs compute that must be stored."""
-_ELEMENT_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+_DTYPES = (torch.float16, torch.bfloat16)
 _ALIGNMENT = 16
 """Bytes of which addresses and strides of a bulk copy are multiples."""
 
@@ -46,7 +47,7 @@ def keeps_gpu_busy(num_rows: int, weight: torch.Tensor, num_programs: int) -> bo
     size, in_size = len(weight) // 2, weight.shape[1]
     num_turns = -(-_num_tiles(num_rows, size) // num_programs)
     num_computed = num_turns * num_programs * _TILE_ROWS * _TILE_COLUMNS
-    is_supported = weight.dtype in _ELEMENT_TYPES and 2 * in_size % _ALIGNMENT == 0
+    is_supported = weight.dtype in _DTYPES and 2 * in_size % _ALIGNMENT == 0
     return is_supported and num_rows * size >= _LEAST_BUSY * num_computed
 
 
@@ -83,7 +84,6 @@ def _gated_gemm(
     in_size: tl.constexpr,
     kind: tl.constexpr,
     operand_type: tl.constexpr,
-    out_type: tl.constexpr,
     is_dependent: tl.constexpr,
     num_programs: tl.constexpr,
     tile_rows: tl.constexpr,
@@ -110,8 +110,8 @@ def _gated_gemm(
             sums = tl.dot(inputs, both.to(operand_type).T, sums)
         halves = sums.reshape(tile_rows, 2, tile_columns).permute(0, 2, 1)
         product, other = tl.split(halves)
-        gated = rounded_gate(product, other, kind, out_type)
-        out.store([row, column], gated.to(out_type))
+        gated = rounded_gate(product, other, kind, out.dtype)
+        out.store([row, column], gated.to(out.dtype))
 
 
 def persistent_gated(
@@ -132,7 +132,6 @@ def persistent_gated(
     if not num_rows:
         return out
     num_programs = min(num_programs, _num_tiles(num_rows, size))
-    out_type = _ELEMENT_TYPES[x.dtype]
     _gated_gemm[(num_programs,)](
         TensorDescriptor(x, [*x.shape], [*x.stride()], [_TILE_ROWS, _TILE_DEPTH]),
         TensorDescriptor(
@@ -146,9 +145,7 @@ def persistent_gated(
         size=size,
         in_size=in_size,
         kind=kind,
-        # Triton's interpreter, which runs kernels on the CPU, cannot multiply bfloat16.
-        operand_type=out_type if x.is_cuda else tl.float32,
-        out_type=out_type,
+        operand_type=dot_type(x),
         num_programs=num_programs,
         tile_rows=_TILE_ROWS,
         tile_columns=_TILE_COLUMNS,

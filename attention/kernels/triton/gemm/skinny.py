@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from attention.kernels.triton.dot_type import dot_type
 from attention.kernels.triton.gate import rounded_gate
 
 __all__ = [
@@ -301,8 +302,6 @@ def _launched(
     num_scales = 0 if scales is None else scales.shape[1]
     assert num_scales == 0 or in_size % (num_scales * tuning.tile_depth) == 0
     out = torch.empty((num_rows, out_size), dtype=x.dtype, device=x.device)
-    # Triton's interpreter, which runs kernels on the CPU, cannot multiply bfloat16.
-    widens = x.dtype == torch.bfloat16 and not x.is_cuda
     if num_rows:
         _multiply[(triton.cdiv(out_size, tuning.tile_columns),)](
             x,
@@ -319,7 +318,7 @@ def _launched(
             has_bias=bias is not None,
             is_gated=kind is not None,
             kind=kind,
-            operand_type=tl.float32 if widens else _OPERAND_TYPES[x.dtype],
+            operand_type=dot_type(x),
             # The interpreter has no inline assembly.
             unpacks=scales is not None and x.dtype == torch.bfloat16 and x.is_cuda,
             tile_rows=MAX_ROWS,
@@ -329,10 +328,3 @@ def _launched(
             num_stages=tuning.num_stages,
         )
     return out
-
-
-_OPERAND_TYPES = {
-    torch.float32: tl.float32,
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-}

@@ -13,10 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
+from attention.kernels.triton.dot_type import dot_type
 from attention.kernels.triton.tiles import (
     attend,
     count_sinks,
-    dot_type,
     load_slopes,
     load_vectors,
     log_sum,
