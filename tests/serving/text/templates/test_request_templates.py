@@ -81,7 +81,8 @@ def test_a_template_is_compiled_once_files_can_be_opened_again(num_more: int) ->
         for _ in range(3):
             with few_files(num_more), pytest.raises(EngineError, match="Too many open files"):
                 client.compile_template(SOURCES[0])
-        assert num_open_files() == num_before
+        # What earlier tests have left may be closed meanwhile.
+        assert num_open_files() <= num_before
         assert client.compile_template(SOURCES[0]).variables == {"messages"}
     finally:
         client.close()
