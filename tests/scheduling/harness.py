@@ -9,17 +9,11 @@ from cluster.scheduling.planning.policy import MAX_PREEMPTIONS
 from cluster.scheduling.scheduler import MAX_PLANS_IN_FLIGHT, Scheduler
 from pagedray.batch import DiskReport, StepPlan
 from pagedray.config import Preemption, SchedulerConfig
-from pagedray.request import FinishReason, Request, SamplingParams
-from tests.scheduling.fake_worker import (
-    EOS,
-    BadValue,
-    Block,
-    FakeWorker,
-    SeedRecords,
-    undisturbed,
-)
+from pagedray.request import Request, SamplingParams
+from tests.scheduling.fake_worker import EOS, BadValue, Block, FakeWorker, SeedRecords
 from tests.scheduling.invariants import Invariants
 from tests.scheduling.masks.random_masks import RandomMasks
+from tests.scheduling.results import Results
 
 if TYPE_CHECKING:
     from cluster.scheduling.sequence import Sequence as ScheduledSequence
@@ -78,10 +72,7 @@ class Harness:
         self.worker = self._make_worker(num_blocks, num_cpu_blocks)
         self.requests: dict[str, Request] = {}
         self.sequences: list[ScheduledSequence] = []
-        self.tokens: dict[tuple[str, int], list[int]] = {}
-        self.reasons: dict[tuple[str, int], FinishReason] = {}
-        self.finished_by_caller: set[tuple[str, int]] = set()
-        self.events: list[TokenEvent] = []
+        self.results = Results(self.requests, max_model_len=max_model_len, seeds=self._seeds)
         self.plans: list[StepPlan] = []
         self.acknowledged_step = -1
         self.masks = RandomMasks()
@@ -153,10 +144,7 @@ class Harness:
             self._seeds.bad_positions[seed] = bad_position
         active = self.scheduler._table.requests[request.id]
         self.sequences += active.sequences
-        self.tokens |= {
-            (request.id, index): list(generated[index] or ()) if generated else []
-            for index in request.open_indices
-        }
+        self.results.expect(request)
         return request.id
 
     def schedule(self) -> StepPlan | None:
@@ -207,7 +195,8 @@ class Harness:
 
     def collect(self) -> list[TokenEvent]:
         """Apply the oldest output to the scheduler."""
-        events = self._note(self.scheduler.update(self.worker.outputs.popleft()))
+        events = self.scheduler.update(self.worker.outputs.popleft())
+        self.results.note(events)
         self.known_bad |= self.worker.bad_outputs.popleft()
         self.check()
         self._make_masks()
@@ -241,20 +230,21 @@ class Harness:
 
     def abort(self, request_id: str) -> list[TokenEvent]:
         """Abort a request."""
-        events = self._note(self.scheduler.abort_request(request_id))
+        events = self.scheduler.abort_request(request_id)
+        self.results.note(events)
         self.check()
         return events
 
     def finish(self, request_id: str, index: int) -> None:
         """Finish a sequence from outside."""
-        if (request_id, index) not in self.reasons:
-            self.finished_by_caller.add((request_id, index))
+        self.results.note_finish(request_id, index)
         self.scheduler.finish_sequence(request_id, index)
         self.check()
 
     def expire(self, now_s: float) -> list[TokenEvent]:
         """End requests past their deadline."""
-        events = self._note(self.scheduler.expire_requests(now_s))
+        events = self.scheduler.expire_requests(now_s)
+        self.results.note(events)
         self.check()
         return events
 
@@ -349,24 +339,7 @@ class Harness:
 
     def check_end(self) -> None:
         """Check that each sequence ended once, with its expected tokens, and left nothing."""
-        for key, token_ids in self.tokens.items():
-            request = self.requests[key[0]]
-            reason = self.reasons.get(key)
-            assert (reason is None) == (key in self.finished_by_caller)
-            expected, expected_reason = undisturbed(
-                request,
-                key[1],
-                max_model_len=self.max_model_len,
-                bad_length=self._seeds.bad_lengths.get(request.seed),
-            )
-            has_read_bad = (request.seed, key[1]) in self._seeds.bad_sequences
-            if reason in (None, FinishReason.ABORT) or (
-                has_read_bad and reason is FinishReason.ERROR
-            ):
-                assert token_ids == expected[: len(token_ids)]
-            else:
-                assert token_ids == expected
-                assert reason is expected_reason
+        self.results.check_complete()
         kv = self.scheduler._kv
         assert kv.pool.num_free == kv.pool.num_blocks
         assert kv.cpu_pool.num_free == kv.cpu_pool.num_blocks
@@ -400,15 +373,3 @@ class Harness:
             block_copy_s=self._block_copy_s,
             token_s=self._token_s,
         )
-
-    def _note(self, events: list[TokenEvent]) -> list[TokenEvent]:
-        for event in events:
-            key = (event.request_id, event.index)
-            assert key not in self.reasons, "an event follows the last"
-            assert key not in self.finished_by_caller
-            self.tokens[key] += event.token_ids
-            assert event.num_prompt_tokens == len(self.requests[key[0]].prompt_token_ids)
-            if event.finish_reason is not None:
-                self.reasons[key] = event.finish_reason
-        self.events += events
-        return events

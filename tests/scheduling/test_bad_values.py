@@ -71,7 +71,7 @@ def num_hits(harness: Harness, prompt: list[int]) -> int:
     """Return how many tokens of a prompt are cached."""
     request_id = harness.add(prompt, max_tokens=1)
     harness.drain()
-    (event,) = [event for event in harness.events if event.request_id == request_id]
+    (event,) = [event for event in harness.results.events if event.request_id == request_id]
     return event.num_cached_tokens
 
 

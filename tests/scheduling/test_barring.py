@@ -33,7 +33,11 @@ def test_barred_requests_run_no_step() -> None:
     assert harness.scheduler.num_running == 1
     harness.restrict(None)
     harness.drain()
-    assert harness.reasons[first, 0] is harness.reasons[second, 0] is FinishReason.LENGTH
+    assert (
+        harness.results.reasons[first, 0]
+        is harness.results.reasons[second, 0]
+        is FinishReason.LENGTH
+    )
 
 
 def test_a_request_that_arrives_barred_waits() -> None:

@@ -22,7 +22,7 @@ def test_a_request_cut_anywhere_ends_with_the_same_tokens(block_size: int) -> No
         whole = _tokens_of(seed=5, n=1, max_tokens=12)[0]
         harness.add(PROMPT, seed=5, max_tokens=12, generated=[tuple(whole[:cut])])
         harness.drain()
-        assert harness.tokens == {("request-5", 0): whole}
+        assert harness.results.tokens == {("request-5", 0): whole}
 
 
 def test_sequences_continue_from_different_tokens_and_ended_ones_do_not_run() -> None:
@@ -36,8 +36,10 @@ def test_sequences_continue_from_different_tokens_and_ended_ones_do_not_run() ->
         request_id = harness.add(PROMPT, seed=7, n=4, max_tokens=9, generated=given)
         harness.drain()
         open_indices = [index for index in range(4) if index != ended]
-        assert harness.tokens == {(request_id, index): whole[index] for index in open_indices}
-        assert all(event.num_cached_tokens <= len(PROMPT) for event in harness.events)
+        assert harness.results.tokens == {
+            (request_id, index): whole[index] for index in open_indices
+        }
+        assert all(event.num_cached_tokens <= len(PROMPT) for event in harness.results.events)
 
 
 def test_a_stop_token_and_min_tokens_count_from_the_prompt() -> None:
@@ -56,8 +58,8 @@ def test_a_stop_token_and_min_tokens_count_from_the_prompt() -> None:
         cut = Harness()
         cut.add(PROMPT, seed=3, generated=[tuple(whole[:first])], **options)
         cut.drain()
-        assert cut.tokens == plain.tokens
-        assert cut.reasons == plain.reasons
+        assert cut.results.tokens == plain.results.tokens
+        assert cut.results.reasons == plain.results.reasons
 
 
 def test_a_continued_request_is_admitted_to_a_full_queue() -> None:
@@ -68,7 +70,7 @@ def test_a_continued_request_is_admitted_to_a_full_queue() -> None:
     tokens = _tokens_of(seed=1, n=1, max_tokens=8)[0]
     harness.add(PROMPT, seed=1, generated=[tuple(tokens[:3])])
     harness.drain()
-    assert set(harness.reasons.values()) == {FinishReason.LENGTH}
+    assert set(harness.results.reasons.values()) == {FinishReason.LENGTH}
 
 
 @pytest.mark.parametrize(
@@ -99,7 +101,7 @@ def test_a_continued_request_survives_the_death_of_its_ranks() -> None:
     harness.step()
     harness.replace_worker()
     harness.drain()
-    assert harness.tokens == {(request_id, index): whole[index] for index in range(2)}
+    assert harness.results.tokens == {(request_id, index): whole[index] for index in range(2)}
 
 
 def _tokens_of(*, seed: int, n: int, max_tokens: int) -> list[list[int]]:

@@ -14,7 +14,7 @@ def make_harness(**changes: int) -> Harness:
 def num_steps_until_started(harness: Harness, request_id: str) -> int:
     for num_steps in range(1, 2000):
         harness.step()
-        if harness.tokens[request_id, 0]:
+        if harness.results.tokens[request_id, 0]:
             return num_steps
     raise AssertionError("The request never starts.")
 
@@ -57,7 +57,8 @@ def test_tenants_get_tokens_by_weight(weight: float) -> None:
     for _ in range(75):
         harness.step()
     served = {
-        tenant: sum(len(harness.tokens[one, 0]) for one in own) for tenant, own in ids.items()
+        tenant: sum(len(harness.results.tokens[one, 0]) for one in own)
+        for tenant, own in ids.items()
     }
     assert all(served.values())
     assert served["heavy"] / served["light"] == pytest.approx(weight, rel=0.2)

@@ -34,7 +34,7 @@ def test_a_request_of_higher_priority_takes_the_row_of_a_lower_one() -> None:
     harness = make_crowd(priority=1)
     urgent = harness.add([9] * 6, priority=0, max_tokens=4)
     harness.step()
-    assert harness.tokens[urgent, 0]
+    assert harness.results.tokens[urgent, 0]
     # The last one that runs is preempted.
     assert [s.num_preemptions for s in harness.sequences[:6]] == [0, 0, 0, 1, 0, 0]
     harness.drain()
@@ -45,7 +45,7 @@ def test_a_request_of_higher_priority_gets_blocks_of_a_lower_one() -> None:
     urgent = harness.add([9] * 20, priority=0, max_tokens=4)
     for _ in range(4):
         harness.step()
-    assert harness.tokens[urgent, 0]
+    assert harness.results.tokens[urgent, 0]
     harness.drain()
 
 
@@ -68,7 +68,7 @@ def test_priority_takes_no_row_of_another_tenant() -> None:
     two = harness.sequences[-1].share
     two.time = 1000.0
     harness.step()
-    assert not harness.tokens[urgent, 0]
+    assert not harness.results.tokens[urgent, 0]
     harness.drain()
 
 

@@ -25,5 +25,5 @@ def test_what_siblings_generate_is_their_own() -> None:
     request = harness.add([1] * 6, n=3)
     harness.drain()
     kept = [sequence.token_ids for sequence in harness.sequences]
-    assert [list(one[6:]) for one in kept] == [harness.tokens[request, i] for i in range(3)]
+    assert [list(one[6:]) for one in kept] == [harness.results.tokens[request, i] for i in range(3)]
     assert harness.sequences[0].active.prompt.tolist() == [1] * 6

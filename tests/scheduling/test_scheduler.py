@@ -20,23 +20,23 @@ def token_after(harness: Harness, request_id: str, place: int) -> int:
     for request in harness.requests.values():
         alone.add(request.prompt_token_ids, max_tokens=place + 1)
     alone.drain()
-    return alone.tokens[request_id, 0][place]
+    return alone.results.tokens[request_id, 0][place]
 
 
 def test_tokens_are_sampled_until_max_tokens() -> None:
     harness = Harness()
     request_id = harness.add([1, 2, 4], max_tokens=5)
     harness.drain()
-    assert len(harness.tokens[request_id, 0]) == 5
-    assert harness.reasons[request_id, 0] is FinishReason.LENGTH
+    assert len(harness.results.tokens[request_id, 0]) == 5
+    assert harness.results.reasons[request_id, 0] is FinishReason.LENGTH
 
 
 def test_sequence_ends_at_max_model_len() -> None:
     harness = Harness(max_model_len=6)
     request_id = harness.add([1, 2, 4], max_tokens=50)
     harness.drain()
-    assert len(harness.tokens[request_id, 0]) == 3
-    assert harness.reasons[request_id, 0] is FinishReason.LENGTH
+    assert len(harness.results.tokens[request_id, 0]) == 3
+    assert harness.results.reasons[request_id, 0] is FinishReason.LENGTH
 
 
 def test_next_plan_is_made_before_the_token_is_known() -> None:
@@ -97,7 +97,7 @@ def test_end_of_sequence_is_found_one_step_late_and_the_row_is_ended() -> None:
     assert harness.collect() == []
     assert harness.schedule() is None
     assert not harness.scheduler.has_work
-    assert harness.tokens[request_id, 0] == [stop_token_id]
+    assert harness.results.tokens[request_id, 0] == [stop_token_id]
 
 
 def test_stop_token_does_not_end_a_sequence_before_min_tokens() -> None:
@@ -107,8 +107,8 @@ def test_stop_token_does_not_end_a_sequence_before_min_tokens() -> None:
     harness = Harness()
     request_id = harness.add([1, 2, 4], stop_token_ids=[stop_token_id], min_tokens=1)
     harness.drain()
-    assert harness.tokens[request_id, 0][0] == stop_token_id
-    assert len(harness.tokens[request_id, 0]) > 1
+    assert harness.results.tokens[request_id, 0][0] == stop_token_id
+    assert len(harness.results.tokens[request_id, 0]) > 1
 
 
 def test_worker_forbids_end_of_sequence_only_where_it_would_end() -> None:
@@ -125,9 +125,9 @@ def test_sequence_whose_logits_are_not_finite_ends_alone() -> None:
     bad = harness.add([1, 2, 4], bad_length=5)
     good = harness.add([1, 2, 4])
     harness.drain()
-    assert harness.reasons[bad, 0] is FinishReason.ERROR
-    assert len(harness.tokens[bad, 0]) == 2
-    assert harness.reasons[good, 0] is FinishReason.LENGTH
+    assert harness.results.reasons[bad, 0] is FinishReason.ERROR
+    assert len(harness.results.tokens[bad, 0]) == 2
+    assert harness.results.reasons[good, 0] is FinishReason.LENGTH
 
 
 def test_prefix_of_a_sequence_with_bad_logits_is_not_reused() -> None:
@@ -176,7 +176,7 @@ def test_sequence_that_its_reader_finished_has_no_more_events() -> None:
     harness.finish(request_id, 0)
     harness.finish(request_id, 0)
     harness.drain()
-    assert harness.reasons == {(request_id, 1): FinishReason.LENGTH}
+    assert harness.results.reasons == {(request_id, 1): FinishReason.LENGTH}
 
 
 def test_request_that_can_never_fit_is_rejected() -> None:
@@ -251,7 +251,7 @@ def test_continuation_is_a_known_prefix_too() -> None:
     harness = Harness(block_size=4)
     request_id = harness.add([1] * 6, max_tokens=7)
     harness.drain()
-    harness.add([1] * 6 + harness.tokens[request_id, 0])
+    harness.add([1] * 6 + harness.results.tokens[request_id, 0])
     assert planned(harness.schedule()) == [(12, 1, True)]
 
 
@@ -297,4 +297,4 @@ def test_every_sequence_continues_after_a_reset() -> None:
     harness.schedule()
     harness.replace_worker()
     harness.drain()
-    assert set(harness.reasons.values()) == {FinishReason.LENGTH}
+    assert set(harness.results.reasons.values()) == {FinishReason.LENGTH}

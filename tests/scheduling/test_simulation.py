@@ -109,8 +109,8 @@ def act(
             names = list(harness.scheduler._table.requests)
             harness.restrict(rng.choice((None, {n for n in names if rng.random() < 0.5})))
         case "finish":
-            if harness.tokens:
-                harness.finish(*rng.choice(list(harness.tokens)))
+            if harness.results.tokens:
+                harness.finish(*rng.choice(list(harness.results.tokens)))
 
 
 def end_disk_job(harness: Harness, rng: random.Random) -> None:
@@ -178,7 +178,7 @@ def test_every_sequence_ends_as_if_it_had_been_alone() -> None:
     assert sum(len(plan.copies) for plan in plans) > 5
     assert sum(len(plan.swap_ins) for plan in plans) > 10
     assert sum(harness.num_left_behind for harness in harnesses) > 10
-    reasons = {reason for harness in harnesses for reason in harness.reasons.values()}
+    reasons = {reason for harness in harnesses for reason in harness.results.reasons.values()}
     assert len(reasons) == 4
 
 

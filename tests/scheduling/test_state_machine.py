@@ -131,10 +131,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort(self, data: st.DataObject) -> None:
         self.harness.abort(data.draw(st.sampled_from(sorted(self.harness.requests))))
 
-    @precondition(lambda self: self.harness.tokens)
+    @precondition(lambda self: self.harness.results.tokens)
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
-        self.harness.finish(*data.draw(st.sampled_from(sorted(self.harness.tokens))))
+        self.harness.finish(*data.draw(st.sampled_from(sorted(self.harness.results.tokens))))
 
     @rule(now_s=st.sampled_from([0.5, 1.0]))
     def expire(self, now_s: float) -> None:

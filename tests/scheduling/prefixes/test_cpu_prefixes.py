@@ -46,7 +46,7 @@ def test_a_sequence_computes_only_what_was_not_copied_back_once_that_has_arrived
     assert plan is not None
     assert [(one.first_position, one.num_tokens) for one in plan.sequences] == [(8, 1)]
     harness.drain()
-    (event,) = [event for event in harness.events if event.request_id == "request-2"]
+    (event,) = [event for event in harness.results.events if event.request_id == "request-2"]
     assert event.num_cached_tokens == 8
 
 

@@ -49,7 +49,7 @@ def test_a_sequence_waits_without_a_row_until_its_blocks_are_read_and_then_copie
     assert plan is not None
     assert [copy.target for copy in plan.swap_ins] == plan.starts[0].block_ids
     harness.drain()
-    assert harness.events[-1].num_cached_tokens == 8
+    assert harness.results.events[-1].num_cached_tokens == 8
     stats = harness.scheduler.stats()
     assert (stats.num_read_blocks, stats.num_disk_hit_tokens) == (2, 8)
 
@@ -60,7 +60,7 @@ def test_a_sequence_whose_blocks_cannot_be_read_computes_them() -> None:
     harness.schedule()
     harness.end_disk_jobs(num_failed=2)
     harness.drain()
-    assert harness.events[-1].num_cached_tokens == 0
+    assert harness.results.events[-1].num_cached_tokens == 0
     assert harness.scheduler.stats().num_failed_reads == 2
 
 
@@ -84,7 +84,7 @@ def test_a_second_sequence_waits_for_the_same_blocks_and_reads_none() -> None:
     assert (len(plan.disk_reads), plan.starts) == (2, [])
     assert {sequence.disk_step for sequence in harness.sequences[-2:]} == {plan.step}
     harness.drain()
-    assert {event.num_cached_tokens for event in harness.events[-2:]} == {8}
+    assert {event.num_cached_tokens for event in harness.results.events[-2:]} == {8}
 
 
 def test_another_tenant_waits_for_no_block_of_the_first() -> None:
