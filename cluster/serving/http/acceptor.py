@@ -44,8 +44,8 @@ class _TlsProtocol(SSLProtocol):
 class Acceptor:
     """Accepts the connections of a listening socket until it is closed.
 
-    asyncio's own server has no limits, and logs thousands of traces a second while the process has
-    no descriptor left.
+    asyncio's own server has no limits, and logs thousands of tracebacks a second while the process
+    has no descriptor left.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """The gRPC service behind Ray Serve's proxy, with the methods of our own server.
 
 Serve passes a message, or its bytes, and its own context. Errors are set on that context and an
-empty message is returned, because Serve would log a raised error with a trace.
+empty message is returned, because Serve would log a raised error with a traceback.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ class _ProxiedContext:
             return None if is_complete else "truncated"
         if code is grpc.StatusCode.INTERNAL and DETAILS_KEY not in dict(self._trailing):
             # All errors of our replicas have details. Serve itself sends this status when an actor
-            # has died, with a trace that clients must not see.
+            # has died, with a traceback that clients must not see.
             return "died"
         return "failed" if code is grpc.StatusCode.UNAVAILABLE else None
 

@@ -1,7 +1,7 @@
 """`grpc.health.v1.Health` with bounds, since it answers clients without a key.
 
 The library's own servicer stores any service name that a call watches, waits without limit for the
-rest of a message, and answers an invalid message with a trace.
+rest of a message, and answers an invalid message with a traceback.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from cluster.serving.ray_serve.pace import Pace
 from pagedray.errors import InvalidRequestError
 from pagedray.request import SamplingParams
 from pagedray.v1 import pagedray_pb2 as pb
-from tests.serving.mistakes.rejected_cases import CASES, Case
+from tests.serving.rejections.rejected_cases import CASES, Case
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping

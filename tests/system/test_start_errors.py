@@ -1,4 +1,4 @@
-"""Startup errors print one line that names the mistake, and exit with code 2."""
+"""Startup errors print one line that names the cause, and exit with code 2."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def truncate(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1000])
 
 
-MISTAKES: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
+BROKEN: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "no config": (lambda folder: (folder / "config.json").unlink(), ("config.json",)),
     "no folder": (shutil.rmtree, ("model", "not a folder")),
     "truncated": (truncate, ("model.safetensors",)),
@@ -163,11 +163,11 @@ MISTAKES: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("name", BROKEN)
 def test_broken_checkpoint_is_named(
-    folder: Path, mistake: str, capsys: pytest.CaptureFixture[str]
+    folder: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    spoil, words = MISTAKES[mistake]
+    spoil, words = BROKEN[name]
     spoil(folder)
     assert exit_code("generate", str(folder), "x", "--device=cpu") == 2
     assert_one_line(capsys.readouterr().err, *words)
@@ -186,9 +186,9 @@ def gone_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("gone_cluster")
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_broken_checkpoint_is_named_by_a_server(folder: Path, mistake: str) -> None:
-    spoil, words = MISTAKES[mistake]
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_checkpoint_is_named_by_a_server(folder: Path, name: str) -> None:
+    spoil, words = BROKEN[name]
     spoil(folder)
     done = run_pagedray("serve", str(folder), "--device=cpu", "--grpc-port=0", "--http-port=0")
     assert (done.code, done.out) == (2, "")
@@ -367,7 +367,7 @@ def exit_code(*arguments: str) -> int:
     try:
         return main(arguments)
     except SystemExit as exited:
-        # argparse reports mistakes on the command line.
+        # argparse reports errors on the command line.
         return int(exited.code or 0)
 
 

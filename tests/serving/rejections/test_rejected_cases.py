@@ -8,7 +8,7 @@ import grpc
 import httpx
 import pytest
 
-from tests.serving.mistakes.rejected_cases import CASES, Case
+from tests.serving.rejections.rejected_cases import CASES, Case
 
 if TYPE_CHECKING:
     from pagedray.v1 import pagedray_pb2_grpc
