@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from cluster.engine.controller import Controller
@@ -20,16 +21,17 @@ from cluster.engine.local_executor import LocalExecutor
 from cluster.engine.options.engine_options import EngineOptions, engine_config
 from pagedray.errors import EngineError, HungRankError, WorkerError
 from pagedray.request import FinishReason, Request, SamplingParams
-from tests.engine.controller_rig import config
+from tests.engine.controller_rig import Rig
 from tests.fakes import FakeExecutor, RecordingSink, wait_for
 from tests.system.server_process import ROOT, TINY_LLAMA
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     import pytest
 
     from pagedray.batch import EmbedPlan, StepPlan
+    from pagedray.config import EngineConfig
     from workers.worker import PendingStep, Worker
 
 TICK_S = 0.25
@@ -135,123 +137,111 @@ class ComputesLong(FakeExecutor):
         return RankHealth(is_busy=True)
 
 
-def test_work_without_steps_is_noticed_and_ends_the_engine() -> None:
-    executor, sink = LosesOutputs(), RecordingSink()
-    controller = Controller(config(), executor, sink)
-    controller.start_steps()
-    checks = Checks(controller)
-    checks.run_for(100.0)
-    assert controller.is_healthy
-
-    executor.may_step.clear()
-    sink.expect("a")
-    controller.submit_request(request("a"))
-    assert checks.seconds_until(lambda: not controller.is_healthy, NOTICED_S) >= 8.0
-    assert controller.stats().num_hangs == {"rank": 0, "steps": 1}
-    assert controller.error is None
-
-    checks.seconds_until(lambda: controller.error is not None, 70.0)
-    wait_for(lambda: not sink.num_open)
-    assert isinstance(sink.ends["a", 0][0], EngineError)
-    # It is one hang, however often it is seen.
-    assert controller.stats().num_hangs == {"rank": 0, "steps": 1}
+@contextmanager
+def running(executor: FakeExecutor) -> Iterator[tuple[Rig, Checks]]:
+    """A controller whose steps run until the block ends, and its checks."""
+    rig = Rig(executor)
+    rig.controller.start_steps()
+    yield rig, Checks(rig.controller)
     executor.may_step.set()
-    controller.stop_steps()
+    rig.controller.stop_steps()
+
+
+def test_work_without_steps_is_noticed_and_ends_the_engine() -> None:
+    executor = LosesOutputs()
+    with running(executor) as (rig, checks):
+        controller = rig.controller
+        checks.run_for(100.0)
+        assert controller.is_healthy
+
+        executor.may_step.clear()
+        rig.submit("a")
+        assert checks.seconds_until(lambda: not controller.is_healthy, NOTICED_S) >= 8.0
+        assert controller.stats().num_hangs == {"rank": 0, "steps": 1}
+        assert controller.error is None
+
+        checks.seconds_until(lambda: controller.error is not None, 70.0)
+        assert isinstance(rig.ends()["a", 0], EngineError)
+        # It is one hang, however often it is seen.
+        assert controller.stats().num_hangs == {"rank": 0, "steps": 1}
 
 
 def test_a_long_step_of_ranks_that_make_progress_is_no_hang() -> None:
-    executor, sink = ComputesLong(), RecordingSink()
-    controller = Controller(config(), executor, sink)
-    controller.start_steps()
-    checks = Checks(controller)
-    executor.may_step.clear()
-    sink.expect("a")
-    controller.submit_request(request("a"))
-    checks.run_for(200.0)
-    assert controller.is_healthy
-    executor.may_step.set()
-    wait_for(lambda: not sink.num_open)
-    assert sink.ends["a", 0] == [FinishReason.LENGTH]
-    assert controller.stats().num_hangs == {"rank": 0, "steps": 0}
-    controller.stop_steps()
+    executor = ComputesLong()
+    with running(executor) as (rig, checks):
+        executor.may_step.clear()
+        rig.submit("a")
+        checks.run_for(200.0)
+        assert rig.controller.is_healthy
+        executor.may_step.set()
+        assert rig.ends() == {("a", 0): FinishReason.LENGTH}
+        assert rig.controller.stats().num_hangs == {"rank": 0, "steps": 0}
 
 
 def test_a_long_replacement_of_ranks_is_no_hang() -> None:
-    executor, sink = StartsLong(), RecordingSink()
-    controller = Controller(config(), executor, sink)
-    controller.start_steps()
-    checks = Checks(controller)
-    executor.step_failures.append(WorkerError("Rank 0 died."))
-    sink.expect("a")
-    controller.submit_request(request("a"))
-    assert executor.is_starting.wait(60.0)
-    checks.run_for(200.0)
-    assert controller.error is None
-    executor.may_start.set()
-    wait_for(lambda: not sink.num_open)
-    assert sink.ends["a", 0] == [FinishReason.LENGTH]
-    assert controller.stats().num_hangs == {"rank": 0, "steps": 0}
-    controller.stop_steps()
+    executor = StartsLong()
+    with running(executor) as (rig, checks):
+        executor.step_failures.append(WorkerError("Rank 0 died."))
+        rig.submit("a")
+        assert executor.is_starting.wait(60.0)
+        checks.run_for(200.0)
+        assert rig.controller.error is None
+        executor.may_start.set()
+        assert rig.ends() == {("a", 0): FinishReason.LENGTH}
+        assert rig.controller.stats().num_hangs == {"rank": 0, "steps": 0}
 
 
 def test_step_thread_that_continues_is_healthy_again() -> None:
-    executor, sink = LosesOutputs(), RecordingSink()
-    controller = Controller(config(), executor, sink)
-    controller.start_steps()
-    checks = Checks(controller)
-    executor.may_step.clear()
-    sink.expect("a")
-    controller.submit_request(request("a"))
-    checks.seconds_until(lambda: not controller.is_healthy, NOTICED_S)
-    executor.may_step.set()
-    wait_for(lambda: not sink.num_open)
-    checks.run_for(1.0)
-    assert controller.is_healthy
-    assert sink.ends["a", 0] == [FinishReason.LENGTH]
-    controller.stop_steps()
+    executor = LosesOutputs()
+    with running(executor) as (rig, checks):
+        executor.may_step.clear()
+        rig.submit("a")
+        checks.seconds_until(lambda: not rig.controller.is_healthy, NOTICED_S)
+        executor.may_step.set()
+        assert rig.ends() == {("a", 0): FinishReason.LENGTH}
+        checks.run_for(1.0)
+        assert rig.controller.is_healthy
 
 
 def test_hung_ranks_are_replaced_and_counted() -> None:
-    executor, sink = FakeExecutor(), RecordingSink()
-    controller = Controller(config(), executor, sink)
+    executor = FakeExecutor()
     executor.step_failures.append(HungRankError("Rank 0 hangs."))
-    sink.expect("a")
-    controller.submit_request(request("a"))
-    controller.start_steps()
-    wait_for(lambda: not sink.num_open)
-    assert sink.ends["a", 0] == [FinishReason.LENGTH]
-    assert controller.stats().replacements == {"death": 0, "hang": 1}
-    controller.stop_steps()
+    with running(executor) as (rig, _):
+        rig.submit("a")
+        assert rig.ends() == {("a", 0): FinishReason.LENGTH}
+        assert rig.controller.stats().replacements == {"death": 0, "hang": 1}
 
 
 def test_lock_that_is_held_for_ever_does_not_keep_the_engine_from_ending() -> None:
-    executor, sink = LosesOutputs(), RecordingSink()
-    controller = Controller(config(), executor, sink)
-    controller.start_steps()
-    checks = Checks(controller)
-    executor.may_step.clear()
-    sink.expect("a")
-    controller.submit_request(request("a"))
-    with controller._wake:
-        checker = threading.Thread(
-            target=checks.seconds_until, args=(lambda: controller.error is not None, 80.0)
-        )
-        checker.start()
-        checker.join(60.0)
-        assert controller.error is not None
-        assert sink.ends["a", 0] == [controller.error]
-    executor.may_step.set()
-    controller.stop_steps()
+    executor = LosesOutputs()
+    with running(executor) as (rig, checks):
+        controller = rig.controller
+        executor.may_step.clear()
+        rig.submit("a")
+        with controller._wake:
+            checker = threading.Thread(
+                target=checks.seconds_until, args=(lambda: controller.error is not None, 80.0)
+            )
+            checker.start()
+            checker.join(60.0)
+            assert controller.error is not None
+            assert rig.sink.ends["a", 0] == [controller.error]
+
+
+def local_executor() -> tuple[EngineConfig, LocalExecutor]:
+    """Return an executor with a rank in this process, and its configuration."""
+    options = EngineOptions(
+        executor="local", device="cpu", num_threads=1, num_blocks=16, num_cpu_blocks=8
+    )
+    settings = engine_config(TINY_LLAMA, options)
+    return settings, LocalExecutor(settings, lambda what, fraction: None)
 
 
 def test_local_rank_that_hangs_is_noticed_and_ends_the_engine(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    options = EngineOptions(
-        executor="local", device="cpu", num_threads=1, num_blocks=16, num_cpu_blocks=8
-    )
-    settings = engine_config(TINY_LLAMA, options)
-    executor, sink = LocalExecutor(settings, lambda what, fraction: None), RecordingSink()
+    settings, executor = local_executor()
+    sink = RecordingSink()
     controller = Controller(settings, executor, sink)
     controller.start_steps()
     checks = Checks(controller)
@@ -289,11 +279,8 @@ def test_local_rank_that_hangs_while_it_starts_again_ends_the_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rank_monitor, "_START_LIMITS", WatchLimits(first_s=0.5))
-    options = EngineOptions(
-        executor="local", device="cpu", num_threads=1, num_blocks=16, num_cpu_blocks=8
-    )
-    settings = engine_config(TINY_LLAMA, options)
-    executor, sink = LocalExecutor(settings, lambda what, fraction: None), RecordingSink()
+    settings, executor = local_executor()
+    sink = RecordingSink()
     executor._worker = broken = BrokenWorker(executor._worker)  # type: ignore[assignment]  # see above
     controller = Controller(settings, executor, sink)
     controller.start_steps()
