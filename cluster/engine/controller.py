@@ -206,10 +206,12 @@ class Controller(StepLoop):
         self._waits_for_masks = masked is not None and not self._in_flight
         if masked is None:
             return
-        made = masked.make_masks(self._mask_patience.wait_s)
+        # Without its first mask, a sequence computes the last token of its prompt again.
+        is_alone = masked.is_first and self._scheduler.num_open == 1
+        made = masked.make_masks(self._mask_patience.wait_s(delays_others=not is_alone))
         if made.masks is not None:
             self._executor.send_masks(made.masks)
-        self._mask_patience.note_masks(are_late=bool(made.late))
+        self._mask_patience.note_masks(may_delay_step=is_alone or bool(made.late))
         if not (made.ends or made.late or made.deferred):
             return
         with self._wake:

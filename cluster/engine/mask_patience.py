@@ -13,18 +13,22 @@ class MaskPatience:
 
     def __init__(self) -> None:
         self._step_s = 0.0
-        self._are_late = False
+        self._may_delay_step = False
 
-    @property
-    def wait_s(self) -> float:
-        """Seconds to wait for the masks of the next step."""
+    def wait_s(self, *, delays_others: bool) -> float:
+        """Return the seconds to wait for the masks of the next step.
+
+        `delays_others` says whether a wait may delay sequences whose masks are not late.
+        """
+        if not delays_others:
+            return _MAX_S
         return min(max(_MIN_S, _SHARE * self._step_s), _MAX_S)
 
-    def note_masks(self, *, are_late: bool) -> None:
-        """Note whether masks of the step in flight were late."""
-        self._are_late = are_late
+    def note_masks(self, *, may_delay_step: bool) -> None:
+        """Note whether masks of the step in flight were late, or awaited for longer than usual."""
+        self._may_delay_step = may_delay_step
 
     def note_step(self, step_s: float) -> None:
         """Note the duration of a step."""
-        if not self._are_late:
+        if not self._may_delay_step:
             self._step_s = step_s

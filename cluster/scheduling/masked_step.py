@@ -40,6 +40,11 @@ class MaskedStep(NamedTuple):
     waiting: list[Sequence]
     """Sequences without a plan in flight whose next token waits for its mask."""
 
+    @property
+    def is_first(self) -> bool:
+        """Whether the step computes the prompts of all sequences that sample under masks."""
+        return bool(self.sequences) and not any(one.has_sampled for one in self.sequences)
+
     def make_masks(self, wait_s: float) -> MadeMasks:
         """Wait up to `wait_s` for the masks of the step, and request those of waiting sequences."""
         # The previous step may have ended a sequence; its token of this step is discarded.

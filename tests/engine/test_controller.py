@@ -123,7 +123,27 @@ def test_masks_are_awaited_for_longer_beside_longer_steps(rig: Rig) -> None:
     rig.submit("a", grammar=grammar)
     rig.controller.start_steps()
     assert rig.ends() == {("a", 0): FinishReason.LENGTH}
-    assert (grammar.waits_s[0], grammar.waits_s[-1]) == (0.003, 0.02)
+    assert (grammar.waits_s[1], grammar.waits_s[-1]) == (0.003, 0.02)
+
+
+def test_a_request_alone_waits_longer_for_its_first_mask(rig: Rig) -> None:
+    # So that the last token of its prompt is not computed twice, in batches of other sizes.
+    grammar = HeldGrammar()
+    grammar.is_held = False
+    rig.submit("a", grammar=grammar)
+    rig.controller.start_steps()
+    rig.ends()
+    assert grammar.waits_s == [0.02] + [0.003] * 4
+
+
+def test_a_request_among_others_does_not_wait_longer_for_its_first_mask(rig: Rig) -> None:
+    grammar = HeldGrammar()
+    grammar.is_held = False
+    rig.submit("a", grammar=grammar)
+    rig.submit("b")
+    rig.controller.start_steps()
+    rig.ends()
+    assert grammar.waits_s[0] == 0.003
 
 
 def test_request_with_a_late_mask_is_aborted_at_its_deadline(rig: Rig) -> None:
