@@ -89,7 +89,7 @@ class AsyncLLM:
         self._engine = engine
         self._exit_close = ExitClose(engine.close)
         self._streams: dict[str, EngineStream | None] = {}
-        """By the ids of requests; None until a request has entered the queue."""
+        """Streams by the ids of their requests; None until a request has entered the queue."""
         self._aborted: set[str] = set()
         """Those that were aborted before that."""
         self._is_shut_down = False

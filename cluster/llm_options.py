@@ -86,7 +86,7 @@ class LLMOptions(TypedDict, total=False):
     chat_template: str | None
     """A file, or the text, of a chat template that replaces the model's."""
     trust_request_chat_template: bool
-    """For servers; `chat` always accepts a template."""
+    """Only affects servers; `chat` always accepts a template."""
     generation_config: str
     """`auto`, `none`, or a folder whose generation_config.json has the default parameters."""
 

@@ -99,7 +99,7 @@ class _Call:
         self._buffer = sink.open_buffer([], is_watched=is_watched)
         self._collectors: list[Collector] = []
         self._indices: dict[str, int] = {}
-        """Of the collectors, by the ids of their requests."""
+        """Places of the collectors, by the ids of their requests."""
         self._waiting: deque[Request] = deque()
         self._num_finished = 0
 
@@ -114,7 +114,10 @@ class _Call:
         self._submit_waiting()
 
     def take_events(self, timeout_s: float | None) -> None:
-        """Bring events to their collectors, for which this waits. Raises EngineError."""
+        """Wait for events and pass them to their collectors. Raises EngineError.
+
+        Without a timeout, it waits until there is one.
+        """
         for events in _by_sequence(self._buffer.take_events(timeout_s)):
             index = self._indices[events[0].request_id]
             collector = self._collectors[index]

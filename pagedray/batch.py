@@ -76,7 +76,7 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
     """A sequence enters the batch, for the first time or after preemption."""
 
     row: int
-    """In `[0, max_num_seqs)`; its previous sequence has ended."""
+    """A row in `[0, max_num_seqs)`, whose previous sequence has ended."""
     token_ids: bytes
     """All tokens known so far: the prompt, then sampled tokens, as `pack_token_ids` returns them,
     which takes far less time than a list. Empty if it has a donor."""
@@ -188,13 +188,13 @@ class EmbedPlan(msgspec.Struct, frozen=True, array_like=True, tag="embed"):
     step: int
     """Increases by one within an epoch."""
     token_ids: list[list[int]]
-    """By text, each at least one token."""
+    """The tokens of each text, at least one."""
     pooling: Pooling
     is_normalized: bool
     """Whether vectors are scaled to length 1."""
     num_first_type: list[int] = []
-    """By text, its tokens of type 0; the others, of the second text of a pair, are of type 1. If
-    empty, all are of type 0."""
+    """How many tokens of each text are of type 0; the others, of the second text of a pair, are of
+    type 1. If empty, all are of type 0."""
 
 
 class EmbedOutput(msgspec.Struct, frozen=True, array_like=True, tag="embedded"):
@@ -231,7 +231,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
     row: int
     """The row of the sequence in the step that computed them."""
     first_position: int
-    """Of the first token, 1 or more: nothing precedes the token at position 0."""
+    """Position of the first token, 1 or more: nothing precedes the token at position 0."""
     num_likeliest: int
     chosen: bytes
     """float32 in native byte order, `[num_tokens]`: of the prompt's own tokens."""
@@ -262,8 +262,8 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="output"):
 
     step: int
     token_ids: list[int]
-    """By sampled sequence, in the plan's order; -1 if its logits were not finite, or if its mask
-    allowed no token."""
+    """The token of each sampled sequence, in the plan's order; -1 if its logits were not finite, or
+    if its mask allowed no token."""
     logprobs: list[TokenLogprobs | None] = []
     """Empty, or by sampled sequence; None if not requested."""
     forward_s: float = 0.0
@@ -271,7 +271,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="output"):
     swap_s: float = 0.0
     """Duration of copies between the pools, in seconds: of those that `num_swapped` counts."""
     prompt_logprobs: list[PromptLogprobs] = []
-    """Of the prompts that asked for them and of which it computed tokens."""
+    """Those of the prompts that requested them and of which the step computed tokens."""
     num_swapped: int = 0
     """Blocks that were copied between the pools by this step or earlier ones, and that no earlier
     output counts."""

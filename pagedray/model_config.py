@@ -126,7 +126,7 @@ class TensorNames:
     are_experts_transposed: bool = False
     """Whether stacks of experts are `[num_experts, in_size, out_size]`."""
     shared_input: tuple[str, ...] = ()
-    """As `mlp_input`, of the MLP that every token passes in addition to its experts."""
+    """Like `mlp_input`, for the MLP that every token passes in addition to its experts."""
     shared_output: str = ""
     encoder: str = "bert"
     """The prefix of all tensors of an encoder with a head; without a head they have none."""
@@ -152,7 +152,7 @@ class ExpertsConfig:
     num_chosen: int
     """Experts of a token."""
     intermediate_size: int
-    """Of each expert."""
+    """Intermediate size of each expert."""
     is_renormalized: bool
     """Whether the weights of a token's experts add up to one; if not, those of all experts do."""
     gate: ClampedGate | None = None

@@ -21,7 +21,7 @@ class MemoryAddress(NamedTuple):
     """Where a rank finds memory of its controller."""
 
     path: str
-    """Of the controller's descriptor."""
+    """Path of the controller's descriptor."""
     label: str
     """Random, since on another node the path may be that of anything."""
 

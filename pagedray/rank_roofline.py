@@ -21,9 +21,9 @@ class WeightWork:
     expert_bytes: int = 0
     """Bytes of all experts, of which a step reads those that its rows have chosen."""
     row_flop: float = 0.0
-    """Of each row, in products of the model's dtype; of experts, the mean over the ranks."""
+    """Operations of each row in products of the model's dtype; for experts, the mean over ranks."""
     fp8_row_flop: float = 0.0
-    """Of each row, in products of fp8 numbers."""
+    """Operations of each row in products of fp8 numbers."""
 
     def __add__(self, other: WeightWork) -> WeightWork:
         return WeightWork(
@@ -49,9 +49,9 @@ class AttentionWork:
     window: int | None
     """The most tokens that a query sees; None for all before it, and itself."""
     token_bytes: int
-    """Of the keys and values of one token, in all these layers."""
+    """Bytes of the keys and values of one token, in all these layers."""
     pair_flop: float
-    """Of each pair of a token and one that it sees, in all these layers."""
+    """Operations of each pair of a token and one that it sees, in all these layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class DeviceSpeed:
 
     read_bytes_per_s: float
     flop_per_s: float
-    """Of matrix products in the model's dtype."""
+    """Operations per second of matrix products in the model's dtype."""
     fp8_flop_per_s: float | None = None
     """None if the model has no products of fp8 numbers there."""
 
@@ -82,9 +82,9 @@ class RankRoofline:
     """The work of one rank, and the speed of its device."""
 
     weights: WeightWork
-    """Whose rows are all tokens. Of the embedding table, a step reads single rows."""
+    """Work for each token as a row. Of the embedding table, a step reads single rows."""
     sampled: WeightWork
-    """Whose rows are the tokens that logits are computed for: the head, and the part of the last
+    """Work for each token as a row whose logits are computed: the head, and the part of the last
     layer that follows its attention."""
     attention: tuple[AttentionWork, ...]
     experts: ExpertChoice | None

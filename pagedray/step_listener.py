@@ -106,7 +106,7 @@ class _Greetings:
         self._listener = listener
         self._secret = secret
         self._open: dict[int, _Greeting] = {}
-        """By descriptor, the oldest first."""
+        """Connections by descriptor, the oldest first."""
         self._poller = select.poll()
         self._poller.register(listener, select.POLLIN)
 

@@ -101,7 +101,7 @@ class FormatRule:
     """Which layers have a format."""
 
     pattern: re.Pattern[str]
-    """Of the names of layers, from their start."""
+    """Matches the names of layers, from their beginning."""
     format: WeightFormat
 
 
@@ -118,9 +118,9 @@ class Quantization:
     has_cache_scales: bool = False
     """Whether each layer's attention has scales for keys and values in an fp8 cache."""
     ignored: tuple[re.Pattern[str], ...] = ()
-    """Of the names of layers that are not quantized."""
+    """Patterns of the names of layers that are not quantized."""
     prefixes: tuple[tuple[str, str], ...] = ()
-    """As in `TextTensors`: patterns are of stored names or of ours."""
+    """Those of `TextTensors`: patterns match stored names or ours."""
 
     @property
     def is_fp8(self) -> bool:

@@ -20,9 +20,9 @@ class GraphSizes(NamedTuple):
     """The sizes of the captured graphs, ascending."""
 
     decodes: list[int]
-    """In rows."""
+    """Sizes of decodes, in rows."""
     pieces: list[int]
-    """In tokens."""
+    """Sizes of pieces, in tokens."""
 
 
 NO_GRAPHS = GraphSizes([], [])

@@ -47,7 +47,7 @@ class Sampled:
     token_ids: Tensor
     """int64 `[num_rows]`; -1 where the logits hold NaN or +inf, or nothing but -inf."""
     reports: LogprobReports | None = None
-    """Of the rows that asked for log-probabilities."""
+    """Log-probabilities of the rows that requested them."""
     reported: IntArray | None = None
     """Which rows these are."""
 

@@ -86,7 +86,7 @@ class LayerViews(NamedTuple):
     keys: torch.Tensor
     """Row `2 * num_cache_layers * block_size * b + i` is the key of slot `i` of block `b`."""
     values: torch.Tensor
-    """As `keys`."""
+    """Like `keys`."""
 
 
 class CacheViews:

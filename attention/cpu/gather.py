@@ -30,7 +30,7 @@ class GatherViews(NamedTuple):
     keys: torch.Tensor
     """View of `scratch`, `[num_sequences, num_kv_heads, num_keys, head_size]`."""
     values: torch.Tensor
-    """As `keys`."""
+    """Like `keys`."""
 
 
 class Gather(NamedTuple):

@@ -31,11 +31,11 @@ class PlanBuffers(NamedTuple):
     indices: StepArrays
     biases: StepArrays
     scratch: Scratch
-    """For keys and values in the model's dtype."""
+    """Buffers for keys and values in the model's dtype."""
     stored: Scratch
-    """For the bytes of an fp8 cache."""
+    """Buffers for the bytes of an fp8 cache."""
     pairs: Scratch
-    """For pairs of these bytes as int32."""
+    """Buffers for pairs of these bytes as int32."""
 
 
 class LayerPlanner(ABC):

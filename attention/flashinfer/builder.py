@@ -1,4 +1,4 @@
-"""The builders of the FlashInfer and hybrid backends; import the library when they make kernels."""
+"""The builders of the FlashInfer and hybrid backends, which import the library with the kernels."""
 
 from attention.abstract import AttentionParams, AttentionSpec, AttentionType
 from attention.flashinfer.pages import PageUploader

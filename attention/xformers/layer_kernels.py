@@ -50,7 +50,7 @@ class XFormersKernels(SharedKernels):
             self._ragged.forget_step()
         if self._decodes is None:
             super().plan_step(batch)
-        elif (tables := _get_seq_len_block_table_args(batch, self.params)) is not None:
+        elif (tables := _key_tables_of(batch, self.params)) is not None:
             self._decodes.plan_decodes(*tables)
 
     @property
@@ -103,7 +103,7 @@ class XFormersKernels(SharedKernels):
             self._decodes.run_decodes(query, cache, out)
 
 
-def _get_seq_len_block_table_args(batch: GpuBatch, params: AttentionParams) -> _KeyTables | None:
+def _key_tables_of(batch: GpuBatch, params: AttentionParams) -> _KeyTables | None:
     """Return where the keys of the decodes of a step are; None if none are cached.
 
     Decoders read their own sequences, cross attention those of the encoders, and encoders have no

@@ -54,7 +54,7 @@ _LARGEST_TILE = 64
 _PROGRAMS = 8448
 """Programs that fill a large GPU several times over: 64 for each of 132 multiprocessors."""
 _FEWEST_KEYS = 128
-"""Of a split; fewer do not outweigh the cost of merging it."""
+"""The fewest keys of a split; with fewer, merging it costs more than it saves."""
 _MOST_SPLITS = 64
 
 

@@ -30,7 +30,7 @@ class EmbeddingRequest:
     size: int
     """Number of leading elements of each vector to return."""
     num_first_type: tuple[int, ...] = ()
-    """By pair of texts, its tokens of type 0, as in `EmbedPlan`."""
+    """The tokens of type 0 of each pair of texts, as in `EmbedPlan`."""
     tenant: str = ""
     weight: float = 1.0
     """The tenant's share of the engine, relative to other tenants."""

@@ -15,7 +15,7 @@ __all__ = ["CallFreezer", "freeze_heap"]
 
 _FIRST_S = 60.0
 _SHARE = 0.002
-"""Of the time, for full collections at the beginning of calls, and for counting frozen objects."""
+"""Share of the time for full collections when calls begin, and for counting frozen objects."""
 _NUM_OF_PYTHON = 1000
 """More than Python 3.12 freezes when it starts (375), and fewer than any program with this one."""
 
@@ -49,7 +49,7 @@ class CallFreezer:
         self._due_s = clock() + _FIRST_S
         """When a call begins with a full collection."""
         self._next_count_s = clock()
-        """Until when objects that the caller has frozen are taken to remain so."""
+        """When objects that the caller has frozen are counted again."""
         self._calls: set[object] = set()
         self._frozen = ExitStack()
         # Reentrant, since a collection may close a generator in which a call runs.

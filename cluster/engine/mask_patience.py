@@ -5,7 +5,7 @@ __all__ = ["MaskPatience"]
 _MIN_S = 0.003
 _MAX_S = 0.02
 _SHARE = 0.75
-"""Of the duration of a step: less than one, so that waiting does not extend the wait."""
+"""Share of the duration of a step; less than one, so that waiting does not extend the wait."""
 
 
 class MaskPatience:

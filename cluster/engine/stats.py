@@ -18,7 +18,7 @@ class EngineStats:
     scheduler: SchedulerStats
     num_steps: int
     last_step_s: float
-    """From when its plan was sent, or the previous step ended if later, to its output."""
+    """Time from when its plan was sent, or the previous step ended if later, to its output."""
     num_prompt_tokens: int
     num_generated_tokens: int
     block_bytes: int

@@ -33,4 +33,4 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     is_lethal: bool = False
     """Whether the sequence ended with an error because the ranks die whenever its request runs."""
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-    """Of the whole prompt, if asked for: in the first event of its first sequence."""
+    """Those of the whole prompt, if requested, in the first event of its first sequence."""

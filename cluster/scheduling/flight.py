@@ -18,6 +18,6 @@ class Flight(msgspec.Struct, frozen=True):
     late: list[Sequence]
     """Those of the sampled ones whose masks were late, which sample no token."""
     described: dict[int, Sequence]
-    """By row, those whose prompts' log-probabilities it computes."""
+    """Sequences by row, of whose prompts the step computes log-probabilities."""
     masked: list[Sequence]
     """Those of the sampled ones whose token is masked."""

@@ -36,7 +36,7 @@ class MaskedStep(NamedTuple):
 
     step: int
     sequences: list[Sequence]
-    """In the order of the plan; empty if no plan is in flight."""
+    """Sequences in the order of the plan; empty if no plan is in flight."""
     waiting: list[Sequence]
     """Sequences without a plan in flight whose next token waits for its mask."""
 

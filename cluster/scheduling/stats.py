@@ -48,7 +48,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_saved_blocks: int = 0
     """Evicted blocks that were copied to the CPU pool."""
     num_restored_blocks: int = 0
-    """Of these blocks, those copied back, each time."""
+    """Copies of these blocks back to the device."""
     num_kept_cpu_blocks: int = 0
     """Blocks with prefixes in the CPU pool that outlived a rank, each time."""
     num_kept_hit_tokens: int = 0
@@ -61,7 +61,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_written_blocks: int = 0
     """Blocks of the CPU pool that were written to the disk."""
     num_read_blocks: int = 0
-    """Of these blocks, those read back, each time."""
+    """Reads of these blocks from the disk."""
     num_failed_writes: int = 0
     """Blocks that a rank could not write."""
     num_failed_reads: int = 0

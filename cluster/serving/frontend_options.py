@@ -19,11 +19,11 @@ class FrontendOptions:
     grpc_port: int | None
     """0 lets the system choose; None disables the frontend."""
     http_port: int | None
-    """As that of gRPC."""
+    """0 lets the system choose; None disables the frontend."""
     calls: CallOptions = field(default_factory=CallOptions)
     allowed_hosts: tuple[str, ...] = ()
     """Hosts for which HTTP answers without keys, besides IP addresses, `localhost` and `host`."""
     allowed_origins: AllowedOrigins | None = None
     """Whose web pages may use HTTP from a browser."""
     store_limits: StoreLimits | None = None
-    """Of the responses of /v1/responses; None stores none."""
+    """Limits on stored responses of /v1/responses; None stores none."""

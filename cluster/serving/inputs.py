@@ -88,7 +88,7 @@ class GenerationInput:
     """The client's own id of the call."""
     priority: int = 0
     deadline_s: float | None = None
-    """On the monotonic clock."""
+    """When the call fails, on the monotonic clock; None is never."""
     tenant: str = ""
     skips_special_tokens: bool = True
     """Whether special tokens are left out of the text."""
@@ -142,7 +142,7 @@ class EmbeddingInput:
     """Length to which each vector is truncated; None keeps all of it."""
     model: str | None = None
     deadline_s: float | None = None
-    """On the monotonic clock."""
+    """When the call fails, on the monotonic clock; None is never."""
     tenant: str = ""
     origin: CallOrigin = CallOrigin()
 
@@ -163,7 +163,7 @@ class ScoreInput:
     """The criterion by which a reranker with a prompt judges; None is its default."""
     model: str | None = None
     deadline_s: float | None = None
-    """On the monotonic clock."""
+    """When the call fails, on the monotonic clock; None is never."""
     tenant: str = ""
     origin: CallOrigin = CallOrigin()
 

@@ -60,7 +60,7 @@ class Fleet:
         self._samples: list[Sample] = []
         self._ticks_per_sample = 1
         self.calls: list[VirtualCall] = []
-        """By time of arrival."""
+        """Calls by their time of arrival."""
 
     @property
     def replicas(self) -> tuple[VirtualReplica, ...]:

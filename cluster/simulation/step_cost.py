@@ -31,13 +31,13 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     In between and beyond, the time is linear.
     """
     context_s: float = 0.0
-    """For each token that a sequence with a single token in the step attends to."""
+    """Time for each token that a sequence with a single token in the step attends to."""
     pair_s: float = 0.0
-    """For each pair of a token and one that it attends to, in a sequence of several tokens."""
+    """Time for each pair of a token and one that it attends to, in a sequence of several tokens."""
     block_out_s: float = 0.0
-    """For each block that is copied from the device to the CPU pool."""
+    """Time for each block that is copied from the device to the CPU pool."""
     block_in_s: float = 0.0
-    """For each block that is copied back."""
+    """Time for each block that is copied back."""
 
     def __post_init__(self) -> None:
         numbers = [number for number, _ in self.points]

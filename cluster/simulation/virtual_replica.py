@@ -119,7 +119,7 @@ class VirtualReplica:
         self._calls: dict[str, VirtualCall] = {}
         """Calls that have not ended."""
         self._rows: dict[int, tuple[VirtualCall, int]] = {}
-        """By row, its call and the length at which it ends."""
+        """The call of each row, and the length at which it ends."""
         self._in_flight: deque[_Flight] = deque()
         self._step_ended_s = 0.0
         """When the last step that was launched ends."""

@@ -1,7 +1,8 @@
 """Downloads files of a model, several at a time, through huggingface_hub.
 
-The library continues a file whose connection was cut, for as long as the process lives; `leftover`
-does after that. This module limits how long it may receive nothing, and says how far it is.
+The library continues a file whose connection was cut, for as long as the process lives;
+`leftover.py` continues it in a later process. This module limits how long nothing may arrive, and
+reports progress.
 """
 
 from __future__ import annotations
@@ -76,7 +77,11 @@ class Transfer:
                 self._is_ended = True
 
     def note_bytes(self, number: int, *, are_stored: bool) -> None:
-        """Note that bytes have arrived. Raises _EndedError once the download was given up."""
+        """Note that bytes have arrived. Raises _EndedError once the download was given up.
+
+        Bytes that are not stored are those of a transfer from which parts of a file are made later;
+        they only show that it continues.
+        """
         if self._is_ended:
             raise _EndedError
         with self._lock:

@@ -24,9 +24,9 @@ __all__ = ["BadWords"]
 _LENGTH = MAX_BAD_WORD_TOKENS - 1
 """Tokens of an output that may begin a word."""
 _NONE = -1
-"""In place of a token that the output does not have yet."""
+"""Stands for a token that the output does not have yet."""
 _ANY = -2
-"""In place of a token that a word does not have."""
+"""Stands for a token that a word does not have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

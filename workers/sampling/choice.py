@@ -52,7 +52,7 @@ class Draws:
 
     temperature: FloatArray
     top_k: IntArray
-    """From 1 to the size of the vocabulary."""
+    """Number of tokens to choose from, 1 to the size of the vocabulary."""
     top_p: FloatArray
     min_p: FloatArray
     uniform: FloatArray

@@ -16,7 +16,7 @@ __all__ = ["tensor_digest"]
 
 _SAMPLE_BYTES = 4096
 _DISTANCE_BYTES = 2**24
-"""From the beginning of one sample to that of the next."""
+"""Distance from the beginning of one sample to that of the next."""
 
 
 def tensor_digest(name: str, entry: TensorEntry, reader: TensorReader) -> bytes:

@@ -54,7 +54,7 @@ class TensorReader:
         self._descriptors: dict[Path, int] = {}
         self._ahead: ReadAhead | None = None
         self._free_buffers: dict[bool, list[torch.Tensor]] = {False: [], True: []}
-        """By whether they are pinned."""
+        """Free buffers, by whether they are pinned."""
 
     def close(self) -> None:
         """Close the files."""

@@ -37,7 +37,7 @@ class KeptPrefixes:
     """Finds the shared prefixes of steps, most of which have the same ones as the step before."""
 
     def __init__(self, *, min_blocks: int, max_rows: int) -> None:
-        """As in `find_shared_prefixes`."""
+        """The arguments are those of `find_shared_prefixes`."""
         self._min_blocks = min_blocks
         self._max_rows = max_rows
         self._kept: tuple[SharedPrefixes, _Seen] | None = None

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["DecodeScheduler"]
 
 _WORDS_PER_COPY = 2
-"""Of int32, in the int64 that are copied."""
+"""int32 values in each int64 that is copied."""
 
 
 class DecodeScheduler:

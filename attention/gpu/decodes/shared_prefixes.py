@@ -12,7 +12,7 @@ __all__ = ["SharedPrefixes", "find_shared_prefixes"]
 _Ints = NDArray[np.int64]
 
 _MAX_PREFIXES = 64
-"""Of those whose rows begin alike, which bounds the time of a search."""
+"""The most prefixes of rows that begin alike; it bounds the time of a search."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -36,7 +36,7 @@ class _Groups:
 
     rows: _Ints
     ids: NDArray[np.int32]
-    """Of the group of each row, ascending, `[num_rows]`."""
+    """The id of the group of each row, ascending, `[num_rows]`."""
     owners: _Ints
     """The index of the group of each row, `[num_rows]`."""
     firsts: _Ints

@@ -22,7 +22,7 @@ class BenchRequest:
 
     prompt: str
     num_prompt_tokens: int
-    """As the tokenizer counts them, with its special tokens."""
+    """Tokens of the prompt, with special tokens, as the tokenizer counts them."""
     max_tokens: int
 
 
@@ -36,9 +36,9 @@ class Timing:
     """When each message with new text or tokens arrived."""
     ended_s: float
     num_prompt_tokens: int
-    """As the server counted them; 0 if it does not say."""
+    """Tokens of the prompt, as the server counted them; 0 if it does not say."""
     num_generated_tokens: int
-    """As the server counted them, or else the number of messages with text."""
+    """Generated tokens, as the server counted them, or else the number of messages with text."""
 
 
 class BenchError(PagedRayError):

@@ -57,7 +57,7 @@ class LoadResult:
     """The requests of `timings`, in the same order."""
     failures: tuple[str, ...]
     duration_s: float
-    """From the first request to the last answer."""
+    """Time from the first request to the end of the last answer."""
     peak_concurrency: int
     client_cpu_s: float
     """CPU time that this process took."""

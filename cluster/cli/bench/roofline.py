@@ -106,7 +106,7 @@ class RooflineShare:
     experts_per_layer: float | None
     """The expected number of which a step reads the weights, if tokens choose all as often."""
     num_experts: int | None
-    """Of each layer."""
+    """Experts of each layer."""
     read_bytes_per_second: float
     """Measured, as the next two."""
     flop_per_second: float

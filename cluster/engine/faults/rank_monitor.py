@@ -27,7 +27,7 @@ _TICK_S = 0.25
 _START_LIMITS = WatchLimits(beat_s=60.0, first_s=300.0)
 """Imports may delay the heartbeat; a large tensor, a compiler or the network may delay words."""
 _LIMITS = {"cpu": WatchLimits(), "cuda": WatchLimits(first_s=300.0)}
-"""By device; on a GPU, libraries compile kernels for the first step of a kind."""
+"""Limits by device; on a GPU, libraries compile kernels for the first step of a kind."""
 
 
 class ReportSource(Protocol):

@@ -30,21 +30,21 @@ class WatchLimits:
     """How long a rank may be silent."""
 
     beat_s: float = 6.0
-    """Without a heartbeat, which comes twice a second."""
+    """Limit without a heartbeat, which comes twice a second."""
     start_s: float = 60.0
-    """Until the first heartbeat."""
+    """Limit until the first heartbeat."""
     stopped_s: float = 6.0
-    """Since the process was first seen to be stopped, without a heartbeat."""
+    """Limit without a heartbeat from when the process is first seen to be stopped."""
     word_s: float = 6.0
-    """Without a word, at least."""
+    """The lowest limit without a new word."""
     factor: float = 4.0
-    """Of the longest time between two words of such steps."""
+    """Limit without a new word, as a multiple of the longest time between words of such steps."""
     first_s: float = 60.0
-    """Without a word during the first step of a kind, which may compile."""
+    """Limit without a new word during the first step of a kind, which may compile."""
     compiling_s: float = 600.0
-    """Without a word while a compiler runs."""
+    """Limit without a new word while a compiler runs."""
     copying_s: float = 30.0
-    """From the end of a step to that of its block copies, which take seconds at most."""
+    """Limit from the end of a step to that of its block copies, which take seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

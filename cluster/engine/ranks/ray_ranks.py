@@ -81,7 +81,7 @@ class RayRanks:
         self._running: list[Reference] = []
         self._actors: list[Actor] = []
         self._healing: Healing | None = None
-        """Until the first output of an epoch that replaced another."""
+        """Set until the first output of an epoch that replaced another one."""
 
     def start_ranks(self) -> tuple[CacheSize, KernelReport]:
         """Start the ranks, load the model and connect.

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
-"""Of Linux: the signal that a process gets when its parent ends."""
+"""Option of prctl(2) for the signal that a process receives when its parent ends."""
 _RAYLET_PID = "RAY_RAYLET_PID"
 """A variable that the raylet sets for its agents."""
 

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 _CONNECT_TIMEOUT_S = 0.25
 """A refusal by a host that runs comes at once."""
 _MIN_REFUSALS = 2
-"""In a row, before a process counts as ended."""
+"""Refused connections in a row after which a process counts as ended."""
 _CALL_PERIOD_S = 1.0
 _CALL_TIMEOUT_S = 5.0
 _METHOD = "/grpc.health.v1.Health/Check"

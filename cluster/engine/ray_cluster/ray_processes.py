@@ -26,7 +26,7 @@ _PROC = Path("/proc")
 _SESSION = re.compile(r"/session_[^/]*_(\d+)/")
 """A folder of Ray, named after the process that started it."""
 _TITLE = b"ray::"
-"""With which the command line of a process of Ray may begin once it runs."""
+"""How the command line of a process of Ray may begin once it runs."""
 
 
 @dataclass(frozen=True, slots=True)

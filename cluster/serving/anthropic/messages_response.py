@@ -81,7 +81,7 @@ class MessagesResponse(EventResponse):
         self._blocks: list[_Block] = []
         """The blocks of a complete response."""
         self._index = -1
-        """Of the block that is being written."""
+        """The index of the block that is being written."""
         self._open: _Kind | None = None
         """The kind of that block, until it ends."""
         self._piece_begin = b""

@@ -51,7 +51,7 @@ IS_FIRST_KEY = "pagedray.is_first"
 """The key in the ASGI scope for whether a request is the first one of its connection."""
 
 _MAX_HELD_BYTES = 2**24
-"""Of all connections; while they hold more, only short heads are received."""
+"""Bytes of all connections together; while they hold more, only short heads are received."""
 _SHORT_HEAD_BYTES = 2**12
 _RECEIVED_BYTES = 2**16
 """Bytes of a body that are taken from the system before the application counts them."""

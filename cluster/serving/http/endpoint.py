@@ -216,7 +216,7 @@ class EndpointTable:
     def __init__(self, endpoints: tuple[Endpoint, ...]) -> None:
         self._exact: dict[str, dict[str, Endpoint]] = {}
         self._open: dict[tuple[str, str], dict[str, Endpoint]] = {}
-        """By what precedes the parameter, and what follows it."""
+        """Endpoints whose paths have a parameter, by what precedes it and what follows it."""
         for endpoint in endpoints:
             prefix, brace, rest = endpoint.path.partition("{")
             if brace:

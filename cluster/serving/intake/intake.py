@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 __all__ = ["Intake"]
 
 _CLIENT_SHARE = 0.25
-"""Of the event loop's time for what a client sends, as `LoopShares` charges it."""
+"""Share of the event loop's time for what a client sends, as `LoopShares` charges it."""
 _CLIENT_SHARE_BESIDE_RANKS = 0.15
 """The same where ranks may compute on its core, which computes for these requests, too."""
 _SHARE_BESIDE_RANKS = 0.3
-"""Of the event loop's time for reading requests, where ranks may compute on its core."""
+"""Share of the event loop's time for reading requests, if ranks may compute on its core."""
 
 
 class Intake:

@@ -24,7 +24,7 @@ __all__ = [
 MAX_REQUEST_BYTES = 4 * 2**20
 """The longest message or body unless an operator allows longer ones."""
 _BASE_BYTES = 2**20
-"""For everything but prompts, such as schemas and tools."""
+"""Bytes for everything but prompts, such as schemas and tools."""
 _BYTES_PER_TOKEN = 8
 """A token id in JSON, with its comma."""
 _LIST_VALUES = 2**13

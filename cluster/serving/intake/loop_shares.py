@@ -27,7 +27,7 @@ MAX_WAITING = 1024
 _BURST_S = 0.02
 _MAX_WAIT_S = 10.0
 _MAX_IDLE_WAIT_S = 0.5
-"""For requests that arrive while no call waits for tokens."""
+"""The longest wait of requests that arrive while no call waits for tokens."""
 _MIN_RETRY_S = 1.0
 _CALL_S = 0.002
 """What most calls take until they are in the engine's queue, and at most what one is charged."""
@@ -35,7 +35,7 @@ _FIRST_MEAN_S = 0.0003
 """What requests take before the first one has."""
 _SMOOTHING = 0.2
 _MAX_ACCOUNTS = 1024
-"""From this number on, those that are as good as new are dropped."""
+"""Number of accounts from which on those with a full balance are dropped."""
 
 Result = TypeVar("Result")
 

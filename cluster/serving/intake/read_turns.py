@@ -19,12 +19,12 @@ __all__ = ["ReadTurns"]
 _PER_PASS = 4
 """Reads of a pass, each of which may begin a request of about 0.3 ms."""
 _NUM_ITERATIONS = 4
-"""Of the event loop in a pass. What a read begins, such as a response and closing the connection,
-runs in later ones."""
+"""Iterations of the event loop in a pass. What a read begins, such as a response and closing the
+connection, runs in later ones."""
 _PASS_S = 0.0005
 """No read follows in a pass that has taken as long, where a pass is followed by a pause."""
 _MAX_WAITING_BYTES = 2**22
-"""Of all connections that wait; beyond it no further bytes wait."""
+"""Bytes of all waiting connections together; beyond this, no further bytes wait."""
 _MAX_CREDIT_S = 0.0005
 _MAX_DEBT_S = 0.01
 """What a pass takes beyond it causes no longer pause."""

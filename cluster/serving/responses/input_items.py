@@ -31,7 +31,7 @@ _STEP_MESSAGES = 64
 _MOST_ITEMS = 100
 _ITEM_BYTES = 256
 _CALL_BYTES = 2**14
-"""Of a call with long arguments."""
+"""Bytes of a call with long arguments."""
 _ORDERS = ("asc", "desc")
 
 _Kind = Literal["message", "reasoning", "function_call", "function_call_output"]

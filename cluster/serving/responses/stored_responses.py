@@ -26,7 +26,7 @@ class StoreLimits:
     """How many responses are kept."""
 
     num_responses: int = 1000
-    """Of each tenant; 0 keeps none."""
+    """Number of responses for each tenant; 0 stores none."""
     memory: BufferLimits = field(default_factory=BufferLimits)
 
 

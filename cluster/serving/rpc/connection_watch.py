@@ -38,20 +38,20 @@ logger = logging.getLogger(__name__)
 
 _INTERVAL_S = 0.1
 _MAX_SHARE = 0.02
-"""Of a core that may be spent on watching."""
+"""The share of a core that may be spent on watching."""
 _ALERT_INTERVAL_S = 0.05
-"""While a connection is suspected, about which the next look decides, and for some time after a
-host had too many connections."""
+"""The interval while a connection is suspected, since the next look decides about it, and for
+`_ALERT_S` after a host had too many connections."""
 _MAX_ALERT_SHARE = 0.2
-"""Of a core in that time."""
+"""The share of a core in that time."""
 _ALERT_S = 5.0
-"""A host that had too many connections may open as many again at once."""
+"""A host that had too many connections may immediately open as many again."""
 _UNPROVEN_BYTES = 2**16
 _UNPROVEN_BYTES_PER_S = 2**12
 """Health checks need less, at several a second."""
 _MAX_STALLED = 64
 _MAX_STALLED_PER_HOST = 8
-"""A client that opens further ones sees them end, and the memory for stalled ones is bounded."""
+"""Further connections are ended instead, so that the memory for stalled ones is bounded."""
 _STALL_S = 60.0
 _TRIM_INTERVAL_S = 5.0
 _MANY_ENDED = 64
@@ -62,7 +62,7 @@ _MANY_ENDED = 64
 class _Connection:
     host: str
     peer: str
-    """As gRPC writes it."""
+    """The address, as gRPC writes it."""
     seen_s: float
 
 
@@ -115,7 +115,8 @@ class ConnectionWatch:
     def close_excess(self) -> None:
         """Stall or close what exceeds a limit, of a host's connections the newest.
 
-        It pauses: a thousand connections take several milliseconds, which streams would wait.
+        It pauses in between, since a thousand connections take several milliseconds, for which
+        streams would have to wait.
         """
         pauses = ThreadPauses(are_long=False)
         sockets = open_sockets(pauses)

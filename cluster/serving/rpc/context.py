@@ -48,7 +48,7 @@ async def abort_call(context: Context, error: Exception) -> NoReturn:
     await context.abort(
         code_of(status), status.message, ((DETAILS_KEY, status.SerializeToString()),)
     )
-    raise AssertionError
+    raise AssertionError("abort raises an error")
 
 
 def drop_frames(error: BaseException) -> None:

@@ -26,7 +26,7 @@ __all__ = [
 _DESCRIPTORS = "/proc/self/fd"
 _INFO_BYTES = 136
 _RECEIVED_OFFSET = 128
-"""Of `tcpi_bytes_received` in Linux's `struct tcp_info`."""
+"""Offset of `tcpi_bytes_received` in Linux's `struct tcp_info`."""
 _DISCARDED_BYTES = 2**20
 _MAPPED = "::ffff:"
 _ATTACH_FILTER = 26

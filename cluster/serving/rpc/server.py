@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 __all__ = ["MIN_STREAMS", "GrpcServer"]
 
 MIN_STREAMS = 1024
-"""Of one connection. Further calls wait in the client, but gRPC also counts streams that have ended
-and are not freed yet: near the limit it rejects calls that did not wait long enough."""
+"""Concurrent calls of one connection. Further calls wait in the client, but gRPC also counts
+streams that have ended and are not freed yet: near the limit it rejects calls that did not wait
+long enough."""
 _OPTIONS = (
     # Otherwise a fast connection may send much more of a message than is being read.
     ("grpc.http2.bdp_probe", 0),

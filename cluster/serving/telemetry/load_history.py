@@ -26,7 +26,7 @@ _INTERVAL_S = 5.0
 _NUM_SAMPLES = 120
 _NUM_RECENT = 12
 LATENCY_BOUNDS_S = tuple(0.0001 * 2 ** (number / 8) for number in range(8 * 24 + 1))
-"""From 0.1 ms to about half an hour; a bound exceeds the one before it by 9 %."""
+"""Bounds from 0.1 ms to about half an hour, each 9 % higher than the one before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +65,9 @@ class LoadHistory:
     samples: tuple[LoadSample, ...]
     """The oldest first."""
     first_token: Latency
-    """From the arrival of a call to its first token, in the last minute."""
+    """Time from the arrival of a call to its first token, in the last minute."""
     between_tokens: Latency
-    """Between two outputs of a call, in the last minute."""
+    """Time between two outputs of a call, in the last minute."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,12 @@ if TYPE_CHECKING:
 __all__ = ["add_configured_tokens", "special_tokens_of"]
 
 _NAMES = (
-    *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token"),
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
     "mask_token",
 )
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")

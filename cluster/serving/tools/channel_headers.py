@@ -42,7 +42,7 @@ _FUNCTIONS = "functions."
 _HEADER_STARTS = (CHANNEL_MARK, START_MARK, MESSAGE_MARK)
 _FIRST_STARTS = (*_HEADER_STARTS, "to=")
 _MAX_BEGIN_LENGTH = MAX_BLANKS + 16
-"""Of the text that shows whether a header begins."""
+"""Length of the text that shows whether a header begins."""
 _CHANNEL = re.compile(re.escape(CHANNEL_MARK) + r"\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _NO_HEADER = re.compile(re.escape(START_MARK) + r"[^\w<]")

@@ -39,7 +39,7 @@ class _Reading:
         self._text = text
         self._rules = rules
         self._known: dict[tuple[int, int], Places] = {}
-        """By identity of an expression and place; of those that are being read, none."""
+        """Places by expression (its `id`) and place; empty for those that are being read."""
 
     def after(self, expression: Expression, at: int) -> Places:
         """Return the places after an expression that begins at a place."""

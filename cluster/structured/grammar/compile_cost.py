@@ -56,11 +56,11 @@ class _OptionalRun:
     """Numbers of consecutive optional parts in an expression."""
 
     longest: int = 0
-    """Anywhere in the expression."""
+    """The longest run anywhere in the expression."""
     first: int = 0
-    """From its beginning; all of them if the whole expression is optional."""
+    """The run at its beginning; all parts if the whole expression is optional."""
     last: int = 0
-    """Up to its end."""
+    """The run at its end."""
     is_whole: bool = False
     """Whether the whole expression is optional."""
 

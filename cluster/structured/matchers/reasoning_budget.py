@@ -35,7 +35,7 @@ class ReasoningBudget:
     def _begin(self) -> None:
         self._tracker = ReasoningTracker(self._reasoning)
         self._num_tokens = 0
-        """Of the reasoning, without the mark at which it begins."""
+        """Tokens of the reasoning, without the mark at which it begins."""
 
     @property
     def is_complete(self) -> bool:

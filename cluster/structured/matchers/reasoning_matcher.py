@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["ReasoningMatcher"]
 
 _MAX_LINE_FEEDS = 2
-"""Between the reasoning and the structure, as models write them."""
+"""Line feeds between the reasoning and the structure, as models write them."""
 
 
 class ReasoningMatcher:

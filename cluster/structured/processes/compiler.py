@@ -34,9 +34,9 @@ _CACHE_BYTES = 128 * 2**20
 """Above this, the tenant with the largest share loses its least recently used structures."""
 _NUM_THREADS = 3
 _MAX_RUNNING = 2
-"""Of one tenant, so that a thread is left for others."""
+"""Compilations of one tenant at a time, so that a thread is left for others."""
 _MAX_OPEN = 18
-"""Of one tenant."""
+"""Structures of one tenant that wait or are being compiled."""
 _MAX_OPEN_TOTAL = 144
 
 _DEFECTS = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)

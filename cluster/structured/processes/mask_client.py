@@ -30,7 +30,8 @@ __all__ = ["MaskClient"]
 logger = logging.getLogger(__name__)
 
 _COSTLY_SHARE = 0.5
-"""Of the time that a caller waits: CPU time of a mask that is not worth waiting for."""
+"""A mask with more CPU time than this share of the time that a caller waits is not worth waiting
+for."""
 _TOO_COSTLY = "its masks take too much time or memory"
 """Why sequences end whose structure has ended a process, or would."""
 

@@ -39,7 +39,7 @@ __all__ = ["MaskConnection", "MaskProcess", "MaskProcessDiedError"]
 _REPLY_MARGIN_S = 5.0
 """Time for a reply beyond the limit that the process itself keeps."""
 _PATIENCE_SHARE = 0.75
-"""Of the time that a caller waits: what the process waits for quick masks."""
+"""Share of the time that a caller waits, for which the process waits for quick masks."""
 _MAX_PATIENCE_S = 60.0
 _LOAD_TIMEOUT_S = 60.0
 _MAX_INCARNATIONS = 3
@@ -193,10 +193,10 @@ class MaskConnection:
 
         Raises MaskProcessDiedError, also if the process has been silent for longer than `limit_s`.
         """
-        silent_s = self._heard_s + limit_s + _REPLY_MARGIN_S - time.monotonic()
+        left_s = self._heard_s + limit_s + _REPLY_MARGIN_S - time.monotonic()
         try:
-            if not _is_readable(process.masks, min(wait_s, max(0.0, silent_s))):
-                if wait_s < silent_s:
+            if not _is_readable(process.masks, min(wait_s, max(0.0, left_s))):
+                if wait_s < left_s:
                     return None
                 raise TimeoutError("no reply")
             reply: MaskReply = read_message(process.masks, MaskReply)

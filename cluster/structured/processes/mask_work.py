@@ -125,11 +125,11 @@ class MaskWork:
         self._costly: dict[str, deque[MaskJob]] = {}
         """What the thread of a tenant makes next."""
         self._running: dict[int, MaskJob] = {}
-        """By thread."""
+        """Jobs by the thread that runs them."""
         self._awaited: Collection[MaskJob] = ()
         """What `make_masks` waits for."""
         self._num_awaited = 0
-        """Of those, how many are not made."""
+        """How many of those are not made yet."""
         # A thread started later might find no memory for its stack.
         all_run = threading.Barrier(num_threads + 1)
         for _ in range(num_threads):

@@ -42,7 +42,7 @@ class CompileLimits(msgspec.Struct, frozen=True, kw_only=True):
     answer_bytes: int = 32 * 2**20
     """Size of a compiled grammar."""
     mask_memory_bytes: int = 2**30
-    """For all grammars in use or cached, and all sequences that follow them."""
+    """Memory for all grammars in use or cached, and all sequences that follow them."""
     mask_s: float = 0.1
     """CPU time to accept a token and make the next mask, in the trial after compiling."""
 
@@ -128,7 +128,7 @@ class MadeMask(msgspec.Struct, frozen=True, array_like=True):
     cpu_s: float
     """CPU time that the sequence has taken."""
     mask_cpu_s: float
-    """Of that, CPU time of this mask."""
+    """The part of it that this mask took."""
     words: bytes = b""
     finish_reason: FinishReason | None = None
     error: str = ""

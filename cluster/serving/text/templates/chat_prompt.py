@@ -26,7 +26,7 @@ class ChatMessage:
     tool_calls: tuple[MessageToolCall, ...] = ()
     """The tool calls of an assistant's turn."""
     tool_call_id: str | None = None
-    """In a tool's turn, the id of its call."""
+    """The id of the call that a message of a tool answers."""
     name: str | None = None
     """The name of the author; in a tool's turn, of the tool."""
     reasoning: str | None = None

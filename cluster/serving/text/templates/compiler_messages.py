@@ -9,7 +9,7 @@ class Compiled(msgspec.Struct, frozen=True, tag="compiled"):
     """A compiled template."""
 
     code: bytes
-    """In the format of Python's `marshal`."""
+    """Code of the template, in the format of Python's `marshal`."""
     variables: tuple[str, ...]
 
 

@@ -30,7 +30,7 @@ __all__ = [
 
 _MAX_REASON_LENGTH = 200
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]*")
-"""Of an object in memory; the text may end within one."""
+"""The address of an object in memory; the text may end within one."""
 
 
 class InvalidTemplateError(ValueError):

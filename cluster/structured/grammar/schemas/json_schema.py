@@ -51,7 +51,7 @@ _MAX_DEPTH = 64
 _MAX_NODES = 4096
 _MAX_ONE_OF = 128
 _MAX_PROPERTIES = 256
-"""Of one object. The time and memory to compile grow with the square of their number."""
+"""Properties of one object. The time and memory to compile grow with the square of their number."""
 _MAX_OPTIONAL = 128
 """Properties of one object that are not required."""
 _BY_FORMAT = " for the arguments of strict tools in this format of tool calls"

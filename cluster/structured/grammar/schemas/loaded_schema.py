@@ -10,7 +10,7 @@ from cluster.structured.grammar.expressions import invalid_structure
 __all__ = ["load_schema"]
 
 _MAX_EXPONENT = 400
-"""Of a number; no float has a larger one."""
+"""The largest exponent of a number; no float has a larger one."""
 
 
 def load_schema(text: str) -> tuple[object, object]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["Multiples"]
 
 _MAX_RULES = 256
-"""Of one schema. The time to compile grows with the square of their number."""
+"""Rules of one schema. The time to compile grows with the square of their number."""
 _ZERO = 0x30
 
 

@@ -10,7 +10,7 @@ from pagedray.errors import InvalidRequestError
 __all__ = ["finite_values", "is_unrestricted", "kinds_of", "resolved"]
 
 _MAX_DEPTH = 16
-"""Of references and branches."""
+"""Depth of nested references and branches."""
 
 
 def kinds_of(schema: object, root: object) -> frozenset[str]:
