@@ -23,6 +23,9 @@ import yaml
 from ray.serve.config import AutoscalingConfig
 from ray.serve.schema import ServeDeploySchema
 
+from cluster.cli.config_file import apply_config
+from cluster.cli.one_line_parser import command_parser
+from cluster.cli.parser import make_parser
 from cluster.serving.auth.key_file import KeyFile
 from cluster.serving.ray_serve.autoscaling import TokensPolicy
 from cluster.serving.ray_serve.options import read_arguments
@@ -231,6 +234,16 @@ def test_key_file_is_accepted(tmp_path: Path) -> None:
     path.write_text(re.sub(r"sha256:[^\"]*", lambda _: f"sha256:{next(digests)}", block.text))
     path.chmod(0o600)
     assert KeyFile.from_file(path).tenants.keys() == {"alice", "ops"}
+
+
+def test_file_of_flags_is_accepted(tmp_path: Path) -> None:
+    path = tmp_path / "server.yaml"
+    path.write_text(_one("docs/configuration.md", "yaml", "model:").text)
+    parser = command_parser(make_parser(), "serve")
+    arguments = apply_config(parser, ["--config", str(path), "--max-model-len", "1K"])
+    parsed = parser.parse_args(arguments)
+    assert parsed.model == "examples/tiny-llama"
+    assert (parsed.max_model_len, parsed.max_queued_requests) == (1024, 100)
 
 
 def test_serve_configuration_is_accepted() -> None:
