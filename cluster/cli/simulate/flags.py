@@ -24,7 +24,10 @@ _LIMITS = StepLimits()
 def add_simulate_flags(parser: argparse.ArgumentParser) -> None:
     """Add them in groups."""
     _add_requests(parser.add_argument_group("requests"))
-    _add_replicas(parser.add_argument_group("replicas"))
+    replicas = parser.add_argument_group("replicas")
+    _add_engine(replicas)
+    _add_sizes(replicas)
+    _add_limits(replicas)
     _add_output(parser.add_argument_group("output"))
 
 
@@ -39,21 +42,32 @@ def _add_requests(group: argparse._ArgumentGroup) -> None:
     )
     add_request_rate(group)
     add_random_requests(group)
-    for flag, low, high, default, what in (
-        ("--num-prefixes", 1, 10**6, 1, "Number of different prefixes, which are drawn at random."),
-        (
-            "--num-tenants",
-            1,
-            10**6,
-            1,
-            "Number of tenants, which are drawn at random and share no prefixes.",
-        ),
-        ("--seed", 0, 2**63 - 1, 0, "Random seed of lengths, intervals, prefixes and tenants."),
-    ):
-        _add_count(group, flag, low, high, default, what)
+    _add_count(
+        group,
+        "--num-prefixes",
+        "Number of different prefixes, which are drawn at random.",
+        high=10**6,
+        default=1,
+    )
+    _add_count(
+        group,
+        "--num-tenants",
+        "Number of tenants, which are drawn at random and share no prefixes.",
+        high=10**6,
+        default=1,
+    )
+    _add_count(
+        group,
+        "--seed",
+        "Random seed of lengths, intervals, prefixes and tenants.",
+        low=0,
+        high=2**63 - 1,
+        default=0,
+    )
 
 
-def _add_replicas(group: argparse._ArgumentGroup) -> None:
+def _add_engine(group: argparse._ArgumentGroup) -> None:
+    """Add how long steps and reads take, and how sequences and prefixes are handled."""
     group.add_argument(
         "--cost",
         default=COSTS[0],
@@ -89,49 +103,82 @@ def _add_replicas(group: argparse._ArgumentGroup) -> None:
             metavar="US",
             help=f"Time to {what}, in microseconds.",
         )
-    for flag, low, high, default, what in (
-        ("--num-replicas", 1, 1000, 1, "Number of replicas behind the router of Ray Serve."),
-        ("--num-blocks", 2, 10**8, 50_000, "Number of blocks in the KV cache of a replica."),
-        (
-            "--num-cpu-blocks",
-            0,
-            10**8,
-            512,
-            "Number of blocks in CPU memory, for swapping and prefixes.",
-        ),
-        ("--num-disk-blocks", 0, 10**8, 0, "Number of blocks on a disk, for prefixes."),
-        ("--block-size", 1, 256, 16, "Tokens per block."),
-        ("--max-num-seqs", 1, 10**5, _LIMITS.max_num_seqs, "Maximum number of sequences per step."),
-        (
-            "--max-num-batched-tokens",
-            1,
-            MOST_TOKENS,
-            _LIMITS.max_num_batched_tokens,
-            "Maximum number of tokens per step.",
-        ),
-        (
-            "--max-model-len",
-            2,
-            MOST_TOKENS,
-            131_072,
-            "Maximum number of prompt and output tokens of a request.",
-        ),
-        (
-            "--max-queued-requests",
-            1,
-            10**7,
-            _CONFIG.max_queued_requests,
-            "Maximum number of waiting requests per replica; others are rejected.",
-        ),
-        (
-            "--max-queued-tokens",
-            1,
-            10**12,
-            _CONFIG.max_queued_tokens,
-            "Maximum number of waiting prompt tokens per replica; more are rejected.",
-        ),
-    ):
-        _add_count(group, flag, low, high, default, what)
+
+
+def _add_sizes(group: argparse._ArgumentGroup) -> None:
+    """Add the number of replicas, and the sizes of their pools."""
+    _add_count(
+        group,
+        "--num-replicas",
+        "Number of replicas behind the router of Ray Serve.",
+        high=1000,
+        default=1,
+    )
+    _add_count(
+        group,
+        "--num-blocks",
+        "Number of blocks in the KV cache of a replica.",
+        low=2,
+        high=10**8,
+        default=50_000,
+    )
+    _add_count(
+        group,
+        "--num-cpu-blocks",
+        "Number of blocks in CPU memory, for swapping and prefixes.",
+        low=0,
+        high=10**8,
+        default=512,
+    )
+    _add_count(
+        group,
+        "--num-disk-blocks",
+        "Number of blocks on a disk, for prefixes.",
+        low=0,
+        high=10**8,
+        default=0,
+    )
+    _add_count(group, "--block-size", "Tokens per block.", high=256, default=16)
+
+
+def _add_limits(group: argparse._ArgumentGroup) -> None:
+    """Add the limits on steps, requests and the queue."""
+    _add_count(
+        group,
+        "--max-num-seqs",
+        "Maximum number of sequences per step.",
+        high=10**5,
+        default=_LIMITS.max_num_seqs,
+    )
+    _add_count(
+        group,
+        "--max-num-batched-tokens",
+        "Maximum number of tokens per step.",
+        high=MOST_TOKENS,
+        default=_LIMITS.max_num_batched_tokens,
+    )
+    _add_count(
+        group,
+        "--max-model-len",
+        "Maximum number of prompt and output tokens of a request.",
+        low=2,
+        high=MOST_TOKENS,
+        default=131_072,
+    )
+    _add_count(
+        group,
+        "--max-queued-requests",
+        "Maximum number of waiting requests per replica; others are rejected.",
+        high=10**7,
+        default=_CONFIG.max_queued_requests,
+    )
+    _add_count(
+        group,
+        "--max-queued-tokens",
+        "Maximum number of waiting prompt tokens per replica; more are rejected.",
+        high=10**12,
+        default=_CONFIG.max_queued_tokens,
+    )
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
@@ -147,6 +194,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_count(
-    group: argparse._ArgumentGroup, flag: str, low: int, high: int, default: int, what: str
+    group: argparse._ArgumentGroup, flag: str, what: str, *, low: int = 1, high: int, default: int
 ) -> None:
+    """Add a flag whose value is an integer in a range."""
     group.add_argument(flag, type=count(low, high), default=default, metavar="N", help=what)
