@@ -79,28 +79,12 @@ class GenerationCall:
         """The token ids of the prompts."""
         self.prompt_logprobs: dict[int, tuple[PromptLogprobs, ...]] = {}
         """Those of the prompts that asked for them, once they are computed."""
-        reasoning = self.reasoning = requests[0].reasoning
+        self.reasoning = requests[0].reasoning
         """How the reasoning of its sequences is marked; None if there is none."""
-        skips_special_tokens = given.skips_special_tokens and not (
-            reasoning is not None and reasoning.has_special_tokens
-        )
         self._call = call
         self._watch = watch
         self._deadline_s = requests[0].deadline_s
-        stops = StopStrings(requests[0].sampling.stop)
-        self._texts = {
-            (request.id, index): TextStream(
-                request,
-                index,
-                token_bytes,
-                stops=stops,
-                prompt_index=prompt_index,
-                skips_special_tokens=skips_special_tokens,
-                includes_stop=given.includes_stop,
-            )
-            for prompt_index, request in enumerate(requests)
-            for index in range(request.sampling.n)
-        }
+        self._texts = _text_streams(given, requests, token_bytes)
         self._num_unfinished = sum(len(request.open_indices) for request in requests)
         self._started_ids: set[str] = set()
         self._num_cached_tokens = 0
@@ -311,6 +295,29 @@ class GenerationCall:
         if self._deadline_timer is not None:
             self._deadline_timer.cancel()
             self._deadline_timer = None
+
+
+def _text_streams(
+    given: GenerationInput, requests: Sequence[Request], token_bytes: TokenBytes
+) -> dict[tuple[str, int], TextStream]:
+    """Return the texts of all sequences, by request id and index."""
+    reasoning = requests[0].reasoning
+    # Marks of the reasoning that are special tokens are needed to find its end.
+    has_special_marks = reasoning is not None and reasoning.has_special_tokens
+    stops = StopStrings(requests[0].sampling.stop)
+    return {
+        (request.id, index): TextStream(
+            request,
+            index,
+            token_bytes,
+            stops=stops,
+            prompt_index=prompt_index,
+            skips_special_tokens=given.skips_special_tokens and not has_special_marks,
+            includes_stop=given.includes_stop,
+        )
+        for prompt_index, request in enumerate(requests)
+        for index in range(request.sampling.n)
+    }
 
 
 def _is_cancelling() -> bool:
