@@ -57,7 +57,7 @@ class SamplingFields(Body):
         "Subtracted from a token's logit once for each of its occurrences in the output.", -2, 2
     )
     seed: int | None = bounds(
-        "Random seed, which makes sampling reproducible.", -(2**63), 2**63 - 1
+        "Random seed, which makes sampling reproducible, except for rounding.", -(2**63), 2**63 - 1
     )
     ignore_eos: bool | None = Field(
         None, description="Whether to generate past the model's end-of-sequence tokens."
