@@ -20,7 +20,7 @@ from cluster.serving.call_options import CallOptions
 from cluster.serving.connections.tls import certificate_store
 from cluster.serving.engine_client import EngineClient
 from cluster.serving.http.app import HttpApp
-from cluster.serving.http.endpoint import Access, Endpoint, HttpCall
+from cluster.serving.http.endpoint import Access, Endpoint
 from cluster.serving.http.server import HttpServer
 from cluster.serving.memory.output_buffer import OutputBuffers
 from cluster.serving.memory.reader_limits import ReaderLimits
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cluster.serving.connections.tls import CertificateStore
+    from cluster.serving.http.http_call import HttpCall
     from cluster.serving.text.tokenizer import Tokenizer
 
 MANY_TOKENS = 900_000

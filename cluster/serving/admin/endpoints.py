@@ -12,7 +12,7 @@ from cluster.serving.admin.openapi import openapi_document
 from cluster.serving.admin.openapi_page import PAGE_HEADERS, openapi_page
 from cluster.serving.admin.tokenize_body import DetokenizeBody, TokenizeBody
 from cluster.serving.admin.web_page import page_routes
-from cluster.serving.http.endpoint import HEALTHY, Access, Endpoint, HttpCall, json_response
+from cluster.serving.http.endpoint import HEALTHY, Access, Endpoint, json_response
 from cluster.serving.http.schema import renamed
 from pagedray.errors import EngineError, InvalidRequestError
 from pagedray.version import __version__
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
+    from cluster.serving.http.http_call import HttpCall
     from cluster.serving.inputs import TokenizeInput
     from cluster.serving.intake.steps import Steps
     from cluster.serving.servicer import Servicer

@@ -10,7 +10,7 @@ from cluster.serving.anthropic.errors import ANTHROPIC_ERRORS, rewording_length_
 from cluster.serving.anthropic.messages_body import MessagesBody
 from cluster.serving.anthropic.messages_response import MessagesResponse
 from cluster.serving.anthropic.model_support import ModelSupport
-from cluster.serving.http.endpoint import Endpoint, HttpCall, json_response
+from cluster.serving.http.endpoint import Endpoint, json_response
 from cluster.serving.http.schema import renamed
 from cluster.serving.openai.answer import answer_call
 from cluster.serving.tools.turns import Turns
@@ -19,6 +19,7 @@ from pagedray.errors import InvalidRequestError
 if TYPE_CHECKING:
     from starlette.responses import Response
 
+    from cluster.serving.http.http_call import HttpCall
     from cluster.serving.inputs import GenerationInput, TokenizeInput
     from cluster.serving.intake.steps import Steps
     from cluster.serving.servicer import Servicer

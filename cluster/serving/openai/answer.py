@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from starlette.responses import Response
 
-    from cluster.serving.http.endpoint import HttpCall
+    from cluster.serving.http.http_call import HttpCall
     from cluster.serving.memory.output_buffer import OutputBuffer
     from cluster.serving.servicer import GenerationCall, Servicer
 

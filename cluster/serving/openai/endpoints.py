@@ -13,7 +13,7 @@ import msgspec
 from starlette.responses import Response
 
 from cluster.serving.http.body import JSON_TYPE
-from cluster.serving.http.endpoint import Endpoint, HttpCall, json_response
+from cluster.serving.http.endpoint import Endpoint, json_response
 from cluster.serving.http.schema import renamed
 from cluster.serving.inputs import EmbeddingInput, GenerationInput
 from cluster.serving.model_name import served_names
@@ -33,6 +33,7 @@ from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from cluster.serving.http.errors import Json
+    from cluster.serving.http.http_call import HttpCall
     from cluster.serving.intake.steps import Steps
     from cluster.serving.openai.bodies.generation_body import GenerationBody
     from cluster.serving.openai.choice_format import ChoiceFormat

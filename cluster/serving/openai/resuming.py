@@ -16,7 +16,7 @@ from pagedray.errors import InvalidRequestError, PagedRayError
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
-    from cluster.serving.http.endpoint import HttpCall
+    from cluster.serving.http.http_call import HttpCall
     from cluster.serving.openai.generation_response import GenerationResponse
     from cluster.serving.resume.stream import StreamReader
     from cluster.serving.servicer import GenerationCall, Servicer

@@ -12,7 +12,7 @@ import msgspec
 from starlette.responses import Response
 
 from cluster.serving.http.body import JSON_TYPE
-from cluster.serving.http.endpoint import Endpoint, HttpCall
+from cluster.serving.http.endpoint import Endpoint
 from cluster.serving.openai.bodies.score_body import RerankBody, ScoreBody
 from cluster.serving.openai.event_stream import unless_disconnected
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cluster.serving.http.errors import Json
+    from cluster.serving.http.http_call import HttpCall
     from cluster.serving.inputs import ScoreInput
     from cluster.serving.intake.steps import Steps
     from cluster.serving.servicer import EmbeddingOutput, Servicer

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from cluster.serving.http.body import JSON_TYPE
-from cluster.serving.http.endpoint import Endpoint, HttpCall, json_response
+from cluster.serving.http.endpoint import Endpoint, json_response
 from cluster.serving.http.schema import renamed
 from cluster.serving.inputs import GenerationInput, TokenizeInput
 from cluster.serving.intake.steps import finish
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cluster.serving.http.errors import Json
+    from cluster.serving.http.http_call import HttpCall
     from cluster.serving.intake.steps import Steps
     from cluster.serving.responses.input_body import InputBody
     from cluster.serving.responses.response_store import ResponseStore
