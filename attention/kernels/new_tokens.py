@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = ["NewTokens", "Rotary"]
 
@@ -20,6 +24,10 @@ class Rotary:
 
     Element i of a head is paired with i + head_size / 2.
     """
+
+    def split(self, sizes: Sequence[int]) -> list[Rotary]:
+        """Return those of adjacent groups of the tokens, given by their numbers."""
+        return [Rotary(positions, self.table) for positions in self.positions.split(sizes)]
 
 
 @dataclass(frozen=True, slots=True)

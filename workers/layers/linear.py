@@ -19,6 +19,7 @@ from workers.layers.weight import Layer, MatrixPart, WeightShard, part_of
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from attention.kernels.new_tokens import Rotary
     from pagedray.rank_roofline import WeightWork
     from pagedray.weight_format import Quantization
     from workers.parallel.group import ParallelGroup
@@ -113,6 +114,20 @@ class ColumnParallelLinear(Layer):
             out.copy_(self._kernel.of_quantized(x))
         else:
             self._kernel.write(x, out)
+
+    def rotates(self, num_rows: int, head_size: int, num_rotated: int) -> bool:
+        """Return whether `write_rotated` takes less time than `write` and a rotation."""
+        return self._kernel.rotates(num_rows, head_size, num_rotated)
+
+    def write_rotated(
+        self, x: torch.Tensor, rotary: Rotary, num_rotated: int, out: torch.Tensor
+    ) -> None:
+        """Write what a call returns to `out`, with the heads in the first columns rotated.
+
+        Only if `rotates`. `out` is `[num_tokens, num_columns]`; the first `num_rotated` of these
+        are heads, which are rotated to the positions of the tokens.
+        """
+        self._kernel.write_rotated(x, rotary, num_rotated, out)
 
     def gated(self, x: torch.Tensor | UnnormedRow) -> torch.Tensor:
         """Return `silu(first half) * second half` of this rank's columns.

@@ -22,6 +22,7 @@ from workers.layers.weight import WeightShard
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from attention.kernels.new_tokens import Rotary
     from attention.kernels.quantized_rows import QuantizedRows
     from attention.kernels.unnormed_row import UnnormedRow
     from workers.layers.weight import MatrixPart
@@ -114,6 +115,17 @@ class LinearKernel(ABC):
         """Write what a call returns to `out`."""
         out.copy_(self(x))
 
+    def rotates(self, num_rows: int, head_size: int, num_rotated: int) -> bool:
+        """Return whether `write_rotated` takes less time than `write` and a rotation."""
+        del num_rows, head_size, num_rotated
+        return False
+
+    def write_rotated(
+        self, x: torch.Tensor, rotary: Rotary, num_rotated: int, out: torch.Tensor
+    ) -> None:
+        """Write what a call returns, with the heads in the first columns rotated; if `rotates`."""
+        raise NotImplementedError
+
     def gated(self, x: torch.Tensor) -> torch.Tensor:
         """Return `silu(first half of the product) * second half`, `[num_rows, out_size / 2]`."""
         return self._gated_columns(self(x))
@@ -178,7 +190,7 @@ class DenseLinear(LinearKernel):
 class HopperLinear(DenseLinear):
     """A dense weight, and kernels of our own for Hopper GPUs.
 
-    They multiply one row, a few rows, and many rows if the gate of an MLP follows.
+    They multiply one row, a few rows, and many rows if the gate of an MLP or a rotation follows.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -199,7 +211,8 @@ class HopperLinear(DenseLinear):
         if "gemv" in failed:
             self._gemv_tuning = self._gated_gemv_tuning = None
         self._has_normed_gemv = "normed_gemv" not in failed
-        self._has_persistent = "persistent" not in failed
+        self._has_gated = "persistent_gated" not in failed
+        self._has_rotated = "persistent_rotated" not in failed
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         from attention.kernels.triton.gemm.gemv import gemv
@@ -213,14 +226,14 @@ class HopperLinear(DenseLinear):
 
     def gated(self, x: torch.Tensor) -> torch.Tensor:
         from attention.kernels.triton.gemm.gemv import gemv_gated
-        from attention.kernels.triton.gemm.persistent import keeps_gpu_busy, persistent_gated
+        from attention.kernels.triton.gemm.persistent_gated import keeps_gpu_busy, persistent_gated
         from attention.kernels.triton.gemm.skinny import MAX_ROWS, skinny_gated
 
         if self.bias is not None:
             return super().gated(x)
         if len(x) > MAX_ROWS:
             num_programs = self._num_multiprocessors
-            if self._has_persistent and keeps_gpu_busy(len(x), self.weight, num_programs):
+            if self._has_gated and keeps_gpu_busy(len(x), self.weight, num_programs):
                 return persistent_gated(x, self.weight, "silu", num_programs)
             return super().gated(x)
         if len(x) == 1 and self._gated_gemv_tuning is not None:
@@ -244,6 +257,26 @@ class HopperLinear(DenseLinear):
         if self.bias is not None or self._gated_gemv_tuning is None:
             return self._gated_columns(self.of_unnormed(row))
         return normed_gemv_gated(row, self.weight, "silu", self._gated_gemv_tuning)
+
+    def rotates(self, num_rows: int, head_size: int, num_rotated: int) -> bool:
+        from attention.kernels.triton.gemm.persistent_rotated import (
+            ROTATED_HEAD_SIZE,
+            rotates_faster,
+        )
+
+        return (
+            self._has_rotated
+            and self.bias is None
+            and head_size == ROTATED_HEAD_SIZE
+            and rotates_faster(num_rows, self.weight, num_rotated, self._num_multiprocessors)
+        )
+
+    def write_rotated(
+        self, x: torch.Tensor, rotary: Rotary, num_rotated: int, out: torch.Tensor
+    ) -> None:
+        from attention.kernels.triton.gemm.persistent_rotated import persistent_rotated
+
+        persistent_rotated(x, self.weight, rotary, num_rotated, out, self._num_multiprocessors)
 
     def add_or_return(self, stream: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
         from attention.kernels.triton.gemm.gemv import add_gemv

@@ -68,7 +68,7 @@ class Rotation(ABC):
     """The rotation of queries and keys to the positions of one step's tokens."""
 
     rotary: Rotary | None = None
-    """What a kernel of attention needs to rotate whole heads itself, on a GPU."""
+    """What kernels of attention or of products need to rotate whole heads themselves."""
 
     @abstractmethod
     def __call__(self, heads: torch.Tensor) -> torch.Tensor:
@@ -102,11 +102,9 @@ class _GatheredRotation(Rotation):
 class _KernelRotation(Rotation):
     """By a kernel that looks up the angles itself."""
 
-    def __init__(self, kernel: RotateKernel, positions: torch.Tensor, table: torch.Tensor) -> None:
+    def __init__(self, kernel: RotateKernel, positions: torch.Tensor) -> None:
         self._kernel = kernel
         self._positions = positions
-        if table.is_cuda:
-            self.rotary = Rotary(positions, table)
 
     def __call__(self, heads: torch.Tensor) -> torch.Tensor:
         self._kernel(heads, self._positions)
@@ -179,8 +177,12 @@ class RotaryEmbedding:
         return _GrowingQueries(rotation, factors, self._num_query_heads)
 
     def _whole(self, positions: torch.Tensor) -> Rotation:
+        rotation: Rotation
         if self._kernel is not None:
-            return _KernelRotation(self._kernel, positions, self._table)
-        rows = self._table.index_select(0, positions).to(self._dtype).unsqueeze(1)
-        cos, sin = rows.chunk(2, dim=2)
-        return _GatheredRotation(torch.cat((cos, cos), 2), torch.cat((-sin, sin), 2))
+            rotation = _KernelRotation(self._kernel, positions)
+        else:
+            rows = self._table.index_select(0, positions).to(self._dtype).unsqueeze(1)
+            cos, sin = rows.chunk(2, dim=2)
+            rotation = _GatheredRotation(torch.cat((cos, cos), 2), torch.cat((-sin, sin), 2))
+        rotation.rotary = Rotary(positions, self._table)
+        return rotation

@@ -59,10 +59,13 @@ class HalvedLayer:
         """
         sizes = [len(stream) for stream in streams]
         qkv = streams[0].new_empty(sum(sizes), self.attention.num_qkv_columns)
-        for stream, delta, out in zip(streams, deltas, qkv.split(sizes), strict=True):
+        rotary = self.attention.rotary_of_products(rotation, sizes)
+        rotaries = [None] * len(sizes) if rotary is None else rotary.split(sizes)
+        halves = zip(streams, deltas, qkv.split(sizes), rotaries, strict=True)
+        for stream, delta, out, of_half in halves:
             normed = _normed(self.attention_norm, stream, delta, self.attention)
-            self.attention.write_qkv(normed, out)
-        return self.attention.attend(qkv, rotation, attention)
+            self.attention.write_qkv(normed, out, of_half)
+        return self.attention.attend(qkv, rotation if rotary is None else None, attention)
 
     def finish(
         self,

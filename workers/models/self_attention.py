@@ -17,9 +17,10 @@ from workers.layers.whole_qk_norm import WholeQKNorm
 from workers.models.qkv_columns import qkv_columns
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from attention.abstract import AttentionBackend
+    from attention.kernels.new_tokens import Rotary
     from attention.kernels.quantized_rows import QuantizedRows
     from attention.kernels.unnormed_row import UnnormedRow
     from pagedray.model_config import ModelConfig
@@ -150,6 +151,12 @@ class DecoderSelfAttention(CompositeLayer):
 
         `hidden` is `[num_tokens, hidden_size]`.
         """
+        if isinstance(hidden, torch.Tensor):
+            rotary = self.rotary_of_products(rotation, (len(hidden),))
+            if rotary is not None:
+                qkv = hidden.new_empty(len(hidden), self.num_qkv_columns)
+                self.write_qkv(hidden, qkv, rotary)
+                return self.attend(qkv, None, attention)
         return self.attend(self._qkv(hidden), rotation, attention)
 
     @property
@@ -157,17 +164,39 @@ class DecoderSelfAttention(CompositeLayer):
         """The number of columns of queries, keys and values on this rank."""
         return self._qkv.num_columns
 
-    def write_qkv(self, hidden: torch.Tensor | QuantizedRows, out: torch.Tensor) -> None:
+    def rotary_of_products(self, rotation: Rotation, sizes: Iterable[int]) -> Rotary | None:
+        """Return what `write_qkv` needs to rotate the heads itself.
+
+        None if that takes longer for one of the numbers of tokens, or something comes in between.
+        """
+        if rotation.rotary is None or self._head_norm is not None or self._limit is not None:
+            return None
+        head_size, num_rotated = self._head_size, self._rotated_size
+        if not all(self._qkv.rotates(size, head_size, num_rotated) for size in sizes):
+            return None
+        return rotation.rotary
+
+    def write_qkv(
+        self, hidden: torch.Tensor | QuantizedRows, out: torch.Tensor, rotary: Rotary | None
+    ) -> None:
         """Write the queries, keys and values of some tokens to `out`, as `attend` takes them.
 
-        `hidden` is `[num_tokens, hidden_size]`, and `out` `[num_tokens, num_qkv_columns]`.
+        `hidden` is `[num_tokens, hidden_size]`, and `out` `[num_tokens, num_qkv_columns]`. Queries
+        and keys are rotated if `rotary` is given, which is that of these tokens.
         """
-        self._qkv.write(hidden, out)
+        if rotary is None:
+            self._qkv.write(hidden, out)
+        else:
+            assert isinstance(hidden, torch.Tensor)
+            self._qkv.write_rotated(hidden, rotary, self._rotated_size, out)
 
     def attend(
-        self, qkv: torch.Tensor, rotation: Rotation, attention: StepAttention
+        self, qkv: torch.Tensor, rotation: Rotation | None, attention: StepAttention
     ) -> torch.Tensor:
-        """Return the attention of all tokens of a step, as `output` takes it; may change `qkv`."""
+        """Return the attention of all tokens of a step, as `output` takes it; may change `qkv`.
+
+        Without a rotation, queries and keys are already rotated.
+        """
         if self._limit is not None:
             qkv = qkv.clamp_(-self._limit, self._limit)
         # Queries and keys are adjacent, so that one call norms and one rotates both.
@@ -177,6 +206,8 @@ class DecoderSelfAttention(CompositeLayer):
         if self._head_norm is not None:
             heads = self._head_norm(heads)
         values = qkv.narrow(1, self._rotated_size, self._kv_size)
+        if rotation is None:
+            return attention.attend_heads(self._attention, heads, values)
         return attention.attend_rotated(self._attention, heads, values, rotation)
 
     def output(self, attended: torch.Tensor) -> torch.Tensor:

@@ -39,9 +39,14 @@ class StepAttention(ABC):
         `heads` is `[num_tokens, num_heads + num_kv_heads, head_size]`, queries before keys; it may
         change in place.
         """
+        return self.attend_heads(layer, rotation(heads), value)
+
+    def attend_heads(
+        self, layer: Attention, heads: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Return what `attend` does; `heads` is as in `attend_rotated`, and already rotated."""
         num_heads, num_kv_heads = layer.params.num_heads, layer.params.num_kv_heads
-        rotated = rotation(heads)
-        query, key = rotated.split((num_heads, num_kv_heads), dim=1)
+        query, key = heads.split((num_heads, num_kv_heads), dim=1)
         return self.attend(layer, query.flatten(1), key.flatten(1), value)
 
 

@@ -18,7 +18,7 @@ _TILE_COLUMNS = 128
 _MAX_TILE_ROWS = 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _multiply_blocks(
     x: tl.tensor,
     x_scales: tl.tensor,

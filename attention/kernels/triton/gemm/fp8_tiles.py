@@ -40,7 +40,7 @@ def takes_one_turn(num_rows: int, out_size: int, num_multiprocessors: int) -> bo
     return num_tiles <= num_multiprocessors and num_rows * out_size >= _LEAST_BUSY * num_computed
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _tile_gemm(
     rows: tl.tensor,
     weight: tl.tensor,

@@ -14,11 +14,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attention.kernels.new_tokens import Rotary
 from attention.kernels.quantized_rows import QuantizedRows
 from attention.kernels.triton.gemm.fp8_tiles import fp8_tiles_gemm
 from attention.kernels.triton.gemm.gemv import GemvTuning, gemv
 from attention.kernels.triton.gemm.normed_gemv import normed_gemv
-from attention.kernels.triton.gemm.persistent import persistent_gated
+from attention.kernels.triton.gemm.persistent_gated import persistent_gated
+from attention.kernels.triton.gemm.persistent_rotated import (
+    ROTATED_HEAD_SIZE,
+    persistent_rotated,
+)
 from attention.kernels.triton.gemm.skinny import SkinnyGemmTuning, skinny_gemm
 from attention.kernels.unnormed_row import UnnormedRow
 
@@ -50,8 +55,15 @@ def _try_skinny(device: torch.device) -> None:
     skinny_gemm(_ones(2, device), _ones(32, device), None, tuning)
 
 
-def _try_persistent(device: torch.device) -> None:
+def _try_persistent_gated(device: torch.device) -> None:
     persistent_gated(_ones(1, device), _ones(16, device), "silu", 1)
+
+
+def _try_persistent_rotated(device: torch.device) -> None:
+    positions = torch.zeros(1, dtype=torch.int64, device=device)
+    rotary = Rotary(positions, torch.ones(1, ROTATED_HEAD_SIZE, device=device))
+    out = torch.empty(1, 16, dtype=torch.bfloat16, device=device)
+    persistent_rotated(_ones(1, device), _ones(16, device), rotary, 0, out, 1)
 
 
 def _try_fp8_tiles(device: torch.device) -> None:
@@ -63,7 +75,8 @@ TRIALS: Mapping[str, Callable[[torch.device], None]] = {
     "gemv": _try_gemv,
     "normed_gemv": _try_normed_gemv,
     "skinny": _try_skinny,
-    "persistent": _try_persistent,
+    "persistent_gated": _try_persistent_gated,
+    "persistent_rotated": _try_persistent_rotated,
     "fp8_tiles": _try_fp8_tiles,
 }
 """By module: compiles and launches its kernel, with small matrices, or raises."""

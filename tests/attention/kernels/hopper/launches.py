@@ -25,7 +25,8 @@ from attention.kernels.triton.gemm.int4 import (
     int4_gemm,
 )
 from attention.kernels.triton.gemm.normed_gemv import normed_gemv, normed_gemv_gated
-from attention.kernels.triton.gemm.persistent import persistent_gated
+from attention.kernels.triton.gemm.persistent_gated import persistent_gated
+from attention.kernels.triton.gemm.persistent_rotated import persistent_rotated
 from attention.kernels.triton.gemm.skinny import (
     default_skinny_tuning,
     fp8_skinny_tuning,
@@ -108,11 +109,20 @@ def mxfp4_experts() -> None:
         )
 
 
-def persistent() -> None:
-    """Multiply many rows, with a gate, in each number of stages."""
+def many_gated_rows() -> None:
+    """Multiply many rows, with a gate, in each number of stages; then numbers of rows beside."""
     weight = tensor(2 * 14336, 4096)
-    for num_rows in (256, 8192):
+    for num_rows in (256, 255, 8192, 8191):
         persistent_gated(tensor(num_rows, 4096), weight, "silu", 132)
+
+
+def many_rotated_rows() -> None:
+    """Multiply many rows, and rotate queries and keys; then a number of rows beside."""
+    table, weight = tensor(131072, 128, dtype=torch.float32), tensor(6144, 4096)
+    for num_rows in (8192, 8191):
+        rotary = Rotary(tensor(num_rows, dtype=torch.int64), table)
+        out = tensor(num_rows, 6144)
+        persistent_rotated(tensor(num_rows, 4096), weight, rotary, 5120, out, 132)
 
 
 def fp8_tiles() -> None:
@@ -315,7 +325,8 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "experts float16": partial(experts, torch.float16),
     "experts float32": partial(experts, torch.float32),
     "experts mxfp4": mxfp4_experts,
-    "persistent": persistent,
+    "persistent, gated": many_gated_rows,
+    "persistent, rotated": many_rotated_rows,
     "fp8 tiles": fp8_tiles,
     "skinny": partial(skinny, None),
     "skinny fp8": partial(skinny, 4096),

@@ -16,7 +16,16 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).parents[4]
 MAX_SHARED = 227 * 1024
 """Bytes that a program of such a GPU can have."""
-SOME = ("experts", "persistent", "skinny fp8", "quantized rows", "attention, sinks")
+SOME = (
+    "experts",
+    "persistent, gated",
+    "persistent, rotated",
+    "skinny fp8",
+    "quantized rows",
+    "attention, sinks",
+)
+PERSISTENT = {"persistent, gated": 2, "persistent, rotated": 1}
+"""How many kernels serve every number of rows."""
 MAX_SPILLED = 256
 """Bytes of registers that a program may keep in memory: more would cost what tiles gain."""
 
@@ -44,3 +53,5 @@ def test_kernels_fit_a_hopper_gpu(cases: tuple[str, ...]) -> None:
     assert {one["case"] for one in kernels} >= set(cases or SOME)
     assert [one for one in kernels if one["shared"] > MAX_SHARED] == []
     assert [one for one in kernels if one["spilled"] > MAX_SPILLED] == []
+    # A step with another number of rows must not wait for a kernel to be compiled.
+    assert {case: sum(one["case"] == case for one in kernels) for case in PERSISTENT} == PERSISTENT

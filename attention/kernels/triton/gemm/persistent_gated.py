@@ -2,8 +2,7 @@
 
 As many programs as multiprocessors compute one tile of the output after another. The operands of a
 tile are loaded by bulk copies of the Tensor Memory Accelerator, those of the next tile while the
-last one is stored. Tiles that are computed at the same time lie close together, so that the L2
-cache serves most of their operands ("grouped ordering" in Triton's tutorials on matrix products).
+last one is stored.
 
 At these sizes the power limit of the GPU sets the speed, and moving bytes takes power. With a gate
 in the same kernel, twice the columns of the output are neither written nor read. Results have the
@@ -19,24 +18,25 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attention.kernels.triton.dot_type import dot_type
 from attention.kernels.triton.gate import Gate, rounded_gate
+from attention.kernels.triton.gemm.persistent_tiles import (
+    TILE_DEPTH,
+    TILE_GROUP,
+    TILE_ROWS,
+    can_copy_tiles,
+    num_tiles,
+    stored_share,
+    tile_origin,
+)
 from attention.kernels.triton.launches.dependent_launch import dependent_launch, wait_for_inputs
 
 __all__ = ["keeps_gpu_busy", "persistent_gated"]
 
-_TILE_ROWS = 128
 _TILE_COLUMNS = 128
 """Of the output. Those of the product before the gate are twice as many."""
-_TILE_DEPTH = 64
-"""Elements of a row per iteration: 128 bytes, the widest swizzle of shared memory."""
-_GROUP = 16
-"""Tiles in a column of tiles that are computed before those of the next column."""
 _MANY_ROWS = 4096
 """From here on, three stages take less time than four."""
 _LEAST_BUSY = 0.8
 """The share of what programs compute that must be stored."""
-_DTYPES = (torch.float16, torch.bfloat16)
-_ALIGNMENT = 16
-"""Bytes of which addresses and strides of a bulk copy are multiples."""
 
 
 def keeps_gpu_busy(num_rows: int, weight: torch.Tensor, num_programs: int) -> bool:
@@ -44,37 +44,11 @@ def keeps_gpu_busy(num_rows: int, weight: torch.Tensor, num_programs: int) -> bo
 
     It does if most of what the programs compute until the last of them ends is stored.
     """
-    size, in_size = len(weight) // 2, weight.shape[1]
-    num_turns = -(-_num_tiles(num_rows, size) // num_programs)
-    num_computed = num_turns * num_programs * _TILE_ROWS * _TILE_COLUMNS
-    is_supported = weight.dtype in _DTYPES and 2 * in_size % _ALIGNMENT == 0
-    return is_supported and num_rows * size >= _LEAST_BUSY * num_computed
+    share = stored_share(num_rows, len(weight) // 2, _TILE_COLUMNS, num_programs)
+    return share >= _LEAST_BUSY and can_copy_tiles(weight)
 
 
-def _num_tiles(num_rows: int, size: int) -> int:
-    return -(-num_rows // _TILE_ROWS) * -(-size // _TILE_COLUMNS)
-
-
-@triton.jit
-def _tile_origin(
-    tile: tl.tensor,
-    num_down: tl.tensor,
-    num_across: tl.constexpr,
-    group: tl.constexpr,
-    tile_rows: tl.constexpr,
-    tile_columns: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """Return the first row and column of a tile, of `num_down` times `num_across`.
-
-    Tiles are counted down a column of `group` tiles, then across, then down to the next group.
-    """
-    first = tile // (group * num_across) * group
-    height = tl.minimum(num_down - first, group)
-    place = tile % (group * num_across)
-    return (first + place % height) * tile_rows, place // height * tile_columns
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _gated_gemm(
     x: tl.tensor,
     weight: tl.tensor,
@@ -101,7 +75,7 @@ def _gated_gemm(
     num_down = tl.cdiv(num_rows, tile_rows)
     num_across: tl.constexpr = (size + tile_columns - 1) // tile_columns
     for tile in tl.range(tl.program_id(0), num_down * num_across, num_programs, flatten=True):
-        row, column = _tile_origin(tile, num_down, num_across, group, tile_rows, tile_columns)
+        row, column = tile_origin(tile, num_down, num_across, group, tile_rows, tile_columns)
         sums = tl.zeros([tile_rows, 2 * tile_columns], tl.float32)
         for element in range(0, in_size, tile_depth):
             inputs = x.load([row, element]).to(operand_type)
@@ -131,26 +105,26 @@ def persistent_gated(
     out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
     if not num_rows:
         return out
-    num_programs = min(num_programs, _num_tiles(num_rows, size))
+    num_programs = min(num_programs, num_tiles(num_rows, size, _TILE_COLUMNS))
     _gated_gemm[(num_programs,)](
-        TensorDescriptor(x, [*x.shape], [*x.stride()], [_TILE_ROWS, _TILE_DEPTH]),
+        TensorDescriptor(x, [*x.shape], [*x.stride()], [TILE_ROWS, TILE_DEPTH]),
         TensorDescriptor(
             weight,
             [2, size, in_size],
             [size * in_size, in_size, 1],
-            [2, _TILE_COLUMNS, _TILE_DEPTH],
+            [2, _TILE_COLUMNS, TILE_DEPTH],
         ),
-        TensorDescriptor(out, [*out.shape], [*out.stride()], [_TILE_ROWS, _TILE_COLUMNS]),
+        TensorDescriptor(out, [*out.shape], [*out.stride()], [TILE_ROWS, _TILE_COLUMNS]),
         num_rows,
         size=size,
         in_size=in_size,
         kind=kind,
         operand_type=dot_type(x),
         num_programs=num_programs,
-        tile_rows=_TILE_ROWS,
+        tile_rows=TILE_ROWS,
         tile_columns=_TILE_COLUMNS,
-        tile_depth=_TILE_DEPTH,
-        group=_GROUP,
+        tile_depth=TILE_DEPTH,
+        group=TILE_GROUP,
         num_warps=8,
         num_stages=3 if num_rows >= _MANY_ROWS else 4,
         **dependent_launch(x.device),

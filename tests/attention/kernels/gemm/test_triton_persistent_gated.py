@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from attention.kernels.multiprocessors import num_multiprocessors
 from attention.kernels.triton.gate import gated
-from attention.kernels.triton.gemm.persistent import keeps_gpu_busy, persistent_gated
+from attention.kernels.triton.gemm.persistent_gated import keeps_gpu_busy, persistent_gated
 from attention.kernels.triton.token_rows import add_norm
 from tests.attention.kernels.paged_case import DEVICE
 
