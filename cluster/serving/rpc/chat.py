@@ -10,7 +10,7 @@ from cluster.serving.json_bodies.json_body import read_json
 from cluster.serving.rpc.requests import check_size, generation_input, tokenize_input
 from cluster.serving.rpc.responses import finish_reason, logprobs_of, stop_reason, write_frame
 from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt, MessageToolCall
-from cluster.serving.text.templates.template_arguments import TemplateArguments
+from cluster.serving.text.templates.template_arguments import MAX_DOCUMENTS, TemplateArguments
 from cluster.serving.tools.tool import MAX_TOOLS, Tool
 from cluster.serving.tools.tool_choice import ToolChoice, ToolUse
 from cluster.serving.tools.turn_reader import TurnDelta
@@ -88,15 +88,19 @@ class Chat:
         """
         message = self._message
         variables = yield from _read_object(message.chat_template_kwargs, "chat_template_kwargs")
+        documents = yield from _read_documents(message.documents)
         messages = yield from _read_messages(message.messages, size)
+        template = message.chat_template or None
+        known = known_variables(self._tools.is_read) if template is None else None
         prompt = ChatPrompt(
             messages,
             self._tools.for_template,
             adds_generation_prompt=not message.continue_final_message,
             continues_final_message=message.continue_final_message,
-            variables=TemplateArguments(variables).variables(
-                known_variables(self._tools.is_read), note_ignored
+            variables=TemplateArguments(variables, documents=documents).variables(
+                known, note_ignored
             ),
+            template=template,
         )
         given = generation_input(prompt, message, call, tenant)
         answer = given.sampling.get("structure")
@@ -247,6 +251,16 @@ def _read_tools(messages: Sequence[pb.Tool]) -> Steps[list[Tool]]:
         tool.check_limits(where, schema_param=f"{where}.parameters")
         tools.append(tool)
     return tools
+
+
+def _read_documents(texts: Sequence[str]) -> Steps[list[dict[str, object]] | None]:
+    if not texts:
+        return None
+    check_size("documents", len(texts), MAX_DOCUMENTS)
+    documents: list[dict[str, object]] = []
+    for place, text in enumerate(texts):
+        documents.append((yield from _read_object(text, f"documents.{place}")))
+    return documents
 
 
 def _read_object(text: str, where: str) -> Steps[dict[str, object]]:

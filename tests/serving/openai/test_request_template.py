@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import grpc
 import httpx
 import pytest
 
+from pagedray.v1 import pagedray_pb2 as pb
+from pagedray.v1 import pagedray_pb2_grpc
 from tests.serving.conftest import Server
 
 if TYPE_CHECKING:
@@ -66,6 +69,23 @@ def test_prompt_is_rendered_by_the_template_of_the_request(trusting_server: Serv
     assert len(counted["tokens"]) == len(request.prompt_token_ids) - len(
         tokenizer.encode("The quick ", add_special_tokens=False)
     )
+
+
+def test_grpc_renders_the_same_prompt(trusting_server: Server) -> None:
+    trusting_server.engine.reset()
+    fields = {"chat_template_kwargs": {"mood": "quick "}, "documents": [{"text": "The "}]}
+    httpx.post(f"{trusting_server.url}/v1/chat/completions", json=BODY | fields)
+    message = pb.ChatRequest(
+        messages=[pb.ChatMessage(role=pb.CHAT_ROLE_USER, content="hello <|user|>")],
+        sampling=pb.SamplingParams(max_tokens=2),
+        chat_template=TEMPLATE,
+        chat_template_kwargs='{"mood": "quick "}',
+        documents=['{"text": "The "}'],
+    )
+    with grpc.insecure_channel(trusting_server.grpc_target) as channel:
+        list(pagedray_pb2_grpc.GenerationServiceStub(channel).Chat(message))
+    over_http, over_grpc = trusting_server.engine.log.submitted
+    assert over_grpc.prompt_token_ids == over_http.prompt_token_ids
 
 
 def test_messages_that_the_template_rejects_are_rejected(trusting_server: Server) -> None:

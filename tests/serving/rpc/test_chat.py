@@ -220,6 +220,14 @@ def test_bad_tools_are_rejected(fields: dict[str, Any], param: str) -> None:
          "tools.0.parameters must be a JSON object."),
         (pb.ChatRequest(messages=[USER], chat_template_kwargs='{"a": 1, "a": 2}'),
          "chat_template_kwargs has an object with a duplicate name."),
+        (pb.ChatRequest(messages=[USER], documents=["{}", "[1]"]),
+         "documents.1 must be a JSON object."),
+        (pb.ChatRequest(messages=[USER], documents=["{}"] * 1025),
+         "documents may have at most 1024 entries, not 1025."),
+        (pb.ChatRequest(messages=[USER], documents=["{}"]),
+         "documents is not supported: the model's chat template does not read it."),
+        (pb.ChatRequest(messages=[USER], chat_template="x"),
+         "chat_template is not supported: the server must be started with"),
     ],
 )  # fmt: skip
 def test_bad_conversation_is_rejected(
