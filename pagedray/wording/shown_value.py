@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 
 __all__ = ["shown_json_value", "shown_value"]
@@ -31,4 +32,7 @@ def shown_json_value(value: object) -> str:
         return "null"
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, float):
+        # 5.0 is not an integer.
+        return json.dumps(value)
     return shown_value(value)

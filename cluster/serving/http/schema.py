@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
@@ -318,9 +317,9 @@ def _rejection(details: ErrorDetails, prefix: str, part: type[BodyPart]) -> Inva
         expected = _one_of(details["ctx"]["expected"])
     else:
         expected = _EXPECTED.get(kind, "a valid value")
-    # 5.0 is not an integer.
-    shown = json.dumps(given) if isinstance(given, float) else shown_json_value(given)
-    return InvalidRequestError(f"{where} must be {expected}, not {shown}.", param=where)
+    return InvalidRequestError(
+        f"{where} must be {expected}, not {shown_json_value(given)}.", param=where
+    )
 
 
 def _one_of(expected: str) -> str:

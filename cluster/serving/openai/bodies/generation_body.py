@@ -32,7 +32,7 @@ from pagedray.request import (
     MAX_LOGPROBS,
     MAX_N,
 )
-from pagedray.wording.shown_value import shown_value
+from pagedray.wording.shown_value import shown_json_value, shown_value
 
 __all__ = ["GenerationBody"]
 
@@ -266,13 +266,13 @@ class GenerationBody(SamplingFields):
             name: value for name in _SAMPLING_NAMES if (value := getattr(self, name)) is not None
         }
         if self.stop_token_ids is not None:
-            given["stop_token_ids"] = _tuple_of(self.stop_token_ids, "stop_token_ids")
+            given["stop_token_ids"] = _integers_of(self.stop_token_ids, "stop_token_ids")
         if self.bad_words is not None:
             words = self.bad_words
             given["bad_words"] = tuple(words) if isinstance(words, list) else words
         for name in ("allowed_token_ids", "logprob_token_ids"):
             if (token_ids := getattr(self, name)) is not None:
-                given[name] = _tuple_of(token_ids, name)
+                given[name] = _integers_of(token_ids, name)
                 if not given[name]:
                     raise InvalidRequestError(f"{name} must not be empty.", param=name)
         if self.num_logprobs is not None:
@@ -284,7 +284,14 @@ class GenerationBody(SamplingFields):
         return given
 
 
-def _tuple_of(given: object, name: str) -> tuple[object, ...]:
+def _integers_of(given: object, name: str) -> tuple[object, ...]:
     if not isinstance(given, list):
         raise InvalidRequestError(f"{name} must be a list of integers.", param=name)
+    # A long list needs no Python loop.
+    if not set(map(type, given)) <= {int}:
+        index, wrong = next((index, one) for index, one in enumerate(given) if type(one) is not int)
+        raise InvalidRequestError(
+            f"{name}.{index} must be an integer, not {shown_json_value(wrong)}.",
+            param=f"{name}.{index}",
+        )
     return tuple(given)

@@ -12,7 +12,7 @@ from cluster.serving.openai.bodies.field_kinds import bounds, cache_salt_field
 from cluster.serving.openai.bodies.structure import RequestedStructure, StructuredOutputs
 from pagedray.errors import InvalidRequestError
 from pagedray.request import MAX_LOGIT_BIAS, MAX_STOP, MAX_STOP_LENGTH
-from pagedray.wording.shown_value import shown_value
+from pagedray.wording.shown_value import shown_json_value, shown_value
 
 __all__ = ["SamplingFields"]
 
@@ -159,4 +159,10 @@ def _bias_of(given: object) -> dict[object, object]:
             f'logit_bias maps token ids, such as "5", and not {shown_value(wrong)}.',
             param="logit_bias",
         )
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise InvalidRequestError(
+                f"logit_bias.{name} must be a number, not {shown_json_value(value)}.",
+                param=f"logit_bias.{name}",
+            )
     return {int(name): value for name, value in given.items()}
