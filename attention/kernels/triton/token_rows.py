@@ -19,6 +19,7 @@ from attention.kernels.triton.launches.dependent_launch import (
     wait_for_inputs,
 )
 from attention.kernels.triton.launches.kernel_launcher import KernelLauncher
+from attention.kernels.triton.rotation import rotated_pairs
 from attention.kernels.triton.tuning import next_power_of_two
 
 if TYPE_CHECKING:
@@ -263,11 +264,11 @@ def _rotate_heads(
     sin = tl.load(entries + half, mask=is_pair, other=0.0)[None, :]
     mask = (head[:, None] < num_heads) & is_pair[None, :]
     places = heads + token * token_stride + head[:, None] * (2 * half) + pairs[None, :]
-    first = tl.load(places, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(places + half, mask=mask, other=0.0).to(tl.float32)
-    element_type = heads.dtype.element_ty
-    tl.store(places, (first * cos - second * sin).to(element_type), mask=mask)
-    tl.store(places + half, (second * cos + first * sin).to(element_type), mask=mask)
+    first = tl.load(places, mask=mask, other=0.0)
+    second = tl.load(places + half, mask=mask, other=0.0)
+    rotated_first, rotated_second = rotated_pairs(first, second, cos, sin)
+    tl.store(places, rotated_first.to(first.dtype), mask=mask)
+    tl.store(places + half, rotated_second.to(first.dtype), mask=mask)
 
 
 _ROTATE_HEADS = KernelLauncher(_rotate_heads)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attention.kernels.triton.rotation import rotated
+
 __all__ = ["load_rotated_vectors"]
 
 
@@ -35,4 +37,4 @@ def load_rotated_vectors(
     own = tl.load(pointer + offsets[:, None] + dims[None, :], mask=mask, other=0.0)
     other = tl.load(pointer + offsets[:, None] + partners[None, :], mask=mask, other=0.0)
     sin = tl.where(is_first[None, :], -sin, sin)
-    return (own.to(tl.float32) * cos + other.to(tl.float32) * sin).to(own.dtype)
+    return rotated(own.to(tl.float32), other.to(tl.float32), cos, sin).to(own.dtype)

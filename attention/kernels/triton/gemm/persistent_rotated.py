@@ -24,6 +24,7 @@ from attention.kernels.triton.gemm.persistent_tiles import (
     tile_origin,
 )
 from attention.kernels.triton.launches.dependent_launch import dependent_launch, wait_for_inputs
+from attention.kernels.triton.rotation import rotated_pairs
 
 if TYPE_CHECKING:
     import torch
@@ -61,10 +62,10 @@ def _rotated_head(
     half: tl.constexpr,
 ) -> tl.tensor:
     """Return `[tile_rows, 2 * half]` elements, rotated; the angles are `[tile_rows, half]`."""
-    halves = head.to(tl.float32).reshape(tile_rows, 2, half).permute(0, 2, 1)
-    first, second = tl.split(halves)
-    rotated = tl.join(first * cos - second * sin, second * cos + first * sin)
-    return rotated.permute(0, 2, 1).reshape(tile_rows, 2 * half).to(head.dtype)
+    first, second = tl.split(head.reshape(tile_rows, 2, half).permute(0, 2, 1))
+    rotated_first, rotated_second = rotated_pairs(first, second, cos, sin)
+    pairs = tl.join(rotated_first, rotated_second).to(head.dtype)
+    return pairs.permute(0, 2, 1).reshape(tile_rows, 2 * half)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
