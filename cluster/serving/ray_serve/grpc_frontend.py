@@ -17,7 +17,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
 
-from cluster.serving.ray_serve.grpc_proxy import TIMEOUT_KEY, ProxiedRequest
+from cluster.serving.ray_serve.proxied_grpc.message import TIMEOUT_KEY, ProxiedMessage
 from cluster.serving.rpc.call import RpcCall
 from cluster.serving.rpc.context import metadata_of
 from cluster.serving.rpc.entry import enter_call
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Broadcast", "Incoming", "ServeGrpc"]
 
-Incoming = Message | bytes | ProxiedRequest
+Incoming = Message | bytes | ProxiedMessage
 """The message of a call: decoded by Serve, as bytes, or from our own proxy's extension."""
 
 Broadcast = Callable[[str, Sequence[str]], Awaitable[None]]
@@ -137,7 +137,7 @@ class ServeGrpc:
 
 
 def _body_of(request: Incoming) -> bytes:
-    if isinstance(request, ProxiedRequest):
+    if isinstance(request, ProxiedMessage):
         return request.body
     return request if isinstance(request, bytes) else request.SerializeToString()
 
@@ -150,7 +150,7 @@ def _call_of(context: RayServegRPCContext, request: Incoming) -> RpcCall:
         metadata=metadata,
         remaining_s=int(timeout_ms) / 1000 if is_given else None,
         frontend="ray",
-        continuation=request.continuation if isinstance(request, ProxiedRequest) else None,
+        continuation=request.continuation if isinstance(request, ProxiedMessage) else None,
     )
 
 

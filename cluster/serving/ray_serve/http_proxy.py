@@ -18,8 +18,8 @@ from starlette.middleware import Middleware
 from cluster.serving.continuation import CONTINUATION_KEY
 from cluster.serving.ray_serve.carried_body import BODY_KEY
 from cluster.serving.ray_serve.proxied_http.body_key import key_of_body
-from cluster.serving.ray_serve.proxied_http.request import ProxiedRequest
-from cluster.serving.ray_serve.proxied_http.response import ProxiedResponse
+from cluster.serving.ray_serve.proxied_http.request import ProxiedHttpRequest
+from cluster.serving.ray_serve.proxied_http.response import ProxiedHttpResponse
 from cluster.serving.ray_serve.routing.affinity import Owners, RoutingKey
 from cluster.serving.ray_serve.routing.proxied_call import HeldBytes, ProxiedCall
 
@@ -52,12 +52,12 @@ class ReplicaGuard:
             return
         call = ProxiedCall(self._held, is_probe=scope["path"].endswith(_PROBES))
         try:
-            request = ProxiedRequest(receive, call)
+            request = ProxiedHttpRequest(receive, call)
             body = await request.short_body(scope)
             self._set_key(scope, body)
             if body is not None:
                 scope = {**scope, BODY_KEY: body}
-            response = ProxiedResponse(scope["path"], send, call, request)
+            response = ProxiedHttpResponse(scope["path"], send, call, request)
             await self._send_to_replicas(scope, request, response, call)
         finally:
             call.close()
@@ -72,7 +72,11 @@ class ReplicaGuard:
             headers[SESSION_HEADER] = key.as_session_id()
 
     async def _send_to_replicas(
-        self, scope: Scope, request: ProxiedRequest, response: ProxiedResponse, call: ProxiedCall
+        self,
+        scope: Scope,
+        request: ProxiedHttpRequest,
+        response: ProxiedHttpResponse,
+        call: ProxiedCall,
     ) -> None:
         while True:
             # Serve changes the scope that it gets.

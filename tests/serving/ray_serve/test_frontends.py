@@ -13,9 +13,9 @@ import pytest
 from google.rpc.status_pb2 import Status
 
 from cluster.serving.ray_serve.grpc_frontend import ServeGrpc
-from cluster.serving.ray_serve.grpc_proxy import TIMEOUT_KEY
 from cluster.serving.ray_serve.handle import ServeHandle
 from cluster.serving.ray_serve.pace import Pace
+from cluster.serving.ray_serve.proxied_grpc.message import TIMEOUT_KEY
 from pagedray.errors import InvalidRequestError
 from pagedray.request import SamplingParams
 from pagedray.v1 import pagedray_pb2 as pb

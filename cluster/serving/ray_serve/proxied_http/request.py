@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from cluster.serving.ray_serve.routing.proxied_call import ProxiedCall
 
-__all__ = ["ProxiedRequest"]
+__all__ = ["ProxiedHttpRequest"]
 
 _MOST_READ_BYTES = 256 * 2**10
 """Requests with longer bodies are routed by load alone, since reading them delays others."""
@@ -25,7 +25,7 @@ _PAUSE_S = 0.1
 _MOST_PAUSES = 100
 
 
-class ProxiedRequest:
+class ProxiedHttpRequest:
     """The messages of a request, which several replicas may receive."""
 
     def __init__(self, receive: Receive, call: ProxiedCall) -> None:

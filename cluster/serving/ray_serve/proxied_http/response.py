@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from starlette.types import Message, Send
 
     from cluster.serving.continuation import Cause
-    from cluster.serving.ray_serve.proxied_http.request import ProxiedRequest
+    from cluster.serving.ray_serve.proxied_http.request import ProxiedHttpRequest
     from cluster.serving.ray_serve.routing.proxied_call import ProxiedCall
     from pagedray.errors import PagedRayError
 
-__all__ = ["ProxiedResponse"]
+__all__ = ["ProxiedHttpResponse"]
 
 _TIMEOUT = 408
 """The status of a replica that did not receive the whole body in time, and closes the connection.
@@ -30,10 +30,12 @@ when its time limit passed.
 """
 
 
-class ProxiedResponse:
+class ProxiedHttpResponse:
     """The response of one replica after another, as one response to the client."""
 
-    def __init__(self, path: str, send: Send, call: ProxiedCall, request: ProxiedRequest) -> None:
+    def __init__(
+        self, path: str, send: Send, call: ProxiedCall, request: ProxiedHttpRequest
+    ) -> None:
         self._path = path
         self._send = send
         self._call = call

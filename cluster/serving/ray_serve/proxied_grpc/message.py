@@ -1,0 +1,23 @@
+"""What a replica gets from Ray Serve's gRPC proxy with a call, and clients cannot send."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from cluster.serving.continuation import Continuation
+
+__all__ = ["TIMEOUT_KEY", "ProxiedMessage"]
+
+TIMEOUT_KEY = "pagedray-timeout-ms"
+"""The metadata key of a call's remaining time, which Serve does not pass to replicas."""
+
+
+class ProxiedMessage(NamedTuple):
+    """The message of a call, with what keeps the call the same in any replica.
+
+    Clients cannot send one: Serve decodes their messages as bytes.
+    """
+
+    body: bytes
+    continuation: Continuation
