@@ -123,6 +123,7 @@ def test_fork_shares_full_blocks_and_copies_the_last() -> None:
     assert second.block_ids[:2] == first.block_ids[:2]
     assert second.block_ids[2] != first.block_ids[2]
     assert second.num_computed == 9
+    assert second.num_slots == 12
 
 
 def test_fork_copies_a_full_last_block_because_its_last_slot_is_written() -> None:
@@ -161,6 +162,14 @@ def test_swapped_out_blocks_are_free_once_the_step_is_acknowledged() -> None:
     assert kv.pool.num_in_transit == 3
     kv.acknowledge(5)
     assert (kv.pool.num_free, kv.pool.num_in_transit) == (8, 0)
+
+
+def test_a_sequence_of_one_block_can_be_swapped_out() -> None:
+    kv = make_manager(num_cpu_blocks=1)
+    (sequence,) = make_sequences(3)
+    run_prompt(kv, sequence)
+    assert kv.can_swap_out(sequence)
+    assert len(kv.swap_out(sequence, step=0)) == 1
 
 
 def test_swap_out_copies_only_blocks_without_another_owner() -> None:

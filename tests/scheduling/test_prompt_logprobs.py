@@ -5,6 +5,8 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from cluster.scheduling.kv_factory import KvOptions
 from cluster.scheduling.scheduler import Scheduler
 from pagedray.batch import PromptLogprobs, StepOutput, StepPlan
@@ -76,7 +78,7 @@ def run_step(scheduler: Scheduler) -> list[TokenEvent]:
         words = b"" if made.masks is None else made.masks.words
         events += scheduler.apply_masks(made)
     if plan is not None:
-        token_ids = [7 if words[4 * at] else -1 for at in range(plan.num_sampled)]
+        token_ids = [7 if not words or words[4 * at] else -1 for at in range(plan.num_sampled)]
         prompts = [LOGPROBS] if any(one.num_tokens > 1 for one in plan.chunks) else []
         events += scheduler.update(StepOutput(plan.step, token_ids, prompt_logprobs=prompts))
         scheduler.acknowledge(plan.step)
@@ -143,3 +145,30 @@ def test_a_prompt_that_is_computed_again_has_them_once() -> None:
     assert run_chunk(parts[0]) == []
     (event,) = run_chunk(parts[1])
     assert event.prompt_logprobs == parts
+
+
+def test_a_prompt_that_is_computed_again_after_the_first_event_has_none() -> None:
+    scheduler = new_scheduler()
+    sampling = SamplingParams(max_tokens=3, ignore_eos=True, prompt_logprobs=0)
+    first = Request(id="first", prompt_token_ids=PROMPT, sampling=sampling, seed=0)
+    scheduler.add_request(first)
+    (event,) = run_step(scheduler)
+    assert event.prompt_logprobs == (LOGPROBS,)
+    scheduler.add_request(msgspec.structs.replace(first, id="second"))
+    # The ranks have died; the next ones compute the prompt of the first request again, in row 0.
+    scheduler.reset()
+    events = run_step(scheduler)
+    assert [(one.request_id, one.prompt_logprobs) for one in events] == [
+        ("first", ()),
+        ("second", ()),
+    ]
+
+
+def test_nothing_is_kept_of_a_request_that_its_reader_finished() -> None:
+    scheduler = new_scheduler(max_num_batched_tokens=2)
+    sampling = SamplingParams(max_tokens=3, prompt_logprobs=0)
+    scheduler.add_request(Request(id="r", prompt_token_ids=PROMPT, sampling=sampling, seed=0))
+    assert run_step(scheduler) == []
+    assert scheduler.finish_sequence("r", 0)
+    assert scheduler._prompt_logprobs.requests == {}
+    assert not scheduler.finish_sequence("r", 0)

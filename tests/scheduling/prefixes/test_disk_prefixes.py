@@ -1,11 +1,14 @@
 """Prefixes that come back from the disk, seen from plans."""
 
 from cluster.scheduling.sequence import SequenceState
+from pagedray.config import Preemption
 from tests.scheduling.fake_worker import known_tokens
 from tests.scheduling.harness import Harness
 
 
-def on_disk(*, max_num_seqs: int = 8) -> Harness:
+def on_disk(
+    *, max_num_seqs: int = 8, preemption: Preemption = "swap", token_s: float = 0.0
+) -> Harness:
     """Return a harness whose disk alone has the first prompt, of two full blocks."""
     harness = Harness(
         block_size=4,
@@ -13,7 +16,9 @@ def on_disk(*, max_num_seqs: int = 8) -> Harness:
         num_cpu_blocks=8,
         num_disk_blocks=20,
         max_num_seqs=max_num_seqs,
-        preemption="swap",
+        preemption=preemption,
+        block_copy_s=token_s,
+        token_s=token_s,
     )
     for token_id in (1, 2, 4, 5, 6, 8, 10, 12):
         harness.add([token_id] * 9, max_tokens=1)
@@ -52,6 +57,23 @@ def test_a_sequence_waits_without_a_row_until_its_blocks_are_read_and_then_copie
     assert harness.results.events[-1].num_cached_tokens == 8
     stats = harness.scheduler.stats()
     assert (stats.num_read_blocks, stats.num_disk_hit_tokens) == (2, 8)
+
+
+def test_a_sequence_reads_no_blocks_that_are_computed_sooner() -> None:
+    # Copying a block takes as long as computing a token; reading one takes longer.
+    harness = on_disk(preemption="auto", token_s=1e-3)
+    harness.add([1] * 8 + [5], max_tokens=1)
+    plan = harness.schedule()
+    assert plan is not None
+    assert len(plan.disk_reads) == 2
+    harness.settle()
+    harness.drain()
+    harness.add([2] * 8 + [5], max_tokens=1)
+    plan = harness.schedule()
+    assert plan is not None
+    assert plan.disk_reads == []
+    assert plan.sequences[0].num_tokens == 9
+    harness.drain()
 
 
 def test_a_sequence_whose_blocks_cannot_be_read_computes_them() -> None:

@@ -55,3 +55,21 @@ def test_discarded_members_are_not_kept() -> None:
         discarded.append(weakref.ref(member))
         assert found.first is least
     assert sum(one() is not None for one in discarded) < 100
+
+
+def test_the_order_outlives_the_removal_of_entries() -> None:
+    found = LeastFirst[Member](lambda member: (member.key,))
+    members = [Member(number) for number in range(200)]
+    for member in members:
+        member.key = -member.number
+        found.add(member)
+    for _ in range(3):
+        # Each time, all entries but the last become invalid.
+        for member in members:
+            member.key -= 1
+            found.add(member)
+    firsts = []
+    while len(found):
+        firsts.append(found.first.number)
+        found.discard(found.first)
+    assert firsts == list(range(199, -1, -1))

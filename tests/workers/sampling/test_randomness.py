@@ -7,12 +7,22 @@ import numpy as np
 from tests.workers.sampling.sampler_rig import assert_fits
 from workers.sampling.randomness import finalize, generator_start, uniforms
 
+PUBLISHED = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+"""The first outputs of SplitMix64 that starts at 1234567."""
+
 
 def test_finalizer_gives_the_published_outputs_of_splitmix64() -> None:
     gamma = 0x9E3779B97F4A7C15
     words = np.array([(1234567 + k * gamma) % 2**64 for k in (1, 2, 3)], dtype=np.uint64)
-    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
-    assert finalize(words).tolist() == expected
+    assert finalize(words).tolist() == PUBLISHED
+
+
+def test_uniforms_are_the_published_outputs_by_position() -> None:
+    starts = np.full(3, 1234567, dtype=np.uint64)
+    numbers = uniforms(starts, np.array([3, 1, 2]))
+    expected = [PUBLISHED[place] for place in (2, 0, 1)]
+    # The first 53 of 64 bits.
+    assert numbers.tolist() == [(word >> 11) / 2**53 for word in expected]
 
 
 def test_uniforms_are_even_and_below_one() -> None:
