@@ -154,6 +154,7 @@ def test_a_prompt_that_is_computed_again_after_the_first_event_has_none() -> Non
     scheduler.add_request(first)
     (event,) = run_step(scheduler)
     assert event.prompt_logprobs == (LOGPROBS,)
+    assert scheduler._prompt_logprobs.requests == {}
     scheduler.add_request(msgspec.structs.replace(first, id="second"))
     # The ranks have died; the next ones compute the prompt of the first request again, in row 0.
     scheduler.reset()
@@ -172,3 +173,19 @@ def test_nothing_is_kept_of_a_request_that_its_reader_finished() -> None:
     assert scheduler.finish_sequence("r", 0)
     assert scheduler._prompt_logprobs.requests == {}
     assert not scheduler.finish_sequence("r", 0)
+
+
+def test_a_prompt_is_computed_without_cached_blocks() -> None:
+    scheduler = new_scheduler()
+    sizes = []
+    for number, prompt_logprobs in enumerate((None, None, 0)):
+        sampling = SamplingParams(max_tokens=1, prompt_logprobs=prompt_logprobs)
+        scheduler.add_request(
+            Request(id=f"{number}", prompt_token_ids=(*PROMPT, 9), sampling=sampling, seed=0)
+        )
+        plan = scheduler.schedule()
+        assert isinstance(plan, StepPlan)
+        sizes.append(plan.chunks[0].num_tokens)
+        scheduler.update(StepOutput(plan.step, [7]))
+        scheduler.acknowledge(plan.step)
+    assert sizes == [5, 1, 5]

@@ -66,6 +66,26 @@ def test_logprobs_of_given_tokens_are_those_of_the_raw_logits(
     assert other.token_ids == expected[2].topk(2).indices.tolist()
 
 
+def test_rows_report_different_numbers_of_given_tokens(sampler: Sampler) -> None:
+    given = [(7, 8, 9), (4,), (5, 6)]
+    for row, token_ids in enumerate(given):
+        sampling = SamplingParams(logprobs=0, logprob_token_ids=token_ids)
+        sampler.start(make_start(sampling, row=row))
+    reports = sampler.sample(make_logits(3, seed=9), [0, 1, 2], [3, 3, 3]).logprobs
+    assert [tuple(one.token_ids) for one in reports if one is not None] == given
+
+
+def test_the_first_token_of_the_vocabulary_has_a_report(sampler: Sampler) -> None:
+    logits = make_logits(1, seed=9)
+    logits[0, 0] = 100.0
+    sampler.start(make_start(SamplingParams(temperature=0.0, logprobs=1)))
+    sampled = sampler.sample(logits, [0], [3])
+    assert sampled.token_ids.tolist() == [0]
+    (report,) = sampled.logprobs
+    assert report is not None
+    assert report.token_ids == [0]
+
+
 @pytest.mark.parametrize("num_tokens", [1, 20, VOCAB_SIZE])
 def test_top_tokens_break_ties_by_the_lower_id(choice: Choice, num_tokens: int) -> None:
     scores = (make_logits(5, seed=1) / 2).round()

@@ -96,8 +96,10 @@ def test_masks_begin_later_and_end() -> None:
     found = sampler.sample(likeliest.clone(), [0, 1], [3, 3], mask_of(71) + mask_of(72), [0])
     assert found.token_ids.tolist() == [71, 72]
     assert not sampler.has_masked([0], [4])
-    found = sampler.sample(likeliest.clone(), [0, 1], [4, 4], mask_of(73))
+    # The first mask is that of the second row, as the first one has none.
+    found = sampler.sample(likeliest.clone(), [0, 1], [4, 4], mask_of(73), [0])
     assert found.token_ids.tolist() == [9, 73]
+    assert not sampler.has_masked([0, 1], [5, 5])
     # The next sequence of the row has masks again.
     started(sampler, 0, mask_start=0, temperature=0.0)
     assert sampler.has_masked([0], [1])
