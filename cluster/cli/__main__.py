@@ -1,8 +1,20 @@
-"""Entry point of `python -m cluster.cli`, the command `pagedray`."""
+"""Entry point of the command `pagedray`, which is also `python -m cluster.cli`."""
 
 import sys
 
-from cluster.cli.commands import main
+from cluster.cli.interrupts import INTERRUPT_EXIT, exiting_at_interrupt
+
+__all__ = ["main"]
+
+
+def main() -> int:
+    with exiting_at_interrupt():
+        from cluster.cli.commands import main as run_command
+    try:
+        return run_command()
+    except KeyboardInterrupt:
+        return INTERRUPT_EXIT
+
 
 if __name__ == "__main__":
     sys.exit(main())

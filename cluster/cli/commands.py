@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from cluster.cli.flags import engine_options, sampling_fields
+from cluster.cli.interrupts import exiting_at_interrupt
 from cluster.cli.lost_output import discard_output, has_lost_reader
 from cluster.cli.one_line_parser import USAGE_EXIT, command_parser
 from cluster.cli.parser import make_parser
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 _FAILURE_EXIT = 1
-_INTERRUPT_EXIT = 130
 _RAY_DEATHS = "^(A worker died or was killed while executing a task|Raylet is terminated)"
 
 
@@ -54,8 +54,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"pagedray: error: {error}", file=sys.stderr)
         is_mistake = isinstance(error, StartupError | InvalidRequestError)
         return USAGE_EXIT if is_mistake else _FAILURE_EXIT
-    except KeyboardInterrupt:
-        return _INTERRUPT_EXIT
     return code
 
 
@@ -85,12 +83,13 @@ def _serve(parsed: argparse.Namespace) -> int:
     # gRPC's core logs a line for many kinds of malformed calls, so that any client could fill the
     # log. Errors of the server itself are exceptions.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    from cluster.cli.server import Server
-    from cluster.serving.auth.authenticator import Authenticator
-    from cluster.serving.connections.tls import certificate_store
-    from cluster.serving.model_name import with_served_names
-    from cluster.serving.telemetry.log_lines import logging_to
-    from cluster.serving.telemetry.tracing import otlp_tracer
+    with exiting_at_interrupt():
+        from cluster.cli.server import Server
+        from cluster.serving.auth.authenticator import Authenticator
+        from cluster.serving.connections.tls import certificate_store
+        from cluster.serving.model_name import with_served_names
+        from cluster.serving.telemetry.log_lines import logging_to
+        from cluster.serving.telemetry.tracing import otlp_tracer
 
     # Before anything is started that inherits it.
     raise_descriptor_limit()

@@ -72,6 +72,30 @@ def test_help_loads_nothing_heavy(command: tuple[str, ...]) -> None:
     assert done.stdout.splitlines()[-1] == "LOADED []", done.stderr
 
 
+@pytest.mark.parametrize(
+    ("module", "flags"),
+    [
+        ("cluster.cli.commands", []),
+        ("cluster.cli.config_file", ["--config", "missing"]),
+        ("cluster.cli.server", []),
+    ],
+)
+def test_interrupt_at_the_start_ends_silently(module: str, flags: list[str]) -> None:
+    script = (
+        "import signal, sys\n"
+        "class Interrupting:\n"
+        "    def find_spec(self, name, *_):\n"
+        f"        if name == {module!r}:\n"
+        "            signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupting())\n"
+        "from cluster.cli.__main__ import main\n"
+        f"sys.argv[1:] = {['serve', 'folder', *flags]!r}\n"
+        "sys.exit(main())"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 @pytest.mark.parametrize("is_flushed", [False, True])
 def test_output_that_nothing_reads_ends_a_command_without_a_trace(*, is_flushed: bool) -> None:
     script = "import sys\nfrom cluster.cli.commands import main\n"

@@ -28,7 +28,7 @@ LEAVE_OWN_SCREEN = b"\x1b[?1049l"
 # Ctrl-C sends SIGINT only from the controlling terminal.
 PROGRAM = """
 import fcntl, signal, sys, termios
-from cluster.cli.commands import main
+from cluster.cli.__main__ import main
 from cluster.cli.top import loads_client
 loads_client._TIMEOUT_S = float(sys.argv.pop(1))
 # The parent process may ignore SIGINT.

@@ -144,7 +144,7 @@ def test_the_wheel_has_all_packages(wheel: zipfile.ZipFile) -> None:
 
 def test_the_wheel_has_the_command_and_the_license(wheel: zipfile.ZipFile) -> None:
     info = f"pagedray-{_PROJECT['version']}.dist-info"
-    assert "pagedray = cluster.cli.commands:main" in wheel.read(f"{info}/entry_points.txt").decode()
+    assert "pagedray = cluster.cli.__main__:main" in wheel.read(f"{info}/entry_points.txt").decode()
     assert wheel.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
 
 
