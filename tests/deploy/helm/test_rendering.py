@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
+from cluster.serving.ray_serve.options import read_arguments
 from tests.deploy.helm.chart import VALUES, needs_helm, render_chart, run_helm
 from tests.deploy.kustomize import DEPLOY, overlay, render, write_overlay
 from tests.deploy.network.policies import Peer, admits
@@ -84,6 +85,20 @@ def test_arguments_may_be_lists_and_large_numbers() -> None:
         if one["kind"] == "RayService"
     ]
     assert arguments.items() <= serve["applications"][0]["args"].items()
+
+
+@pytest.mark.parametrize("values", [{"replicas": 3}, {"replicas": 3, "maxReplicas": 5}])
+def test_only_scaled_applications_have_the_number_of_replicas_in_args(values: Manifest) -> None:
+    service = _service(render_chart(None, _HUB | values))
+    [application] = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
+    serve = read_arguments(application["args"]).serve
+    if "maxReplicas" in values:
+        assert (serve.num_replicas, serve.max_replicas) == (3, 5)
+        assert "deployments" not in application
+    else:
+        # Serve replaces all replicas when args change.
+        assert "num_replicas" not in application["args"]
+        assert application["deployments"] == [{"name": "PagedRay", "num_replicas": 3}]
 
 
 def test_one_value_is_enough() -> None:

@@ -166,6 +166,23 @@ async def test_a_redeploy_drops_no_stream_and_abort_reaches_those_it_drains(
     assert len(ended) > 16
 
 
+async def test_another_number_of_replicas_keeps_those_that_run(cluster: ServeCluster) -> None:
+    config = serve_config(SMALL | {"executor": "local"})
+    streams = Streams(cluster, num_tokens=300)
+    replicas = []
+    for number in (1, 2, 1):
+        config["applications"][0]["deployments"][0]["num_replicas"] = number
+        cluster.deploy_config(ServeDeploySchema.model_validate(config))
+        await until_whole(cluster, number)
+        await streams.start(8)
+        replicas.append(set(cluster.replica_pids()))
+    ended = await streams.ended()
+    await streams.close()
+    assert replicas[0] < replicas[1]
+    assert replicas[2] < replicas[1]
+    assert {(one.num_tokens, one.error) for one in ended} == {(300, "")}
+
+
 async def test_an_application_without_replicas_starts_one_for_a_request(
     cluster: ServeCluster,
 ) -> None:

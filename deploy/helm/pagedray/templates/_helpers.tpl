@@ -157,13 +157,13 @@ capabilities:
 
 {{- define "pagedray.serveConfig" -}}
 {{- $arguments := dict "model" (include "pagedray.model" .) "device" (ternary "cuda" "cpu" (gt (int .Values.gpusPerHost) 0)) -}}
-{{- $_ := set $arguments "num_replicas" (int .Values.replicas) -}}
 {{- $_ := set $arguments "drain_timeout_s" (int .Values.drainSeconds) -}}
 {{- $_ := set $arguments "api_keys" "/etc/pagedray/keys.toml" -}}
 {{- if gt (int .Values.tensorParallelSize) 1 -}}
 {{- $_ := set $arguments "tensor_parallel_size" (int .Values.tensorParallelSize) -}}
 {{- end -}}
 {{- if include "pagedray.autoscales" . -}}
+{{- $_ := set $arguments "num_replicas" (int .Values.replicas) -}}
 {{- $_ := set $arguments "max_replicas" (int .Values.maxReplicas) -}}
 {{- end -}}
 {{- if and (gt (int .Values.gpusPerHost) 0) (gt (int .Values.tensorParallelSize) (int .Values.gpusPerHost)) -}}
@@ -196,6 +196,12 @@ applications:
     import_path: pagedray:build_app
     args:
       {{- toYaml $arguments | nindent 6 }}
+    {{- if not (include "pagedray.autoscales" .) }}
+    deployments:
+      # Unlike a change of args, another number keeps the replicas that run.
+      - name: PagedRay
+        num_replicas: {{ int .Values.replicas }}
+    {{- end }}
 {{- end -}}
 
 {{- define "pagedray.environment" -}}
