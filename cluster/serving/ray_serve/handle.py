@@ -223,11 +223,11 @@ def _read_deadline(timeout_s: float | None) -> float | None:
 
 def _read_pairs(query: object, documents: object) -> tuple[tuple[str, str], ...]:
     if not isinstance(query, str) or not query:
-        raise InvalidRequestError("query must be a string that is not empty.", param="query")
+        raise InvalidRequestError("query must be a non-empty string.", param="query")
     if not isinstance(documents, list | tuple) or not all(
         isinstance(document, str) and document for document in documents
     ):
         raise InvalidRequestError(
-            "documents must be a list of strings that are not empty.", param="documents"
+            "documents must be a list of non-empty strings.", param="documents"
         )
     return tuple((query, document) for document in documents)

@@ -157,7 +157,7 @@ def read_items(given: object) -> Steps[tuple[ChatMessage, ...]]:
         return (ChatMessage("user", given),)
     if not isinstance(given, list) or not given:
         raise InvalidRequestError(
-            "input must be a string or a list of items that is not empty.", param="input"
+            "input must be a string or a non-empty list of items.", param="input"
         )
     items: list[_Item] = []
     for index, one in enumerate(given):

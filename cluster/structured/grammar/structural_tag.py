@@ -5,10 +5,9 @@ Both forms that vLLM takes are read: `structures` and `triggers`, and a `format`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import permutations
-from typing import Any, NoReturn
 
 import msgspec
 
@@ -20,20 +19,33 @@ from cluster.structured.grammar.expressions import (
     Text,
     invalid_structure,
 )
+from cluster.structured.grammar.tag_parts import (
+    Part,
+    Tag,
+    check_names,
+    check_type,
+    fail_at,
+    flag_of,
+    joined_path,
+    list_of,
+    schema_of,
+    string_of,
+    tag_of,
+    tags_of,
+    text_of,
+    triggers_of,
+)
 from cluster.structured.grammar.text_until import MAX_STATES, text_until
 from cluster.structured.grammar.turn import Grammar, under_prefix
 from pagedray.errors import InvalidRequestError
-from pagedray.wording.nearest_name import nearest_name
 from pagedray.wording.shown_value import shown_value
 
 __all__ = ["read_structural_tag"]
 
 _MAX_DEPTH = 16
-_MOST_SHOWN = 64
 _MAX_PARTS = 256
 _EMPTY = Concat(())
 
-Part = Mapping[str, Any]  # Any: JSON
 ReadOne = Callable[[str, str], Grammar]
 
 
@@ -49,17 +61,6 @@ class _Following:
         return Concat((Text(self.end), self.rest)) if self.end else self.rest
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Tag:
-    """A part between two marks, which is read later."""
-
-    path: str
-    begin: str
-    content: object
-    content_path: str
-    end: str
-
-
 def read_structural_tag(text: str, read_one: ReadOne) -> Grammar:
     """Return the grammar; `read_one` returns that of another kind of structure and a text.
 
@@ -71,10 +72,10 @@ def read_structural_tag(text: str, read_one: ReadOne) -> Grammar:
         raise invalid_structure(f"structure is not a valid structural tag: {error}.") from error
     reader = _Reader(read_one)
     if not isinstance(given, dict):
-        _fail("", "must be an object")
-    _check_type(given, "", "structural_tag")
+        fail_at("", "must be an object")
+    check_type(given, "", "structural_tag")
     if "format" in given:
-        _check_names(given, "", ("type", "format"))
+        check_names(given, "", ("type", "format"))
         start = reader.read(given["format"], "format", _Following(), depth=0)
     else:
         start = reader.read_triggers(given)
@@ -92,17 +93,17 @@ class _Reader:
 
     def read_triggers(self, given: Part) -> Expression:
         """Return the expression of structures with a schema each, in free text."""
-        _check_names(given, "", ("type", "structures", "triggers"))
+        check_names(given, "", ("type", "structures", "triggers"))
         tags = []
-        for index, one in enumerate(_list_of(given, "structures", "")):
+        for index, one in enumerate(list_of(given, "structures", "")):
             path = f"structures.{index}"
-            _check_names(one, path, ("begin", "schema", "end"))
-            tag = _Tag(
+            check_names(one, path, ("begin", "schema", "end"))
+            tag = Tag(
                 path=path,
-                begin=_text_of(one, "begin", path),
-                content={"type": "json_schema", "json_schema": _schema_of(one, "schema", path)},
+                begin=text_of(one, "begin", path),
+                content={"type": "json_schema", "json_schema": schema_of(one, "schema", path)},
                 content_path=f"{path}.schema",
-                end=_string_of(one, "end", path),
+                end=string_of(one, "end", path),
             )
             tags.append(tag)
         return self._triggered(given, tags, "", _Following(), 0)
@@ -111,9 +112,9 @@ class _Reader:
         """Return the expression of a part and of what follows it."""
         self._num_parts += 1
         if depth > _MAX_DEPTH or self._num_parts > _MAX_PARTS:
-            _fail(path, f"has more than {_MAX_DEPTH} levels or {_MAX_PARTS} parts")
+            fail_at(path, f"has more than {_MAX_DEPTH} levels or {_MAX_PARTS} parts")
         if not isinstance(part, dict):
-            _fail(path, "must be an object")
+            fail_at(path, "must be an object")
         kind = part.get("type")
         readers = {
             "any_text": self._any_text,
@@ -128,45 +129,45 @@ class _Reader:
             "triggered_tags": self._triggered_tags,
         }
         if not isinstance(kind, str) or kind not in readers:
-            _fail(f"{path}.type", f"must be one of {', '.join(readers)}")
+            fail_at(f"{path}.type", f"must be one of {', '.join(readers)}")
         return readers[kind](part, path, following, depth)
 
     def _const_string(self, part: Part, path: str, following: _Following, _: int) -> Expression:
         return self._const(part, path, following).expression
 
     def _const(self, part: Part, path: str, following: _Following) -> _Following:
-        _check_names(part, path, ("type", "value"))
-        return _Following(_text_of(part, "value", path) + following.end, following.rest)
+        check_names(part, path, ("type", "value"))
+        return _Following(text_of(part, "value", path) + following.end, following.rest)
 
     def _json_schema(self, part: Part, path: str, following: _Following, _: int) -> Expression:
-        _check_names(part, path, ("type", "json_schema"))
-        text = msgspec.json.encode(_schema_of(part, "json_schema", path)).decode()
+        check_names(part, path, ("type", "json_schema"))
+        text = msgspec.json.encode(schema_of(part, "json_schema", path)).decode()
         return self._structured("json_schema", text, path, following)
 
     def _regex(self, part: Part, path: str, following: _Following, _: int) -> Expression:
-        _check_names(part, path, ("type", "pattern"))
-        return self._structured("regex", _text_of(part, "pattern", path), path, following)
+        check_names(part, path, ("type", "pattern"))
+        return self._structured("regex", text_of(part, "pattern", path), path, following)
 
     def _grammar(self, part: Part, path: str, following: _Following, _: int) -> Expression:
-        _fail(path, "is not supported: a grammar cannot be a part of another structure")
+        fail_at(path, "is not supported: a grammar cannot be a part of another structure")
 
     def _structured(self, kind: str, text: str, path: str, following: _Following) -> Expression:
         try:
             grammar = self._read_one(kind, text)
         except InvalidRequestError as error:
             # It begins with the name of the parameter.
-            _fail(path, str(error).removeprefix("structure ").removesuffix("."))
+            fail_at(path, str(error).removeprefix("structure ").removesuffix("."))
         rules, start = under_prefix(grammar, f"part{self._num_parts}")
         self.rules |= rules
         return Concat((start, following.expression))
 
     def _any_text(self, part: Part, path: str, following: _Following, _: int) -> Expression:
-        _check_names(part, path, ("type",))
+        check_names(part, path, ("type",))
         return self._free_text(path, following)
 
     def _sequence(self, part: Part, path: str, following: _Following, depth: int) -> Expression:
-        _check_names(part, path, ("type", "elements"))
-        elements = _list_of(part, "elements", path)
+        check_names(part, path, ("type", "elements"))
+        elements = list_of(part, "elements", path)
         for index in range(len(elements) - 1, -1, -1):
             where = f"{path}.elements.{index}"
             following = self._followed(elements[index], where, following, depth + 1)
@@ -182,12 +183,12 @@ class _Reader:
         return _Following("", self.read(part, path, following, depth))
 
     def _or(self, part: Part, path: str, following: _Following, depth: int) -> Expression:
-        _check_names(part, path, ("type", "elements"))
+        check_names(part, path, ("type", "elements"))
         following = _Following(following.end, self._named(following.rest))
         return Alternation(
             tuple(
                 self.read(one, f"{path}.elements.{index}", following, depth + 1)
-                for index, one in enumerate(_list_of(part, "elements", path))
+                for index, one in enumerate(list_of(part, "elements", path))
             )
         )
 
@@ -195,54 +196,54 @@ class _Reader:
         return self._begun(part, path, following, depth).expression
 
     def _begun(self, part: Part, path: str, following: _Following, depth: int) -> _Following:
-        tag = _tag_of(part, path)
+        tag = tag_of(part, path)
         return _Following(tag.begin, self._inside(tag, following.expression, depth))
 
     def _tags_with_separator(
         self, part: Part, path: str, following: _Following, depth: int
     ) -> Expression:
         names = ("type", "tags", "separator", "at_least_one", "stop_after_first")
-        _check_names(part, path, names)
-        separator = _string_of(part, "separator", path)
+        check_names(part, path, names)
+        separator = string_of(part, "separator", path)
         rest = self._named(following.expression)
         tags = self._new_rule()
         after: Expression = rest
-        if not _flag(part, "stop_after_first", path):
+        if not flag_of(part, "stop_after_first", path):
             after = self._named(Alternation((rest, Concat((Text(separator), tags)))))
         self.rules[tags.name] = Alternation(
             tuple(
                 Concat((Text(one.begin), self._inside(one, after, depth + 1)))
-                for one in _tags_of(part, path)
+                for one in tags_of(part, path)
             )
         )
-        return tags if _flag(part, "at_least_one", path) else Alternation((tags, rest))
+        return tags if flag_of(part, "at_least_one", path) else Alternation((tags, rest))
 
     def _triggered_tags(
         self, part: Part, path: str, following: _Following, depth: int
     ) -> Expression:
         names = ("type", "triggers", "tags", "at_least_one", "stop_after_first")
-        _check_names(part, path, names)
-        return self._triggered(part, _tags_of(part, path), path, following, depth)
+        check_names(part, path, names)
+        return self._triggered(part, tags_of(part, path), path, following, depth)
 
     def _triggered(
-        self, part: Part, tags: Sequence[_Tag], path: str, following: _Following, depth: int
+        self, part: Part, tags: Sequence[Tag], path: str, following: _Following, depth: int
     ) -> Expression:
         """Return the expression of free text with tags, and of what follows it."""
-        triggers = _triggers_of(part, path)
+        triggers = triggers_of(part, path)
         text = self._new_rule()
         following = _Following(following.end, self._named(following.rest))
-        is_once = _flag(part, "stop_after_first", path)
+        is_once = flag_of(part, "stop_after_first", path)
         after: Expression = following.expression if is_once else text
         begun: list[_Following] = []
         for tag in tags:
             if not tag.begin.startswith(tuple(triggers)):
-                _fail(f"{tag.path}.begin", "must begin with one of the triggers")
+                fail_at(f"{tag.path}.begin", "must begin with one of the triggers")
             begun.append(_Following(tag.begin, self._named(self._inside(tag, after, depth))))
         for index, trigger in enumerate(triggers):
             if not any(tag.begin.startswith(trigger) for tag in tags):
-                _fail(f"{_inside(path, 'triggers')}.{index}", "is the beginning of no tag")
+                fail_at(f"{joined_path(path, 'triggers')}.{index}", "does not begin any tag")
         self.rules[text.name] = self._free_text(path, following, begun, triggers)
-        if _flag(part, "at_least_one", path):
+        if flag_of(part, "at_least_one", path):
             return Alternation(tuple(one.expression for one in begun))
         return text
 
@@ -260,7 +261,7 @@ class _Reader:
         if following.end:
             begun, triggers = (*begun, following), (*triggers, following.end)
         elif following.rest != _EMPTY:
-            _fail(path, "is free text, whose end nothing marks: a text must follow it, or nothing")
+            fail_at(path, "is free text without an end mark: a text must follow it, or nothing")
         stops: dict[str, list[Expression]] = {}
         for one in begun:
             # The shortest one ends the text.
@@ -269,18 +270,18 @@ class _Reader:
             stops.setdefault(mark, []).append(rest)
         self._num_states += 1 + sum(map(len, stops))
         if self._num_states > MAX_STATES:
-            _fail(path, f"and other free texts end at more than {MAX_STATES} characters of marks")
+            fail_at(path, f"and other free texts end at more than {MAX_STATES} characters of marks")
         for mark, other in permutations(stops, 2):
             if other in mark[:-1]:
-                which = f"{shown_value(mark)}, since it has {shown_value(other)}"
-                _fail(path, f"has a mark that is never reached, {which}")
+                which = f"{shown_value(mark)}, which is never reached, since it contains"
+                fail_at(path, f"has the mark {which} {shown_value(other)}")
         name = f"text{self._num_states}state"
         choices = {mark: Alternation(tuple(rests)) for mark, rests in stops.items()}
         rules, start = text_until(choices, name, may_end=not following.end)
         self.rules |= rules
         return start
 
-    def _inside(self, tag: _Tag, after: Expression, depth: int) -> Expression:
+    def _inside(self, tag: Tag, after: Expression, depth: int) -> Expression:
         """Return the content of a tag with its end, and what follows the tag."""
         following = _Following(tag.end, after)
         return self.read(tag.content, tag.content_path, following, depth + 1)
@@ -297,89 +298,3 @@ class _Reader:
         rule = self._new_rule()
         self.rules[rule.name] = expression
         return rule
-
-
-def _fail(path: str, what: str) -> NoReturn:
-    raise invalid_structure(f"{_inside('structure', path) if path else 'structure'} {what}.")
-
-
-def _inside(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
-def _check_names(part: Part, path: str, names: Sequence[str]) -> None:
-    for name in part:
-        if name not in names:
-            nearest = nearest_name(name[:_MOST_SHOWN], names)
-            hint = f"did you mean {nearest}?" if nearest else f"allowed are {', '.join(names)}."
-            shown = _inside("structure", _inside(path, name[:_MOST_SHOWN]))
-            raise invalid_structure(f"{shown} is not supported: {hint}")
-
-
-def _check_type(part: Part, path: str, name: str) -> None:
-    """Check the type of a part that may leave it out."""
-    if part.get("type", name) != name:
-        _fail(_inside(path, "type"), f"must be {name}")
-
-
-def _tags_of(part: Part, path: str) -> list[_Tag]:
-    tags = _list_of(part, "tags", path)
-    return [_tag_of(one, f"{path}.tags.{index}") for index, one in enumerate(tags)]
-
-
-def _tag_of(part: Part, path: str) -> _Tag:
-    _check_names(part, path, ("type", "begin", "content", "end"))
-    _check_type(part, path, "tag")
-    return _Tag(
-        path=path,
-        begin=_text_of(part, "begin", path),
-        content=part.get("content"),
-        content_path=f"{path}.content",
-        end=_string_of(part, "end", path),
-    )
-
-
-def _triggers_of(part: Part, path: str) -> list[str]:
-    triggers = part.get("triggers")
-    if not isinstance(triggers, list) or not triggers:
-        _fail(_inside(path, "triggers"), "must be a list that is not empty")
-    for index, trigger in enumerate(triggers):
-        if not isinstance(trigger, str) or not trigger:
-            _fail(f"{_inside(path, 'triggers')}.{index}", "must be a string that is not empty")
-    return triggers
-
-
-def _schema_of(part: Part, name: str, path: str) -> object:
-    schema = part.get(name)
-    if not isinstance(schema, dict | bool):
-        _fail(_inside(path, name), "must be a JSON Schema")
-    return schema
-
-
-def _list_of(part: Part, name: str, path: str) -> list[Part]:
-    given = part.get(name)
-    if not isinstance(given, list) or not given or not all(isinstance(one, dict) for one in given):
-        _fail(_inside(path, name), "must be a list of objects that is not empty")
-    return given
-
-
-def _text_of(part: Part, name: str, path: str) -> str:
-    if not part.get(name):
-        _fail(_inside(path, name), "must be a string that is not empty")
-    return _string_of(part, name, path)
-
-
-def _string_of(part: Part, name: str, path: str) -> str:
-    given = part.get(name)
-    if not isinstance(given, str):
-        _fail(_inside(path, name), "must be a string")
-    if any("\ud800" <= character <= "\udfff" or not ord(character) for character in given):
-        _fail(_inside(path, name), "has NUL or a lone surrogate")
-    return given
-
-
-def _flag(part: Part, name: str, path: str) -> bool:
-    given = part.get(name, False)
-    if not isinstance(given, bool):
-        _fail(_inside(path, name), "must be true or false")
-    return given

@@ -26,7 +26,7 @@ BAD_METADATA: list[object] = [
 ]
 CASES: list[tuple[dict[str, Any], str, str]] = [
     ({"input": None}, "input is required.", "input"),
-    ({"input": []}, "input must be a string or a list of items that is not empty.", "input"),
+    ({"input": []}, "input must be a string or a non-empty list of items.", "input"),
     ({"input": [{"type": "item_reference", "id": "x"}]},
      "input.0 is not supported: items of item_reference; the model reads function_call, "
      "function_call_output, message, reasoning.", "input.0"),

@@ -156,4 +156,4 @@ def _document_text(given: object, where: str) -> str:
 def _checked(given: object, name: str) -> str:
     if isinstance(given, str) and given:
         return given
-    raise InvalidRequestError(f"{name} must be a string that is not empty.", param=name)
+    raise InvalidRequestError(f"{name} must be a non-empty string.", param=name)
