@@ -106,6 +106,20 @@ class AttentionBatch:
             encoder=self.encoder and self.encoder.part(n, len(self.seq_lens)),
         )
 
+    def last_tokens(self, is_selected: npt.NDArray[np.bool_]) -> "AttentionBatch":
+        """Return the last tokens of some sequences as decodes, which write nothing.
+
+        `is_selected` is `[num_sequences]`. Others write their keys and values.
+        """
+        seq_lens = self.seq_lens[is_selected]
+        return AttentionBatch(
+            num_prefills=0,
+            query_lens=np.ones(len(seq_lens), dtype=np.int32),
+            seq_lens=seq_lens,
+            block_tables=self.block_tables[is_selected],
+            slot_mapping=np.full(len(seq_lens), -1, dtype=np.int64),
+        )
+
     def padded(self, num_sequences: int, num_blocks: int) -> "AttentionBatch":
         """Return a decode-only batch with this number of sequences and width of block tables.
 

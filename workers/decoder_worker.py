@@ -33,6 +33,7 @@ from workers.runner.kept_pool.checksum_jobs import ChecksumJobs
 from workers.runner.kept_pool.pool_mapper import PoolMapper
 from workers.runner.kv_cache import KVCache, block_bytes, make_host_pool
 from workers.runner.model_runner import ModelRunner, PendingTokens
+from workers.runner.sampled_attention import SampledAttention
 from workers.runner.token_table import TokenTable
 from workers.sampler import Sampler
 from workers.weights.cache_format import with_cache_format
@@ -282,6 +283,10 @@ class DecoderWorker(Worker):
                 decode_graphs = DecodeGraphs(setup, sizes.decodes, self._backend, self._spec)
             if sizes.pieces:
                 piece_graphs = PieceGraphs(setup, sizes.pieces, builder)
+        sampled_attention = None
+        if self._device.type == "cuda":
+            sampled_builder = self._backend.make_metadata_builder(self._spec)
+            sampled_attention = SampledAttention(cache.device_pool, builder, sampled_builder)
         return ModelRunner(
             model=self._model,
             cache=cache,
@@ -289,6 +294,7 @@ class DecoderWorker(Worker):
             state=self._backend.get_state_cls()(self._spec),
             decode_graphs=decode_graphs,
             piece_graphs=piece_graphs,
+            sampled_attention=sampled_attention,
             checksum_jobs=self._checksum_jobs,
             progress=self._group.progress,
             batch=batch,

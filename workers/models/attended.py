@@ -37,6 +37,15 @@ class Attended:
         """Return copies of some tokens; `indices` is `[num_selected]` int64 on their device."""
         return self.map(lambda rows: rows.index_select(0, indices))
 
+    def select_beside(self, indices: torch.Tensor) -> Attended:
+        """Return what `select` does if `heads` are already those of the selected tokens."""
+        normed = self.normed
+        return Attended(
+            self.residual.index_select(0, indices),
+            self.heads,
+            None if normed is None else normed.index_select(0, indices),
+        )
+
     def write(self, out: Attended) -> None:
         """Copy the tokens to the first ones of `out`."""
         num_tokens = len(self.residual)

@@ -118,20 +118,26 @@ class Decoder(CompositeLayer):
         positions: torch.Tensor,
         attention: StepAttention,
         logits_indices: torch.Tensor | None,
+        last_attention: StepAttention | None = None,
     ) -> torch.Tensor:
         """Return the normed hidden states of some tokens, `[num_sampled, hidden_size]`.
 
         `token_ids` and `positions` are `[num_tokens]` int64. `logits_indices`, `[num_sampled]`
-        int64, selects the tokens whose logits are computed; None selects all.
+        int64, selects the tokens whose logits are computed; None selects all. `last_attention`
+        computes the attention of the last layer for the selected tokens alone, if given.
         """
         halves = self._halves
         if halves is not None and halves.takes(len(token_ids)):
             residual = self._embedded(token_ids)
-            attended = halves.run(residual, self._rotations.rotations(positions), attention)
+            rotations = self._rotations.rotations(positions)
+            attended = halves.run(residual, rotations, attention, last_attention)
         else:
-            attended = self.run_layers(token_ids, positions, attention)
+            attended = self.run_layers(token_ids, positions, attention, last_attention)
         if logits_indices is not None:
-            attended = attended.select(logits_indices)
+            if last_attention is None:
+                attended = attended.select(logits_indices)
+            else:
+                attended = attended.select_beside(logits_indices)
         return self.finish(attended)
 
     def encode_texts(
@@ -153,19 +159,27 @@ class Decoder(CompositeLayer):
         return self._score_head(vectors.to(self.dtype))
 
     def run_layers(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: StepAttention,
+        last_attention: StepAttention | None = None,
     ) -> Attended:
         """Run all layers but what follows the attention of the last one.
 
         Only the tokens whose logits are computed need that: no attention reads what it returns.
+        `last_attention` is that of the last layer, if another one than that of the others.
         """
         residual = self._embedded(token_ids)
         delta = None
         rotations = self._rotations.rotations(positions)
         for index, (layer, rotation) in enumerate(zip(self._layers, rotations, strict=True)):
             self._progress.enter(Phase.LAYER, index)
+            is_last = layer is self._layers[-1]
+            if is_last and last_attention is not None:
+                attention = last_attention
             attended = layer.attend(residual, delta, rotation, attention)
-            if layer is not self._layers[-1]:
+            if not is_last:
                 delta = layer.finish(attended)
         return attended
 

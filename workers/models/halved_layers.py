@@ -98,11 +98,16 @@ class HalvedLayers:
         return self._group.overlaps_sums and num_tokens >= _MIN_TOKENS
 
     def run(
-        self, residual: torch.Tensor, rotations: Iterable[Rotation], attention: StepAttention
+        self,
+        residual: torch.Tensor,
+        rotations: Iterable[Rotation],
+        attention: StepAttention,
+        last_attention: StepAttention | None = None,
     ) -> Attended:
         """Run all layers but what follows the attention of the last one.
 
-        `residual` is `[num_tokens, hidden_size]`, and changes in place.
+        `residual` is `[num_tokens, hidden_size]`, and changes in place. `last_attention` is that of
+        the last layer, if another one than that of the others.
         """
         num_tokens = len(residual)
         first = _first_half(num_tokens)
@@ -111,8 +116,11 @@ class HalvedLayers:
         begin_sum = self._group.begin_all_reduce
         for index, (layer, rotation) in enumerate(zip(self._layers, rotations, strict=True)):
             self._group.progress.enter(Phase.LAYER, index)
+            is_last = index == len(self._layers) - 1
+            if is_last and last_attention is not None:
+                attention = last_attention
             attended = layer.attend(streams, deltas, rotation, attention)
-            if index == len(self._layers) - 1:
+            if is_last:
                 return Attended(residual, attended)
             # The sum of one half is begun before the other half is computed.
             deltas = [begin_sum(part) for part in layer.finish(streams, attended, begin_sum)]

@@ -28,6 +28,7 @@ __all__ = ["InputBatch", "StepInputs"]
 
 _NO_LOGPROBS = -1
 _Ints: TypeAlias = "NDArray[np.int64]"
+_Flags: TypeAlias = "NDArray[np.bool_]"
 _Parts: TypeAlias = "tuple[_Ints, _Ints, _Ints]"
 """For each part: the index of its sequence, its first position and its number of tokens."""
 
@@ -51,6 +52,9 @@ class StepInputs:
     sampled_places: tuple[torch.Tensor, torch.Tensor]
     """The same rows and positions on the device, `[num_sampled]` int64 each."""
     prompt_chunks: tuple[PromptChunk, ...] = ()
+    sampled_sequences: _Flags | None = None
+    """The sequences of `attention` whose last tokens are those of `logits_indices`, on the host;
+    None if other tokens are among these, or all tokens are."""
 
 
 class InputBatch:
@@ -138,10 +142,12 @@ class InputBatch:
         )
         device_indices, device_rows, device_places = others
         selects_all = is_sampled.all() and ends[-1] == size and not chunks
+        has_others = selects_all or bool(chunks) or len(rows) > size
         return StepInputs(
             token_ids=token_ids,
             positions=device_positions,
             logits_indices=None if selects_all else device_indices,
+            sampled_sequences=None if has_others else is_sampled,
             attention=AttentionBatch(
                 num_prefills=int((num_tokens > 1).sum()),
                 query_lens=num_tokens.astype(np.int32),
@@ -244,7 +250,7 @@ class InputBatch:
         return blocks.astype(np.int64) * self._block_size + positions % self._block_size
 
 
-def _columns(plan: StepPlan) -> tuple[_Ints, _Ints, _Ints, NDArray[np.bool_]]:
+def _columns(plan: StepPlan) -> tuple[_Ints, _Ints, _Ints, _Flags]:
     """Return row, first position, number of tokens and whether it samples, of each sequence."""
     rows = np.frombuffer(plan.decodes.rows, np.int32)
     positions = np.frombuffer(plan.decodes.positions, np.int32)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from workers.runner.input_batch import InputBatch, StepInputs
     from workers.runner.kept_pool.checksum_jobs import ChecksumJobs, Fence
     from workers.runner.kv_cache import KVCache
+    from workers.runner.sampled_attention import SampledAttention
     from workers.sampler import Sampled, Sampler
     from workers.sampling.prompt_logprobs import PromptReport
 
@@ -129,9 +130,10 @@ class ModelRunner:
         progress: ProgressWord,
         decode_graphs: DecodeGraphs | None = None,
         piece_graphs: PieceGraphs | None = None,
+        sampled_attention: SampledAttention | None = None,
         checksum_jobs: ChecksumJobs | None = None,
     ) -> None:
-        """A step that no graphs can replay runs eagerly."""
+        """A step that no graphs can replay runs eagerly, with `sampled_attention` if given."""
         self._checksum_jobs = checksum_jobs
         self._progress = progress
         self._model = model
@@ -141,6 +143,7 @@ class ModelRunner:
         self._state = state
         self._decode_graphs = decode_graphs
         self._piece_graphs = piece_graphs
+        self._sampled_attention = sampled_attention
         self._batch = batch
         self._sampler = sampler
         self._prompts = Prompts()
@@ -245,8 +248,11 @@ class ModelRunner:
         if self._piece_graphs is not None and self._piece_graphs.can_replay(inputs):
             return self._piece_graphs.replay(inputs, metadata)
         attention = CachedAttention(self._cache.device_pool, metadata)
+        last = None
+        if self._sampled_attention is not None:
+            last = self._sampled_attention.of_step(inputs, metadata)
         return self._model.forward(
-            inputs.token_ids, inputs.positions, attention, inputs.logits_indices
+            inputs.token_ids, inputs.positions, attention, inputs.logits_indices, last
         )
 
     def _choose(self, inputs: StepInputs, hidden: torch.Tensor) -> _Sample:

@@ -13,6 +13,8 @@ from tests.workers.models.test_quantized_models import COMPRESSED
 from tests.workers.models.two_ranks import on_two_ranks
 from tests.workers.reference import loaded_model, reference_logits, run, save_checkpoint, token_ids
 from workers.models import halved_layers
+from workers.models.decoder import Decoder
+from workers.models.step_attention import StepAttention
 from workers.parallel.group import SoloGroup
 from workers.parallel.group_factory import make_group
 from workers.worker_factory import make_worker
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from attention.layer import Attention
     from pagedray.model_config import Task
     from workers.parallel.group import ParallelGroup
     from workers.parallel.pending_sum import PendingSum
@@ -71,6 +74,47 @@ def test_halves_compute_what_transformers_computes(name: str, tmp_path: Path) ->
         # Two sums of each layer but the last, whose output is computed for all tokens at once.
         assert num_rows == [first, second] * (len(num_rows) // 2)
         assert len(num_rows) % 4 == 0
+
+
+class Selecting(StepAttention):
+    """Returns the attention of some tokens."""
+
+    def __init__(self, attention: StepAttention, indices: torch.Tensor) -> None:
+        self._attention = attention
+        self._indices = indices
+
+    def attend(
+        self, layer: Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        return self._attention.attend(layer, query, key, value)[self._indices]
+
+
+def test_the_last_layer_attends_for_some_tokens_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint("llama-6-heads-2-kv-biases", tmp_path)
+    indices = torch.tensor([3, 22])
+    forward = Decoder.forward
+
+    def forward_selected(
+        model: Decoder,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: StepAttention,
+        logits_indices: torch.Tensor | None,
+    ) -> torch.Tensor:
+        last = Selecting(attention, indices)
+        return forward(model, ids, positions, attention, logits_indices, last)
+
+    monkeypatch.setattr(Decoder, "forward", forward_selected)
+
+    def logits(group: ParallelGroup) -> torch.Tensor:
+        group.overlaps_sums = True
+        return run(loaded_model(tmp_path, group), group, logits_indices=indices)
+
+    expected = reference_logits(tmp_path)[indices]
+    for found in on_two_ranks(logits):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", WHOLE)

@@ -154,6 +154,15 @@ def check_inputs(
         needed += [token_of[chunk.row, position] for position in before]
     indices = inputs.logits_indices
     assert needed == (list(range(ends[-1])) if indices is None else indices.tolist())
+    if (flags := inputs.sampled_sequences) is None:
+        assert replays or indices is None or inputs.prompt_chunks
+    else:
+        assert (ends[flags] - 1).tolist() == needed
+        decodes = attention.last_tokens(flags)
+        assert decodes.num_decodes == len(needed)
+        assert decodes.seq_lens.tolist() == [int(inputs.positions[at]) + 1 for at in needed]
+        assert (decodes.block_tables == attention.block_tables[flags]).all()
+        assert (decodes.slot_mapping == -1).all()
 
 
 @pytest.mark.parametrize("replays", [True, False])

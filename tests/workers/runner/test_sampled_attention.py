@@ -1,0 +1,130 @@
+"""The attention of the last layer for sampled tokens alone, against transformers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+from attention.abstract import AttentionBatch
+from attention.params import storage_dtype
+from pagedray.config import EngineConfig
+from tests.attention.shared_backend import SharedBackend
+from tests.workers.reference import reference_logits, save_checkpoint, token_ids
+from workers.models.decoder import Decoder
+from workers.models.families.registry import read_model_config
+from workers.models.self_attention import attention_spec
+from workers.models.step_attention import CachedAttention
+from workers.parallel.group import SoloGroup
+from workers.runner.input_batch import StepInputs
+from workers.runner.sampled_attention import SampledAttention
+from workers.weights.load_weights import load_weights
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from workers.parallel.group import ParallelGroup
+
+BLOCK_SIZE = 4
+BLOCKS_PER_SEQUENCE = 6
+NUM_SEQUENCES = 4
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens of a sequence; all sequences have the same text."""
+
+    sequence: int
+    first: int
+    stop: int
+    is_sampled: bool = True
+
+
+class Rank:
+    """One rank's part of a model, its cache and its steps."""
+
+    def __init__(self, folder: Path, group: ParallelGroup) -> None:
+        config = read_model_config(folder, dtype="float32")
+        self.model = Decoder(config, group, backend=SharedBackend, device=DEVICE)
+        load_weights(self.model, EngineConfig(model=config))
+        spec = attention_spec(config, group, block_size=BLOCK_SIZE, device=DEVICE)
+        self.builder = SharedBackend.make_metadata_builder(spec)
+        shape = SharedBackend.get_kv_cache_shape(
+            num_blocks=NUM_SEQUENCES * BLOCKS_PER_SEQUENCE,
+            num_layers=config.num_layers,
+            block_size=BLOCK_SIZE,
+            num_kv_heads=spec.layers[0].num_kv_heads,
+            head_size=config.head_size,
+        )
+        self.cache = torch.zeros(shape, dtype=storage_dtype(spec.cache_dtype), device=DEVICE)
+        self.sampled = SampledAttention(
+            self.cache, self.builder, SharedBackend.make_metadata_builder(spec)
+        )
+
+    @torch.inference_mode()
+    def run(self, chunks: list[Chunk], *, samples_last_layer: bool) -> torch.Tensor:
+        """Return the logits of the sampled tokens of a step."""
+        blocks = np.arange(NUM_SEQUENCES * BLOCKS_PER_SEQUENCE, dtype=np.int32)
+        tables = blocks[::-1].reshape(NUM_SEQUENCES, BLOCKS_PER_SEQUENCE)
+        query_lens = np.array([chunk.stop - chunk.first for chunk in chunks], dtype=np.int32)
+        positions = np.concatenate([np.arange(one.first, one.stop) for one in chunks])
+        owners = np.repeat([chunk.sequence for chunk in chunks], query_lens)
+        batch = AttentionBatch(
+            num_prefills=int((query_lens > 1).sum()),
+            query_lens=query_lens,
+            seq_lens=np.array([chunk.stop for chunk in chunks], dtype=np.int32),
+            block_tables=tables[[chunk.sequence for chunk in chunks]],
+            slot_mapping=tables[owners, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE
+            + positions % BLOCK_SIZE,
+        )
+        is_sampled = np.array([chunk.is_sampled for chunk in chunks])
+        indices = torch.from_numpy(np.cumsum(query_lens)[is_sampled] - 1).to(DEVICE)
+        inputs = StepInputs(
+            token_ids=token_ids()[positions].to(DEVICE),
+            positions=torch.from_numpy(positions).to(DEVICE),
+            logits_indices=indices,
+            attention=batch,
+            sampled_rows=np.arange(len(indices)),
+            sampled_positions=np.arange(len(indices)),
+            sampled_places=(indices, indices),
+            sampled_sequences=is_sampled if samples_last_layer else None,
+        )
+        metadata = self.builder.build(batch)
+        last = self.sampled.of_step(inputs, metadata)
+        assert (last is not None) == samples_last_layer
+        hidden = self.model.forward(
+            inputs.token_ids,
+            inputs.positions,
+            CachedAttention(self.cache, metadata),
+            indices,
+            last,
+        )
+        return self.model.logits(hidden).whole().cpu()
+
+
+# Two prompts begin; then a third one, the rest of the first, the start of a fourth, and a decode.
+FIRST = [Chunk(0, 0, 9, is_sampled=False), Chunk(1, 0, 17, is_sampled=False)]
+SECOND = [Chunk(2, 0, 23), Chunk(0, 9, 19), Chunk(3, 0, 5, is_sampled=False), Chunk(1, 17, 18)]
+SAMPLED = [22, 18, 17]
+
+
+@pytest.mark.parametrize(
+    # Windows and a soft cap, an MLP beside attention.
+    "name",
+    ["llama-6-heads-2-kv-biases", "gemma2-capped", "cohere2-parallel"],
+)
+def test_sampled_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    save_checkpoint(name, tmp_path)
+    rank, whole = Rank(tmp_path, SoloGroup()), Rank(tmp_path, SoloGroup())
+    assert rank.run(FIRST, samples_last_layer=True).shape == (0, 131)
+    whole.run(FIRST, samples_last_layer=False)
+    logits = rank.run(SECOND, samples_last_layer=True)
+    whole.run(SECOND, samples_last_layer=False)
+    torch.testing.assert_close(logits, reference_logits(tmp_path)[SAMPLED], rtol=1e-4, atol=1e-4)
+    # The keys and values of all tokens are in the cache.
+    assert torch.equal(rank.cache, whole.cache)
+    assert rank.cache[:, -1].count_nonzero() > 0
