@@ -203,7 +203,8 @@ class HttpConnection(HttpToolsProtocol):
             raise _InvalidRequestError
         # Trailers are ignored: they must not replace headers, such as Authorization.
         if not self._has_head:
-            super().on_header(name, value)
+            # The parser keeps the blanks after a value, which are not part of it.
+            super().on_header(name, value.rstrip(b" \t"))
 
     def on_headers_complete(self) -> None:
         if num_head_bytes(self.url, self.headers) > MAX_HEAD_BYTES:

@@ -54,6 +54,22 @@ def test_client_that_stops_sending_has_disconnected(
         wait_for(lambda: not engine.num_sequences)
 
 
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        post(BODY).replace(b"Length: %d" % len(BODY), b"Length: \t%d \t" % len(BODY)),
+        post(BODY).replace(b"application/json", b"application/json "),
+        JSON_HEAD + CHUNKED.replace(b"chunked", b"chunked ") + b"\r\n" + IN_CHUNKS,
+    ],
+)
+def test_blanks_around_the_value_of_a_header_are_not_part_of_it(
+    server: Server, request_bytes: bytes
+) -> None:
+    with connect(server) as connection:
+        connection.sendall(request_bytes.replace(b"\r\n", b"\r\nConnection: close \r\n", 1))
+        assert read_to_end(connection).startswith(b"HTTP/1.1 200 ")
+
+
 @pytest.mark.parametrize("is_one_segment", [True, False])
 @pytest.mark.parametrize("stream", [True, False])
 def test_pipelined_requests_end_with_their_client(
