@@ -29,13 +29,16 @@ _MOST_TOKENS = 10_000_000
 
 def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     """Add them in groups."""
-    _add_server(parser.add_argument_group("server"))
+    server = parser.add_argument_group("server")
+    _add_server(server)
+    _add_request_fields(server)
     _add_dataset(parser.add_argument_group("requests"))
     _add_load(parser.add_argument_group("load"))
     _add_output(parser.add_argument_group("output"))
 
 
 def _add_server(group: argparse._ArgumentGroup) -> None:
+    """Add where the server is, its API and its model."""
     group.add_argument(
         "--backend",
         type=lambda text: _ALIASES.get(text, text),
@@ -77,6 +80,10 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
         "it is a folder, otherwise the server's /tokenize endpoint)",
     )
     add_client_flags(group, variables=KEY_VARIABLES)
+
+
+def _add_request_fields(group: argparse._ArgumentGroup) -> None:
+    """Add what all requests have in common."""
     group.add_argument(
         "--header",
         nargs="*",
