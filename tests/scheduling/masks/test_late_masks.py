@@ -166,6 +166,22 @@ def test_a_sequence_that_ends_while_its_mask_is_late_ends_once() -> None:
     assert len(steps.grammar.num_awaited) == num_calls
 
 
+def test_a_sequence_that_is_aborted_while_its_masks_are_made_is_no_longer_late() -> None:
+    steps = Steps(has_other=False)
+    steps.grammar.is_late = True
+    plan, masked = steps.scheduler.schedule(), steps.scheduler.masked_step()
+    assert plan is not None
+    assert masked is not None
+    made = masked.make_masks(1.0)
+    (ended,) = steps.scheduler.abort_request("slow")
+    assert ended.finish_reason is FinishReason.ABORT
+    assert steps.scheduler.apply_masks(made) == []
+    assert steps.scheduler.update(StepOutput(plan.step, [-1])) == []
+    steps.scheduler.acknowledge(plan.step)
+    assert not steps.scheduler.has_work
+    assert steps.scheduler.stats().num_free_blocks == 64
+
+
 def test_a_sequence_that_is_barred_while_its_mask_is_late_starts_again() -> None:
     steps = Steps(has_other=True)
     steps.grammar.is_late = True

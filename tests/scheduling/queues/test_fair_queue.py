@@ -144,3 +144,15 @@ def test_a_newcomer_starts_at_the_clock_of_those_that_are_served() -> None:
     queue.close_share(short)
     long.time += 18_000
     assert queue.open_share("new").time == long.time
+
+
+def test_a_tenant_whose_items_were_removed_is_not_next() -> None:
+    queue = FairQueue[Item]()
+    gone, back = queue.open_share("gone"), queue.open_share("back")
+    for share in (gone, back):
+        queue.insert(Item((0, 1), share, 1))
+    queue.clear()
+    assert not queue.has_first
+    item = Item((0, 2), back, 1)
+    queue.insert(item)
+    assert queue.first is item
