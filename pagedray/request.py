@@ -120,7 +120,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Texts whose tokens are not generated in sequence: those of the text itself, and those of the
     text with a leading space if they only differ in the first token."""
     seed: int | None = None
-    """Random seed for reproducible sampling; None is random."""
+    """Random seed for sampling that is reproducible, except for rounding; None is random."""
     stop: Sequence[str] = ()
     """Strings that end a completion; they are not part of its text."""
     stop_token_ids: Sequence[int] = ()
