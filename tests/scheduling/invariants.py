@@ -72,6 +72,9 @@ class Invariants:
                     *(copy.target for copy in _disk_copies(worker, is_read=False)),
                 ],
             )
+        # Once it has started, it may not take rows of others again.
+        entitled = self._scheduler._planner._preemptor.entitled
+        assert entitled is None or entitled.row < 0
         self._check_places(holders)
         self._check_cache(worker)
         self._check_stats()
