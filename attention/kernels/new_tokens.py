@@ -25,6 +25,10 @@ class Rotary:
     Element i of a head is paired with i + head_size / 2.
     """
 
+    def select(self, indices: torch.Tensor) -> Rotary:
+        """Return those of some of the tokens, `[num_selected]` int64."""
+        return Rotary(self.positions.index_select(0, indices), self.table)
+
     def split(self, sizes: Sequence[int]) -> list[Rotary]:
         """Return those of adjacent groups of the tokens, given by their numbers."""
         return [Rotary(positions, self.table) for positions in self.positions.split(sizes)]

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from attention.kernels.new_tokens import Rotary
     from pagedray.rank_roofline import WeightWork
     from pagedray.weight_format import Quantization
+    from workers.layers.linear_kernels import LinearKernel
     from workers.parallel.group import ParallelGroup
 
 __all__ = ["ColumnParallelLinear", "Columns", "RowParallelLinear", "columns_of"]
@@ -114,6 +115,13 @@ class ColumnParallelLinear(Layer):
             out.copy_(self._kernel.of_quantized(x))
         else:
             self._kernel.write(x, out)
+
+    def kernel_of(self, columns: slice) -> LinearKernel | None:
+        """Return a kernel of some columns of this rank, if the layout of the weight permits.
+
+        Must be called after `finalize`.
+        """
+        return self._kernel.part(columns)
 
     def rotates(self, num_rows: int, head_size: int, num_rotated: int) -> bool:
         """Return whether `write_rotated` takes less time than `write` and a rotation."""

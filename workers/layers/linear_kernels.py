@@ -115,6 +115,11 @@ class LinearKernel(ABC):
         """Write what a call returns to `out`."""
         out.copy_(self(x))
 
+    def part(self, columns: slice) -> LinearKernel | None:
+        """Return a kernel of some output columns, with the same weight, if its layout permits."""
+        del columns
+        return None
+
     def rotates(self, num_rows: int, head_size: int, num_rotated: int) -> bool:
         """Return whether `write_rotated` takes less time than `write` and a rotation."""
         del num_rows, head_size, num_rotated
@@ -172,6 +177,10 @@ class DenseLinear(LinearKernel):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return functional.linear(x, self.weight, self.bias)
+
+    def part(self, columns: slice) -> LinearKernel:
+        bias = None if self.bias is None else self.bias[columns]
+        return type(self)(self.weight[columns], bias)
 
     def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
         if self.bias is None:

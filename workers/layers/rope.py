@@ -77,6 +77,15 @@ class Rotation(ABC):
         Queries come before keys. Pair i of a head is elements i and i + head_size / 2.
         """
 
+    def select(self, indices: torch.Tensor) -> Rotation | None:
+        """Return the rotation of some tokens, `[num_selected]` int64.
+
+        It and this one may be called with queries or keys alone. None if these are not rotated
+        alike.
+        """
+        del indices
+        return None
+
 
 class NoRotation(Rotation):
     """No rotation, for models without rotary embeddings."""
@@ -84,31 +93,49 @@ class NoRotation(Rotation):
     def __call__(self, heads: torch.Tensor) -> torch.Tensor:
         return heads
 
+    def select(self, indices: torch.Tensor) -> Rotation:
+        del indices
+        return self
+
 
 class _GatheredRotation(Rotation):
     """By torch, with angles that were gathered once per step."""
 
-    def __init__(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        self._cos = cos  # [num_tokens, 1, head_size]
-        self._sin = sin  # the same, its first half negated
-        self._half = cos.shape[-1] // 2
+    rotary: Rotary
+
+    def __init__(self, rotary: Rotary, dtype: torch.dtype) -> None:
+        self.rotary = rotary
+        self._dtype = dtype
+        rows = rotary.table.index_select(0, rotary.positions).to(dtype).unsqueeze(1)
+        cos, sin = rows.chunk(2, dim=2)
+        self._cos = torch.cat((cos, cos), 2)  # [num_tokens, 1, head_size]
+        self._sin = torch.cat((-sin, sin), 2)
+        self._half = rotary.table.shape[1] // 2
 
     def __call__(self, heads: torch.Tensor) -> torch.Tensor:
         # Rolling by half puts each element's partner next to it.
         partners = heads.roll(self._half, -1)
         return (heads * self._cos).addcmul_(partners, self._sin)
 
+    def select(self, indices: torch.Tensor) -> Rotation:
+        return _GatheredRotation(self.rotary.select(indices), self._dtype)
+
 
 class _KernelRotation(Rotation):
     """By a kernel that looks up the angles itself."""
 
-    def __init__(self, kernel: RotateKernel, positions: torch.Tensor) -> None:
+    rotary: Rotary
+
+    def __init__(self, kernel: RotateKernel, rotary: Rotary) -> None:
         self._kernel = kernel
-        self._positions = positions
+        self.rotary = rotary
 
     def __call__(self, heads: torch.Tensor) -> torch.Tensor:
-        self._kernel(heads, self._positions)
+        self._kernel(heads, self.rotary.positions)
         return heads
+
+    def select(self, indices: torch.Tensor) -> Rotation:
+        return _KernelRotation(self._kernel, self.rotary.select(indices))
 
 
 class _PartialRotation(Rotation):
@@ -122,6 +149,10 @@ class _PartialRotation(Rotation):
         part = heads.narrow(2, 0, self._size)
         part.copy_(self._rotation(part.contiguous()))
         return heads
+
+    def select(self, indices: torch.Tensor) -> Rotation | None:
+        selected = self._rotation.select(indices)
+        return None if selected is None else _PartialRotation(selected, self._size)
 
 
 class _GrowingQueries(Rotation):
@@ -177,12 +208,7 @@ class RotaryEmbedding:
         return _GrowingQueries(rotation, factors, self._num_query_heads)
 
     def _whole(self, positions: torch.Tensor) -> Rotation:
-        rotation: Rotation
+        rotary = Rotary(positions, self._table)
         if self._kernel is not None:
-            rotation = _KernelRotation(self._kernel, positions)
-        else:
-            rows = self._table.index_select(0, positions).to(self._dtype).unsqueeze(1)
-            cos, sin = rows.chunk(2, dim=2)
-            rotation = _GatheredRotation(torch.cat((cos, cos), 2), torch.cat((-sin, sin), 2))
-        rotation.rotary = Rotary(positions, self._table)
-        return rotation
+            return _KernelRotation(self._kernel, rotary)
+        return _GatheredRotation(rotary, self._dtype)

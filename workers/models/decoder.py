@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from workers.layers.sharded_logits import ShardedLogits
     from workers.layers.weight import Layer
     from workers.models.attended import Attended
-    from workers.models.step_attention import StepAttention
+    from workers.models.step_attention import SelectedAttention, StepAttention
     from workers.parallel.group import ParallelGroup
 
 __all__ = ["Decoder"]
@@ -118,7 +118,7 @@ class Decoder(CompositeLayer):
         positions: torch.Tensor,
         attention: StepAttention,
         logits_indices: torch.Tensor | None,
-        last_attention: StepAttention | None = None,
+        last_attention: SelectedAttention | None = None,
     ) -> torch.Tensor:
         """Return the normed hidden states of some tokens, `[num_sampled, hidden_size]`.
 
@@ -163,7 +163,7 @@ class Decoder(CompositeLayer):
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         attention: StepAttention,
-        last_attention: StepAttention | None = None,
+        last_attention: SelectedAttention | None = None,
     ) -> Attended:
         """Run all layers but what follows the attention of the last one.
 

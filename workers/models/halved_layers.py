@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from attention.kernels.quantized_rows import QuantizedRows
     from workers.layers.rope import Rotation
-    from workers.models.step_attention import StepAttention
+    from workers.models.step_attention import SelectedAttention, StepAttention
     from workers.parallel.group import ParallelGroup
     from workers.parallel.pending_sum import PendingSum
 
@@ -102,7 +102,7 @@ class HalvedLayers:
         residual: torch.Tensor,
         rotations: Iterable[Rotation],
         attention: StepAttention,
-        last_attention: StepAttention | None = None,
+        last_attention: SelectedAttention | None = None,
     ) -> Attended:
         """Run all layers but what follows the attention of the last one.
 

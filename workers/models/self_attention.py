@@ -15,6 +15,7 @@ from workers.layers.norm import QKNorm
 from workers.layers.weight import CompositeLayer, WeightShard, part_of
 from workers.layers.whole_qk_norm import WholeQKNorm
 from workers.models.qkv_columns import qkv_columns
+from workers.models.step_attention import SelectedAttention
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from attention.kernels.quantized_rows import QuantizedRows
     from attention.kernels.unnormed_row import UnnormedRow
     from pagedray.model_config import ModelConfig
+    from workers.layers.linear_kernels import LinearKernel
     from workers.layers.rope import Rotation
     from workers.layers.weight import Layer
     from workers.models.step_attention import StepAttention
@@ -106,6 +108,9 @@ class DecoderSelfAttention(CompositeLayer):
             device=device,
         )
         self._limit = config.qkv_limit
+        self._is_last = layer_index == config.num_layers - 1
+        self._parts: tuple[LinearKernel, LinearKernel] | None = None
+        """The products of queries and of keys and values, if the last layer can have both."""
         self._head_norm = _head_norm(prefix, config, params, group, dtype=dtype, device=device)
         self._neighbors = _neighbor_order(config, params, device)
         self._sinks = None
@@ -152,6 +157,11 @@ class DecoderSelfAttention(CompositeLayer):
         `hidden` is `[num_tokens, hidden_size]`.
         """
         if isinstance(hidden, torch.Tensor):
+            if isinstance(attention, SelectedAttention) and self._parts is not None:
+                selected = rotation.select(attention.indices)
+                if selected is not None:
+                    rotations = selected, rotation
+                    return self._attend_selected(hidden, self._parts, rotations, attention)
             rotary = self.rotary_of_products(rotation, (len(hidden),))
             if rotary is not None:
                 qkv = hidden.new_empty(len(hidden), self.num_qkv_columns)
@@ -210,6 +220,25 @@ class DecoderSelfAttention(CompositeLayer):
             return attention.attend_heads(self._attention, heads, values)
         return attention.attend_rotated(self._attention, heads, values, rotation)
 
+    def _attend_selected(
+        self,
+        hidden: torch.Tensor,
+        parts: tuple[LinearKernel, LinearKernel],
+        rotations: tuple[Rotation, Rotation],
+        attention: SelectedAttention,
+    ) -> torch.Tensor:
+        """Return the attention of the selected tokens, and compute no other queries.
+
+        `parts` and `rotations` are those of queries, then those of keys.
+        """
+        (query_part, kv_part), (query_rotation, key_rotation) = parts, rotations
+        query = query_part(hidden.index_select(0, attention.indices))
+        key, value = kv_part(hidden).split(self._kv_size, dim=1)
+        by_head = (-1, self._head_size)
+        query = query_rotation(query.unflatten(1, by_head)).flatten(1)
+        key = key_rotation(key.unflatten(1, by_head)).flatten(1)
+        return attention.attend_selected(self._attention, query, key, value)
+
     def output(self, attended: torch.Tensor) -> torch.Tensor:
         """Return the output, `[num_tokens, hidden_size]`, for the attention of some tokens."""
         out = self._output(attended)
@@ -252,6 +281,12 @@ class DecoderSelfAttention(CompositeLayer):
             self._qkv.reorder(self._neighbors)
             self._neighbors = None
         super().finalize()
+        if self._is_last and self._head_norm is None and self._limit is None:
+            query_size = self._rotated_size - self._kv_size
+            queries = self._qkv.kernel_of(slice(query_size))
+            others = self._qkv.kernel_of(slice(query_size, self.num_qkv_columns))
+            if queries is not None and others is not None:
+                self._parts = queries, others
 
     def sublayers(self) -> Iterator[Layer]:
         yield self._qkv

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from attention.layer import Attention
     from workers.layers.rope import Rotation
 
-__all__ = ["CachedAttention", "StepAttention"]
+__all__ = ["CachedAttention", "SelectedAttention", "StepAttention"]
 
 
 class StepAttention(ABC):
@@ -48,6 +48,36 @@ class StepAttention(ABC):
         num_heads, num_kv_heads = layer.params.num_heads, layer.params.num_kv_heads
         query, key = heads.split((num_heads, num_kv_heads), dim=1)
         return self.attend(layer, query.flatten(1), key.flatten(1), value)
+
+
+class SelectedAttention(StepAttention):
+    """Computes the attention of a layer for some tokens of the step alone."""
+
+    def __init__(self, indices: torch.Tensor) -> None:
+        """`indices` are the tokens, `[num_selected]` int64 on their device."""
+        self.indices = indices
+
+    def attend(
+        self,
+        layer: Attention,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> torch.Tensor:
+        return self.attend_selected(layer, query.index_select(0, self.indices), key, value)
+
+    @abstractmethod
+    def attend_selected(
+        self,
+        layer: Attention,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return what `attend` does, `[num_selected, num_heads * head_size]`.
+
+        Queries are those of the selected tokens, keys and values those of all tokens.
+        """
 
 
 class CachedAttention(StepAttention):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from workers.models.step_attention import StepAttention
+from workers.models.step_attention import SelectedAttention
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +37,7 @@ class SampledAttention:
         self._builder = builder
         self._sampled_builder = sampled_builder
 
-    def of_step(self, inputs: StepInputs, metadata: AttentionMetadata) -> StepAttention | None:
+    def of_step(self, inputs: StepInputs, metadata: AttentionMetadata) -> SelectedAttention | None:
         """Return the attention for the tokens of `logits_indices`; None if not all are sampled.
 
         `metadata` is that of the step. The next call ends what this returns.
@@ -55,8 +55,8 @@ class SampledAttention:
         return _SampledStep(self._kv_cache, inputs.logits_indices, sampled, write)
 
 
-class _SampledStep(StepAttention):
-    """Returns the attention of some tokens of a step."""
+class _SampledStep(SelectedAttention):
+    """Attends for the sampled tokens of a step, as decodes."""
 
     def __init__(
         self,
@@ -65,16 +65,16 @@ class _SampledStep(StepAttention):
         metadata: AttentionMetadata | None,
         write: Callable[[Attention, torch.Tensor, torch.Tensor], None],
     ) -> None:
-        """`indices` are the tokens, `metadata` has them as decodes, None if there are none.
+        """`metadata` has the tokens of `indices` as decodes, and is None if there are none.
 
         `write` writes the keys and values of all tokens to the cache.
         """
+        super().__init__(indices)
         self._kv_cache = kv_cache
-        self._indices = indices
         self._metadata = metadata
         self._write = write
 
-    def attend(
+    def attend_selected(
         self,
         layer: Attention,
         query: torch.Tensor,
@@ -82,15 +82,13 @@ class _SampledStep(StepAttention):
         value: torch.Tensor,
     ) -> torch.Tensor:
         self._write(layer, key, value)
-        selected = query.index_select(0, self._indices)
-        if self._metadata is None:
-            return selected
-        size = layer.params.head_size
-        attended = selected.new_empty(selected.shape)
-        query, key, value, out = (
-            tensor.unflatten(1, (-1, size)) for tensor in (selected, key, value, attended)
-        )
-        self._metadata.attend_layer(
-            layer.layer_index, query, key, value, self._kv_cache, out, sinks=layer.sinks
-        )
+        attended = query.new_empty(query.shape)
+        if self._metadata is not None:
+            size = layer.params.head_size
+            query, key, value, out = (
+                tensor.unflatten(1, (-1, size)) for tensor in (query, key, value, attended)
+            )
+            self._metadata.attend_layer(
+                layer.layer_index, query, key, value, self._kv_cache, out, sinks=layer.sinks
+            )
         return attended

@@ -14,7 +14,7 @@ from tests.workers.models.two_ranks import on_two_ranks
 from tests.workers.reference import loaded_model, reference_logits, run, save_checkpoint, token_ids
 from workers.models import halved_layers
 from workers.models.decoder import Decoder
-from workers.models.step_attention import StepAttention
+from workers.models.step_attention import SelectedAttention
 from workers.parallel.group import SoloGroup
 from workers.parallel.group_factory import make_group
 from workers.worker_factory import make_worker
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from attention.layer import Attention
     from pagedray.model_config import Task
+    from workers.models.step_attention import StepAttention
     from workers.parallel.group import ParallelGroup
     from workers.parallel.pending_sum import PendingSum
 
@@ -76,17 +77,18 @@ def test_halves_compute_what_transformers_computes(name: str, tmp_path: Path) ->
         assert len(num_rows) % 4 == 0
 
 
-class Selecting(StepAttention):
-    """Returns the attention of some tokens."""
+class Selecting(SelectedAttention):
+    """Attends for all tokens, and returns the attention of some."""
 
     def __init__(self, attention: StepAttention, indices: torch.Tensor) -> None:
+        super().__init__(indices)
         self._attention = attention
-        self._indices = indices
 
-    def attend(
+    def attend_selected(
         self, layer: Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        return self._attention.attend(layer, query, key, value)[self._indices]
+        queries = query.new_zeros(len(key), query.shape[1]).index_copy_(0, self.indices, query)
+        return self._attention.attend(layer, queries, key, value)[self.indices]
 
 
 def test_the_last_layer_attends_for_some_tokens_alone(

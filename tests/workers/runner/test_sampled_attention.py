@@ -113,9 +113,18 @@ SAMPLED = [22, 18, 17]
 
 
 @pytest.mark.parametrize(
-    # Windows and a soft cap, an MLP beside attention.
     "name",
-    ["llama-6-heads-2-kv-biases", "gemma2-capped", "cohere2-parallel"],
+    [
+        "llama-6-heads-2-kv-biases",
+        # Windows and a soft cap, an MLP beside attention, heads that are rotated in part.
+        "gemma2-capped",
+        "cohere2-parallel",
+        "glm-half-heads",
+        # No rotation, a norm of each head, queries that are rotated in another way than keys.
+        "mpt-12-heads",
+        "qwen3-biases-one-kv-head",
+        "ministral3-growing-queries",
+    ],
 )
 def test_sampled_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     save_checkpoint(name, tmp_path)
