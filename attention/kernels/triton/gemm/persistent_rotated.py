@@ -1,7 +1,7 @@
 """GEMMs of many rows by persistent programs, which rotate queries and keys before they store.
 
-As `persistent_gated.py`, and with the same gain: the rotary embedding of a head is applied to what
-a program has just computed, so that no other kernel reads and writes all heads again. Results have
+They work like those of `persistent_gated.py`. The rotary embedding of a head is applied to what a
+program has just computed, so that no other kernel reads and writes all heads again. Results have
 the same bits as those of cuBLAS and `rotate_heads`, wherever they were compared.
 """
 
