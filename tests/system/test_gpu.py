@@ -106,6 +106,16 @@ def test_token_budget_that_forces_chunks_changes_nothing(truth: Truth) -> None:
         assert generated(llm, truth.prompts) == truth.continuations
 
 
+@pytest.mark.parametrize("max_num_batched_tokens", [13, 2048])
+def test_steps_without_graphs_change_nothing(truth: Truth, max_num_batched_tokens: int) -> None:
+    """The last layer attends for sampled tokens alone, of which chunks of a prompt have none."""
+    options = {"max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": 4}
+    with gpu_llm(truth.folder, block_size=4, max_graph_tokens=0, **options) as llm:
+        assert generated(llm, truth.prompts) == truth.continuations
+        # Then from the prefix cache.
+        assert generated(llm, truth.prompts) == truth.continuations
+
+
 def test_prefix_hit_changes_nothing(truth: Truth) -> None:
     with gpu_llm(truth.folder, block_size=4, num_blocks=512, max_num_seqs=1) as llm:
         assert generated(llm, truth.prompts) == truth.continuations
