@@ -232,11 +232,14 @@ class DecoderSelfAttention(CompositeLayer):
         `parts` and `rotations` are those of queries, then those of keys.
         """
         (query_part, kv_part), (query_rotation, key_rotation) = parts, rotations
-        query = query_part(hidden.index_select(0, attention.indices))
-        key, value = kv_part(hidden).split(self._kv_size, dim=1)
         by_head = (-1, self._head_size)
-        query = query_rotation(query.unflatten(1, by_head)).flatten(1)
+        key, value = kv_part(hidden).split(self._kv_size, dim=1)
         key = key_rotation(key.unflatten(1, by_head)).flatten(1)
+        # A chunk before a prompt's end has none, and kernels take at least one row.
+        query = hidden.new_empty(0, self._rotated_size - self._kv_size)
+        if len(attention.indices):
+            query = query_part(hidden.index_select(0, attention.indices))
+            query = query_rotation(query.unflatten(1, by_head)).flatten(1)
         return attention.attend_selected(self._attention, query, key, value)
 
     def output(self, attended: torch.Tensor) -> torch.Tensor:
