@@ -11,13 +11,12 @@ from attention.abstract import AttentionMetadata, AttentionParams, AttentionType
 from attention.gpu.decodes.memory import DecodeMemory
 from attention.gpu.metadata import GpuMetadata, GpuMetadataBuilder
 from attention.kernels.decode_items import DecodeScratch
-from attention.kernels.new_tokens import Rotary
 from attention.params import KV_CACHE_DTYPES
 from pagedray.model_config import RopeConfig
 from tests.attention.gpu_steps import check_graph_inputs
 from tests.attention.rig import Rig, params_of
 from workers.layers.rope import RotaryEmbedding
-from workers.models.step_attention import CachedAttention
+from workers.models.step_attention import CachedAttention, StepAttention
 
 pytest.importorskip("triton")
 
@@ -294,8 +293,8 @@ def test_decodes_rotate_their_tokens_themselves() -> None:
     inputs = [one.to(device) for one in rig.tokens(3)]
     before = rig.cache.clone()
 
-    def attended(rotary: Rotary | None) -> tuple[list[torch.Tensor], torch.Tensor]:
-        rotation.rotary = rotary
+    def attended(*, by_kernel: bool) -> tuple[list[torch.Tensor], torch.Tensor]:
+        attend = CachedAttention.attend_rotated if by_kernel else StepAttention.attend_rotated
         rig.cache.copy_(before)
         metadata = rig.builder.build(batch)
         assert metadata.rotates_layer(0)
@@ -304,12 +303,11 @@ def test_decodes_rotate_their_tokens_themselves() -> None:
         for layer, rows in zip(rig.layers, inputs, strict=True):
             heads, value = rows.clone().split([96, 32], 1)
             heads = heads.unflatten(1, (6, 16))
-            outs.append(step.attend_rotated(layer, heads, value, rotation))
+            outs.append(attend(step, layer, heads, value, rotation))
         return outs, rig.cache.nan_to_num(9.0)
 
-    table = embedding._table
-    found, cache = attended(Rotary(torch.tensor([5, 16, 3], device=device), table))
-    expected, expected_cache = attended(None)
+    found, cache = attended(by_kernel=True)
+    expected, expected_cache = attended(by_kernel=False)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(cache, expected_cache, rtol=1e-5, atol=1e-5)
     with_prefill = rig.builder.build(rig.batch([(rig.sequence(), 4)], [a]))
