@@ -82,7 +82,9 @@ def test_help_loads_nothing_heavy(command: tuple[str, ...]) -> None:
 )
 def test_interrupt_at_the_start_ends_silently(module: str, flags: list[str]) -> None:
     script = (
+        # Tests that run in the background of a script ignore SIGINT, and so do their children.
         "import signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "class Interrupting:\n"
         "    def find_spec(self, name, *_):\n"
         f"        if name == {module!r}:\n"
