@@ -43,7 +43,7 @@ def num_tiles(num_rows: int, num_columns: int, tile_columns: int) -> int:
 
 def stored_share(num_rows: int, num_columns: int, tile_columns: int, num_programs: int) -> float:
     """Return the share of what programs compute, until the last of them ends, that is stored."""
-    num_turns = -(-num_tiles(num_rows, num_columns, tile_columns) // num_programs)
+    num_turns = max(1, -(-num_tiles(num_rows, num_columns, tile_columns) // num_programs))
     return num_rows * num_columns / (num_turns * num_programs * TILE_ROWS * tile_columns)
 
 

@@ -56,6 +56,7 @@ def test_no_rows_give_no_rows() -> None:
     ("num_rows", "size", "is_busy"),
     [
         # On an H200: Llama 3 8B on one GPU and on two.
+        (0, 14336, False),
         (16, 14336, False),
         (64, 14336, False),
         (128, 14336, True),

@@ -68,6 +68,7 @@ def test_no_rows_write_nothing() -> None:
     ("num_rows", "num_heads", "is_used"),
     [
         # On an H200: Llama 3 8B on one GPU.
+        (0, 32, False),
         (1024, 32, False),
         (2048, 32, True),
         (3072, 32, False),
