@@ -25,6 +25,7 @@ from workers.models.self_attention import attention_spec
 from workers.parallel.group import GroupBrokenError
 from workers.roofline import measure_roofline
 from workers.runner.disk_jobs import DiskJobs
+from workers.runner.forward_pass import ForwardPass
 from workers.runner.graphs.capture_setup import CaptureSetup
 from workers.runner.graphs.decode_graphs import DecodeGraphs
 from workers.runner.graphs.piece_graphs import PieceGraphs
@@ -32,7 +33,7 @@ from workers.runner.input_batch import InputBatch
 from workers.runner.kept_pool.checksum_jobs import ChecksumJobs
 from workers.runner.kept_pool.pool_mapper import PoolMapper
 from workers.runner.kv_cache import KVCache, block_bytes, make_host_pool
-from workers.runner.model_runner import ModelRunner, PendingTokens
+from workers.runner.model_runner import ModelRunner
 from workers.runner.sampled_attention import SampledAttention
 from workers.runner.token_table import TokenTable
 from workers.sampler import Sampler
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from pagedray.rank_roofline import RankRoofline
     from workers.parallel.group import ParallelGroup
     from workers.runner.host_pool import HostPool
+    from workers.runner.pending_tokens import PendingTokens
 
 __all__ = ["DecoderWorker"]
 
@@ -128,11 +130,11 @@ class DecoderWorker(Worker):
             self._disk_jobs = DiskJobs(folder, pool.blocks, checksums=pool.checksums)
         if self._group.rank == 0 and not self._is_warm:
             # The layers of all ranks are alike.
-            for sentence in self._runner.attention_provider_sentences:
+            for sentence in self._runner.forward_pass.attention_provider_sentences:
                 logger.info("Attention: %s", sentence)
         return KernelReport(
             self._backend.get_name(),
-            self._runner.attention_providers,
+            self._runner.forward_pass.attention_providers,
             replaced_kernels(self._device),
         )
 
@@ -145,7 +147,7 @@ class DecoderWorker(Worker):
 
     def capture_graphs(self, *, only_largest: bool = False) -> None:
         assert self._runner is not None
-        self._runner.capture_graphs(only_largest=only_largest)
+        self._runner.forward_pass.capture_graphs(only_largest=only_largest)
 
     def use_idle_time(self) -> bool:
         if not self._idle_lock.acquire(blocking=False):
@@ -153,7 +155,7 @@ class DecoderWorker(Worker):
         try:
             assert self._runner is not None
             # Several ranks would have to capture a graph between the same two steps.
-            if self._group.size == 1 and self._runner.capture_next():
+            if self._group.size == 1 and self._runner.forward_pass.capture_next():
                 return True
             return self._host_pool is not None and self._host_pool.pin_next()
         finally:
@@ -266,8 +268,20 @@ class DecoderWorker(Worker):
 
     def _make_runner(self, cache: KVCache, sizes: GraphSizes) -> ModelRunner:
         """Return what runs steps on a cache, with graphs of these sizes, which are not captured."""
-        assert self._model is not None
         table, batch, sampler = self._make_rows()
+        return ModelRunner(
+            forward_pass=self._make_forward_pass(cache, table, sizes),
+            cache=cache,
+            batch=batch,
+            sampler=sampler,
+            progress=self._group.progress,
+            checksum_jobs=self._checksum_jobs,
+        )
+
+    def _make_forward_pass(
+        self, cache: KVCache, table: TokenTable, sizes: GraphSizes
+    ) -> ForwardPass:
+        assert self._model is not None
         builder = self._backend.make_metadata_builder(self._spec)
         decode_graphs = piece_graphs = None
         if sizes.decodes or sizes.pieces:
@@ -287,18 +301,14 @@ class DecoderWorker(Worker):
         if self._device.type == "cuda":
             sampled_builder = self._backend.make_metadata_builder(self._spec)
             sampled_attention = SampledAttention(cache.device_pool, builder, sampled_builder)
-        return ModelRunner(
-            model=self._model,
-            cache=cache,
+        return ForwardPass(
+            self._model,
+            cache.device_pool,
             builder=builder,
             state=self._backend.get_state_cls()(self._spec),
             decode_graphs=decode_graphs,
             piece_graphs=piece_graphs,
             sampled_attention=sampled_attention,
-            checksum_jobs=self._checksum_jobs,
-            progress=self._group.progress,
-            batch=batch,
-            sampler=sampler,
         )
 
     def _check_disk_folder(self) -> None:

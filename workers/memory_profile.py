@@ -82,9 +82,9 @@ class MemoryProfile:
         """Return the bytes of a runner with the largest graph, and those that one more adds."""
         before, _ = torch.cuda.mem_get_info(self._device)
         runner = self._make_runner(sizes)
-        runner.capture_graphs(only_largest=True)
+        runner.forward_pass.capture_graphs(only_largest=True)
         with_largest, _ = torch.cuda.mem_get_info(self._device)
-        runner.capture_graphs()
+        runner.forward_pass.capture_graphs()
         with_all, _ = torch.cuda.mem_get_info(self._device)
         del runner
         release_gpu_memory()

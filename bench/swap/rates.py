@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pagedray.node_memory import NodeMemory
-    from workers.runner.model_runner import PendingTokens
+    from workers.runner.pending_tokens import PendingTokens
 
 __all__ = ["measured_rates"]
 

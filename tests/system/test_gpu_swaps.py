@@ -26,7 +26,7 @@ from workers.runner.batched_copies import find_batched_copies
 from workers.runner.input_batch import InputBatch
 from workers.runner.kept_pool.mapped_pool import MappedPool
 from workers.runner.kv_cache import KVCache, make_host_pool
-from workers.runner.model_runner import ModelRunner, PendingTokens
+from workers.runner.model_runner import ModelRunner
 from workers.runner.token_table import TokenTable
 from workers.sampler import Sampler
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cluster.scheduling.stats import SchedulerStats
+    from workers.runner.pending_tokens import PendingTokens
 
 pytestmark = [
     pytest.mark.gpu,
@@ -97,12 +98,10 @@ class Rig:
         )
         self.device = self.cache.device_pool
         self.host = pool.blocks
-        nothing: Any = None  # Any: these are not called
+        nothing: Any = None  # Any: it is not called
         self.runner = ModelRunner(
-            model=nothing,
+            forward_pass=nothing,
             cache=self.cache,
-            builder=nothing,
-            state=nothing,
             batch=InputBatch(
                 TokenTable(max_num_rows=1, max_model_len=64, max_num_tokens=64, device=device),
                 max_num_rows=1,

@@ -58,7 +58,8 @@ class CountingGpu:
                     self.num_used += EACH_GRAPH if captured else SHARED_BY_GRAPHS
                     captured.add(size)
 
-        runner = SimpleNamespace(launch=launch, capture_graphs=capture_graphs)
+        forward_pass = SimpleNamespace(capture_graphs=capture_graphs)
+        runner = SimpleNamespace(launch=launch, forward_pass=forward_pass)
         return cast("ModelRunner", runner)
 
 

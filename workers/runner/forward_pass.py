@@ -1,0 +1,101 @@
+"""The forward pass of a step, by graphs or eagerly.
+
+It knows neither plans nor sampling.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from workers.models.step_attention import CachedAttention
+
+if TYPE_CHECKING:
+    import torch
+
+    from attention.abstract import AttentionMetadataBuilder, AttentionState
+    from workers.layers.sharded_logits import ShardedLogits
+    from workers.models.decoder import Decoder
+    from workers.runner.graphs.decode_graphs import DecodeGraphs
+    from workers.runner.graphs.piece_graphs import PieceGraphs
+    from workers.runner.graphs.step_graphs import StepGraphs
+    from workers.runner.input_batch import StepInputs
+    from workers.runner.sampled_attention import SampledAttention
+
+__all__ = ["ForwardPass"]
+
+
+class ForwardPass:
+    """Runs a rank's part of the model on the inputs of steps."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        kv_cache: torch.Tensor,
+        *,
+        builder: AttentionMetadataBuilder,
+        state: AttentionState,
+        decode_graphs: DecodeGraphs | None = None,
+        piece_graphs: PieceGraphs | None = None,
+        sampled_attention: SampledAttention | None = None,
+    ) -> None:
+        """A step that no graphs can replay runs eagerly, with `sampled_attention` if given."""
+        self._model = model
+        self._kv_cache = kv_cache
+        self._builder = builder
+        self._state = state
+        self._decode_graphs = decode_graphs
+        self._piece_graphs = piece_graphs
+        self._sampled_attention = sampled_attention
+        both = (decode_graphs, piece_graphs)
+        # Any: each kind has captures of its own.
+        self._graphs: list[StepGraphs[Any]] = [one for one in both if one is not None]
+
+    @property
+    def attention_providers(self) -> dict[str, dict[str, int]]:
+        """Layers that each provider of attention kernels serves, by part of a step."""
+        return self._builder.providers()
+
+    @property
+    def attention_provider_sentences(self) -> list[str]:
+        """Sentences that say which provider serves which layers, and why."""
+        return self._builder.provider_sentences()
+
+    def trace_graphs(self) -> None:
+        """Capture all graphs, and drop the captures; nothing runs.
+
+        All ranks of a group must do this at the same time.
+        """
+        for graphs in self._graphs:
+            graphs.trace()
+
+    def capture_graphs(self, *, only_largest: bool = False) -> None:
+        """Capture all graphs. All ranks of a group must do this at the same time."""
+        for graphs in self._graphs:
+            graphs.capture_graphs(only_largest=only_largest)
+
+    def capture_next(self) -> bool:
+        """Capture the smallest of the missing graphs; return False if none is missing."""
+        incomplete = [graphs for graphs in self._graphs if graphs.missing_sizes]
+        if incomplete:
+            min(incomplete, key=lambda graphs: graphs.missing_sizes[0]).capture_next()
+        return bool(incomplete)
+
+    def hidden_states(self, inputs: StepInputs) -> torch.Tensor:
+        """Return the normed hidden states of `logits_indices`."""
+        metadata = self._builder.build(inputs.attention)
+        if self._decode_graphs is not None and self._decode_graphs.can_replay(inputs):
+            return self._decode_graphs.replay(inputs, metadata)
+        self._state.begin_forward(metadata)
+        if self._piece_graphs is not None and self._piece_graphs.can_replay(inputs):
+            return self._piece_graphs.replay(inputs, metadata)
+        attention = CachedAttention(self._kv_cache, metadata)
+        last = None
+        if self._sampled_attention is not None:
+            last = self._sampled_attention.of_step(inputs, metadata)
+        return self._model.forward(
+            inputs.token_ids, inputs.positions, attention, inputs.logits_indices, last
+        )
+
+    def logits(self, hidden: torch.Tensor) -> ShardedLogits:
+        """Return the logits of hidden states."""
+        return self._model.logits(hidden)

@@ -1,0 +1,99 @@
+"""A step that was launched: its tokens, masks and copies.
+
+It does not know how tokens are sampled.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+
+from pagedray.batch import StepMasks, StepOutput
+from workers.device_event import DeviceEvent, record_event
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from workers.runner.block_swaps import BlockSwaps
+    from workers.runner.kept_pool.checksum_jobs import Fence
+    from workers.sampler import Sampled
+    from workers.sampling.prompt_logprobs import PromptReport
+
+__all__ = ["PendingTokens", "Sample"]
+
+Sample: TypeAlias = "Callable[[StepMasks | None], Sampled]"
+"""Samples the tokens of a step, given its masks if it needs some."""
+
+
+class PendingTokens:
+    """A step that was launched; the device may still compute its tokens.
+
+    A step that needs masks samples its tokens once it has them.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        sample: Sample | None,
+        *,
+        needs_masks: bool,
+        started: DeviceEvent,
+        swaps: BlockSwaps,
+        fence: Fence,
+        device: torch.device,
+        prompt_reports: Sequence[PromptReport] = (),
+    ) -> None:
+        """`sample` takes the masks; the `fence` is of the `swaps` up to this step."""
+        self._prompt_reports = prompt_reports
+        self.step = step
+        self.needs_masks = needs_masks
+        self._sample = sample
+        self._sampled: Sampled | None = None
+        self._started = started
+        self._swaps = swaps
+        self._fence = fence
+        self._device = device
+        self._done: DeviceEvent | None = None
+        if not needs_masks:
+            self._finish(None)
+
+    def take_masks(self, masks: StepMasks) -> None:
+        assert self.needs_masks
+        assert masks.step == self.step
+        self.needs_masks = False
+        self._finish(masks)
+
+    @property
+    def is_ready(self) -> bool:
+        return self._done is not None and self._done.query()
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether the copies between the pools of this step and earlier ones have ended."""
+        return self._fence.is_reached
+
+    def output(self) -> StepOutput:
+        """Return the sampled tokens and timings; waits for the device, not for masks or copies."""
+        assert self._done is not None
+        self._done.synchronize()
+        sampled = self._sampled
+        num_swapped, swap_s = self._swaps.take_measurement()
+        return StepOutput(
+            step=self.step,
+            token_ids=[] if sampled is None else sampled.token_ids.tolist(),
+            logprobs=[] if sampled is None else sampled.logprobs,
+            forward_s=self._started.elapsed_time(self._done) / 1e3,
+            swap_s=swap_s,
+            prompt_logprobs=[report.as_message() for report in self._prompt_reports],
+            num_swapped=num_swapped,
+            is_acknowledged=self.is_copied,
+        )
+
+    @torch.inference_mode()
+    def _finish(self, masks: StepMasks | None) -> None:
+        if self._sample is not None:
+            # The tokens are on the host before the step's event.
+            self._sampled = self._sample(masks)
+            self._sample = None
+        self._done = record_event(self._device)
