@@ -114,12 +114,13 @@ class KvManager:
         """
         if self.disk_cache is None:
             return False
-        if sequence.disk_step is None:
-            keys, sequence.disk_step = self.finder.find_disk_keys(sequence, self.disk_cache)
+        blocks = sequence.blocks
+        if blocks.disk_step is None:
+            keys, blocks.disk_step = self.finder.find_disk_keys(sequence, self.disk_cache)
             if keys:
                 self.disk_cache.read_blocks(keys, step)
-                sequence.disk_step = step
-        return sequence.disk_step > self.disk_cache.read_step
+                blocks.disk_step = step
+        return blocks.disk_step > self.disk_cache.read_step
 
     def admit(self, sequence: Sequence, *, num_tokens: int, num_spare: int) -> bool:
         """Give a sequence blocks for `num_tokens`, cached ones first; return False without room.
@@ -138,18 +139,19 @@ class KvManager:
             return False
         for block in hits:
             self.pool.share(block)
-        sequence.awaits_copies = self.restores.are_arriving(hits)
+        blocks = sequence.blocks
+        blocks.awaits_copies = self.restores.are_arriving(hits)
         restored = self.restores.restore_blocks(sequence, len(hits))
         num_missing = self.blocks_for(num_tokens) - len(hits) - len(restored)
-        sequence.block_ids = hits + restored
-        sequence.num_slots = len(sequence.block_ids) * self.block_size
-        sequence.num_computed = sequence.num_slots
-        sequence.reserved_block_ids = [self.pool.allocate() for _ in range(num_missing)]
-        sequence.num_proven = self.prefix_cache.num_proven(sequence.block_ids)
+        blocks.ids = hits + restored
+        blocks.num_slots = len(blocks.ids) * self.block_size
+        blocks.reserved_ids = [self.pool.allocate() for _ in range(num_missing)]
+        blocks.num_proven = self.prefix_cache.num_proven(blocks.ids)
+        sequence.num_computed = blocks.num_slots
         if self.prefix_cache.is_enabled:
             self.num_queried_tokens += len(sequence.token_ids)
-            self.num_hit_tokens += sequence.num_slots
-        self.registry.note_registered(sequence, len(sequence.block_ids))
+            self.num_hit_tokens += blocks.num_slots
+        self.registry.note_registered(sequence, len(blocks.ids))
         return True
 
     def fork(
@@ -165,74 +167,71 @@ class KvManager:
         num_missing = self.blocks_for(num_tokens) - num_shared
         if num_missing + num_spare > self.pool.num_free:
             return None
-        shared = donor.block_ids[:num_shared]
+        shared = donor.blocks.ids[:num_shared]
         for block in shared:
             self.pool.share(block)
-        sequence.reserved_block_ids = [self.pool.allocate() for _ in range(num_missing)]
-        target = sequence.reserved_block_ids.pop()
-        sequence.block_ids = [*shared, target]
-        sequence.num_slots = len(sequence.block_ids) * self.block_size
+        blocks = sequence.blocks
+        blocks.reserved_ids = [self.pool.allocate() for _ in range(num_missing)]
+        target = blocks.reserved_ids.pop()
+        blocks.ids = [*shared, target]
+        blocks.num_slots = len(blocks.ids) * self.block_size
+        blocks.keys = donor.blocks.keys[:num_shared]
+        blocks.keys_revision = donor.blocks.keys_revision
+        blocks.num_proven = min(donor.blocks.num_proven, num_shared)
         sequence.num_computed = last_position
-        sequence.keys = donor.keys[:num_shared]
-        sequence.keys_revision = donor.keys_revision
-        sequence.num_proven = min(donor.num_proven, num_shared)
         self.registry.note_registered(sequence, num_shared)
         if last_position % self.block_size == 0:
             return []
-        return [BlockCopy(donor.block_ids[num_shared], target)]
+        return [BlockCopy(donor.blocks.ids[num_shared], target)]
 
     def append(self, sequence: Sequence) -> int | None:
         """Add a block to a table and return it, or None if none is free."""
-        if sequence.reserved_block_ids:
-            block = sequence.reserved_block_ids.pop()
+        blocks = sequence.blocks
+        if blocks.reserved_ids:
+            block = blocks.reserved_ids.pop()
         elif self.pool.num_free:
             block = self.pool.allocate()
         else:
             return None
-        sequence.block_ids.append(block)
-        sequence.num_slots += self.block_size
+        blocks.ids.append(block)
+        blocks.num_slots += self.block_size
         return block
 
     def extend(self, sequence: Sequence, num_tokens: int) -> list[int]:
         """Extend a table to `num_tokens` with reserved blocks, and return them."""
-        num_added = self.blocks_for(num_tokens) - len(sequence.block_ids)
-        added = [sequence.reserved_block_ids.pop() for _ in range(num_added)]
-        sequence.block_ids += added
-        sequence.num_slots = len(sequence.block_ids) * self.block_size
+        blocks = sequence.blocks
+        num_added = self.blocks_for(num_tokens) - len(blocks.ids)
+        added = [blocks.reserved_ids.pop() for _ in range(num_added)]
+        blocks.ids += added
+        blocks.num_slots = len(blocks.ids) * self.block_size
         return added
 
     def release(self, sequence: Sequence) -> None:
         """Release all blocks of a sequence, in both pools."""
         # The end of a prefix is useless without its beginning, so it is evicted first.
-        for block in reversed(sequence.block_ids):
+        blocks = sequence.blocks
+        for block in reversed(blocks.ids):
             self.pool.release(block)
-        for block in sequence.reserved_block_ids:
+        for block in blocks.reserved_ids:
             self.pool.release(block)
-        for block in sequence.cpu_block_ids:
+        for block in blocks.cpu_ids:
             self.cpu_pool.release(block)
         self.disown(sequence)
 
     def disown(self, sequence: Sequence) -> None:
         """Clear a sequence's record of its blocks."""
-        sequence.block_ids = []
-        sequence.num_slots = 0
+        sequence.blocks.clear()
         sequence.decode_end = 0
-        sequence.reserved_block_ids = []
-        sequence.cpu_block_ids = []
-        sequence.num_left_behind = 0
-        sequence.awaits_copies = False
-        sequence.disk_step = None
-        sequence.shortage = None
 
     def num_shared(self, sequence: Sequence) -> int:
         """Return the leading blocks of a sequence that others own too, and that its keys find."""
-        cache = self.prefix_cache
-        if sequence.keys_revision != cache.revision:
+        cache, blocks = self.prefix_cache, sequence.blocks
+        if blocks.keys_revision != cache.revision:
             return 0
-        for index, (key, block) in enumerate(zip(sequence.keys, sequence.block_ids, strict=False)):
+        for index, (key, block) in enumerate(zip(blocks.keys, blocks.ids, strict=False)):
             if not self.pool.is_shared(block) or cache.find_block(key) != block:
                 return index
-        return min(len(sequence.keys), len(sequence.block_ids))
+        return min(len(blocks.keys), len(blocks.ids))
 
     def keeps_released(self, sequence: Sequence) -> bool:
         """Return whether the CPU pool will keep the cached blocks of a sequence once evicted.
@@ -242,11 +241,11 @@ class KvManager:
         cpu_cache = self.cpu_cache
         if cpu_cache is None or not cpu_cache.worth.is_open:
             return False
-        return self.cpu_pool.num_free - self.cpu_pool.num_idle >= len(sequence.block_ids)
+        return self.cpu_pool.num_free - self.cpu_pool.num_idle >= len(sequence.blocks.ids)
 
     def can_swap_out(self, sequence: Sequence) -> bool:
         """Return whether there is something to swap out, and the CPU pool has room for it."""
-        num_blocks = len(sequence.block_ids) - self.num_shared(sequence)
+        num_blocks = len(sequence.blocks.ids) - self.num_shared(sequence)
         return 0 < num_blocks <= self.cpu_pool.num_free
 
     def swap_out(self, sequence: Sequence, step: int) -> list[BlockCopy]:
@@ -255,15 +254,15 @@ class KvManager:
         The others are looked up again when it is swapped in.
         """
         num_shared = self.num_shared(sequence)
-        sources = sequence.block_ids[num_shared:]
+        sources = sequence.blocks.ids[num_shared:]
         targets = [self.cpu_pool.allocate() for _ in sources]
         for source, target in zip(sources, targets, strict=True):
             self.pool.pin(source)
             self.cpu_pool.pin(target)
         self._swaps.add_blocks(step, sources, targets)
         self.release(sequence)
-        sequence.num_left_behind = num_shared
-        sequence.cpu_block_ids = targets
+        sequence.blocks.num_left_behind = num_shared
+        sequence.blocks.cpu_ids = targets
         return [BlockCopy(*pair) for pair in zip(sources, targets, strict=True)]
 
     def swap_in(
@@ -282,7 +281,8 @@ class KvManager:
         found = self.finder.find_blocks(sequence)
         # It writes to no block of tokens that it has computed.
         hits = found[: sequence.num_computed // self.block_size]
-        if len(hits) < sequence.num_left_behind:
+        blocks = sequence.blocks
+        if len(hits) < blocks.num_left_behind:
             self.release(sequence)
             return None
         num_shared = sum(not self.pool.is_idle(block) for block in hits)
@@ -291,29 +291,28 @@ class KvManager:
             return None
         for block in hits:
             self.pool.share(block)
-        sources = sequence.cpu_block_ids[len(hits) - sequence.num_left_behind :]
+        sources = blocks.cpu_ids[len(hits) - blocks.num_left_behind :]
         targets = [self.pool.allocate() for _ in sources]
         for source, target in zip(sources, targets, strict=True):
             self.cpu_pool.pin(source)
             self.pool.pin(target)
         self._swaps.add_blocks(step, targets, sources)
         self.release(sequence)
-        sequence.block_ids = hits + targets
-        sequence.num_slots = len(sequence.block_ids) * self.block_size
-        sequence.reserved_block_ids = [
-            self.pool.allocate() for _ in range(num_blocks - len(sequence.block_ids))
-        ]
+        blocks.ids = hits + targets
+        blocks.num_slots = len(blocks.ids) * self.block_size
+        blocks.reserved_ids = [self.pool.allocate() for _ in range(num_blocks - len(blocks.ids))]
         num_proven = self.prefix_cache.num_proven(hits)
         if num_proven < len(hits):
-            sequence.num_proven = min(sequence.num_proven, num_proven)
+            blocks.num_proven = min(blocks.num_proven, num_proven)
         self.registry.note_registered(sequence, len(hits))
         return [BlockCopy(*pair) for pair in zip(sources, targets, strict=True)]
 
     def num_lacking(self, sequence: Sequence, *, num_tokens: int, num_spare: int) -> int:
         """Return the blocks that a waiting sequence lacks beyond those free or in transit."""
         num_needed = self.blocks_for(num_tokens) + num_spare
-        if sequence.shortage is not None:
-            num_needed -= sequence.shortage.num_shared
+        shortage = sequence.blocks.shortage
+        if shortage is not None:
+            num_needed -= shortage.num_shared
         return num_needed - self.pool.num_free - self.pool.num_in_transit
 
     def num_owned_alone(self, sequence: Sequence) -> int:
@@ -321,9 +320,9 @@ class KvManager:
 
         An estimate: it holds if those behind the first such block are such blocks too.
         """
-        blocks, is_shared = sequence.block_ids, self.pool.is_shared
-        num_shared = bisect_left(blocks, True, key=lambda block: not is_shared(block))
-        return len(blocks) - num_shared + len(sequence.reserved_block_ids)
+        blocks, is_shared = sequence.blocks, self.pool.is_shared
+        num_shared = bisect_left(blocks.ids, True, key=lambda block: not is_shared(block))
+        return len(blocks.ids) - num_shared + len(blocks.reserved_ids)
 
     def acknowledge(self, step: int) -> None:
         """Unpin the blocks of copies up to `step`, which every rank has finished."""

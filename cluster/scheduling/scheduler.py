@@ -162,7 +162,7 @@ class Scheduler:
         )
         self._num_arrivals += 1
         if keys is not None:
-            active.sequences[0].keys, active.sequences[0].keys_revision = keys
+            active.sequences[0].blocks.keys, active.sequences[0].blocks.keys_revision = keys
         self.recovery.bar_new_request(active)
         self.has_structures = self.has_structures or request.grammar is not None
         self._table.add_request(active)

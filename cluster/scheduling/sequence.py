@@ -2,9 +2,9 @@
 
 import sys
 from enum import Enum, auto
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from cluster.scheduling.blocks.prefix_cache import BlockKey
+from cluster.scheduling.blocks.sequence_blocks import SequenceBlocks
 from cluster.scheduling.queues.fair_queue import Share
 from pagedray.batch import PromptLogprobs
 from pagedray.request import Matcher, Request
@@ -12,7 +12,7 @@ from pagedray.request import Matcher, Request
 if TYPE_CHECKING:
     from array import array
 
-__all__ = ["ActiveRequest", "Sequence", "SequenceState", "Shortage"]
+__all__ = ["ActiveRequest", "Sequence", "SequenceState"]
 
 
 class SequenceState(Enum):
@@ -31,19 +31,6 @@ class SequenceState(Enum):
     BARRED = auto()
     """May not run at present; holds nothing."""
     FINISHED = auto()
-
-
-class Shortage(NamedTuple):
-    """The state of the prefix cache when a sequence that shares blocks found too few free ones."""
-
-    next_key: BlockKey | None
-    """Key of the first block that was not cached; None if all that it can share were."""
-    num_shared: int
-    """Cached blocks that need no free block, since they were not idle."""
-    num_changes: int
-    """Events so far that may let it share one more of them."""
-    revision: int
-    """The prefix cache's revision."""
 
 
 class ActiveRequest:
@@ -101,23 +88,17 @@ class ActiveRequest:
 class Sequence:
     """One completion of a request.
 
-    The planner, the sequence table and the scheduler change the second group of fields, the KV
-    manager and its `prefixes` the third.
+    The planner, the sequence table and the scheduler change its second group of fields.
     """
 
     __slots__ = (
         "active",
-        "awaits_copies",
-        "block_ids",
-        "cpu_block_ids",
+        "blocks",
         "decode_end",
-        "disk_step",
         "donor_row",
         "has_mask",
         "index",
         "is_prefill",
-        "keys",
-        "keys_revision",
         "mask_start",
         "matcher",
         "max_length",
@@ -127,21 +108,15 @@ class Sequence:
         "num_computed",
         "num_deferred",
         "num_initial_tokens",
-        "num_left_behind",
         "num_preemptions",
         "num_prefilled",
         "num_prompt_tokens",
-        "num_proven",
-        "num_registered",
-        "num_slots",
         "order",
         "prefill_end",
         "prompt_step",
         "ready_step",
         "request_id",
-        "reserved_block_ids",
         "row",
-        "shortage",
         "shortage_number",
         "start_number",
         "state",
@@ -214,29 +189,8 @@ class Sequence:
         self.has_mask = False
         """Whether the mask of the next token is made, if that token is deferred."""
 
-        self.block_ids: list[int] = []
-        """The block table, as in the worker."""
-        self.num_slots = 0
-        """Capacity of the block table in tokens."""
-        self.reserved_block_ids: list[int] = []
-        """Blocks allocated in advance; the last is used first."""
-        self.cpu_block_ids: list[int] = []
-        self.awaits_copies = False
-        """Whether some of its blocks are copied to the device when it starts."""
-        self.disk_step: int | None = None
-        """The step whose reads from the disk it waits for, or -1; None if it needs a look-up."""
-        self.num_left_behind = 0
-        """Blocks before these that were not swapped out, since others shared them."""
-        self.keys = list[BlockKey]()
-        """Keys of the leading full blocks, as far as hashed."""
-        self.keys_revision = 0
-        """The prefix cache's revision when the first of them was hashed."""
-        self.shortage: Shortage | None = None
-        """The shortage at its last attempt to start, if it has waited since then."""
-        self.num_registered = 0
-        """Leading blocks that were registered with the prefix cache."""
-        self.num_proven = 0
-        """Leading blocks that gave finite logits."""
+        self.blocks = SequenceBlocks()
+        """What the KV manager and its `prefixes` change, with `next_check`."""
         self.next_check = 0
         """Number of tokens at which it ends or the next block can be registered; 0 while many are
         unproven."""

@@ -50,12 +50,14 @@ class Invariants:
         swaps = list(kv._swaps._copied)
         _check_pool(
             kv.pool,
-            references=[b for s in self._sequences for b in (*s.block_ids, *s.reserved_block_ids)],
+            references=[
+                b for s in self._sequences for b in (*s.blocks.ids, *s.blocks.reserved_ids)
+            ],
             pins=[block for swap in swaps for block in swap.block_ids],
         )
         _check_pool(
             kv.cpu_pool,
-            references=[block for s in self._sequences for block in s.cpu_block_ids],
+            references=[block for s in self._sequences for block in s.blocks.cpu_ids],
             pins=[
                 *(block for swap in swaps for block in swap.cpu_block_ids),
                 *self._blocks_being_saved(),
@@ -80,20 +82,20 @@ class Invariants:
         self._check_stats()
         owners: dict[int, set[str]] = {}
         for sequence in holders:
-            assert not sequence.num_left_behind or sequence.state is SequenceState.SWAPPED
-            self.num_left_behind += sequence.num_left_behind > 0
+            assert not sequence.blocks.num_left_behind or sequence.state is SequenceState.SWAPPED
+            self.num_left_behind += sequence.blocks.num_left_behind > 0
             if sequence.state is SequenceState.RUNNING:
-                assert sequence.num_computed <= sequence.num_slots
-            assert sequence.num_slots == len(sequence.block_ids) * self._block_size
+                assert sequence.num_computed <= sequence.blocks.num_slots
+            assert sequence.blocks.num_slots == len(sequence.blocks.ids) * self._block_size
             assert sequence.length <= sequence.max_length
             if sequence.num_computed < sequence.decode_end:
                 assert sequence.state is SequenceState.RUNNING
                 assert not sequence.is_prefill
                 assert not sequence.num_deferred
-                assert sequence.decode_end <= sequence.num_slots
+                assert sequence.decode_end <= sequence.blocks.num_slots
                 assert sequence.decode_end < sequence.max_length
             assert 0 <= sequence.num_pending <= MAX_PLANS_IN_FLIGHT
-            for block in sequence.block_ids:
+            for block in sequence.blocks.ids:
                 owners.setdefault(block, set()).add(sequence.active.request.tenant)
         assert all(len(tenants) == 1 for tenants in owners.values())
 
@@ -122,7 +124,7 @@ class Invariants:
                     request.priority,
                 ):
                     assert any(
-                        sequence.shortage_number >= 0 or sequence.disk_step is not None
+                        sequence.shortage_number >= 0 or sequence.blocks.disk_step is not None
                         for sequence in active.sequences
                     )
 
@@ -153,8 +155,8 @@ class Invariants:
                 assert sequences == sorted(sequences, key=lambda s: s.order)
         for sequence in holders:
             has_row = sequence.state in (SequenceState.RUNNING, SequenceState.ARRIVING)
-            assert has_row == (sequence.row >= 0) == bool(sequence.block_ids)
-            assert (sequence.state is SequenceState.SWAPPED) == bool(sequence.cpu_block_ids)
+            assert has_row == (sequence.row >= 0) == bool(sequence.blocks.ids)
+            assert (sequence.state is SequenceState.SWAPPED) == bool(sequence.blocks.cpu_ids)
         rows = [s.row for s in holders if s.row >= 0]
         rows += sequence_table._free_rows
         assert sorted(rows) == list(range(self._max_num_seqs))
@@ -235,11 +237,11 @@ class Invariants:
 
     def _note_keys(self, sequence: ScheduledSequence) -> None:
         size = self._block_size
-        missing = [key for key in sequence.keys if key.digest not in self._expected_content]
+        missing = [key for key in sequence.blocks.keys if key.digest not in self._expected_content]
         if not missing:
             return
         chain = fingerprints(sequence.active.request.tenant, sequence.token_ids)
-        for index, key in enumerate(sequence.keys):
+        for index, key in enumerate(sequence.blocks.keys):
             content = chain[index * size : (index + 1) * size]
             assert self._expected_content.setdefault(key.digest, content) == content
 

@@ -131,7 +131,7 @@ def test_a_long_prompt_is_proven_by_its_first_token() -> None:
     harness.step()
     assert num_hits(harness, [*stem, 4]) == 0
     (renewed,) = harness.scheduler._kv.prefix_cache._renewed
-    assert renewed != harness.sequences[0].keys[0].digest
+    assert renewed != harness.sequences[0].blocks.keys[0].digest
 
 
 def test_what_continues_a_proven_prefix_is_still_found() -> None:

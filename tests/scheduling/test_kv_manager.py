@@ -9,7 +9,7 @@ def test_admitted_sequence_has_blocks_for_its_tokens() -> None:
     assert kv.admit(sequence, num_tokens=9, num_spare=0)
     assert kv.pool.num_owned == 3
     assert len(kv.extend(sequence, 5)) == 2
-    assert sequence.num_slots == 8
+    assert sequence.blocks.num_slots == 8
     assert len(kv.extend(sequence, 9)) == 1
 
 
@@ -20,7 +20,7 @@ def test_rejected_admission_changes_nothing() -> None:
     (sequence,) = make_sequences(17)
     assert not kv.admit(sequence, num_tokens=17, num_spare=0)
     assert state_of(kv.pool) == before
-    assert sequence.block_ids == []
+    assert sequence.blocks.ids == []
 
 
 def test_spare_blocks_stay_free() -> None:
@@ -46,7 +46,7 @@ def test_known_prefix_is_not_computed_again() -> None:
     run_prompt(kv, first)
     assert kv.admit(second, num_tokens=10, num_spare=0)
     assert second.num_computed == 8
-    assert second.block_ids == first.block_ids[:2]
+    assert second.blocks.ids == first.blocks.ids[:2]
     assert (kv.num_queried_tokens, kv.num_hit_tokens) == (20, 8)
 
 
@@ -63,7 +63,7 @@ def test_partial_block_is_not_shared() -> None:
     first, second = make_sequences(7)[0], make_sequences(9)[0]
     run_prompt(kv, first)
     assert kv.admit(second, num_tokens=9, num_spare=0)
-    assert second.block_ids == first.block_ids[:1]
+    assert second.blocks.ids == first.blocks.ids[:1]
 
 
 def test_prefix_of_another_tenant_is_not_known() -> None:
@@ -89,7 +89,7 @@ def test_end_of_a_chain_is_evicted_before_its_beginning() -> None:
     kv = make_manager(num_blocks=2)
     (first,) = make_sequences(8)
     run_prompt(kv, first)
-    blocks = list(first.block_ids)
+    blocks = list(first.blocks.ids)
     kv.release(first)
     assert kv.pool.allocate() == blocks[1]
 
@@ -110,7 +110,7 @@ def test_nothing_is_hashed_without_a_prefix_cache() -> None:
     (sequence,) = make_sequences(9)
     run_prompt(kv, sequence)
     kv.release(sequence)
-    assert sequence.keys == []
+    assert sequence.blocks.keys == []
     assert kv.pool.num_idle == 0
 
 
@@ -119,11 +119,11 @@ def test_fork_shares_full_blocks_and_copies_the_last() -> None:
     first, second = make_sequences(10, n=2)
     run_prompt(kv, first)
     copies = kv.fork(second, first, num_tokens=10, num_spare=0)
-    assert copies == [BlockCopy(first.block_ids[2], second.block_ids[2])]
-    assert second.block_ids[:2] == first.block_ids[:2]
-    assert second.block_ids[2] != first.block_ids[2]
+    assert copies == [BlockCopy(first.blocks.ids[2], second.blocks.ids[2])]
+    assert second.blocks.ids[:2] == first.blocks.ids[:2]
+    assert second.blocks.ids[2] != first.blocks.ids[2]
     assert second.num_computed == 9
-    assert second.num_slots == 12
+    assert second.blocks.num_slots == 12
 
 
 def test_fork_copies_a_full_last_block_because_its_last_slot_is_written() -> None:
@@ -131,7 +131,7 @@ def test_fork_copies_a_full_last_block_because_its_last_slot_is_written() -> Non
     first, second = make_sequences(8, n=2)
     run_prompt(kv, first)
     copies = kv.fork(second, first, num_tokens=8, num_spare=0)
-    assert copies == [BlockCopy(first.block_ids[1], second.block_ids[1])]
+    assert copies == [BlockCopy(first.blocks.ids[1], second.blocks.ids[1])]
 
 
 def test_fork_copies_nothing_if_the_last_block_has_one_token() -> None:
@@ -139,7 +139,7 @@ def test_fork_copies_nothing_if_the_last_block_has_one_token() -> None:
     first, second = make_sequences(9, n=2)
     run_prompt(kv, first)
     assert kv.fork(second, first, num_tokens=9, num_spare=0) == []
-    assert second.block_ids[2] != first.block_ids[2]
+    assert second.blocks.ids[2] != first.blocks.ids[2]
 
 
 def test_rejected_fork_changes_nothing() -> None:
@@ -156,7 +156,7 @@ def test_swapped_out_blocks_are_free_once_the_step_is_acknowledged() -> None:
     (sequence,) = make_sequences(10)
     run_prompt(kv, sequence)
     copies = kv.swap_out(sequence, step=5)
-    assert [copy.target for copy in copies] == sequence.cpu_block_ids
+    assert [copy.target for copy in copies] == sequence.blocks.cpu_ids
     assert (kv.pool.num_free, kv.pool.num_in_transit) == (5, 3)
     kv.acknowledge(4)
     assert kv.pool.num_in_transit == 3
@@ -194,7 +194,7 @@ def test_shared_blocks_are_found_again_when_a_sequence_returns() -> None:
     ins = kv.swap_in(second, 1, num_tokens=10, num_spare=0)
     assert ins is not None
     assert [copy.source for copy in ins] == [copy.target for copy in outs]
-    assert second.block_ids == [*first.block_ids[:2], ins[0].target]
+    assert second.blocks.ids == [*first.blocks.ids[:2], ins[0].target]
     assert second.num_computed == 10
 
 
@@ -209,7 +209,7 @@ def test_a_sequence_whose_shared_blocks_were_evicted_loses_the_others_too() -> N
     for block in [kv.pool.allocate() for _ in range(8)]:
         kv.pool.release(block)
     assert kv.swap_in(second, 1, num_tokens=10, num_spare=0) is None
-    assert second.cpu_block_ids == []
+    assert second.blocks.cpu_ids == []
     assert kv.cpu_pool.num_free == 8
 
 
@@ -217,13 +217,13 @@ def test_blocks_that_are_still_cached_are_not_copied_back() -> None:
     kv = make_manager()
     (sequence,) = make_sequences(10)
     run_prompt(kv, sequence)
-    blocks = sequence.block_ids
+    blocks = sequence.blocks.ids
     assert len(kv.swap_out(sequence, step=0)) == 3
     kv.acknowledge(0)
     ins = kv.swap_in(sequence, 1, num_tokens=10, num_spare=0)
     assert ins is not None
     assert len(ins) == 1
-    assert sequence.block_ids[:2] == blocks[:2]
+    assert sequence.blocks.ids[:2] == blocks[:2]
     # The blocks that were not needed are free at once.
     assert kv.cpu_pool.num_free == 7
 
@@ -237,7 +237,7 @@ def test_swapped_in_blocks_hold_what_was_swapped_out() -> None:
     ins = kv.swap_in(sequence, 1, num_tokens=10, num_spare=0)
     assert ins is not None
     assert [copy.source for copy in ins] == [copy.target for copy in outs]
-    assert [copy.target for copy in ins] == sequence.block_ids
+    assert [copy.target for copy in ins] == sequence.blocks.ids
     assert kv.cpu_pool.num_in_transit == 3
     kv.acknowledge(1)
     assert kv.cpu_pool.num_free == 8
@@ -255,7 +255,7 @@ def test_swapped_in_prefix_is_known_again() -> None:
     kv.acknowledge(1)
     kv.registry.register_blocks(first)
     assert kv.admit(second, num_tokens=10, num_spare=0)
-    assert second.block_ids == first.block_ids[:2]
+    assert second.blocks.ids == first.blocks.ids[:2]
 
 
 def test_rejected_swap_in_changes_nothing() -> None:

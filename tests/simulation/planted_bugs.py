@@ -120,7 +120,7 @@ PLANTED_BUGS = (
         "a sequence whose shared blocks were evicted is swapped in",
         KvManager,
         "swap_in",
-        "if len(hits) < sequence.num_left_behind:",
+        "if len(hits) < blocks.num_left_behind:",
         "if False:",
     ),
     _bug(
@@ -141,14 +141,14 @@ PLANTED_BUGS = (
         "a sequence runs before its cached blocks are copied back",
         Restores,
         "restore_blocks",
-        "sequence.awaits_copies = True",
+        "sequence.blocks.awaits_copies = True",
         "pass",
     ),
     _bug(
         "a sequence that shares blocks being copied back runs at once",
         KvManager,
         "admit",
-        "sequence.awaits_copies = self.restores.are_arriving(hits)",
+        "blocks.awaits_copies = self.restores.are_arriving(hits)",
         "pass",
     ),
     _bug(
@@ -249,7 +249,7 @@ PLANTED_BUGS = (
         "a sequence decodes on without a block for its tokens",
         Planner,
         "_prepare_decode",
-        "min(sequence.num_slots, sequence.max_length - 1)",
+        "min(sequence.blocks.num_slots, sequence.max_length - 1)",
         "sequence.max_length - 1",
     ),
     _bug(

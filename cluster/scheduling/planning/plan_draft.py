@@ -101,7 +101,7 @@ class PlanDraft:
                 sequence.row,
                 b"" if has_donor else sequence.token_ids.tobytes(),
                 sequence.num_prompt_tokens,
-                list(sequence.block_ids),
+                list(sequence.blocks.ids),
                 request.sampling,
                 request.seed,
                 sequence.index,

@@ -119,14 +119,14 @@ class Planner:
 
         It gets a block if it needs one.
         """
-        if sequence.num_computed == sequence.num_slots:
+        if sequence.num_computed == sequence.blocks.num_slots:
             block = self._preemptor.make_room(sequence, draft)
             if block is None:
                 return False
             draft.growing_rows.append(sequence.row)
             draft.new_block_ids.append(block)
         if not sequence.num_deferred:
-            sequence.decode_end = min(sequence.num_slots, sequence.max_length - 1)
+            sequence.decode_end = min(sequence.blocks.num_slots, sequence.max_length - 1)
         return True
 
     def _plan_prompts(self, prefills: list[Sequence], draft: PlanDraft) -> None:
@@ -202,7 +202,7 @@ class Planner:
         sequence.num_charged = max(sequence.num_charged, sequence.num_computed)
         if sequence is self._preemptor.entitled:
             self._preemptor.entitled = None
-        if sequence.awaits_copies:
+        if sequence.blocks.awaits_copies:
             sequence.ready_step = draft.step
             self._table.start_sequence(sequence, SequenceState.ARRIVING)
             draft.add_start(sequence)
@@ -297,7 +297,7 @@ class Planner:
             )
             if copies is None:
                 num_passed += 1
-                if sequence.cpu_block_ids:
+                if sequence.blocks.cpu_ids:
                     passing.note_shortage(sequence)
                 else:
                     self._table.recompute_swapped(sequence)

@@ -151,7 +151,7 @@ class Preemptor:
         num_shared = self._kv.num_shared(sequence)
         first_position = num_shared * self._kv.block_size
         return self._swap_costs.choose_swap(
-            num_blocks=len(sequence.block_ids) - num_shared,
+            num_blocks=len(sequence.blocks.ids) - num_shared,
             first_position=first_position,
             num_tokens=sequence.num_computed - first_position,
         )

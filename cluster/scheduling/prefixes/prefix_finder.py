@@ -46,12 +46,13 @@ class PrefixFinder:
 
     def find_blocks(self, sequence: Sequence) -> list[int]:
         """Return the longest prefix of a sequence that is cached on the device, in blocks."""
-        if sequence.keys_revision != self._cache.revision:
-            sequence.keys = []
-            sequence.keys_revision = self._cache.revision
+        blocks = sequence.blocks
+        if blocks.keys_revision != self._cache.revision:
+            blocks.keys = []
+            blocks.keys_revision = self._cache.revision
         return self._cache.find_prefix(
-            sequence.keys,
-            b"" if sequence.keys else self.parent(sequence, 0),
+            blocks.keys,
+            b"" if blocks.keys else self.parent(sequence, 0),
             sequence.token_ids,
             num_blocks=self.num_shareable(sequence),
             block_size=self._block_size,
@@ -127,7 +128,7 @@ class PrefixFinder:
 
     def key_at(self, sequence: Sequence, index: int) -> BlockKey:
         """Return the key of block `index`, whose predecessors have theirs."""
-        keys = sequence.keys
+        keys = sequence.blocks.keys
         if index < len(keys):
             return keys[index]
         assert index == len(keys)
@@ -141,6 +142,6 @@ class PrefixFinder:
     def parent(self, sequence: Sequence, index: int) -> bytes:
         """Return the digest before that of block `index`."""
         if index:
-            return sequence.keys[index - 1].digest
+            return sequence.blocks.keys[index - 1].digest
         request = sequence.active.request
         return self._cache.root(request.tenant, request.cache_salt)

@@ -46,22 +46,23 @@ class PrefixRegistry:
         num_tokens = len(sequence.token_ids)
         if num_tokens > sequence.num_computed:
             num_tokens = sequence.num_computed
-        num_full, index = num_tokens // self._block_size, sequence.num_registered
+        blocks = sequence.blocks
+        num_full, index = num_tokens // self._block_size, blocks.num_registered
         while index < num_full:
-            block = sequence.block_ids[index]
+            block = blocks.ids[index]
             if cache.add_block(self._finder.key_at(sequence, index), block):
                 self._pool.keep(block)
-                if index < sequence.num_proven:
+                if index < blocks.num_proven:
                     cache.prove_blocks((block,))
             index += 1
         self.note_registered(sequence, index)
 
     def note_registered(self, sequence: Sequence, num_blocks: int) -> None:
         """Record that the prefix cache has the first blocks of a sequence, and no others."""
-        sequence.num_registered = num_blocks
+        sequence.blocks.num_registered = num_blocks
         if not self._cache.is_enabled:
             sequence.next_check = sequence.max_length
-        elif num_blocks - sequence.num_proven > _MAX_UNPROVEN:
+        elif num_blocks - sequence.blocks.num_proven > _MAX_UNPROVEN:
             # The next token proves some.
             sequence.next_check = 0
         else:
@@ -74,24 +75,24 @@ class PrefixRegistry:
         Its block must not have been shared since it was computed, and is not shared until then.
         """
         sequence.num_computed -= 1
-        index = sequence.num_computed // self._block_size
-        if index >= sequence.num_registered:
+        blocks, index = sequence.blocks, sequence.num_computed // self._block_size
+        if index >= blocks.num_registered:
             return
-        block = sequence.block_ids[index]
-        if self._cache.find_block(sequence.keys[index]) == block:
+        block = blocks.ids[index]
+        if self._cache.find_block(blocks.keys[index]) == block:
             self._cache.forget_block(block)
             self._pool.discard(block)
         self.note_registered(sequence, index)
 
     def prove_blocks(self, sequence: Sequence) -> None:
         """Record that the logits that gave a sequence its last token were finite."""
-        if sequence.num_proven >= sequence.num_registered:
+        blocks = sequence.blocks
+        if blocks.num_proven >= blocks.num_registered:
             return
         num_full = (len(sequence.token_ids) - 1) // self._block_size
-        num_proven = min(num_full, sequence.num_registered)
-        blocks = sequence.block_ids[sequence.num_proven : num_proven]
-        self._cache.prove_blocks(blocks)
-        sequence.num_proven += len(blocks)
+        proven = blocks.ids[blocks.num_proven : min(num_full, blocks.num_registered)]
+        self._cache.prove_blocks(proven)
+        blocks.num_proven += len(proven)
 
     def forget_blocks(self, sequence: Sequence) -> None:
         """Remove a sequence's blocks from the prefix cache, because its logits were not finite.
@@ -99,7 +100,7 @@ class PrefixRegistry:
         It may have lost them already, so they are found by their keys. Nor is anything found that
         another sequence computed on top of those that are not proven.
         """
-        keys, first = sequence.keys, sequence.num_proven
+        keys, first = sequence.blocks.keys, sequence.blocks.num_proven
         for key in keys:
             for tier in self._lower_tiers:
                 tier.forget_key(key)

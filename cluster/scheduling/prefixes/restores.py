@@ -55,14 +55,16 @@ class Restores:
             cpu_pool.pin(source)
             cpu_pool.release(source)
         targets = [self._pool.allocate() for _ in sources]
-        for key, source, target in zip(sequence.keys[first:], sources, targets, strict=False):
+        for key, source, target in zip(
+            sequence.blocks.keys[first:], sources, targets, strict=False
+        ):
             self._cache.add_block(key, target)
             self._pool.keep(target)
             self._pool.pin(target)
             self._copies.append(BlockCopy(source, target))
         if targets:
             self._cache.prove_blocks(targets)
-            sequence.awaits_copies = True
+            sequence.blocks.awaits_copies = True
             self._arriving.update(targets)
             self._cpu_cache.note_restored(sources)
         return targets

@@ -2,8 +2,9 @@
 
 from cluster.scheduling.blocks.block_pool import BlockPool
 from cluster.scheduling.blocks.prefix_cache import PrefixCache
+from cluster.scheduling.blocks.sequence_blocks import Shortage
 from cluster.scheduling.prefixes.prefix_finder import PrefixFinder
-from cluster.scheduling.sequence import Sequence, Shortage
+from cluster.scheduling.sequence import Sequence
 
 __all__ = ["Shortages"]
 
@@ -22,8 +23,8 @@ class Shortages:
     def note_shortage(self, sequence: Sequence, *, num_hits: int, num_shared: int) -> None:
         """Note that a sequence has no room, with `num_hits` cached blocks on the device."""
         is_all = num_hits == self._finder.num_shareable(sequence)
-        sequence.shortage = Shortage(
-            None if is_all else sequence.keys[num_hits],
+        sequence.blocks.shortage = Shortage(
+            None if is_all else sequence.blocks.keys[num_hits],
             num_shared,
             self._pool.num_revived + self._cache.num_forgotten,
             self._cache.revision,
@@ -35,7 +36,7 @@ class Shortages:
         Among the cached blocks of a sequence, one more is in use only after an idle one was
         shared, one was forgotten and computed again, or the first missing one was computed.
         """
-        shortage, cache, pool = sequence.shortage, self._cache, self._pool
+        shortage, cache, pool = sequence.blocks.shortage, self._cache, self._pool
         if shortage is None or shortage.revision != cache.revision:
             return False
         if shortage.next_key is not None and cache.find_block(shortage.next_key) is not None:

@@ -40,8 +40,8 @@ def test_siblings_share_full_prompt_blocks_and_copy_the_last() -> None:
     assert second is not None
     leader = harness.sequences[0]
     tables = [start.block_ids for start in second.starts]
-    assert [table[0] for table in tables] == [leader.block_ids[0]] * 2
-    assert second.copies == [BlockCopy(leader.block_ids[1], table[1]) for table in tables]
+    assert [table[0] for table in tables] == [leader.blocks.ids[0]] * 2
+    assert second.copies == [BlockCopy(leader.blocks.ids[1], table[1]) for table in tables]
     assert [s.first_position for s in second.sequences] == [5, 5, 6]
     harness.drain()
 
@@ -98,7 +98,7 @@ def test_last_in_order_is_swapped_out_and_loses_its_row_in_one_plan() -> None:
     plan = run_until_preemption(harness)
     victim = harness.sequences[1]
     assert victim.state is SequenceState.SWAPPED
-    assert [copy.target for copy in plan.swap_outs] == victim.cpu_block_ids
+    assert [copy.target for copy in plan.swap_outs] == victim.blocks.cpu_ids
     assert victim.row == -1
     assert plan.sequences == []
 
@@ -225,7 +225,7 @@ def test_preempted_sequence_starts_with_room_for_some_tokens(
     sequence.num_preemptions = num_preemptions
     harness.schedule()
     # Never more than it can need: the last of 22 tokens is not computed.
-    assert len(sequence.block_ids) + len(sequence.reserved_block_ids) == num_blocks
+    assert len(sequence.blocks.ids) + len(sequence.blocks.reserved_ids) == num_blocks
     harness.drain()
 
 

@@ -29,7 +29,7 @@ def on_disk(
     kv = harness.scheduler._kv
     assert kv.disk_cache is not None
     assert kv.cpu_cache is not None
-    first = harness.sequences[0].keys
+    first = harness.sequences[0].blocks.keys
     assert [kv.disk_cache.find_block(key) is not None for key in first] == [True, True]
     assert [kv.cpu_cache.find_block(key) for key in first] == [None, None]
     assert [kv.prefix_cache.find_block(key) for key in first] == [None, None]
@@ -104,7 +104,7 @@ def test_a_second_sequence_waits_for_the_same_blocks_and_reads_none() -> None:
     plan = harness.schedule()
     assert plan is not None
     assert (len(plan.disk_reads), plan.starts) == (2, [])
-    assert {sequence.disk_step for sequence in harness.sequences[-2:]} == {plan.step}
+    assert {sequence.blocks.disk_step for sequence in harness.sequences[-2:]} == {plan.step}
     harness.drain()
     assert {event.num_cached_tokens for event in harness.results.events[-2:]} == {8}
 

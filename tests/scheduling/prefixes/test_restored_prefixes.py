@@ -31,11 +31,11 @@ def test_evicted_prefix_is_copied_back() -> None:
     evictions = run_and_evict(kv, make_sequences(10)[0])
     (second,) = make_sequences(10)
     assert kv.admit(second, num_tokens=10, num_spare=0)
-    assert second.awaits_copies
+    assert second.blocks.awaits_copies
     assert second.num_computed == 8
     _, restores = kv.take_copies(1)
     assert {copy.source for copy in restores} == {copy.target for copy in evictions}
-    assert [copy.target for copy in restores] == second.block_ids[:2]
+    assert [copy.target for copy in restores] == second.blocks.ids[:2]
     # Its beginning was evicted last.
     assert [copy.source for copy in restores] == [copy.target for copy in reversed(evictions)]
 
@@ -47,12 +47,12 @@ def test_blocks_on_their_way_back_are_shared_and_awaited() -> None:
     assert kv.admit(second, num_tokens=10, num_spare=0)
     kv.take_copies(1)
     assert kv.admit(third, num_tokens=10, num_spare=0)
-    assert third.awaits_copies
-    assert third.block_ids == second.block_ids
+    assert third.blocks.awaits_copies
+    assert third.blocks.ids == second.blocks.ids
     assert kv.take_copies(2) == ([], [])
     kv.acknowledge(1)
     assert kv.admit(fourth, num_tokens=10, num_spare=0)
-    assert not fourth.awaits_copies
+    assert not fourth.blocks.awaits_copies
 
 
 def test_blocks_without_finite_logits_are_not_kept_when_they_are_evicted() -> None:
@@ -79,7 +79,7 @@ def test_prefix_of_another_tenant_is_not_copied_back() -> None:
     run_and_evict(kv, make_sequences(10)[0])
     (other,) = make_sequences(10, tenant="other")
     assert kv.admit(other, num_tokens=10, num_spare=0)
-    assert (other.num_computed, other.awaits_copies) == (0, False)
+    assert (other.num_computed, other.blocks.awaits_copies) == (0, False)
 
 
 def test_a_preempted_sequence_takes_the_place_of_cached_blocks() -> None:
@@ -119,7 +119,7 @@ def test_no_block_is_copied_back_that_the_device_has_behind_a_missing_one() -> N
     assert kv.cpu_cache is not None
     first, second = (make_sequences(13)[0] for _ in range(2))
     run_prompt(kv, first)
-    keys, blocks = first.keys, first.block_ids
+    keys, blocks = first.blocks.keys, first.blocks.ids
     kv.release(first)
     for key, block in zip(keys, blocks, strict=False):
         kv.cpu_cache.save_block(key, block)
@@ -131,6 +131,6 @@ def test_no_block_is_copied_back_that_the_device_has_behind_a_missing_one() -> N
         kv.pool.discard(block)
     assert kv.admit(second, num_tokens=13, num_spare=0)
     _, restores = kv.take_copies(1)
-    assert [copy.target for copy in restores] == second.block_ids
-    assert len(second.block_ids) == 1
+    assert [copy.target for copy in restores] == second.blocks.ids
+    assert len(second.blocks.ids) == 1
     assert kv.prefix_cache.find_block(keys[1]) == blocks[1]
