@@ -260,8 +260,10 @@ def test_a_worker_has_the_resources_of_its_replicas(name: str) -> None:
     assert num_workers * num_gpus == num_ranks
     assert int(limits["cpu"]) >= num_gpus + 1
     assert (application["args"].get("placement_strategy") == "PACK") == (num_workers > 1)
-    # A change of args replaces all replicas.
-    [fixed] = application.get("deployments", [application["args"]])
-    num_most = application["args"].get("max_replicas", fixed["num_replicas"])
+    [deployment] = application["deployments"]
+    if (scaling := deployment.get("autoscaling_config")) is None:
+        num_least = num_most = deployment["num_replicas"]
+    else:
+        num_least, num_most = scaling["min_replicas"], scaling["max_replicas"]
     assert group["maxReplicas"] == num_most * num_workers
-    assert group["minReplicas"] == fixed["num_replicas"] * num_workers
+    assert group["minReplicas"] == num_least * num_workers

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import tomllib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import yaml
+from ray.serve.config import AutoscalingConfig
 
+from cluster.serving.ray_serve.deployment import deployment_options
 from cluster.serving.ray_serve.options import read_arguments
 from tests.deploy.helm.chart import VALUES, needs_helm, render_chart, run_helm
 from tests.deploy.kustomize import DEPLOY, overlay, render, write_overlay
@@ -87,18 +89,21 @@ def test_arguments_may_be_lists_and_large_numbers() -> None:
     assert arguments.items() <= serve["applications"][0]["args"].items()
 
 
-@pytest.mark.parametrize("values", [{"replicas": 3}, {"replicas": 3, "maxReplicas": 5}])
-def test_only_scaled_applications_have_the_number_of_replicas_in_args(values: Manifest) -> None:
-    service = _service(render_chart(None, _HUB | values))
-    [application] = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
-    serve = read_arguments(application["args"]).serve
-    if "maxReplicas" in values:
-        assert (serve.num_replicas, serve.max_replicas) == (3, 5)
-        assert "deployments" not in application
-    else:
-        # Serve replaces all replicas when args change.
-        assert "num_replicas" not in application["args"]
-        assert application["deployments"] == [{"name": "PagedRay", "num_replicas": 3}]
+def test_the_number_of_replicas_is_no_argument() -> None:
+    # Serve replaces all replicas when args change.
+    application = _application({"replicas": 3})
+    assert "num_replicas" not in application["args"]
+    assert application["deployments"] == [{"name": "PagedRay", "num_replicas": 3}]
+
+
+@pytest.mark.parametrize("targets", [{}, {"target_kv_use": 0.5, "target_tokens": 1_000_000}])
+def test_scaled_replicas_follow_the_policy_of_the_arguments(targets: Manifest) -> None:
+    application = _application({"replicas": 3, "maxReplicas": 5, "arguments": targets})
+    [deployment] = application["deployments"]
+    arguments = application["args"] | {"num_replicas": 3, "max_replicas": 5}
+    expected = deployment_options(read_arguments(arguments))["autoscaling_config"]
+    assert AutoscalingConfig(**deployment["autoscaling_config"]) == expected
+    assert not application["args"].keys() & {"num_replicas", "max_replicas"}
 
 
 def test_one_value_is_enough() -> None:
@@ -399,6 +404,13 @@ def _comparable(manifest: Manifest) -> Manifest:
 def _service(manifests: list[Manifest]) -> Manifest:
     [service] = [one for one in manifests if one["kind"] == "RayService"]
     return service
+
+
+# Any: YAML.
+def _application(values: Manifest) -> dict[str, Any]:
+    service = _service(render_chart(None, _HUB | values))
+    [application] = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
+    return cast("dict[str, Any]", application)
 
 
 def _job(manifests: list[Manifest]) -> Manifest:

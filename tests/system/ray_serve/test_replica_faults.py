@@ -167,37 +167,61 @@ async def test_a_redeploy_drops_no_stream_and_abort_reaches_those_it_drains(
 
 
 async def test_another_number_of_replicas_keeps_those_that_run(cluster: ServeCluster) -> None:
+    numbers = [{"num_replicas": number} for number in (1, 2, 1)]
+    replicas = await _replicas_of(cluster, numbers, [1, 2, 1])
+    assert replicas[0] < replicas[1]
+    assert replicas[2] < replicas[1]
+
+
+async def test_another_range_of_replicas_keeps_those_that_run(cluster: ServeCluster) -> None:
+    ranges = [_autoscaling(1, 1), _autoscaling(2, 3), _autoscaling(1, 2)]
+    replicas = await _replicas_of(cluster, ranges, [1, 2, 1])
+    assert replicas[0] < replicas[1]
+    assert replicas[2] < replicas[1]
+
+
+# Any: options of Ray Serve.
+async def _replicas_of(
+    cluster: ServeCluster, deployments: list[dict[str, Any]], expected: list[int]
+) -> list[set[str]]:
+    """Deploy one after the other while streams run; return the replicas of each."""
     config = serve_config(SMALL | {"executor": "local"})
+    [deployment] = config["applications"][0]["deployments"]
     streams = Streams(cluster, num_tokens=300)
     replicas = []
-    for number in (1, 2, 1):
-        config["applications"][0]["deployments"][0]["num_replicas"] = number
+    for options, number in zip(deployments, expected, strict=True):
+        config["applications"][0]["deployments"] = [deployment | options]
         cluster.deploy_config(ServeDeploySchema.model_validate(config))
         await until_whole(cluster, number)
         await streams.start(8)
         replicas.append(set(cluster.replica_pids()))
     ended = await streams.ended()
     await streams.close()
-    assert replicas[0] < replicas[1]
-    assert replicas[2] < replicas[1]
     assert {(one.num_tokens, one.error) for one in ended} == {(300, "")}
+    return replicas
+
+
+# Any: options of Ray Serve.
+def _autoscaling(num_least: int, num_most: int) -> dict[str, Any]:
+    policy = {
+        "policy_function": "cluster.serving.ray_serve.autoscaling:TokensPolicy",
+        "policy_kwargs": {"target_kv_use": 0.7, "target_tokens": None},
+    }
+    return {
+        "autoscaling_config": {
+            "min_replicas": num_least,
+            "max_replicas": num_most,
+            "downscale_delay_s": 0.0,
+            "policy": policy,
+        }
+    }
 
 
 async def test_an_application_without_replicas_starts_one_for_a_request(
     cluster: ServeCluster,
 ) -> None:
-    policy = {
-        "policy_function": "cluster.serving.ray_serve.autoscaling:TokensPolicy",
-        "policy_kwargs": {"target_kv_use": 0.7, "target_tokens": None},
-    }
-    arguments = SMALL | {"executor": "local", "max_replicas": 2}
-    config = serve_config(arguments)
-    config["applications"][0]["deployments"][0]["autoscaling_config"] = {
-        "min_replicas": 0,
-        "max_replicas": 2,
-        "downscale_delay_s": 0.0,
-        "policy": policy,
-    }
+    config = serve_config(SMALL | {"executor": "local"})
+    config["applications"][0]["deployments"][0] |= _autoscaling(0, 2)
     cluster.deploy_config(ServeDeploySchema.model_validate(config))
     await until_whole(cluster, 0)
     body = {"model": "tiny-llama", "prompt": PROMPT, "max_tokens": 4}

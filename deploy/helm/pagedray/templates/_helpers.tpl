@@ -162,10 +162,6 @@ capabilities:
 {{- if gt (int .Values.tensorParallelSize) 1 -}}
 {{- $_ := set $arguments "tensor_parallel_size" (int .Values.tensorParallelSize) -}}
 {{- end -}}
-{{- if include "pagedray.autoscales" . -}}
-{{- $_ := set $arguments "num_replicas" (int .Values.replicas) -}}
-{{- $_ := set $arguments "max_replicas" (int .Values.maxReplicas) -}}
-{{- end -}}
 {{- if and (gt (int .Values.gpusPerHost) 0) (gt (int .Values.tensorParallelSize) (int .Values.gpusPerHost)) -}}
 {{- $_ := set $arguments "placement_strategy" "PACK" -}}
 {{- end -}}
@@ -196,12 +192,21 @@ applications:
     import_path: pagedray:build_app
     args:
       {{- toYaml $arguments | nindent 6 }}
-    {{- if not (include "pagedray.autoscales" .) }}
     deployments:
       # Unlike a change of args, another number keeps the replicas that run.
       - name: PagedRay
+        {{- if include "pagedray.autoscales" . }}
+        autoscaling_config:
+          min_replicas: {{ int .Values.replicas }}
+          max_replicas: {{ int .Values.maxReplicas }}
+          policy:
+            policy_function: cluster.serving.ray_serve.autoscaling:TokensPolicy
+            policy_kwargs:
+              target_kv_use: {{ get $arguments "target_kv_use" | default 0.7 }}
+              target_tokens: {{ get $arguments "target_tokens" | default "null" }}
+        {{- else }}
         num_replicas: {{ int .Values.replicas }}
-    {{- end }}
+        {{- end }}
 {{- end -}}
 
 {{- define "pagedray.environment" -}}
