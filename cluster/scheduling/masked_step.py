@@ -7,13 +7,11 @@ from collections.abc import Sequence as AnySequence
 from typing import NamedTuple
 
 from cluster.scheduling.sequence import Sequence, SequenceState
+from cluster.scheduling.sequence_masks import SequenceMasks
 from pagedray.batch import StepMasks
 from pagedray.request import FinishReason, Grammar, Matcher
 
 __all__ = ["MadeMasks", "MaskedStep"]
-
-_NUM_DEFERRED = 8
-"""Tokens of a sequence for whose masks no step waits, after one that was late or costly."""
 
 _Outcome = bytes | FinishReason | None
 
@@ -50,13 +48,13 @@ class MaskedStep(NamedTuple):
         # The previous step may have ended a sequence; its token of this step is discarded.
         rows = [one for one in self.sequences if one.state is not SequenceState.FINISHED]
         # A deferred sequence that was preempted may be in the plan before its mask is made.
-        awaited = [one for one in rows if not one.num_deferred or one.has_mask]
-        others = [one for one in rows if one.num_deferred and not one.has_mask]
+        awaited = [one for one in rows if not one.lacks_mask]
+        others = [one for one in rows if one.lacks_mask]
         outcomes = self._outcomes(awaited, others + self.waiting, wait_s)
         for sequence in self.waiting:
-            sequence.has_mask = isinstance(outcomes[sequence], bytes)
+            _masks(sequence).is_made = isinstance(outcomes[sequence], bytes)
         for sequence in rows:
-            sequence.has_mask = False
+            _masks(sequence).is_made = False
         words = [_words(one, outcomes) for one in self.sequences]
         released = [
             index
@@ -64,12 +62,12 @@ class MaskedStep(NamedTuple):
             if isinstance(outcomes.get(one), bytes) and _matcher(one).is_free
         ]
         for index in released:
-            _release(self.sequences[index])
+            self.sequences[index].masks = None
         return MadeMasks(
             StepMasks(self.step, b"".join(words), released) if self.sequences else None,
             [(one, end) for one, end in outcomes.items() if isinstance(end, FinishReason)],
             [one for one in rows if outcomes[one] is None],
-            [one for one in rows if one.num_deferred],
+            [one for one in rows if one.masks is not None and one.masks.num_deferred],
         )
 
     def _outcomes(
@@ -83,7 +81,7 @@ class MaskedStep(NamedTuple):
         found = _grammar(sequences[0]).masks(asked, num_awaited=len(awaited), wait_s=wait_s)
         outcomes = dict(zip(sequences, found, strict=True))
         for sequence in awaited:
-            if not sequence.has_mask:
+            if not _masks(sequence).is_made:
                 _note(sequence, is_late=outcomes[sequence] is None or _matcher(sequence).is_costly)
         for sequence in others:
             # It is not waited for, so it is not late.
@@ -94,18 +92,9 @@ class MaskedStep(NamedTuple):
 
 def _note(sequence: Sequence, *, is_late: bool) -> None:
     """Note whether a step should wait for the next mask of a sequence."""
+    _masks(sequence).note_made(is_late=is_late)
     if is_late:
-        sequence.num_deferred = _NUM_DEFERRED
         sequence.decode_end = 0
-    elif sequence.num_deferred:
-        sequence.num_deferred -= 1
-
-
-def _release(sequence: Sequence) -> None:
-    """Let a sequence sample without masks from its next token on."""
-    sequence.mask_start = None
-    sequence.matcher = None
-    sequence.num_deferred = 0
 
 
 def _words(sequence: Sequence, outcomes: dict[Sequence, _Outcome]) -> bytes:
@@ -123,7 +112,13 @@ def _grammar(sequence: Sequence) -> Grammar:
     return grammar
 
 
+def _masks(sequence: Sequence) -> SequenceMasks:
+    assert sequence.masks is not None
+    return sequence.masks
+
+
 def _matcher(sequence: Sequence) -> Matcher:
-    if sequence.matcher is None:
-        sequence.matcher = _grammar(sequence).matcher(sequence.active.request)
-    return sequence.matcher
+    masks = _masks(sequence)
+    if masks.matcher is None:
+        masks.matcher = _grammar(sequence).matcher(sequence.active.request)
+    return masks.matcher

@@ -374,5 +374,5 @@ class Scheduler:
 
 
 def _error_of_structure(sequence: Sequence, reason: FinishReason) -> str:
-    matcher = sequence.matcher
+    matcher = None if sequence.masks is None else sequence.masks.matcher
     return matcher.error if matcher is not None and reason is FinishReason.ERROR else ""

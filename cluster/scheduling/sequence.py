@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from cluster.scheduling.blocks.sequence_blocks import SequenceBlocks
 from cluster.scheduling.queues.fair_queue import Share
+from cluster.scheduling.sequence_masks import SequenceMasks
 from pagedray.batch import PromptLogprobs
-from pagedray.request import Matcher, Request
+from pagedray.request import Request
 
 if TYPE_CHECKING:
     from array import array
@@ -96,17 +97,14 @@ class Sequence:
         "blocks",
         "decode_end",
         "donor_row",
-        "has_mask",
         "index",
         "is_prefill",
-        "mask_start",
-        "matcher",
+        "masks",
         "max_length",
         "min_length",
         "next_check",
         "num_charged",
         "num_computed",
-        "num_deferred",
         "num_initial_tokens",
         "num_preemptions",
         "num_prefilled",
@@ -179,15 +177,9 @@ class Sequence:
         """Tokens that it came with."""
         self.num_charged = 0
         """Tokens of these that its tenant has been charged for, or that were cached."""
-        self.matcher: Matcher | None = None
-        """Its state in the grammar, from its first mask on."""
-        self.mask_start = active.request.mask_start
-        """Number of generated tokens after which it samples under masks; None is never, or no
-        longer."""
-        self.num_deferred = 0
-        """Tokens that are planned only once their masks are made, since its masks were late."""
-        self.has_mask = False
-        """Whether the mask of the next token is made, if that token is deferred."""
+        mask_start = active.request.mask_start
+        self.masks = None if mask_start is None else SequenceMasks(mask_start)
+        """None if it samples without masks from its next token on."""
 
         self.blocks = SequenceBlocks()
         """What the KV manager and its `prefixes` change, with `next_check`."""
@@ -203,9 +195,9 @@ class Sequence:
     @property
     def is_masked(self) -> bool:
         """Whether the token that its last plan samples is masked."""
-        if self.mask_start is None:
+        if self.masks is None:
             return False
-        return self.num_computed >= self.num_prompt_tokens + self.mask_start
+        return self.num_computed >= self.num_prompt_tokens + self.masks.start
 
     def may_end_with(self, token_id: int) -> bool:
         """Return whether `token_id`, the last token, may end the sequence."""
@@ -251,12 +243,20 @@ class Sequence:
     @property
     def is_deferred(self) -> bool:
         """Whether its tokens are planned only once their masks are made."""
-        return self.num_deferred > 0 and self.state is not SequenceState.FINISHED
+        masks = self.masks
+        if masks is None or self.state is SequenceState.FINISHED:
+            return False
+        return masks.num_deferred > 0
+
+    @property
+    def lacks_mask(self) -> bool:
+        """Whether the mask of its next token must be made before that token is planned."""
+        return self.masks is not None and not self.masks.is_awaited
 
     @property
     def waits_for_mask(self) -> bool:
         """Whether the mask of its next token, which no plan samples, is to be made."""
-        return self.is_deferred and not self.has_mask and not self.num_pending
+        return self.is_deferred and self.lacks_mask and not self.num_pending
 
     def forget_computed(self) -> None:
         """Mark all known tokens as not computed."""

@@ -91,7 +91,7 @@ class Invariants:
             if sequence.num_computed < sequence.decode_end:
                 assert sequence.state is SequenceState.RUNNING
                 assert not sequence.is_prefill
-                assert not sequence.num_deferred
+                assert not sequence.is_deferred
                 assert sequence.decode_end <= sequence.blocks.num_slots
                 assert sequence.decode_end < sequence.max_length
             assert 0 <= sequence.num_pending <= MAX_PLANS_IN_FLIGHT

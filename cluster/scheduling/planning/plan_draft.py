@@ -106,7 +106,7 @@ class PlanDraft:
                 request.seed,
                 sequence.index,
                 () if request.sampling.ignore_eos else request.eos_token_ids,
-                sequence.mask_start,
+                None if sequence.masks is None else sequence.masks.start,
                 sequence.donor_row,
                 request.bad_token_ids,
             )

@@ -102,7 +102,7 @@ class Planner:
                 if sequence.is_prefill:
                     prefills.append(sequence)
                     continue
-                if sequence.is_ending or (sequence.num_deferred and not sequence.has_mask):
+                if sequence.is_ending or sequence.lacks_mask:
                     continue
                 if len(decodes) == draft.budget:
                     break
@@ -125,7 +125,7 @@ class Planner:
                 return False
             draft.growing_rows.append(sequence.row)
             draft.new_block_ids.append(block)
-        if not sequence.num_deferred:
+        if sequence.masks is None or not sequence.masks.num_deferred:
             sequence.decode_end = min(sequence.blocks.num_slots, sequence.max_length - 1)
         return True
 
