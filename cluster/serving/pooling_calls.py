@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from cluster.serving.engine_client import EngineClient
     from cluster.serving.inputs import EmbeddingInput, ScoreInput
     from cluster.serving.telemetry.call_watch import CallObserver
+    from cluster.serving.validation.embedding_validator import EmbeddingValidator
+    from cluster.serving.validation.score_validator import ScoreValidator
     from pagedray.model_config import Task
 
 __all__ = ["PoolingCalls"]
@@ -29,27 +31,41 @@ class PoolingCalls:
         self,
         client: EngineClient,
         *,
+        embeddings: EmbeddingValidator,
+        scores: ScoreValidator,
         admission: Admission,
         calls: OpenCalls,
         observer: CallObserver,
     ) -> None:
         self._client = client
+        self._embeddings = embeddings
+        self._scores = scores
         self._admission = admission
         self._calls = calls
         self._observer = observer
 
-    async def run_call(
+    async def embed(self, given: EmbeddingInput, entered: OpenCall | None) -> EmbeddingOutput:
+        """Return the vectors of texts; cancelling the wait cancels the call.
+
+        `entered` is the call if a frontend has counted it already. Raises RequestError or
+        EngineError.
+        """
+        return await self._run_call("embed", given, self._embeddings.validate(given), entered)
+
+    async def score(self, given: ScoreInput, entered: OpenCall | None) -> EmbeddingOutput:
+        """Return the scores of pairs of texts as vectors of one number.
+
+        Otherwise as `embed`.
+        """
+        return await self._run_call("score", given, self._scores.validate(given), entered)
+
+    async def _run_call(
         self,
         task: Task,
         given: EmbeddingInput | ScoreInput,
         validating: Coroutine[None, None, EmbeddingRequest],
         entered: OpenCall | None,
     ) -> EmbeddingOutput:
-        """Return the vectors of a call; cancelling the wait cancels the call.
-
-        `entered` is the call if a frontend has counted it already. Raises RequestError or
-        EngineError.
-        """
         # A call may be rejected before its validation begins.
         with closing(validating), self._observer.watched(given.arrival) as watch:
             self._admission.check_task(task)

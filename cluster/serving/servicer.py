@@ -30,17 +30,12 @@ from cluster.serving.telemetry.ignored_parameters import IgnoredParameters
 from cluster.serving.telemetry.load_history import LoadRecorder
 from cluster.serving.telemetry.metrics import Metrics
 from cluster.serving.text.text_pool import TextPool
+from cluster.serving.text.token_reader import TokenReader
 from cluster.serving.tools.tool_calls import detect_format
 from cluster.serving.validation.embedding_validator import EmbeddingValidator
 from cluster.serving.validation.score_validator import ScoreValidator
 from cluster.serving.validation.validator import Validator
-from pagedray.errors import (
-    EngineError,
-    ForbiddenError,
-    InvalidRequestError,
-    OverloadedError,
-)
-from pagedray.request import check_token_ids
+from pagedray.errors import EngineError, ForbiddenError, OverloadedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,8 +55,6 @@ __all__ = ["EmbeddingOutput", "GenerationCall", "GenerationOutput", "Servicer", 
 
 _CONTINUED = "The request continues in another call."
 _IDLE_POLL_S = 0.02
-_MANY_TOKENS = 1024
-"""Token ids from which on detokenizing runs in a thread."""
 
 
 class Servicer:
@@ -93,6 +86,7 @@ class Servicer:
         self._text_pool = (
             TextPool(do_others_wait=self._calls.has_others) if text_pool is None else text_pool
         )
+        self._tokens = TokenReader(config, tokenizer, self._text_pool)
         self.metrics = Metrics(client, config)
         self.ignored = IgnoredParameters(
             self.metrics.count_ignored, is_strict=options.strict_parameters
@@ -105,8 +99,6 @@ class Servicer:
             reasoning_format=options.reasoning_format,
             note_compile=self.metrics.times.observe_compile,
         )
-        self._embedding_validator = EmbeddingValidator(config, tokenizer, text_pool=self._text_pool)
-        self._score_validator = ScoreValidator(config, tokenizer, text_pool=self._text_pool)
         self.tool_format = options.tool_format or detect_format(tokenizer.template_source)
         """How the model writes tool calls; None if unknown."""
         listeners = [log_call] if tracer is None else [tracer.trace, log_call]
@@ -134,7 +126,12 @@ class Servicer:
         )
         self._admission = Admission(client, config.model, self.authenticator, self.buffers)
         self._pooling = PoolingCalls(
-            client, admission=self._admission, calls=self._calls, observer=self.observer
+            client,
+            embeddings=EmbeddingValidator(config, tokenizer, text_pool=self._text_pool),
+            scores=ScoreValidator(config, tokenizer, text_pool=self._text_pool),
+            admission=self._admission,
+            calls=self._calls,
+            observer=self.observer,
         )
         self._started_s = time.monotonic()
 
@@ -251,16 +248,14 @@ class Servicer:
         `entered` is the call if a frontend has counted it already. Raises RequestError or
         EngineError.
         """
-        validating = self._embedding_validator.validate(given)
-        return await self._pooling.run_call("embed", given, validating, entered)
+        return await self._pooling.embed(given, entered)
 
     async def score(self, given: ScoreInput, entered: OpenCall | None = None) -> EmbeddingOutput:
         """Return the scores of pairs of texts as vectors of one number.
 
         Otherwise as `embed`.
         """
-        validating = self._score_validator.validate(given)
-        return await self._pooling.run_call("score", given, validating, entered)
+        return await self._pooling.score(given, entered)
 
     async def tokenize(self, given: TokenizeInput) -> tuple[int, ...]:
         """Return the token ids of a text or a conversation. Raises RequestError."""
@@ -276,26 +271,13 @@ class Servicer:
     ) -> str:
         """Return the text of token ids. Raises RequestError."""
         self.validator.check_model(model)
-        if len(token_ids) > self.config.max_model_len:
-            raise InvalidRequestError(
-                f"tokens has {len(token_ids)} token ids, but the context length is "
-                f"{self.config.max_model_len}.",
-                param="tokens",
-            )
-        check_token_ids(token_ids, self.config.model.vocab_size, "tokens")
-        decode = self.tokenizer.decode
-        if len(token_ids) < _MANY_TOKENS:
-            return decode(token_ids, skip_special_tokens=skip_special_tokens)
-        return await self._text_pool.run_in_thread(
-            tenant, decode, token_ids, skip_special_tokens=skip_special_tokens
+        return await self._tokens.text_of(
+            token_ids, tenant=tenant, skip_special_tokens=skip_special_tokens
         )
 
     async def token_strings(self, token_ids: Sequence[int], *, tenant: str) -> list[str | None]:
         """Return tokens of a prompt as the vocabulary spells them; None for an id without one."""
-        read = self.tokenizer.token_strings
-        if len(token_ids) < _MANY_TOKENS:
-            return read(token_ids)
-        return await self._text_pool.run_in_thread(tenant, read, token_ids)
+        return await self._tokens.strings_of(token_ids, tenant=tenant)
 
     def abort_call(self, tenant_name: str, client_id: str) -> None:
         """Abort a tenant's call by its id, and forget its stream.
