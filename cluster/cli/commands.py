@@ -6,12 +6,13 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from cluster.cli.flags import engine_options, sampling_fields
+from cluster.cli.flags.engine_flags import engine_options
+from cluster.cli.flags.sampling_flags import sampling_fields
+from cluster.cli.flags.serve_flags import CONFIG_FLAG
 from cluster.cli.interrupts import exiting_at_interrupt
 from cluster.cli.lost_output import discard_output, has_lost_reader
 from cluster.cli.one_line_parser import USAGE_EXIT, command_parser
 from cluster.cli.parser import make_parser
-from cluster.cli.serve_flags import CONFIG_FLAG
 from cluster.engine.options.engine_options import engine_config
 from cluster.engine.progress import progress_reports
 from pagedray.errors import InvalidRequestError, PagedRayError, StartupError
@@ -177,7 +178,7 @@ def _new_key(parsed: argparse.Namespace) -> int:
 
 
 def _top(parsed: argparse.Namespace) -> int:
-    from cluster.cli.client_flags import read_key
+    from cluster.cli.flags.client_flags import read_key
     from cluster.cli.top.command import top
 
     return top(

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import yaml
 
+from cluster.cli.flags.serve_flags import CONFIG_FLAG
 from cluster.cli.one_line_parser import dashed_flag
-from cluster.cli.serve_flags import CONFIG_FLAG
 from pagedray.errors import StartupError
 from pagedray.wording.nearest_name import nearest_name
 from pagedray.wording.shown_value import shown_json_value

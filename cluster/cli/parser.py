@@ -7,19 +7,20 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from cluster.cli.bench.engine_flags import add_latency_flags, add_throughput_flags
 from cluster.cli.bench.flags import add_bench_flags
-from cluster.cli.client_flags import add_client_flags
 from cluster.cli.deploy.flags import (
     add_check_flags,
     add_fetch_flags,
     add_hold_flags,
     add_status_flags,
 )
-from cluster.cli.flag_values import seconds
-from cluster.cli.flags import add_engine_flags, add_sampling_flags
+from cluster.cli.flags.client_flags import add_client_flags
+from cluster.cli.flags.engine_flags import add_engine_flags
+from cluster.cli.flags.flag_values import seconds
+from cluster.cli.flags.sampling_flags import add_sampling_flags
+from cluster.cli.flags.serve_flags import add_serve_flags
+from cluster.cli.flags.vllm_flags import add_vllm_flags
 from cluster.cli.one_line_parser import OneLineParser
-from cluster.cli.serve_flags import add_serve_flags
 from cluster.cli.simulate.flags import add_simulate_flags
-from cluster.cli.vllm_flags import add_vllm_flags
 from cluster.engine.options.engine_options import REMOTE_CODE_REJECTION
 from pagedray.version import __version__
 

@@ -19,7 +19,7 @@ from cluster.cli.bench.summary import summarize
 from cluster.cli.bench.table import latency_table, total_table
 from cluster.cli.bench.target import Target
 from cluster.cli.bench.text_lengths import LocalTokenizer
-from cluster.cli.client_flags import read_key
+from cluster.cli.flags.client_flags import read_key
 from cluster.serving.connections.listener import url_host
 from pagedray.errors import StartupError
 from workers.hub.locate import locate_model

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.cli.bench.workloads import WORKLOADS
-from cluster.cli.flag_values import count, number
+from cluster.cli.flags.flag_values import count, number
 
 if TYPE_CHECKING:
     import argparse

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, get_args
 from cluster.cli.bench.client import KEY_VARIABLES
 from cluster.cli.bench.latencies import GOALS, METRICS
 from cluster.cli.bench.target import Backend
-from cluster.cli.client_flags import add_client_flags
-from cluster.cli.flag_values import count, number
-from cluster.cli.random_request_flags import (
+from cluster.cli.flags.client_flags import add_client_flags
+from cluster.cli.flags.flag_values import count, number
+from cluster.cli.flags.random_request_flags import (
     MOST_REQUESTS,
     add_random_requests,
     add_request_rate,

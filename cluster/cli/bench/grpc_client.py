@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from cluster.cli.bench.client import KEY_VARIABLES, BenchClient, BenchError, BenchRequest, Timing
-from cluster.cli.client_flags import with_key_hint
+from cluster.cli.flags.client_flags import with_key_hint
 from pagedray.errors import StartupError
 from pagedray.v1 import pagedray_pb2, pagedray_pb2_grpc
 

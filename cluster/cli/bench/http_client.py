@@ -10,7 +10,7 @@ import aiohttp
 import msgspec
 
 from cluster.cli.bench.client import KEY_VARIABLES, BenchClient, BenchError, BenchRequest, Timing
-from cluster.cli.client_flags import with_key_hint
+from cluster.cli.flags.client_flags import with_key_hint
 from cluster.serving.connections.listener import url_host
 from pagedray.errors import PagedRayError, StartupError
 

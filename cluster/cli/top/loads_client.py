@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from cluster.cli.client_flags import with_key_hint
+from cluster.cli.flags.client_flags import with_key_hint
 from cluster.cli.top.cells import printable
 from cluster.serving.connections.listener import url_host
 from cluster.serving.server_info import ServerLoads

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from cluster.cli.flag_values import count, number
+from cluster.cli.flags.flag_values import count, number
 
 if TYPE_CHECKING:
     import argparse

@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from cluster.cli.flags import engine_options
+from cluster.cli.flags.engine_flags import engine_options
+from cluster.cli.flags.vllm_flags import flag_notes
 from cluster.cli.one_line_parser import command_parser
 from cluster.cli.parser import make_parser
-from cluster.cli.vllm_flags import flag_notes
 from cluster.engine.options.vllm_option_notes import IGNORED, IGNORED_SWITCHES, REJECTED
 from cluster.serving.auth.authenticator import Authenticator
 from pagedray.errors import AuthenticationError, StartupError

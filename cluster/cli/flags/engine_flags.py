@@ -1,17 +1,14 @@
-"""Flags of several commands: those of the engine, and those of sampling.
-
-The flags of the engine are a table with one for each field of `EngineOptions`.
-"""
+"""The flags of the engine: a table with one for each field of `EngineOptions`."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from typing import Any, get_args
+from dataclasses import fields, replace
+from typing import get_args
 
+from cluster.cli.flags.flag import Flag, add_flag
 from cluster.engine.options.engine_options import EngineOptions
-from cluster.engine.options.vllm_options import context_length, own_value
+from cluster.engine.options.vllm_options import context_length
 from pagedray.config import (
     AllReduce,
     Device,
@@ -24,32 +21,8 @@ from pagedray.config import (
 )
 from pagedray.errors import StartupError
 from pagedray.model_config import Dtype, Task
-from pagedray.request import SamplingParams
 
-__all__ = ["add_engine_flags", "add_sampling_flags", "engine_options", "sampling_fields"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Flag:
-    """A field of `EngineOptions` as a flag; its default is the field's."""
-
-    field: str
-    help: str
-    """Names the default only where the parser cannot: None, which selects one."""
-    kind: type | tuple[str, ...] | Callable[[str], object] = str
-    """The type of its value, or its allowed values."""
-    metavar: str | None = "N"
-    aliases: tuple[str, ...] = ()
-    """Names of the same flag in vLLM."""
-
-
-class _OptionalChoices(tuple[str, ...]):
-    """Allowed values of a flag whose default is None, which some of vLLM's values are."""
-
-    __slots__ = ()
-
-    def __contains__(self, value: object) -> bool:
-        return value is None or super().__contains__(value)
+__all__ = ["add_engine_flags", "engine_options"]
 
 
 def _length(text: str) -> int | None:
@@ -61,49 +34,49 @@ def _length(text: str) -> int | None:
 
 _GROUPS = {
     "model": (
-        _Flag(
+        Flag(
             "dtype",
             "Data type of weights and activations. (default: the checkpoint's)",
             get_args(Dtype),
         ),
-        _Flag(
+        Flag(
             "quantization",
             "fp8 quantizes plain weights while they are loaded; the other values name the "
             "format of a quantized checkpoint. (default: read from the checkpoint)",
             get_args(QuantizationMethod),
             aliases=("-q",),
         ),
-        _Flag(
+        Flag(
             "load_format",
             "auto loads the weights of the checkpoint; dummy initializes random weights.",
             get_args(LoadFormat),
         ),
-        _Flag("load_seed", "Random seed of dummy weights.", int),
-        _Flag(
+        Flag("load_seed", "Random seed of dummy weights.", int),
+        Flag(
             "message_special_tokens",
             "How special tokens in the chat messages of clients are encoded: text encodes "
             "them as ordinary text; parse encodes them as special tokens, which lets "
             "clients forge roles.",
             get_args(MessageSpecialTokens),
         ),
-        _Flag(
+        Flag(
             "chat_template",
             "File with a Jinja chat template, or the template itself, that replaces the model's.",
             str,
             "TEMPLATE",
         ),
-        _Flag(
+        Flag(
             "trust_request_chat_template",
             "Accept chat_template in requests: clients may send Jinja templates, which are "
             "programs that run in a sandbox.",
             bool,
         ),
-        _Flag(
+        Flag(
             "max_model_len",
             "Context length in tokens, such as 32768 or 32K. (default: the model's)",
             _length,
         ),
-        _Flag(
+        Flag(
             "task",
             "What the model does: generate text; embed texts for Embed and /v1/embeddings; "
             "or score pairs of texts for /v1/rerank and /score. (default: score for a "
@@ -111,7 +84,7 @@ _GROUPS = {
             "otherwise generate)",
             get_args(Task),
         ),
-        _Flag(
+        Flag(
             "generation_config",
             "Source of temperature, top_p, top_k, min_p and repetition_penalty for "
             "requests that do not set them: auto reads the model's generation_config.json, "
@@ -119,15 +92,15 @@ _GROUPS = {
             str,
             "FOLDER",
         ),
-        _Flag(
+        Flag(
             "attention_backend",
             "Attention backend: auto, hybrid, torch_sdpa, flashinfer or xformers; auto selects "
             "the fastest one that supports the model and the device.",
             str,
             "NAME",
         ),
-        _Flag("enforce_eager", "Disable CUDA graphs, which saves memory and slows decoding.", bool),
-        _Flag(
+        Flag("enforce_eager", "Disable CUDA graphs, which saves memory and slows decoding.", bool),
+        Flag(
             "max_graph_tokens",
             "Maximum number of tokens in a step with prompts that runs as CUDA graphs; 0 "
             "disables graphs for steps with prompts.",
@@ -135,48 +108,48 @@ _GROUPS = {
         ),
     ),
     "ranks": (
-        _Flag(
+        Flag(
             "tensor_parallel_size",
             "Number of ranks, one per device, that the model is sharded over.",
             int,
             aliases=("-tp",),
         ),
-        _Flag(
+        Flag(
             "device",
             "Device of the ranks. (default: cuda if there is an NVIDIA GPU, else cpu)",
             get_args(Device),
         ),
-        _Flag(
+        Flag(
             "enable_expert_parallel",
             "Give each rank some whole experts, instead of some columns of every expert.",
             bool,
         ),
-        _Flag(
+        Flag(
             "executor",
             "ray runs each rank as a Ray actor; local runs a single rank in this process.",
             ("ray", "local"),
             aliases=("--distributed-executor-backend",),
         ),
-        _Flag("num_threads", "CPU threads per rank. (default: an equal share of the cores)", int),
-        _Flag(
+        Flag("num_threads", "CPU threads per rank. (default: an equal share of the cores)", int),
+        Flag(
             "placement_strategy",
             "Ray placement strategy of the ranks; STRICT_PACK places all of them on one node.",
             get_args(PlacementStrategy),
         ),
-        _Flag(
+        Flag(
             "spare_ranks",
             "Number of spare processes per node, with which a rank that dies is replaced "
             "in less time. (default: 1 on GPUs, 0 on CPUs)",
             int,
         ),
-        _Flag(
+        Flag(
             "all_reduce",
             "How results are summed over the GPUs of a node: auto uses a single kernel "
             "that also adds the residual and normalizes, and falls back to NCCL; nccl "
             "always uses NCCL.",
             get_args(AllReduce),
         ),
-        _Flag(
+        Flag(
             "allow_unauthenticated_ray",
             "Start Ray although RAY_AUTH_MODE=disabled is set, so that every user of this machine "
             "can run code through Ray.",
@@ -184,97 +157,97 @@ _GROUPS = {
         ),
     ),
     "KV cache": (
-        _Flag("block_size", "Tokens per block, 1 to 256.", int),
-        _Flag(
+        Flag("block_size", "Tokens per block, 1 to 256.", int),
+        Flag(
             "num_blocks",
             "Number of blocks on the device. (default: as many as fit in memory)",
             int,
             aliases=("--num-gpu-blocks-override",),
         ),
-        _Flag(
+        Flag(
             "num_cpu_blocks",
             "Number of CPU blocks, for swapping and for prefixes evicted from the device. "
             "(default: up to 1 GiB; with GPUs, a quarter of the available memory for all "
             "ranks together)",
             int,
         ),
-        _Flag(
+        Flag(
             "memory_fraction",
             "Fraction of device memory for weights, activations and KV cache.",
             float,
             "FRACTION",
             ("--gpu-memory-utilization",),
         ),
-        _Flag("enable_prefix_cache", "Disable prefix caching.", bool),
-        _Flag(
+        Flag("enable_prefix_cache", "Disable prefix caching.", bool),
+        Flag(
             "enable_cpu_prefix_cache",
             "Do not keep prefixes that are evicted from the device in CPU blocks.",
             bool,
         ),
-        _Flag(
+        Flag(
             "enable_kept_cpu_pool",
             "Allocate the CPU blocks in the rank itself; the prefixes in them are lost "
             "when the rank is replaced.",
             bool,
         ),
-        _Flag(
+        Flag(
             "cpu_pool_checksums",
             "Compute checksums of the CPU blocks; when a rank is replaced, blocks whose "
             "checksum does not match are dropped.",
             bool,
         ),
-        _Flag(
+        Flag(
             "disk_cache_folder",
             "Folder for files of prefixes evicted from the CPU blocks, which should be on "
             "a fast local disk. (default: no disk cache)",
             str,
             "FOLDER",
         ),
-        _Flag(
+        Flag(
             "disk_cache_bytes",
             "Maximum size of the files in --disk-cache-folder, in bytes for all ranks together.",
             int,
         ),
-        _Flag(
+        Flag(
             "kv_cache_dtype",
             "Data type of keys and values; auto uses that of the model.",
             get_args(KVCacheDtype),
         ),
     ),
     "scheduling": (
-        _Flag(
+        Flag(
             "max_num_seqs",
             "Maximum number of sequences per step. (default: 256, or 1024 on GPUs of 70 GiB or "
             "more)",
             int,
         ),
-        _Flag(
+        Flag(
             "max_num_batched_tokens",
             "Maximum number of tokens per step. (default: 2048, or 8192 on GPUs of 70 GiB or more)",
             int,
         ),
-        _Flag(
+        Flag(
             "max_queued_requests", "Maximum number of waiting requests; others are rejected.", int
         ),
-        _Flag(
+        Flag(
             "max_queued_tokens",
             "Maximum number of waiting prompt tokens; more are rejected.",
             int,
         ),
-        _Flag(
+        Flag(
             "preemption",
             "Whether preempted sequences are swapped to CPU blocks or recomputed; auto "
             "selects the cheaper one.",
             get_args(Preemption),
         ),
-        _Flag(
+        Flag(
             "itl_target_ms",
             "Target for the time between tokens while prompts are processed; the chunks of "
             "prompts are sized by the measured duration of steps. (default: no limit)",
             float,
             "MS",
         ),
-        _Flag(
+        Flag(
             "structure_compile_s",
             "CPU time limit for compiling a JSON schema, regular expression or grammar.",
             float,
@@ -282,32 +255,6 @@ _GROUPS = {
         ),
     ),
 }
-_SAMPLING = (
-    _Flag("max_tokens", "Maximum number of tokens to generate.", int),
-    _Flag(
-        "temperature",
-        "Sampling temperature; 0 is greedy. (default: from --generation-config, or 0)",
-        float,
-        "T",
-    ),
-    _Flag(
-        "top_p",
-        "Sample from the most likely tokens with this cumulative probability. (default: "
-        "from --generation-config, or 1)",
-        float,
-        "P",
-    ),
-    _Flag(
-        "top_k",
-        "Sample from the K most likely tokens; 0 or -1 samples from all. (default: from "
-        "--generation-config, or 0)",
-        int,
-        "K",
-    ),
-    _Flag("seed", "Random seed of sampling. (default: random)", int),
-)
-
-
 _CHOSEN_EXECUTOR = "(default: local for a single rank, otherwise ray)"
 
 
@@ -319,7 +266,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, executor: str | None) -
         for flag in flags:
             is_chosen = flag.field == "executor" and executor is None
             added = replace(flag, help=f"{flag.help} {_CHOSEN_EXECUTOR}") if is_chosen else flag
-            _add(group, added, getattr(default, flag.field))
+            add_flag(group, added, getattr(default, flag.field))
     parser.set_defaults(executor=executor)
 
 
@@ -328,45 +275,3 @@ def engine_options(parsed: argparse.Namespace) -> EngineOptions:
     if given["executor"] is None:
         given["executor"] = "local" if given["tensor_parallel_size"] == 1 else "ray"
     return EngineOptions(**given)
-
-
-def add_sampling_flags(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
-    """Add the flags that `sampling_fields` reads to a command."""
-    group = parser.add_argument_group("sampling")
-    for flag in _SAMPLING:
-        _add(group, flag, max_tokens if flag.field == "max_tokens" else None)
-
-
-def sampling_fields(parsed: argparse.Namespace) -> dict[str, Any]:  # Any: fields of all types
-    """Return the sampling parameters that the command line sets.
-
-    Raises InvalidRequestError for a value that is not allowed.
-    """
-    given = {flag.field: getattr(parsed, flag.field) for flag in _SAMPLING}
-    fields = {name: value for name, value in given.items() if value is not None}
-    SamplingParams(**fields)
-    return fields
-
-
-def _add(group: argparse._ArgumentGroup, flag: _Flag, default: object) -> None:
-    name = f"--{flag.field.replace('_', '-')}"
-    # Any: argparse takes other arguments for each kind of flag.
-    more: dict[str, Any] = {"dest": flag.field, "help": flag.help}
-    if default is True:
-        name = name.replace("--enable-", "--no-")
-        more["action"] = "store_false"
-    elif flag.kind is bool:
-        more["action"] = "store_true"
-    elif isinstance(flag.kind, tuple):
-        choices = flag.kind if default is not None else _OptionalChoices(flag.kind)
-        more |= {"choices": choices, "default": default, "type": _translation(flag.field)}
-        more["metavar"] = f"{{{','.join(flag.kind)}}}"
-    else:
-        kind = _translation(flag.field) if flag.kind is str else flag.kind
-        more |= {"type": kind, "default": default, "metavar": flag.metavar}
-    group.add_argument(name, *flag.aliases, **more)
-
-
-def _translation(field: str) -> Callable[[str], object]:
-    """Return a converter of vLLM's values of a flag to ours."""
-    return lambda text: own_value(field, text)

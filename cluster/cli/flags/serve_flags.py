@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster.cli.flag_values import count, names, seconds
+from cluster.cli.flags.flag_values import count, names, seconds
 from cluster.serving.intake.limits import IntakeLimits
 from cluster.serving.memory.tenant_bytes import BufferLimits
 from cluster.serving.reasoning.formats import REASONING_FORMATS
