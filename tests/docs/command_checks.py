@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["check_command"]
 
-_EXTERNAL_PACKAGES = frozenset(("checkov",))
+_EXTERNAL_PACKAGES = frozenset(("checkov", "torch"))
 _EXAMPLES = {"FAULT": FAULTS[0].__name__}
 """What stands for the values that a reader chooses."""
 _PARSE_ARGS = argparse.ArgumentParser.parse_args
@@ -99,7 +99,7 @@ def _pip(words: Sequence[str]) -> None:
     for word in words[1:]:
         if found := re.fullmatch(r"\.\[(.+)\]", word):
             assert set(found[1].split(",")) <= extras["optional-dependencies"].keys(), word
-        elif word not in (".", "-e"):
+        elif word not in (".", "-e", "--index-url") and not word.startswith("https://"):
             assert word in _EXTERNAL_PACKAGES, f"Is {word} a package?"
 
 
