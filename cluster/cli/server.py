@@ -153,9 +153,9 @@ class Server:
             # Ray's start cannot be interrupted, and Python would wait for its thread. Most of Ray's
             # processes end with this one, but not its agents.
             if self._config.parallel.executor == "ray":
-                from cluster.engine.ray_cluster.ray_processes import kill_ray_processes
+                from cluster.engine.ray_cluster.ray_processes import kill_child_processes
 
-                kill_ray_processes()
+                kill_child_processes()
             os._exit(0)
         return await loading
 

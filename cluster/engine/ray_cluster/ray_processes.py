@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,13 @@ from pagedray.system.processes import kill_process, start_ticks, stop_process
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["RayProcess", "kill_processes", "kill_ray_processes", "ray_processes"]
+__all__ = [
+    "RayProcess",
+    "kill_child_processes",
+    "kill_processes",
+    "kill_ray_processes",
+    "ray_processes",
+]
 
 _PROC = Path("/proc")
 _SESSION = re.compile(r"/session_[^/]*_(\d+)/")
@@ -42,7 +49,7 @@ def ray_processes() -> frozenset[RayProcess]:
 
     Also those whose parent has ended: an agent that waits for a GCS that has ended does not notice.
     """
-    return _found(_pass)
+    return _found(_ray_children(), _pass)
 
 
 def kill_processes(processes: frozenset[RayProcess]) -> None:
@@ -58,13 +65,30 @@ def kill_ray_processes() -> None:
     Each is stopped before its children are looked up: one that it started later would not be found
     among the descendants of this process once its parent has been killed.
     """
-    kill_processes(_found(_stop))
+    kill_processes(_found(_ray_children(), _stop))
 
 
-def _found(visit: Callable[[RayProcess], object]) -> frozenset[RayProcess]:
-    """Return what `ray_processes` does; `visit` each process before its children are looked up."""
+def kill_child_processes() -> None:
+    """Kill all child processes, their descendants and all processes of Ray.
+
+    This process must exit at once: from now on, threads that start a process of Ray wait forever.
+    A child that has not executed its program yet does not look like a process of Ray.
+    """
+    os.register_at_fork(before=threading.Event().wait)
+    kill_processes(_found(_children("self"), _stop))
+
+
+def _ray_children() -> list[int]:
+    return [pid for pid in _children("self") if _is_of_ray(pid)]
+
+
+def _found(children: list[int], visit: Callable[[RayProcess], object]) -> frozenset[RayProcess]:
+    """Return these children, orphans of Ray, and the descendants of both.
+
+    `visit` each process before its children are looked up.
+    """
     found: set[RayProcess] = set()
-    waiting = [pid for pid in _children("self") if _is_of_ray(pid)] + _orphans()
+    waiting = children + _orphans()
     while waiting:
         pid = waiting.pop()
         process = _identified(pid)

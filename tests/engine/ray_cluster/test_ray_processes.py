@@ -36,6 +36,22 @@ file = open(sys.argv[3], sys.argv[4])
 command = [sys.executable, "-c", "import time; time.sleep(60)", *sys.argv[1:3]]
 subprocess.Popen(command, pass_fds=[file.fileno()])
 """
+# Exits while its threads start children, which sleep before they execute their program.
+EXITING = """
+import os, subprocess, sys, threading, time
+from cluster.engine.ray_cluster.ray_processes import kill_child_processes
+
+def start():
+    while True:
+        command = ["sleep", "30", sys.argv[1]]
+        subprocess.Popen(command, preexec_fn=lambda: time.sleep(0.05))
+
+for _ in range(4):
+    threading.Thread(target=start, daemon=True).start()
+time.sleep(0.2)
+kill_child_processes()
+os._exit(0)
+"""
 
 
 @pytest.fixture
@@ -50,16 +66,25 @@ def label() -> Iterator[str]:
 def labeled(label: str) -> list[psutil.Process]:
     return [
         process
-        for process in psutil.process_iter(["name", "cmdline"])
-        if process.info["name"] == "sleep" and label in (process.info["cmdline"] or ())
+        for process in psutil.process_iter(["cmdline"])
+        if label in (process.info["cmdline"] or ())
     ]
+
+
+def sleeping(label: str) -> list[psutil.Process]:
+    return [process for process in labeled(label) if process.name() == "sleep"]
 
 
 def test_no_process_is_left_that_starts_while_others_are_killed(label: str) -> None:
     with subprocess.Popen([sys.executable, "-c", PARENT, PROGRAM, label]) as parent:
-        wait_for(lambda: labeled(label), 60.0)
+        wait_for(lambda: sleeping(label), 60.0)
         kill_ray_processes()
         assert parent.wait(60.0) < 0
+    assert still_running(labeled(label), 20.0) == []
+
+
+def test_no_child_is_left_that_has_not_executed_its_program(label: str) -> None:
+    subprocess.run([sys.executable, "-c", EXITING, label], check=True)
     assert still_running(labeled(label), 20.0) == []
 
 
@@ -84,11 +109,7 @@ def test_process_whose_parent_has_ended_is_found_by_the_log_to_which_it_writes(
     label = uuid.uuid4().hex
     arguments = (program, label, str(log), mode)
     subprocess.run([sys.executable, "-c", STARTER, *arguments], check=True)
-    (orphan,) = (
-        process
-        for process in psutil.process_iter(["cmdline"])
-        if label in (process.info["cmdline"] or ())
-    )
+    [orphan] = labeled(label)
     found = {process.pid for process in ray_processes()}
     orphan.kill()
     assert (orphan.pid in found) is is_found
