@@ -45,7 +45,7 @@ def _totals(summary: Summary, limits_ms: Mapping[str, float]) -> Iterator[tuple[
     yield "Requests completed", str(summary.completed)
     yield "Requests failed", str(summary.failed)
     yield "Duration (s)", f"{summary.duration_s:.2f}"
-    yield "Most requests in flight", str(summary.peak_concurrency)
+    yield "Peak requests in flight", str(summary.peak_concurrency)
     yield "Input tokens", str(summary.num_input_tokens)
     yield "Output tokens", str(summary.num_output_tokens)
     yield "Requests per second", f"{summary.completed / duration_s:.2f}"

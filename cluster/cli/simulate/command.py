@@ -118,7 +118,7 @@ def _print_tables(report: Report) -> None:
     totals.add_row("Prefix cache hits", f"{report.hit_rate:.1%}")
     totals.add_row("of which in the CPU pool", f"{report.cpu_hit_rate:.1%}")
     totals.add_row("of these read from the disk", f"{report.disk_hit_rate:.1%}")
-    totals.add_row("Blocks in use at most", f"{report.peak_kv_use:.1%}")
+    totals.add_row("Peak blocks in use", f"{report.peak_kv_use:.1%}")
     console.print(totals)
     console.print(latency_table(report.summary, tuple(METRICS), PERCENTILES))
 

@@ -370,7 +370,7 @@ class RayRanks:
 
     def _check_running(self) -> None:
         """Report progress. Raises RayError if a rank has died."""
-        self._report_progress("Connecting", 0.0)
+        self._report_progress("Starting the step loop", 0.0)
         finished, _ = ray.wait(self._running, timeout=0)
         ray.get(finished)
 
