@@ -9,6 +9,7 @@ import pytest
 
 from cluster.serving.text.tokenizer import Tokenizer
 from cluster.structured.matchers.vocabulary import vocabulary_of
+from cluster.structured.matchers.xgrammar_library import XGrammarLibrary
 from cluster.structured.processes.compiler import StructureCompiler
 from cluster.structured.processes.messages import CompileLimits
 
@@ -29,6 +30,12 @@ def tokenizer() -> Tokenizer:
 
 def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
     return vocabulary_of(tokenizer.token_bytes, size=VOCAB_SIZE, eos_token_ids=(EOS,))
+
+
+@pytest.fixture(scope="session")
+def library(tokenizer: Tokenizer) -> XGrammarLibrary:
+    """The library in the process of the tests."""
+    return XGrammarLibrary(vocabulary(tokenizer))
 
 
 @pytest.fixture(scope="session")

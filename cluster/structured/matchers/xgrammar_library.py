@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = ["GrammarMatcher", "XGrammarLibrary"]
 
+_STATE_BYTES = 4
+"""Bytes of states in the JSON of a compiled grammar, by rule and character of its EBNF."""
+
 
 class _StubModule(ModuleType):
     """A module in which every name is an empty class."""
@@ -97,22 +100,42 @@ class XGrammarLibrary:
         """int32 words of a mask."""
         return -(-self.vocab_size // 32)
 
-    def compile_grammar(self, text: str) -> str:
-        """Return the compiled grammar of an EBNF as JSON. Raises RuntimeError."""
-        return str(self._compiler.compile_grammar(text).serialize_json())
+    def compile_grammar(self, text: str) -> tuple[Any, int]:
+        """Return the compiled grammar of an EBNF, and its size in bytes. Raises RuntimeError."""
+        return _with_size(self._compiler.compile_grammar(text))
+
+    def compile_alone(self, text: str) -> tuple[Any, int]:
+        """Return what `compile_grammar` does, without the cache and in the calling thread only.
+
+        The library ends the process if another thread of it runs out of memory.
+        """
+        compiler: Any = xgrammar.GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
+        return _with_size(compiler.compile_grammar(text))
 
     def warm_up(self, text: str) -> None:
         """Compile an EBNF to fill the cache of rules. Raises RuntimeError."""
         self._compiler.compile_grammar(text)
 
+    def json_of(self, compiled: Any) -> str:
+        """Return a compiled grammar as JSON. Raises RuntimeError."""
+        return str(compiled.serialize_json())
+
+    def num_state_bytes(self, compiled: Any) -> int:
+        """Return about how many bytes of its JSON are states, all of which it has for each rule."""
+        text = str(compiled.grammar)
+        return _STATE_BYTES * text.count("::=") * len(text)
+
     def load_grammar(self, text: str) -> tuple[Any, int]:
         """Return a compiled grammar from its JSON, and its size in bytes."""
-        compiled = xgrammar.CompiledGrammar.deserialize_json(text, self._info)
-        return compiled, int(compiled.memory_size_bytes)
+        return _with_size(xgrammar.CompiledGrammar.deserialize_json(text, self._info))
 
     def matcher(self, compiled: Any) -> GrammarMatcher:
         """Return a matcher at the start of a compiled grammar."""
         return GrammarMatcher(xgrammar.GrammarMatcher(compiled))
+
+
+def _with_size(compiled: Any) -> tuple[Any, int]:
+    return compiled, int(compiled.memory_size_bytes)
 
 
 class GrammarMatcher:

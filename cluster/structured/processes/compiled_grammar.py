@@ -13,6 +13,7 @@ from pagedray.request import FinishReason
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from cluster.structured.processes.messages import GrammarText
     from pagedray.request import Request
 
 __all__ = ["CompiledGrammar", "MaskSource", "MatcherHandle", "Outcome"]
@@ -43,7 +44,7 @@ class CompiledGrammar:
         self,
         source: MaskSource,
         grammar_id: int,
-        text: bytes,
+        text: GrammarText,
         tenant: str,
         note_end: Callable[[int], None],
     ) -> None:

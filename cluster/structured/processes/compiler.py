@@ -17,7 +17,7 @@ from cluster.structured.processes.compiled_grammar import CompiledGrammar
 from cluster.structured.processes.compiler_client import CompilerClient
 from cluster.structured.processes.fair_thread_pool import FairThreadPool
 from cluster.structured.processes.mask_client import MaskClient
-from cluster.structured.processes.messages import CompileLimits, Died, Rejected
+from cluster.structured.processes.messages import CompileLimits, Died, GrammarText, Rejected
 from pagedray.errors import EngineError, OverloadedError, ShuttingDownError
 
 if TYPE_CHECKING:
@@ -162,15 +162,15 @@ class StructureCompiler:
 
     def _compile(self, tenant: str, structure: Structure | None) -> _Loaded:
         if structure is None:
-            return self._mask_client().load_grammar(b"", tenant=tenant)
+            return self._mask_client().load_grammar(GrammarText(b""), tenant=tenant)
         answer = self._process.compile_structure(structure)
         if isinstance(answer, Rejected):
             raise invalid_structure(answer.message)
         if isinstance(answer, Died):
             raise self._error_of(answer)
-        grammar, num_bytes = self._mask_client().load_grammar(answer.text, tenant=tenant)
+        grammar, num_bytes = self._mask_client().load_grammar(answer.grammar, tenant=tenant)
         # The text is kept as well, to load it into another mask process.
-        return grammar, num_bytes + len(answer.text)
+        return grammar, num_bytes + len(answer.grammar.text)
 
     def _error_of(self, death: Died) -> Exception:
         match death.signal:

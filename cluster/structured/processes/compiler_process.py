@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -34,6 +34,7 @@ from cluster.structured.processes.messages import (
     CompileLimits,
     CompilerStart,
     Died,
+    GrammarText,
     Rejected,
 )
 from cluster.structured.processes.warm_up import NICENESS, WarmUp
@@ -108,8 +109,7 @@ def _answer(connection: socket.socket, library: XGrammarLibrary, limits: Compile
     lower_priority(os.getpid(), NICENESS)
     _limit(limits)
     try:
-        text = library.compile_grammar(grammar_text(structure))
-        _try_out(library, text, limits)
+        grammar = _compiled(grammar_text(structure), library, limits)
     except InvalidRequestError as error:
         answer: Compiled | Rejected = Rejected(str(error))
     except UnicodeDecodeError as error:
@@ -128,7 +128,7 @@ def _answer(connection: socket.socket, library: XGrammarLibrary, limits: Compile
         answer = Rejected(f"structure {what}.")
     else:
         lift_memory_limit()
-        answer = Compiled(text.encode())
+        answer = Compiled(grammar)
     body = msgspec.msgpack.encode(answer)
     if len(body) > limits.answer_bytes:
         what = f"cannot be compiled to at most {limits.answer_bytes >> 20} MiB; {_SMALLER}"
@@ -151,9 +151,25 @@ def _limit(limits: CompileLimits) -> None:
     limit_memory(limits.memory_bytes)
 
 
-def _try_out(library: XGrammarLibrary, text: str, limits: CompileLimits) -> None:
+def _compiled(text: str, library: XGrammarLibrary, limits: CompileLimits) -> GrammarText:
+    """Compile a grammar and try it out. Raises InvalidRequestError, or what the library does."""
+    compiled, _ = library.compile_grammar(text)
+    if library.num_state_bytes(compiled) > limits.state_bytes:
+        # Its JSON would take far more time and memory than itself.
+        started_s = time.process_time()
+        compiled, _ = library.compile_alone(text)
+        if time.process_time() - started_s < limits.repeat_s:
+            _try_out(library, compiled, limits)
+            return GrammarText(text.encode(), is_compiled=False)
+    written = library.json_of(compiled)
+    compiled, _ = library.load_grammar(written)
+    _try_out(library, compiled, limits)
+    return GrammarText(written.encode())
+
+
+# Any: the library's own type.
+def _try_out(library: XGrammarLibrary, compiled: Any, limits: CompileLimits) -> None:
     """Follow a grammar for some random tokens. Raises InvalidRequestError if it takes too long."""
-    compiled, _ = library.load_grammar(text)
     matcher = library.matcher(compiled)
     generator = random.Random(0)
     until_s = time.thread_time() + _TRIAL_S

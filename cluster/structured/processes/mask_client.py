@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from cluster.structured.processes.compiled_grammar import Outcome
-    from cluster.structured.processes.messages import MaskReply
+    from cluster.structured.processes.messages import GrammarText, MaskReply
     from pagedray.request import Request
 
 __all__ = ["MaskClient"]
@@ -63,7 +63,7 @@ class MaskClient:
         self._lock = threading.Lock()
         """Held by the thread that queries."""
 
-    def load_grammar(self, text: bytes, *, tenant: str = "") -> tuple[CompiledGrammar, int]:
+    def load_grammar(self, text: GrammarText, *, tenant: str = "") -> tuple[CompiledGrammar, int]:
         """Return a compiled grammar of a tenant and its size in bytes.
 
         Raises EngineError, OverloadedError if it does not fit in memory, or InvalidRequestError if

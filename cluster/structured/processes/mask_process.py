@@ -102,10 +102,13 @@ class _MaskServer:
     def load_grammar(self, load: LoadGrammar) -> int:
         """Load a grammar; return its size in bytes. Raises RuntimeError."""
         self._remove_grammars(load.ended_grammar_ids)
-        if not load.text:
+        given = load.grammar
+        if not given.text:
             self._grammars[load.grammar_id] = None
             return 0
-        compiled, num_bytes = self._library.load_grammar(load.text.decode())
+        text = given.text.decode()
+        read = self._library.load_grammar if given.is_compiled else self._library.compile_alone
+        compiled, num_bytes = read(text)
         self._grammars[load.grammar_id] = compiled
         return num_bytes
 

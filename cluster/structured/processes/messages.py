@@ -14,6 +14,7 @@ __all__ = [
     "CompilerStart",
     "Died",
     "GrammarLoaded",
+    "GrammarText",
     "LoadFailed",
     "LoadGrammar",
     "MadeMask",
@@ -40,7 +41,11 @@ class CompileLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Wall time, on a busy machine."""
     memory_bytes: int = 512 * 2**20
     answer_bytes: int = 32 * 2**20
-    """Size of a compiled grammar."""
+    """Size of a compiled grammar as JSON."""
+    state_bytes: int = 4 * 2**20
+    """Size of the states in that JSON from which a grammar is compiled in the mask process too."""
+    repeat_s: float = 1.0
+    """CPU time within which it must compile there; otherwise its JSON is sent all the same."""
     mask_memory_bytes: int = 2**30
     """Memory for all grammars in use or cached, and all sequences that follow them."""
     mask_s: float = 0.1
@@ -49,7 +54,12 @@ class CompileLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 def limits_for(compile_s: float) -> CompileLimits:
     """Return the limits that go with a limit of CPU time to compile."""
-    return CompileLimits(compile_s=compile_s, wait_s=5 * compile_s, mask_s=compile_s / 100)
+    return CompileLimits(
+        compile_s=compile_s,
+        wait_s=5 * compile_s,
+        repeat_s=compile_s / 10,
+        mask_s=compile_s / 100,
+    )
 
 
 class CompilerStart(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,10 +69,19 @@ class CompilerStart(msgspec.Struct, frozen=True, kw_only=True):
     limits: CompileLimits
 
 
-class Compiled(msgspec.Struct, frozen=True, tag="compiled"):
-    """A compiled grammar, as JSON of xgrammar."""
+class GrammarText(msgspec.Struct, frozen=True, array_like=True):
+    """What the mask process loads a grammar from."""
 
     text: bytes
+    """Empty for a grammar that allows every token."""
+    is_compiled: bool = True
+    """Whether it is JSON of xgrammar; otherwise it is EBNF, which compiles faster than that."""
+
+
+class Compiled(msgspec.Struct, frozen=True, tag="compiled"):
+    """A grammar that was compiled."""
+
+    grammar: GrammarText
 
 
 class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
@@ -148,11 +167,10 @@ class MaskReply(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LoadGrammar(msgspec.Struct, frozen=True, array_like=True):
-    """Loads a compiled grammar, as JSON of xgrammar."""
+    """Loads a grammar that was compiled."""
 
     grammar_id: int
-    text: bytes
-    """Empty for a grammar that allows every token."""
+    grammar: GrammarText
     ended_grammar_ids: list[int]
 
 

@@ -57,7 +57,7 @@ class Writer:
         structure = finish(use.structure(None, None))
         assert structure is not None
         self._library = library
-        compiled, _ = library.load_grammar(library.compile_grammar(grammar_text(structure)))
+        compiled, _ = library.compile_grammar(grammar_text(structure))
         self.mark = structure.mark
         self.text = ""
         self.has_ended = False

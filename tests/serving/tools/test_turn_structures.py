@@ -146,7 +146,7 @@ def test_model_chooses_calls_or_the_answer(
 ) -> None:
     most_calls = num_answers = 0
     use, structure = use_of(tool_format, is_parallel=is_parallel)
-    compiled, _ = library.load_grammar(library.compile_grammar(grammar_text(structure)))
+    compiled, _ = library.compile_grammar(grammar_text(structure))
     for seed in range(30):
         text, has_ended = written(library, compiled, structure.mark, seed)
         if not has_ended:
@@ -205,7 +205,7 @@ def test_calls_in_channels_are_valid(kind: Any, is_open: bool) -> None:
         num_prompt_tokens=2,
         is_open=is_open,
     )
-    compiled, _ = channels.load_grammar(channels.compile_grammar(grammar_text(structure)))
+    compiled, _ = channels.compile_grammar(grammar_text(structure))
     seen = set()
     for seed in range(60):
         matcher = ReasoningMatcher(

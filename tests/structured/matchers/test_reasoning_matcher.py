@@ -52,7 +52,7 @@ def written(
     """Return a random text that the masks allow, up to its end."""
     library, marks = found
     text = grammar_text(Structure(kind="regex", text=pattern))
-    compiled, _ = library.load_grammar(library.compile_grammar(text))
+    compiled, _ = library.compile_grammar(text)
     reasoning = Reasoning(
         begin=marks.begin,
         end=marks.end,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cluster.structured.processes.mask_client import MaskClient
+from cluster.structured.processes.messages import GrammarText
 from pagedray.request import FinishReason, Request, SamplingParams
 from tests.fakes import wait_for
 from tests.structured.processes.fake_masks import FakeMasks
@@ -35,7 +36,7 @@ class Client:
         )
 
     def matcher(self, text: str, tenant: str = "") -> MatcherHandle:
-        grammar, _ = self._client.load_grammar(text.encode(), tenant=tenant)
+        grammar, _ = self._client.load_grammar(GrammarText(text.encode()), tenant=tenant)
         return grammar.matcher(REQUEST)
 
     def masks(

@@ -14,6 +14,7 @@ from cluster.structured.processes.frames import read_frame, write_frame
 from cluster.structured.processes.mask_client import MaskClient
 from cluster.structured.processes.messages import (
     GrammarLoaded,
+    GrammarText,
     LoadGrammar,
     MadeMask,
     MaskQuery,
@@ -52,7 +53,9 @@ class Batch:
         self.matchers: list[Any] = []
 
     def add(self, *texts: str, tenant: str = "") -> list[CompiledGrammar]:
-        grammars = [self.client.load_grammar(text.encode(), tenant=tenant)[0] for text in texts]
+        grammars = [
+            self.client.load_grammar(GrammarText(text.encode()), tenant=tenant)[0] for text in texts
+        ]
         self.matchers += [grammar.matcher(REQUEST) for grammar in grammars]
         return grammars
 
@@ -251,14 +254,14 @@ def test_a_process_that_dies_while_a_grammar_loads_loses_no_mask(
 ) -> None:
     client = MaskClient(scripted.connect, num_mask_bytes=4, max_tenant_bytes=1)
     with ThreadPoolExecutor(2) as threads:
-        loading = threads.submit(client.load_grammar, b"")
+        loading = threads.submit(client.load_grammar, GrammarText(b""))
         scripted.load(0)
         grammar, _ = loading.result()
         asking = threads.submit(waited_for, client, [(grammar.matcher(REQUEST), (7,))])
         (query,) = scripted.asked(0).queries
         # It has died, but its last reply is still to be read.
         scripted.grammars[0].close()
-        other = threads.submit(client.load_grammar, b"")
+        other = threads.submit(client.load_grammar, GrammarText(b""))
         scripted.load(1)
         other.result()
         scripted.answer(0, query, 0.0)
@@ -272,7 +275,7 @@ def test_a_process_that_replies_with_no_message_is_replaced(
 ) -> None:
     client = MaskClient(scripted.connect, num_mask_bytes=4, max_tenant_bytes=1)
     with ThreadPoolExecutor(1) as threads:
-        loading = threads.submit(client.load_grammar, b"")
+        loading = threads.submit(client.load_grammar, GrammarText(b""))
         scripted.load(0)
         grammar, _ = loading.result()
         asking = threads.submit(waited_for, client, [(grammar.matcher(REQUEST), (7,))])
@@ -312,7 +315,7 @@ def test_a_replay_may_take_what_the_tokens_took_and_little_more(
         scripted.connect, num_mask_bytes=4, max_tenant_bytes=1, step_s=5.0, alone_s=2.0
     )
     with ThreadPoolExecutor(1) as threads:
-        loading = threads.submit(client.load_grammar, b"")
+        loading = threads.submit(client.load_grammar, GrammarText(b""))
         scripted.load(0)
         grammar, _ = loading.result()
         matcher = grammar.matcher(REQUEST)

@@ -15,6 +15,7 @@ from cluster.structured.processes.mask_connection import (
     MaskProcess,
     MaskProcessDiedError,
 )
+from cluster.structured.processes.messages import GrammarText
 
 SILENCE_S = 0.1
 
@@ -39,7 +40,9 @@ async def test_a_process_that_hangs_is_given_up_while_it_loads_a_grammar() -> No
 
     connection = MaskConnection(connect, max_tenant_bytes=100)
     no_source: Any = None  # Any: no masks are made here
-    grammar = CompiledGrammar(no_source, 1, b"{}", "", connection.ended_grammar_ids.append)
+    grammar = CompiledGrammar(
+        no_source, 1, GrammarText(b"{}"), "", connection.ended_grammar_ids.append
+    )
     loading = asyncio.create_task(asyncio.to_thread(connection.load_grammar, grammar))
     process = await started(connection)
     # The margin for a reply is 5 s.
@@ -64,7 +67,9 @@ def test_errors_of_the_socket_are_described_in_words() -> None:
     pairs = socket.socketpair(), socket.socketpair()
     connection = MaskConnection(lambda: (pairs[0][0], pairs[1][0]), max_tenant_bytes=100)
     no_source: Any = None  # Any: no masks are made here
-    grammar = CompiledGrammar(no_source, 1, b"{}", "", connection.ended_grammar_ids.append)
+    grammar = CompiledGrammar(
+        no_source, 1, GrammarText(b"{}"), "", connection.ended_grammar_ids.append
+    )
     for _, theirs in pairs:
         theirs.close()
     with pytest.raises(MaskProcessDiedError, match=r"^The mask process died: Broken pipe\.$"):

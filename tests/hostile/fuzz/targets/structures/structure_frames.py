@@ -12,6 +12,7 @@ from cluster.structured.processes.messages import (
     CompilerStart,
     Died,
     GrammarLoaded,
+    GrammarText,
     LoadFailed,
     LoadGrammar,
     MadeMask,
@@ -69,7 +70,7 @@ TARGET = Target(
     seeds=(
         _seed(_REPLY, MaskReply),
         _seed(GrammarLoaded(5), GrammarLoaded | LoadFailed),
-        _seed(Compiled(b"{}"), Compiled | Rejected | Died),
+        _seed(Compiled(GrammarText(b"{}")), Compiled | Rejected | Died),
         _seed(StepQuery([MaskQuery(1, [2])], [3], [4], 0.5, 5.0), StepQuery),
         _seed(Structure(kind="regex", text="a"), Structure),
         b"\x00\x00\x00\x00\x01\xc0",
