@@ -10,6 +10,7 @@ from cluster.scheduling.passing import GRACE_STEPS, Passing
 from cluster.scheduling.sequence_queue import SequenceQueue
 from cluster.simulation.virtual_replica import VirtualCall, distinct_prompt
 from pagedray.config import Preemption
+from tests.scheduling.harness import Harness
 
 BOUND = GRACE_STEPS + 10
 """Steps for which those that pass may delay a sequence: until it is found due, their grace, and
@@ -80,3 +81,33 @@ def test_borrowers_may_go_on_for_16_steps_after_each_time_they_hold_enough() -> 
         assert may_take == [first_step + 16 + number for number in range(4)]
         assert not passing.note_due(first_step + 20, is_due=False)
         assert not passing.is_due
+
+
+# Each borrower that loses its block leaves another one, which is kept free for it.
+@pytest.mark.parametrize(
+    ("num_blocks", "preempted"), [(28, [0, 1, 1, 1]), (30, [1, 1, 1, 1])], ids=["some", "all"]
+)
+def test_only_as_many_borrowers_lose_their_blocks_as_needed_the_last_first(
+    num_blocks: int, preempted: list[int]
+) -> None:
+    harness = Harness(
+        block_size=64,
+        num_blocks=40,
+        max_model_len=2500,
+        max_num_batched_tokens=4000,
+        enable_prefix_cache=False,
+    )
+    # These have nine blocks, and 16 for a few steps.
+    harness.add([1] * 520, max_tokens=40)
+    harness.add([1] * 1000, max_tokens=6)
+    harness.step()
+    large = harness.add([2] * num_blocks * 64, max_tokens=1)
+    for _ in range(4):
+        harness.add([3] * 10, max_tokens=50)
+    borrowers = harness.sequences[-4:]
+    for _ in range(GRACE_STEPS):
+        harness.step()
+    assert [(one.row >= 0, one.num_preemptions) for one in borrowers] == [(True, 0)] * 4
+    while not harness.results.tokens[large, 0]:
+        harness.step()
+    assert [one.num_preemptions for one in borrowers] == preempted

@@ -197,6 +197,21 @@ def test_request_over_the_queue_limit_is_rejected() -> None:
     harness.add([1, 2])
 
 
+def test_a_rejected_request_may_come_back_when_half_of_the_queue_has_started() -> None:
+    harness = Harness(max_num_seqs=1, max_queued_requests=40)
+    # One request starts in each second while others wait.
+    for second in range(20):
+        harness.add([1, 2], max_tokens=1)
+        harness.add([1, 2], max_tokens=1)
+        harness.scheduler.expire_requests(float(second))
+        harness.step()
+    for _ in range(20):
+        harness.add([1, 2])
+    with pytest.raises(OverloadedError) as rejected:
+        harness.add([1, 2])
+    assert rejected.value.retry_after_s == pytest.approx(20.0, rel=0.1)
+
+
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [

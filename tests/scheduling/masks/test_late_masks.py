@@ -150,6 +150,18 @@ def test_a_block_that_is_computed_again_is_not_shared_before() -> None:
     assert [one.first_position for one in plan.sequences] == [0]
 
 
+def test_a_block_that_was_computed_again_is_shared() -> None:
+    steps = Steps(has_other=False)
+    steps.grammar.is_late = True
+    steps.run()
+    steps.grammar.is_late = False
+    assert [steps.run(), steps.run()] == [[], ["slow"]]
+    steps.add("same", None, 9)
+    plan, _, _ = steps.plan()
+    assert plan is not None
+    assert 4 in [one.first_position for one in plan.sequences]
+
+
 def test_a_sequence_that_ends_while_its_mask_is_late_ends_once() -> None:
     steps = Steps(has_other=True)
     steps.grammar.is_late = True
@@ -230,3 +242,11 @@ def test_steps_wait_for_masks_again_after_some_that_were_not_costly() -> None:
     sampled = [steps.run() for _ in range(40)]
     assert sampled[:16] == [["other"], ["slow", "other"]] * 8
     assert sampled[17:] == [["slow", "other"]] * 23
+
+
+def test_no_token_is_deferred_once_all_tokens_are_allowed() -> None:
+    steps = Steps(has_other=True)
+    steps.grammar.is_costly = True
+    assert steps.run() == ["slow", "other"]
+    steps.grammar.is_free = True
+    assert [steps.run() for _ in range(4)] == [["other"]] + [["slow", "other"]] * 3
