@@ -11,6 +11,9 @@ import pytest
 
 from cluster.scheduling.event import TokenEvent
 from cluster.serving.engine_client import EngineClient
+from cluster.serving.memory.output_buffer import OutputBuffers
+from cluster.serving.memory.tenant_bytes import BufferLimits
+from pagedray.batch import TokenLogprobs
 from pagedray.errors import EngineError, OverloadedError, WorkerError
 from pagedray.request import FinishReason, Request, SamplingParams
 
@@ -120,6 +123,23 @@ async def test_failure_reaches_every_stream_after_its_tokens(client: EngineClien
     assert len(await anext(stream)) == 1
     with pytest.raises(WorkerError):
         await anext(stream)
+
+
+async def test_events_count_until_they_are_read(client: EngineClient) -> None:
+    buffers = OutputBuffers(BufferLimits())
+    stream = client.open_stream([_request()], buffer=buffers.open_buffer("ann"))
+    few = [TokenEvent("r", 0, (5,))] * 68
+    client.publish(few)
+    await asyncio.sleep(0)
+    assert buffers.num_bytes == 0
+    logprobs = TokenLogprobs(-1.0, [5] * 20, [-1.0] * 20)
+    client.publish([TokenEvent("r", 0, (5,)), TokenEvent("r", 0, (5,), logprobs=(logprobs,))])
+    await asyncio.sleep(0)
+    # The numbers and ids alone take 24 bytes each.
+    assert buffers.num_bytes > 40 * 24
+    assert len(await anext(stream)) == 70
+    assert buffers.num_bytes == 0
+    stream.close()
 
 
 async def test_rejected_request_aborts_the_others_of_its_call() -> None:

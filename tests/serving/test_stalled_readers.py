@@ -16,6 +16,7 @@ import httpx
 import pytest
 from starlette.responses import Response
 
+from cluster.serving.auth.tenant import ANONYMOUS
 from cluster.serving.call_options import CallOptions
 from cluster.serving.connections.tls import certificate_store
 from cluster.serving.engine_client import EngineClient
@@ -151,6 +152,20 @@ def test_complete_response_is_whole_however_large(impatient: Server) -> None:
     assert answer["usage"]["completion_tokens"] == 16 * 2000
     assert len(json.dumps(answer)) > 2**16
     assert impatient.frontends.servicer.buffers.num_bytes == 0
+
+
+def test_no_call_starts_while_its_tenant_has_too_much_unread_output(tokenizer: Tokenizer) -> None:
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 1}
+    with serving(tokenizer, ReaderLimits(unread_buffer=BufferLimits(2**20))) as server:
+        unread = server.frontends.servicer.buffers.open_buffer(ANONYMOUS.name)
+        unread.hold(2**18)
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S)
+        assert answer.status_code == 429
+        assert "read or abort the open streams first" in answer.json()["error"]["message"]
+        assert not server.engine.log.submitted
+        unread.clear()
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S)
+        assert answer.status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,10 @@ def test_client_ca_must_be_an_authority(files: TlsFiles, tmp_path: Path) -> None
         ca.write_bytes(content)
         with pytest.raises(StartupError, match=f"The TLS client CA {ca} cannot be used"):
             CertificateStore(with_ca)
+    # That of a server signs no others.
+    ca.write_bytes(files.certificate.read_bytes())
+    with pytest.raises(StartupError, match=f"{ca} contains no certificate authority"):
+        CertificateStore(with_ca)
     ca.write_bytes(AUTHORITY.certificate)
     assert CertificateStore(with_ca).needs_client_certificate
 
