@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import threading
-from typing import TYPE_CHECKING, Self
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
     from types import TracebackType
 
-__all__ = ["OrphanGuard", "end_with_parent"]
+__all__ = ["OrphanGuard", "end_with_parent", "guarded_process"]
 
+_ROOT = Path(__file__).resolve().parent.parent
 _PROGRAM = """
 read -r _ && exit
 kill -INT "$0"
@@ -35,6 +40,7 @@ class OrphanGuard:
     def __init__(
         self, server: subprocess.Popen[str] | subprocess.Popen[bytes], *, grace_s: float = 60.0
     ) -> None:
+        self._server = server
         self._shell = subprocess.Popen(
             ["/bin/sh", "-c", _PROGRAM, str(server.pid), str(round(grace_s * 10))],
             stdin=subprocess.PIPE,
@@ -42,6 +48,16 @@ class OrphanGuard:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+
+    def stop_server(self, number: signal.Signals, *, timeout_s: float = 60.0) -> None:
+        """Send the server a signal, kill its group if it does not end in time, and release."""
+        self._server.send_signal(number)
+        try:
+            self._server.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._server.pid, signal.SIGKILL)
+            self._server.wait()
+        self.release()
 
     def release(self) -> None:
         """End the shell once the server has ended."""
@@ -57,6 +73,33 @@ class OrphanGuard:
         trace: TracebackType | None,
     ) -> None:
         self.release()
+
+
+@contextmanager
+def guarded_process(
+    command: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    *,
+    stdout: int | IO[str] = subprocess.DEVNULL,
+    stderr: int | IO[str] | None = None,
+) -> Iterator[subprocess.Popen[str]]:
+    """Run a command in the root folder and in its own session; on exit, it is killed if it runs."""
+    with (
+        subprocess.Popen(
+            command,
+            cwd=_ROOT,
+            env=environment,
+            stdout=stdout,
+            stderr=stderr,
+            text=True,
+            start_new_session=True,
+        ) as process,
+        OrphanGuard(process),
+    ):
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def end_with_parent() -> None:

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 
 import psutil
 import pytest
 
 from tests.fakes import wait_for
-from tests.orphan_guard import OrphanGuard
+from tests.orphan_guard import guarded_process
 from tests.process_ends import still_running
-from tests.system.server_process import ROOT
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
 def test_a_signal_ends_the_server_with_the_demo(number: signal.Signals) -> None:
     command = [sys.executable, "scripts/demo.py", "--tensor-parallel-size=1"]
-    with (
-        subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True
-        ) as demo,
-        OrphanGuard(demo),
-    ):
+    with guarded_process(command) as demo:
         server: list[psutil.Process] = []
 
         def has_server() -> bool:

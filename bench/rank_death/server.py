@@ -86,13 +86,7 @@ class Server:
 
     def close(self) -> None:
         """Stop the server, by force if it does not stop within a minute."""
-        self._process.send_signal(signal.SIGTERM)
-        try:
-            self._process.wait(60.0)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-        self._guard.release()
+        self._guard.stop_server(signal.SIGTERM)
         self._reader.join()
         self._log.close()
 

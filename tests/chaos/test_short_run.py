@@ -12,7 +12,7 @@ import pytest
 
 from tests.chaos.__main__ import main
 from tests.chaos.history.events import CallEnded, FaultHealed, encode, read_history
-from tests.orphan_guard import OrphanGuard
+from tests.orphan_guard import guarded_process
 from tests.system.server_process import ROOT
 
 if TYPE_CHECKING:
@@ -58,17 +58,15 @@ def test_streams_survive_faults_of_replicas(tmp_path: Path) -> None:
 def test_a_run_that_is_terminated_leaves_no_server(tmp_path: Path) -> None:
     command = (sys.executable, "-m", "tests.chaos", "--executor", "local", *SMALL)
     faults = ("--faults", "DisconnectClients", "--folder", str(tmp_path))
-    with (
-        subprocess.Popen((*command, *faults), cwd=ROOT, start_new_session=True) as process,
-        OrphanGuard(process),
-    ):
+    with guarded_process((*command, *faults)) as process:
         servers = _first_children(process)
         process.terminate()
+        process.wait(60.0)
     _, alive = psutil.wait_procs(servers, timeout=60)
     assert not alive
 
 
-def _first_children(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+def _first_children(process: subprocess.Popen[str]) -> list[psutil.Process]:
     """Return the children of a process, once it has some."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:

@@ -153,17 +153,10 @@ class MeasuredServer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        process = self._running
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(_STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
         assert self._guard is not None
-        self._guard.release()
-        assert process.stdout is not None
-        process.stdout.close()
+        self._guard.stop_server(signal.SIGINT, timeout_s=_STOP_TIMEOUT_S)
+        assert self._running.stdout is not None
+        self._running.stdout.close()
         self._log.close()
 
     @property

@@ -210,14 +210,7 @@ class ServerProcess:
         assert self._process is not None
         assert self._guard is not None
         self._http.close()
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)
-            try:
-                self._process.wait(60.0)
-            except subprocess.TimeoutExpired:
-                os.killpg(self._process.pid, signal.SIGKILL)
-                self._process.wait()
-        self._guard.release()
+        self._guard.stop_server(signal.SIGINT)
         assert self._process.stdout is not None
         self._process.stdout.close()
 

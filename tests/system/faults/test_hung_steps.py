@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from pagedray.v1 import pagedray_pb2, pagedray_pb2_grpc
-from tests.orphan_guard import OrphanGuard
-from tests.system.server_process import ROOT, TINY_LLAMA, ready_line, serve_command
+from tests.orphan_guard import guarded_process
+from tests.system.server_process import TINY_LLAMA, ready_line, serve_command
 
 # Waits are shorter than in a server that users start.
 PROGRAM = """
@@ -50,16 +50,9 @@ def test_a_server_whose_steps_hang_under_their_lock_ends() -> None:
     command, environment = serve_command(
         TINY_LLAMA, "--device=cpu", "--executor=local", "--num-threads=1"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *command[3:]],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    with process, OrphanGuard(process), contextlib.ExitStack() as stack:
-        stack.callback(process.kill)
+    program = [sys.executable, "-c", PROGRAM, *command[3:]]
+    with contextlib.ExitStack() as stack:
+        process = stack.enter_context(guarded_process(program, environment, stdout=subprocess.PIPE))
         http_port, grpc_port = re.findall(r":(\d+)", ready_line(process))
         channel = stack.enter_context(grpc.insecure_channel(f"127.0.0.1:{grpc_port}"))
         service = pagedray_pb2_grpc.GenerationServiceStub(channel)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.orphan_guard import OrphanGuard
+from tests.orphan_guard import guarded_process
 from tests.system.server_process import ROOT, TINY_LLAMA, ready_line, serve_command
 
 if TYPE_CHECKING:
@@ -40,20 +39,10 @@ def test_allowed_ray_without_a_token_is_reported(tmp_path: Path) -> None:
     command, environment = serve_command(TINY_LLAMA, "--device=cpu", "--allow-unauthenticated-ray")
     with (
         log.open("w") as errors,
-        subprocess.Popen(
-            command,
-            env={**environment, **DISABLED},
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            start_new_session=True,
+        guarded_process(
+            command, {**environment, **DISABLED}, stdout=subprocess.PIPE, stderr=errors
         ) as process,
-        OrphanGuard(process),
-        ExitStack() as stack,
     ):
-        # Otherwise a test that fails would wait for it.
-        stack.callback(process.kill)
         ready_line(process)
         process.terminate()
         assert process.wait(120.0) == 0

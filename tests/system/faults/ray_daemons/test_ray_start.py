@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +10,9 @@ import psutil
 import pytest
 
 from tests.fakes import wait_for
-from tests.orphan_guard import OrphanGuard
+from tests.orphan_guard import guarded_process
 from tests.process_ends import still_running
-from tests.system.server_process import ROOT, TINY_LLAMA, ready_line, serve_command
+from tests.system.server_process import TINY_LLAMA, ready_line, serve_command
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,28 +48,15 @@ def test_nothing_is_left_of_a_server_that_is_killed_while_ray_starts(
     num_agents: int, num_loaded: int
 ) -> None:
     command, environment = serve_command(TINY_LLAMA, "--device=cpu")
-    with (
-        subprocess.Popen(
-            command,
-            env=environment,
-            cwd=ROOT,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        ) as server,
-        OrphanGuard(server),
-    ):
-        try:
-            wait_for(
-                lambda: (
-                    len(found := agents(server)) >= num_agents
-                    and sum(map(has_loaded_ray, found)) >= num_loaded
-                ),
-                120.0,
-            )
-            family = psutil.Process(server.pid).children(recursive=True)
-        finally:
-            server.kill()
+    with guarded_process(command, environment, stderr=subprocess.DEVNULL) as server:
+        wait_for(
+            lambda: (
+                len(found := agents(server)) >= num_agents
+                and sum(map(has_loaded_ray, found)) >= num_loaded
+            ),
+            120.0,
+        )
+        family = psutil.Process(server.pid).children(recursive=True)
     # Agents wait for GCS, which has ended, for a day.
     assert still_running(family, 60.0) == []
 
@@ -87,20 +73,8 @@ def test_ray_that_fails_while_it_starts_is_started_once_more(
     command, environment = serve_command(TINY_LLAMA, "--device=cpu")
     with (
         log.open("w") as errors,
-        subprocess.Popen(
-            command,
-            env=environment,
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            start_new_session=True,
-        ) as server,
-        OrphanGuard(server),
-        ExitStack() as stack,
+        guarded_process(command, environment, stdout=subprocess.PIPE, stderr=errors) as server,
     ):
-        # Otherwise a test that fails would wait for it.
-        stack.callback(server.kill)
         wait_for(lambda: daemons(server, daemon), 60.0)
         (first,) = daemons(server, daemon)
         fault(first)
@@ -128,20 +102,7 @@ def test_the_end_of_ray_ends_the_start(daemon: str, last_line: str, place: str) 
     command, environment = serve_command(
         TINY_LLAMA, "--device=cpu", "--tensor-parallel-size=2", "--num-threads=1"
     )
-    with (
-        subprocess.Popen(
-            command,
-            env=environment,
-            cwd=ROOT,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        ) as server,
-        OrphanGuard(server),
-        ExitStack() as stack,
-    ):
-        stack.callback(server.kill)
+    with guarded_process(command, environment, stderr=subprocess.PIPE) as server:
         assert server.stderr is not None
         # Each line reports progress.
         while last_line not in server.stderr.readline():

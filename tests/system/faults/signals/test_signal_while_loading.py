@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.fakes import wait_for
-from tests.orphan_guard import OrphanGuard
+from tests.orphan_guard import guarded_process
 from tests.system.server_process import TINY_LLAMA, serve_command
 
 
@@ -29,17 +29,8 @@ def test_signal_while_loading_ends_all_before_it_has_loaded(
     executor: str, number: signal.Signals, last_line: str
 ) -> None:
     command, environment = serve_command(TINY_LLAMA, "--device=cpu", f"--executor={executor}")
-    with (
-        subprocess.Popen(
-            command,
-            env=environment,
-            stderr=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        ) as process,
-        OrphanGuard(process),
-    ):
+    pipe = subprocess.PIPE
+    with guarded_process(command, environment, stdout=pipe, stderr=pipe) as process:
         assert process.stderr is not None
         # Each line reports progress.
         while last_line not in process.stderr.readline():
