@@ -26,20 +26,25 @@ class Rig:
     """Requests that kill their ranks together."""
     suspects: Suspects = field(default_factory=Suspects)
     lengths: dict[str, int] = field(default_factory=dict)
+    barred: set[str] = field(default_factory=set)
+    """Requests that may not run, until the suspects report a change."""
     culprits: list[str] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
     num_deaths: int = 0
 
     def add(self, name: str, length: int = 1) -> None:
         self.lengths[name] = length
+        if not self.suspects.may_run(name):
+            self.barred.add(name)
 
     def turn(self, *, is_killed: bool = False) -> None:
         """Run a step, or lose it with the ranks."""
-        running = [one for one in self.lengths if self.suspects.may_run(one)][: self.batch]
+        running = [one for one in self.lengths if one not in self.barred][: self.batch]
         assert running or not self.lengths, "no request runs"
         deadly = any(self.lengths[one] == self.poisons.get(one) for one in running)
         deadly = deadly or any(pair <= set(running) for pair in self.pairs)
-        if deadly or is_killed:
+        has_died = deadly or is_killed
+        if has_died:
             self.num_deaths += 1
             self.suspects.note_death({one: {0: self.lengths[one]} for one in running})
         else:
@@ -48,12 +53,13 @@ class Rig:
                 if self.lengths[one] >= self.max_length:
                     del self.lengths[one]
                     self.finished.append(one)
-        self.look()
+        self.look(has_died=has_died)
 
-    def look(self) -> None:
+    def look(self, *, has_died: bool = False) -> None:
         """Have the suspects see what has become of the requests."""
         known = {one: {0: self.lengths[one]} for one in self.suspects.ids if one in self.lengths}
-        self.suspects.note_lengths(known)
+        if self.suspects.note_lengths(known) or has_died:
+            self.barred = {one for one in self.lengths if not self.suspects.may_run(one)}
         # The ranks work, so a request that is not suspected would survive.
         for culprit in self.suspects.take_culprits(is_proven=self.suspects.needs_proof):
             self.culprits.append(culprit)
