@@ -105,7 +105,7 @@ def guarded_process(
 def end_with_parent() -> None:
     """End this process, which multiprocessing has started, as soon as its parent has ended.
 
-    The worker of a pool would wait for calls for ever.
+    The worker of a pool would wait for calls forever.
     """
 
     def wait() -> None:

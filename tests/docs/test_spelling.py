@@ -17,7 +17,7 @@ _BRITISH = re.compile(
     "(?:behavio|colo|favo|flavo|hono|labo|neighbo)ur"
     "|(?:cent|fib|met)re(?:s|d)?\\b"
     "|(?:initial|normal|optim|organ|parallel|recogn|serial|synchron|token)is(?:e|ing|ation)"
-    "|(?:label|model|signal|travel)l(?:ed|ing)|catalogue|artefact|licence|towards"
+    "|(?:label|model|signal|travel)l(?:ed|ing)|catalogue|artefact|licence|towards|for ever\\b"
 )
 _SUFFIXES = (".c", ".css", ".h", ".html", ".js", ".md", ".proto", ".py", ".toml", ".yaml")
 _FOLDERS = (

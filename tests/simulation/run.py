@@ -197,7 +197,7 @@ class _Client:
                 assert self._may_be_accused, "an innocent request is lethal"
                 return
         else:
-            raise AssertionError(f"client {plan.number} is rejected for ever")
+            raise AssertionError(f"client {plan.number} is rejected forever")
         async with stream:
             if plan.cancels_after == 0:
                 self._has_cancelled = True

@@ -248,7 +248,7 @@ class Acceptor:
         if self._lines.count_event():
             logger.warning(
                 "HTTP connections are refused: %s. Raise the limit of open files (ulimit -n) if "
-                "these are clients of yours.",
+                "these are your clients.",
                 reason,
             )
 

@@ -231,7 +231,7 @@ def _part_text(given: object, where: str, role: str) -> str:
     kind = given.get("type") if isinstance(given, dict) else None
     if kind in ("input_image", "input_file", "input_audio", "computer_screenshot"):
         raise InvalidRequestError(
-            f"{where} is not supported: {kind} parts need a model that reads more than text.",
+            f"{where} is not supported: the model only reads text, not {kind} parts.",
             param=where,
         )
     if kind == "refusal" and role == "assistant":

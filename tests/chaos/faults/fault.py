@@ -26,7 +26,7 @@ class Scene:
     relays: tuple[Relay, ...]
     """The relays through which clients that resume their streams connect."""
     hung: set[psutil.Process] = field(default_factory=set)
-    """Processes that hang for ever, so that no other fault continues them."""
+    """Processes that hang forever, so that no other fault continues them."""
 
 
 class Fault(ABC):

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 AT_ONCE_S = 30.0
-"""Generous for what must not wait: a wait would last for ever."""
+"""Generous for what must not wait: a wait would last forever."""
 
 
 class Group:

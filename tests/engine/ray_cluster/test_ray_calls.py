@@ -1,4 +1,4 @@
-"""Calls that may block for ever give their result, or are abandoned."""
+"""Calls that may block forever give their result, or are abandoned."""
 
 from __future__ import annotations
 

@@ -83,5 +83,5 @@ def test_reads_are_chosen_if_they_take_less_time_than_computing_behind_those_und
     assert chooses_read(601)
     assert not chooses_read(601, num_reading=1)
     assert chooses_read(1001, num_reading=20)
-    # One slow read does not rule it out for ever.
+    # One slow read does not rule it out forever.
     assert any(chooses_read(1) for _ in range(20))

@@ -49,8 +49,7 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [  # Any: JSON
     ({"messages": [{"role": "user", "content": ["x", 5]}]},
      "messages.0.content must be a string or a list of text parts."),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-     "messages.0.content.0 is not supported: image_url parts need a model that reads more than "
-     "text."),
+     "messages.0.content.0 is not supported: the model only reads text, not image_url parts."),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "name": "y"}]}]},
      "messages.0.content.0.name is not supported."),
     ({"messages": [{"role": "user", "content": [{"type": {}, "text": "x"}]}]},

@@ -35,8 +35,8 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
      "input.0 is not supported: items of this kind; the model reads function_call, "
      "function_call_output, message, reasoning.", "input.0"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-     "input.0.content.0 is not supported: input_image parts need a model that reads more than "
-     "text.", "input.0.content.0"),
+     "input.0.content.0 is not supported: the model only reads text, not input_image parts.",
+     "input.0.content.0"),
     ({"input": [{"role": "user", "content": [{"type": "refusal", "refusal": "x"}]}]},
      "input.0.content.0.type must be one of 'text', 'input_text' or 'output_text', not 'refusal'.",
      "input.0.content.0.type"),

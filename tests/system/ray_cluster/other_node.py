@@ -91,7 +91,7 @@ def run(folder: str) -> None:
 
 
 def stop_rank(llm: LLM) -> None:
-    """Stop a rank for ever."""
+    """Stop a rank forever."""
     os.kill(ranks_of(llm)._reports.read()[1].pid, signal.SIGSTOP)
 
 

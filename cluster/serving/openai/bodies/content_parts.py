@@ -152,7 +152,7 @@ def _read_part(given: dict[str, object], where: str, role: str) -> _Part:
         raise missing_field(("type",), given, where, CONTENT_PARTS.values())
     if isinstance(kind, str) and kind in _MEDIA:
         raise InvalidRequestError(
-            f"{where} is not supported: {kind} parts need a model that reads more than text.",
+            f"{where} is not supported: the model only reads text, not {kind} parts.",
             param=where,
         )
     found = CONTENT_PARTS.get(kind) if isinstance(kind, str) else None

@@ -111,7 +111,7 @@ class SamplingFields(Body):
             return header
         if any(character > _LAST_OF_LATIN_1 for character in self.request_id):
             raise InvalidRequestError(
-                "request_id must have characters of Latin-1 only: responses have it in the "
+                "request_id may only contain characters of Latin-1: responses have it in the "
                 "header X-Request-Id.",
                 param="request_id",
             )
