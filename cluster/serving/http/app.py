@@ -21,6 +21,7 @@ from cluster.serving.auth.tenant import ANONYMOUS, Tenant
 from cluster.serving.connections.client_host import client_host
 from cluster.serving.continuation import CONTINUATION_KEY
 from cluster.serving.http.allowed_origins import AllowedOrigins
+from cluster.serving.http.body import declared_length
 from cluster.serving.http.connection import IS_FIRST_KEY, MAX_HEAD_BYTES
 from cluster.serving.http.endpoint import Access, Endpoint, json_response
 from cluster.serving.http.endpoint_table import EndpointTable
@@ -309,8 +310,7 @@ def _id_of(request: Request) -> str:
 
 
 def _has_body(request: Request) -> bool:
-    headers = request.headers
-    return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
+    return "transfer-encoding" in request.headers or bool(declared_length(request.headers))
 
 
 def _charged_s(endpoint: Endpoint | None, response: Response, used_s: float) -> float:

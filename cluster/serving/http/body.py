@@ -12,11 +12,12 @@ from starlette.requests import ClientDisconnect
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from starlette.datastructures import Headers
     from starlette.requests import Request
 
     from cluster.serving.intake.reception import IncomingMessage
 
-__all__ = ["JSON_TYPE", "read_raw"]
+__all__ = ["JSON_TYPE", "declared_length", "read_raw"]
 
 JSON_TYPE = "application/json"
 
@@ -25,6 +26,16 @@ _PAUSE_S = 0.03
 """A client that pauses for so long is waiting for the response."""
 # The unread rest of a body would be parsed as the next request.
 _CLOSE = {"connection": "close"}
+
+
+def declared_length(headers: Headers) -> int | None:
+    """Return the length of the body that a request declares, or None.
+
+    The parsers of other servers, such as Serve's, leave blanks around it.
+    """
+    given = headers.get("content-length", "").strip(" \t")
+    # Python refuses to read very long integers.
+    return int(given.lstrip("0")[:20] or 0) if given.isdecimal() else None
 
 
 async def read_raw(
@@ -42,8 +53,7 @@ async def read_raw(
         raise HTTPException(415, "Content-Encoding is not supported.")
     text = f"The body may have at most {max_bytes} bytes (--max-request-kib)."
     too_large = HTTPException(413, text, _CLOSE)
-    declared = request.headers.get("content-length", "0")
-    if not declared.isdecimal() or int(declared[:20]) > max_bytes:
+    if (declared_length(request.headers) or 0) > max_bytes:
         await _discard(request.stream())
         raise too_large
     # Reading and discarding share one stream: Starlette has none after the last chunk.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
 
+from cluster.serving.http.body import declared_length
 from cluster.serving.intake.limits import MAX_REQUEST_BYTES
 
 if TYPE_CHECKING:
@@ -60,9 +61,8 @@ class ProxiedHttpRequest:
 
     async def short_body(self, scope: Scope) -> bytes | None:
         """Receive and return the body of a POST request if it is short and complete."""
-        length = Headers(scope=scope).get("content-length", "").lstrip("0")
-        is_short = length.isdecimal() and len(length) < 10 and int(length) <= _MOST_READ_BYTES
-        if scope["method"] != "POST" or not is_short:
+        length = declared_length(Headers(scope=scope))
+        if scope["method"] != "POST" or not length or length > _MOST_READ_BYTES:
             return None
         receive = self.receiver()
         parts: list[bytes] = []
