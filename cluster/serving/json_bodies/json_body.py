@@ -6,6 +6,7 @@ counted before they are made.
 
 from __future__ import annotations
 
+from math import isinf
 from typing import TYPE_CHECKING
 
 from pydantic_core import from_json
@@ -14,6 +15,7 @@ from cluster.serving.intake.limits import LARGEST, RequestSize
 from cluster.serving.json_bodies.escaped_strings import EscapedStrings
 from cluster.serving.json_bodies.long_lists import LongLists
 from pagedray.errors import ContextLengthError, InvalidRequestError
+from pagedray.wording.shown_value import shown_value
 
 if TYPE_CHECKING:
     from cluster.serving.intake.steps import Steps
@@ -40,7 +42,8 @@ def read_json(
 ) -> Steps[dict[str, object]]:
     """Return the JSON object that `raw` is. Raises InvalidRequestError, naming `what`.
 
-    Duplicate names in an object are rejected, because a proxy might read the other value.
+    Duplicate names in an object are rejected, because a proxy might read the other value, and so
+    are numbers that would be read as infinite.
     """
     yield from check_counts(raw, what, size)
     strings = None
@@ -65,7 +68,7 @@ def read_json(
     if not isinstance(parsed, dict):
         raise InvalidRequestError(f"{what} must be a JSON object.")
     yield
-    yield from _check_names(raw, parsed, what)
+    yield from _check_values(raw, parsed, what)
     return parsed
 
 
@@ -126,14 +129,16 @@ def _num_longest(bare: bytes) -> Steps[int]:
     return most + 1
 
 
-def _check_names(raw: bytes, parsed: dict[str, object], what: str) -> Steps[None]:
+def _check_values(raw: bytes, parsed: dict[str, object], what: str) -> Steps[None]:
+    """Raise InvalidRequestError for a duplicate name, or a number that was read as infinite."""
     # Each name is followed by a colon, but of duplicates only one was kept.
     _, bare = yield from _outside_strings(raw)
     num_left = bare.count(b":")
     num_objects = bare.count(b"{")
+    has_exponents = _has_exponents(bare)
     waiting: list[object] = [parsed]
     num_seen = 0
-    while waiting and num_objects:
+    while waiting and (num_objects or has_exponents):
         one = waiting.pop()
         values = one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
         if isinstance(one, dict):
@@ -145,8 +150,22 @@ def _check_names(raw: bytes, parsed: dict[str, object], what: str) -> Steps[None
                 yield
             if isinstance(value, dict | list):
                 waiting.append(value)
+            elif isinstance(value, float) and isinf(value):
+                raise _out_of_range(one, what)
     if num_left:
         raise InvalidRequestError(f"{what} has an object with a duplicate name.")
+
+
+def _has_exponents(bare: bytes) -> bool:
+    """Return whether there are exponents, given what is outside of strings."""
+    return b"E" in bare or bare.count(b"e") > bare.count(b"true") + bare.count(b"false")
+
+
+def _out_of_range(container: object, what: str) -> InvalidRequestError:
+    pairs = container.items() if isinstance(container, dict) else ()
+    names = (name for name, value in pairs if isinstance(value, float) and isinf(value))
+    where = next((f" for {shown_value(name)}" for name in names), "")
+    return InvalidRequestError(f"{what} has a number{where} that exceeds the range of a double.")
 
 
 def _outside_strings(raw: bytes) -> Steps[tuple[int, bytes]]:

@@ -111,3 +111,28 @@ def test_many_messages_are_read_quickly() -> None:
     given = finish(body.to_input(None, tools, known_variables=frozenset(), note_ignored=ignore))
     assert time.thread_time() - started_s < 3.0
     assert len(given.prompts) == 1
+
+
+@pytest.mark.parametrize(
+    ("raw", "where"),
+    [
+        (b'{"temperature":1e400}', " for 'temperature'"),
+        (b'{"a":-1E400}', " for 'a'"),
+        (b'{"documents":[{"a":[true,{"b":1.5e999}]}]}', " for 'b'"),
+        (b'{"a":[false,[1e400]]}', ""),
+        (b'{"a":%s.5}' % (b"9" * 400), " for 'a'"),
+    ],
+)
+def test_numbers_beyond_a_double_are_rejected(raw: bytes, where: str) -> None:
+    text = f"^The body has a number{where} that exceeds the range of a double\\.$"
+    with pytest.raises(InvalidRequestError, match=text):
+        finish(read_json(raw))
+
+
+def test_other_numbers_are_read() -> None:
+    raw = b'{"a":[1e308,-1.7E+308,0e400,1e-400,true],"b":"1e400","c":1%s}' % (b"0" * 400)
+    assert finish(read_json(raw)) == {
+        "a": [1e308, -1.7e308, 0.0, 0.0, True],
+        "b": "1e400",
+        "c": 10**400,
+    }
