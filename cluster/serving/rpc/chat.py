@@ -20,7 +20,7 @@ from pagedray.request import FinishReason, Structure
 from pagedray.v1 import pagedray_pb2 as pb
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from cluster.serving.auth.tenant import Tenant
     from cluster.serving.calls.generation_call import GenerationOutput
@@ -87,20 +87,14 @@ class Chat:
         `note_ignored` is called with the names of fields that set others.
         """
         message = self._message
-        variables = yield from _read_object(message.chat_template_kwargs, "chat_template_kwargs")
         documents = yield from _read_documents(message.documents)
-        messages = yield from _read_messages(message.messages, size)
-        template = message.chat_template or None
-        known = known_variables(self._tools.is_read) if template is None else None
-        prompt = ChatPrompt(
-            messages,
+        prompt = yield from _read_prompt(
+            message,
             self._tools.for_template,
-            adds_generation_prompt=not message.continue_final_message,
-            continues_final_message=message.continue_final_message,
-            variables=TemplateArguments(variables, documents=documents).variables(
-                known, note_ignored
-            ),
-            template=template,
+            size,
+            known_variables=lambda: known_variables(self._tools.is_read),
+            note_ignored=note_ignored,
+            documents=documents,
         )
         given = generation_input(prompt, message, call, tenant)
         answer = given.sampling.get("structure")
@@ -166,9 +160,14 @@ class Chat:
 
 
 def read_tokenize(
-    message: pb.TokenizeRequest, tenant: Tenant, size: RequestSize
+    message: pb.TokenizeRequest,
+    tenant: Tenant,
+    size: RequestSize,
+    *,
+    known_variables: Callable[[bool], frozenset[str]],
+    note_ignored: Callable[[str], None],
 ) -> Steps[TokenizeInput]:
-    """Return the servicer's input. Raises InvalidRequestError."""
+    """Return the servicer's input; see `Chat.to_input`. Raises InvalidRequestError."""
     kind = message.WhichOneof("prompt")
     if kind is None:
         raise InvalidRequestError("One of text or conversation must be set.", param="prompt")
@@ -176,9 +175,39 @@ def read_tokenize(
         return tokenize_input(message.text, message, tenant)
     conversation = message.conversation
     tools = yield from _read_tools(conversation.tools)
-    messages = yield from _read_messages(conversation.messages, size)
-    prompt = ChatPrompt(messages, tuple(tool.for_template() for tool in tools))
+    prompt = yield from _read_prompt(
+        conversation,
+        tuple(tool.for_template() for tool in tools),
+        size,
+        known_variables=lambda: known_variables(bool(tools)),
+        note_ignored=note_ignored,
+    )
     return tokenize_input(prompt, message, tenant)
+
+
+def _read_prompt(
+    message: pb.ChatRequest | pb.Conversation,
+    tools: tuple[Mapping[str, object], ...],
+    size: RequestSize,
+    *,
+    known_variables: Callable[[], frozenset[str]],
+    note_ignored: Callable[[str], None],
+    documents: list[dict[str, object]] | None = None,
+) -> Steps[ChatPrompt]:
+    """Return the prompt of a conversation. Raises InvalidRequestError."""
+    variables = yield from _read_object(message.chat_template_kwargs, "chat_template_kwargs")
+    messages = yield from _read_messages(message.messages, size)
+    template = message.chat_template or None
+    known = known_variables() if template is None else None
+    given = TemplateArguments(variables, documents=documents)
+    return ChatPrompt(
+        messages,
+        tools,
+        adds_generation_prompt=not message.continue_final_message,
+        continues_final_message=message.continue_final_message,
+        variables=given.variables(known, note_ignored),
+        template=template,
+    )
 
 
 def _read_messages(

@@ -151,7 +151,13 @@ class GrpcService:
     async def tokenize(self, message: pb.TokenizeRequest, call: RpcCall) -> pb.TokenizeResponse:
         """Return the token ids of a text or a conversation."""
         tenant = self._tenant(call)
-        steps = grpc_chat.read_tokenize(message, tenant, self._intake.size)
+        steps = grpc_chat.read_tokenize(
+            message,
+            tenant,
+            self._intake.size,
+            known_variables=self._known_variables,
+            note_ignored=self._servicer.ignored.note,
+        )
         given = await self._intake.parsing.run(tenant.name, call.num_bytes, steps)
         return pb.TokenizeResponse(token_ids=await self._servicer.tokenize(given))
 
@@ -213,12 +219,13 @@ class GrpcService:
             call,
             tenant,
             self._intake.size,
-            known_variables=lambda has_tools: self._servicer.tokenizer.template_variables(
-                has_tools=has_tools
-            ),
+            known_variables=self._known_variables,
             note_ignored=self._servicer.ignored.note,
         )
         return chat, given
+
+    def _known_variables(self, has_tools: bool) -> frozenset[str]:
+        return self._servicer.tokenizer.template_variables(has_tools=has_tools)
 
     async def _kept(
         self, generation: GenerationCall, write: _Write, method: str

@@ -88,6 +88,24 @@ def test_grpc_renders_the_same_prompt(trusting_server: Server) -> None:
     assert over_grpc.prompt_token_ids == over_http.prompt_token_ids
 
 
+def test_grpc_tokenizes_with_the_template_of_the_request(trusting_server: Server) -> None:
+    fields = {"chat_template_kwargs": {"mood": "quick "}, "chat_template": TEMPLATE}
+    over_http = httpx.post(
+        f"{trusting_server.url}/tokenize", json={"messages": BODY["messages"]} | fields
+    )
+    conversation = pb.Conversation(
+        messages=[pb.ChatMessage(role=pb.CHAT_ROLE_USER, content="hello <|user|>")],
+        chat_template=TEMPLATE,
+        chat_template_kwargs='{"mood": "quick "}',
+    )
+    with grpc.insecure_channel(trusting_server.grpc_target) as channel:
+        stub = pagedray_pb2_grpc.GenerationServiceStub(channel)
+        over_grpc = stub.Tokenize(pb.TokenizeRequest(conversation=conversation))
+    assert list(over_grpc.token_ids) == over_http.json()["tokens"]
+    text = trusting_server.tokenizer.decode(over_grpc.token_ids, skip_special_tokens=False)
+    assert text == "<|system|>quick <|user|>hello <|user|></s>"
+
+
 def test_messages_that_the_template_rejects_are_rejected(trusting_server: Server) -> None:
     source = "{{ raise_exception('Only two.') }}"
     assert rejection(trusting_server, chat_template=source) == (

@@ -59,6 +59,13 @@ def test_conversation_is_tokenized_as_chat_reads_it(stub: Stub, server: Server) 
     )
 
 
+def test_final_message_may_be_continued(stub: Stub, server: Server) -> None:
+    conversation = pb.Conversation(messages=CONVERSATION.messages, continue_final_message=True)
+    ids = stub.Tokenize(pb.TokenizeRequest(conversation=conversation)).token_ids
+    text = server.tokenizer.decode(ids, skip_special_tokens=False)
+    assert text == "<s><|system|>Be brief.</s><|user|>hello"
+
+
 @pytest.mark.parametrize(
     ("method", "message", "field"),
     [
@@ -75,6 +82,10 @@ def test_conversation_is_tokenized_as_chat_reads_it(stub: Stub, server: Server) 
             messages=CONVERSATION.messages, tools=[pb.Tool(name="a b")])), "tools.0.name"),
         ("Tokenize", pb.TokenizeRequest(conversation=pb.Conversation(
             messages=[CONVERSATION.messages[1]] * 5000)), "messages"),
+        ("Tokenize", pb.TokenizeRequest(conversation=pb.Conversation(
+            messages=CONVERSATION.messages, chat_template="x")), "chat_template"),
+        ("Tokenize", pb.TokenizeRequest(conversation=pb.Conversation(
+            messages=CONVERSATION.messages, chat_template_kwargs="5")), "chat_template_kwargs"),
         ("Abort", pb.AbortRequest(request_ids=[""] * 500_000), "request_ids"),
         ("Embed", pb.EmbedRequest(prompts=[pb.EmbedPrompt(text="x")]), "model"),
         ("Embed", pb.EmbedRequest(prompts=[pb.EmbedPrompt()] * 500_000), "prompts"),

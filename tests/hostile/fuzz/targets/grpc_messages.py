@@ -47,8 +47,8 @@ def _read(method: str, body: bytes) -> None:
             _CALL,
             _TENANT,
             LARGEST,
-            known_variables=lambda has_tools: frozenset(("enable_thinking",)),
-            note_ignored=lambda name: None,
+            known_variables=_known_variables,
+            note_ignored=_note_ignored,
         )
         _check(finish(given))
     elif method == "Embed":
@@ -56,7 +56,22 @@ def _read(method: str, body: bytes) -> None:
     elif method == "Score":
         read_score(_parsed(pb.ScoreRequest, body), _CALL, _TENANT)
     else:
-        finish(read_tokenize(_parsed(pb.TokenizeRequest, body), _TENANT, LARGEST))
+        steps = read_tokenize(
+            _parsed(pb.TokenizeRequest, body),
+            _TENANT,
+            LARGEST,
+            known_variables=_known_variables,
+            note_ignored=_note_ignored,
+        )
+        finish(steps)
+
+
+def _known_variables(has_tools: bool) -> frozenset[str]:
+    return frozenset(("enable_thinking",))
+
+
+def _note_ignored(name: str) -> None:
+    pass
 
 
 def _parsed(kind: type[Incoming], body: bytes) -> Incoming:
