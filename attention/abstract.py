@@ -106,9 +106,10 @@ class AttentionMetadata(ABC):
         *,
         sinks: torch.Tensor | None,
     ) -> None:
-        """Rotate queries and keys, write the latter and the values, and attend, all in one launch.
+        """Rotate queries and keys, write the latter and the values, and attend.
 
-        Arguments are those of `attend_layer`, and `rotary` of all tokens. Only if `rotates_layer`.
+        Arguments are those of `attend_layer`, and `rotary` of all tokens. `query` may change in
+        place. Only if `rotates_layer`.
         """
         raise NotImplementedError
 

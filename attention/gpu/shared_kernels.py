@@ -13,6 +13,7 @@ from attention.gpu.layer_kernels import LayerCache, LayerKernels, LayerSet
 from attention.kernels.multiprocessors import num_multiprocessors
 from attention.kernels.new_tokens import NewTokens
 from attention.kernels.triton.decodes.paged_decode import PagedDecode
+from attention.kernels.triton.decodes.write_rotated import write_rotated
 from attention.kernels.triton.options import AttentionOptions
 from attention.kernels.triton.prompts.paged_attention import paged_attention
 from attention.kernels.triton.prompts.ragged_attention import ragged_attention
@@ -32,6 +33,12 @@ _PROGRAMS_PER_MULTIPROCESSOR = 4
 """Programs of a decode that a multiprocessor runs at the same time."""
 _SATURATING_PROGRAMS = 1.75
 """Programs of a decode per multiprocessor that together use the whole memory bandwidth."""
+_MOST_ROWS_IN_ONE_LAUNCH = 4
+"""Rows of a decode that rotates and writes new tokens itself.
+
+Each of its programs takes about 2 us longer then. Of more rows, programs run one after another, and
+another kernel takes less time for all of them.
+"""
 
 
 class SharedKernels(LayerKernels):
@@ -139,6 +146,9 @@ class SharedKernels(LayerKernels):
         if self._planned is None or (self._planned[0] is not sub_batch and not self.is_graph):
             self._plan_decode(sub_batch)
         assert self._planned is not None
+        if new is not None and len(query) > _MOST_ROWS_IN_ONE_LAUNCH:
+            write_rotated(query, new, cache.keys, cache.values)
+            new = None
         options = self._options_of(cache)
         decode = self._decode
         if decode is None or not decode.fits(query, cache.blocks, out, options, new):

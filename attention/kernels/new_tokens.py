@@ -1,4 +1,4 @@
-"""The new tokens of decodes, which a kernel rotates, writes and attends for in one launch."""
+"""The new tokens of decodes, which kernels of attention rotate and write to the cache."""
 
 from __future__ import annotations
 

@@ -275,11 +275,12 @@ def test_keys_written_ahead_are_attended_to_as_in_a_whole_step() -> None:
     assert torch.equal(rig.cache.nan_to_num(9.0), expected_cache.nan_to_num(9.0))
 
 
-def test_decodes_rotate_their_tokens_themselves() -> None:
+@pytest.mark.parametrize("prompt_lens", [[5, 16, 3], [5, 16, 3, 4, 1, 8]])
+def test_decodes_rotate_their_tokens_themselves(prompt_lens: list[int]) -> None:
     rig = rig_of(params_of(), params_of(sliding_window=5, has_sinks=True))
-    a, b, c = rig.sequence(), rig.sequence(), rig.sequence()
-    rig.step(prefills=[(a, 5), (b, 16), (c, 3)])
-    batch = rig.batch([], [a, b, c])
+    sequences = [rig.sequence() for _ in prompt_lens]
+    rig.step(prefills=list(zip(sequences, prompt_lens, strict=True)))
+    batch = rig.batch([], sequences)
     device = rig.spec.device
     embedding = RotaryEmbedding(
         RopeConfig(),
@@ -289,8 +290,8 @@ def test_decodes_rotate_their_tokens_themselves() -> None:
         dtype=torch.float32,
         device=device,
     )
-    rotation = embedding.rotation_at(torch.tensor([5, 16, 3], device=device))
-    inputs = [one.to(device) for one in rig.tokens(3)]
+    rotation = embedding.rotation_at(torch.tensor(prompt_lens, device=device))
+    inputs = [one.to(device) for one in rig.tokens(len(prompt_lens))]
     before = rig.cache.clone()
 
     def attended(*, by_kernel: bool) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -310,5 +311,5 @@ def test_decodes_rotate_their_tokens_themselves() -> None:
     expected, expected_cache = attended(by_kernel=False)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(cache, expected_cache, rtol=1e-5, atol=1e-5)
-    with_prefill = rig.builder.build(rig.batch([(rig.sequence(), 4)], [a]))
+    with_prefill = rig.builder.build(rig.batch([(rig.sequence(), 4)], sequences))
     assert not with_prefill.rotates_layer(0)

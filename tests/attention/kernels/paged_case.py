@@ -13,6 +13,7 @@ import torch
 
 from attention.kernels.new_tokens import NewTokens, Rotary
 from attention.kernels.triton.decodes.paged_decode import paged_decode
+from attention.kernels.triton.decodes.write_rotated import write_rotated
 from attention.kernels.triton.options import AttentionOptions
 from attention.kernels.triton.prompts.paged_attention import paged_attention
 from attention.kernels.triton.prompts.ragged_attention import ragged_attention
@@ -255,10 +256,12 @@ class PagedCase:
         *,
         num_splits: int,
         unwritten: int | None = None,
-    ) -> None:
+        by_two_kernels: bool = False,
+    ) -> torch.Tensor:
         """Check that a decode rotates and writes the last token of each sequence.
 
-        That of one sequence is not to be written; it has been.
+        That of one sequence is not to be written; it has been. With `by_two_kernels`, another
+        kernel rotates and writes before. Returns the attention.
         """
         shape, size = self.shape, self.shape.head_size
         query, _, out, lse = self._inputs([1] * len(self.seq_lens))
@@ -275,8 +278,14 @@ class PagedCase:
                 slots[sequence] = block * shape.block_size + slot
                 self.cache[block, 1, :, slot] = torch.nan
         new = NewTokens(rows[:, 0], rows[:, 1], slots.to(self.device), Rotary(positions, table))
-        sinks = self._decode(feature, query, out, lse, num_splits, new)
         turns = table.double()[positions]
+        queries = _rotated(query[: len(positions)].double(), turns).to(query)
+        if by_two_kernels:
+            layer = self.cache[:, 1]
+            write_rotated(query[: len(positions)], new, layer[:, 0], layer[:, 1])
+            sinks = self._decode(feature, query, out, lse, num_splits, None)
+        else:
+            sinks = self._decode(feature, query, out, lse, num_splits, new)
         for sequence, length in enumerate(self.seq_lens):
             if slots[sequence] >= 0:
                 written = self.keys_and_values(sequence)[:, length - 1].to(self.device)
@@ -285,8 +294,9 @@ class PagedCase:
                 exact = _rotated(key[None], turns[sequence : sequence + 1])[0]
                 torch.testing.assert_close(written[0], exact, rtol=limit, atol=4 * limit)
                 assert torch.equal(written[1], value)
-        query[: len(positions)] = _rotated(query[: len(positions)].double(), turns).to(query)
+        query[: len(positions)] = queries
         self._check_decoded(feature, query, sinks, out, lse)
+        return out
 
     def _decode(
         self,

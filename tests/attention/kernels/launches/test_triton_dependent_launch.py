@@ -21,7 +21,10 @@ BEFORE = {
     "zeros",
 }
 """What a kernel may call before it waits: nothing that reads or writes but the read of weights."""
-UPLOADED = {"attend_item": {"item", "item_words", "row_words", "positions", "slots"}}
+UPLOADED = {
+    "attend_item": {"item", "item_words", "row_words", "positions", "slots"},
+    "_write_rotated": {"positions", "slots", "token", "entries", "half"},
+}
 """Pointers (and sizes) by which kernels read what was uploaded before the step, by name."""
 PLACES = {"first_row", "is_vector", "only", "rows"}
 """What was so read, and says where to read more."""
