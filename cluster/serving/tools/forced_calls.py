@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from cluster.serving.json_bodies.json_text import json_text
+from cluster.serving.tools.bare_schema import bare_schema
 from cluster.serving.tools.channel_headers import ANSWER_HEADER, call_header
 from cluster.structured.grammar.grammar_text import MAX_TEXT_BYTES, MAX_TEXT_LENGTH
 from cluster.structured.grammar.turn import MessageForm, MessagesStructure, TurnStructure
@@ -37,7 +38,7 @@ _CALL = "any call"
 
 def call_structure(tool: Tool, param: str) -> Structure:
     """Return the structure of a tool's arguments."""
-    return _structure(tool.schema(), param)
+    return _structure(bare_schema(tool.schema()), param)
 
 
 def list_structure(tools: Sequence[Tool], param: str, *, is_parallel: bool) -> Steps[Structure]:
@@ -67,7 +68,7 @@ def message_structure(
     num_characters = 0
     for tool in tools:
         yield
-        text = json_text(tool.schema(), param, most_bytes=MAX_TEXT_BYTES)
+        text = json_text(bare_schema(tool.schema()), param, most_bytes=MAX_TEXT_BYTES)
         num_characters += len(text)
         check_length(num_characters, param)
         # Names have no blanks, so none is the beginning of another one.
@@ -115,8 +116,9 @@ def _call_schema(
     num_characters = 0
     for tool in tools:
         yield
-        parameters = _hoisted(tool, definitions, param)
-        num_characters += len(json_text(tool.schema(), param, most_bytes=MAX_TEXT_BYTES))
+        schema = bare_schema(tool.schema())
+        parameters = _hoisted(tool.name, schema, definitions, param)
+        num_characters += len(json_text(schema, param, most_bytes=MAX_TEXT_BYTES))
         check_length(num_characters, param)
         calls.append(
             {
@@ -133,8 +135,9 @@ def check_length(num_characters: int, param: str) -> None:
     """Raise InvalidRequestError if the schemas of tools are too long together."""
     if num_characters > MAX_TEXT_LENGTH:
         raise InvalidRequestError(
-            f"{param} may have at most {MAX_TEXT_LENGTH} characters of parameters together if "
-            "tool_choice is required, a tool is strict or the answer has a structure.",
+            f"{param} may have at most {MAX_TEXT_LENGTH} characters of parameters together, "
+            "without their descriptions, if tool_choice is required, a tool is strict or the "
+            "answer has a structure.",
             param=param,
         )
 
@@ -154,10 +157,12 @@ class _Hoisting:
     param: str
 
 
-def _hoisted(tool: Tool, definitions: dict[str, object], param: str) -> object:
-    """Return a reference to a tool's schema, which is moved to `definitions`."""
-    hoisting = _Hoisting(tool.name, f"#/$defs/{tool.name}", param)
-    definitions[tool.name] = _referring(tool.schema(), hoisting, _MAX_DEPTH)
+def _hoisted(
+    name: str, schema: Mapping[str, object], definitions: dict[str, object], param: str
+) -> object:
+    """Return a reference to the schema of the tool `name`, which is moved to `definitions`."""
+    hoisting = _Hoisting(name, f"#/$defs/{name}", param)
+    definitions[name] = _referring(schema, hoisting, _MAX_DEPTH)
     return {"$ref": hoisting.root}
 
 

@@ -13,6 +13,7 @@ import msgspec
 from msgspec.structs import asdict
 
 from cluster.serving.json_bodies.json_text import json_text
+from cluster.serving.tools.bare_schema import bare_schema
 from cluster.serving.tools.deepseek_calls import (
     DEEPSEEK_BEGIN,
     DEEPSEEK_CALL_BEGIN,
@@ -155,7 +156,7 @@ def strict_structure(
     num_characters = 0
     for tool in tools:
         yield
-        schema = json_text(tool.schema(), param, most_bytes=MAX_TEXT_BYTES)
+        schema = json_text(bare_schema(tool.schema()), param, most_bytes=MAX_TEXT_BYTES)
         num_characters += len(schema)
         check_length(num_characters, param)
         begin = tuple(text.format(name=tool.name) for text in form.begin)
