@@ -196,6 +196,14 @@ def test_a_tenant_with_three_times_the_weight_has_three_times_as_many_tokens(
     assert 28 <= tenants.count(7) <= 32
 
 
+def test_tenants_without_calls_are_forgotten(opened: Callable[..., Embedder]) -> None:
+    embedder = opened(CountingExecutor())
+    for number in range(20):
+        embedder.submit_request(request([1], tenant=f"tenant {number}")).result(TIMEOUT_S)
+    # A tenant is remembered only until others were served as much.
+    assert embedder._waiting.num_shares <= 1
+
+
 def test_cut_vectors_are_of_length_one_again(opened: Callable[..., Embedder]) -> None:
     embedder = opened(CountingExecutor())
     vectors = embedder.submit_request(request([7, 7], size=1, is_normalized=True)).result(TIMEOUT_S)
