@@ -27,6 +27,7 @@ __all__ = [
     "SamplingParams",
     "Structure",
     "StructureKind",
+    "check_size",
     "check_token_ids",
 ]
 
@@ -157,7 +158,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _check_int("seed", self.seed, -(2**63), 2**63 - 1)
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        _check_size("logprob_token_ids", len(self.logprob_token_ids), MAX_LOGPROBS)
+        check_size("logprob_token_ids", len(self.logprob_token_ids), MAX_LOGPROBS)
         for token_id in self.logprob_token_ids:
             _check_int("logprob_token_ids", token_id, 0, 2**31 - 1)
         if self.logprob_token_ids and self.logprobs is None:
@@ -170,10 +171,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _check_int("thinking_token_budget", self.thinking_token_budget, 0, MAX_COUNT)
         _check_stop(self.stop)
         _check_logit_bias(self.logit_bias)
-        _check_size("stop_token_ids", len(self.stop_token_ids), MAX_LOGIT_BIAS)
+        check_size("stop_token_ids", len(self.stop_token_ids), MAX_LOGIT_BIAS)
         for token_id in self.stop_token_ids:
             _check_int("stop_token_ids", token_id, 0, 2**31 - 1)
-        _check_size("allowed_token_ids", len(self.allowed_token_ids), MAX_ALLOWED)
+        check_size("allowed_token_ids", len(self.allowed_token_ids), MAX_ALLOWED)
         for token_id in self.allowed_token_ids:
             _check_int("allowed_token_ids", token_id, 0, 2**31 - 1)
         _check_bad_words(self.bad_words)
@@ -345,7 +346,8 @@ def _check_float(name: str, value: object, low: float, high: float) -> None:
     )
 
 
-def _check_size(name: str, size: int, most: int) -> None:
+def check_size(name: str, size: int, most: int) -> None:
+    """Raise InvalidRequestError if a list is too long."""
     if size > most:
         raise InvalidRequestError(
             f"{name} may have at most {most} entries, not {size}.", param=name
@@ -355,7 +357,7 @@ def _check_size(name: str, size: int, most: int) -> None:
 def _check_stop(stop: object) -> None:
     if isinstance(stop, str) or not isinstance(stop, Sequence):
         raise InvalidRequestError("stop must be a list of strings.", param="stop")
-    _check_size("stop", len(stop), MAX_STOP)
+    check_size("stop", len(stop), MAX_STOP)
     for text in stop:
         if not isinstance(text, str) or not text or len(text) > MAX_STOP_LENGTH:
             raise InvalidRequestError(
@@ -366,7 +368,7 @@ def _check_stop(stop: object) -> None:
 def _check_bad_words(words: object) -> None:
     if isinstance(words, str) or not isinstance(words, Sequence):
         raise InvalidRequestError("bad_words must be a list of strings.", param="bad_words")
-    _check_size("bad_words", len(words), MAX_BAD_WORDS)
+    check_size("bad_words", len(words), MAX_BAD_WORDS)
     for text in words:
         if not isinstance(text, str) or len(text) > MAX_BAD_WORD_LENGTH or not text.strip():
             raise InvalidRequestError(
@@ -377,7 +379,7 @@ def _check_bad_words(words: object) -> None:
 
 
 def _check_logit_bias(bias: Mapping[int, float]) -> None:
-    _check_size("logit_bias", len(bias), MAX_LOGIT_BIAS)
+    check_size("logit_bias", len(bias), MAX_LOGIT_BIAS)
     for token_id, value in bias.items():
         if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
             raise InvalidRequestError(

@@ -6,7 +6,7 @@ import random
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -30,6 +30,7 @@ __all__ = [
     "check_tiny_pool",
     "checked_until_preempted",
     "generated",
+    "local_llm",
     "settled_stats",
     "truth_of",
 ]
@@ -49,6 +50,13 @@ class Truth:
     continuations: list[list[int]]
     logprobs: list[list[float]]
     """The logprob of each token of the continuations."""
+
+
+def local_llm(folder: Path, **options: Any) -> LLM:  # Any: engine options of any type
+    """Return an engine in this process, on one thread of the CPU."""
+    return LLM(
+        folder, executor="local", device="cpu", num_threads=1, show_progress=False, **options
+    )
 
 
 def truth_of(case: Case, folder: Path) -> Truth:

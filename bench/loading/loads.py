@@ -17,10 +17,10 @@ import torch
 from attention.cpu.torch_sdpa import TorchSDPABackend
 from bench.loading.cached_files import set_cached
 from pagedray.config import EngineConfig, ParallelConfig
+from tests.workers.lone_rank import LoneRank
 from workers.layers.weight import CompositeLayer
 from workers.models.decoder import Decoder
 from workers.models.families.registry import read_model_config
-from workers.parallel.group import SoloGroup
 from workers.weights.load_weights import load_weights
 
 if TYPE_CHECKING:
@@ -42,15 +42,6 @@ class Load:
     load_s: float
     peak_bytes: int
     weight_bytes: int
-
-
-class _Rank(SoloGroup):
-    """A rank of a group that never communicates."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        super().__init__()
-        self.rank = rank
-        self.size = size
 
 
 class _TimedModel(CompositeLayer):
@@ -97,7 +88,10 @@ def _load(folder: Path, rank: int, num_ranks: int, pipe: Connection[Any, Any]) -
     )
     before_bytes = _status_bytes("VmRSS")
     model = Decoder(
-        config.model, _Rank(rank, num_ranks), backend=TorchSDPABackend, device=torch.device("cpu")
+        config.model,
+        LoneRank(rank, num_ranks),
+        backend=TorchSDPABackend,
+        device=torch.device("cpu"),
     )
     weight_bytes = sum(shard.target.nbytes for shard in model.weight_shards())
     timed = _TimedModel(model)

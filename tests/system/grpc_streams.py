@@ -67,6 +67,12 @@ class GrpcStreams:
         """Wait for the end of every stream."""
         return [stream.result(timeout_s) for stream in self._streams]
 
+    def finished_tokens(self, timeout_s: float = 120.0) -> list[tuple[int, ...]]:
+        """Wait until all streams have all their tokens, and return them."""
+        ended = self.ended(timeout_s)
+        assert {stream.end for stream in ended} == {"FINISH_REASON_LENGTH"}
+        return [stream.token_ids for stream in ended]
+
     def num_running(self) -> int:
         """Return the number of streams that have not ended."""
         return sum(not stream.done() for stream in self._streams)

@@ -311,17 +311,11 @@ def four_streams(server: ServerProcess) -> GrpcStreams:
     return GrpcStreams(server, num_streams=4, num_tokens=120, texts=texts)
 
 
-def tokens_of(streams: GrpcStreams) -> list[tuple[int, ...]]:
-    ended = streams.ended(120.0)
-    assert {stream.end for stream in ended} == {"FINISH_REASON_LENGTH"}
-    return [stream.token_ids for stream in ended]
-
-
 @pytest.mark.slow
 def test_streams_go_on_after_a_rank_was_stopped(server: ServerProcess) -> None:
     with four_streams(server) as streams:
         streams.start()
-        undisturbed = tokens_of(streams)
+        undisturbed = streams.finished_tokens()
     before = server.metrics()
     with four_streams(server) as streams:
         streams.start()
@@ -332,7 +326,7 @@ def test_streams_go_on_after_a_rank_was_stopped(server: ServerProcess) -> None:
         wait_for(lambda: not server.is_ready(), 20.0)
         assert server.metrics()["pagedray_healthy"] == 0.0
         wait_for(server.is_ready, 60.0)
-        assert tokens_of(streams) == undisturbed
+        assert streams.finished_tokens() == undisturbed
     assert not victim.is_running()
     after = server.metrics()
     replacements = "pagedray_rank_replacements_total"

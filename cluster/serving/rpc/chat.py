@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Self
 
 from cluster.serving.intake.limits import check_num_messages
 from cluster.serving.json_bodies.json_body import read_json
-from cluster.serving.rpc.requests import check_size, generation_input, tokenize_input
+from cluster.serving.rpc.requests import generation_input, tokenize_input
 from cluster.serving.rpc.responses import finish_reason, logprobs_of, stop_reason, write_frame
 from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt, MessageToolCall
 from cluster.serving.text.templates.template_arguments import MAX_DOCUMENTS, TemplateArguments
@@ -16,7 +16,7 @@ from cluster.serving.tools.tool_choice import ToolChoice, ToolUse
 from cluster.serving.tools.turn_reader import TurnDelta
 from cluster.serving.tools.turns import Turns
 from pagedray.errors import InvalidRequestError
-from pagedray.request import FinishReason, Structure
+from pagedray.request import FinishReason, Structure, check_size
 from pagedray.v1 import pagedray_pb2 as pb
 
 if TYPE_CHECKING:

@@ -33,6 +33,7 @@ from pagedray.request import (
     MAX_LOGPROBS,
     MAX_STOP,
     Structure,
+    check_size,
 )
 from pagedray.v1 import pagedray_pb2 as pb
 
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_resume",
-    "check_size",
     "generation_input",
     "parse",
     "read_embedding",
@@ -198,14 +198,6 @@ def check_resume(message: pb.GenerateRequest | pb.ChatRequest) -> None:
             raise InvalidRequestError(
                 f"{field.name} cannot be combined with resume_from.", param=field.name
             )
-
-
-def check_size(name: str, size: int, most: int) -> None:
-    """Raise InvalidRequestError if a list is too long."""
-    if size > most:
-        raise InvalidRequestError(
-            f"{name} may have at most {most} entries, not {size}.", param=name
-        )
 
 
 def _check_known_fields(message: Message, body: bytes) -> None:

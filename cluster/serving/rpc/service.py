@@ -15,6 +15,7 @@ from cluster.serving.resume.registry import StreamFormat
 from cluster.serving.rpc import chat as grpc_chat
 from cluster.serving.rpc import requests as grpc_requests
 from cluster.serving.rpc import responses as grpc_responses
+from pagedray.request import check_size
 from pagedray.v1 import pagedray_pb2 as pb
 
 if TYPE_CHECKING:
@@ -166,7 +167,7 @@ class GrpcService:
     ) -> pb.DetokenizeResponse:
         """Return the text of token ids."""
         tenant = self._tenant(call)
-        grpc_requests.check_size("token_ids", len(message.token_ids), _MAX_DETOKENIZE_IDS)
+        check_size("token_ids", len(message.token_ids), _MAX_DETOKENIZE_IDS)
         skips = message.skip_special_tokens or not message.HasField("skip_special_tokens")
         text = await self._servicer.detokenize(
             tuple(message.token_ids),
@@ -179,7 +180,7 @@ class GrpcService:
     async def abort(self, message: pb.AbortRequest, call: RpcCall) -> pb.AbortResponse:
         """Abort requests of the caller's tenant."""
         tenant = self._tenant(call)
-        grpc_requests.check_size("request_ids", len(message.request_ids), _MAX_ABORT_IDS)
+        check_size("request_ids", len(message.request_ids), _MAX_ABORT_IDS)
         for client_id in message.request_ids:
             self._servicer.abort_call(tenant.name, client_id)
         return pb.AbortResponse()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import selectors
 import socket
 import time
@@ -13,11 +14,23 @@ from typing import TYPE_CHECKING, ClassVar
 from tests.hostile.attack import Attack, Findings
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from tests.hostile.attack import Target
 
-__all__ = ["HttpFlood"]
+__all__ = ["HttpFlood", "completion_request"]
 
 _RECEIVE_BYTES = 2**16
+
+
+def completion_request(body: Mapping[str, object], key: str | None) -> bytes:
+    """Return a request to `/v1/completions`."""
+    content = json.dumps(body).encode()
+    return (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Authorization: Bearer %b\r\nContent-Length: %d\r\n\r\n%b"
+        % ((key or "").encode(), len(content), content)
+    )
 
 
 class HttpFlood(Attack):

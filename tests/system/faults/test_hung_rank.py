@@ -47,17 +47,10 @@ def make_streams(server: ServerProcess, num_tokens: int) -> GrpcStreams:
     return GrpcStreams(server, num_streams=len(PROMPTS), num_tokens=num_tokens, texts=PROMPTS)
 
 
-def tokens_of(streams: GrpcStreams) -> list[tuple[int, ...]]:
-    """Return the tokens of each stream once all have finished."""
-    ended = streams.ended(120.0)
-    assert {stream.end for stream in ended} == {"FINISH_REASON_LENGTH"}
-    return [stream.token_ids for stream in ended]
-
-
 def undisturbed_tokens(server: ServerProcess, num_tokens: int) -> list[tuple[int, ...]]:
     with make_streams(server, num_tokens) as streams:
         streams.start()
-        return tokens_of(streams)
+        return streams.finished_tokens()
 
 
 def next_rank(server: ServerProcess, old: list[psutil.Process]) -> psutil.Process:
@@ -90,7 +83,7 @@ def test_replacement_that_is_stopped_while_it_starts_is_replaced(server: ServerP
         started = next_rank(server, old)
         started.suspend()
         stopped_s = time.monotonic()
-        assert tokens_of(streams) == undisturbed
+        assert streams.finished_tokens() == undisturbed
     print(f"streams ended after {time.monotonic() - stopped_s:.1f} s")
     assert not started.is_running()
     # One replacement, of a rank that died, in two attempts.
@@ -110,7 +103,7 @@ def test_rank_that_continues_in_time_is_not_replaced(server: ServerProcess) -> N
             victim.suspend()
             time.sleep(HALF_LIMIT_S)
             victim.resume()
-            assert tokens_of(streams) == undisturbed
+            assert streams.finished_tokens() == undisturbed
         assert server.is_ready()
     assert server.metrics()[HANGS] == before[HANGS]
 
@@ -130,7 +123,7 @@ def test_pauses_of_all_processes_are_not_taken_for_hangs(server: ServerProcess) 
             time.sleep(pause_s)
             for process in family:
                 process.send_signal(signal.SIGCONT)
-            assert tokens_of(streams) == undisturbed
+            assert streams.finished_tokens() == undisturbed
     after = server.metrics()
     assert after[HANGS] == before[HANGS]
     assert after[REPLACEMENTS] == before[REPLACEMENTS]

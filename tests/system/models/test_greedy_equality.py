@@ -19,6 +19,7 @@ from tests.greedy import (
     check_tiny_pool,
     checked_until_preempted,
     generated,
+    local_llm,
     truth_of,
 )
 from workers.models.families.bert import BERT, ROBERTA
@@ -49,17 +50,6 @@ def test_every_family_of_decoders_has_a_case() -> None:
     names = {class_name(case) for case in ALL_CASES}
     decoders = {family.architecture for family in families() if family not in (BERT, ROBERTA)}
     assert names == decoders
-
-
-def local_llm(folder: Path, **options: Any) -> LLM:  # Any: engine options of any type
-    return LLM(
-        folder,
-        executor="local",
-        device="cpu",
-        num_threads=1,
-        show_progress=False,
-        **options,
-    )
 
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from pagedray import LLM, SamplingParams
 from pagedray.weight_format import Int4Format
 from tests.checkpoints import VOCAB_SIZE, greedy_continuations, save_word_tokenizer
-from tests.greedy import LONGEST, NUM_TOKENS, Truth, check_all_at_once, check_logprobs, generated
+from tests.greedy import (
+    LONGEST,
+    NUM_TOKENS,
+    Truth,
+    check_all_at_once,
+    check_logprobs,
+    generated,
+    local_llm,
+)
 from tests.int4_tensors import Int4Tensors
 from tests.quantized_checkpoints import save_fp8_blocks, save_replaced, save_wide
 
@@ -52,12 +60,6 @@ def truth(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         prompts=prompts,
         continuations=[tokens for tokens, _ in pairs],
         logprobs=[logprobs for _, logprobs in pairs],
-    )
-
-
-def local_llm(folder: Path, **options: Any) -> LLM:  # Any: engine options of any type
-    return LLM(
-        folder, executor="local", device="cpu", num_threads=1, show_progress=False, **options
     )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from pagedray.model_config import ClampedGate, ExpertsConfig, TensorNames
+from tests.workers.lone_rank import LoneRank
 from workers.layers.expert_part import ExpertPart
 from workers.layers.expert_product import GroupedExperts, LinearExperts
 from workers.layers.experts import ExpertLayer
@@ -36,14 +37,6 @@ GPT_OSS = TensorNames(
     are_experts_transposed=True,
 )
 CLAMPED = replace(EXPERTS, has_bias=True, gate=ClampedGate(alpha=1.3, limit=0.8))
-
-
-class RankAlone(SoloGroup):
-    """A rank of a group whose sums are left to the test."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        super().__init__()
-        self.rank, self.size = rank, size
 
 
 def empty_layer(
@@ -180,14 +173,14 @@ def test_the_parts_of_three_ranks_add_up(
 ) -> None:
     config = replace(experts, intermediate_size=30, is_expert_parallel=is_expert_parallel)
     x = rows_of(20)
-    parts = [filled_layer(names, config, RankAlone(rank, 3))[0](x) for rank in range(3)]
+    parts = [filled_layer(names, config, LoneRank(rank, 3))[0](x) for rank in range(3)]
     whole, _ = filled_layer(names, config)
     torch.testing.assert_close(torch.stack(parts).sum(0), whole(x))
 
 
 def test_a_rank_reads_only_its_experts() -> None:
     config = replace(EXPERTS, is_expert_parallel=True)
-    shards = list(empty_layer(TensorNames(), config, RankAlone(1, 3)).weight_shards())
+    shards = list(empty_layer(TensorNames(), config, LoneRank(1, 3)).weight_shards())
     filled = {shard.name for shard in shards if shard.target.numel()}
     assert {name.split(".")[3] for name in filled if "experts" in name} == {"2", "3"}
     # All tensors are checked on each rank.

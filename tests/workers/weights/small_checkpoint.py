@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from safetensors.torch import load_file, save_file
 
 from attention.cpu.torch_sdpa import TorchSDPABackend
+from tests.workers.lone_rank import LoneRank
 from tests.workers.reference import CPU
 from workers.models.decoder import Decoder
-from workers.parallel.group import SoloGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,18 +28,9 @@ QUERY = "model.layers.0.self_attn.q_proj.weight"
 """A tensor of both."""
 
 
-class _Rank(SoloGroup):
-    """A rank of a group that never communicates."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        super().__init__()
-        self.rank = rank
-        self.size = size
-
-
 def decoder_of(config: ModelConfig, rank: int = 0, size: int = 1) -> Decoder:
     """Return the decoder of a rank, without weights."""
-    return Decoder(config, _Rank(rank, size), backend=TorchSDPABackend, device=CPU)
+    return Decoder(config, LoneRank(rank, size), backend=TorchSDPABackend, device=CPU)
 
 
 def rewrite(

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from attention.cpu.torch_sdpa import TorchSDPABackend
 from pagedray.config import EngineConfig
 from pagedray.errors import CheckpointError
+from tests.workers.lone_rank import LoneRank
 from tests.workers.reference import CPU, save_checkpoint
 from workers.layers.weight import WeightShard
 from workers.models.decoder import Decoder
@@ -30,14 +31,6 @@ if TYPE_CHECKING:
 TIED = "llama-3-heads-1-kv-tied-linear"
 # The tensors of queries, keys and values are separate, fused in order, and fused head by head.
 CASES = [TIED, "phi3-window", "bloom-6-heads"]
-
-
-class _Rank(SoloGroup):
-    """The second of two ranks, which never communicates."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rank, self.size = 1, 2
 
 
 def _load(folder: Path, group: SoloGroup, dtype: Dtype | None = None) -> None:
@@ -90,7 +83,7 @@ def test_a_rank_finds_what_is_in_its_part(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.gate_proj.weight"
     _change(tmp_path, name, lambda tensor: tensor[-1:].fill_(math.nan))
     with pytest.raises(CheckpointError, match=f"tensor {name} has 1 value that is NaN"):
-        _load(tmp_path, _Rank())
+        _load(tmp_path, LoneRank(1, 2))
 
 
 def test_values_beyond_the_range_of_the_dtype_are_named_as_such(tmp_path: Path) -> None:

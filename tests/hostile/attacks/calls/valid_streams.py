@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
 from tests.hostile.engine_work import EngineWork
-from tests.hostile.floods.http_flood import HttpFlood
+from tests.hostile.floods.http_flood import HttpFlood, completion_request
 
 __all__ = ["ValidStreams"]
 
@@ -30,9 +28,4 @@ class ValidStreams(HttpFlood):
 
     def request(self, key: str | None) -> bytes:
         """Return a completion request."""
-        body = json.dumps(_BODY).encode()
-        return (
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-            b"Authorization: Bearer %b\r\nContent-Length: %d\r\n\r\n%b"
-            % ((key or "").encode(), len(body), body)
-        )
+        return completion_request(_BODY, key)

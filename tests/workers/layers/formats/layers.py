@@ -21,17 +21,9 @@ if TYPE_CHECKING:
 
 Layer = TypeVar("Layer", ColumnParallelLinear, RowParallelLinear)
 
-__all__ = ["Rank", "column_layer", "loaded", "row_layer"]
+__all__ = ["column_layer", "loaded", "row_layer"]
 
 CPU = torch.device("cpu")
-
-
-class Rank(SoloGroup):
-    """One of several ranks."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        super().__init__()
-        self.rank, self.size = rank, size
 
 
 def column_layer(

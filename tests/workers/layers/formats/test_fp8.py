@@ -12,7 +12,8 @@ from torch.nn import functional
 
 from pagedray.errors import CheckpointError, DeviceError
 from pagedray.weight_format import FormatRule, Fp8Format, Quantization
-from tests.workers.layers.formats.layers import Rank, column_layer, loaded, row_layer
+from tests.workers.layers.formats.layers import column_layer, loaded, row_layer
+from tests.workers.lone_rank import LoneRank
 from workers.layers.formats.fp8_linear import Fp8Linear
 from workers.layers.formats.fp8_rows import quantized_rows
 from workers.layers.formats.fp8_weight import Fp8Weight
@@ -61,7 +62,9 @@ def test_each_rank_scales_its_part_of_the_columns(tmp_path: Path) -> None:
     save_file({"a.weight": weight}, tmp_path / "model.safetensors")
     x = torch.randn(3, 32)
     parts = [
-        loaded(row_layer("a", 10, 32, AT_LOAD, Rank(rank, 2)), tmp_path)(x[:, 16 * rank :][:, :16])
+        loaded(row_layer("a", 10, 32, AT_LOAD, LoneRank(rank, 2)), tmp_path)(
+            x[:, 16 * rank :][:, :16]
+        )
         for rank in range(2)
     ]
     exact = functional.linear(x.double(), rounded(weight, 2))
@@ -222,7 +225,7 @@ def test_layers_of_one_product_keep_their_own_scales(tmp_path: Path) -> None:
     x = torch.randn(3, 20)
     format = Fp8Format(scales="tensor")
     for rank in range(2):
-        layer = loaded(column_layer({"a": 12, "b": 6}, 20, format, Rank(rank, 2)), tmp_path)
+        layer = loaded(column_layer({"a": 12, "b": 6}, 20, format, LoneRank(rank, 2)), tmp_path)
         weight = torch.cat([part.chunk(2)[rank] for part in exact])
         expected = functional.linear(x.double(), weight)
         torch.testing.assert_close(layer(x).double(), expected, rtol=1e-5, atol=1e-5)
@@ -237,7 +240,7 @@ def test_ranks_may_have_a_part_of_a_block_of_outputs(tmp_path: Path) -> None:
     x = torch.randn(3, 40)
     format = Fp8Format(scales="block", block=(10, 16))
     for rank in range(2):
-        layer = loaded(column_layer({"a": 24}, 40, format, Rank(rank, 2)), tmp_path)
+        layer = loaded(column_layer({"a": 24}, 40, format, LoneRank(rank, 2)), tmp_path)
         expected = functional.linear(x.double(), exact.chunk(2)[rank])
         torch.testing.assert_close(layer(x).double(), expected, rtol=1e-5, atol=1e-5)
 

@@ -12,7 +12,8 @@ from torch.nn import functional
 from pagedray.errors import CheckpointError
 from pagedray.weight_format import Int4Format
 from tests.int4_tensors import Int4Tensors
-from tests.workers.layers.formats.layers import Rank, column_layer, loaded, row_layer
+from tests.workers.layers.formats.layers import column_layer, loaded, row_layer
+from tests.workers.lone_rank import LoneRank
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,21 +60,21 @@ def test_each_rank_has_its_part(name: str, tmp_path: Path) -> None:
     exact = functional.linear(x.double(), tensors.exact)
     columns, sums = [], []
     for rank in range(2):
-        columns.append(loaded(column_layer({"a": 32}, 128, format, Rank(rank, 2)), tmp_path)(x))
-        row = loaded(row_layer("a", 32, 128, format, Rank(rank, 2)), tmp_path)
+        columns.append(loaded(column_layer({"a": 32}, 128, format, LoneRank(rank, 2)), tmp_path)(x))
+        row = loaded(row_layer("a", 32, 128, format, LoneRank(rank, 2)), tmp_path)
         sums.append(row(x[:, 64 * rank :][:, :64]))
     assert_near(torch.cat(columns, 1), exact)
     assert_near(sums[0] + sums[1], exact)
 
 
 def test_parts_that_cut_words_are_rejected() -> None:
-    layer = column_layer({"a": 36}, 128, FORMATS["awq"], Rank(0, 2))
+    layer = column_layer({"a": 36}, 128, FORMATS["awq"], LoneRank(0, 2))
     with pytest.raises(CheckpointError, match=r"a has 18 outputs and 128 inputs .* multiples of 8"):
         list(layer.weight_shards())
 
 
 def test_parts_that_cut_groups_are_rejected() -> None:
-    layer = row_layer("a", 32, 96, FORMATS["awq"], Rank(0, 2))
+    layer = row_layer("a", 32, 96, FORMATS["awq"], LoneRank(0, 2))
     with pytest.raises(CheckpointError, match=r"a has 32 outputs and 48 inputs .* of 32"):
         list(layer.weight_shards())
 
