@@ -19,12 +19,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AddNormKernel",
+    "AddPartsNormKernel",
     "GateKernel",
     "HeadNormKernel",
     "QuantizedAddNormKernel",
     "QuantizedGateKernel",
     "RotateKernel",
     "add_norm_kernel",
+    "add_parts_norm_kernel",
     "gate_kernel",
     "head_norm_kernel",
     "quantized_add_norm_kernel",
@@ -34,6 +36,8 @@ __all__ = [
 
 AddNormKernel = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 """Adds the second tensor, if any, to the first in place, and returns the norm of the sum."""
+AddPartsNormKernel = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""As `AddNormKernel`, for the sum of the parts of `SplitRows`."""
 GateKernel = Callable[[torch.Tensor], torch.Tensor]
 """Returns `f(first half of the columns) * second half`, `[num_tokens, columns / 2]`."""
 QuantizedAddNormKernel = Callable[[torch.Tensor, torch.Tensor | None], "QuantizedRows"]
@@ -74,6 +78,29 @@ def add_norm_kernel(
     if is_centered or bias is not None or weight.dtype != dtype:
         return None
     return AddNorm.make(weight, eps)
+
+
+def add_parts_norm_kernel(
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    *,
+    is_centered: bool,
+    overlaps: bool,
+) -> AddPartsNormKernel | None:
+    """Return the kernel of `add_norm_kernel` that adds the parts of `SplitRows`."""
+    if weight.device.type != "cuda":
+        return None
+    from attention.kernels.triton.token_rows import add_parts_norm
+
+    return partial(
+        add_parts_norm,
+        weight=weight,
+        bias=bias,
+        eps=eps,
+        is_centered=is_centered,
+        overlaps=overlaps,
+    )
 
 
 def quantized_add_norm_kernel(

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from attention.kernels.new_tokens import Rotary
+    from attention.kernels.split_rows import SplitRows
     from pagedray.rank_roofline import WeightWork
     from pagedray.weight_format import Quantization
     from workers.layers.linear_kernels import LinearKernel
@@ -225,7 +226,7 @@ class RowParallelLinear(Layer):
 
     def add_or_return(
         self, stream: torch.Tensor, x: torch.Tensor | QuantizedRows
-    ) -> torch.Tensor | None:
+    ) -> torch.Tensor | SplitRows | None:
         """Add the output to the stream, in place, if one kernel does both; else return it.
 
         A rank that has a part of the output returns it, as a call does.

@@ -17,6 +17,7 @@ from attention.kernels.cpu.packed_gemm import PackedGemm
 from attention.kernels.multiprocessors import num_multiprocessors
 from pagedray.rank_roofline import WeightWork
 from workers.layers.fused_kernels import gate_kernel
+from workers.layers.split_product import is_faster_split, split_product
 from workers.layers.weight import WeightShard
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from attention.kernels.new_tokens import Rotary
     from attention.kernels.quantized_rows import QuantizedRows
+    from attention.kernels.split_rows import SplitRows
     from attention.kernels.unnormed_row import UnnormedRow
     from workers.layers.weight import MatrixPart
 
@@ -163,8 +165,13 @@ class LinearKernel(ABC):
         """Return what `gated` does, `[1, out_size / 2]`; only if `takes_unnormed`."""
         raise NotImplementedError
 
-    def add_or_return(self, stream: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
-        """Add the product to the stream, in place, if one kernel does both; else return it."""
+    def add_or_return(
+        self, stream: torch.Tensor, x: torch.Tensor
+    ) -> torch.Tensor | SplitRows | None:
+        """Add the product to the stream, in place, if one kernel does both; else return it.
+
+        `SplitRows` if that takes less time, and what follows adds the parts.
+        """
         del stream
         return self(x)
 
@@ -188,7 +195,9 @@ class DenseLinear(LinearKernel):
         else:
             torch.addmm(self.bias, x, self.weight.t(), out=out)
 
-    def add_or_return(self, stream: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+    def add_or_return(
+        self, stream: torch.Tensor, x: torch.Tensor
+    ) -> torch.Tensor | SplitRows | None:
         if self.bias is not None:
             return self(x)
         # The norm that follows then reads and writes two matrices instead of four.
@@ -287,16 +296,20 @@ class HopperLinear(DenseLinear):
 
         persistent_rotated(x, self.weight, rotary, num_rotated, out, self._num_multiprocessors)
 
-    def add_or_return(self, stream: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+    def add_or_return(
+        self, stream: torch.Tensor, x: torch.Tensor
+    ) -> torch.Tensor | SplitRows | None:
         from attention.kernels.triton.gemm.gemv import add_gemv
         from attention.kernels.triton.gemm.skinny import MAX_ROWS
 
         if len(x) == 1 and self._gemv_tuning is not None:
             add_gemv(stream, x, self.weight, self.bias, self._gemv_tuning)
             return None
-        if self._tuning is None or len(x) > MAX_ROWS:
-            return super().add_or_return(stream, x)
-        return self(x)
+        if self._tuning is not None and len(x) <= MAX_ROWS:
+            return self(x)
+        if self.bias is None and is_faster_split(len(x), self.weight, self._num_multiprocessors):
+            return split_product(x, self.weight)
+        return super().add_or_return(stream, x)
 
 
 class OneDnnLinear(LinearKernel):

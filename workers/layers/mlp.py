@@ -17,6 +17,7 @@ from workers.layers.weight import CompositeLayer, part_of
 if TYPE_CHECKING:
     import torch
 
+    from attention.kernels.split_rows import SplitRows
     from attention.kernels.unnormed_row import UnnormedRow
     from pagedray.model_config import Activation
     from pagedray.weight_format import Quantization
@@ -88,7 +89,7 @@ class MLP(CompositeLayer):
 
     def add_or_return(
         self, stream: torch.Tensor, x: torch.Tensor | QuantizedRows | UnnormedRow
-    ) -> torch.Tensor | None:
+    ) -> torch.Tensor | SplitRows | None:
         """Add the output to the stream, in place, if one kernel does both; else return it."""
         return self._down.add_or_return(stream, self._columns(x))
 

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch.nn import functional
 
+from attention.kernels.split_rows import SplitRows
 from attention.kernels.unnormed_row import UnnormedRow
 from pagedray.rank_roofline import WeightWork
 from workers.layers.fused_kernels import (
     add_norm_kernel,
+    add_parts_norm_kernel,
     head_norm_kernel,
     quantized_add_norm_kernel,
 )
@@ -69,21 +71,26 @@ class ResidualNorm(Layer):
             overlaps=overlaps,
             dtype=dtype,
         )
+        self._parts_kernel = add_parts_norm_kernel(
+            self._weight, self._bias, eps, is_centered=self._is_centered, overlaps=overlaps
+        )
         self._quantized_kernel = quantized_add_norm_kernel(
             self._weight, self._bias, eps, is_centered=self._is_centered, overlaps=overlaps
         )
 
     def quantized(
-        self, stream: torch.Tensor, delta: torch.Tensor | PendingSum | None
+        self, stream: torch.Tensor, delta: torch.Tensor | SplitRows | PendingSum | None
     ) -> torch.Tensor | QuantizedRows:
         """As the call, and quantizes the norm if one kernel does both."""
+        if isinstance(delta, SplitRows):
+            delta = delta.whole(stream.dtype)
         normed = self._normed_sum(stream, delta)
         if normed is not None or self._quantized_kernel is None:
             return normed if normed is not None else self(stream, delta)
         return self._quantized_kernel(stream, self._summed(delta))
 
     def unnormed(
-        self, stream: torch.Tensor, delta: torch.Tensor | None
+        self, stream: torch.Tensor, delta: torch.Tensor | SplitRows | None
     ) -> torch.Tensor | UnnormedRow:
         """As the call, for one row, whose norm is left to its reader if nothing else is to do.
 
@@ -95,12 +102,19 @@ class ResidualNorm(Layer):
         return self(stream, delta)
 
     def __call__(
-        self, stream: torch.Tensor, delta: torch.Tensor | PendingSum | None = None
+        self,
+        stream: torch.Tensor,
+        delta: torch.Tensor | SplitRows | PendingSum | None = None,
     ) -> torch.Tensor:
         """Add `delta` to the stream, in place, and return the stream's norm.
 
-        All are `[num_tokens, hidden_size]`. A pending sum is finished, whatever this sums over.
+        All are `[num_tokens, hidden_size]`. A pending sum is finished, whatever this sums over, and
+        only a model on one rank has rows in parts.
         """
+        if isinstance(delta, SplitRows):
+            if self._parts_kernel is not None:
+                return self._parts_kernel(stream, delta.parts)
+            delta = delta.whole(stream.dtype)
         normed = self._normed_sum(stream, delta)
         if normed is not None:
             return normed

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from attention.abstract import AttentionBackend
     from attention.kernels.quantized_rows import QuantizedRows
+    from attention.kernels.split_rows import SplitRows
     from attention.kernels.unnormed_row import UnnormedRow
     from pagedray.model_config import ModelConfig
     from pagedray.rank_roofline import WeightWork
@@ -47,7 +48,7 @@ def summed_by_norm(config: ModelConfig, group: ParallelGroup) -> ParallelGroup |
 def _normed(
     norm: ResidualNorm | StreamSum,
     residual: torch.Tensor,
-    delta: torch.Tensor | None,
+    delta: torch.Tensor | SplitRows | None,
     reader: DecoderSelfAttention | MLP | ExpertLayer | ScaledMLP,
 ) -> torch.Tensor | QuantizedRows | UnnormedRow:
     """Return the norm of the stream as its reader can best read it.
@@ -119,7 +120,7 @@ class DecoderLayer(CompositeLayer):
     def attend(
         self,
         residual: torch.Tensor,
-        delta: torch.Tensor | None,
+        delta: torch.Tensor | SplitRows | None,
         rotation: Rotation,
         attention: StepAttention,
     ) -> Attended:
@@ -131,7 +132,7 @@ class DecoderLayer(CompositeLayer):
         hidden = _normed(self._attention_norm, residual, delta, self._attention)
         return Attended(residual, self._attention(hidden, rotation, attention))
 
-    def finish(self, tokens: Attended) -> torch.Tensor | None:
+    def finish(self, tokens: Attended) -> torch.Tensor | SplitRows | None:
         """Return the layer's output for tokens that `attend` has returned, or some of these.
 
         It is as `attend` takes that of the layer before. Their `residual` changes in place.
@@ -187,7 +188,7 @@ class ParallelDecoderLayer(DecoderLayer):
     def attend(
         self,
         residual: torch.Tensor,
-        delta: torch.Tensor | None,
+        delta: torch.Tensor | SplitRows | None,
         rotation: Rotation,
         attention: StepAttention,
     ) -> Attended:

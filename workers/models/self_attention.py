@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from attention.abstract import AttentionBackend
     from attention.kernels.new_tokens import Rotary
     from attention.kernels.quantized_rows import QuantizedRows
+    from attention.kernels.split_rows import SplitRows
     from attention.kernels.unnormed_row import UnnormedRow
     from pagedray.model_config import ModelConfig
     from workers.layers.linear_kernels import LinearKernel
@@ -249,7 +250,7 @@ class DecoderSelfAttention(CompositeLayer):
 
     def add_or_return_output(
         self, stream: torch.Tensor, attended: torch.Tensor
-    ) -> torch.Tensor | None:
+    ) -> torch.Tensor | SplitRows | None:
         """Add the output to the stream, in place, if one kernel does both; else return it."""
         if self._output_scale != 1.0:
             return self.output(attended)

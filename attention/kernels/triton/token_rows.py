@@ -25,7 +25,7 @@ from attention.kernels.triton.tuning import next_power_of_two
 if TYPE_CHECKING:
     from attention.kernels.quantized_rows import QuantizedRows
 
-__all__ = ["add_norm", "norm_heads", "quantized_add_norm", "rotate_heads"]
+__all__ = ["add_norm", "add_parts_norm", "norm_heads", "quantized_add_norm", "rotate_heads"]
 
 _HEADS_PER_PROGRAM = 8
 
@@ -42,7 +42,7 @@ def _add_norm(
     delta_stride: tl.tensor,
     eps: tl.tensor,
     size: tl.constexpr,
-    has_delta: tl.constexpr,
+    num_parts: tl.constexpr,
     has_bias: tl.constexpr,
     is_centered: tl.constexpr,
     is_quantized: tl.constexpr,
@@ -51,18 +51,23 @@ def _add_norm(
 ) -> None:
     """Add delta to one row of the residual stream in place, and write its norm.
 
-    Launched by `add_norm` and `quantized_add_norm`; grid `(num_rows,)`. Pointers: stream, delta,
-    out `[num_rows, size]`; weight, bias `[size]`; scales `[num_rows]` float32 if `is_quantized`.
-    All others are of the model's dtype, but `out` in fp8 if `is_quantized`.
+    Launched by `add_norm`, `add_parts_norm` and `quantized_add_norm`; grid `(num_rows,)`. Pointers:
+    stream, out `[num_rows, size]`; delta `[num_parts, num_rows, size]`, float32 if it has several
+    parts; weight, bias `[size]`; scales `[num_rows]` float32 if `is_quantized`. All others are of
+    the model's dtype, but `out` in fp8 if `is_quantized`.
     """
     wait_for_inputs(is_dependent)
     row = tl.program_id(0).to(tl.int64)
     elements = tl.arange(0, tile)
     is_element = elements < size
     kept = tl.load(stream + row * stream_stride + elements, mask=is_element, other=0.0)
-    if has_delta:
+    if num_parts > 0:
         added = tl.load(delta + row * delta_stride + elements, mask=is_element, other=0.0)
-        kept = (kept.to(tl.float32) + added.to(tl.float32)).to(stream.dtype.element_ty)
+        added = added.to(tl.float32)
+        for part in tl.static_range(1, num_parts):
+            place = (part * tl.num_programs(0) + row) * delta_stride
+            added += tl.load(delta + place + elements, mask=is_element, other=0.0)
+        kept = (kept.to(tl.float32) + added).to(stream.dtype.element_ty)
         tl.store(stream + row * stream_stride + elements, kept, mask=is_element)
     x = kept.to(tl.float32)
     if is_centered:
@@ -103,6 +108,38 @@ def add_norm(
     return out
 
 
+def add_parts_norm(
+    stream: torch.Tensor,
+    parts: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    *,
+    is_centered: bool,
+    overlaps: bool = False,
+) -> torch.Tensor:
+    """Return what `add_norm` does for the sum of some parts.
+
+    `parts` is `[num_parts, num_rows, size]` float32 and contiguous.
+    """
+    assert parts.dtype == torch.float32
+    assert parts.is_contiguous()
+    out = torch.empty(stream.shape, dtype=stream.dtype, device=stream.device)
+    _launch_add_norm(
+        stream,
+        parts[0],
+        weight,
+        bias,
+        eps,
+        out,
+        None,
+        num_parts=len(parts),
+        is_centered=is_centered,
+        overlaps=overlaps,
+    )
+    return out
+
+
 def quantized_add_norm(
     stream: torch.Tensor,
     delta: torch.Tensor | None,
@@ -138,9 +175,11 @@ def _launch_add_norm(
     out: torch.Tensor,
     scales: torch.Tensor | None,
     *,
+    num_parts: int = 1,
     is_centered: bool,
     overlaps: bool,
 ) -> None:
+    """Launch the kernel; `delta` is the first of the adjacent parts."""
     num_rows, size = stream.shape
     assert stream.stride(1) == 1
     assert delta is None or (delta.shape == stream.shape and delta.stride(1) == 1)
@@ -161,7 +200,7 @@ def _launch_add_norm(
                 0 if delta is None else delta.stride(0),
                 eps,
                 size,
-                delta is not None,
+                0 if delta is None else num_parts,
                 bias is not None,
                 is_centered,
                 scales is not None,

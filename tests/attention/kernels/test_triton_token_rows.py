@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from attention.kernels.triton.gate import Gate, gated
-from attention.kernels.triton.token_rows import add_norm, norm_heads, rotate_heads
+from attention.kernels.triton.token_rows import add_norm, add_parts_norm, norm_heads, rotate_heads
 from tests.attention.kernels.paged_case import DEVICE
 
 # One bit of the type's last place; Triton's interpreter cuts bfloat16 off where a GPU rounds it.
@@ -33,6 +33,18 @@ def test_rows_are_added_and_normed(size: int, eps: float, dtype: torch.dtype) ->
     normed = add_norm(stream, delta, weight, None, eps, is_centered=False)
     assert_near(stream, total)
     assert_near(normed, functional.rms_norm(stream.double(), (size,), weight.double(), eps))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_parts", "size"), [(2, 80), (4, 4096)])
+def test_parts_of_rows_are_added_and_normed(num_parts: int, size: int, dtype: torch.dtype) -> None:
+    stream, parts = strided(3, size, dtype), torch.randn(num_parts, 3, size, device=DEVICE)
+    weight, bias = torch.randn(2, size).to(dtype).to(DEVICE)
+    total = stream.double() + parts.double().sum(0)
+    normed = add_parts_norm(stream, parts, weight, bias, 1e-6, is_centered=False)
+    assert_near(stream, total)
+    exact = functional.rms_norm(stream.double(), (size,), weight.double(), 1e-6) + bias.double()
+    assert_near(normed, exact)
 
 
 def test_without_a_delta_the_stream_stays() -> None:

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from attention.kernels.cpu.packed_gemm import PackedGemm
 from attention.kernels.cpu.token_rows import AddNorm, Rotate
+from attention.kernels.split_rows import SplitRows
 from pagedray.model_config import RopeConfig
 from workers.layers.linear_kernels import (
     DenseLinear,
@@ -104,6 +105,7 @@ def test_a_product_is_added_to_the_stream_or_returned(
     before = streams.clone()
     stream = streams[1:-1, :37]
     product = kernel.add_or_return(stream, x)
+    assert not isinstance(product, SplitRows)
     # A bias would have to be added as well.
     assert (product is None) == (kind is DenseLinear and not has_bias)
     if product is None:

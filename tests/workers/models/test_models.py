@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from attention.kernels.split_rows import SplitRows
     from workers.models.attended import Attended
     from workers.parallel.group import ParallelGroup
 
@@ -39,12 +40,12 @@ class RowCount:
     """Notes of how many tokens a layer computes what follows its attention."""
 
     def __init__(
-        self, finish: Callable[[Attended], torch.Tensor | None], counts: list[int]
+        self, finish: Callable[[Attended], torch.Tensor | SplitRows | None], counts: list[int]
     ) -> None:
         self._finish = finish
         self._counts = counts
 
-    def __call__(self, tokens: Attended) -> torch.Tensor | None:
+    def __call__(self, tokens: Attended) -> torch.Tensor | SplitRows | None:
         self._counts.append(len(tokens.residual))
         return self._finish(tokens)
 

@@ -19,6 +19,7 @@ from workers.parallel.group import SoloGroup
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from attention.kernels.split_rows import SplitRows
     from attention.kernels.unnormed_row import UnnormedRow
     from cluster.generation import Completion
 
@@ -54,7 +55,9 @@ class CountingLinear(HopperLinear):
         self.counts["norm and gate"] += 1
         return super().gated_of_unnormed(row)
 
-    def add_or_return(self, stream: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+    def add_or_return(
+        self, stream: torch.Tensor, x: torch.Tensor
+    ) -> torch.Tensor | SplitRows | None:
         product = super().add_or_return(stream, x)
         self.counts["sum"] += product is None and len(x) == 1
         return product
