@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from transformers import GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from cluster.engine.options.engine_options import EngineOptions, engine_config
 from pagedray import LLM, SamplingParams
@@ -63,9 +65,17 @@ GPU_CASES = (
 )
 
 
+def clamps_at_limit_of_model() -> bool:
+    """Return whether the installed transformers read `swiglu_limit`; 5.17 do not."""
+    config = GptOssConfig(hidden_size=8, intermediate_size=8, num_local_experts=1, swiglu_limit=1.5)
+    return bool(GptOssExperts(config).limit == 1.5)
+
+
 @pytest.fixture(scope="module", params=GPU_CASES, ids=lambda case: case.name)
 def truth(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Truth:
     case: Case = request.param
+    if case.family == "GptOss" and not clamps_at_limit_of_model():
+        pytest.skip("these transformers clamp the gates of every gpt-oss at 7")
     return truth_of(case, tmp_path_factory.mktemp(case.name))
 
 
