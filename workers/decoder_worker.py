@@ -18,7 +18,7 @@ from pagedray.system.usable_cores import num_usable_cores
 from workers.cache_sizing import cache_size, free_host_bytes, num_staging
 from workers.compiled_note import CompiledNote
 from workers.graph_sizes import GraphSizes, graph_sizes
-from workers.layers.linear_kernels import replaced_kernels
+from workers.layers.linear_kernels.choice import replaced_kernels
 from workers.memory_profile import MemoryProfile
 from workers.models.decoder import Decoder
 from workers.models.self_attention import attention_spec

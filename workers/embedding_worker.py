@@ -16,7 +16,7 @@ from attention.abstract import AttentionBatch
 from pagedray.batch import EmbedOutput, EmbedPlan, StepPlan
 from pagedray.config import CacheSize, KernelReport
 from pagedray.rank_progress import Phase
-from workers.layers.linear_kernels import replaced_kernels
+from workers.layers.linear_kernels.choice import replaced_kernels
 from workers.models.bert import Bert, encoder_spec
 from workers.models.decoder import Decoder
 from workers.models.self_attention import attention_spec

@@ -12,7 +12,7 @@ import torch
 from pagedray.errors import DeviceError
 from pagedray.rank_roofline import AttentionWork, DeviceSpeed, ExpertChoice, RankRoofline
 from workers.layers.formats.fp8_rows import FP8
-from workers.layers.linear_kernels import make_linear_kernel
+from workers.layers.linear_kernels.choice import make_linear_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,7 +11,8 @@ from pagedray.batch import SequencePlan, SequenceStart, StepPlan, pack_token_ids
 from pagedray.request import SamplingParams
 from tests.system.server_process import TINY_LLAMA
 from workers.decoder_worker import DecoderWorker
-from workers.layers.linear_kernels import PackedGemmLinear, linear_kernel_class
+from workers.layers.linear_kernels.choice import linear_kernel_class
+from workers.layers.linear_kernels.onednn_linear import PackedGemmLinear
 
 PROMPT = [3 + 7 * n for n in range(37)]
 NUM_DECODES = 40

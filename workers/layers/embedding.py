@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from workers.layers.formats.make_kernel import make_format_kernel
-from workers.layers.linear_kernels import linear_kernel_class
+from workers.layers.linear_kernels.choice import linear_kernel_class
 from workers.layers.sharded_logits import ShardedLogits
 from workers.layers.weight import Layer, MatrixPart, WeightShard, divided
 

@@ -9,12 +9,12 @@ import torch
 
 from attention.kernels.expert_weights import ExpertWeights
 from workers.layers.activation import clamped_gate
-from workers.layers.linear_kernels import make_linear_kernel
+from workers.layers.linear_kernels.choice import make_linear_kernel
 
 if TYPE_CHECKING:
     from workers.layers.expert_part import ExpertPart
     from workers.layers.formats.mxfp4 import Mxfp4Matrix
-    from workers.layers.linear_kernels import LinearKernel
+    from workers.layers.linear_kernels.linear_kernel import LinearKernel
     from workers.layers.router import Choice
 
 __all__ = ["ExpertProduct", "GroupedExperts", "LinearExperts", "StackedExperts"]

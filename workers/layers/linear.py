@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from attention.kernels.split_rows import SplitRows
     from pagedray.rank_roofline import WeightWork
     from pagedray.weight_format import Quantization
-    from workers.layers.linear_kernels import LinearKernel
+    from workers.layers.linear_kernels.linear_kernel import LinearKernel
     from workers.parallel.group import ParallelGroup
 
 __all__ = ["ColumnParallelLinear", "Columns", "RowParallelLinear", "columns_of"]

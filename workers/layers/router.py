@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from workers.layers.linear_kernels import make_linear_kernel
+from workers.layers.linear_kernels.choice import make_linear_kernel
 from workers.layers.weight import Layer, WeightShard
 
 if TYPE_CHECKING:

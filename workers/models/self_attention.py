@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from attention.kernels.split_rows import SplitRows
     from attention.kernels.unnormed_row import UnnormedRow
     from pagedray.model_config import ModelConfig
-    from workers.layers.linear_kernels import LinearKernel
+    from workers.layers.linear_kernels.linear_kernel import LinearKernel
     from workers.layers.rope import Rotation
     from workers.layers.weight import Layer
     from workers.models.step_attention import StepAttention

@@ -14,7 +14,8 @@ from workers.layers.expert_part import ExpertPart
 from workers.layers.expert_product import GroupedExperts, LinearExperts
 from workers.layers.experts import ExpertLayer
 from workers.layers.formats.mxfp4 import SCALE, Mxfp4Matrix
-from workers.layers.linear_kernels import PackedGemmLinear, linear_kernel_class
+from workers.layers.linear_kernels.choice import linear_kernel_class
+from workers.layers.linear_kernels.onednn_linear import PackedGemmLinear
 from workers.layers.mxfp4_experts import DequantizedExperts, Mxfp4Experts
 from workers.layers.router import Choice
 from workers.parallel.group import ParallelGroup, SoloGroup

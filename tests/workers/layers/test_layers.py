@@ -15,14 +15,12 @@ from attention.kernels.cpu.packed_gemm import PackedGemm
 from attention.kernels.cpu.token_rows import AddNorm, Rotate
 from attention.kernels.split_rows import SplitRows
 from pagedray.model_config import RopeConfig
-from workers.layers.linear_kernels import (
-    DenseLinear,
-    LinearKernel,
+from workers.layers.linear_kernels.choice import linear_kernel_class, make_linear_kernel
+from workers.layers.linear_kernels.linear_kernel import DenseLinear, LinearKernel
+from workers.layers.linear_kernels.onednn_linear import (
     OneDnnLinear,
     PackedGemmLinear,
     SharedLayoutLinear,
-    linear_kernel_class,
-    make_linear_kernel,
 )
 from workers.layers.norm import LayerNorm, OffsetRMSNorm, QKNorm, RMSNorm
 from workers.layers.rope import RotaryEmbedding, inverse_frequencies

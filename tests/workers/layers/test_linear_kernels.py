@@ -7,7 +7,8 @@ import torch
 from torch.nn import functional
 
 from attention.kernels.split_rows import SplitRows
-from workers.layers.linear_kernels import HopperLinear, OneDnnLinear, num_padded_rows
+from workers.layers.linear_kernels.hopper_linear import HopperLinear
+from workers.layers.linear_kernels.onednn_linear import OneDnnLinear, num_padded_rows
 
 CPU = torch.device("cpu")
 # Without a GPU the interpreter of Triton runs the kernel.

@@ -7,9 +7,9 @@ import torch
 from torch.nn import functional
 
 from attention.kernels.split_rows import SplitRows
-from workers.layers.linear_kernels import HopperLinear
+from workers.layers.linear_kernels.hopper_linear import HopperLinear
+from workers.layers.linear_kernels.split_product import is_faster_split
 from workers.layers.norm import RMSNorm
-from workers.layers.split_product import is_faster_split
 from workers.layers.stream_sum import StreamSum
 
 CPU = torch.device("cpu")

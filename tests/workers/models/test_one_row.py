@@ -12,8 +12,8 @@ import torch
 from pagedray import LLM, SamplingParams
 from tests.checkpoints import save_word_tokenizer
 from tests.workers.reference import NUM_TOKENS, loaded_model, reference_logits, run, save_checkpoint
-from workers.layers import linear_kernels
-from workers.layers.linear_kernels import HopperLinear
+from workers.layers.linear_kernels import choice
+from workers.layers.linear_kernels.hopper_linear import HopperLinear
 from workers.parallel.group import SoloGroup
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class PlainLinear(HopperLinear):
 
 
 def use(kind: type[HopperLinear], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_kernels, "linear_kernel_class", lambda dtype, device: kind)
+    monkeypatch.setattr(choice, "linear_kernel_class", lambda dtype, device: kind)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton interprets only without a GPU")

@@ -9,8 +9,8 @@ import torch
 
 from tests.workers.models.two_ranks import on_two_ranks
 from tests.workers.reference import NUM_TOKENS, loaded_model, reference_logits, run, save_checkpoint
-from workers.layers import linear_kernels
-from workers.layers.linear_kernels import DenseLinear
+from workers.layers.linear_kernels import choice
+from workers.layers.linear_kernels.linear_kernel import DenseLinear
 from workers.models import halved_layers
 from workers.parallel.group import SoloGroup
 
@@ -59,7 +59,7 @@ class RotatingLinear(DenseLinear):
 
 @pytest.fixture(autouse=True)
 def products_rotate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_kernels, "linear_kernel_class", lambda dtype, device: RotatingLinear)
+    monkeypatch.setattr(choice, "linear_kernel_class", lambda dtype, device: RotatingLinear)
     monkeypatch.setattr(RotatingLinear, "num_rows", [])
 
 

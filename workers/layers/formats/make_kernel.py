@@ -15,13 +15,13 @@ from workers.layers.formats.int4_weight import Int4Weight
 from workers.layers.formats.int8_weight import Int8Weight
 from workers.layers.formats.integer_linear import CpuInt4Linear, CpuInt8Linear
 from workers.layers.formats.quantized_linear import DequantizedLinear
-from workers.layers.linear_kernels import make_linear_kernel
+from workers.layers.linear_kernels.choice import make_linear_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pagedray.weight_format import Quantization
-    from workers.layers.linear_kernels import LinearKernel
+    from workers.layers.linear_kernels.linear_kernel import LinearKernel
 
 __all__ = ["make_format_kernel"]
 

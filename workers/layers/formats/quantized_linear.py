@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from workers.layers.linear_kernels import LinearKernel, make_linear_kernel
+from workers.layers.linear_kernels.choice import make_linear_kernel
+from workers.layers.linear_kernels.linear_kernel import LinearKernel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,7 +13,8 @@ from attention.kernels.triton.gemm import trials
 from attention.kernels.triton.gemm.trials import TRIALS, failed_trials
 from attention.kernels.unnormed_row import UnnormedRow
 from tests.attention.kernels.paged_case import DEVICE
-from workers.layers.linear_kernels import HopperLinear, replaced_kernels
+from workers.layers.linear_kernels.choice import replaced_kernels
+from workers.layers.linear_kernels.hopper_linear import HopperLinear
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

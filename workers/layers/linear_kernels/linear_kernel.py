@@ -1,0 +1,186 @@
+"""What all kernels of linear layers do, and the one for weights as they are loaded."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar, Self
+
+import torch
+from torch.nn import functional
+
+from pagedray.rank_roofline import WeightWork
+from workers.layers.fused_kernels import gate_kernel
+from workers.layers.weight import WeightShard
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from attention.kernels.new_tokens import Rotary
+    from attention.kernels.quantized_rows import QuantizedRows
+    from attention.kernels.split_rows import SplitRows
+    from attention.kernels.unnormed_row import UnnormedRow
+    from workers.layers.weight import MatrixPart
+
+__all__ = ["DenseLinear", "LinearKernel"]
+
+
+class LinearKernel(ABC):
+    """A weight, its bias if any, and the GEMM that multiplies by them."""
+
+    owns_weight = False
+    """Whether nothing else reads the weight, which `finalize` may then overwrite."""
+    multiplies_fp8: ClassVar[bool] = False
+    """Whether the product with many rows is one of fp8 numbers."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.weight = weight
+        """`[out_size, in_size]`, loaded before `finalize`, which may repack or drop it."""
+        self.bias = bias
+        self._weight_bytes = weight.nbytes
+        self._gate = gate_kernel("silu", weight.device)
+
+    @classmethod
+    def empty(
+        cls,
+        out_size: int,
+        in_size: int,
+        *,
+        has_bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Self:
+        """Return a kernel of these sizes with an uninitialized weight."""
+        weight = torch.empty(out_size, in_size, dtype=dtype, device=device)
+        bias = torch.empty(out_size, dtype=dtype, device=device) if has_bias else None
+        kernel = cls(weight, bias)
+        kernel.owns_weight = True
+        return kernel
+
+    def weight_shards(self, source: MatrixPart, rows: slice) -> Iterator[WeightShard]:
+        """Yield what a checkpoint stores of a weight, which becomes these rows of this one."""
+        yield WeightShard(
+            name=f"{source.name}.weight",
+            shape=source.shape,
+            part=source.part,
+            target=self.weight[rows],
+        )
+
+    def reorder(self, order: torch.Tensor) -> None:
+        """Reorder the loaded output columns; must be called before `finalize`."""
+        self.weight.copy_(self.weight[order])
+        if self.bias is not None:
+            self.bias.copy_(self.bias[order])
+
+    @property
+    def weight_bytes(self) -> int:
+        """The bytes of the weight that a product reads; must be read after `finalize`."""
+        return self._weight_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the weight and the bias; must be read after `finalize`."""
+        return self.weight_bytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def work(self, out_size: int, in_size: int) -> WeightWork:
+        """Return what a weight of these sizes costs a step; must be called after `finalize`."""
+        flop = 2.0 * out_size * in_size
+        return WeightWork(
+            num_bytes=self.num_bytes,
+            row_flop=0.0 if self.multiplies_fp8 else flop,
+            fp8_row_flop=flop if self.multiplies_fp8 else 0.0,
+        )
+
+    @abstractmethod
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `[num_rows, out_size]` for `[num_rows, in_size]`."""
+
+    def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Write what a call returns to `out`."""
+        out.copy_(self(x))
+
+    def part(self, columns: slice) -> LinearKernel | None:
+        """Return a kernel of some output columns, with the same weight, if its layout permits."""
+        del columns
+        return None
+
+    def rotates(self, num_rows: int, head_size: int, num_rotated: int) -> bool:
+        """Return whether `write_rotated` takes less time than `write` and a rotation."""
+        del num_rows, head_size, num_rotated
+        return False
+
+    def write_rotated(
+        self, x: torch.Tensor, rotary: Rotary, num_rotated: int, out: torch.Tensor
+    ) -> None:
+        """Write what a call returns, with the heads in the first columns rotated; if `rotates`."""
+        raise NotImplementedError
+
+    def gated(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `silu(first half of the product) * second half`, `[num_rows, out_size / 2]`."""
+        return self._gated_columns(self(x))
+
+    def _gated_columns(self, columns: torch.Tensor) -> torch.Tensor:
+        if self._gate is not None:
+            return self._gate(columns)
+        gate, other = columns.chunk(2, dim=1)
+        return functional.silu(gate).mul_(other)
+
+    def takes_quantized(self, num_rows: int) -> bool:
+        """Return whether `of_quantized` computes what a call would for this number of rows."""
+        del num_rows
+        return False
+
+    def of_quantized(self, rows: QuantizedRows) -> torch.Tensor:
+        """Return `[num_rows, out_size]`; only if `takes_quantized`."""
+        raise NotImplementedError
+
+    def takes_unnormed(self, num_rows: int) -> bool:
+        """Return whether `of_unnormed` computes what a norm and a call do, for this many rows."""
+        del num_rows
+        return False
+
+    def of_unnormed(self, row: UnnormedRow) -> torch.Tensor:
+        """Return `[1, out_size]`; only if `takes_unnormed`."""
+        raise NotImplementedError
+
+    def gated_of_unnormed(self, row: UnnormedRow) -> torch.Tensor:
+        """Return what `gated` does, `[1, out_size / 2]`; only if `takes_unnormed`."""
+        raise NotImplementedError
+
+    def add_or_return(
+        self, stream: torch.Tensor, x: torch.Tensor
+    ) -> torch.Tensor | SplitRows | None:
+        """Add the product to the stream, in place, if one kernel does both; else return it.
+
+        `SplitRows` if that takes less time, and what follows adds the parts.
+        """
+        del stream
+        return self(x)
+
+    def finalize(self) -> None:  # noqa: B027  # A dense weight stays as it is.
+        """Convert the loaded weight into the layout of the kernel."""
+
+
+class DenseLinear(LinearKernel):
+    """The weight as loaded: for GPUs, and for CPUs without a better layout."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, self.weight, self.bias)
+
+    def part(self, columns: slice) -> LinearKernel:
+        bias = None if self.bias is None else self.bias[columns]
+        return type(self)(self.weight[columns], bias)
+
+    def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        if self.bias is None:
+            torch.mm(x, self.weight.t(), out=out)
+        else:
+            torch.addmm(self.bias, x, self.weight.t(), out=out)
+
+    def add_or_return(
+        self, stream: torch.Tensor, x: torch.Tensor
+    ) -> torch.Tensor | SplitRows | None:
+        if self.bias is not None:
+            return self(x)
+        # The norm that follows then reads and writes two matrices instead of four.
+        stream.addmm_(x, self.weight.t())
+        return None
