@@ -29,6 +29,7 @@ __all__ = [
     "DEVICE",
     "FEATURES",
     "HEADS",
+    "ROTATED_DTYPES",
     "SLOW_FEATURES",
     "TOLERANCE",
     "PagedCase",
@@ -73,6 +74,16 @@ SLOW_FEATURES = (
 """Those whose parts others have."""
 HEADS = [(4, 4), (3, 1), (6, 2), (10, 2), (7, 1), (8, 1), (20, 1)]
 """Query heads and KV heads: 1, 3, 5, 7, 8 per KV head, and more than a small tile has."""
+ROTATED_DTYPES = [
+    torch.float16,
+    pytest.param(
+        torch.bfloat16,
+        marks=pytest.mark.skipif(
+            DEVICE != "cuda", reason="the interpreter cuts bfloat16 off where a GPU rounds it"
+        ),
+    ),
+]
+"""Types of 16 bits in which new tokens are rotated."""
 
 
 # Any: parameters of any type.

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from tests.attention.kernels.paged_case import (
-    DEVICE,
     FEATURES,
     HEADS,
+    ROTATED_DTYPES,
     SLOW_FEATURES,
     PagedCase,
     Shape,
@@ -102,19 +102,7 @@ def test_new_tokens_are_rotated_and_written(feature: str, num_splits: int, head_
     case.check_new_tokens(FEATURES[feature], num_splits=num_splits)
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        torch.float16,
-        pytest.param(
-            torch.bfloat16,
-            marks=pytest.mark.skipif(
-                DEVICE != "cuda", reason="the interpreter cuts bfloat16 off where a GPU rounds it"
-            ),
-        ),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("dtype", ROTATED_DTYPES, ids=str)
 def test_new_tokens_in_half_precision(dtype: torch.dtype) -> None:
     shape = Shape(num_heads=6, num_kv_heads=2, dtype=dtype)
     PagedCase(shape, [90, 18, 64]).check_new_tokens({}, num_splits=2)

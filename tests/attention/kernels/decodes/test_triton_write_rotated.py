@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.attention.kernels.paged_case import DEVICE, HEADS, PagedCase, Shape, or_slow
+from tests.attention.kernels.paged_case import HEADS, ROTATED_DTYPES, PagedCase, Shape, or_slow
 
 
 def check(shape: Shape, seq_lens: list[int], unwritten: int | None = None) -> None:
@@ -30,19 +30,7 @@ def test_heads_are_divided_among_programs(num_heads: int, num_kv_heads: int) -> 
     check(Shape(num_heads=num_heads, num_kv_heads=num_kv_heads), [20, 3])
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        torch.float16,
-        pytest.param(
-            torch.bfloat16,
-            marks=pytest.mark.skipif(
-                DEVICE != "cuda", reason="the interpreter cuts bfloat16 off where a GPU rounds it"
-            ),
-        ),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("dtype", ROTATED_DTYPES, ids=str)
 def test_half_precision(dtype: torch.dtype) -> None:
     check(Shape(num_heads=32, num_kv_heads=8, head_size=128, dtype=dtype), [90, 18, 64])
 
