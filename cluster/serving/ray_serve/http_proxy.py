@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 
 from cluster.serving.continuation import CONTINUATION_KEY
 from cluster.serving.ray_serve.carried_body import BODY_KEY
 from cluster.serving.ray_serve.proxied_http.body_key import key_of_body
+from cluster.serving.ray_serve.proxied_http.headers import decodable_headers
 from cluster.serving.ray_serve.proxied_http.request import ProxiedHttpRequest
 from cluster.serving.ray_serve.proxied_http.response import ProxiedHttpResponse
 from cluster.serving.ray_serve.routing.affinity import Owners, RoutingKey
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["ReplicaGuard", "middlewares"]
 
 SESSION_HEADER = "x-session-id"
+_SESSION_NAME = SESSION_HEADER.encode()
 _PROBES = ("/health", "/ready")
 """The ends of paths that are answered soon, even if no replica is available."""
 
@@ -54,22 +56,27 @@ class ReplicaGuard:
         try:
             request = ProxiedHttpRequest(receive, call)
             body = await request.short_body(scope)
-            self._set_key(scope, body)
+            scope = {**scope, "headers": self._headers_with_key(scope, body)}
             if body is not None:
-                scope = {**scope, BODY_KEY: body}
+                scope[BODY_KEY] = body
             response = ProxiedHttpResponse(scope["path"], send, call, request)
             await self._send_to_replicas(scope, request, response, call)
         finally:
             call.close()
 
-    def _set_key(self, scope: Scope, body: bytes | None) -> None:
-        """Set the routing key in the request's headers; its text may be the client's."""
-        headers = MutableHeaders(scope=scope)
-        text = headers.get(SESSION_HEADER) or (None if body is None else key_of_body(body))
-        if text:
-            credential = headers.get("authorization") or headers.get("x-api-key")
-            key = RoutingKey(text, self._owners.owner_of(credential))
-            headers[SESSION_HEADER] = key.as_session_id()
+    def _headers_with_key(self, scope: Scope, body: bytes | None) -> list[tuple[bytes, bytes]]:
+        """Return the headers for Serve, with the routing key; its text may be the client's."""
+        raw = decodable_headers(scope["headers"])
+        headers = Headers(raw=raw)
+        session = next((text for name, text in raw if name == _SESSION_NAME), b"").decode()
+        text = session or (None if body is None else key_of_body(body))
+        if not text:
+            return raw
+        credential = headers.get("authorization") or headers.get("x-api-key")
+        key = RoutingKey(text, self._owners.owner_of(credential))
+        others = [one for one in raw if one[0] != _SESSION_NAME]
+        # In the encoding of Serve: a body may name a session in any script.
+        return [*others, (_SESSION_NAME, key.as_session_id().encode())]
 
     async def _send_to_replicas(
         self,

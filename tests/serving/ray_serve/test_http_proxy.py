@@ -23,7 +23,7 @@ async def messages_of(
     app: ASGIApp,
     method: str,
     path: str,
-    headers: Mapping[str, str],
+    headers: Mapping[str, str | bytes],
     body: bytes = b"",
     *,
     guard: ReplicaGuard | None = None,
@@ -37,7 +37,10 @@ async def messages_of(
     async def send(message: Any) -> None:  # Any: see above
         received.append(message)
 
-    raw = [(name.encode(), text.encode()) for name, text in headers.items()]
+    raw = [
+        (name.encode(), text if isinstance(text, bytes) else text.encode())
+        for name, text in headers.items()
+    ]
     scope = {"type": "http", "method": method, "path": path, "headers": raw}
     await (guard or ReplicaGuard(app))(scope, receive, send)
     return received
@@ -93,6 +96,30 @@ async def test_a_body_may_name_its_session() -> None:
     assert await key_of(first) == await key_of(second) == "mine"
     header = {SESSION_HEADER: "other"}
     assert (await keys_of("/v1/completions", (first, header)))[0].text == "other"
+
+
+@pytest.mark.parametrize("session", ["\u00e9", "\u65e5\u672c"])
+async def test_a_body_may_name_its_session_in_any_script(session: str) -> None:
+    body = b'{"session_id": "%b", "prompt": "a"}' % session.encode()
+    assert await key_of(body) == session
+    header = {SESSION_HEADER: session}
+    assert (await keys_of("/v1/completions", (b'{"prompt": "a"}', header)))[0].text == session
+
+
+@pytest.mark.parametrize(
+    "name", ["x-request-id", SESSION_HEADER, "x-request-timeout-seconds", "x-other"]
+)
+async def test_headers_that_serve_reads_are_utf8(name: str) -> None:
+    received: dict[bytes, bytes] = {}
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:  # Any: ASGI
+        received.update(scope["headers"])
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    await messages_of(app, "GET", "/v1/models", {name: b"\xff"})
+    text = received[name.encode()].partition(b"\n")[0]
+    assert text == (b"\xff" if name == "x-other" else b"\xc3\xbf")
 
 
 async def test_a_key_has_the_owner_of_the_credential() -> None:
