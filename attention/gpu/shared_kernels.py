@@ -13,7 +13,7 @@ from attention.gpu.layer_kernels import LayerCache, LayerKernels, LayerSet
 from attention.kernels.multiprocessors import num_multiprocessors
 from attention.kernels.new_tokens import NewTokens
 from attention.kernels.triton.decodes.paged_decode import PagedDecode
-from attention.kernels.triton.decodes.write_rotated import write_rotated
+from attention.kernels.triton.decodes.write_new_tokens import write_new_tokens
 from attention.kernels.triton.options import AttentionOptions
 from attention.kernels.triton.prompts.paged_attention import paged_attention
 from attention.kernels.triton.prompts.ragged_attention import ragged_attention
@@ -147,7 +147,7 @@ class SharedKernels(LayerKernels):
             self._plan_decode(sub_batch)
         assert self._planned is not None
         if new is not None and len(query) > _MOST_ROWS_IN_ONE_LAUNCH:
-            write_rotated(query, new, cache.keys, cache.values)
+            write_new_tokens(query, new, cache.keys, cache.values)
             new = None
         options = self._options_of(cache)
         decode = self._decode

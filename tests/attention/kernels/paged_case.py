@@ -13,7 +13,7 @@ import torch
 
 from attention.kernels.new_tokens import NewTokens, Rotary
 from attention.kernels.triton.decodes.paged_decode import paged_decode
-from attention.kernels.triton.decodes.write_rotated import write_rotated
+from attention.kernels.triton.decodes.write_new_tokens import write_new_tokens
 from attention.kernels.triton.options import AttentionOptions
 from attention.kernels.triton.prompts.paged_attention import paged_attention
 from attention.kernels.triton.prompts.ragged_attention import ragged_attention
@@ -293,7 +293,7 @@ class PagedCase:
         queries = _rotated(query[: len(positions)].double(), turns).to(query)
         if by_two_kernels:
             layer = self.cache[:, 1]
-            write_rotated(query[: len(positions)], new, layer[:, 0], layer[:, 1])
+            write_new_tokens(query[: len(positions)], new, layer[:, 0], layer[:, 1])
             sinks = self._decode(feature, query, out, lse, num_splits, None)
         else:
             sinks = self._decode(feature, query, out, lse, num_splits, new)

@@ -12,7 +12,7 @@ from attention.kernels.expert_weights import ExpertWeights
 from attention.kernels.new_tokens import NewTokens, Rotary
 from attention.kernels.quantized_rows import QuantizedRows
 from attention.kernels.triton.decodes.paged_decode import paged_decode
-from attention.kernels.triton.decodes.write_rotated import write_rotated
+from attention.kernels.triton.decodes.write_new_tokens import write_new_tokens
 from attention.kernels.triton.experts import choose_experts, expert_sums, mxfp4_row_bytes
 from attention.kernels.triton.fp8_rows import quantize_blocks, quantize_rows
 from attention.kernels.triton.gate import quantized_gated
@@ -248,7 +248,7 @@ def attention(
         key, places = tensor(batch, num_kv_heads, head_size), tensor(batch, dtype=torch.int64)
         table = tensor(4096, head_size, dtype=torch.float32)
         new = NewTokens(key, key, places, Rotary(places, table))
-        write_rotated(query, new, cache[:, 0], cache[:, 1])
+        write_new_tokens(query, new, cache[:, 0], cache[:, 1])
     tuning = default_decode_tuning(
         num_queries_per_kv=num_heads // num_kv_heads, head_size=head_size, dtype=BF16
     )

@@ -23,7 +23,7 @@ BEFORE = {
 """What a kernel may call before it waits: nothing that reads or writes but the read of weights."""
 UPLOADED = {
     "attend_item": {"item", "item_words", "row_words", "positions", "slots"},
-    "_write_rotated": {"positions", "slots", "token", "entries", "half"},
+    "_write_new_tokens": {"positions", "slots", "token", "entries", "half"},
 }
 """Pointers (and sizes) by which kernels read what was uploaded before the step, by name."""
 PLACES = {"first_row", "is_vector", "only", "rows"}

@@ -20,14 +20,14 @@ from attention.kernels.triton.tuning import next_power_of_two
 if TYPE_CHECKING:
     from attention.kernels.new_tokens import NewTokens
 
-__all__ = ["write_rotated"]
+__all__ = ["write_new_tokens"]
 
 _MOST_HEADS = 32
 """Query heads of a program, if those of one KV head are not more."""
 
 
 @triton.jit
-def _write_rotated(
+def _write_new_tokens(
     query: tl.tensor,
     key: tl.tensor,
     value: tl.tensor,
@@ -50,11 +50,11 @@ def _write_rotated(
 ) -> None:
     """Rotate queries of one token in place, and write rotated keys and values of it.
 
-    Those of `kv_head_tile` KV heads. Launched by `write_rotated`; grid `(num_tokens, tiles of KV
-    heads)`. Pointers: query `[num_tokens, num_heads,
-    head_size]`; key, value `[num_tokens, num_kv_heads, head_size]`; keys, values `[num_blocks,
-    block_size, num_kv_heads, head_size]`; slots, positions `[num_tokens]` int64; table
-    `[num_positions, head_size]` float32, cosines, then sines.
+    Those of `kv_head_tile` KV heads. Launched by `write_new_tokens`; grid `(num_tokens, tiles of KV
+    heads)`. Pointers: query `[num_tokens, num_heads, head_size]`; key, value `[num_tokens,
+    num_kv_heads, head_size]`; keys, values `[num_blocks, block_size, num_kv_heads, head_size]`;
+    slots, positions `[num_tokens]` int64; table `[num_positions, head_size]` float32, cosines, then
+    sines.
     """
     token = tl.program_id(0).to(tl.int64)
     half: tl.constexpr = head_size // 2
@@ -63,7 +63,7 @@ def _write_rotated(
     cos = tl.load(entries)[None, :]
     sin = tl.load(entries + half)[None, :]
     slot = tl.load(slots + token)
-    # Everything above was uploaded before the step, so it may be read before the wait.
+    # No kernel of the step writes any of this, so it may be read before the wait.
     wait_for_inputs(is_dependent)
 
     first_kv_head = tl.program_id(1) * kv_head_tile
@@ -96,10 +96,10 @@ def _write_rotated(
     tl.store(values + offsets + half, second_value, mask=is_written)
 
 
-_WRITE_ROTATED = KernelLauncher(_write_rotated)
+_WRITE_NEW_TOKENS = KernelLauncher(_write_new_tokens)
 
 
-def write_rotated(
+def write_new_tokens(
     query: torch.Tensor, new: NewTokens, keys: torch.Tensor, values: torch.Tensor
 ) -> None:
     """Rotate the queries in place, and write rotated keys and the values to their slots.
@@ -121,7 +121,7 @@ def write_rotated(
     kv_head_tile = 1
     while kv_head_tile < num_kv_heads and 2 * kv_head_tile * num_queries_per_kv <= _MOST_HEADS:
         kv_head_tile *= 2
-    _WRITE_ROTATED.launch(
+    _WRITE_NEW_TOKENS.launch(
         (num_tokens, triton.cdiv(num_kv_heads, kv_head_tile), 1),
         (
             query,
