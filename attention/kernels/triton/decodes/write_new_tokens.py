@@ -63,7 +63,7 @@ def _write_new_tokens(
     cos = tl.load(entries)[None, :]
     sin = tl.load(entries + half)[None, :]
     slot = tl.load(slots + token)
-    # No kernel of the step writes any of this, so it may be read before the wait.
+    # No kernel of a layer writes any of this, so it may be read before the wait.
     wait_for_inputs(is_dependent)
 
     first_kv_head = tl.program_id(1) * kv_head_tile
