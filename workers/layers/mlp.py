@@ -6,9 +6,11 @@ The gated one is from N. Shazeer, "GLU Variants Improve Transformer", 2020.
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from attention.kernels.quantized_rows import QuantizedRows
+from pagedray.model_config import Activation
 from workers.layers.activation import activation_function
 from workers.layers.fused_kernels import gate_kernel, quantized_gate_kernel
 from workers.layers.linear import ColumnParallelLinear, RowParallelLinear, columns_of
@@ -19,12 +21,21 @@ if TYPE_CHECKING:
 
     from attention.kernels.split_rows import SplitRows
     from attention.kernels.unnormed_row import UnnormedRow
-    from pagedray.model_config import Activation
     from pagedray.weight_format import Quantization
     from workers.layers.weight import Layer
     from workers.parallel.group import ParallelGroup
 
-__all__ = ["MLP", "GatedMLP", "PlainMLP"]
+__all__ = ["MLP", "GatedMLP", "MLPParams", "PlainMLP"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MLPParams:
+    """The activation and the sizes of an MLP before it is sharded over the ranks."""
+
+    hidden_size: int
+    intermediate_size: int
+    activation: Activation
+    has_bias: bool
 
 
 class MLP(CompositeLayer):
@@ -39,35 +50,32 @@ class MLP(CompositeLayer):
         self,
         inner_names: tuple[str, ...],
         output_name: str,
+        params: MLPParams,
         *,
-        hidden_size: int,
-        intermediate_size: int,
-        activation: Activation,
-        has_bias: bool,
         reduces: bool,
         group: ParallelGroup,
         quantization: Quantization | None = None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        part = part_of(intermediate_size, group)
+        inner = (params.intermediate_size, part_of(params.intermediate_size, group))
         self._inner = ColumnParallelLinear(
-            hidden_size,
-            columns_of(inner_names, [(intermediate_size, part)] * self._num_inner),
-            has_bias=has_bias,
+            params.hidden_size,
+            columns_of(inner_names, [inner] * self._num_inner),
+            has_bias=params.has_bias,
             quantization=quantization,
             dtype=dtype,
             device=device,
         )
-        self._activation = activation
-        self._function = activation_function(activation)
-        self._gate = gate_kernel(activation, device)
-        self._quantized_gate = quantized_gate_kernel(activation, device)
+        self._activation = params.activation
+        self._function = activation_function(params.activation)
+        self._gate = gate_kernel(params.activation, device)
+        self._quantized_gate = quantized_gate_kernel(params.activation, device)
         self._down = RowParallelLinear(
             output_name,
-            intermediate_size,
-            hidden_size,
-            has_bias=has_bias,
+            params.intermediate_size,
+            params.hidden_size,
+            has_bias=params.has_bias,
             reduces=reduces,
             group=group,
             quantization=quantization,

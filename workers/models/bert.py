@@ -12,7 +12,7 @@ import torch
 from attention.abstract import AttentionParams, AttentionSpec, AttentionType
 from pagedray.rank_progress import Phase
 from workers.layers.embedding import VocabEmbedding
-from workers.layers.mlp import PlainMLP
+from workers.layers.mlp import MLPParams, PlainMLP
 from workers.layers.norm import LayerNorm
 from workers.layers.position_embedding import PositionEmbedding
 from workers.layers.weight import CompositeLayer, Layer, WeightShard
@@ -167,13 +167,16 @@ class _BertLayer(CompositeLayer):
             names, params, index, group, backend=backend, dtype=dtype, device=device
         )
         self._attention_norm = _norm(f"{name}.attention.output.LayerNorm", config, dtype, device)
-        self._mlp = PlainMLP(
-            (f"{name}.intermediate.dense",),
-            f"{name}.output.dense",
+        mlp_params = MLPParams(
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
             activation=config.activation,
             has_bias=True,
+        )
+        self._mlp = PlainMLP(
+            (f"{name}.intermediate.dense",),
+            f"{name}.output.dense",
+            mlp_params,
             reduces=True,
             group=group,
             dtype=dtype,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from workers.layers.experts import ExpertLayer
-from workers.layers.mlp import MLP, GatedMLP, PlainMLP
+from workers.layers.mlp import MLP, GatedMLP, MLPParams, PlainMLP
 
 if TYPE_CHECKING:
     import torch
@@ -35,13 +35,16 @@ def make_mlp(
 
     def mlp(inputs: tuple[str, ...], output: str, size: int, *, reduces: bool) -> MLP:
         kind = GatedMLP if config.is_mlp_gated else PlainMLP
-        return kind(
-            tuple(f"{prefix}.{name}" for name in inputs),
-            f"{prefix}.{output}",
+        params = MLPParams(
             hidden_size=config.hidden_size,
             intermediate_size=size,
             activation=config.activation,
             has_bias=config.has_mlp_bias,
+        )
+        return kind(
+            tuple(f"{prefix}.{name}" for name in inputs),
+            f"{prefix}.{output}",
+            params,
             reduces=reduces,
             group=group,
             quantization=config.quantization,

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from workers.layers.activation import activation_function
-from workers.layers.mlp import MLP, GatedMLP, PlainMLP
+from workers.layers.mlp import MLP, GatedMLP, MLPParams, PlainMLP
 from workers.parallel.group import SoloGroup
 
 if TYPE_CHECKING:
@@ -25,10 +25,7 @@ def _filled(
     mlp = kind(
         names,
         "down",
-        hidden_size=12,
-        intermediate_size=20,
-        activation=activation,
-        has_bias=False,
+        MLPParams(hidden_size=12, intermediate_size=20, activation=activation, has_bias=False),
         reduces=True,
         group=SoloGroup(),
         dtype=torch.float32,

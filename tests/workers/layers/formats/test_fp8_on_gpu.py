@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from attention.kernels.quantized_rows import QuantizedRows
 from pagedray.weight_format import FormatRule, Fp8Format, Quantization
-from workers.layers.mlp import GatedMLP
+from workers.layers.mlp import GatedMLP, MLPParams
 from workers.layers.norm import RMSNorm
 from workers.parallel.group import SoloGroup
 
@@ -28,13 +28,13 @@ def test_an_mlp_takes_what_its_norm_has_quantized(num_rows: int) -> None:
     device, dtype = torch.device("cuda"), torch.bfloat16
     rules = (FormatRule(re.compile(""), Fp8Format(is_made_at_load=True)),)
     norm = RMSNorm("norm", HIDDEN, 1e-6, dtype=dtype, device=device)
+    params = MLPParams(
+        hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, activation="silu", has_bias=False
+    )
     mlp = GatedMLP(
         ("gate", "up"),
         "down",
-        hidden_size=HIDDEN,
-        intermediate_size=INTERMEDIATE,
-        activation="silu",
-        has_bias=False,
+        params,
         reduces=False,
         group=SoloGroup(),
         quantization=Quantization(method="fp8", rules=rules),

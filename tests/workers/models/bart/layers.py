@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from attention.abstract import AttentionParams, AttentionType
 from tests.workers.models.bart.cross_attention import CrossAttention
-from workers.layers.mlp import PlainMLP
+from workers.layers.mlp import MLPParams, PlainMLP
 from workers.layers.norm import LayerNorm
 from workers.layers.weight import CompositeLayer
 from workers.models.encoder_attention import EncoderSelfAttention, ProjectionNames
@@ -144,13 +144,16 @@ def _self_attention(
 
 
 def _mlp(name: str, config: BartConfig, intermediate_size: int, placement: Placement) -> PlainMLP:
-    return PlainMLP(
-        (f"{name}.fc1",),
-        f"{name}.fc2",
+    params = MLPParams(
         hidden_size=config.hidden_size,
         intermediate_size=intermediate_size,
         activation="gelu",
         has_bias=True,
+    )
+    return PlainMLP(
+        (f"{name}.fc1",),
+        f"{name}.fc2",
+        params,
         reduces=True,
         group=placement.group,
         dtype=placement.dtype,
