@@ -22,13 +22,14 @@ from workers.models.step_attention import CachedAttention
 from workers.parallel.group import SoloGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from attention.abstract import AttentionBackend, AttentionMetadata
     from pagedray.model_config import ModelConfig
     from workers.layers.sharded_logits import ShardedLogits
     from workers.layers.weight import Layer
     from workers.models.attended import Attended
+    from workers.models.decoder_layer import DecoderLayer
     from workers.models.step_attention import SelectedAttention, StepAttention
     from workers.parallel.group import ParallelGroup
 
@@ -52,16 +53,7 @@ class Decoder(CompositeLayer):
         self.dtype: torch.dtype = dtype
         self.device = device
         self._progress = group.progress
-        self._embedding = VocabEmbedding(
-            names.embedding,
-            config.vocab_size,
-            config.hidden_size,
-            scale=config.embedding_scale,
-            # A table on every rank costs memory and saves an all-reduce a step.
-            group=group if config.has_tied_embeddings else SoloGroup(),
-            dtype=dtype,
-            device=device,
-        )
+        self._embedding = _make_embedding(config, group, dtype=dtype, device=device)
         self._embedding_norm = None
         if names.embedding_norm is not None:
             self._embedding_norm = make_norm(
@@ -75,12 +67,7 @@ class Decoder(CompositeLayer):
             layer_class(config, index, group, backend=backend, dtype=dtype, device=device)
             for index in range(config.num_layers)
         ]
-        halves = [layer.halved() for layer in self._layers]
-        self._halves = None
-        # Other formats would be dequantized for each half.
-        is_stored_as_read = config.quantization is None or config.quantization.is_fp8
-        if group.size > 1 and None not in halves and is_stored_as_read:
-            self._halves = HalvedLayers([half for half in halves if half is not None], group)
+        self._halves = _halved_layers(self._layers, config, group)
         self._norm = make_norm(
             names.final_norm,
             config,
@@ -94,18 +81,7 @@ class Decoder(CompositeLayer):
         if config.task == "score":
             self._score_head = ScoreHead(config, dtype=dtype, device=device)
         if not config.pools:
-            self._head = ParallelHead(
-                "lm_head",
-                config.vocab_size,
-                config.hidden_size,
-                soft_cap=config.logit_soft_cap,
-                scale=config.logit_scale,
-                group=group,
-                tied_to=self._embedding if config.has_tied_embeddings else None,
-                quantization=config.quantization,
-                dtype=dtype,
-                device=device,
-            )
+            self._head = _make_head(config, group, self._embedding, dtype=dtype, device=device)
 
     def prepare_steps(self, max_num_tokens: int) -> None:
         """Prepare steps of up to so many tokens. Call it before the group is joined."""
@@ -227,3 +203,53 @@ class Decoder(CompositeLayer):
             yield self._head
         if self._score_head is not None:
             yield self._score_head
+
+
+def _make_embedding(
+    config: ModelConfig, group: ParallelGroup, *, dtype: torch.dtype, device: torch.device
+) -> VocabEmbedding:
+    return VocabEmbedding(
+        config.names.embedding,
+        config.vocab_size,
+        config.hidden_size,
+        scale=config.embedding_scale,
+        # A table on every rank costs memory and saves an all-reduce a step.
+        group=group if config.has_tied_embeddings else SoloGroup(),
+        dtype=dtype,
+        device=device,
+    )
+
+
+def _halved_layers(
+    layers: Sequence[DecoderLayer], config: ModelConfig, group: ParallelGroup
+) -> HalvedLayers | None:
+    """Return what runs all layers on halves of a step; None if that would not be faster."""
+    if group.size == 1:
+        return None
+    # Other formats would be dequantized for each half.
+    if config.quantization is not None and not config.quantization.is_fp8:
+        return None
+    halves = [half for layer in layers if (half := layer.halved()) is not None]
+    return HalvedLayers(halves, group) if len(halves) == len(layers) else None
+
+
+def _make_head(
+    config: ModelConfig,
+    group: ParallelGroup,
+    embedding: VocabEmbedding,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> ParallelHead:
+    return ParallelHead(
+        "lm_head",
+        config.vocab_size,
+        config.hidden_size,
+        soft_cap=config.logit_soft_cap,
+        scale=config.logit_scale,
+        group=group,
+        tied_to=embedding if config.has_tied_embeddings else None,
+        quantization=config.quantization,
+        dtype=dtype,
+        device=device,
+    )
