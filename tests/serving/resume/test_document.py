@@ -46,4 +46,4 @@ async def test_program_of_the_document_survives_cuts(
         printed, _ = await asyncio.wait_for(process.communicate(), 30)
     assert process.returncode == 0
     assert proxy.has_cut
-    assert printed.decode() == wanted.json()["choices"][0]["text"]
+    assert printed.decode() == wanted.json()["choices"][0]["text"] + "\n"
