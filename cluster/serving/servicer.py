@@ -9,15 +9,14 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from cluster.serving.admission import Admission
 from cluster.serving.auth.authenticator import Authenticator
 from cluster.serving.call_options import CallOptions
 from cluster.serving.calls.embedding_call import EmbeddingOutput
 from cluster.serving.calls.generation_call import GenerationCall, GenerationOutput, Usage
 from cluster.serving.calls.open_calls import OpenCall, OpenCalls
-from cluster.serving.inputs import MAX_CLIENT_ID_LENGTH, GenerationInput
+from cluster.serving.generation_calls import GenerationCalls
+from cluster.serving.inputs import MAX_CLIENT_ID_LENGTH
 from cluster.serving.intake.intake import Intake
 from cluster.serving.memory.memory_trimmer import MemoryTrimmer
 from cluster.serving.memory.output_buffer import OutputBuffers
@@ -35,25 +34,29 @@ from cluster.serving.tools.tool_calls import detect_format
 from cluster.serving.validation.embedding_validator import EmbeddingValidator
 from cluster.serving.validation.score_validator import ScoreValidator
 from cluster.serving.validation.validator import Validator
-from pagedray.errors import EngineError, ForbiddenError, OverloadedError
+from pagedray.errors import EngineError, OverloadedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cluster.serving.auth.tenant import Tenant
     from cluster.serving.engine_client import EngineClient
-    from cluster.serving.inputs import Arrival, EmbeddingInput, Frontend, ScoreInput, TokenizeInput
+    from cluster.serving.inputs import (
+        Arrival,
+        EmbeddingInput,
+        Frontend,
+        GenerationInput,
+        ScoreInput,
+        TokenizeInput,
+    )
     from cluster.serving.server_info import ServerInfo, ServerLoads
-    from cluster.serving.telemetry.call_watch import CallWatch
     from cluster.serving.telemetry.load_history import LoadHistory
     from cluster.serving.telemetry.tracing import Tracer
     from cluster.serving.text.tokenizer import Tokenizer
     from pagedray.config import EngineConfig
-    from pagedray.request import Request
 
 __all__ = ["EmbeddingOutput", "GenerationCall", "GenerationOutput", "Servicer", "Usage"]
 
-_CONTINUED = "The request continues in another call."
 _IDLE_POLL_S = 0.02
 
 
@@ -125,15 +128,31 @@ class Servicer:
             num_stream_bytes=lambda: self.resumables.num_bytes,
         )
         self._admission = Admission(client, config.model, self.authenticator, self.buffers)
-        self._pooling = PoolingCalls(
-            client,
-            embeddings=EmbeddingValidator(config, tokenizer, text_pool=self._text_pool),
-            scores=ScoreValidator(config, tokenizer, text_pool=self._text_pool),
+        self._generations = self._make_generation_calls()
+        self._pooling = self._make_pooling_calls()
+        self._started_s = time.monotonic()
+
+    def _make_generation_calls(self) -> GenerationCalls:
+        return GenerationCalls(
+            self.client,
+            tokenizer=self.tokenizer,
+            validator=self.validator,
+            admission=self._admission,
+            calls=self._calls,
+            observer=self.observer,
+            buffers=self.buffers,
+            resumables=self.resumables,
+        )
+
+    def _make_pooling_calls(self) -> PoolingCalls:
+        return PoolingCalls(
+            self.client,
+            embeddings=EmbeddingValidator(self.config, self.tokenizer, text_pool=self._text_pool),
+            scores=ScoreValidator(self.config, self.tokenizer, text_pool=self._text_pool),
             admission=self._admission,
             calls=self._calls,
             observer=self.observer,
         )
-        self._started_s = time.monotonic()
 
     @property
     def is_ready(self) -> bool:
@@ -223,22 +242,7 @@ class Servicer:
         `entered` is the call if a frontend has counted it already. Raises RequestError or
         EngineError; then nothing was submitted.
         """
-        with self.observer.watched(given.arrival) as watch:
-            self._admission.check_task("generate")
-            tenant = self._admission.admit(given)
-            if given.is_resumable:
-                self.resumables.check_allowed(tenant.name)
-                self.resumables.check_room(tenant.name)
-            if given.priority < 0 and not tenant.is_admin:
-                raise ForbiddenError("A priority below 0 requires the API key of an admin.")
-            call = entered or self._calls.enter_call(tenant, is_admitted=given.is_continued)
-            try:
-                call.begin()
-                requests = await self.validator.validate(given)
-                return self._open(given, requests, call, watch)
-            except BaseException:
-                call.close()
-                raise
+        return await self._generations.start_generation(given, entered)
 
     async def embed(
         self, given: EmbeddingInput, entered: OpenCall | None = None
@@ -318,64 +322,3 @@ class Servicer:
 
     def _uptime_s(self) -> float:
         return time.monotonic() - self._started_s
-
-    def _id_of(self, given: GenerationInput, requests: tuple[Request, ...], call: OpenCall) -> str:
-        """Return the id of a new call; a call that it continues here ends.
-
-        Raises EngineError if it continues in a call that arrived later.
-        """
-        continuation = given.continuation
-        if continuation is None:
-            return requests[0].id if given.client_id is None else given.client_id
-        call_id = continuation.call_id if given.client_id is None else given.client_id
-        earlier = self._calls.find_call(given.tenant, call_id)
-        if earlier is not None and earlier.task is not None:
-            # Serve's proxy may send a call again to a replica that was paused the first time, and
-            # reads the response to the last sending. Long texts may be validated in another order.
-            is_same = earlier.proxied_id == continuation.call_id
-            if is_same and call.started_s < earlier.started_s:
-                raise EngineError(_CONTINUED)
-            if is_same or continuation.cause is not None:
-                earlier.task.fail(EngineError(_CONTINUED))
-                earlier.release()
-        return call_id
-
-    def _open(
-        self,
-        given: GenerationInput,
-        requests: tuple[Request, ...],
-        call: OpenCall,
-        watch: CallWatch,
-    ) -> GenerationCall:
-        num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
-        num_new_tokens = sum(
-            request.sampling.n * request.sampling.max_tokens for request in requests
-        )
-        watch.note_validated(num_prompt_tokens, requests)
-        # Tokenizing took time, in which a drain may have begun.
-        self._admission.check_phase()
-        if given.client_id is not None:
-            self.resumables.check_id(given.tenant, given.client_id)
-        call.set_id(self._id_of(given, requests, call))
-        if given.continuation is not None:
-            call.proxied_id = given.continuation.call_id
-        call.reserve_tokens(
-            num_prompt_tokens=num_prompt_tokens, num_tokens=num_prompt_tokens + num_new_tokens
-        )
-        if given.continuation is not None and given.continuation.cause is not None:
-            self.metrics.count_continuation(given.continuation.cause)
-        weight = call.tenant.weight
-        generation = GenerationCall(
-            given,
-            tuple(msgspec.structs.replace(request, weight=weight) for request in requests),
-            call=call,
-            watch=watch,
-            client=self.client,
-            token_bytes=self.tokenizer.token_bytes,
-            buffer=self.buffers.open_buffer(call.tenant.name),
-        )
-        call.task = generation
-        continuation = given.continuation
-        if call.was_aborted(0.0 if continuation is None else continuation.age_s):
-            generation.abort()
-        return generation
