@@ -75,19 +75,23 @@ def main() -> None:
         if not os.fork():
             control.close()
             try:
-                if what == MAKE_MASKS:
-                    masks, grammars = connections
-                    serve_masks(
-                        masks, grammars, library, memory_bytes=start.limits.mask_memory_bytes
-                    )
-                else:
-                    (connection,) = connections
-                    _supervise(connection, library, start.limits)
+                _run_fork(what, connections, library, start.limits)
             finally:
                 # Without the clean-up of the parent's objects.
                 os._exit(0)
         for one in connections:
             one.close()
+
+
+def _run_fork(
+    what: bytes, connections: list[socket.socket], library: XGrammarLibrary, limits: CompileLimits
+) -> None:
+    if what == MAKE_MASKS:
+        masks, grammars = connections
+        serve_masks(masks, grammars, library, memory_bytes=limits.mask_memory_bytes)
+    else:
+        (connection,) = connections
+        _supervise(connection, library, limits)
 
 
 def _supervise(connection: socket.socket, library: XGrammarLibrary, limits: CompileLimits) -> None:
