@@ -259,7 +259,7 @@ class AsyncLLM:
     async def _likeliest(
         self, client: EngineClient, requests: Sequence[Request]
     ) -> list[TokenLogprobs]:
-        """Return the likeliest tokens after each request."""
+        """Return the most likely tokens after each request."""
         collectors = {one.id: Collector(one, self._tokenizer) for one in requests}
         async with await _opened(client, requests) as stream:
             async for events in stream:

@@ -238,7 +238,7 @@ class Collector:
         return self.request.prompt_token_ids[part.first_position : part.end]
 
     def _described(self, found: TokenLogprobs | PromptToken, token_id: int) -> dict[int, Logprob]:
-        """Return the log-probabilities at one position, by token; the likeliest come first."""
+        """Return the log-probabilities at one position, by token; the most likely come first."""
         pairs = zip(found.token_ids, found.logprobs, strict=True)
         is_ranked = isinstance(found, PromptToken) or not self.request.sampling.logprob_token_ids
         described = {

@@ -126,7 +126,7 @@ class BeamSearches:
         ]
 
     def take_step(self, found: Iterable[TokenLogprobs]) -> None:
-        """Take the likeliest tokens of each of `step_requests`."""
+        """Take the most likely tokens of each of `step_requests`."""
         likeliest = iter(found)
         for search in self._searches:
             if search.running:
@@ -146,7 +146,7 @@ class BeamSearches:
 
 
 def first_logprobs(generation: Generation) -> TokenLogprobs:
-    """Return the likeliest tokens at the first position of a result without sampling.
+    """Return the most likely tokens at the first position of a result without sampling.
 
     Raises EngineError if the engine ended it without a token.
     """

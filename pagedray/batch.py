@@ -210,7 +210,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
     chosen: float
     token_ids: list[int]
-    """The likeliest tokens, in descending order."""
+    """The most likely tokens, in descending order."""
     logprobs: list[float]
 
 
@@ -219,9 +219,9 @@ class PromptToken(NamedTuple):
 
     chosen: float
     rank: int
-    """1 for the likeliest token."""
+    """1 for the most likely token."""
     token_ids: list[int]
-    """The likeliest tokens, in descending order."""
+    """The most likely tokens, in descending order."""
     logprobs: list[float]
 
 
@@ -236,9 +236,9 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
     chosen: bytes
     """float32 in native byte order, `[num_tokens]`: of the prompt's own tokens."""
     ranks: bytes
-    """int32, `[num_tokens]`: 1 for the likeliest token."""
+    """int32, `[num_tokens]`: 1 for the most likely token."""
     token_ids: bytes
-    """int32, `[num_tokens, num_likeliest]`: the likeliest tokens, in descending order."""
+    """int32, `[num_tokens, num_likeliest]`: the most likely tokens, in descending order."""
     logprobs: bytes
     """float32, `[num_tokens, num_likeliest]`."""
 

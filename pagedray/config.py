@@ -150,7 +150,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int | None = None
     """Token budget of a step; None is 2048, or 8192 on GPUs of 70 GiB or more."""
     max_model_len: int | None = None
-    """Maximum length of prompt and continuation; None is the model's."""
+    """Maximum length of prompt and completion; None is the model's."""
     max_queued_requests: int = 1024
     """Maximum number of waiting requests."""
     max_queued_tokens: int = 2**20
@@ -275,7 +275,7 @@ class EngineConfig:
 
     @property
     def max_model_len(self) -> int:
-        """The maximum length of prompt and continuation."""
+        """The maximum length of prompt and completion."""
         return self.scheduler.max_model_len or self.model.max_positions
 
     @property

@@ -237,7 +237,7 @@ class UnknownStreamError(RequestError):
     def __init__(self) -> None:
         super().__init__(
             "The stream cannot be resumed from this position: no resumable request of this tenant "
-            "has this id, its grace time is over, or it has not sent as many messages."
+            "has this id, its grace period is over, or it has not sent as many messages."
         )
 
 

@@ -7,18 +7,18 @@ from enum import Enum, auto
 import msgspec
 
 __all__ = [
-    "BLANKS",
-    "MAX_BLANKS",
+    "MAX_WHITESPACE",
+    "WHITESPACE",
     "AnswerHeader",
     "Reasoning",
     "ReasoningPlace",
     "ReasoningTracker",
 ]
 
-BLANKS = " \t\r\n"
-MAX_BLANKS = 16
-"""Blanks that may precede the mark at which reasoning begins."""
-_BLANK_BYTES = BLANKS.encode()
+WHITESPACE = " \t\r\n"
+MAX_WHITESPACE = 16
+"""Maximum number of whitespace characters before the mark at which reasoning begins."""
+_WHITESPACE_BYTES = WHITESPACE.encode()
 
 
 class AnswerHeader(msgspec.Struct, frozen=True, array_like=True):
@@ -57,7 +57,7 @@ class ReasoningPlace(Enum):
     """How far the tokens of a sequence have got."""
 
     START = auto()
-    """Nothing but blanks and a part of `begin`: it may begin or not."""
+    """Only whitespace and a part of `begin` so far: reasoning may begin or not."""
     INSIDE = auto()
     AFTER = auto()
     """It has ended."""
@@ -101,15 +101,15 @@ class ReasoningTracker:
         self._set_rest()
 
     def _begin_or_not(self) -> None:
-        begun = self._tail.lstrip(_BLANK_BYTES)
+        begun = self._tail.lstrip(_WHITESPACE_BYTES)
         if begun.startswith(self._begin):
             self.place, self._tail = ReasoningPlace.INSIDE, begun[len(self._begin) :]
-        elif not self._begin.startswith(begun) or len(self._tail) - len(begun) > MAX_BLANKS:
+        elif not self._begin.startswith(begun) or len(self._tail) - len(begun) > MAX_WHITESPACE:
             self.place, self._tail = ReasoningPlace.ABSENT, b""
 
     def _set_rest(self) -> None:
         if self.place is ReasoningPlace.START:
-            self.rest = self._begin[len(self._tail.lstrip(_BLANK_BYTES)) :]
+            self.rest = self._begin[len(self._tail.lstrip(_WHITESPACE_BYTES)) :]
         elif self.place is ReasoningPlace.INSIDE:
             place = self._tail.find(self._end[:1])
             while place >= 0 and not self._end.startswith(self._tail[place:]):

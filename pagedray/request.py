@@ -193,7 +193,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is always sampled."""
+        """Whether the most likely token is always sampled."""
         return self.temperature == 0.0 or self.top_p == 0.0
 
     @property

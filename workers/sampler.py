@@ -134,7 +134,7 @@ class Sampler:
 
     @torch.no_grad()
     def take_likeliest(self, logits: ShardedLogits) -> Sampled:
-        """Return the likeliest token of every row; ranks exchange no logits but their largest."""
+        """Return the most likely token of every row; ranks exchange no logits but their largest."""
         leaders = self._choice.leaders(logits.part, logits.first_id)
         return Sampled(self._choice.tokens_of(logits.gather(leaders)))
 

@@ -1,11 +1,11 @@
 """How a token is chosen from a row of scores: the definition that every implementation follows.
 
 Scores are the logits after bias, masks and penalties. The tokens of a row are *ordered* by score,
-ties by the lower token id; so the likeliest token, the k likeliest and the likeliest that reach a
-probability are always well defined, however many scores are equal.
+and tokens with equal scores by token id, the lower one first. The most likely token, the k most
+likely ones, and those that reach a probability are therefore always well defined.
 
 1. Greedy takes the first token. Otherwise a token's weight is exp((score - highest) / temperature).
-2. min_p (Nguyen et al., 2024) keeps tokens of a weight of `min_p` and more; the likeliest token
+2. min_p (Nguyen et al., 2024) keeps tokens of a weight of `min_p` and more; the most likely token
    has weight 1.
 3. top_k keeps the first k tokens.
 4. top_p (nucleus sampling; Holtzman et al., 2020) keeps the first tokens, up to the one at which
@@ -67,7 +67,7 @@ class Choice(ABC):
 
     @abstractmethod
     def greedy(self, scores: Tensor, indices: IntArray) -> Tensor:
-        """Return the likeliest tokens."""
+        """Return the most likely tokens."""
 
     def leaders(self, scores: Tensor, first_id: int) -> Tensor:
         """Return the leader of every row, int64 `[num_scores]`.
@@ -87,7 +87,7 @@ class Choice(ABC):
         return ((keys << 32) | (_LAST - first_id - ids)).squeeze(1)
 
     def tokens_of(self, leaders: Tensor) -> Tensor:
-        """Return the likeliest tokens from the leaders of all parts, int64 `[num_rows, parts]`."""
+        """Return the most likely tokens from leaders of all parts, int64 `[num_rows, parts]`."""
         leader = leaders.amax(dim=1)
         key = leader >> 32
         is_sound = (key > _NO_SCORE) & (key < _INFINITE_SCORE)
@@ -103,4 +103,4 @@ class Choice(ABC):
 
     @abstractmethod
     def top_tokens(self, scores: Tensor, num_tokens: int) -> Tensor:
-        """Return the likeliest tokens of every row, in order, int64 `[num_scores, num_tokens]`."""
+        """Return the most likely tokens of each row, in order, int64 `[num_scores, num_tokens]`."""

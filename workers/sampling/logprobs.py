@@ -30,7 +30,7 @@ class RawLogprobs:
         reported_ids: IntArray,
         choice: Choice,
     ) -> None:
-        """The likeliest tokens are reported where `reported_ids`, `[num_rows, any]`, has none."""
+        """The most likely tokens are reported where `reported_ids`, `[num_rows, any]`, has none."""
         logits = select_rows(logits, indices).float()
         self._num_reported = num_reported
         self._reported = choice.top_tokens(logits, int(num_reported.max()))

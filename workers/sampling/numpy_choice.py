@@ -36,7 +36,7 @@ class NumpyChoice(Choice):
     """Chooses from scores on the CPU."""
 
     def greedy(self, scores: Tensor, indices: IntArray) -> Tensor:
-        """Return the likeliest tokens."""
+        """Return the most likely tokens."""
         return _tokens([_greedy(row) for row in _rows(scores, indices)])
 
     def unfiltered(self, scores: Tensor, indices: IntArray, draws: Draws) -> Tensor:
@@ -77,7 +77,7 @@ class NumpyChoice(Choice):
             )
 
     def top_tokens(self, scores: Tensor, num_tokens: int) -> Tensor:
-        """Return the likeliest tokens of every row, in order, int64 `[num_scores, num_tokens]`."""
+        """Return the most likely tokens of each row, in order, int64 `[num_scores, num_tokens]`."""
         ids = np.empty((len(scores), num_tokens), dtype=np.int64)
         if num_tokens > 0:
             for row_ids, row in zip(ids, _rows(scores, np.arange(len(scores))), strict=True):

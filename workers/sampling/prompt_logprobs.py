@@ -87,7 +87,7 @@ def describe_prompts(
 def _describe(
     logits: Tensor, token_ids: Tensor, num_likeliest: int, choice: Choice
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the log-probabilities and ranks of tokens, and the likeliest tokens and theirs."""
+    """Return the log-probabilities and ranks of tokens, and the most likely tokens and theirs."""
     logits = logits.float()
     own = logits.gather(1, token_ids.unsqueeze(1))
     ranks = (logits > own).sum(dim=1, dtype=torch.int32) + 1

@@ -22,7 +22,7 @@ _NO_POSITION = np.iinfo(np.int64).max
 
 
 class Need(IntFlag):
-    """What a row needs beyond its likeliest token."""
+    """What a row needs beyond its most likely token."""
 
     RANDOM = 1
     FILTER = 2
@@ -51,7 +51,7 @@ class SamplingRows:
         """The position from which each row samples under masks."""
         self._num_logprobs = np.zeros(max_num_rows, dtype=np.int64)
         self._reported_ids: dict[int, IntArray] = {}
-        """The tokens that rows report in place of the likeliest ones."""
+        """The tokens that rows report in place of the most likely ones."""
 
     def start(self, start: SequenceStart) -> None:
         """Replace all that is known of the row."""
@@ -94,9 +94,9 @@ class SamplingRows:
         return np.minimum(self._num_logprobs[rows], self._vocab_size)
 
     def reported_ids(self, rows: IntArray) -> IntArray:
-        """Return the tokens that these rows report in place of the likeliest ones.
+        """Return the tokens that these rows report in place of the most likely ones.
 
-        `[num_rows, most tokens of a row]`; -1 where a row reports its likeliest tokens, or less.
+        `[num_rows, most tokens of a row]`; -1 where a row reports its most likely tokens, or less.
         """
         if not self._reported_ids:
             return np.empty((len(rows), 0), dtype=np.int64)

@@ -20,7 +20,7 @@ class TorchChoice(Choice):
     """Chooses from scores on any device."""
 
     def greedy(self, scores: Tensor, indices: IntArray) -> Tensor:
-        """Return the likeliest tokens."""
+        """Return the most likely tokens."""
         scores = select_rows(scores, indices)
         token_ids = scores.argmax(dim=-1, keepdim=True)
         # argmax finds a NaN before any number.
@@ -76,7 +76,7 @@ class TorchChoice(Choice):
         return token_ids.masked_fill_(~highest.isfinite(), -1).squeeze(1)
 
     def top_tokens(self, scores: Tensor, num_tokens: int) -> Tensor:
-        """Return the likeliest tokens of every row, in order, int64 `[num_scores, num_tokens]`."""
+        """Return the most likely tokens of each row, in order, int64 `[num_scores, num_tokens]`."""
         if num_tokens > MOST_SELECTED:
             order = scores.sort(dim=-1, descending=True, stable=True).indices
             return order[:, :num_tokens]

@@ -42,7 +42,7 @@ class TritonChoice(Choice):
         self._order = torch.empty(0, dtype=torch.int64, device=uploader.device)
 
     def greedy(self, scores: Tensor, indices: IntArray) -> Tensor:
-        """Return the likeliest tokens."""
+        """Return the most likely tokens."""
         if len(indices) == len(scores) and (indices == np.arange(len(indices))).all():
             return choose_greedy(scores, self._in_order(scores))
         return choose_greedy(scores, self._uploader.upload(indices))
@@ -54,7 +54,7 @@ class TritonChoice(Choice):
         return find_leaders(scores, self._in_order(scores), first_id)
 
     def tokens_of(self, leaders: Tensor) -> Tensor:
-        """Return the likeliest tokens from the leaders of all parts, int64 `[num_rows, parts]`."""
+        """Return the most likely tokens from leaders of all parts, int64 `[num_rows, parts]`."""
         return take_leaders(leaders)
 
     def unfiltered(self, scores: Tensor, indices: IntArray, draws: Draws) -> Tensor:
@@ -71,7 +71,7 @@ class TritonChoice(Choice):
         )
 
     def top_tokens(self, scores: Tensor, num_tokens: int) -> Tensor:
-        """Return the likeliest tokens of every row, in order, int64 `[num_scores, num_tokens]`."""
+        """Return the most likely tokens of each row, in order, int64 `[num_scores, num_tokens]`."""
         return self._sorting.top_tokens(scores, num_tokens)
 
     def _in_order(self, scores: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ async def text_of_length(
 async def _cut(tokenizer: TextTokenizer, text: str, token_ids: list[int], excess: int) -> str:
     """Return the text without as many tokens at its end."""
     tail = await tokenizer.decode(token_ids[-excess:])
-    # Tokenizers differ in the blanks and special tokens of what they decode.
+    # Tokenizers differ in the whitespace and special tokens of what they decode.
     return text[: max(1, len(text) - max(1, len(tail.strip())))].rstrip()
 
 

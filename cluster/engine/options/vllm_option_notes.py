@@ -229,7 +229,7 @@ REJECTED: Mapping[str, str] = MappingProxyType(
                 f"{_GRAMMAR}, and reasoning_format is an option of its own": (
                     "structured_outputs_config"
                 ),
-                "there are at most one line feed and 32 blanks between two JSON tokens": (
+                "there are at most one line feed and 32 spaces or tabs between two JSON tokens": (
                     "guided_decoding_disable_any_whitespace"
                 ),
                 "set additionalProperties in the schemas": (

@@ -62,7 +62,7 @@ class BeamSearch:
 
     @property
     def num_logprobs(self) -> int:
-        """Number of likeliest tokens that a step needs after each beam.
+        """Number of most likely tokens that a step needs after each beam.
 
         As many of them may end a beam as there are end-of-sequence tokens.
         """
@@ -79,7 +79,7 @@ class BeamSearch:
         return self._finished
 
     def advance(self, found: Sequence[TokenLogprobs]) -> None:
-        """Take the likeliest tokens after each running beam, and choose the next ones."""
+        """Take the most likely tokens after each running beam, and choose the next ones."""
         candidates = sorted(
             (-(beam.cumulative_logprob + logprob), number, index)
             for number, (beam, likeliest) in enumerate(zip(self._running, found, strict=True))

@@ -22,7 +22,7 @@ __all__ = ["beam_step", "check_beams_fit"]
 
 
 def beam_step(request: Request, beam: Beam, num_logprobs: int) -> Request:
-    """Return a request for one token after a beam of `request`, with the likeliest tokens there.
+    """Return a request for one token after a beam of `request`, with the most likely tokens there.
 
     The blocks of what precedes it are found in the prefix cache.
     """

@@ -31,7 +31,7 @@ _CLOSE = {"connection": "close"}
 def declared_length(headers: Headers) -> int | None:
     """Return the length of the body that a request declares, or None.
 
-    The parsers of other servers, such as Serve's, leave blanks around it.
+    The parsers of other servers, such as Serve's, leave whitespace around it.
     """
     given = headers.get("content-length", "").strip(" \t")
     # Python refuses to read very long integers.

@@ -203,7 +203,7 @@ class HttpConnection(HttpToolsProtocol):
             raise _InvalidRequestError
         # Trailers are ignored: they must not replace headers, such as Authorization.
         if not self._has_head:
-            # The parser keeps the blanks after a value, which are not part of it.
+            # The parser keeps the whitespace after a value, which is not part of it.
             super().on_header(name, value.rstrip(b" \t"))
 
     def on_headers_complete(self) -> None:

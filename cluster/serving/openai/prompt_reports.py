@@ -37,7 +37,7 @@ _LEAST_LOGPROB = -9999.0
 _TURN_TOKENS = 128
 """Tokens that are written in one turn."""
 _STEP_ENTRIES = 512
-"""Likeliest tokens that are written at once."""
+"""Most likely tokens that are written at once."""
 _TURN_BYTES = 2**16
 """About what a turn writes; more than that is long work."""
 _LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
@@ -50,7 +50,7 @@ class PromptReportForm:
     """What a response says about each token of its prompts."""
 
     num_listed: int | None
-    """How many of the likeliest tokens `prompt_logprobs` has; None leaves it out."""
+    """How many of the most likely tokens `prompt_logprobs` has; None leaves it out."""
     num_echoed: int | None
     """The same for the lists of an echoed prompt."""
     echoed_texts: Sequence[str]

@@ -43,11 +43,11 @@ class ResponseOptions:
     names_tokens_by_id: bool = False
     """Whether tokens in log-probabilities are written as `token_id:ID`."""
     num_prompt_logprobs: int | None = None
-    """Number of likeliest tokens for each token of a prompt; None disables them."""
+    """Number of most likely tokens for each token of a prompt; None disables them."""
     echoed_texts: tuple[str, ...] = ()
     """The texts of the prompts, with which those of choices begin; empty if they do not."""
     num_echoed_logprobs: int | None = None
-    """Number of likeliest tokens for each token of an echoed prompt, with whose log-probabilities
+    """Number of most likely tokens for each token of an echoed prompt, with whose log-probabilities
     those of choices begin; None if they do not."""
     skips_special_tokens: bool = True
     """Whether texts have no special tokens."""

@@ -160,7 +160,7 @@ class PagedRay(ServedReplica):
         beam_length_penalty: float | None = None,
         continuation: Continuation | None = None,
     ) -> AsyncGenerator[GenerationOutput]:
-        """Yield new tokens of a prompt's continuations: `handle.options(stream=True).generate`.
+        """Yield new tokens of a prompt's completions: `handle.options(stream=True).generate`.
 
         `key` is an API key, if the deployment requires one. With a `beam_length_penalty`, the `n`
         sequences are the best beams of a search of that width. AffinityRouter sets `continuation`.

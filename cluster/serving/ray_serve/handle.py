@@ -62,7 +62,7 @@ class ServeHandle:
         beam_length_penalty: float | None = None,
         continuation: Continuation | None = None,
     ) -> AsyncGenerator[GenerationOutput]:
-        """Yield new tokens of the continuations, many in an output."""
+        """Yield new tokens of the completions, many in an output."""
         servicer = self._servicer
         with servicer.metrics.counting_rejections("ray"):
             tenant = self._tenant(key)

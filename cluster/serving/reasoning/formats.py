@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from pagedray.errors import InvalidRequestError
-from pagedray.reasoning import BLANKS, AnswerHeader, Reasoning
+from pagedray.reasoning import WHITESPACE, AnswerHeader, Reasoning
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -155,7 +155,7 @@ def with_headers(
 
 def reasoning_after(reasoning: Reasoning, prompt_end: str) -> Reasoning | None:
     """Return the reasoning of a turn, given the end of its prompt; None if that has ended it."""
-    end = prompt_end.rstrip(BLANKS)
+    end = prompt_end.rstrip(WHITESPACE)
     if end.endswith(reasoning.end):
         return None
     if reasoning.has_channels and end.endswith(_HEADER_END) and not end.endswith(reasoning.begin):

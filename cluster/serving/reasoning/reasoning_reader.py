@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cluster.serving.text.marks import overlap
-from pagedray.reasoning import BLANKS, MAX_BLANKS, ReasoningPlace
+from pagedray.reasoning import MAX_WHITESPACE, WHITESPACE, ReasoningPlace
 
 if TYPE_CHECKING:
     from pagedray.reasoning import Reasoning
@@ -16,15 +16,15 @@ __all__ = ["ReasoningReader"]
 class ReasoningReader:
     """Splits the text of one turn into reasoning and what follows it.
 
-    Blanks around the reasoning belong to neither. Text is held back only while it may be a part of
-    a mark.
+    Whitespace around the reasoning belongs to neither. Text is held back only while it may be a
+    part of a mark.
     """
 
     def __init__(self, reasoning: Reasoning) -> None:
         self.place = ReasoningPlace.INSIDE if reasoning.is_open else ReasoningPlace.START
         self._begin, self._end = reasoning.begin, reasoning.end
         self._buffer = ""
-        self._held_blanks = ""
+        self._held_whitespace = ""
         self._may_begin = True
         """Whether all that was read may be a part of the mark at the beginning."""
         self._has_text = False
@@ -52,12 +52,12 @@ class ReasoningReader:
         return self.place is ReasoningPlace.INSIDE and not self._may_begin
 
     def _begin_or_not(self, *, is_last: bool) -> None:
-        begun = self._buffer.lstrip(BLANKS)
-        num_blanks = len(self._buffer) - len(begun)
-        if begun.startswith(self._begin) and num_blanks <= MAX_BLANKS:
+        begun = self._buffer.lstrip(WHITESPACE)
+        num_whitespace = len(self._buffer) - len(begun)
+        if begun.startswith(self._begin) and num_whitespace <= MAX_WHITESPACE:
             self.place, self._may_begin = ReasoningPlace.INSIDE, False
             self._buffer = begun[len(self._begin) :]
-        elif is_last or num_blanks > MAX_BLANKS or not self._begin.startswith(begun):
+        elif is_last or num_whitespace > MAX_WHITESPACE or not self._begin.startswith(begun):
             self._may_begin = False
             if self.place is ReasoningPlace.START:
                 self.place = ReasoningPlace.ABSENT
@@ -73,21 +73,21 @@ class ReasoningReader:
         return self._written(before)
 
     def _written(self, text: str) -> str:
-        """Return reasoning without the blanks around all of it."""
+        """Return reasoning without the whitespace around it."""
         if not self._has_text:
-            text = text.lstrip(BLANKS)
-        kept = text.rstrip(BLANKS)
+            text = text.lstrip(WHITESPACE)
+        kept = text.rstrip(WHITESPACE)
         if not kept:
-            self._held_blanks += text
+            self._held_whitespace += text
             return ""
         self._has_text = True
-        written = self._held_blanks + kept
-        self._held_blanks = text[len(kept) :]
+        written = self._held_whitespace + kept
+        self._held_whitespace = text[len(kept) :]
         return written
 
     def _behind(self) -> str:
         if self.place is ReasoningPlace.AFTER:
-            self._buffer = self._buffer.lstrip(BLANKS)
+            self._buffer = self._buffer.lstrip(WHITESPACE)
         elif self.place is not ReasoningPlace.ABSENT:
             return ""
         text, self._buffer = self._buffer, ""

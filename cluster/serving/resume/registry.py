@@ -171,7 +171,8 @@ class ResumableStreams:
                 "The body differs from the one of the stream that Last-Event-ID resumes."
             )
         if entry.stream.ends_at(number):
-            # Its grace time continues: a client that asks again and again must not keep the stream.
+            # Its grace period continues: a client that tries again and again must not keep the
+            # stream.
             return None
         entry.stop_timer()
         return entry.stream.attach_reader(number)

@@ -31,7 +31,7 @@ _MOST_TAKEN_BYTES = 2**16
 
 
 class ResumableStream:
-    """One stream; its owner closes it after the grace time. Used from the event loop only."""
+    """One stream; its owner closes it after the grace period. Used from the event loop only."""
 
     def __init__(
         self,

@@ -65,7 +65,7 @@ class GrpcService:
     async def generate(
         self, message: pb.GenerateRequest, call: RpcCall
     ) -> AsyncGenerator[pb.GenerateResponse | bytes]:
-        """Stream the continuations of a prompt; the messages of a resumable stream are encoded."""
+        """Stream the completions of a prompt; the messages of a resumable stream are encoded."""
         tenant = self._tenant(call)
         if message.HasField("resume_from"):
             async with aclosing(self._resumed(message, "Generate", call, tenant)) as messages:

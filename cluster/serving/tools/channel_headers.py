@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from pagedray.reasoning import BLANKS, MAX_BLANKS
+from pagedray.reasoning import MAX_WHITESPACE, WHITESPACE
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -41,7 +41,7 @@ ANSWER_HEADER = f"{START_MARK}assistant{CHANNEL_MARK}final{MESSAGE_MARK}"
 _FUNCTIONS = "functions."
 _HEADER_STARTS = (CHANNEL_MARK, START_MARK, MESSAGE_MARK)
 _FIRST_STARTS = (*_HEADER_STARTS, "to=")
-_MAX_BEGIN_LENGTH = MAX_BLANKS + 16
+_MAX_BEGIN_LENGTH = MAX_WHITESPACE + 16
 """Length of the text that shows whether a header begins."""
 _CHANNEL = re.compile(re.escape(CHANNEL_MARK) + r"\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
@@ -88,9 +88,9 @@ def read_header(text: str, tool_names: Collection[str]) -> Header:
 def begins_header(text: str, *, is_first: bool) -> bool | None:
     """Return whether the text where a message may begin is a header; None if it may become one."""
     starts = _FIRST_STARTS if is_first else _HEADER_STARTS
-    begun = text[:_MAX_BEGIN_LENGTH].lstrip(BLANKS)
-    num_blanks = min(len(text), _MAX_BEGIN_LENGTH) - len(begun)
-    if num_blanks > MAX_BLANKS or _NO_HEADER.match(begun):
+    begun = text[:_MAX_BEGIN_LENGTH].lstrip(WHITESPACE)
+    num_whitespace = min(len(text), _MAX_BEGIN_LENGTH) - len(begun)
+    if num_whitespace > MAX_WHITESPACE or _NO_HEADER.match(begun):
         return False
     if begun.startswith(starts) and begun != START_MARK:
         return True

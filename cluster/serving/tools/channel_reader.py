@@ -21,7 +21,7 @@ from cluster.serving.tools.channel_headers import (
 )
 from cluster.serving.tools.object_end import ObjectEnd
 from cluster.serving.tools.turn_reader import TurnReader
-from pagedray.reasoning import BLANKS
+from pagedray.reasoning import WHITESPACE
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -107,7 +107,7 @@ class ChannelReader(TurnReader):
         is_header = begins_header(self._buffer, is_first=is_first)
         if is_header is None and not is_end:
             return False
-        if is_header is None and self._buffer.lstrip(BLANKS) == START_MARK:
+        if is_header is None and self._buffer.lstrip(WHITESPACE) == START_MARK:
             is_header = True
         if is_header is None and not is_first:
             # Cut off after a message, or at the start of a header.
@@ -118,10 +118,10 @@ class ChannelReader(TurnReader):
             return True
         self._where, self._ends = "content", END_MARKS
         self._write_content(self._take_held_mark())
-        begun = self._buffer.lstrip(BLANKS)
+        begun = self._buffer.lstrip(WHITESPACE)
         if begun.startswith(START_MARK):
-            num_blanks = len(self._buffer) - len(begun)
-            self._write_content(self._take(num_blanks + len(START_MARK)))
+            num_whitespace = len(self._buffer) - len(begun)
+            self._write_content(self._take(num_whitespace + len(START_MARK)))
         return True
 
     def _step_header(self, *, is_end: bool) -> bool:

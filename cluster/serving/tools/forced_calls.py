@@ -71,7 +71,7 @@ def message_structure(
         text = json_text(bare_schema(tool.schema()), param, most_bytes=MAX_TEXT_BYTES)
         num_characters += len(text)
         check_length(num_characters, param)
-        # Names have no blanks, so none is the beginning of another one.
+        # Names have no whitespace, so none is the beginning of another one.
         opening = f"{tool.name} "
         messages.append(MessageForm(opening, "json_schema", text))
         headers.append((call_header(tool.name), opening))

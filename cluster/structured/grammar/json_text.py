@@ -61,7 +61,7 @@ _DIGIT = Characters(((0x30, 0x39),))
 _ESCAPED = ((0x00, 0x1F), (0x22, 0x22), (0x5C, 0x5C))
 PLAIN = complement(_ESCAPED)
 _MAX_INDENT = 32
-"""Blanks after a line feed. Without a limit, some models write them without end."""
+"""Maximum number of spaces and tabs after a line feed, as some models write them forever."""
 _SHORT_ESCAPES = '"\\\b\f\n\r\t'
 
 

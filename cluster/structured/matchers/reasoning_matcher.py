@@ -121,8 +121,8 @@ class ReasoningMatcher:
             masks[row] |= _bits(list(self._beginning()), masks.shape[1])
         elif place is ReasoningPlace.AFTER and not self._has_begun:
             counts = range(1, _MAX_LINE_FEEDS - self._num_line_feeds + 1)
-            blanks = [one for n in counts for one in self._index.equal_to(b"\n" * n)]
-            masks[row] |= _bits(blanks, masks.shape[1])
+            whitespace = [one for n in counts for one in self._index.equal_to(b"\n" * n)]
+            masks[row] |= _bits(whitespace, masks.shape[1])
 
     def _accept_after(self, token_id: int) -> bool:
         if self._headers:

@@ -67,7 +67,7 @@ class CompiledGrammar:
         return self._source.num_mask_bytes
 
     def matcher(self, request: Request) -> MatcherHandle:
-        """Return a matcher at the start of a continuation of the request."""
+        """Return a matcher at the start of a completion of the request."""
         return self._source.matcher(self, request)
 
     def masks(

@@ -83,7 +83,7 @@ class MaskClient:
         return grammar, num_bytes
 
     def matcher(self, grammar: CompiledGrammar, request: Request) -> MatcherHandle:
-        """Return a matcher at the start of a continuation of the request."""
+        """Return a matcher at the start of a completion of the request."""
         note_end = self._connection.ended_sequence_ids.append
         return MatcherHandle(grammar, next(self._ids), request, note_end)
 

@@ -27,7 +27,7 @@ LEAST_MARGIN = 2e-4
 """Log-probabilities of the same position in different batches differ by about 1e-5 in float32."""
 
 TokenScores = tuple[tuple[int, float], ...]
-"""The likeliest tokens of a position with their log-probabilities, the likeliest first."""
+"""The most likely tokens of a position with their log-probabilities, the most likely first."""
 
 
 def least_margin(

@@ -62,7 +62,7 @@ def test_asking_again_at_the_end_does_not_keep_a_stream(serving: Serving) -> Non
 def test_reader_keeps_a_stream_alive(serving: Serving) -> None:
     limits = ReaderLimits(resume_grace_s=0.2, resumes_anonymous=True)
     with serving(limits) as server, httpx.Client(base_url=server.url) as http:
-        # Longer than the grace time.
+        # Longer than the grace period.
         server.engine.step_s = 0.02
         given = body(max_tokens=40)
         with (

@@ -46,14 +46,14 @@ def main(rank: int, size: int, address: Path, folder: Path, *cases: str) -> None
 
 
 def _likeliest(group: ParallelGroup) -> dict[str, torch.Tensor]:
-    """Return the likeliest tokens of logits that are whole, and of those that are sharded."""
+    """Return the most likely tokens of logits that are whole, and of those that are sharded."""
     # 13 of them on each rank, and the last one is padding. Many logits are equal.
     vocab_size = 25
     whole = torch.randn(64, 26, generator=torch.Generator().manual_seed(0)).mul_(2).round_()
     whole[0, 20] = math.nan
     whole[1, 3] = math.inf
     whole[2] = -math.inf
-    # Padding is never the likeliest.
+    # Padding is never the most likely.
     whole[:, vocab_size] = 100.0
     sampler = Sampler(max_num_rows=64, vocab_size=vocab_size, device=CPU)
     part = whole[:, 13 * group.rank :][:, :13].contiguous()

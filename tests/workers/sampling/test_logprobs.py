@@ -59,7 +59,7 @@ def test_logprobs_of_given_tokens_are_those_of_the_raw_logits(
     assert likeliest.token_ids == expected[0].topk(4).indices.tolist()
     assert given.token_ids == list(dict.fromkeys(token_ids))
     assert given.logprobs == pytest.approx(expected[1, given.token_ids].tolist(), abs=1e-5)
-    # Another sequence in the row reports its likeliest tokens again.
+    # Another sequence in the row reports its most likely tokens again.
     sampler.start(make_start(SamplingParams(logprobs=2), row=1))
     (other,) = sampler.sample(logits[2:].clone(), [1], [3]).logprobs
     assert isinstance(other, TokenLogprobs)

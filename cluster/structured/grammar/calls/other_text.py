@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 __all__ = ["other_text"]
 
-_LAST_BLANK = 0x3000
-_BLANKS = tuple(filter(str.isspace, map(chr, range(_LAST_BLANK + 1))))
+_LAST_WHITESPACE = 0x3000
+_WHITESPACE = tuple(filter(str.isspace, map(chr, range(_LAST_WHITESPACE + 1))))
 """What readers skip, as Python's strip does."""
 
 
 def other_text(beginnings: Sequence[Texts], prefix: str) -> Grammar:
     """Return rules, named with a prefix, and text that has none of these beginnings.
 
-    There may be blanks before each text of a beginning. The text may be empty.
+    There may be whitespace before each text of a beginning. The text may be empty.
     """
     anything = Rule(f"{prefix}rest")
     rules: dict[str, Expression] = {anything.name: Repeat(complement(()), 0, None)}
@@ -47,11 +47,11 @@ def other_text(beginnings: Sequence[Texts], prefix: str) -> Grammar:
         letters = {texts[0][place] for texts, place in state}
         following = {letter: _after(state, letter) for letter in sorted(letters)}
         before_text = frozenset((texts, place) for texts, place in state if not place)
-        blanks = _BLANKS if before_text else ()
-        others = complement(_ranges((*letters, *blanks)))
+        whitespace = _WHITESPACE if before_text else ()
+        others = complement(_ranges((*letters, *whitespace)))
         branches: list[Expression] = [Concat(()), Concat((others, anything))]
         steps = [(_ranges(letter), found) for letter, found in following.items()]
-        steps += [(_ranges(blanks), before_text)] if blanks else []
+        steps += [(_ranges(whitespace), before_text)] if whitespace else []
         for ranges, found in steps:
             if found is not None:
                 if found not in names:

@@ -6,7 +6,7 @@ from cluster.structured.grammar.json_text import SPACE
 __all__ = ["Texts", "spaced"]
 
 Texts = tuple[str, ...]
-"""Literal texts with optional blanks between them."""
+"""Literal texts with optional whitespace between them."""
 
 
 def spaced(texts: Texts) -> Expression:

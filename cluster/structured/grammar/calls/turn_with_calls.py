@@ -111,11 +111,11 @@ def read_leading_calls(text: str) -> Grammar:
     given = _decoded(text, LeadingCallsStructure)
     rules, calls = _read_calls(given)
     text_rules, other = other_text(given.beginnings, "text")
-    before = Concat((_BLANKS, optional(Text(given.mark)), _BLANKS))
+    before = Concat((_WHITESPACE, optional(Text(given.mark)), _WHITESPACE))
     return rules | text_rules, Alternation((Concat((before, calls)), other))
 
 
-_BLANKS = Repeat(Characters(((0x09, 0x0A), (0x20, 0x20))), 0, None)
+_WHITESPACE = Repeat(Characters(((0x09, 0x0A), (0x20, 0x20))), 0, None)
 
 
 def _read_calls(given: CallsStructure) -> tuple[dict[str, Expression], Rule]:
