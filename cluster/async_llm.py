@@ -91,7 +91,7 @@ class AsyncLLM:
         self._streams: dict[str, EngineStream | None] = {}
         """Streams by the ids of their requests; None until a request has entered the queue."""
         self._aborted: set[str] = set()
-        """Those that were aborted before that."""
+        """Ids of requests that were aborted before their streams were opened."""
         self._is_shut_down = False
         self._turns = asyncio.Lock()
         """Held by the call that enters the queue next."""

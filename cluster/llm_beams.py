@@ -102,7 +102,7 @@ class BeamSearchOutput:
     """The beams of a prompt."""
 
     sequences: tuple[BeamSearchSequence, ...]
-    """The best first."""
+    """The found sequences, the best one first."""
 
 
 class BeamSearches:

@@ -82,11 +82,11 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
     which takes far less time than a list. Empty if it has a donor."""
     num_prompt_tokens: int
     block_ids: list[int]
-    """Its block table so far, cached and swapped-in blocks included."""
+    """The block table so far, cached and swapped-in blocks included."""
     sampling: SamplingParams
     seed: int
     index: int
-    """Its index among the sequences of its request."""
+    """The index of the sequence among those of its request."""
     eos_token_ids: tuple[int, ...] = ()
     """Not sampled before `min_tokens` tokens."""
     mask_start: int | None = None
@@ -95,7 +95,8 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
     donor_row: int = -1
     """The row of the running sequence whose prompt it has, and nothing else; -1 is none."""
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
-    """Sequences of tokens of which the last is not sampled after the others."""
+    """Sequences of tokens that must not be generated: the last token of each is never sampled after
+    the others."""
 
 
 # Plans are never part of a reference cycle, so the garbage collector need not track their parts.
@@ -125,7 +126,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     """Sequences of several tokens first, then those of one token."""
     starts: list[SequenceStart] = []
     decodes: Decodes = Decodes()
-    """They follow the chunks in the batch. Each could be a chunk of one token."""
+    """Decodes, which follow the chunks in the batch. Each could also be a chunk of one token."""
     swap_outs: list[BlockCopy] = []
     """Device block to CPU block."""
     swap_ins: list[BlockCopy] = []
@@ -271,7 +272,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="output"):
     swap_s: float = 0.0
     """Duration of copies between the pools, in seconds: of those that `num_swapped` counts."""
     prompt_logprobs: list[PromptLogprobs] = []
-    """Those of the prompts that requested them and of which the step computed tokens."""
+    """Log-probabilities of prompts that requested them and of which the step computed tokens."""
     num_swapped: int = 0
     """Blocks that were copied between the pools by this step or earlier ones, and that no earlier
     output counts."""
@@ -299,7 +300,7 @@ class DiskReport(msgspec.Struct, frozen=True, array_like=True, tag="disk"):
     failed: list[int] = []
     """The disk blocks that could not be read or written."""
     seconds: float = 0.0
-    """How long they took."""
+    """The duration of these reads or writes."""
 
 
 class WorkerFailure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):

@@ -48,9 +48,9 @@ class StepLimits:
     """The limits of a step; defaults are those of all devices but large GPUs."""
 
     max_num_seqs: int = 256
-    """Maximum number of sequences."""
+    """Maximum number of sequences in a step."""
     max_num_batched_tokens: int = 2048
-    """Maximum number of tokens."""
+    """Maximum number of tokens in a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +150,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int | None = None
     """Token budget of a step; None is 2048, or 8192 on GPUs of 70 GiB or more."""
     max_model_len: int | None = None
-    """Maximum length of prompt and completion; None is the model's."""
+    """Maximum length of prompt and completion; None is the context length of the model."""
     max_queued_requests: int = 1024
     """Maximum number of waiting requests."""
     max_queued_tokens: int = 2**20
@@ -188,7 +188,7 @@ class ParallelConfig:
     """The ranks of a replica and the executor that drives them."""
 
     tensor_parallel_size: int = 1
-    """Ranks in the group."""
+    """Number of ranks, over which the model is sharded."""
     enable_expert_parallel: bool = False
     """Whether each rank has whole experts, instead of some columns of each."""
     device: Device = "cpu"

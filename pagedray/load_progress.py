@@ -15,7 +15,7 @@ class LoadProgress:
     done: int = 0
     """Tensors that are loaded, or bytes that are downloaded."""
     total: int = 0
-    """The same for the whole model; 0 while that is unknown."""
+    """The number for the whole model; 0 while it is unknown."""
     is_download: bool = False
 
     @property

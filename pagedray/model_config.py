@@ -150,13 +150,13 @@ class ExpertsConfig:
 
     num_experts: int
     num_chosen: int
-    """Experts of a token."""
+    """Number of experts that the router chooses for each token."""
     intermediate_size: int
     """Intermediate size of each expert."""
     is_renormalized: bool
     """Whether the weights of a token's experts add up to one; if not, those of all experts do."""
     gate: ClampedGate | None = None
-    """None is `silu(gate) * up`."""
+    """How gate and up projection are combined; None is `silu(gate) * up`."""
     has_bias: bool = False
     """Whether the router and the projections of experts have biases."""
     is_mxfp4: bool = False
@@ -184,11 +184,11 @@ class HubFile:
     """A file of a model on the Hub."""
 
     name: str
-    """Its path in the repository."""
+    """The path of the file in the repository."""
     size: int | None
     """Bytes, if the Hub says how many."""
     sha256: str | None = None
-    """Its digest in hexadecimal, which the Hub has for large files."""
+    """The digest of the file in hexadecimal, which the Hub has for large files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +196,7 @@ class HubRevision:
     """A model on the Hub at one commit, which every rank loads."""
 
     id: str
-    """Such as `Qwen/Qwen3-0.6B`."""
+    """The id of the model, such as `Qwen/Qwen3-0.6B`."""
     commit: str
     files: tuple[HubFile, ...]
     """All files of the repository."""
@@ -213,7 +213,7 @@ class ModelConfig:
     folder: Path
     """The checkpoint's folder; that of a model on the Hub is where this process found it."""
     hub: HubRevision | None = None
-    """Where each node gets the weights; None is the folder, on every node."""
+    """The model on the Hub from which each node loads weights; None loads them from the folder."""
     architecture: str
     """The entry of `architectures` in `config.json`, such as `LlamaForCausalLM`."""
     vocab_size: int
@@ -242,11 +242,11 @@ class ModelConfig:
     logit_scale: float = 1.0
     """Multiplies logits."""
     residual_scale: float = 1.0
-    """Multiplies the outputs of attention and MLP before they are added to the stream."""
+    """Multiplies the outputs of attention and MLP before they are added to the residual stream."""
     has_parallel_mlp: bool = False
     """Whether attention and MLP of a layer have the same input."""
     rope: RopeConfig | None = field(default_factory=RopeConfig)
-    """None is no RoPE."""
+    """The rotary position embeddings; None if the model has none."""
     window_rope: RopeConfig | None = None
     """RoPE of layers with a sliding window; None is the same as in other layers."""
     rotated_layers: tuple[bool, ...] = ()

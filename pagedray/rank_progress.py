@@ -106,7 +106,7 @@ class RankReport:
     """Whether it waits for a compiler in another process."""
     pid: int
     start_ticks: int = 0
-    """When its process started, which distinguishes it from a later one with the same id."""
+    """When the process started, which distinguishes it from a later one with the same id."""
     num_unpinned: int = 0
     """Blocks of its CPU pool that cannot be pinned."""
     num_uncaptured: int = 0

@@ -54,15 +54,15 @@ class Reasoning(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReasoningPlace(Enum):
-    """How far the tokens of a sequence have got."""
+    """How far a sequence has come in its reasoning."""
 
     START = auto()
     """Only whitespace and a part of `begin` so far: reasoning may begin or not."""
     INSIDE = auto()
     AFTER = auto()
-    """It has ended."""
+    """The reasoning has ended."""
     ABSENT = auto()
-    """The sequence began without it."""
+    """The sequence began without reasoning."""
 
 
 class ReasoningTracker:

@@ -211,7 +211,7 @@ class Matcher(Protocol):
 
     @property
     def error(self) -> str:
-        """Why the structure ended the sequence with an error; empty for a defect."""
+        """Why the structure ended the sequence with an error; empty if a defect did."""
 
     @property
     def is_costly(self) -> bool:
@@ -264,7 +264,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
     """Sequences of tokens that no completion contains: those of `sampling.bad_words`."""
     tenant: str = ""
-    """The tenant that the request is billed to; prefixes are shared within a tenant only."""
+    """The tenant that sent the request; prefixes are shared only within a tenant."""
     cache_salt: str = ""
     """Prefixes are shared only by requests of a tenant that have the same salt."""
     weight: float = 1.0

@@ -110,7 +110,7 @@ class Quantization:
     """The formats of a model's linear layers; embeddings are always plain."""
 
     method: str
-    """Its name for users, such as `fp8`."""
+    """The name of the method for users, such as `fp8`."""
     rules: tuple[FormatRule, ...]
     """The first that matches a layer counts."""
     has_head: bool = False
@@ -120,7 +120,8 @@ class Quantization:
     ignored: tuple[re.Pattern[str], ...] = ()
     """Patterns of the names of layers that are not quantized."""
     prefixes: tuple[tuple[str, str], ...] = ()
-    """Those of `TextTensors`: patterns match stored names or ours."""
+    """The prefixes of `TextTensors`; patterns match stored names, or the names that we give
+    them."""
 
     @property
     def is_fp8(self) -> bool:

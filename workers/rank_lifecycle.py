@@ -45,11 +45,11 @@ class RankLifecycle:
         self._config = config
         self._progress = progress
         self.rank = 0
-        """Its number in the group, once it loads."""
+        """The number of the rank in its group, once it loads."""
         self.load_progress = LoadProgress()
         """How far it is with its model."""
         self.failure: str | None = None
-        """Why it cannot join another epoch."""
+        """Why the process cannot join another epoch; None if it can."""
         self.durations: dict[str, float] = {}
         """Seconds of each part since `load` or `end_epoch` began, by name."""
         self.weight_digests: dict[str, str] = {}

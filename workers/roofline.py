@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["attention_work", "measure_roofline", "product_speed"]
 
 _READ_BYTES = {"cpu": 2**28, "cuda": 2**29}
-"""More than caches hold."""
+"""Number of bytes to read, which is more than caches hold."""
 _MATRIX_SIZE = {"cpu": 1024, "cuda": 8192}
 _WARM_UP_S = 0.05
 _TRIAL_S = 0.02

@@ -49,7 +49,7 @@ class Sampled:
     reports: LogprobReports | None = None
     """Log-probabilities of the rows that requested them."""
     reported: IntArray | None = None
-    """Which rows these are."""
+    """The rows that requested them."""
 
     @property
     def logprobs(self) -> list[TokenLogprobs | None]:

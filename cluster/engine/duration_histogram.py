@@ -24,7 +24,7 @@ class HistogramSnapshot:
 
     @property
     def num_durations(self) -> int:
-        """Durations in all bins."""
+        """Number of recorded durations."""
         return sum(self.counts)
 
     def since(self, earlier: HistogramSnapshot) -> HistogramSnapshot:

@@ -39,7 +39,7 @@ class EmbeddingRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all texts."""
+        """Number of tokens of all texts together."""
         return sum(map(len, self.texts))
 
 
@@ -78,7 +78,7 @@ class EmbeddingJob:
         return self.request.pooling, self.request.is_normalized
 
     def put_back(self, index: int) -> None:
-        """Embed a text again."""
+        """Return a text to those that are not embedded yet."""
         self.undone.append(index)
         self.undone.sort(key=lambda i: len(self.request.texts[i]), reverse=True)
 

@@ -20,7 +20,7 @@ ReportProgress = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outage:
-    """Why dead ranks could not be replaced, although steps still run."""
+    """The reason why dead ranks cannot be replaced, although steps still run."""
 
     reason: str
     """What happened, in one sentence."""

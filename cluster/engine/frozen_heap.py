@@ -47,9 +47,9 @@ class CallFreezer:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._due_s = clock() + _FIRST_S
-        """When a call begins with a full collection."""
+        """The first call after this time begins with a full collection."""
         self._next_count_s = clock()
-        """When objects that the caller has frozen are counted again."""
+        """When the objects that the caller has frozen are counted again."""
         self._calls: set[object] = set()
         self._frozen = ExitStack()
         # Reentrant, since a collection may close a generator in which a call runs.

@@ -71,7 +71,7 @@ class ProgressLine:
         self._written_s = now_s
 
     def close(self) -> None:
-        """Clear the line."""
+        """Clear the progress line."""
         if self._is_terminal and self._shown:
             self._write("\r" + " " * len(self._shown) + "\r")
         self._is_closed = True

@@ -27,10 +27,11 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     """Prompt tokens found in the prefix cache."""
     num_prompt_tokens: int = 0
     started_s: float = 0.0
-    """When the request was first planned, on the scheduler's clock; 0 if never."""
+    """When the request was first planned, on the scheduler's clock; 0 if it was not."""
     error: str = ""
-    """Why the client's structure ended the sequence with an error; empty for another cause."""
+    """The reason if the client's structure ended the sequence with an error; otherwise empty."""
     is_lethal: bool = False
     """Whether the sequence ended with an error because the ranks die whenever its request runs."""
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-    """Those of the whole prompt, if requested, in the first event of its first sequence."""
+    """Log-probabilities of the whole prompt, if requested, in the first event of its first
+    sequence."""

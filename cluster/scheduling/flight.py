@@ -16,8 +16,8 @@ class Flight(msgspec.Struct, frozen=True):
     prefilled: list[Sequence]
     """Sequences that compute known tokens, whether they sample or not."""
     late: list[Sequence]
-    """Those of the sampled ones whose masks were late, which sample no token."""
+    """Sampled sequences whose masks were not made in time; they sample no token."""
     described: dict[int, Sequence]
     """Sequences by row, of whose prompts the step computes log-probabilities."""
     masked: list[Sequence]
-    """Those of the sampled ones whose token is masked."""
+    """Sampled sequences whose token is masked."""

@@ -24,11 +24,11 @@ class KvOptions:
     block_size: int
     """Tokens per block."""
     num_blocks: int
-    """Blocks on the device."""
+    """Number of blocks on the device."""
     num_cpu_blocks: int
-    """Blocks in CPU memory."""
+    """Number of blocks in CPU memory."""
     num_disk_blocks: int = 0
-    """Blocks on a disk."""
+    """Number of blocks on a disk."""
     enable_prefix_cache: bool = True
     enable_cpu_prefix_cache: bool = True
     hash_key: bytes | None = None

@@ -48,7 +48,7 @@ class PreparedPrompt(NamedTuple):
     """The results of the slow part of queueing a prompt."""
 
     token_ids: "array[int]"
-    """Its tokens, uint32."""
+    """The tokens of the prompt, uint32."""
     keys: PromptKeys | None
     """None if they are quickly computed when it starts."""
 
@@ -200,7 +200,7 @@ class Scheduler:
         return request_id in self._table.requests
 
     def request_of(self, request_id: str) -> Request:
-        """Return an open request."""
+        """Return the request with an id, which must be open."""
         return self._table.requests[request_id].request
 
     def lengths_in_flight(self) -> dict[str, dict[int, int]]:

@@ -61,10 +61,10 @@ class ActiveRequest:
         eos_token_ids = () if sampling.ignore_eos else request.eos_token_ids
         self.request = request
         self.prompt = prompt
-        """Its sequences share it until they start."""
+        """The tokens of the prompt, which sequences share until they start."""
         self.stop_token_ids = frozenset((*eos_token_ids, *sampling.stop_token_ids))
         self.share = Share[Sequence](request.tenant)
-        """Its tenant's share, once it is queued."""
+        """The share of the tenant, once the request is queued."""
         self.token_cost = 1.0 / request.weight
         """Cost of a token on the tenant's clock."""
         self.is_barred = False
@@ -72,7 +72,7 @@ class ActiveRequest:
         self.is_queued = True
         """Whether none of its sequences has started."""
         self.started_s = 0.0
-        """When its first sequence was first planned; 0 before."""
+        """When the first sequence of the request was first planned; 0 before."""
         self.num_cached_tokens = 0
         is_described = sampling.prompt_logprobs is not None and 0 in request.open_indices
         self.prompt_logprobs = list[PromptLogprobs]() if is_described else None

@@ -22,7 +22,7 @@ class SequenceMasks:
         self.start = start
         """Number of generated tokens after which the sequence samples under masks."""
         self.matcher: Matcher | None = None
-        """Its state in the grammar, from its first mask on."""
+        """The state of the sequence in the grammar, from its first mask on."""
         self.num_deferred = 0
         """Tokens that are planned only once their masks are made, since its masks were late."""
         self.is_made = False

@@ -62,7 +62,7 @@ class SequenceTable:
 
     @property
     def num_taken_rows(self) -> int:
-        """Rows that sequences have."""
+        """Number of rows in use."""
         return self.num_rows - len(self._free_rows)
 
     def unfinished(self, request_id: str) -> Iterator[Sequence]:

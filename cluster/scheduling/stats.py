@@ -21,7 +21,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_queued_requests: int
     """Requests of which no sequence has started."""
     num_queued_tokens: int = 0
-    """Prompt tokens of these."""
+    """Number of prompt tokens of the queued requests."""
 
     num_blocks: int = 0
     num_free_blocks: int = 0

@@ -66,7 +66,7 @@ class Admission:
         return True
 
     def stop(self) -> None:
-        """Accept no more calls."""
+        """Reject all calls from now on."""
         self._phase = _Phase.DRAINING
 
     def check_task(self, task: Task) -> None:

@@ -27,8 +27,8 @@ PROGRESS_KEY = "pagedray.progress"
 """The key of an encoded Progress in an ASGI message of the response."""
 
 Cause = Literal["died", "hung", "truncated", "failed"]
-"""Why a call continues elsewhere: its replica died, did not respond, ended the stream too early, or
-reported that its engine failed."""
+"""Why a call continues in another replica: its own died, did not respond, ended the stream too
+early, or reported that its engine failed."""
 
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 _SEEDS = 2**63
@@ -74,7 +74,7 @@ class Continuation:
     age_s: float = 0.0
     """The time since then when this was made, by the monotonic clock of the caller."""
     cause: Cause | None = None
-    """Why it does not run where it began; None at first."""
+    """Why the call does not run where it began; None at first."""
     replica: str = ""
     """The name of the replica whose response the client has the beginning of; empty at first."""
     num_cached_tokens: int = 0

@@ -88,7 +88,7 @@ class GenerationInput:
     """The client's own id of the call."""
     priority: int = 0
     deadline_s: float | None = None
-    """When the call fails, on the monotonic clock; None is never."""
+    """When the call fails, on the monotonic clock; None if it has no deadline."""
     tenant: str = ""
     skips_special_tokens: bool = True
     """Whether special tokens are left out of the text."""
@@ -134,7 +134,7 @@ class EmbeddingInput:
 
     prompts: tuple[str | tuple[int, ...], ...]
     pooling: Pooling | None = None
-    """None is the pooling of the checkpoint."""
+    """How hidden states are pooled; None selects the pooling of the checkpoint."""
     is_normalized: bool = True
     prompt_name: str | None = None
     """The prompt that is written before texts; None is the checkpoint's default."""
@@ -142,7 +142,7 @@ class EmbeddingInput:
     """Length to which each vector is truncated; None keeps all of it."""
     model: str | None = None
     deadline_s: float | None = None
-    """When the call fails, on the monotonic clock; None is never."""
+    """When the call fails, on the monotonic clock; None if it has no deadline."""
     tenant: str = ""
     origin: CallOrigin = CallOrigin()
 
@@ -163,7 +163,7 @@ class ScoreInput:
     """The criterion by which a reranker with a prompt judges; None is its default."""
     model: str | None = None
     deadline_s: float | None = None
-    """When the call fails, on the monotonic clock; None is never."""
+    """When the call fails, on the monotonic clock; None if it has no deadline."""
     tenant: str = ""
     origin: CallOrigin = CallOrigin()
 

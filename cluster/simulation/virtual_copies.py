@@ -38,7 +38,7 @@ class VirtualCopies:
         self._cost = cost
         self._num_staging = min(num_blocks // _MAX_STAGING_PART, _MAX_STAGING_BLOCKS)
         self._staged: deque[tuple[float, int]] = deque()
-        """When staging blocks get free again, and how many."""
+        """The times at which staging blocks become free again, and how many of them."""
         self._out_ended_s = self._in_ended_s = 0.0
         self._unmeasured: deque[_Span] = deque()
 

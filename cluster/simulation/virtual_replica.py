@@ -51,7 +51,7 @@ class VirtualCall:
     """When its tokens came, of all its sequences."""
     end_s: float | None = None
     error: str = ""
-    """Why it was rejected; empty if it was not."""
+    """The reason if the request was rejected; otherwise empty."""
     num_open: int = field(default=1)
 
     @property

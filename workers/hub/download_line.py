@@ -22,7 +22,7 @@ class DownloadLine:
         self._model_id = model_id
         self._clock = clock
         self._received: deque[tuple[float, int]] = deque()
-        """When how many bytes had been received."""
+        """Pairs of a time and the number of bytes that had been received then."""
 
     def text(self, num_bytes: int) -> str:
         """Return the text once this many bytes have been received; the speed follows `; `."""

@@ -58,7 +58,7 @@ class Snapshot:
         self._commit = commit
         self._notes = self._root / "pagedray"
         self.folder = self._root / "snapshots" / commit
-        """Where the files are, as links into the blobs of the model."""
+        """The folder of the files, which are links to the blobs of the model."""
 
     def read_listing(self) -> HubRevision | None:
         """Return all files of the commit, or None if nothing in the cache lists them."""

@@ -51,7 +51,7 @@ class Transfer:
         self._lock = threading.Lock()
         self._received = 0
         self._heard_s = time.monotonic()
-        """When something last arrived."""
+        """When data last arrived."""
         self._is_ended = False
 
     def run(

@@ -13,7 +13,7 @@ class RemoteFile:
     """A file as its bucket lists it."""
 
     name: str
-    """Its path below the prefix of the model."""
+    """The path of the file below the prefix of the model."""
     size: int
     etag: str
     """Changes with the content."""

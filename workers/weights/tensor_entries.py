@@ -54,7 +54,7 @@ class TensorEntry:
     dtype: str
     shape: tuple[int, ...]
     first_byte: int
-    """Where its values begin in the file."""
+    """Where the values of the tensor begin in the file."""
 
 
 def read_entries(folder: Path) -> dict[str, TensorEntry]:

@@ -28,7 +28,7 @@ class BenchRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """When the parts of one answer arrived, by `time.perf_counter`."""
+    """When the parts of one response arrived, by `time.perf_counter`."""
 
     started_s: float
     """When the request was sent."""
@@ -73,7 +73,7 @@ class BenchClient(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Close its connections."""
+        """Close the connections of the client."""
 
     async def __aenter__(self) -> Self:
         return self

@@ -28,7 +28,7 @@ _MOST_TOKENS = 10_000_000
 
 
 def add_bench_flags(parser: argparse.ArgumentParser) -> None:
-    """Add them in groups."""
+    """Add the flags of `pagedray bench serve` in groups."""
     server = parser.add_argument_group("server")
     _add_server(server)
     _add_request_fields(server)

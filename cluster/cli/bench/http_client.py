@@ -67,7 +67,7 @@ class _Message(msgspec.Struct):
 
 
 class _Error(msgspec.Struct):
-    """OpenAI's and FastAPI's shapes."""
+    """An error response in the format of OpenAI, or in that of FastAPI."""
 
     error: _Message | str | None = None
     message: str | None = None

@@ -65,7 +65,7 @@ class MeasuredRun:
 
     @property
     def num_sampled(self) -> int:
-        """The generated tokens."""
+        """Number of generated tokens."""
         return sum(one.num_output for one in self.requests)
 
     @property
@@ -106,7 +106,7 @@ class RooflineShare:
     experts_per_layer: float | None
     """The expected number of which a step reads the weights, if tokens choose all as often."""
     num_experts: int | None
-    """Experts of each layer."""
+    """Number of experts in each layer; None if the model has none."""
     read_bytes_per_second: float
     """Measured, as the next two."""
     flop_per_second: float
@@ -145,7 +145,7 @@ class RooflineShare:
 
 @dataclass(frozen=True, slots=True)
 class UnknownRoofline:
-    """Why there is no share of the roofline."""
+    """The reason why the share of the roofline is not known."""
 
     reason: str
 

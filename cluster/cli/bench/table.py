@@ -17,7 +17,7 @@ __all__ = ["latency_table", "total_table"]
 
 
 def total_table(summary: Summary, limits_ms: Mapping[str, float]) -> Table:
-    """Return counts and throughput."""
+    """Return a table of counts and throughput."""
     table = Table.grid(padding=(0, 2))
     table.add_column()
     table.add_column(justify="right")

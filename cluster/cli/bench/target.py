@@ -43,7 +43,7 @@ class Target:
     timeout_s: float = 3600.0
 
     def __post_init__(self) -> None:
-        """Check it. Raises StartupError."""
+        """Validate the fields. Raises StartupError."""
         schemes = _SCHEMES[self.is_grpc]
         shown = repr(self.base_url)
         try:
@@ -97,7 +97,7 @@ class Target:
 
     @property
     def url(self) -> str:
-        """Where requests are sent."""
+        """The URL to which requests are sent."""
         return self.root + (self.endpoint or _PATHS[self.backend])
 
     def tls(self) -> ssl.SSLContext:

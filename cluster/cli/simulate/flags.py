@@ -22,7 +22,7 @@ _LIMITS = StepLimits()
 
 
 def add_simulate_flags(parser: argparse.ArgumentParser) -> None:
-    """Add them in groups."""
+    """Add the flags of `pagedray simulate` in groups."""
     _add_requests(parser.add_argument_group("requests"))
     replicas = parser.add_argument_group("replicas")
     _add_engine(replicas)

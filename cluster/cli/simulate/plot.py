@@ -23,7 +23,7 @@ _COLORS = ("#1f6fb2", "#d1662a")
 class _Panel:
     title: str
     lines: Sequence[tuple[str, Sequence[float]]]
-    """Names and values."""
+    """The name and the values of each line."""
 
 
 def draw_samples(samples: Sequence[Sample]) -> str:

@@ -26,7 +26,7 @@ class Report:
 
     summary: Summary
     rejections: tuple[str, ...]
-    """Why requests were rejected, one for each."""
+    """The reasons why requests were rejected, one for each of these requests."""
     num_swap_preemptions: int
     num_recompute_preemptions: int
     hit_rate: float

@@ -31,7 +31,7 @@ _NO_HISTORY = "Totals, history and latencies require the API key of an admin."
 
 
 class TopView:
-    """One picture, of the size of the terminal."""
+    """One frame of the display, in the size of the terminal."""
 
     def __init__(
         self,

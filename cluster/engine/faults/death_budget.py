@@ -12,7 +12,7 @@ from pagedray.errors import WorkerError
 __all__ = ["DeathBudget"]
 
 _RETRY_S = 10.0
-"""When a client may try again: a supervisor starts the process again, or routes elsewhere."""
+"""Time after which a client may retry: a supervisor restarts the process, or routes elsewhere."""
 
 
 class DeathBudget:

@@ -22,7 +22,7 @@ _MAX_KEPT = 256
 
 
 class _Lethal(NamedTuple):
-    """One request that killed its ranks."""
+    """A request that killed its ranks."""
 
     noted_s: float
     tenant: str

@@ -99,7 +99,7 @@ class RankWatch:
         self._longest_s: defaultdict[Hashable, float] = defaultdict(float)
         """The longest time between two words in steps of a kind."""
         self._known: set[Hashable] = set()
-        """Kinds of finished steps."""
+        """Kinds of steps of which at least one has finished."""
         self.longest_start_s = 0.0
         """The longest time until the first heartbeat of a rank."""
 

@@ -37,7 +37,7 @@ class _Separation(NamedTuple):
 
     first: set[str]
     second: set[str]
-    """They wait until all of the first have ended."""
+    """Requests that wait until all of `first` have ended."""
 
 
 class Suspects:

@@ -51,7 +51,7 @@ class ProgressClock:
     """
 
     def __init__(self, *, max_tick_s: float = _MAX_TICK_S) -> None:
-        """One observation can add `max_tick_s`: more than usually passes between two of them."""
+        """An observation adds at most `max_tick_s`, more than usually passes between two."""
         self._max_tick_s = max_tick_s
         self._seen: object = None
         self._observed_s: float | None = None

@@ -252,7 +252,7 @@ REJECTED: Mapping[str, str] = MappingProxyType(
         )
     )
 )
-"""Why options that we do not have are rejected, and what to use instead."""
+"""Why vLLM's options that have no equivalent are rejected, and what to use instead."""
 
 VLLM_NAMES = frozenset((*ALIASES, *IGNORED, *WITHOUT_EFFECT, *REJECTED))
 """Options of vLLM that we do not have by these names."""

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class PoolMemories:
-    """One memory for each rank."""
+    """The memories of the CPU pools, one for each rank."""
 
     def __init__(self, num_ranks: int) -> None:
         self._memories: list[NodeMemory | None] = [self._make_memory() for _ in range(num_ranks)]

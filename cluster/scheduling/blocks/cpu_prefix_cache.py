@@ -36,7 +36,7 @@ class CpuPrefixCache(KeyedBlocks):
         super().__init__(num_blocks)
         self._max_saved = max_saved
         self.worth = worth
-        """Which copies save time."""
+        """Decides which copies are worth their time."""
         self._copies: list[BlockCopy] = []
         """The copies of the plan that is being made."""
         self._in_flight: deque[tuple[int, list[int]]] = deque()
@@ -96,7 +96,7 @@ class CpuPrefixCache(KeyedBlocks):
         self.num_kept_blocks += len(kept)
 
     def clear(self) -> None:
-        """Make the pool empty."""
+        """Free all blocks of the pool."""
         super().clear()
         self._copies.clear()
         self._in_flight.clear()

@@ -51,7 +51,8 @@ class DiskPrefixCache(KeyedBlocks):
         self._reading: deque[tuple[int, list[BlockCopy]]] = deque()
         """Steps and their reads, from disk blocks to CPU blocks, until every rank has made them."""
         self._writing: deque[tuple[int, list[BlockCopy]]] = deque()
-        """The same for writes, from CPU blocks to disk blocks."""
+        """Steps and their writes, from CPU blocks to disk blocks, until every rank has made
+        them."""
         self.num_reading = 0
         """Blocks that are being read."""
         self._num_writing = 0

@@ -90,7 +90,7 @@ class KeyedBlocks:
             self.pool.discard(block)
 
     def clear(self) -> None:
-        """Make the pool empty."""
+        """Free all blocks of the pool."""
         self.pool.clear()
         self._block_of.clear()
         self._key_of.clear()

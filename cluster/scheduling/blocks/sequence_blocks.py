@@ -20,7 +20,7 @@ class Shortage(NamedTuple):
     num_changes: int
     """Events so far that may let it share one more of them."""
     revision: int
-    """The prefix cache's revision."""
+    """The revision of the prefix cache."""
 
 
 class SequenceBlocks:
@@ -45,7 +45,7 @@ class SequenceBlocks:
         self.keys = list[BlockKey]()
         """Keys of the leading full blocks, as far as hashed."""
         self.keys_revision = 0
-        """The prefix cache's revision when the first of them was hashed."""
+        """The revision of the prefix cache when the first key was hashed."""
         self.num_registered = 0
         """Leading blocks that were registered with the prefix cache."""
         self.num_proven = 0

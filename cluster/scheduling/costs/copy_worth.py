@@ -13,7 +13,7 @@ from cluster.scheduling.costs.swap_costs import SwapCosts
 __all__ = ["CopyWorth"]
 
 _SAVED_ANYWAY = 64
-"""One in this many blocks is copied although it is not worth it, so that copies are measured."""
+"""One in this many blocks is copied even if it is not worth it, so that copies are measured."""
 
 _FIRST_WEIGHT = 512
 """Blocks that count as evicted and found again before any was."""

@@ -12,7 +12,7 @@ _STEPS_PER_MEASUREMENT = 32
 
 
 class CostMeter:
-    """Notes durations where costs are computed from them."""
+    """Records durations, from which costs are computed."""
 
     __slots__ = ("_pace", "_step_times", "_swap_costs")
 

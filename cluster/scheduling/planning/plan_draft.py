@@ -67,7 +67,7 @@ class PlanDraft:
         """The blocks that these rows get."""
         self.chunks: list[SequencePlan] = []
         self.singles: list[SequencePlan] = []
-        """Chunks of one token."""
+        """Sequences of which the step computes one token."""
         self.chunk_samples: list[Sequence] = []
         self.single_samples: list[Sequence] = []
         self.prefilled: list[Sequence] = []

@@ -26,7 +26,7 @@ class _Queueable(Protocol):
     @property
     # Any: tuples of one kind within one queue.
     def order(self) -> tuple[Any, ...]:
-        """Lower ones come first."""
+        """Items of lower order come first."""
 
     @property
     def share(self) -> "Share[Self]":
@@ -44,7 +44,7 @@ class Share(Generic[Item]):
     def __init__(self, tenant: str) -> None:
         self.tenant = tenant
         self.time = 0.0
-        """Its virtual clock: served cost over weight."""
+        """The tenant's virtual clock: the cost that was served, divided by the weight."""
         self.last_charge = 0
         """Charges of the queue up to the last one to it, which orders equal clocks."""
         self.num_open = 0
@@ -83,7 +83,7 @@ class FairQueue(Generic[Item]):
 
     @property
     def num_shares(self) -> int:
-        """Tenants with a clock."""
+        """Number of tenants that have a clock."""
         return len(self._shares)
 
     @property

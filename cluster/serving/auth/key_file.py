@@ -94,7 +94,7 @@ class KeyFile:
 
 
 def new_key() -> str:
-    """Return a random key."""
+    """Return a new random key."""
     return _PREFIX + secrets.token_urlsafe(_NUM_KEY_BYTES)
 
 

@@ -9,14 +9,14 @@ __all__ = ["ANONYMOUS", "Tenant"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """One tenant; a limit of None is no limit."""
+    """A tenant; a limit of None means that there is none."""
 
     name: str
     """Prefixes and request ids are separate for each name."""
     weight: float = 1.0
-    """Its share of steps among tenants with waiting requests."""
+    """The tenant's share of steps, relative to other tenants with waiting requests."""
     max_requests: int | None = None
-    """Limit of open calls."""
+    """Maximum number of open calls."""
     max_tokens: int | None = None
     """Limit of prompt tokens and tokens to generate of all open calls."""
     is_admin: bool = False

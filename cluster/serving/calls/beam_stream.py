@@ -75,7 +75,7 @@ class BeamStream:
         self.abort()
 
     def fail(self, error: PagedRayError) -> None:
-        """End with `error`."""
+        """End the stream with `error`."""
         self._error = error
         self.abort()
 

@@ -29,7 +29,7 @@ class EmbeddingOutput:
 
 
 class EmbeddingCall:
-    """One running call."""
+    """A running call whose texts are embedded or scored."""
 
     def __init__(self, running: Future[NDArray[np.float32]]) -> None:
         loop = asyncio.get_running_loop()

@@ -57,11 +57,11 @@ class GenerationOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     usage: Usage
     is_last: bool
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-    """Those of a prompt, in one of the first outputs of its sequences if it asked for them."""
+    """Log-probabilities of a prompt, if requested, in one of the first outputs of its sequences."""
 
 
 class GenerationCall:
-    """One running call, which fails at its deadline."""
+    """A running call, which fails at its deadline."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class GenerationCall:
         self.prompts = tuple(request.prompt_token_ids for request in requests)
         """The token ids of the prompts."""
         self.prompt_logprobs: dict[int, tuple[PromptLogprobs, ...]] = {}
-        """Those of the prompts that asked for them, once they are computed."""
+        """Log-probabilities of the prompts that requested them, once they are computed."""
         self.reasoning = requests[0].reasoning
         """How the reasoning of its sequences is marked; None if there is none."""
         self._call = call

@@ -48,10 +48,10 @@ class _Account:
     def __init__(self) -> None:
         self.by_id: dict[str, OpenCall] = {}
         self.aborted_s: dict[str, float] = {}
-        """When ids of clients and of proxies were aborted, the latest last."""
+        """The times at which ids of clients and of proxies were aborted, the latest last."""
         self.num_calls = 0
         self.num_open = 0
-        """Those of the calls that have begun."""
+        """Number of calls that have begun."""
         self.num_tokens = 0
         self.mean_duration_s = _FIRST_DURATION_S
 

@@ -30,7 +30,7 @@ class TlsFiles:
     certificate: Path
     """The server's certificate, followed by its chain."""
     key: Path
-    """Its private key, without a passphrase."""
+    """The private key of the certificate, without a passphrase."""
     client_ca: Path | None = None
     """The certificate authorities of clients; if set, clients must present a certificate."""
 

@@ -86,9 +86,9 @@ class HttpConnection(HttpToolsProtocol):
     invalid_lines: ClassVar[LineLimit]
     """Limits the log lines about invalid requests on all connections."""
     read_turns: ClassVar[ReadTurns]
-    """When what was received is handled."""
+    """Decides when received bytes are handled."""
     held: ClassVar[_HeldBytes]
-    """What all connections hold."""
+    """The bytes that all connections hold together."""
     note_lost: Callable[[], None]
     """Called when the connection is lost."""
     has_turn = False
@@ -101,7 +101,7 @@ class HttpConnection(HttpToolsProtocol):
     _num_held_bytes = 0
     """Bytes received since the parser last completed a head or a chunk of a body."""
     _num_counted_bytes = 0
-    """Those of them that are counted in `held`."""
+    """Received bytes that are counted in `held`."""
     _has_head = False
     """Whether the parser is between the head and the end of a request."""
     _has_long_head = False

@@ -21,7 +21,7 @@ __all__ = ["QuickChecks"]
 
 _CHECK = re.compile(rb"GET (/[a-z]+) HTTP/1\.1\r\n((?:[A-Za-z-]+: [!-~](?:[ -~]*[!-~])?\r\n)+)\r\n")
 _HEADERS = frozenset((b"accept", b"accept-encoding", b"connection", b"host", b"user-agent"))
-"""Those that a check may have. None of them changes the response, apart from its host."""
+"""Headers that a health check may have; apart from the host, none changes the response."""
 
 
 class QuickChecks:

@@ -23,7 +23,7 @@ class RequestParts:
     """What the parser has found of one request."""
 
     num_headers: int = 0
-    """Headers and trailers."""
+    """Number of headers and trailers."""
     num_chunks: int = 0
     """Pieces in which the parser has found the body."""
     num_body_bytes: int = 0

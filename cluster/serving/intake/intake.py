@@ -21,7 +21,7 @@ __all__ = ["Intake"]
 _CLIENT_SHARE = 0.25
 """Share of the event loop's time for what a client sends, as `LoopShares` charges it."""
 _CLIENT_SHARE_BESIDE_RANKS = 0.15
-"""The same where ranks may compute on its core, which computes for these requests, too."""
+"""The share if ranks may run on the loop's core, since they compute for these requests, too."""
 _SHARE_BESIDE_RANKS = 0.3
 """Share of the event loop's time for reading requests, if ranks may compute on its core."""
 

@@ -21,7 +21,7 @@ class ReadDeadlines:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._deadlines: dict[asyncio.Task[object], float] = {}
-        """Those of the tasks that wait, the earliest first."""
+        """The deadlines of the waiting tasks, the earliest first."""
         self._timer: asyncio.TimerHandle | None = None
 
     async def wait_for(self, message: Awaitable[Result]) -> Result:

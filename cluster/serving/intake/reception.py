@@ -87,7 +87,7 @@ class Reception:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all requests."""
+        """Number of bytes of all requests."""
         return self._bytes.num_bytes
 
     @property

@@ -10,7 +10,7 @@ __all__ = ["Steps", "finish"]
 Result = TypeVar("Result")
 
 Steps = Generator[None, None, Result]
-"""It yields where it may pause, and returns its result."""
+"""A generator that yields wherever it may pause, and returns its result."""
 
 
 def finish(steps: Steps[Result]) -> Result:

@@ -33,7 +33,7 @@ class OutputBuffers:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all buffers."""
+        """Number of bytes in all buffers."""
         return self._bytes.num_bytes
 
     def open_buffer(self, tenant: str) -> OutputBuffer:

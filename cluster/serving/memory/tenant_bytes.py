@@ -33,7 +33,7 @@ class TenantBytes:
         self.limits = limits
         self._by_tenant: dict[str, int] = {}
         self.num_bytes = 0
-        """Bytes of all calls."""
+        """Number of bytes of all calls."""
 
     def held_by(self, tenant: str) -> int:
         """Return the bytes of a tenant's calls."""

@@ -67,7 +67,7 @@ class ChatFormat(ChoiceFormat):
         self._turns = turns
         self._has_functions = has_functions
         self._reasoning: dict[int, list[str]] = {}
-        """That of each complete choice."""
+        """The reasoning of each choice of a complete response."""
         self._calls: dict[int, dict[int, _WholeCall]] = {}
         """The calls of each complete choice, by their indices in the turn."""
 

@@ -52,7 +52,7 @@ class PromptReportForm:
     num_listed: int | None
     """How many of the most likely tokens `prompt_logprobs` has; None leaves it out."""
     num_echoed: int | None
-    """The same for the lists of an echoed prompt."""
+    """How many the lists of an echoed prompt have; None leaves them out."""
     echoed_texts: Sequence[str]
     """The texts of the prompts, if they are echoed."""
     token_bytes: TokenBytes

@@ -33,7 +33,7 @@ class ResponseOptions:
     num_per_prompt: int
     """Choices that are generated for each prompt."""
     num_returned: int
-    """Those of them that a complete response has: the ones with the highest log-probabilities."""
+    """Number of choices in a complete response: those with the highest log-probabilities."""
     has_logprobs: bool
     includes_usage: bool
     has_continuous_usage: bool = False
@@ -61,13 +61,13 @@ class ResponseOptions:
 
 @dataclass(slots=True, kw_only=True)
 class ResponseChoice:
-    """One choice of a response, while it is generated."""
+    """A choice of a response, while it is generated."""
 
     index: int
     turn: Turn | None = None
     """Finds reasoning and tool calls in the text."""
     offsets: TextOffsets | None = None
-    """Where the tokens begin whose log-probabilities are written, if that is a part of them."""
+    """Where the tokens begin in the text, if the log-probabilities include that."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -90,12 +90,12 @@ class CompleteChoice(ResponseChoice):
     logprobs: dict[str, list[bytes]] = field(default_factory=dict)
     """The lists of its log-probabilities, and the parts of each as JSON."""
     last: SequenceOutput | None = None
-    """Its last output."""
+    """The last output of the sequence."""
     sum_logprobs: float = 0.0
     """The sum of the log-probabilities of `num_tokens` tokens, if choices are compared."""
     num_tokens: int = 0
     token_ids: list[int] = field(default_factory=list)
-    """Its tokens, if they are requested."""
+    """The tokens of the choice, if they are requested."""
 
     def mean_logprob(self) -> float:
         """Return the mean log-probability of its tokens, by which choices are compared.

@@ -23,7 +23,7 @@ class TextOffsets:
     def __init__(
         self, token_bytes: TokenBytes, detokenizer: IncrementalDetokenizer, *, text: str = ""
     ) -> None:
-        """Begin after `text`."""
+        """Offsets begin after `text`."""
         self._token_bytes = token_bytes
         self._detokenizer = detokenizer
         self._num_characters = len(text)

@@ -41,7 +41,7 @@ class Pace:
 
 
 class PacedStream:
-    """One streamed response."""
+    """A streamed response."""
 
     def __init__(self, pace: Pace) -> None:
         self._pace = pace

@@ -37,7 +37,7 @@ class RayMetrics:
         self._task: asyncio.Task[None] | None = None
 
     def start_reports(self) -> None:
-        """Start to export."""
+        """Start exporting periodically."""
         self._task = asyncio.create_task(self._report_on())
 
     async def stop_reports(self) -> None:

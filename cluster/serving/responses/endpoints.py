@@ -45,12 +45,12 @@ _COUNT_NAMES = {"messages": "input"}
 
 @dataclass(slots=True)
 class _Asked:
-    """What a client requests."""
+    """The parsed body of a request."""
 
     given: GenerationInput
     tools: ToolUse
     names: Mapping[str, FunctionName]
-    """Those of functions in namespaces, by those that the model knows."""
+    """Names of functions in namespaces, by the names that the model knows."""
     params: Mapping[str, str]
     """The client's names for parameters of the engine."""
     echo: Echo

@@ -36,9 +36,9 @@ class Kept:
     body: bytes = b""
     """The response in JSON, if it is read."""
     messages: tuple[ChatMessage, ...] = ()
-    """Its conversation if it is continued, or the part before its output, for `items`."""
+    """The conversation if the response is continued, or the part before its output, for `items`."""
     problem: str = ""
-    """Why it cannot be continued, if so."""
+    """Why the response cannot be continued; empty if it can."""
 
 
 class OtherReplicas(Protocol):

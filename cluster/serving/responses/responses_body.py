@@ -45,7 +45,7 @@ class Echo:
 
     fields: Mapping[str, object]
     large: bytes
-    """Those that may be large, as members of a JSON object."""
+    """Fields that may be large, as members of a JSON object."""
 
 
 class ResponsesBody(InputBody, SamplingFields):

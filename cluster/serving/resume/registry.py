@@ -76,7 +76,7 @@ class ResumableStreams:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all streams."""
+        """Number of bytes of all streams."""
         return self._bytes.num_bytes
 
     @property

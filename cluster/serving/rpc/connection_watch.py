@@ -78,7 +78,7 @@ class ConnectionWatch:
         self._suspects: set[int] = set()
         """Connections that had sent too much at the last look, by their inodes."""
         self._stalled: dict[int, float] = {}
-        """When each stalled connection ends, by their inodes."""
+        """The times at which stalled connections end, by their inodes."""
         self._alert_until_s = 0.0
         self._excess_lines = LineLimit()
         self._unproven_lines = LineLimit()

@@ -28,9 +28,9 @@ class CallReport:
     """Whether it ended before it reached the engine."""
     arrived_s: float
     validated_s: float | None
-    """When its prompts were tokenized and validated."""
+    """When the prompts were tokenized and validated."""
     started_s: float | None
-    """When it was first scheduled."""
+    """When the call was first scheduled."""
     first_token_s: float | None
     last_token_s: float | None
     ended_s: float

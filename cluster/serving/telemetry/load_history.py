@@ -63,7 +63,7 @@ class LoadHistory:
     """Seconds between two samples."""
     num_blocks: int
     samples: tuple[LoadSample, ...]
-    """The oldest first."""
+    """Samples, the oldest first."""
     first_token: Latency
     """Time from the arrival of a call to its first token, in the last minute."""
     between_tokens: Latency

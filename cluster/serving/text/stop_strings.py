@@ -37,7 +37,7 @@ class StopStrings:
         self._seen_characters = [""]
         """The last character after each state."""
         self._seen_states = array("H", (_ROOT,))
-        """The state after it."""
+        """The state after that character."""
         self._found: dict[int, str] = {}
         """The longest stop string with which a state's text ends."""
 

@@ -13,7 +13,7 @@ __all__ = ["TextBudgets"]
 _SHARE = 0.02
 """CPU seconds added to a budget in each second."""
 _BURST_S = 0.1
-"""The largest balance."""
+"""The largest balance of a budget."""
 
 
 class _Balance(NamedTuple):

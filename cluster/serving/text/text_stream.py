@@ -38,12 +38,12 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Complete text; it may lag behind the tokens."""
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One for each token, or empty."""
+    """Log-probabilities of each token; empty if they are not requested."""
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     """The stop string, or the client's stop token, that ended it."""
     error: str = ""
-    """Why the client's structure ended it with an error; empty for another cause."""
+    """The reason if the client's structure ended the sequence with an error; otherwise empty."""
     is_lethal: bool = False
     """Whether it ended with an error because the ranks die whenever its request runs."""
 

@@ -61,7 +61,7 @@ class TurnDelta:
 
     @property
     def calls(self) -> list[ToolCallDelta]:
-        """What tool calls gained."""
+        """What the tool calls gained."""
         return [part for part in self.parts if isinstance(part, ToolCallDelta)]
 
     def add_text(self, kind: Literal["reasoning", "content"], text: str) -> None:
@@ -78,7 +78,7 @@ class TurnDelta:
         self.parts += other.parts
 
     def drop_reasoning(self) -> None:
-        """Leave its reasoning out."""
+        """Remove the reasoning."""
         self.parts = [
             part
             for part in self.parts

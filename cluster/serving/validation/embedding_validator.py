@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["MAX_PROMPTS", "EmbeddingValidator"]
 
 MAX_PROMPTS = 2048
-"""Texts of one call."""
+"""Maximum number of texts in a call."""
 _POOLING_OF = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["MAX_PAIRS", "ScoreValidator"]
 
 MAX_PAIRS = 2048
-"""Pairs of one call."""
+"""Maximum number of pairs in a call."""
 _MAX_INSTRUCTION = 4096
 
 

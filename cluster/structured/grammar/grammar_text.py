@@ -22,7 +22,7 @@ from pagedray.request import Structure
 __all__ = ["MAX_TEXT_BYTES", "MAX_TEXT_LENGTH", "grammar_text"]
 
 MAX_TEXT_LENGTH = 65_536
-"""Characters of a structure."""
+"""Maximum number of characters of a structure."""
 MAX_TEXT_BYTES = 4 * MAX_TEXT_LENGTH
 """The most bytes that this many characters take."""
 _MAX_CHOICES = 1024

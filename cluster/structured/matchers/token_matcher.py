@@ -36,7 +36,7 @@ class TokenMatcher(Protocol):
 
 
 class TextMatcher(TokenMatcher, Protocol):
-    """One that also accepts texts."""
+    """A matcher that also accepts texts."""
 
     def accept_text(self, text: str) -> bool:
         """Advance by a text, or return False if it is not allowed."""

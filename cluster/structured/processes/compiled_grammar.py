@@ -52,7 +52,7 @@ class CompiledGrammar:
         self.text = text
         self.tenant = tenant
         self.num_bytes = 0
-        """Its size in the mask process, once it is loaded."""
+        """The size of the grammar in the mask process, once it is loaded."""
         self.incarnation = 0
         """The incarnation of the mask process that it was last loaded into."""
         self._source = source
@@ -95,7 +95,7 @@ class MatcherHandle:
         structure = sampling.structure
         self.grammar = grammar
         self.error = ""
-        """Why the structure ended the sequence with an error, if it did."""
+        """Why the structure ended the sequence with an error; empty if it did not."""
         self.is_free = False
         """Whether its last mask was the last one that the sequence needs."""
         self.id = sequence_id

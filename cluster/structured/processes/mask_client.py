@@ -33,7 +33,7 @@ _COSTLY_SHARE = 0.5
 """A mask with more CPU time than this share of the time that a caller waits is not worth waiting
 for."""
 _TOO_COSTLY = "its masks take too much time or memory"
-"""Why sequences end whose structure has ended a process, or would."""
+"""Why sequences end whose structure has ended a process, or would end it."""
 
 _Asked = tuple[MatcherHandle, "Sequence[int]"]
 
@@ -55,7 +55,7 @@ class MaskClient:
         For a sequence that is queried alone, since it may be the cause of that, for `alone_s`.
         """
         self.num_mask_bytes = num_mask_bytes
-        """Bytes of a mask."""
+        """Number of bytes of a mask."""
         self._connection = MaskConnection(connect, max_tenant_bytes=max_tenant_bytes)
         self._step_s = step_s
         self._alone_s = alone_s

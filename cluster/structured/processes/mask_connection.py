@@ -61,7 +61,7 @@ class MaskProcess(NamedTuple):
     """One incarnation of the process."""
 
     incarnation: int
-    """Its number; it knows nothing that was sent to an earlier one."""
+    """The number of this incarnation, which knows nothing that was sent to an earlier one."""
     masks: socket.socket
     grammars: socket.socket
 
@@ -94,7 +94,7 @@ class MaskConnection:
         self._unanswered: set[int] = set()
         """The sequences whose masks were asked for."""
         self._heard_s = 0.0
-        """When the process replied last, or was asked while it had nothing to do."""
+        """When the process last replied, or was sent work while it had none."""
 
     def load_grammar(self, grammar: CompiledGrammar) -> int:
         """Load a grammar into the process; return its size in bytes.

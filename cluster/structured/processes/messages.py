@@ -151,7 +151,7 @@ class MadeMask(msgspec.Struct, frozen=True, array_like=True):
     words: bytes = b""
     finish_reason: FinishReason | None = None
     error: str = ""
-    """Why it ends with an error."""
+    """Why the sequence ends with an error."""
     is_offender: bool = False
     """Whether it took too long or too much memory, so that the process exits."""
     is_free: bool = False

@@ -72,7 +72,7 @@ class SequenceMatcher:
         """CPU time of the last mask."""
         self._finish_reason: FinishReason | None = None
         self.error = ""
-        """Why it ended with an error, if it did."""
+        """Why the sequence ended with an error; empty if it did not."""
 
     @property
     def is_free(self) -> bool:

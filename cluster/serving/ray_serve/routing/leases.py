@@ -90,7 +90,7 @@ class Leases:
 
 
 class _Lease:
-    """One call and its task."""
+    """The lease of a call."""
 
     __slots__ = ("call_id", "renewed_s", "task")
 

@@ -36,7 +36,7 @@ _LOST_WAIT_S = 12.0
 """How long a call may wait for another replica after its own was lost, so that a pause of that one
 costs no call. Clients get an error within 15 seconds."""
 _HUNG_WAIT_S = 5.0
-"""The same after a replica hung, which took a few seconds to detect."""
+"""The wait after a replica hung, which took a few seconds to detect."""
 
 _current: ContextVar[ProxiedCall | None] = ContextVar("_current", default=None)
 

@@ -21,7 +21,7 @@ class Pulse(Generic[Replica]):
         self._limit_s = limit_s
         self._silent_s: dict[Replica, float] = {}
         self.silent: frozenset[Replica] = frozenset()
-        """Those that have been silent for too long; another object when they change."""
+        """Replicas that have not responded for too long; a new set when they change."""
 
     def note_answer(self, replica: Replica) -> None:
         """Record that a replica has answered."""

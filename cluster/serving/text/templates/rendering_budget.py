@@ -18,7 +18,7 @@ MAX_CPU_S = 2.0
 MAX_TOTAL = 2**27
 """Characters of all texts, and elements of all lists, that one rendering creates."""
 _MAX_CONSTANTS = 2**18
-"""The same for what the compiler computes in advance, which stays in memory."""
+"""The limit on what the compiler computes in advance, which stays in memory."""
 _CHECK_INTERVAL = 64
 """Steps between two readings of the clock, each of which takes as long as a step."""
 

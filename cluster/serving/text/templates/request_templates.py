@@ -32,7 +32,7 @@ _NUM_KEPT = 32
 _RENDER_S = 0.5
 """CPU time of a rendering, since others with long conversations wait for it."""
 _MAX_OPEN = 16
-"""Compilations of one tenant."""
+"""Maximum number of open compilations of one tenant."""
 _MAX_OPEN_TOTAL = 64
 
 _Key = tuple[str, str]
