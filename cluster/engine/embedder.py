@@ -88,7 +88,7 @@ class Embedder(StepLoop):
         self._backlog.check_room(tenant, num_tokens)
 
     def submit_request(self, request: EmbeddingRequest) -> Future[NDArray[np.float32]]:
-        """Accept a request; the answer is `[num_texts, size]`. Cancelling it aborts the request.
+        """Accept a request; the result is `[num_texts, size]`. Cancelling it aborts the request.
 
         Raises OverloadedError, LethalRequestError or EngineError.
         """

@@ -83,7 +83,7 @@ class EmbeddingJob:
         self.undone.sort(key=lambda i: len(self.request.texts[i]), reverse=True)
 
     def resolve(self, error: PagedRayError | None) -> None:
-        """Set the answer, unless it was cancelled."""
+        """Set the result, unless it was cancelled."""
         if not self.answer.set_running_or_notify_cancel():
             return
         if error is None:
