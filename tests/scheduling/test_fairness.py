@@ -79,6 +79,41 @@ def test_room_is_taken_from_the_tenant_that_was_served_most() -> None:
     harness.drain()
 
 
+def test_long_prompts_that_take_rows_in_the_same_step_share_its_tokens() -> None:
+    harness = make_harness()
+    for _ in range(4):
+        harness.add([1] * 4, tenant="many", max_tokens=40)
+    for _ in range(6):
+        harness.step()
+    for token_id in (2, 3):
+        harness.add([token_id] * 40, tenant="one")
+    harness.step()
+    plan = harness.schedule()
+    assert plan is not None
+    # Two of the sixteen tokens are decodes. The first prompt leaves one for the second.
+    assert [chunk.num_tokens for chunk in plan.chunks] == [13, 1]
+    harness.settle()
+    harness.drain()
+
+
+def test_none_starts_in_blocks_that_are_swapped_out_for_another() -> None:
+    harness = Harness(
+        num_blocks=20, num_cpu_blocks=16, preemption="swap", enable_prefix_cache=False
+    )
+    for token_id in (1, 2):
+        harness.add([token_id] * 24, tenant="many", max_tokens=12)
+    harness.step()
+    harness.add([3] * 34, tenant="one", max_tokens=2)
+    harness.add([4] * 2, tenant="many", max_tokens=2)
+    *_, victim, large, small = harness.sequences
+    while victim.state is not SequenceState.SWAPPED:
+        harness.step()
+        assert (large.state, small.state) == (SequenceState.WAITING,) * 2
+    harness.step()
+    assert large.state is SequenceState.RUNNING
+    harness.drain()
+
+
 def test_recomputation_after_a_death_costs_a_tenant_nothing() -> None:
     harness = make_harness()
     for tenant in ("one", "other"):

@@ -11,6 +11,7 @@ from cluster.scheduling.sequence_queue import SequenceQueue
 from cluster.simulation.virtual_replica import VirtualCall, distinct_prompt
 from pagedray.config import Preemption
 from tests.scheduling.harness import Harness
+from tests.scheduling.planning.test_policy import make_sequence
 
 BOUND = GRACE_STEPS + 10
 """Steps for which those that pass may delay a sequence: until it is found due, their grace, and
@@ -83,13 +84,8 @@ def test_borrowers_may_go_on_for_16_steps_after_each_time_they_hold_enough() -> 
         assert not passing.is_due
 
 
-# Each borrower that loses its block leaves another one, which is kept free for it.
-@pytest.mark.parametrize(
-    ("num_blocks", "preempted"), [(28, [0, 1, 1, 1]), (30, [1, 1, 1, 1])], ids=["some", "all"]
-)
-def test_only_as_many_borrowers_lose_their_blocks_as_needed_the_last_first(
-    num_blocks: int, preempted: list[int]
-) -> None:
+def passed_by_four(num_blocks: int) -> tuple[Harness, str]:
+    """Return a harness with a large request that the last four requests pass, and its id."""
     harness = Harness(
         block_size=64,
         num_blocks=40,
@@ -104,6 +100,17 @@ def test_only_as_many_borrowers_lose_their_blocks_as_needed_the_last_first(
     large = harness.add([2] * num_blocks * 64, max_tokens=1)
     for _ in range(4):
         harness.add([3] * 10, max_tokens=50)
+    return harness, large
+
+
+# Each borrower that loses its block leaves another one, which is kept free for it.
+@pytest.mark.parametrize(
+    ("num_blocks", "preempted"), [(28, [0, 1, 1, 1]), (30, [1, 1, 1, 1])], ids=["some", "all"]
+)
+def test_only_as_many_borrowers_lose_their_blocks_as_needed_the_last_first(
+    num_blocks: int, preempted: list[int]
+) -> None:
+    harness, large = passed_by_four(num_blocks)
     borrowers = harness.sequences[-4:]
     for _ in range(GRACE_STEPS):
         harness.step()
@@ -111,3 +118,29 @@ def test_only_as_many_borrowers_lose_their_blocks_as_needed_the_last_first(
     while not harness.results.tokens[large, 0]:
         harness.step()
     assert [one.num_preemptions for one in borrowers] == preempted
+
+
+def test_others_start_again_once_the_sequence_that_none_may_pass_is_aborted() -> None:
+    harness, large = passed_by_four(28)
+    for _ in range(10):
+        harness.step()
+    newcomer = harness.add([3] * 10, max_tokens=1)
+    harness.step()
+    assert harness.results.tokens[newcomer, 0] == []
+    harness.abort(large)
+    harness.step()
+    assert len(harness.results.tokens[newcomer, 0]) == 1
+    harness.drain()
+
+
+def test_only_sequences_that_start_after_the_shortage_borrow() -> None:
+    running = SequenceQueue()
+    passing = Passing(running)
+    claimant, before, after = (make_sequence(arrival=arrival) for arrival in range(3))
+    for sequence in (before, after):
+        if sequence is after:
+            passing.note_shortage(claimant)
+        passing.note_start(sequence)
+        running.insert(sequence)
+    assert passing.find_claimant() is claimant
+    assert passing.borrowers(claimant) == [after]

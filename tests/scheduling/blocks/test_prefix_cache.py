@@ -90,3 +90,14 @@ def test_forgotten_block_is_not_found() -> None:
 
 def test_tenant_with_a_lone_surrogate_has_a_root() -> None:
     assert len(make_cache().root("\ud800")) == 32
+
+
+def test_blocks_are_not_proven_after_all_contents_were_lost() -> None:
+    cache = make_cache()
+    key = cache.key_after(cache.root("a"), tokens(1, 2))
+    cache.add_block(key, 10)
+    cache.prove_blocks([10])
+    assert cache.is_proven(10)
+    cache.clear()
+    assert cache.add_block(key, 10)
+    assert not cache.is_proven(10)

@@ -41,6 +41,9 @@ def test_siblings_share_full_prompt_blocks_and_copy_the_last() -> None:
     leader = harness.sequences[0]
     tables = [start.block_ids for start in second.starts]
     assert [table[0] for table in tables] == [leader.blocks.ids[0]] * 2
+    # Their tokens are not sent again.
+    starts = [(start.donor_row, start.token_ids) for start in second.starts]
+    assert starts == [(leader.row, b"")] * 2
     assert second.copies == [BlockCopy(leader.blocks.ids[1], table[1]) for table in tables]
     assert [s.first_position for s in second.sequences] == [5, 5, 6]
     harness.drain()
@@ -57,6 +60,15 @@ def test_siblings_wait_for_the_last_chunk_of_the_prompt() -> None:
     plan = harness.schedule()
     assert plan is not None
     assert len(plan.starts) == 1
+
+
+def test_siblings_still_wait_for_the_prompt_if_another_one_is_finished() -> None:
+    harness = Harness(max_num_batched_tokens=4)
+    request_id = harness.add([1] * 9, n=3)
+    harness.step()
+    harness.finish(request_id, 2)
+    assert harness.sequences[1].state is SequenceState.HELD
+    harness.drain()
 
 
 def test_siblings_start_by_themselves_if_the_first_is_finished() -> None:

@@ -55,6 +55,21 @@ def test_blocks_on_their_way_back_are_shared_and_awaited() -> None:
     assert not fourth.blocks.awaits_copies
 
 
+def test_blocks_that_were_on_their_way_back_to_dead_ranks_are_not_awaited_again() -> None:
+    kv = make_manager(has_cpu_cache=True)
+    run_and_evict(kv, make_sequences(10)[0])
+    (second,) = make_sequences(10)
+    assert kv.admit(second, num_tokens=10, num_spare=0)
+    kv.take_copies(1)
+    kv.clear()
+    kv.disown(second)
+    (third, fourth) = (make_sequences(10)[0] for _ in range(2))
+    run_prompt(kv, third)
+    assert kv.admit(fourth, num_tokens=10, num_spare=0)
+    assert fourth.num_computed == 8
+    assert not fourth.blocks.awaits_copies
+
+
 def test_blocks_without_finite_logits_are_not_kept_when_they_are_evicted() -> None:
     kv = make_manager(has_cpu_cache=True)
     (sequence,) = make_sequences(10)
