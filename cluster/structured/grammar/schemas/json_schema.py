@@ -5,22 +5,19 @@ ones. A keyword that cannot be enforced is rejected by its name.
 """
 
 import json
-from collections.abc import Sequence
 from typing import cast
 
 from cluster.structured.grammar import json_text
 from cluster.structured.grammar.expressions import (
-    MAX_SIZE,
     Alternation,
     Concat,
     Expression,
     Repeat,
     Rule,
     Text,
-    optional,
-    size_of,
 )
 from cluster.structured.grammar.json_text import SPACE, VALUE, separated, surrounded
+from cluster.structured.grammar.schemas.arrays import checked_array, leading_items
 from cluster.structured.grammar.schemas.disjoint import are_disjoint
 from cluster.structured.grammar.schemas.loaded_schema import load_schema
 from cluster.structured.grammar.schemas.members import Member, members_in_order
@@ -245,14 +242,18 @@ class _SchemaReader:
             for index, item in enumerate(prefix)
         ][:maximum]
         if len(first) == maximum:
-            return surrounded("[", _leading_items(first, minimum, Repeat(SPACE, 0, 0)), "]")
+            return surrounded("[", leading_items(first, minimum, Repeat(SPACE, 0, 0)), "]")
         item = self.read(items, f"{path}/items", depth=depth + 1, unguarded=())
         if not first:
-            return _checked(surrounded("[", separated(item, minimum, maximum), "]"), schema, path)
+            return checked_array(
+                surrounded("[", separated(item, minimum, maximum), "]"), schema, path
+            )
         following = Concat((Text(","), SPACE, item))
         num_left = None if maximum is None else maximum - len(first)
         more = Repeat(following, max(0, minimum - len(first)), num_left)
-        return _checked(surrounded("[", _leading_items(first, minimum, more), "]"), schema, path)
+        return checked_array(
+            surrounded("[", leading_items(first, minimum, more), "]"), schema, path
+        )
 
     def _object(self, schema: Schema, path: str, depth: int) -> Expression:
         members = self._members(schema, path, depth)
@@ -371,32 +372,8 @@ def _restricts_names(schema: Schema) -> bool:
     return given is not True and given not in ({}, {"type": "string"})
 
 
-def _leading_items(items: Sequence[Expression], minimum: int, more: Expression) -> Expression:
-    """Return items in order, of which those after the first `minimum` are optional."""
-    following = more
-    for index in range(len(items) - 1, -1, -1):
-        comma = () if index == 0 else (Text(","), SPACE)
-        following = Concat((*comma, items[index], following))
-        if index >= minimum:
-            following = optional(following)
-    return following
-
-
 def _key_of(name: str, path: str) -> Expression:
     """Return a property's name and the colon after it."""
     if any("\ud800" <= character <= "\udfff" for character in name):
         fail(f"{path}/properties", "has a name with a lone surrogate")
     return Concat((Text(json.dumps(name, ensure_ascii=False)), Text(":"), SPACE))
-
-
-def _checked(array: Expression, schema: Schema, path: str) -> Expression:
-    """Return an array's expression if it is small enough to be repeated as an item."""
-    size = size_of(array)
-    if size > MAX_SIZE:
-        keyword = "maxItems" if "maxItems" in schema else "minItems"
-        fail(
-            f"{path}/{keyword}" if keyword in schema else path,
-            f"expands to {size} characters, more than the maximum of {MAX_SIZE}; an item counts as "
-            "often as it may occur",
-        )
-    return array
