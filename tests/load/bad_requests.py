@@ -26,6 +26,8 @@ from tests.serving.grpc_frontend import status_of_call
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from tests.load.bad_request_cases import GrpcCase
+
 __all__ = ["reject_over_grpc", "reject_over_http"]
 
 _TARGET_S = 0.05
@@ -106,27 +108,31 @@ async def reject_over_grpc(
         for name in cases:
             case = GRPC_CASES[name]
             key = None if case.key is None else keys.get(case.key, "pr-unknown")
-            who = () if key is None else (("authorization", f"Bearer {key}"),)
-            method = channel.unary_stream(f"/pagedray.v1.GenerationService/{case.method}")  # type: ignore[call-arg]  # grpc-stubs asks for what has a default
             seconds = []
             for _ in range(repeats):
                 started_s = time.perf_counter()
-                code, text, has_details = grpc.StatusCode.OK, "", True
-                try:
-                    async for _ in method(
-                        case.body,
-                        timeout=case.timeout_s,
-                        metadata=(*who, *case.more),
-                        compression=case.compression,
-                    ):
-                        pass
-                except grpc.aio.AioRpcError as error:
-                    code, text = error.code(), error.details() or ""
-                    has_details = _has_details(error)
+                code, text, has_details = await _grpc_status(channel, case, key)
                 seconds.append(time.perf_counter() - started_s)
             is_right = code is case.code and (has_details or code in _BY_GRPC_ITSELF)
             found.add(name, code.name, text, seconds, is_right=is_right)
     return found
+
+
+async def _grpc_status(
+    channel: grpc.aio.Channel, case: GrpcCase, key: str | None
+) -> tuple[grpc.StatusCode, str, bool]:
+    """Return the status of a call, its message, and whether it has the details of its error."""
+    who = () if key is None else (("authorization", f"Bearer {key}"),)
+    method = channel.unary_stream(f"/pagedray.v1.GenerationService/{case.method}")  # type: ignore[call-arg]  # grpc-stubs asks for what has a default
+    metadata = (*who, *case.more)
+    try:
+        async for _ in method(
+            case.body, timeout=case.timeout_s, metadata=metadata, compression=case.compression
+        ):
+            pass
+    except grpc.aio.AioRpcError as error:
+        return error.code(), error.details() or "", _has_details(error)
+    return grpc.StatusCode.OK, "", True
 
 
 def _has_shape(parsed: dict[str, Any], path: str) -> bool:  # Any: JSON

@@ -21,6 +21,7 @@ from tests.simulation.world import World
 
 if TYPE_CHECKING:
     from cluster.scheduling.event import TokenEvent
+    from cluster.serving.engine_stream import EngineStream
     from tests.simulation.scenario import ClientPlan, Scenario
 
 __all__ = ["Outcome", "failure_of", "run_scenario"]
@@ -183,21 +184,9 @@ class _Client:
         plan = self._plan
         await asyncio.sleep(plan.arrival_s)
         ranks.seeds.tenants[plan.number] = plan.tenant
-        for _ in range(_MOST_RETRIES):
-            try:
-                stream = client.open_stream([self._request()])
-                break
-            except OverloadedError:
-                await asyncio.sleep(_RETRY_S)
-            except CapacityError:
-                self._note(outcome, "does not fit")
-                return
-            except LethalRequestError:
-                self._note(outcome, "is lethal")
-                assert self._may_be_accused, "an innocent request is lethal"
-                return
-        else:
-            raise AssertionError(f"client {plan.number} is rejected forever")
+        stream = await self._opened(client, outcome)
+        if stream is None:
+            return
         async with stream:
             if plan.cancels_after == 0:
                 self._has_cancelled = True
@@ -206,18 +195,39 @@ class _Client:
                 for event in events:
                     self._take(event)
                     self._note(outcome, f"{event.index} {event.token_ids} {event.finish_reason}")
-                if plan.finishes_after is not None:
-                    for index, token_ids in self._tokens.items():
-                        is_open = index not in self._reasons and index not in self._finished
-                        if is_open and len(token_ids) >= plan.finishes_after:
-                            self._finished.add(index)
-                            stream.finish_sequence(self._id, index)
+                self._finish_sequences(stream)
                 num_tokens = sum(map(len, self._tokens.values()))
                 if plan.cancels_after is not None and num_tokens >= plan.cancels_after:
                     self._has_cancelled = True
                     break
                 await asyncio.sleep(plan.read_pause_s)
         self._check(ranks)
+
+    async def _opened(self, client: EngineClient, outcome: Outcome) -> EngineStream | None:
+        """Return the stream of the request, or None if it is rejected for good."""
+        for _ in range(_MOST_RETRIES):
+            try:
+                return client.open_stream([self._request()])
+            except OverloadedError:
+                await asyncio.sleep(_RETRY_S)
+            except CapacityError:
+                self._note(outcome, "does not fit")
+                return None
+            except LethalRequestError:
+                self._note(outcome, "is lethal")
+                assert self._may_be_accused, "an innocent request is lethal"
+                return None
+        raise AssertionError(f"client {self._plan.number} is rejected forever")
+
+    def _finish_sequences(self, stream: EngineStream) -> None:
+        """End the sequences that have as many tokens as the plan says."""
+        if self._plan.finishes_after is None:
+            return
+        for index, token_ids in self._tokens.items():
+            is_open = index not in self._reasons and index not in self._finished
+            if is_open and len(token_ids) >= self._plan.finishes_after:
+                self._finished.add(index)
+                stream.finish_sequence(self._id, index)
 
     @property
     def _may_be_accused(self) -> bool:

@@ -57,25 +57,32 @@ def misspelled(body: dict[str, Any], path: Path, name: str) -> dict[str, Any]:
     return written
 
 
-def test_misspelled_names_are_answered_with_the_right_ones(server: Server) -> None:
+def misspelled_names() -> Iterator[tuple[str, dict[str, Any], Path, str]]:
+    """Yield each name of each kind of body once: the kind, the body, the name's path, the name."""
     found: set[tuple[str, str]] = set()
-    with httpx.Client(base_url=server.url) as client:
-        for kind, bodies in json_bodies("tiny").items():
-            for body in bodies:
-                if kind == "/v1/messages/count_tokens":
-                    # The model of this server has no format of tool calls.
-                    body.pop("tools")
-                for path, name in names_in(body):
-                    place = ".".join("0" if isinstance(step, int) else step for step in path)
-                    if (kind, f"{place}.{name}") in found:
-                        continue
+    for kind, bodies in json_bodies("tiny").items():
+        for body in bodies:
+            if kind == "/v1/messages/count_tokens":
+                # The model of this server has no format of tool calls.
+                body.pop("tools")
+            for path, name in names_in(body):
+                place = ".".join("0" if isinstance(step, int) else step for step in path)
+                if (kind, f"{place}.{name}") not in found:
                     found.add((kind, f"{place}.{name}"))
-                    answer = client.post(kind.partition(" ")[0], json=misspelled(body, path, name))
-                    wrong = ".".join(map(str, (*path, name[0] + name[2:])))
-                    assert answer.json()["error"]["message"] == (
-                        f"{wrong} is not supported: did you mean {name}?"
-                    ), (kind, path, name)
-    assert len({kind.partition(" ")[0] for kind, _ in found}) >= 9
+                    yield kind, body, path, name
+
+
+def test_misspelled_names_are_answered_with_the_right_ones(server: Server) -> None:
+    endpoints = set()
+    with httpx.Client(base_url=server.url) as client:
+        for kind, body, path, name in misspelled_names():
+            endpoint = kind.partition(" ")[0]
+            endpoints.add(endpoint)
+            answer = client.post(endpoint, json=misspelled(body, path, name))
+            wrong = ".".join(map(str, (*path, name[0] + name[2:])))
+            expected = f"{wrong} is not supported: did you mean {name}?"
+            assert answer.json()["error"]["message"] == expected, (kind, path, name)
+    assert len(endpoints) >= 9
 
 
 @pytest.mark.parametrize(
