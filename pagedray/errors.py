@@ -178,7 +178,7 @@ class UnknownPreviousError(InvalidRequestError):
     openai_code = "previous_response_not_found"
 
     def __init__(self, response_id: str, *, is_lost: bool = False) -> None:
-        """`is_lost` says that the replica which kept it has ended."""
+        """`is_lost` is true if the replica which kept it has ended."""
         why = f": {_LOST}; send the earlier items as input" if is_lost else ""
         super().__init__(
             f"Previous response with id {response_id[:80]!r} not found{why}.",
@@ -251,7 +251,7 @@ class UnknownResponseError(RequestError):
     outcome = "unknown_response"
 
     def __init__(self, response_id: str, *, is_lost: bool = False) -> None:
-        """`is_lost` says that the replica which kept it has ended."""
+        """`is_lost` is true if the replica which kept it has ended."""
         why = f": {_LOST}" if is_lost else ""
         super().__init__(f"Response with id {response_id[:80]!r} not found{why}.")
 

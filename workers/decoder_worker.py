@@ -129,7 +129,7 @@ class DecoderWorker(Worker):
             pool = self._host_pool
             self._disk_jobs = DiskJobs(folder, pool.blocks, checksums=pool.checksums)
         if self._group.rank == 0 and not self._is_warm:
-            # The layers of all ranks are alike.
+            # The layers are the same on all ranks.
             for sentence in self._runner.forward_pass.attention_provider_sentences:
                 logger.info("Attention: %s", sentence)
         return KernelReport(

@@ -105,7 +105,7 @@ class EmbeddingWorker(Worker):
         assert num_blocks == num_cpu_blocks == 0
         assert self._builder is not None
         if self._group.rank == 0:
-            # The layers of all ranks are alike.
+            # The layers are the same on all ranks.
             for sentence in self._builder.provider_sentences():
                 logger.info("Attention: %s", sentence)
         return KernelReport(

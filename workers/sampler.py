@@ -53,7 +53,7 @@ class Sampled:
 
     @property
     def logprobs(self) -> list[TokenLogprobs | None]:
-        """Reports by row; empty if no row asked for them. Waits for their copies to the host."""
+        """Reports by row; empty if no row requested them. Waits for their copies to the host."""
         if self.reports is None or self.reported is None:
             return []
         logprobs: list[TokenLogprobs | None] = [None] * len(self.token_ids)

@@ -261,7 +261,7 @@ class Embedder(StepLoop):
     def _examine(self, *, has_died: bool = False, is_proven: bool = False) -> None:
         """Note which suspects are left, end culprits, and decide which jobs run.
 
-        A suspect survives once the texts that ran at a death are embedded. `is_proven` says that a
+        A suspect survives once the texts that ran at a death are embedded. `is_proven` is true if a
         step finished since the death.
         """
         suspects = self._suspects

@@ -18,7 +18,7 @@ class MaskPatience:
     def wait_s(self, *, delays_others: bool) -> float:
         """Return the seconds to wait for the masks of the next step.
 
-        `delays_others` says whether a wait may delay sequences whose masks are not late.
+        `delays_others` is true if a wait may delay sequences whose masks are not late.
         """
         if not delays_others:
             return _MAX_S

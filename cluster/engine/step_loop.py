@@ -197,7 +197,7 @@ class StepLoop(ABC):
     def _pause_after(self, error: WorkerError, what: str, *, has_narrowed: bool = False) -> None:
         """Log a death of ranks and what follows, and pause as long as the budget of deaths says.
 
-        `has_narrowed` says that it narrowed the search for its cause. Raises WorkerError if the
+        `has_narrowed` is true if it narrowed the search for its cause. Raises WorkerError if the
         budget is spent, and ShuttingDownError.
         """
         if error.details:

@@ -38,7 +38,7 @@ class SmallS3(FaultyServer):
         self.objects.update({f"{prefix}/{name}": content for name, content in files.items()})
 
     def ranges_of(self, name: str) -> list[str]:
-        """Return the ranges of an object that were asked for."""
+        """Return the ranges of an object that were requested."""
         return [each.range or "" for each in self.requested if each.path.endswith(f"/{name}")]
 
     def error_body(self, status: int) -> bytes:

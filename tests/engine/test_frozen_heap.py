@@ -86,7 +86,7 @@ class CollectorClock:
 @pytest.fixture
 def clock() -> Iterator[CollectorClock]:
     clock = CollectorClock()
-    # Only what is asked for is collected, whatever other threads allocate.
+    # Only what is requested is collected, whatever other threads allocate.
     thresholds = gc.get_threshold()
     gc.set_threshold(0)
     gc.callbacks.append(clock.note_phase)

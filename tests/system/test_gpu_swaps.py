@@ -227,7 +227,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def prompts_of(seed: int) -> list[list[int]]:
-    """Return prompts, half of which begin alike."""
+    """Return prompts, half of which have the same beginning."""
     draws = random.Random(seed)
     shared = [draws.randrange(4096) for _ in range(200)]
     prompts = []

@@ -12,7 +12,7 @@ __all__ = ["SharedPrefixes", "find_shared_prefixes"]
 _Ints = NDArray[np.int64]
 
 _MAX_PREFIXES = 64
-"""The most prefixes of rows that begin alike; it bounds the time of a search."""
+"""The most prefixes of rows that have the same beginning; it bounds the time of a search."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

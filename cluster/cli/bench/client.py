@@ -36,7 +36,7 @@ class Timing:
     """When each message with new text or tokens arrived."""
     ended_s: float
     num_prompt_tokens: int
-    """Tokens of the prompt, as the server counted them; 0 if it does not say."""
+    """Tokens of the prompt, as the server counted them; 0 if it does not report them."""
     num_generated_tokens: int
     """Generated tokens, as the server counted them, or else the number of messages with text."""
 

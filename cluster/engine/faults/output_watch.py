@@ -94,7 +94,7 @@ class OutputWatch:
         return request
 
     def _note_finite(self, now_s: float, *, is_test: bool) -> None:
-        """Note finite logits; `is_test` says that they are, among others, those of a test."""
+        """Note finite logits; `is_test` is true if they are, among others, those of a test."""
         if self.is_broken:
             logger.warning("The logits of the model are finite again.")
         elif is_test and now_s >= self._next_log_s:

@@ -150,7 +150,7 @@ class Suspects:
     def take_culprits(self, *, is_proven: bool = False) -> list[str]:
         """Return the accused requests, once, if it is proven that the ranks work without them.
 
-        A survivor of the search proves it; `is_proven` says that something else does.
+        A survivor of the search proves it; `is_proven` is true if something else does.
         """
         if not (is_proven or self._is_proven):
             return []

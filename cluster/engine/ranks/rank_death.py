@@ -21,7 +21,7 @@ _EXIT_DETAIL = re.compile(r"Worker exit detail: (.+?\.)(?:\s|$)")
 
 # Any: the type of Ray's references depends on how Ray was built.
 def find_cause(running: Sequence[Any]) -> str | None:
-    """Return why one of the ranks has died that `running` refer to; None if Ray does not say."""
+    """Return why one of the ranks of `running` has died; None if Ray gives no reason."""
     deadline_s = time.monotonic() + _CAUSE_TIMEOUT_S
     cause: RayError | None = None
     waiting = list(running)

@@ -48,7 +48,7 @@ class RayHealth:
     def __init__(self, *, reconnect_s: float, can_return: bool) -> None:
         """Ray ends a process that has had no connection to GCS for `reconnect_s`.
 
-        `can_return` says whether a GCS that has ended may be started again.
+        `can_return` is true if a GCS that has ended may be started again.
         """
         context = ray.get_runtime_context()
         node_id = context.get_node_id()

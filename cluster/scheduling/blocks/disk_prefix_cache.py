@@ -20,7 +20,7 @@ _MAX_AHEAD = 256
 """CPU blocks that are free, or on the disk already, before others need their place."""
 _MAX_WRITING = 64
 _PAUSE_STEPS = 256
-"""Steps without writes after one failed: a full disk rarely gets free sooner."""
+"""Steps without writes after one failed: a full disk rarely becomes free sooner."""
 
 
 class DiskPrefixCache(KeyedBlocks):

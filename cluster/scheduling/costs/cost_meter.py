@@ -8,7 +8,7 @@ from pagedray.batch import StepOutput, StepPlan
 __all__ = ["CostMeter"]
 
 _STEPS_PER_MEASUREMENT = 32
-"""Steps without prompts are alike: one in this many is measured."""
+"""Steps without prompts are similar: one in this many is measured."""
 
 
 class CostMeter:

@@ -76,7 +76,7 @@ class ChoiceFormat(ABC):
         return None if reason is None or reason is FinishReason.ERROR else reason.value
 
     def logprobs(self, output: SequenceOutput, choice: ResponseChoice) -> Json | None:
-        """Return the log-probabilities of an output's tokens, or None if they are not asked for."""
+        """Return the log-probabilities of an output's tokens, or None if they are not requested."""
         if not self.options.has_logprobs:
             return None
         tokens = zip(output.token_ids, output.logprobs, strict=True)

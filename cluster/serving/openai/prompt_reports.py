@@ -67,11 +67,11 @@ class PromptReports:
         self._lists: dict[int, dict[str, list[bytes]]] = {}
 
     def fields(self, prompt_index: int) -> Json:
-        """Return the field `prompt_logprobs` of a prompt; empty if it is not asked for."""
+        """Return the field `prompt_logprobs` of a prompt; empty if it is not requested."""
         return self._fields.get(prompt_index, {})
 
     def lists(self, prompt_index: int) -> Mapping[str, list[bytes]]:
-        """Return the parts of the lists of an echoed prompt; empty if they are not asked for."""
+        """Return the parts of the lists of an echoed prompt; empty if they are not requested."""
         return self._lists.get(prompt_index, {})
 
     @classmethod

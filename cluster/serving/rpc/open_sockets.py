@@ -72,7 +72,7 @@ def peer_address(descriptor: int, port: int) -> tuple[str, int] | None:
 
 
 def num_received_bytes(descriptor: int) -> int:
-    """Return how much a TCP connection has received; 0 if the system does not say."""
+    """Return how much a TCP connection has received; 0 if the system does not report it."""
     with suppress(OSError):
         connection = socket.socket(fileno=descriptor)
         try:

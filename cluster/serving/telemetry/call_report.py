@@ -41,7 +41,7 @@ class CallReport:
 
     @property
     def generates_tokens(self) -> bool:
-        """Whether it asked for tokens, not for vectors or scores."""
+        """Whether it requested tokens rather than vectors or scores."""
         return self.operation in ("chat", "text_completion")
 
 

@@ -142,7 +142,7 @@ class TextStream:
         return self._output(pieces, token_ids, logprobs, None, None)
 
     def _push_tokens(self, event: TokenEvent, pieces: list[str]) -> tuple[int, str | None]:
-        # The stop token is not part of the text, unless the client asked for it.
+        # The stop token is not part of the text, unless the client requested it.
         is_included = self._includes_stop and event.stop_token_id in self._client_stop_ids
         num_hidden = 0 if event.stop_token_id is None or is_included else 1
         for position, token_id in enumerate(event.token_ids[: len(event.token_ids) - num_hidden]):

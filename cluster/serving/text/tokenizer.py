@@ -202,7 +202,7 @@ class Tokenizer:
         marks_special_tokens: bool,
         pauses: ThreadPauses | None = None,
     ) -> MarkedText:
-        """Return what `render_chat` does, if asked for with marks for the messages' special tokens.
+        """Return what `render_chat` does, if requested with marks for the messages' special tokens.
 
         Raises InvalidRequestError.
         """

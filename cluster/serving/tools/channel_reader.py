@@ -49,7 +49,7 @@ class ChannelReader(TurnReader):
     ) -> None:
         """`answer` reads the content, which is calls if they are forced.
 
-        `is_open` says that the prompt has begun a message of reasoning.
+        `is_open` is true if the prompt has begun a message of reasoning.
         """
         super().__init__(tools, is_parallel=is_parallel, has_short_ids=has_short_ids)
         self._answer = answer
@@ -205,7 +205,7 @@ class ChannelTexts:
     """Splits the text of a turn in channels into reasoning and content."""
 
     def __init__(self, *, is_open: bool = False) -> None:
-        """`is_open` says that the prompt has begun a message of reasoning."""
+        """`is_open` is true if the prompt has begun a message of reasoning."""
         self._reader = ChannelReader({}, is_open=is_open)
 
     def read_piece(self, text: str, *, is_last: bool = False) -> tuple[str, str]:

@@ -32,7 +32,7 @@ class ChannelTokens:
     """Follows the tokens of one turn."""
 
     def __init__(self, tool_names: Collection[str], *, is_open: bool = False) -> None:
-        """`is_open` says that the prompt has begun a message of reasoning."""
+        """`is_open` is true if the prompt has begun a message of reasoning."""
         self.num_reasoning = 0
         """Tokens of the reasoning so far, with its marks."""
         self._tool_names = tool_names

@@ -150,7 +150,7 @@ class ToolUse:
         return turn_reader(self._tool_format, schemas, is_parallel=is_parallel)
 
     def channel_reader(self, *, is_open: bool) -> ChannelReader:
-        """Return a reader of one turn in channels; `is_open` says that it begins in reasoning."""
+        """Return a reader of one turn in channels; `is_open` is true if it begins in reasoning."""
         if self.is_read and self._writes_messages:
             schemas = {tool.name: tool.schema() for tool in self._callable()}
             return ChannelReader(schemas, is_parallel=self._choice.is_parallel, is_open=is_open)

@@ -46,7 +46,7 @@ class _ElementsReader(TurnReader):
         self._is_string = False
         self._is_value_new = True
         self._kinds: Set[str] = frozenset()
-        """The types of the value that is being read; empty if its schema does not say."""
+        """The types of the value that is being read; empty if its schema does not specify them."""
 
     @abstractmethod
     def _name(self) -> re.Match[str] | None:

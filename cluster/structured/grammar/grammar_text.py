@@ -45,7 +45,7 @@ def grammar_text(structure: Structure) -> str:
 
 
 def _written(grammar: Grammar) -> str:
-    """Return the EBNF of the calls of several tools, whose arguments are often alike."""
+    """Return the EBNF of the calls of several tools, whose arguments are often similar."""
     return write_ebnf(*without_single_uses(*with_shared_parts(*grammar, "common")))
 
 

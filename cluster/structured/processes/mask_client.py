@@ -164,7 +164,7 @@ def _without_outcome(asked: Sequence[_Asked]) -> list[_Asked]:
 
 
 def _apply(reply: MaskReply, asked: Sequence[_Asked]) -> set[CompiledGrammar]:
-    """Record the masks that were asked for; return the grammars that ended the process."""
+    """Record the masks that were requested; return the grammars that ended the process."""
     matchers = {matcher.id: matcher for matcher, _ in asked}
     crashing: set[CompiledGrammar] = set()
     for made in reply.masks:

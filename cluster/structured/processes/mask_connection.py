@@ -92,7 +92,7 @@ class MaskConnection:
         """Sockets for masks of dead processes, to be closed by the thread that reads them."""
         self._num_incarnations = 0
         self._unanswered: set[int] = set()
-        """The sequences whose masks were asked for."""
+        """The sequences whose masks were requested."""
         self._heard_s = 0.0
         """When the process last replied, or was sent work while it had none."""
 

@@ -72,7 +72,7 @@ class MaskJob:
         self.is_costly = False
         """Whether its thread has low priority."""
         self.is_alone = False
-        """Whether no other mask was to be made when it was asked for."""
+        """Whether no other mask was to be made when it was requested."""
         self._query = query
         self._matcher_of = matcher_of
         self._words = np.zeros((1, num_words), dtype=np.int32)

@@ -163,7 +163,7 @@ class MaskReply(msgspec.Struct, frozen=True, array_like=True):
 
     masks: list[MadeMask]
     is_last: bool = False
-    """Whether the process exits; it makes no other mask that was asked for."""
+    """Whether the process exits; it makes no other mask that was requested."""
 
 
 class LoadGrammar(msgspec.Struct, frozen=True, array_like=True):

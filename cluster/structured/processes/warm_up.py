@@ -50,7 +50,7 @@ class WarmUp:
         try:
             self._library.warm_up(next(self._texts))
         except (StopIteration, RuntimeError):
-            # A failure is not reported, since no client asked for it.
+            # A failure is not reported, since no client requested it.
             self.is_done = True
 
     def _grammars(self) -> Iterator[str]:

@@ -139,7 +139,7 @@ def test_throughput_counts_what_the_engine_generated(
     assert isinstance(seconds, float)
     assert report["output_tokens_per_second"] == pytest.approx(num_output / seconds)
     assert report["requests_per_second"] == pytest.approx(10 / seconds)
-    # All prompts begin alike, but not as those of the warm-up.
+    # All prompts have the same beginning, but not that of the warm-up.
     prefixes = {tuple(one.prompt_token_ids[:32]) for one in measured}
     assert len(prefixes) == 1
     assert prefixes.isdisjoint(tuple(one.prompt_token_ids[:32]) for one in warm_up)

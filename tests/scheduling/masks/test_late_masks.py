@@ -172,7 +172,7 @@ def test_a_sequence_that_ends_while_its_mask_is_late_ends_once() -> None:
     (event,) = steps.scheduler.update(StepOutput(plan.step, [-1, 7]))
     assert event.request_id == "other"
     steps.scheduler.acknowledge(plan.step)
-    # Nor is it asked for anymore.
+    # Nor is it requested anymore.
     num_calls = len(steps.grammar.num_awaited)
     assert steps.run() == ["other"]
     assert len(steps.grammar.num_awaited) == num_calls

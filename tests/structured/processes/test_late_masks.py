@@ -93,7 +93,7 @@ def test_a_costly_mask_keeps_no_other_waiting_and_is_made_in_the_end(
     gate = tmp_path / "gate"
     costly = client.matcher(f"waits for: {gate}", "ann"), [3]
     quick, other = client.matcher("plain", "ben"), (client.matcher("plain", "ann"), [1])
-    # Nothing else has been asked for, so it is not known to be costly.
+    # Nothing else has been requested, so it is not known to be costly.
     client.begin(quick, costly[0])
     (process,) = client.fake.processes
     wait_for(lambda: num_low_priority(process.pid) == 1)

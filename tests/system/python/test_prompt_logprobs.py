@@ -77,7 +77,7 @@ def test_they_equal_those_of_transformers(
 ) -> None:
     params = msgspec.structs.replace(PARAMS, max_tokens=30)
     with llm(**options) as model:
-        # A cached prefix must not leave out what was asked for.
+        # A cached prefix must not leave out what was requested.
         model.generate(PROMPTS, SamplingParams(max_tokens=1), use_tqdm=False)
         for _ in range(2):
             check(model.generate(PROMPTS, params, use_tqdm=False), truth)

@@ -34,7 +34,7 @@ class Captures(Generic[Capture]):
         progress: ProgressWord,
         may_lack: bool,
     ) -> None:
-        """`sizes` are ascending. `may_lack` says whether later steps may run without a capture.
+        """`sizes` are ascending. `may_lack` is true if later steps may run without a capture.
 
         Several ranks may not: their collectives would have other sizes on a rank that lacks one.
         """

@@ -57,7 +57,7 @@ class ProxiedGrpcContext:
     def failure(self, *, is_complete: bool) -> Cause | None:
         """Return how the replica failed; None if it did not, or if the client has disconnected.
 
-        `is_complete` says whether the response has all messages that it must have.
+        `is_complete` is true if the response has all messages that it must have.
         """
         code = self._code or grpc.StatusCode.OK
         task = asyncio.current_task()

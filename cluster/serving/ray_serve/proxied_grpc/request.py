@@ -125,7 +125,7 @@ def _parsed(body: bytes, method: str) -> pb.GenerateRequest | pb.ChatRequest | N
 
 
 def _routing_key(message: pb.GenerateRequest | pb.ChatRequest | None) -> str | None:
-    """Return the routing key of a call, the same for prompts that begin alike; None without one."""
+    """Return the routing key of a call, which depends on the beginning of its prompt, or None."""
     if message is None:
         return None
     if isinstance(message, pb.ChatRequest):

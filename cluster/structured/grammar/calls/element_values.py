@@ -16,7 +16,7 @@ __all__ = ["read_value"]
 def read_value(text: str, kinds: Set[str]) -> object:
     """Return the value of a text; one that is not JSON of an allowed type is a string.
 
-    `kinds` are the types that the schema allows, empty if it does not say.
+    `kinds` are the types that the schema allows, empty if it does not specify them.
     """
     if kinds == {"string"}:
         return text

@@ -14,7 +14,7 @@ _MAX_DEPTH = 16
 
 
 def kinds_of(schema: object, root: object) -> frozenset[str]:
-    """Return the types that values of a schema may have; empty if it does not say."""
+    """Return the types that values of a schema may have; empty if it does not specify them."""
     return _kinds(schema, root, 0)
 
 
