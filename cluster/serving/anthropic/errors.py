@@ -1,4 +1,4 @@
-"""Errors in Anthropic's shape, and those about the context also in Anthropic's words."""
+"""Errors in the format of Anthropic, and those about the context also in Anthropic's words."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
-from cluster.serving.http.errors import ErrorShape
+from cluster.serving.http.errors import ErrorFormat
 from pagedray.errors import ContextLengthError, OutputLengthError, PromptLengthError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _NO_THREADS: Json = {"error_code": "thread_unsupported_request", "unsupported": 
 
 
 def anthropic_error(body: Json, status: int, request_id: str | None = None) -> Json:
-    """Return an error that is given in OpenAI's shape, with its status."""
+    """Return an error that is given in the format of OpenAI, with its status."""
     given = cast("Json", body["error"])
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
     error: Json = {"type": kind, "message": given["message"]}
@@ -39,7 +39,7 @@ def anthropic_error(body: Json, status: int, request_id: str | None = None) -> J
     return {"type": "error", "error": error, "request_id": request_id}
 
 
-ANTHROPIC_ERRORS = ErrorShape(write=anthropic_error, id_header="request-id")
+ANTHROPIC_ERRORS = ErrorFormat(write=anthropic_error, id_header="request-id")
 
 
 @contextmanager

@@ -189,8 +189,8 @@ class MessagesResponse(EventResponse):
         }
 
     def _error_event(self, error: PagedRayError) -> bytes:
-        shaped = anthropic_error(rejection_body(error), error.http_status, self._generation.id)
-        written = _encode(shaped)
+        error_json = anthropic_error(rejection_body(error), error.http_status, self._generation.id)
+        written = _encode(error_json)
         return b"event: error\ndata: " + written + b"\n\n"
 
 

@@ -205,13 +205,13 @@ class HttpApp:
     def _error(
         self, request: Request, body: Json, status: int, headers: Mapping[str, str] | None
     ) -> Response:
-        """Return an error, given in OpenAI's shape, as a response of the path's API."""
-        shape = self._table.errors_of(_path_of(request.scope))
+        """Return an error, given in the format of OpenAI, as a response of the path's API."""
+        form = self._table.errors_of(_path_of(request.scope))
         request_id = _id_of(request)
         given = dict(headers or {})
-        if shape.id_header is not None:
-            given[shape.id_header] = request_id
-        return json_response(shape.write(body, status, request_id), status=status, headers=given)
+        if form.id_header is not None:
+            given[form.id_header] = request_id
+        return json_response(form.write(body, status, request_id), status=status, headers=given)
 
     async def _dispatch(self, request: Request) -> Response:
         _check_head(request.scope)

@@ -10,7 +10,7 @@ import msgspec
 from starlette.responses import Response
 
 from cluster.serving.http.body import JSON_TYPE
-from cluster.serving.http.errors import OPENAI_ERRORS, ErrorShape
+from cluster.serving.http.errors import OPENAI_ERRORS, ErrorFormat
 from cluster.serving.http.http_call import HttpCall
 from cluster.serving.inputs import Operation
 
@@ -39,8 +39,8 @@ class Endpoint:
     access: Access = Access.TENANTS
     operation: Operation | None = None
     """The operation of the engine that its calls wait for, if any."""
-    errors: ErrorShape = OPENAI_ERRORS
-    """The shape of its errors, and of those of paths below its own that do not exist."""
+    errors: ErrorFormat = OPENAI_ERRORS
+    """The format of its errors, and of those of paths below its own that do not exist."""
     is_counted: bool = False
     """Whether its calls count toward the limit of open calls; those of an operation always do."""
     is_healthy: Callable[[], bool] | None = field(default=None, repr=False)

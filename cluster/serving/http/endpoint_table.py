@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from cluster.serving.http.endpoint import Endpoint
-    from cluster.serving.http.errors import ErrorShape
+    from cluster.serving.http.errors import ErrorFormat
 
 __all__ = ["EndpointTable"]
 
@@ -63,11 +63,11 @@ class EndpointTable:
                 return by_method, path[len(prefix) : len(path) - len(suffix)]
         return {}, ""
 
-    def errors_of(self, path: str) -> ErrorShape:
-        """Return the shape of errors of the API that a path belongs to."""
+    def errors_of(self, path: str) -> ErrorFormat:
+        """Return the format of errors of the API that a path belongs to."""
         methods, _ = self.find(path)
         of_path = (one.errors for one in methods.values())
-        below = (shape for root, shape in self._errors_below.items() if path.startswith(root))
+        below = (form for root, form in self._errors_below.items() if path.startswith(root))
         return next(of_path, None) or next(below, OPENAI_ERRORS)
 
     def near(self, path: str) -> str | None:

@@ -1,4 +1,4 @@
-"""The errors of calls that no replica completes, in the shape of the API that was called."""
+"""The errors of calls that no replica completes, in the format of the API that was called."""
 
 from __future__ import annotations
 
