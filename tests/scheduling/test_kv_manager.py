@@ -1,3 +1,5 @@
+import pytest
+
 from pagedray.batch import BlockCopy
 from tests.scheduling.blocks.test_block_pool import state_of
 from tests.scheduling.kv_sequences import make_manager, make_sequences, run_prompt
@@ -284,3 +286,23 @@ def test_sequence_larger_than_the_cpu_pool_is_not_swapped() -> None:
     (sequence,) = make_sequences(10)
     run_prompt(kv, sequence)
     assert not kv.can_swap_out(sequence)
+
+
+@pytest.mark.parametrize(
+    ("num_cpu_blocks", "has_cpu_cache", "is_open", "expected"),
+    [
+        pytest.param(3, True, True, True, id="room"),
+        pytest.param(2, True, True, False, id="no room"),
+        pytest.param(3, True, False, False, id="copies are not worth it"),
+        pytest.param(3, False, False, False, id="no cache"),
+    ],
+)
+def test_blocks_of_a_released_sequence_are_kept(
+    num_cpu_blocks: int, has_cpu_cache: bool, is_open: bool, expected: bool
+) -> None:
+    kv = make_manager(num_cpu_blocks=num_cpu_blocks, has_cpu_cache=has_cpu_cache)
+    if kv.cpu_cache is not None:
+        kv.cpu_cache.worth.is_open = is_open
+    (sequence,) = make_sequences(10)
+    run_prompt(kv, sequence)
+    assert kv.keeps_released(sequence) == expected
