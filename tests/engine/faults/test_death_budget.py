@@ -62,3 +62,10 @@ def test_deaths_that_narrow_a_search_do_not_count_as_barren() -> None:
     for number in range(10):
         now_s = 30.0 + 15.0 * number
         assert budget.note_death(now_s, ERROR, num_steps=0, has_narrowed=True) == 0.0
+
+
+def test_a_death_that_narrows_a_search_is_followed_by_no_pause() -> None:
+    budget = DeathBudget()
+    pauses = [budget.note_death(0.1, ERROR, num_steps=7) for _ in range(4)]
+    assert pauses[-1] == 2.0
+    assert budget.note_death(0.1, ERROR, num_steps=7, has_narrowed=True) == 0.0
