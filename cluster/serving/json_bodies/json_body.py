@@ -151,7 +151,7 @@ def _check_values(raw: bytes, parsed: dict[str, object], what: str) -> Steps[Non
             if isinstance(value, dict | list):
                 waiting.append(value)
             elif isinstance(value, float) and isinf(value):
-                raise _out_of_range(one, what)
+                raise _out_of_range(one, what, is_field=one is parsed)
     if num_left:
         raise InvalidRequestError(f"{what} has an object with a duplicate name.")
 
@@ -161,11 +161,15 @@ def _has_exponents(bare: bytes) -> bool:
     return b"E" in bare or bare.count(b"e") > bare.count(b"true") + bare.count(b"false")
 
 
-def _out_of_range(container: object, what: str) -> InvalidRequestError:
+def _out_of_range(container: object, what: str, *, is_field: bool) -> InvalidRequestError:
     pairs = container.items() if isinstance(container, dict) else ()
     names = (name for name, value in pairs if isinstance(value, float) and isinf(value))
-    where = next((f" for {shown_value(name)}" for name in names), "")
-    return InvalidRequestError(f"{what} has a number{where} that exceeds the range of a double.")
+    name = next(names, None)
+    where = "" if name is None else f" for {shown_value(name)}"
+    return InvalidRequestError(
+        f"{what} has a number{where} that exceeds the range of a double.",
+        param=name if is_field else None,
+    )
 
 
 def _outside_strings(raw: bytes) -> Steps[tuple[int, bytes]]:

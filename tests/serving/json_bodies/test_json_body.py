@@ -114,19 +114,20 @@ def test_many_messages_are_read_quickly() -> None:
 
 
 @pytest.mark.parametrize(
-    ("raw", "where"),
+    ("raw", "where", "param"),
     [
-        (b'{"temperature":1e400}', " for 'temperature'"),
-        (b'{"a":-1E400}', " for 'a'"),
-        (b'{"documents":[{"a":[true,{"b":1.5e999}]}]}', " for 'b'"),
-        (b'{"a":[false,[1e400]]}', ""),
-        (b'{"a":%s.5}' % (b"9" * 400), " for 'a'"),
+        (b'{"temperature":1e400}', " for 'temperature'", "temperature"),
+        (b'{"a":-1E400}', " for 'a'", "a"),
+        (b'{"documents":[{"a":[true,{"b":1.5e999}]}]}', " for 'b'", None),
+        (b'{"a":[false,[1e400]]}', "", None),
+        (b'{"a":%s.5}' % (b"9" * 400), " for 'a'", "a"),
     ],
 )
-def test_numbers_beyond_a_double_are_rejected(raw: bytes, where: str) -> None:
+def test_numbers_beyond_a_double_are_rejected(raw: bytes, where: str, param: str | None) -> None:
     text = f"^The body has a number{where} that exceeds the range of a double\\.$"
-    with pytest.raises(InvalidRequestError, match=text):
+    with pytest.raises(InvalidRequestError, match=text) as caught:
         finish(read_json(raw))
+    assert caught.value.param == param
 
 
 def test_other_numbers_are_read() -> None:
