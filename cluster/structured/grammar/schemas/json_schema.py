@@ -32,6 +32,7 @@ from cluster.structured.grammar.schemas.schema_keywords import (
     count_limits_of,
     escaped_pointer,
     fail,
+    pointer_of,
     resolve,
     types_of,
     types_of_value,
@@ -141,17 +142,16 @@ class _SchemaReader:
     def _reference(
         self, reference: object, path: str, depth: int, unguarded: tuple[str, ...]
     ) -> Expression:
-        if not isinstance(reference, str) or not (reference + "/").startswith("#/"):
-            fail(f"{path}/$ref", "must refer to a part of the schema, such as #/$defs/name")
-        if reference in unguarded:
+        pointer = pointer_of(reference, path)
+        if pointer in unguarded:
             fail(f"{path}/$ref", "refers to itself")
-        if reference not in self._rules_by_path:
-            rule = self._rules_by_path[reference] = Rule(f"part{len(self._rules_by_path)}")
-            found = resolve(self._root, reference, path)
-            inside = (*unguarded, reference)
+        if pointer not in self._rules_by_path:
+            rule = self._rules_by_path[pointer] = Rule(f"part{len(self._rules_by_path)}")
+            found = resolve(self._root, pointer, path)
+            inside = (*unguarded, pointer)
             # A part is read once, so recursive schemas end.
-            self.rules[rule.name] = self.read(found, reference, depth=depth + 1, unguarded=inside)
-        return self._rules_by_path[reference]
+            self.rules[rule.name] = self.read(found, pointer, depth=depth + 1, unguarded=inside)
+        return self._rules_by_path[pointer]
 
     def _branches(
         self, keyword: str, branches: object, path: str, depth: int, unguarded: tuple[str, ...]
@@ -174,7 +174,7 @@ class _SchemaReader:
         )
 
     def _target(self, reference: object, path: str) -> object:
-        return resolve(self._root, reference, path) if isinstance(reference, str) else None
+        return resolve(self._root, pointer_of(reference, path), path)
 
     def _values(self, schema: Schema, path: str) -> Expression:
         # Numbers are written as the client wrote them, as far as Python preserves that.

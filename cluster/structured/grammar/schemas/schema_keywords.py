@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from typing import NoReturn, cast
+from urllib.parse import unquote
 
 from cluster.structured.grammar.expressions import invalid_structure
 
@@ -15,6 +16,7 @@ __all__ = [
     "count_limits_of",
     "escaped_pointer",
     "fail",
+    "pointer_of",
     "resolve",
     "types_of",
     "types_of_value",
@@ -106,6 +108,14 @@ def types_of_value(value: object) -> set[str]:
 def escaped_pointer(name: str) -> str:
     """Return a name escaped for a JSON pointer."""
     return name.replace("~", "~0").replace("/", "~1")
+
+
+def pointer_of(reference: object, path: str) -> str:
+    """Return the JSON pointer of a `$ref` at a path. Raises InvalidRequestError."""
+    if not isinstance(reference, str) or not (reference + "/").startswith("#/"):
+        fail(f"{path}/$ref", "must refer to a part of the schema, such as #/$defs/name")
+    # It is a URI, in which generators encode names such as Page<User>.
+    return unquote(reference)
 
 
 def resolve(root: object, pointer: str, path: str) -> object:

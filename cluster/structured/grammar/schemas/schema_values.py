@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from cluster.structured.grammar.schemas.schema_keywords import ANNOTATIONS, resolve, types_of_value
+from cluster.structured.grammar.schemas.schema_keywords import (
+    ANNOTATIONS,
+    pointer_of,
+    resolve,
+    types_of_value,
+)
 from pagedray.errors import InvalidRequestError
 
 __all__ = ["finite_values", "is_unrestricted", "kinds_of", "resolved"]
@@ -101,6 +106,6 @@ def _listed(schema: Mapping[str, object]) -> object:
 
 def _target(reference: str, root: object) -> object:
     try:
-        return resolve(root, reference, "#")
+        return resolve(root, pointer_of(reference, "#"), "#")
     except InvalidRequestError:
         return None

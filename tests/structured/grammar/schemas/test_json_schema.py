@@ -191,6 +191,21 @@ def test_numbers_beyond_floats_are_rejected_at_once(keyword: str, number: str) -
             "prefixItems": [{"type": "null"}, {"$ref": "#/prefixItems/0"}],
             "minItems": 1,
         },
+        # As generators for TypeScript write the names of generic types.
+        {
+            "oneOf": [{"$ref": "#/$defs/Page%3CUser%3E"}, {"$ref": "#/$defs/100%25~1%C3%A9"}],
+            "$defs": {
+                "Page<User>": {"type": "null"},
+                "100%/\N{LATIN SMALL LETTER E WITH ACUTE}": {"type": "boolean"},
+            },
+        },
+        {
+            "type": "array",
+            "items": {"$ref": "#/$defs/Kind%3CA%3E"},
+            "uniqueItems": True,
+            "minItems": 2,
+            "$defs": {"Kind<A>": {"enum": [1, 2]}},
+        },
         {"type": "array", "items": False},
         {"type": "object", "properties": {}, "additionalProperties": False},
         {"type": "object", "additionalProperties": {"type": "null"}, "minProperties": 1},
