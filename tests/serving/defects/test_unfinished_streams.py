@@ -6,28 +6,27 @@ import asyncio
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import grpc
+import httpx
 import pytest
 
 from cluster.serving.memory.reader_limits import ReaderLimits
 from cluster.serving.openai.response_chunks import ResponseChunks
 from cluster.serving.ray_serve.handle import ServeHandle
 from cluster.serving.ray_serve.pace import Pace
-from cluster.serving.resume.registry import ResumableStreams
 from pagedray.errors import EngineError, PagedRayError
 from pagedray.v1 import pagedray_pb2 as pb
+from tests.serving.conftest import Server
 from tests.serving.ray_serve.failing_replicas import FailingReplicas, Replica
 from tests.serving.ray_serve.proxied_clients import over_grpc, over_http
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import httpx
-
     from cluster.serving.calls.generation_call import GenerationOutput
     from cluster.serving.engine_client import EngineClient
     from cluster.serving.engine_stream import EngineStream
+    from cluster.serving.text.tokenizer import Tokenizer
     from pagedray.v1 import pagedray_pb2_grpc
-    from tests.serving.conftest import Server
 
 Fault = Literal["ends", "is closed", "raises a defect", "raises an engine error", "is cancelled"]
 FAULTS: tuple[Fault, ...] = (
@@ -135,7 +134,7 @@ def test_http_ends_with_an_error(
 
 @pytest.mark.parametrize("is_resumable", [False, True])
 def test_http_ends_with_an_error_if_an_event_cannot_be_written(
-    server: Server, http: httpx.Client, monkeypatch: pytest.MonkeyPatch, is_resumable: bool
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, is_resumable: bool
 ) -> None:
     events = ResponseChunks._events
 
@@ -145,14 +144,12 @@ def test_http_ends_with_an_error_if_an_event_cannot_be_written(
             raise KeyError("a defect")
 
     monkeypatch.setattr(ResponseChunks, "_events", fail)
-    monkeypatch.setattr(
-        server.frontends.servicer,
-        "resumables",
-        ResumableStreams(ReaderLimits(resume_grace_s=3600.0, resumes_anonymous=True)),
-    )
     options = {"stream_options": {"resumable": True}} if is_resumable else {}
     body = {"model": "tiny", "prompt": "hello", "max_tokens": NUM_TOKENS, "ignore_eos": True}
-    text = http.post("/v1/completions", json=body | {"stream": True} | options).text
+    limits = ReaderLimits(resume_grace_s=3600.0, resumes_anonymous=True)
+    with Server(tokenizer, reader_limits=limits) as server:
+        url = f"{server.url}/v1/completions"
+        text = httpx.post(url, json=body | {"stream": True} | options).text
     assert "Internal server error" in text
     assert text.endswith("data: [DONE]\n\n")
 
