@@ -88,7 +88,7 @@ class StructureCompiler:
     def warm_up(self) -> None:
         """Start the compiler process in a thread, so that no client waits for it."""
         with contextlib.suppress(ShuttingDownError):
-            self._threads.submit_task("", self._start)
+            self._threads.submit_task("", self._start, size=0)
 
     async def compile(self, structure: Structure | None, *, tenant: str = "") -> CompiledGrammar:
         """Return a structure's grammar, which is cached for its tenant.
@@ -136,7 +136,12 @@ class StructureCompiler:
                 return ready
             if key in self._running:
                 return self._running[key]
-            running = self._threads.submit_task(key[0], lambda: self._compile(*key))
+            tenant, structure = key
+            running = self._threads.submit_task(
+                tenant,
+                lambda: self._compile(tenant, structure),
+                size=0 if structure is None else len(structure.text),
+            )
             self._running[key] = running
         # Outside of the lock, as the callback runs at once if the task has ended.
         running.add_done_callback(lambda done: self._cache_result(key, done))

@@ -64,7 +64,7 @@ class RequestTemplates:
     def warm_up(self) -> None:
         """Start the process in a thread, so that no client waits for it."""
         with contextlib.suppress(ShuttingDownError):
-            self._threads.submit_task("", self._start)
+            self._threads.submit_task("", self._start, size=0)
 
     async def template_of(self, source: str, tenant: str) -> ChatTemplate:
         """Return the template of a source, which takes long for the first request of a tenant.
@@ -82,7 +82,9 @@ class RequestTemplates:
             return self._kept[key]
         running = self._running.get(key)
         if running is None:
-            task = self._threads.submit_task(tenant, functools.partial(self._compiled, source))
+            task = self._threads.submit_task(
+                tenant, functools.partial(self._compiled, source), size=len(source)
+            )
             running = self._running[key] = asyncio.wrap_future(task)
             running.add_done_callback(functools.partial(self._keep, key))
         # A call that is cancelled does not cancel the others that wait for the same template.
