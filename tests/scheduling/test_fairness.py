@@ -96,6 +96,18 @@ def test_long_prompts_that_take_rows_in_the_same_step_share_its_tokens() -> None
     harness.drain()
 
 
+def test_a_prompt_costs_its_tenant_the_same_in_chunks() -> None:
+    times = []
+    for max_num_batched_tokens in (16, 64):
+        harness = make_harness(max_num_batched_tokens=max_num_batched_tokens)
+        harness.add([1] * 40, tenant="one", max_tokens=2, weight=2.0)
+        (sequence,) = harness.sequences
+        harness.drain()
+        times.append(sequence.share.time)
+    # Of two tokens, the second is not computed, but each is served.
+    assert times == [(40 + 2) / 2] * 2
+
+
 def test_none_starts_in_blocks_that_are_swapped_out_for_another() -> None:
     harness = Harness(
         num_blocks=20, num_cpu_blocks=16, preemption="swap", enable_prefix_cache=False

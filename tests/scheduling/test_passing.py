@@ -133,14 +133,18 @@ def test_others_start_again_once_the_sequence_that_none_may_pass_is_aborted() ->
     harness.drain()
 
 
-def test_only_sequences_that_start_after_the_shortage_borrow() -> None:
+def test_only_later_sequences_that_start_after_the_shortage_borrow() -> None:
     running = SequenceQueue()
     passing = Passing(running)
-    claimant, before, after = (make_sequence(arrival=arrival) for arrival in range(3))
-    for sequence in (before, after):
-        if sequence is after:
-            passing.note_shortage(claimant)
+    earlier, claimant, before, after, ending = (
+        make_sequence(arrival=arrival) for arrival in range(5)
+    )
+    ending.num_computed = ending.max_length - 1
+    passing.note_start(before)
+    passing.note_shortage(claimant)
+    for sequence in (earlier, after, ending):
         passing.note_start(sequence)
+    for sequence in (earlier, before, after, ending):
         running.insert(sequence)
     assert passing.find_claimant() is claimant
     assert passing.borrowers(claimant) == [after]

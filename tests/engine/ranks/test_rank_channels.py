@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from cluster.engine.ranks.rank_channels import RankChannels
 from pagedray.batch import (
     ControllerMessage,
+    DiskReport,
     SequenceStart,
     StepAck,
     StepOutput,
@@ -169,6 +170,16 @@ def test_output_of_a_step_whose_copies_have_not_ended_acknowledges_nothing(group
     group.channels.exchange(1.0)
     assert group.channels.acknowledged == [0, -1]
     assert list(group.channels.outputs) == [output]
+
+
+def test_report_of_a_disk_is_taken_once_every_rank_has_sent_its_own(group: Group) -> None:
+    group.ranks[0].sendall(frame(DiskReport(3, True, [7], 0.5)))
+    group.channels.exchange(AT_ONCE_S)
+    assert group.channels.disk_reports.take_joined() == []
+    group.ranks[1].sendall(frame(DiskReport(3, True, [8], 0.25)))
+    group.channels.exchange(AT_ONCE_S)
+    assert group.channels.disk_reports.take_joined() == [DiskReport(3, True, [7, 8], 0.5)]
+    assert group.channels.acknowledged == [-1, -1]
 
 
 def test_plan_larger_than_the_buffer_arrives_once_the_rank_reads(group: Group) -> None:

@@ -111,6 +111,7 @@ def test_last_in_order_is_swapped_out_and_loses_its_row_in_one_plan() -> None:
     victim = harness.sequences[1]
     assert victim.state is SequenceState.SWAPPED
     assert [copy.target for copy in plan.swap_outs] == victim.blocks.cpu_ids
+    assert harness.scheduler.stats().num_swapped_out_blocks == len(plan.swap_outs)
     assert victim.row == -1
     assert plan.sequences == []
 

@@ -2,6 +2,7 @@ from array import array
 
 from cluster.scheduling.planning.policy import (
     MAX_PREEMPTIONS,
+    choose_displaced,
     choose_victim,
 )
 from cluster.scheduling.sequence import ActiveRequest, Sequence
@@ -68,3 +69,15 @@ def test_sequence_whose_last_token_is_being_sampled_is_spared() -> None:
     first, last = make_sequence(arrival=0), make_sequence(arrival=1)
     last.num_computed = last.max_length - 1
     assert choose_victim(make_queue(first, last), first) is None
+
+
+def test_only_a_sequence_of_lower_priority_that_does_not_end_anyway_is_displaced() -> None:
+    head, equal, lower, ending = (
+        make_sequence(arrival=arrival, priority=priority)
+        for arrival, priority in enumerate((0, 0, 1, 2))
+    )
+    for sequence in (equal, lower, ending):
+        sequence.active.share = head.share
+    ending.num_computed = ending.max_length - 1
+    assert choose_displaced(make_queue(equal, lower, ending), head, num_own=3) is lower
+    assert choose_displaced(make_queue(equal, ending), head, num_own=2) is None
