@@ -204,11 +204,13 @@ def test_tenants_without_calls_are_forgotten(opened: Callable[..., Embedder]) ->
     assert embedder._waiting.num_shares <= 1
 
 
-def test_cut_vectors_are_of_length_one_again(opened: Callable[..., Embedder]) -> None:
+def test_only_cut_vectors_that_were_normalized_are_again(opened: Callable[..., Embedder]) -> None:
     embedder = opened(CountingExecutor())
     vectors = embedder.submit_request(request([7, 7], size=1, is_normalized=True)).result(TIMEOUT_S)
     assert vectors.tolist() == [[1.0]]
     assert vectors.dtype == np.float32
+    vectors = embedder.submit_request(request([7, 7], size=1)).result(TIMEOUT_S)
+    assert vectors.tolist() == [[2.0]]
 
 
 def test_texts_go_to_new_ranks_when_the_old_ones_die(opened: Callable[..., Embedder]) -> None:

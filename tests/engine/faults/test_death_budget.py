@@ -47,6 +47,14 @@ def test_deaths_without_a_step_end_the_engine_after_a_minute() -> None:
     assert num_deaths >= 5
 
 
+def test_an_engine_that_has_run_for_long_may_lose_ranks_for_a_minute() -> None:
+    budget = DeathBudget()
+    for number in range(12):
+        budget.note_death(5000.0 + 5.0 * number, ERROR, num_steps=7)
+    with pytest.raises(WorkerError, match="died 13 times in 60 s without finishing a step"):
+        budget.note_death(5060.0, ERROR, num_steps=7)
+
+
 def test_a_slow_start_gets_five_tries() -> None:
     budget = DeathBudget()
     for now_s in (0.0, 30.0, 60.0, 90.0):

@@ -170,6 +170,22 @@ def test_a_sequence_that_is_finished_in_prefill_proves_nothing() -> None:
     harness.drain()
 
 
+def test_a_sequence_that_is_preempted_in_prefill_proves_nothing() -> None:
+    harness = Harness(block_size=2, num_blocks=8, max_num_batched_tokens=3)
+    harness.add([1, 2], max_tokens=14)
+    harness.step()
+    harness.add([4] * 9, max_tokens=2, bad_position=1)
+    first, second = harness.sequences
+    while not second.num_preemptions:
+        harness.step()
+    assert not second.has_sampled
+    cache = harness.scheduler._kv.prefix_cache
+    proven = {block for block in range(8) if cache.is_proven(block)}
+    assert len(cache) > 4
+    assert proven <= set(first.blocks.ids)
+    harness.drain()
+
+
 def test_a_sequence_that_is_finished_after_a_token_proves_what_gave_it() -> None:
     harness = Harness(block_size=2)
     request_id = harness.add([0] * 6)
