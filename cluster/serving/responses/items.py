@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
-from pydantic_core import from_json
 
 from cluster.serving.http.schema import BodyPart, missing_field, named_schema, read_part
+from cluster.serving.json_bodies.call_arguments import read_arguments
 from cluster.serving.json_bodies.json_body import check_counts
 from cluster.serving.openai.bodies.content_parts import RefusalPart, TextFields, copied_field
 from cluster.serving.responses.function_tools import model_name
@@ -259,11 +259,5 @@ def _call_of(item: FunctionCallItem, where: str) -> MessageToolCall:
     name = model_name(item.name, item.namespace)
     check_id(item.name, f"{where}.name")
     check_id(name, f"{where}.namespace")
-    try:
-        arguments = from_json(item.arguments or "{}", allow_inf_nan=False)
-    except ValueError:
-        arguments = None
-    if not isinstance(arguments, dict):
-        param = f"{where}.arguments"
-        raise InvalidRequestError(f"{param} must be a JSON object as a string.", param=param)
+    arguments = read_arguments(item.arguments, f"{where}.arguments")
     return MessageToolCall(id=item.call_id, name=name, arguments=arguments)

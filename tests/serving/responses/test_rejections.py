@@ -42,6 +42,8 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
      "input.0.content.0.type"),
     ({"input": [{**USE, "arguments": "[]"}]},
      "input.0.arguments must be a JSON object as a string.", "input.0.arguments"),
+    ({"input": [{**USE, "arguments": '{"a": -1e400}'}]},
+     "input.0.arguments has a number that exceeds the range of a double.", "input.0.arguments"),
     ({"previous_response_id": "resp_1"}, "Previous response with id 'resp_1' not found.",
      "previous_response_id"),
     ({"tools": [{"type": "web_search"}]},

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, JsonValue
-from pydantic_core import from_json
 
 from cluster.serving.http.schema import BodyPart, named_schema, read_part
+from cluster.serving.json_bodies.call_arguments import read_arguments
 from cluster.serving.json_bodies.json_body import check_counts
 from cluster.serving.openai.bodies.content_parts import CONTENT_PARTS, read_content
 from cluster.serving.text.templates.chat_prompt import ChatMessage, MessageToolCall
@@ -252,11 +252,5 @@ def _role_of(message: Message) -> str:
 
 
 def _call_of(call: MessageCall, where: str) -> MessageToolCall:
-    param = f"{where}.arguments"
-    try:
-        arguments = from_json(call.function.arguments or "{}", allow_inf_nan=False)
-    except ValueError:
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise InvalidRequestError(f"{param} must be a JSON object as a string.", param=param)
+    arguments = read_arguments(call.function.arguments, f"{where}.arguments")
     return MessageToolCall(id=call.id, name=call.function.name, arguments=arguments)
