@@ -342,7 +342,7 @@ def _check_float(name: str, value: object, low: float, high: float) -> None:
     if -1e300 < value < 1e300 and low <= value <= high:
         return
     raise InvalidRequestError(
-        f"{name} must be {low:g} to {high:g}, not {shown_value(value)}.", param=name
+        f"{name} must be from {low:g} to {high:g}, not {shown_value(value)}.", param=name
     )
 
 

@@ -94,7 +94,7 @@ _ERROR_TEXTS = {
     409: "The X-Request-Id is in use.",
     413: "The body is too large.",
     415: "The body is not JSON, or is compressed.",
-    421: "The server has no API keys and does not answer for this `Host`.",
+    421: "The server has no API keys and does not accept requests for this `Host`.",
     422: "The request ended the processes that ran it and is not retried.",
     429: "The queue is full; retry after `Retry-After` seconds.",
     500: "Internal server error.",

@@ -71,7 +71,7 @@ OPERATIONS = (
         method="POST",
         path="/v1/completions",
         tag="OpenAI",
-        summary="Generate continuations of texts.",
+        summary="Generate completions of texts.",
         response_text="The completion; with stream = true, its chunks as server-sent events.",
         contents=((_JSON, "Completion"), (_EVENTS, "")),
         body="CompletionBody",
@@ -261,7 +261,7 @@ OPERATIONS = (
         path="/v1/models",
         tag="OpenAI",
         summary="List the served models.",
-        response_text="The list, with one model.",
+        response_text="The list, with an entry for each name of the model.",
         contents=((_JSON, "ModelList"),),
     ),
     ApiOperation(

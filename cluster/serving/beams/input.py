@@ -29,7 +29,7 @@ def check_length_penalty(value: object, param: str) -> float:
     """Return the length penalty of a beam search. Raises InvalidRequestError."""
     if not isinstance(value, int | float) or not abs(value) <= _MOST_PENALTY:
         raise InvalidRequestError(
-            f"{param} must be -{_MOST_PENALTY} to {_MOST_PENALTY}, not {shown_value(value)}.",
+            f"{param} must be from -{_MOST_PENALTY} to {_MOST_PENALTY}, not {shown_value(value)}.",
             param=param,
         )
     return float(value)

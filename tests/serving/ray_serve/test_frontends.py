@@ -168,7 +168,7 @@ def test_the_proxy_passes_the_deadline_on(server: Server) -> None:
             {"timeout_s": float("nan")},
             "timeout_s must be in (0, 86400], not nan.",
         ),
-        ({"beam_length_penalty": 11}, "beam_length_penalty must be -10 to 10, not 11."),
+        ({"beam_length_penalty": 11}, "beam_length_penalty must be from -10 to 10, not 11."),
         (
             {"beam_length_penalty": 1, "sampling": {"stop": ("x",)}},
             "stop cannot be combined with beam_length_penalty.",

@@ -78,22 +78,24 @@ CASES = {
         code=_TOO_LONG,
     ),
     "temperature": Case(
-        "temperature must be 0 to 100, not -0.1.", "temperature", sampling={"temperature": -0.1}
+        "temperature must be from 0 to 100, not -0.1.",
+        "temperature",
+        sampling={"temperature": -0.1},
     ),
-    "top_p": Case("top_p must be 0 to 1, not 1.01.", "top_p", sampling={"top_p": 1.01}),
-    "min_p": Case("min_p must be 0 to 1, not 2.", "min_p", sampling={"min_p": 2.0}),
+    "top_p": Case("top_p must be from 0 to 1, not 1.01.", "top_p", sampling={"top_p": 1.01}),
+    "min_p": Case("min_p must be from 0 to 1, not 2.", "min_p", sampling={"min_p": 2.0}),
     "repetition_penalty": Case(
-        "repetition_penalty must be 0.01 to 100, not 0.",
+        "repetition_penalty must be from 0.01 to 100, not 0.",
         "repetition_penalty",
         sampling={"repetition_penalty": 0.0},
     ),
     "presence_penalty": Case(
-        "presence_penalty must be -2 to 2, not 2.5.",
+        "presence_penalty must be from -2 to 2, not 2.5.",
         "presence_penalty",
         sampling={"presence_penalty": 2.5},
     ),
     "frequency_penalty": Case(
-        "frequency_penalty must be -2 to 2, not -3.",
+        "frequency_penalty must be from -2 to 2, not -3.",
         "frequency_penalty",
         sampling={"frequency_penalty": -3.0},
     ),
@@ -130,7 +132,7 @@ CASES = {
         sampling={"logit_bias": {320: 1.0}},
     ),
     "large bias": Case(
-        "logit_bias must be -100 to 100, not 101.",
+        "logit_bias must be from -100 to 100, not 101.",
         "logit_bias",
         sampling={"logit_bias": {5: 101.0}},
     ),

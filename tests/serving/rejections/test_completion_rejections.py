@@ -88,7 +88,7 @@ HTTP_CASES: list[tuple[dict[str, Any], str, str | None]] = [  # Any: JSON
      "logit_bias"),
     ({"top_k": 2**64}, "top_k must be from -1 to 2147483647, not 18446744073709551616.", "top_k"),
     ({"logit_bias": {"5": 10**400}},
-     "logit_bias must be -100 to 100, not a number of more than 30 digits.", "logit_bias"),
+     "logit_bias must be from -100 to 100, not a number of more than 30 digits.", "logit_bias"),
     ({"n": 10**400}, "n must be from 1 to 128, not a number of more than 30 digits.", "n"),
     ({"stream": "yes"}, "stream must be true or false, not 'yes'.", "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options requires stream = true.",

@@ -44,7 +44,7 @@ def _rejected(call: Any) -> tuple[grpc.StatusCode, Status]:  # Any: a call of an
     [
         (pb.GenerateRequest(), "prompt", "prompt must not be empty."),
         (pb.GenerateRequest(text="x", sampling=pb.SamplingParams(temperature=-1)),
-         "sampling.temperature", "temperature must be 0 to 100, not -1."),
+         "sampling.temperature", "temperature must be from 0 to 100, not -1."),
         (pb.GenerateRequest(text="x", sampling=pb.SamplingParams(stop_token_ids=[5] * 2000)),
          "sampling.stop_token_ids", "stop_token_ids may have at most 1024 entries, not 2000."),
         (pb.GenerateRequest(text="x", sampling=pb.SamplingParams(stop=["x"] * 10_000)),

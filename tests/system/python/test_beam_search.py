@@ -196,7 +196,10 @@ def test_chat_over_grpc_has_the_beams_of_http(
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"beam_search": pb.BeamSearch(length_penalty=11)}, "length_penalty must be -10 to 10"),
+        (
+            {"beam_search": pb.BeamSearch(length_penalty=11)},
+            "length_penalty must be from -10 to 10",
+        ),
         ({"beam_search": pb.BeamSearch(), "stop": ["a"]}, "stop cannot be combined with beam_se"),
         ({"beam_search": pb.BeamSearch(), "repetition_penalty": 2}, "repetition_penalty cannot"),
         ({"beam_search": pb.BeamSearch(), "n": 19}, "n must be from 1 to 18 in a beam search"),
@@ -245,7 +248,10 @@ def test_a_stream_has_the_beams_of_a_conversation(client: openai.OpenAI) -> None
     ("extra", "text"),
     [
         ({"length_penalty": 2}, "length_penalty requires use_beam_search = true."),
-        ({"use_beam_search": True, "length_penalty": 11}, "length_penalty must be -10 to 10, not"),
+        (
+            {"use_beam_search": True, "length_penalty": 11},
+            "length_penalty must be from -10 to 10, not",
+        ),
         ({"use_beam_search": True, "n": 19}, "n must be from 1 to 18 in a beam search, not 19"),
         ({"use_beam_search": True, "stop": ["a"]}, "stop cannot be combined with use_beam_search"),
         ({"use_beam_search": True, "min_tokens": 1}, "min_tokens cannot be combined with use_be"),

@@ -90,8 +90,8 @@ def test_chat_and_the_smaller_methods(
 REJECTIONS: list[tuple[str | list[int], dict[str, Any], str]] = [  # Any: fields of all types
     ("", {}, "prompt must not be empty."),
     ([5, 9999], {}, "prompt contains token id 9999, but ids are 0 to 3071."),
-    ("x", {"top_p": 1.5}, "top_p must be 0 to 1, not 1.5."),
-    ("x", {"temperature": -0.1}, "temperature must be 0 to 100, not -0.1."),
+    ("x", {"top_p": 1.5}, "top_p must be from 0 to 1, not 1.5."),
+    ("x", {"temperature": -0.1}, "temperature must be from 0 to 100, not -0.1."),
     ("x", {"n": 1000}, "n must be from 1 to 128, not 1000."),
     ("x", {"stop": ["y"] * 17}, "stop may have at most 16 entries, not 17."),
     ("x", {"logprobs": 21}, "logprobs must be from 0 to 20, not 21."),
