@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -98,13 +99,21 @@ def test_streams_end_if_a_rank_cannot_be_replaced(server: ServerProcess, daemon:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("daemon", "number"),
+    [
+        # Unlike one that is killed, it ends its workers and leaves the cluster.
+        ("raylet", signal.SIGTERM),
+        # It ends its raylet, in the same way.
+        ("ray::DashboardAgent", signal.SIGKILL),
+    ],
+)
 def test_streams_end_if_a_raylet_ends_together_with_its_ranks(
-    server: ServerProcess, log: Path
+    server: ServerProcess, log: Path, daemon: str, number: signal.Signals
 ) -> None:
     with GrpcStreams(server, num_streams=NUM_STREAMS, num_tokens=900) as streams:
         streams.start()
-        # Unlike one that is killed, it ends its workers and leaves the cluster.
-        server.named("raylet")[0].terminate()
+        server.named(daemon)[0].send_signal(number)
         assert {stream.end for stream in streams.ended(60.0)} == {UNAVAILABLE}
     assert server.wait(60.0) == 1
     text = log.read_text()
