@@ -12,9 +12,10 @@ import httpx
 import pytest
 
 from cluster.serving.memory.reader_limits import ReaderLimits
+from cluster.serving.memory.tenant_bytes import BufferLimits
 from cluster.serving.resume import stream as stream_module
 from cluster.serving.resume.registry import ResumableStreams, StreamFormat
-from pagedray.errors import StreamTakenError, WorkerError
+from pagedray.errors import OverloadedError, StreamTakenError, UnknownStreamError, WorkerError
 from pagedray.v1 import pagedray_pb2 as pb
 from tests.fakes import wait_for
 from tests.serving.resume.conftest import GRACE_S
@@ -259,4 +260,31 @@ async def test_resuming_does_not_look_at_what_was_delivered(
     delivered = stream.num_delivered_bytes
     stream.drop_delivered(2**30)
     assert (sum(sizes), stream.num_delivered_bytes) == (delivered, 0)
+    streams.close()
+
+
+async def test_what_another_stream_has_delivered_makes_room_for_a_new_one() -> None:
+    async def batches() -> AsyncGenerator[list[bytes]]:
+        for _ in range(10):
+            yield [b"x" * 960]
+        await asyncio.sleep(60.0)
+
+    buffer = BufferLimits(512 * 2**10)
+    limits = ReaderLimits(resume_grace_s=GRACE_S, resumes_anonymous=True, resume_buffer=buffer)
+    streams = ResumableStreams(limits)
+    form = StreamFormat("grpc", "Generate")
+    readers = []
+    for number in range(8):
+        generation = SimpleNamespace(id=f"call {number}", tenant="", close=lambda *_: None)
+        readers.append(streams.open_stream(generation, batches(), form))  # type: ignore[arg-type]  # a stand-in
+    await wait_until(lambda: streams.num_bytes > buffer.tenant_bytes - 4096)
+    with pytest.raises(OverloadedError):
+        streams.check_room("")
+    # Other tenants have room.
+    streams.check_room("other")
+    assert len(await anext(readers[3])) == 10
+    streams.check_room("")
+    assert streams.resume_stream("", "call 4", 0, protocol="grpc") is not None
+    with pytest.raises(UnknownStreamError):
+        streams.resume_stream("", "call 3", 0, protocol="grpc")
     streams.close()
