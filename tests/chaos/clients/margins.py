@@ -3,7 +3,9 @@
 Keys and values that are computed again after a fault differ in their last bits, because they are
 computed in other chunks and batches. A decision that is this close to a tie can then change,
 without any fault of the server. Requests with such a decision are not used, so that every
-difference that a run finds is a defect.
+difference that a run finds is a defect. Requests with a structure are used without this check:
+log-probabilities ignore the structure, so that the second best token that it allows may not be
+among those that are reported.
 """
 
 from __future__ import annotations
