@@ -96,6 +96,21 @@ def test_long_prompts_that_take_rows_in_the_same_step_share_its_tokens() -> None
     harness.drain()
 
 
+@pytest.mark.parametrize(("num_waiting", "num_others"), [(8, 64 // 4), (9, 90 - 64)])
+def test_a_step_that_ends_a_prompt_is_short_unless_many_of_its_tenant_wait(
+    num_waiting: int, num_others: int
+) -> None:
+    harness = Harness(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=100)
+    harness.add([1] * 90, tenant="long")
+    harness.step()
+    for number in range(1 + num_waiting):
+        harness.add([number] * 6, tenant="short", max_tokens=1)
+    plan = harness.schedule()
+    assert plan is not None
+    assert [sequence.num_tokens for sequence in plan.sequences] == [6, num_others]
+    harness.drain()
+
+
 def test_a_prompt_costs_its_tenant_the_same_in_chunks() -> None:
     times = []
     for max_num_batched_tokens in (16, 64):

@@ -159,3 +159,25 @@ def test_what_makes_ranks_slower_is_counted_over_all_ranks(ranks: Ranks) -> None
         word.add_uncaptured(10 * number)
     health = ranks.monitor.observe(0.0)
     assert (health.num_unpinned, health.num_uncaptured) == (3, 30)
+
+
+def test_ranks_are_busy_while_a_step_or_a_copy_is_unfinished(ranks: Ranks) -> None:
+    ranks.start_processes()
+    ranks.monitor.begin_steps()
+    for word in ranks.words:
+        word.enter(Phase.LAYER, 2)
+    assert not ranks.monitor.observe(0.0).is_busy
+    ranks.monitor.note_message(StepPlan(0, [SequencePlan(0, 5, 1, True)]))
+    assert ranks.monitor.observe(0.25).is_busy
+    ranks.words[0].finish_step(0)
+    assert ranks.monitor.observe(0.5).is_busy
+    # It waits for masks, which the controller sends.
+    ranks.words[1].enter(Phase.MASKS, 0)
+    assert not ranks.monitor.observe(0.75).is_busy
+    ranks.words[1].enter(Phase.LAYER, 0)
+    ranks.words[1].finish_step(0)
+    assert not ranks.monitor.observe(1.0).is_busy
+    ranks.words[0].await_copies(0)
+    assert ranks.monitor.observe(1.25).is_busy
+    ranks.words[0].await_copies(None)
+    assert not ranks.monitor.observe(1.5).is_busy

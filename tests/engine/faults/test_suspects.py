@@ -316,6 +316,21 @@ def test_ranks_that_always_die_accuse_without_a_culprit() -> None:
     assert suspects.needs_proof
 
 
+def test_a_search_that_finds_a_culprit_is_not_in_vain() -> None:
+    rig = Rig({"r0": 3}, max_length=100)
+    for one in names(3):
+        rig.add(one)
+    while not rig.culprits:
+        rig.turn()
+    # The others die together by another cause, and survive one search.
+    for _ in range(2):
+        rig.turn(is_killed=True)
+    while rig.suspects.is_searching:
+        rig.turn()
+    assert [rig.suspects.may_run(one) for one in ("r1", "r2")] == [True, True]
+    rig.drain()
+
+
 def test_a_death_while_idle_accuses_no_request() -> None:
     suspects = Suspects()
     for _ in range(5):

@@ -141,6 +141,18 @@ def test_no_second_sequence_makes_room_while_blocks_are_on_their_way() -> None:
     harness.drain()
 
 
+def test_another_sequence_makes_room_if_more_wait_than_blocks_are_on_their_way() -> None:
+    # The victim frees the two blocks that it does not share, for the first two of three.
+    harness = Harness(
+        block_size=4, num_blocks=14, num_cpu_blocks=16, max_num_seqs=6, preemption="swap"
+    )
+    harness.add([1] * 8, n=6, max_tokens=10)
+    plan = run_until_preemption(harness)
+    assert [sequence.state for sequence in harness.sequences[-2:]] == [SequenceState.SWAPPED] * 2
+    assert len(plan.swap_outs) == 4
+    harness.drain()
+
+
 def test_swapped_sequence_runs_only_after_its_blocks_are_back() -> None:
     harness = crowded("swap")
     run_until_preemption(harness)

@@ -127,3 +127,21 @@ def test_new_ranks_have_no_prefixes_in_their_files() -> None:
     assert plan is not None
     assert (plan.disk_reads, plan.sequences[0].num_tokens) == ([], 9)
     harness.drain()
+
+
+def test_no_row_is_taken_for_a_sequence_that_waits_for_the_disk() -> None:
+    harness = on_disk(max_num_seqs=1)
+    harness.add([7] * 3, max_tokens=12, priority=1)
+    harness.step()
+    urgent = harness.add([1] * 8 + [5], max_tokens=1, priority=0)
+    plan = harness.schedule()
+    assert plan is not None
+    assert len(plan.disk_reads) == 2
+    running, waiting = harness.sequences[-2:]
+    assert (running.state, waiting.state) == (SequenceState.RUNNING, SequenceState.WAITING)
+    harness.settle()
+    while not harness.results.tokens[urgent, 0]:
+        harness.step()
+    assert running.num_preemptions == 1
+    assert harness.results.events[-1].num_cached_tokens == 8
+    harness.drain()
