@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Self, Unpack
+from typing import TYPE_CHECKING, Self, Unpack, cast
 
 from tqdm import tqdm
 
@@ -26,6 +26,7 @@ from cluster.llm_prompts import (
     read_conversations,
     read_prompts,
     read_stream_prompt,
+    read_texts,
 )
 from cluster.llm_requests import RequestMaker, SampledPrompt, check_params, run_apart
 from cluster.llm_runner import HELD_POLL_S, RequestRunner
@@ -218,7 +219,7 @@ class LLM:
 
     def embed(
         self,
-        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        prompts: GivenPrompt | Sequence[GivenPrompt],
         *,
         pooling: Pooling | None = None,
         prompt_name: str | None = None,
@@ -226,17 +227,16 @@ class LLM:
     ) -> list[list[float]]:
         """Return the embedding of each prompt, in the order of the prompts.
 
-        A prompt is a text or a list of token ids. `pooling` is `mean` of all tokens, the first
-        token (`cls`) or the `last` one; None uses the default of the model. `prompt_name` names a
-        prompt of the checkpoint, such as `query`, that is prepended to each text. `normalize`
-        scales vectors to length 1. Raises InvalidRequestError for an invalid prompt or if the model
-        generates text, and EngineError if the engine fails.
+        Prompts are those of `generate`. `pooling` is `mean` of all tokens, the first token (`cls`)
+        or the `last` one; None uses the default of the model. `prompt_name` names a prompt of the
+        checkpoint, such as `query`, that is prepended to each text. `normalize` scales vectors to
+        length 1. Raises InvalidRequestError for an invalid prompt or if the model generates text,
+        and EngineError if the engine fails.
         """
         validator = self._validator
         if not isinstance(validator, EmbeddingValidator):
             raise InvalidRequestError('embed() requires task="embed".')
-        given = [prompts] if isinstance(prompts, str) else prompts
-        texts = [text if isinstance(text, str) else tuple(text) for text in given]
+        texts = cast("list[str | tuple[int, ...]]", [one.value for one in read_prompts(prompts)])
         vectors: list[list[float]] = []
         for first in range(0, len(texts), MAX_PROMPTS):
             part = EmbeddingInput(
@@ -269,8 +269,11 @@ class LLM:
                 "The model is not a cross-encoder, and score() requires one, or a reranker with "
                 'task="score".'
             )
-        others = [documents] if isinstance(documents, str) else list(documents)
-        firsts = [queries] * len(others) if isinstance(queries, str) else list(queries)
+        if instruction is not None:
+            check_params(instruction, str, "instruction")
+        others, firsts = read_texts(documents, "documents"), read_texts(queries, "queries")
+        if isinstance(queries, str):
+            firsts *= len(others)
         if len(firsts) != len(others):
             raise InvalidRequestError(
                 f"queries must have one entry per document, {len(others)}, not {len(firsts)}.",

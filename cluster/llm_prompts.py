@@ -28,6 +28,7 @@ __all__ = [
     "read_conversations",
     "read_prompts",
     "read_stream_prompt",
+    "read_texts",
 ]
 
 GivenPrompt: TypeAlias = str | Sequence[int] | Mapping[str, object]
@@ -94,7 +95,19 @@ def read_stream_prompt(given: GivenPrompt | Conversation) -> SaltedPrompt:
         items = _items_of(given, "prompts")
         if items and isinstance(items[0], Mapping):
             return SaltedPrompt(ChatPrompt(_messages(cast("Conversation", items))))
-    return _read_prompt(cast("GivenPrompt", given))
+        return _read_prompt(items)
+    return _read_prompt(given)
+
+
+def read_texts(given: str | Iterable[str], param: str) -> list[str]:
+    """Return the texts of a call, of which there may be one. Raises InvalidRequestError."""
+    if isinstance(given, str):
+        return [given]
+    if isinstance(given, Iterable) and not isinstance(given, Mapping):
+        texts = list(given)
+        if all(isinstance(text, str) for text in texts):
+            return texts
+    raise InvalidRequestError(f"{param} must be a string or a list of strings.", param=param)
 
 
 def _read_prompt(given: GivenPrompt) -> SaltedPrompt:

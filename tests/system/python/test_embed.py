@@ -77,6 +77,25 @@ def test_texts_get_the_special_tokens_of_their_tokenizer(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
+    "prompts",
+    [
+        [1, 5, 9, 2],
+        {"prompt": "w5 w9"},
+        [{"prompt_token_ids": [1, 5, 9, 2]}],
+        torch.tensor([[1, 5, 9, 2]]),
+    ],
+)
+def test_prompts_have_the_forms_of_generate(llm: LLM, prompts: Any) -> None:
+    assert llm.embed(prompts) == llm.embed("w5 w9")
+
+
+@pytest.mark.parametrize("prompts", [None, 5, b"ab", [b"ab"], [[1.0]], {"text": "w5"}])
+def test_other_values_are_no_prompts(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="prompt"):
+        llm.embed(prompts)
+
+
+@pytest.mark.parametrize(
     ("prompt", "part"),
     [
         ([], "input must have 1 to 40 tokens, not 0"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -140,6 +140,12 @@ def test_stream_gives_the_text_of_generate(llm: LLM, monkeypatch: pytest.MonkeyP
         may_step.release(12)
     assert len(pieces) > 1
     assert "".join(pieces) == generation.outputs[0].text
+
+
+def test_stream_takes_token_ids_of_an_iterator(llm: LLM) -> None:
+    token_ids = llm.get_tokenizer().encode("class Queue:\n")
+    given: Any = iter(token_ids)  # Any: no sequence, but accepted as one
+    assert "".join(llm.stream(given, SAMPLED)) == "".join(llm.stream(token_ids, SAMPLED))
 
 
 def test_stream_that_is_left_early_frees_its_blocks(llm: LLM) -> None:

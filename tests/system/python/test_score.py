@@ -102,6 +102,18 @@ def test_scores_equal_those_of_transformers(folder: Path) -> None:
             llm.embed("w1")
 
 
+def test_only_texts_are_scored(folder: Path) -> None:
+    with opened(folder, executor="local") as llm:
+        # The keys of a dictionary are no documents.
+        for documents in (None, 5, b"w7", [b"w7"], ["w7", 5], {"text": "w7"}, [{"text": "w7"}]):
+            with pytest.raises(InvalidRequestError, match="documents must be a string or a list"):
+                llm.score(QUERY, documents)  # type: ignore[arg-type]  # the mistake under test
+        with pytest.raises(InvalidRequestError, match="queries must be a string or a list"):
+            llm.score(5, "w7")  # type: ignore[arg-type]  # the mistake under test
+        with pytest.raises(InvalidRequestError, match="instruction must be str, not int"):
+            llm.score(QUERY, "w7", instruction=5)  # type: ignore[arg-type]  # as above
+
+
 @pytest.mark.slow
 def test_two_ray_ranks_score_like_transformers(folder: Path, ray_cluster: None) -> None:
     with opened(folder, executor="ray", tensor_parallel_size=2) as llm:
