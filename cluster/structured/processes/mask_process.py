@@ -169,16 +169,17 @@ class _MaskServer:
             expected_s=budget.last_mask_s if matcher is None else matcher.last_cpu_s,
         )
 
-    def _turn_matcher(self, start: MatcherStart) -> TokenMatcher:
-        matcher = self._grammar_matcher(start)
+    # Any: the library's own type.
+    def _turn_matcher(self, compiled: Any, start: MatcherStart) -> TokenMatcher:
+        matcher = self._grammar_matcher(compiled, start)
         if start.reasoning is None or start.reasoning_budget is None:
             return matcher
         return ReasoningBudget(
             matcher, start.reasoning, self._library.index, max_tokens=start.reasoning_budget
         )
 
-    def _grammar_matcher(self, start: MatcherStart) -> TokenMatcher:
-        compiled = self._grammars[start.grammar_id]
+    # Any: the library's own type.
+    def _grammar_matcher(self, compiled: Any, start: MatcherStart) -> TokenMatcher:
         if compiled is None:
             return FreeMatcher()
         found = self._library.matcher(compiled)
@@ -193,10 +194,16 @@ class _MaskServer:
             matcher, start.reasoning, self._library.index, eos_token_ids=start.eos_token_ids
         )
 
-    def _matcher_of(self, query: MaskQuery) -> SequenceMatcher:
+    def _matcher_of(self, query: MaskQuery) -> SequenceMatcher | None:
+        """Return the matcher of a sequence, or None if its grammar was removed."""
         if query.start is not None:
+            try:
+                compiled = self._grammars[query.start.grammar_id]
+            except KeyError:
+                # The end of the sequence is sent later, since it comes with queries only.
+                return None
             self._matchers[query.sequence_id] = SequenceMatcher(
-                self._turn_matcher(query.start),
+                self._turn_matcher(compiled, query.start),
                 query.start,
                 self._library.vocab_size,
                 lambda: self._budgets.budget_of(query.sequence_id),

@@ -55,12 +55,15 @@ class MaskJob:
         self,
         query: MaskQuery,
         tenant: str,
-        matcher_of: Callable[[MaskQuery], SequenceMatcher],
+        matcher_of: Callable[[MaskQuery], SequenceMatcher | None],
         *,
         num_words: int,
         expected_s: float | None,
     ) -> None:
-        """`expected_s` is its expected CPU time; None if the sequence has had no mask yet."""
+        """`matcher_of` returns None for a sequence that has ended.
+
+        `expected_s` is its expected CPU time; None if the sequence has had no mask yet.
+        """
         self.sequence_id = query.sequence_id
         self.tenant = tenant
         self.expected_s = expected_s
@@ -82,10 +85,15 @@ class MaskJob:
         """Whether the last mask of its sequence was."""
         return self.expected_s is not None and self.expected_s <= _CHEAP_S
 
-    def make(self) -> MadeMask:
-        """Make it in the calling thread. Raises MemoryError or RuntimeError."""
+    def make(self) -> MadeMask | None:
+        """Make it in the calling thread, unless its sequence has ended.
+
+        Raises MemoryError or RuntimeError.
+        """
         self.timer = _MaskTimer(allowed_cpu_s(self._query))
         matcher = self._matcher_of(self._query)
+        if matcher is None:
+            return None
         found = matcher.write_mask(self._query.token_ids, self._words, 0)
         return MadeMask(
             self.sequence_id,

@@ -110,6 +110,27 @@ def test_a_costly_mask_keeps_no_other_waiting_and_is_made_in_the_end(
     assert client.masks((quick, [*token_ids, 2]), num_awaited=1) == [3]
 
 
+def test_a_queued_mask_of_a_sequence_and_a_grammar_that_have_ended_harms_no_other(
+    client: Client, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    costly = client.matcher(f"waits for: {gate}", "ann"), [3]
+    quick, ended = client.matcher("plain", "ben"), client.matcher("plain", "ann")
+    client.begin(quick, costly[0])
+    (process,) = client.fake.processes
+    wait_for(lambda: num_low_priority(process.pid) == 1)
+    # It waits for the costly mask of its tenant.
+    assert client.masks((quick, [1, 1]), (ended, [1]), costly, num_awaited=1) == [2, None, None]
+    del ended
+    # Only the end of its grammar is sent, as no mask is queried before it would be made.
+    client.matcher("plain", "ben")
+    gate.touch()
+    assert client.masks(costly, num_awaited=1) == [4]
+    wait_for(lambda: not num_low_priority(process.pid))
+    assert client.masks((quick, [1, 1, 2]), num_awaited=1) == [3]
+    assert len(client.fake.processes) == 1
+
+
 def test_a_mask_that_takes_more_than_half_of_the_wait_is_costly(client: Client) -> None:
     matcher = client.matcher("takes 50 ms")
     for number, (wait_s, is_costly) in enumerate(((60.0, False), (0.06, True))):
