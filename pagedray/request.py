@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, Literal, Protocol, cast
 
@@ -158,9 +158,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _check_int("seed", self.seed, -(2**63), 2**63 - 1)
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        check_size("logprob_token_ids", len(self.logprob_token_ids), MAX_LOGPROBS)
-        for token_id in self.logprob_token_ids:
-            _check_int("logprob_token_ids", token_id, 0, 2**31 - 1)
+        _check_ids("logprob_token_ids", self.logprob_token_ids, MAX_LOGPROBS)
         if self.logprob_token_ids and self.logprobs is None:
             raise InvalidRequestError(
                 "logprob_token_ids requires logprobs.", param="logprob_token_ids"
@@ -171,12 +169,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _check_int("thinking_token_budget", self.thinking_token_budget, 0, MAX_COUNT)
         _check_stop(self.stop)
         _check_logit_bias(self.logit_bias)
-        check_size("stop_token_ids", len(self.stop_token_ids), MAX_LOGIT_BIAS)
-        for token_id in self.stop_token_ids:
-            _check_int("stop_token_ids", token_id, 0, 2**31 - 1)
-        check_size("allowed_token_ids", len(self.allowed_token_ids), MAX_ALLOWED)
-        for token_id in self.allowed_token_ids:
-            _check_int("allowed_token_ids", token_id, 0, 2**31 - 1)
+        _check_ids("stop_token_ids", self.stop_token_ids, MAX_LOGIT_BIAS)
+        _check_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED)
         _check_bad_words(self.bad_words)
         for name in ("allowed_token_ids", "bad_words"):
             if not getattr(self, name):
@@ -354,6 +348,14 @@ def check_size(name: str, size: int, most: int) -> None:
         )
 
 
+def _check_ids(name: str, given: object, most: int) -> None:
+    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Collection):
+        raise InvalidRequestError(f"{name} must be a list of integers.", param=name)
+    check_size(name, len(given), most)
+    for token_id in given:
+        _check_int(name, token_id, 0, 2**31 - 1)
+
+
 def _check_stop(stop: object) -> None:
     if isinstance(stop, str) or not isinstance(stop, Sequence):
         raise InvalidRequestError("stop must be a list of strings.", param="stop")
@@ -378,7 +380,11 @@ def _check_bad_words(words: object) -> None:
             )
 
 
-def _check_logit_bias(bias: Mapping[int, float]) -> None:
+def _check_logit_bias(bias: object) -> None:
+    if not isinstance(bias, Mapping):
+        raise InvalidRequestError(
+            "logit_bias must be a dictionary of token ids and numbers.", param="logit_bias"
+        )
     check_size("logit_bias", len(bias), MAX_LOGIT_BIAS)
     for token_id, value in bias.items():
         if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:

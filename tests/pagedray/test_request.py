@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from pagedray.errors import InvalidRequestError
@@ -30,3 +32,19 @@ def test_reported_tokens_require_logprobs() -> None:
 def test_reported_tokens_are_token_ids(wrong: int) -> None:
     with pytest.raises(InvalidRequestError, match="logprob_token_ids must be"):
         SamplingParams(logprobs=1, logprob_token_ids=[3, wrong])
+
+
+@pytest.mark.parametrize("name", ["allowed_token_ids", "logprob_token_ids", "stop_token_ids"])
+@pytest.mark.parametrize(
+    "wrong", [5, "ab", b"ab", {1: 1}, iter([1])], ids=lambda one: type(one).__name__
+)
+def test_token_ids_are_a_list(name: str, wrong: object) -> None:
+    given: Any = {name: wrong}
+    with pytest.raises(InvalidRequestError, match=f"{name} must be a list of integers"):
+        SamplingParams(logprobs=1, **given)
+
+
+@pytest.mark.parametrize("wrong", [5, "ab", [1], {1}], ids=lambda one: type(one).__name__)
+def test_biases_are_a_dictionary(wrong: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="logit_bias must be a dictionary"):
+        SamplingParams(logit_bias=wrong)
