@@ -88,9 +88,10 @@ class TenantCpuBudgets:
             self._budgets.setdefault(tenant, CpuBudget(now_s)).refill(number, now_s)
         # A tenant that ends its sequences keeps its debt. A full budget is the same as none, even
         # if the tenant has sequences that wait for their next step.
-        recovered = [tenant for tenant, one in self._budgets.items() if one.has_recovered(now_s)]
-        for tenant in recovered:
-            del self._budgets[tenant]
+        # A copy, as other threads may add budgets.
+        for tenant, budget in list(self._budgets.items()):
+            if budget.has_recovered(now_s):
+                del self._budgets[tenant]
 
     def tenant_of(self, sequence_id: int) -> str:
         """Return the tenant of a sequence."""

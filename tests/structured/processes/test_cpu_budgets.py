@@ -72,3 +72,21 @@ def test_a_budget_that_has_recovered_is_dropped(budgets: TenantCpuBudgets, clock
     clock.now_s = 10.0
     budgets.begin_step([256])
     assert len(budgets) == 1
+
+
+def test_budgets_may_be_added_while_recovered_ones_are_dropped() -> None:
+    others = iter(range(1, 10))
+
+    class Moment(float):
+        """A time at whose subtraction another thread makes a late mask."""
+
+        def __sub__(self, other: float) -> float:
+            shared.budget_of(next(others))
+            return float(self) - other
+
+    shared = TenantCpuBudgets(lambda: Moment(20.0))
+    for sequence_id in range(10):
+        shared.add_sequence(sequence_id, f"tenant-{sequence_id}")
+    shared.begin_step([0])
+    # One is added during the refill of the first one, and two while both are checked.
+    assert len(shared) == 4
