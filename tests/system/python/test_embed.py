@@ -89,7 +89,9 @@ def test_prompts_have_the_forms_of_generate(llm: LLM, prompts: Any) -> None:
     assert llm.embed(prompts) == llm.embed("w5 w9")
 
 
-@pytest.mark.parametrize("prompts", [None, 5, b"ab", [b"ab"], [[1.0]], {"text": "w5"}])
+@pytest.mark.parametrize(
+    "prompts", [None, 5, b"ab", [b"ab"], [[1.0]], [["w5"]], [["\ud800"]], {"text": "w5"}]
+)
 def test_other_values_are_no_prompts(llm: LLM, prompts: Any) -> None:
     with pytest.raises(InvalidRequestError, match="prompt"):
         llm.embed(prompts)
