@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import grpc
@@ -11,6 +13,8 @@ import pytest
 
 from cluster.serving.memory.reader_limits import ReaderLimits
 from cluster.serving.memory.tenant_bytes import BufferLimits
+from cluster.serving.resume.registry import ResumableStreams, StreamFormat
+from pagedray.errors import OverloadedError
 from tests.fakes import wait_for
 from tests.load.tenant_keys import write_keys
 from tests.serving.resume.conftest import GRACE_S
@@ -25,10 +29,13 @@ from tests.serving.resume.stream_calls import (
     rest,
     resumption,
 )
+from tests.serving.waiting import wait_until
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
     from pathlib import Path
 
+    from cluster.serving.resume.stream import StreamReader
     from tests.serving.resume.conftest import Serving
 
 
@@ -192,3 +199,34 @@ def test_drain_waits_for_clients_that_may_come_back(serving: Serving) -> None:
         server.frontends.servicer.stop_accepting()
         assert rest(http, "left", 1).text.endswith("data: [DONE]\n\n")
         assert server.frontends.servicer.resumables.num_awaited == 0
+
+
+async def test_delivered_messages_make_room_for_their_tenant_or_if_the_server_is_full() -> None:
+    async def batches(num_messages: int) -> AsyncGenerator[list[bytes]]:
+        for _ in range(num_messages):
+            yield [b"x" * 960]
+        await asyncio.sleep(60.0)
+
+    def open_stream(tenant: str, number: int, num_messages: int) -> StreamReader:
+        generation = SimpleNamespace(id=f"{number}", tenant=tenant, close=lambda *_: None)
+        form = StreamFormat("grpc", "Generate")
+        return streams.open_stream(generation, batches(num_messages), form)  # type: ignore[arg-type]  # a stand-in
+
+    buffer = BufferLimits(512 * 2**10)
+    streams = ResumableStreams(ReaderLimits(resume_grace_s=GRACE_S, resume_buffer=buffer))
+    readers = [
+        open_stream(tenant, number, 10) for tenant in ("ann", "ben", "cid", "dan")
+        for number in range(8)
+    ]  # fmt: skip
+    for number in range(2):
+        open_stream("eve", number, 0)
+    await wait_until(lambda: streams.num_bytes > buffer.total_bytes - 4096)
+    full_bytes = streams.num_bytes
+    # One of ann.
+    assert len(await anext(readers[0])) == 10
+    with pytest.raises(OverloadedError):
+        streams.check_room("ben")
+    assert streams.num_bytes == full_bytes
+    streams.check_room("eve")
+    assert streams.num_bytes < full_bytes
+    streams.close()
