@@ -67,11 +67,18 @@ def read_conversations(
     template: str | None,
 ) -> list[SaltedPrompt]:
     """Return the conversations of a call, of which there may be one. Raises InvalidRequestError."""
+    for name, value, kind, noun in (
+        ("tools", tools, Iterable, "list"),
+        ("chat_template_kwargs", variables, Mapping, "dictionary"),
+        ("chat_template", template, str, "string"),
+    ):
+        if value is not None and not isinstance(value, kind):
+            raise InvalidRequestError(f"{name} must be a {noun}.", param=name)
     items = _entries_of(given)
     conversations = [items] if not items or isinstance(items[0], Mapping) else items
     written = tuple(
         tool.for_template()
-        for tool in finish(read_tools(None if tools is None else [dict(tool) for tool in tools]))
+        for tool in finish(read_tools(None if tools is None else _objects(tools)))
     )
     return [
         SaltedPrompt(
@@ -172,10 +179,18 @@ def _no_prompt(param: str) -> InvalidRequestError:
 
 def _messages(given: Conversation) -> tuple[ChatMessage, ...]:
     messages = [
-        read_part(Message, dict(one) if isinstance(one, Mapping) else one, f"messages.{index}")
-        for index, one in enumerate(_entries_of(given))
+        read_part(Message, one, f"messages.{index}")
+        for index, one in enumerate(_objects(_entries_of(given)))
     ]
     return finish(read_messages(messages))
+
+
+def _objects(entries: Iterable[object]) -> list[object]:
+    """Return entries with each mapping as the object of JSON that it would be."""
+    return [
+        {str(name): value for name, value in one.items()} if isinstance(one, Mapping) else one
+        for one in entries
+    ]
 
 
 def _entries_of(given: object) -> list[Any]:  # Any: messages, or conversations

@@ -165,6 +165,23 @@ def test_other_conversations_are_rejected(llm: LLM, messages: Any) -> None:  # A
         llm.chat(messages, GREEDY, use_tqdm=False)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"tools": 5}, "tools must be a list"),
+        ({"tools": {"type": "function"}}, "tools.0 must be an object"),
+        ({"tools": [5]}, "tools.0 must be an object"),
+        ({"chat_template": 5}, "chat_template must be a string"),
+        ({"chat_template_kwargs": 5}, "chat_template_kwargs must be a dictionary"),
+        ({"messages": [{"role": "user", "content": "x", 5: 1}]}, "messages.0.5 is not supported"),
+    ],
+)
+def test_other_values_for_chats_are_rejected(llm: LLM, wrong: Any, text: str) -> None:
+    given = {"messages": [{"role": "user", "content": "x"}], **wrong}
+    with pytest.raises(InvalidRequestError, match=text):
+        llm.chat(sampling_params=GREEDY, use_tqdm=False, **given)
+
+
 @pytest.mark.parametrize("params", [{"max_tokens": 3}, [{"max_tokens": 3}], "greedy", [None], 5])
 def test_other_sampling_params_are_rejected(llm: LLM, params: Any) -> None:  # Any: what is wrong
     with pytest.raises(InvalidRequestError, match="sampling_params must be SamplingParams, not"):
