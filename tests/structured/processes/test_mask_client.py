@@ -15,6 +15,7 @@ from cluster.structured.processes.mask_client import MaskClient
 from cluster.structured.processes.messages import (
     GrammarLoaded,
     GrammarText,
+    LoadFailed,
     LoadGrammar,
     MadeMask,
     MaskQuery,
@@ -22,7 +23,7 @@ from cluster.structured.processes.messages import (
     StepQuery,
 )
 from cluster.structured.processes.sequence_matcher import allowed_cpu_s
-from pagedray.errors import InvalidRequestError, OverloadedError
+from pagedray.errors import EngineError, InvalidRequestError, OverloadedError
 from pagedray.request import FinishReason, Request, SamplingParams
 from tests.fakes import wait_for
 from tests.structured.processes.fake_masks import FakeMasks
@@ -222,11 +223,12 @@ class ScriptedProcesses:
         self.masks.append(their_masks)
         return masks, grammars
 
-    def load(self, process: int) -> None:
-        """Load a grammar."""
+    def load(self, process: int, *, failure: LoadFailed | None = None) -> None:
+        """Load a grammar, or fail to do so."""
         wait_for(lambda: len(self.masks) > process)
         msgspec.msgpack.decode(read_frame(self.grammars[process]), type=LoadGrammar)
-        write_frame(self.grammars[process], msgspec.msgpack.encode(GrammarLoaded(0)))
+        reply = failure or GrammarLoaded(0)
+        write_frame(self.grammars[process], msgspec.msgpack.encode(reply))
 
     def asked(self, process: int) -> StepQuery:
         """Return the next query."""
@@ -266,6 +268,20 @@ def test_a_process_that_dies_while_a_grammar_loads_loses_no_mask(
         other.result()
         scripted.answer(0, query, 0.0)
         assert asking.result() == [b"mask"]
+    client.close()
+
+
+def test_a_grammar_that_cannot_be_loaded_fails_alone(scripted: ScriptedProcesses) -> None:
+    client = MaskClient(scripted.connect, num_mask_bytes=4, max_tenant_bytes=1)
+    with ThreadPoolExecutor(1) as threads:
+        failing = threads.submit(client.load_grammar, GrammarText(b"{}"))
+        scripted.load(0, failure=LoadFailed("unknown version", is_out_of_memory=False))
+        with pytest.raises(EngineError, match=r"^Failed to load .* grammar: unknown version\.$"):
+            failing.result()
+        loading = threads.submit(client.load_grammar, GrammarText(b""))
+        scripted.load(0)
+        loading.result()
+    assert len(scripted.masks) == 1
     client.close()
 
 
