@@ -282,6 +282,15 @@ def test_the_death_of_the_mask_process_ends_no_sequence(
         assert int.from_bytes(mask, "little") == end
 
 
+def test_a_structure_that_is_complete_ends_a_sequence_that_ignores_eos(
+    compiler: StructureCompiler, tokenizer: Tokenizer
+) -> None:
+    grammar = asyncio.run(compiler.compile(SMALL))
+    request = replace(REQUEST, sampling=SamplingParams(structure=SMALL, ignore_eos=True))
+    token_ids = [7, *tokenizer.encode("aaa", add_special_tokens=False)]
+    assert made_masks([(grammar.matcher(request), token_ids)]) == [FinishReason.STOP]
+
+
 def test_a_sequence_that_leaves_its_grammar_ends_alone(
     compiler: StructureCompiler, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
