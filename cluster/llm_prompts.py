@@ -148,8 +148,8 @@ def _read_dictionary(given: Mapping[str, object]) -> SaltedPrompt:
 
 def _token_ids(given: object, param: str) -> tuple[int, ...]:
     if isinstance(given, list | tuple):
-        # Five times as fast as the way below, which matters for long prompts.
-        # Its errors are ValueErrors, that of a lone surrogate in a text as well.
+        # Several times as fast as the code below, which matters for long prompts. Its errors are
+        # ValueErrors, such as that for a lone surrogate in a text.
         with contextlib.suppress(ValueError):
             return msgspec.convert(given, tuple[int, ...])
     items = _items_of(given, param)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from math import isinf
+import json
 
 from pydantic_core import from_json
 
 from pagedray.errors import InvalidRequestError
 
 __all__ = ["read_arguments"]
-
-_MAY_BE_INFINITE = re.compile(r"\d[eE]\+?\d|\d{309}")
-"""Matches in every text with a number that exceeds the range of a double."""
 
 
 def read_arguments(text: str, param: str) -> dict[str, object]:
@@ -23,21 +19,11 @@ def read_arguments(text: str, param: str) -> dict[str, object]:
         arguments = None
     if not isinstance(arguments, dict):
         raise InvalidRequestError(f"{param} must be a JSON object as a string.", param=param)
-    if _MAY_BE_INFINITE.search(text) and _has_infinity(arguments):
+    try:
+        # The encoder finds infinite numbers faster than Python code does.
+        json.dumps(arguments, allow_nan=False)
+    except ValueError as error:
         raise InvalidRequestError(
             f"{param} has a number that exceeds the range of a double.", param=param
-        )
+        ) from error
     return arguments
-
-
-def _has_infinity(arguments: dict[str, object]) -> bool:
-    waiting: list[object] = [arguments]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, dict):
-            waiting.extend(one.values())
-        elif isinstance(one, list):
-            waiting.extend(one)
-        elif isinstance(one, float) and isinf(one):
-            return True
-    return False

@@ -35,6 +35,9 @@ _STEP_BYTES = 2**18
 _STEP_TEXT_BYTES = 2**16
 """Bytes that are searched for strings at once."""
 _ONE_BRACKET = bytes.maketrans(b"[{}", b"]]]")
+_DIGITS_AS_ZEROS = bytes.maketrans(b"123456789", b"000000000")
+_LONG_NUMBER = b"0" * 309
+"""Without an exponent, numbers of fewer digits are in the range of a double."""
 
 
 def read_json(
@@ -135,10 +138,10 @@ def _check_values(raw: bytes, parsed: dict[str, object], what: str) -> Steps[Non
     _, bare = yield from _outside_strings(raw)
     num_left = bare.count(b":")
     num_objects = bare.count(b"{")
-    has_exponents = _has_exponents(bare)
+    may_be_infinite = _may_be_infinite(bare)
     waiting: list[object] = [parsed]
     num_seen = 0
-    while waiting and (num_objects or has_exponents):
+    while waiting and (num_objects or may_be_infinite):
         one = waiting.pop()
         values = one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
         if isinstance(one, dict):
@@ -156,9 +159,12 @@ def _check_values(raw: bytes, parsed: dict[str, object], what: str) -> Steps[Non
         raise InvalidRequestError(f"{what} has an object with a duplicate name.")
 
 
-def _has_exponents(bare: bytes) -> bool:
-    """Return whether there are exponents, given what is outside of strings."""
-    return b"E" in bare or bare.count(b"e") > bare.count(b"true") + bare.count(b"false")
+def _may_be_infinite(bare: bytes) -> bool:
+    """Return whether there are exponents or long fractions, given what is outside of strings."""
+    if b"E" in bare or bare.count(b"e") > bare.count(b"true") + bare.count(b"false"):
+        return True
+    # Integers of any length are not floats.
+    return b"." in bare and _LONG_NUMBER in bare.translate(_DIGITS_AS_ZEROS)
 
 
 def _out_of_range(container: object, what: str, *, is_field: bool) -> InvalidRequestError:

@@ -120,6 +120,7 @@ def test_many_messages_are_read_quickly() -> None:
         (b'{"a":-1E400}', " for 'a'", "a"),
         (b'{"documents":[{"a":[true,{"b":1.5e999}]}]}', " for 'b'", None),
         (b'{"a":[false,[1e400]]}', "", None),
+        (b'{"a":[false,[%s.5]]}' % (b"9" * 309), "", None),
         (b'{"a":%s.5}' % (b"9" * 400), " for 'a'", "a"),
     ],
 )
