@@ -26,7 +26,7 @@ __all__ = ["measured_figure", "simulated_figure"]
 
 _RESULTS = Path(__file__).parent / "results" / "engine_hybrid.json"
 _MIXED = 10_989.0
-"""Of one GPU, in the table "Prompts that join a running batch" of docs/benchmarks.md."""
+"""Of one GPU, in the table "CUDA graphs for steps with prompts" of docs/optimizations.md."""
 
 
 def main() -> int:
