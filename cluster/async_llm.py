@@ -113,7 +113,7 @@ class AsyncLLM:
         the request waits. Raises InvalidRequestError for an invalid prompt or parameter,
         DuplicateIdError for a `request_id` that is in use, and EngineError if the engine fails.
         """
-        prompts = read_prompts(prompt)
+        prompts = read_prompts(prompt, "prompt")
         if len(prompts) != 1:
             raise InvalidRequestError(
                 "generate() takes one prompt; call it once for each.", param="prompt"
@@ -157,7 +157,7 @@ class AsyncLLM:
 
         The prompt and the errors are those of `generate`. Cancelling the task aborts the search.
         """
-        prompts = read_prompts(prompt)
+        prompts = read_prompts(prompt, "prompt")
         if len(prompts) != 1:
             raise InvalidRequestError(
                 "beam_search() takes one prompt; call it once for each.", param="prompt"

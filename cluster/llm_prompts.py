@@ -19,6 +19,8 @@ from cluster.serving.text.templates.chat_prompt import ChatPrompt
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from cluster.serving.text.templates.chat_prompt import ChatMessage
 
 __all__ = [
@@ -47,14 +49,16 @@ class SaltedPrompt:
     salt: str = ""
 
 
-def read_prompts(given: GivenPrompt | Sequence[GivenPrompt]) -> list[SaltedPrompt]:
-    """Return the prompts of a call. Raises InvalidRequestError."""
+def read_prompts(
+    given: GivenPrompt | Sequence[GivenPrompt], param: str = "prompts"
+) -> list[SaltedPrompt]:
+    """Return the prompts of a call, of which there may be one. Raises InvalidRequestError."""
     if isinstance(given, str | Mapping):
-        return [_read_prompt(given)]
-    items = _items_of(given, "prompts")
-    if items and all(isinstance(one, int) for one in items):
-        return [_read_prompt(cast("Sequence[int]", items))]
-    return [_read_prompt(cast("GivenPrompt", one)) for one in items]
+        return [_read_prompt(given, param)]
+    items = _items_of(given, param)
+    if items and _is_number(items[0]):
+        return [_read_prompt(items, param)]
+    return [_read_prompt(one, param) for one in items]
 
 
 def read_conversations(
@@ -99,11 +103,11 @@ def read_conversations(
 def read_stream_prompt(given: GivenPrompt | Conversation) -> SaltedPrompt:
     """Return a prompt, or a conversation. Raises InvalidRequestError."""
     if not isinstance(given, str | Mapping):
-        items = _items_of(given, "prompts")
+        items = _items_of(given, "prompt")
         if items and isinstance(items[0], Mapping):
             return SaltedPrompt(ChatPrompt(_messages(cast("Conversation", items))))
-        return _read_prompt(items)
-    return _read_prompt(given)
+        return _read_prompt(items, "prompt")
+    return _read_prompt(given, "prompt")
 
 
 def read_texts(given: str | Iterable[str], param: str) -> list[str]:
@@ -117,12 +121,17 @@ def read_texts(given: str | Iterable[str], param: str) -> list[str]:
     raise InvalidRequestError(f"{param} must be a string or a list of strings.", param=param)
 
 
-def _read_prompt(given: GivenPrompt) -> SaltedPrompt:
+def _is_number(given: object) -> bool:
+    """Return whether a value may be a token id, also as an integer of another library."""
+    return hasattr(given, "__index__") and not getattr(given, "ndim", 0)
+
+
+def _read_prompt(given: GivenPrompt, param: str) -> SaltedPrompt:
     if isinstance(given, str):
         return SaltedPrompt(given)
     if isinstance(given, Mapping):
         return _read_dictionary(given)
-    return SaltedPrompt(_token_ids(given, "prompts"))
+    return SaltedPrompt(_token_ids(given, param))
 
 
 def _read_dictionary(given: Mapping[str, object]) -> SaltedPrompt:
@@ -147,15 +156,14 @@ def _read_dictionary(given: Mapping[str, object]) -> SaltedPrompt:
 
 
 def _token_ids(given: object, param: str) -> tuple[int, ...]:
-    if isinstance(given, list | tuple):
-        # Several times as fast as the code below, which matters for long prompts. Its errors are
-        # ValueErrors, such as that for a lone surrogate in a text.
-        with contextlib.suppress(ValueError):
-            return msgspec.convert(given, tuple[int, ...])
-    items = _items_of(given, param)
+    items = given if isinstance(given, list | tuple) else _items_of(given, param)
+    # Several times as fast as the code below, which matters for long prompts. Its errors are
+    # ValueErrors, such as that for a lone surrogate in a text.
+    with contextlib.suppress(ValueError):
+        return msgspec.convert(items, tuple[int, ...])
     if not any(isinstance(one, bool) for one in items):
         try:
-            # Arrays of other libraries hold their own integers.
+            # Lists may hold integers of other libraries.
             return tuple(map(operator.index, items))
         except TypeError:
             pass
@@ -165,11 +173,12 @@ def _token_ids(given: object, param: str) -> tuple[int, ...]:
 def _items_of(given: object, param: str) -> list[Any]:  # Any: as the caller says
     """Return the entries of anything but bytes, whose entries are not token ids."""
     if isinstance(given, Iterable) and not isinstance(given, bytes | bytearray | memoryview):
-        try:
-            return list(given)
-        # As an array without a dimension.
-        except TypeError:
-            pass
+        # Any: what an array of another library returns.
+        to_list: Callable[[], Any] | None = getattr(given, "tolist", None)
+        items = list(given) if to_list is None else to_list()
+        # An array without a dimension has none.
+        if isinstance(items, list):
+            return items
     raise _no_prompt(param)
 
 

@@ -6,6 +6,7 @@ from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -20,7 +21,7 @@ from pagedray.errors import InvalidRequestError, StartupError
 from tests.system.server_process import TINY_LLAMA
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 TEXT = "class Queue:"
@@ -124,6 +125,29 @@ def test_prompts_take_every_form(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
+    "convert", [np.array, torch.tensor, lambda ids: list(np.array(ids)), lambda ids: range(5, 9)]
+)
+def test_token_ids_of_other_libraries_are_one_prompt(
+    llm: LLM, convert: Callable[[list[int]], Any]
+) -> None:
+    given = convert([5, 6, 7, 8])
+    (expected,) = llm.generate([[5, 6, 7, 8]], GREEDY, use_tqdm=False)
+    (alone,) = llm.generate(given, GREEDY, use_tqdm=False)
+    both = llm.generate([given, given], GREEDY, use_tqdm=False)
+    for result in (alone, *both):
+        assert result.prompt_token_ids == expected.prompt_token_ids
+        assert result.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert "".join(llm.stream(given, GREEDY)) == expected.outputs[0].text
+
+
+def test_matrix_has_a_prompt_in_each_row(llm: LLM) -> None:
+    for rows in ([[5], [6]], [[5, 6], [7, 8]]):
+        for matrix in (np.array(rows), torch.tensor(rows), list(torch.tensor(rows))):
+            results = llm.generate(matrix, GREEDY, use_tqdm=False)  # type: ignore[arg-type]  # no sequence
+            assert [list(one.prompt_token_ids) for one in results] == rows
+
+
+@pytest.mark.parametrize(
     ("prompt", "text"),
     [
         ({"prompt": TEXT, "multi_modal_data": {}}, "'multi_modal_data' is not supported"),
@@ -136,13 +160,20 @@ def test_prompts_take_every_form(llm: LLM) -> None:
         ([b"class"], "lists of token ids"),
         ([True], "lists of token ids"),
         (torch.tensor(5), "lists of token ids"),
+        (torch.tensor([True, False]), "lists of token ids"),
+        (np.array([1.0, 2.0]), "lists of token ids"),
+        ([5, [6]], "lists of token ids"),
         (None, "lists of token ids"),
         (5, "lists of token ids"),
     ],
 )
 def test_other_prompts_are_rejected(llm: LLM, prompt: Any, text: str) -> None:  # Any: what is wrong
-    with pytest.raises(InvalidRequestError, match=text):
+    with pytest.raises(InvalidRequestError, match=text) as caught:
         llm.generate(prompt, GREEDY, use_tqdm=False)
+    if text == "lists of token ids" and not isinstance(prompt, dict):
+        assert caught.value.param == "prompts"
+        with pytest.raises(InvalidRequestError, match="prompt must be texts or lists"):
+            next(llm.stream(prompt, GREEDY))
 
 
 def test_chat_takes_one_conversation_or_many(llm: LLM) -> None:
