@@ -35,7 +35,7 @@ from cluster.serving.text.tokenizer import Tokenizer
 from cluster.serving.validation.embedding_validator import MAX_PROMPTS, EmbeddingValidator
 from cluster.serving.validation.score_validator import MAX_PAIRS, ScoreValidator
 from cluster.serving.validation.validator import Validator
-from pagedray.errors import EngineError, InvalidRequestError, OverloadedError
+from pagedray.errors import EngineError, InvalidRequestError, OverloadedError, ShuttingDownError
 from pagedray.request import Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class LLM:
         self._engine = open_engine(config, self._sink, report_progress)
         self._exit_close = ExitClose(self._engine.close)
         self._max_model_len = config.max_model_len
-        self._is_closed = False
+        self._closed: EngineError | None = None
 
     def generate(
         self,
@@ -305,9 +305,9 @@ class LLM:
 
     def close(self) -> None:
         """Stop the engine and its ranks. Further calls have no effect."""
-        self._is_closed = True
+        self._closed = EngineError("The LLM is closed; create another one.")
         self._exit_close.cancel()
-        self._engine.close()
+        self._engine.close(self._closed)
         if isinstance(self._validator, Validator):
             self._validator.close()
 
@@ -341,8 +341,8 @@ class LLM:
         return self._engine
 
     def _check_open(self) -> None:
-        if self._is_closed:
-            raise EngineError("The LLM is closed; create another one.")
+        if self._closed is not None:
+            raise self._closed
 
     def _run(
         self,
@@ -384,7 +384,12 @@ class LLM:
 
     def _validated(self, prompts: Sequence[SampledPrompt]) -> list[Request]:
         self._check_open()
-        return run_apart(self._requests.make(prompts))
+        try:
+            return run_apart(self._requests.make(prompts))
+        except ShuttingDownError:
+            # A structure was being compiled.
+            self._check_open()
+            raise
 
 
 def _submitted(embedder: Embedder, request: EmbeddingRequest) -> Future[NDArray[np.float32]]:

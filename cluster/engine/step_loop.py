@@ -79,8 +79,11 @@ class StepLoop(ABC):
         self._thread.start()
         self._watchdog.start()
 
-    def stop_steps(self, *, timeout_s: float = 5.0) -> None:
-        """End every request, reject new ones, and end the thread."""
+    def stop_steps(self, reason: EngineError | None = None, *, timeout_s: float = 5.0) -> None:
+        """End every request, reject new ones, and end the thread.
+
+        Requests end with `reason`, or a ShuttingDownError.
+        """
         self._watchdog.stop()
         self._is_stopping = True
         # A step thread that hangs may hold the lock.
@@ -89,11 +92,11 @@ class StepLoop(ABC):
             self._wake.release()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
-        self._fail(ShuttingDownError())
+        self._fail(reason or ShuttingDownError())
 
-    def close(self) -> None:
-        """Stop, then end the ranks. May be called twice."""
-        self.stop_steps()
+    def close(self, reason: EngineError | None = None) -> None:
+        """Stop as `stop_steps` does, then end the ranks. May be called twice."""
+        self.stop_steps(reason)
         self._executor.close()
 
     @property

@@ -285,3 +285,12 @@ def test_a_closed_llm_says_so() -> None:
         llm.generate("import os", SAMPLED, use_tqdm=False)
     with pytest.raises(EngineError, match="LLM is closed"):
         next(llm.stream("import os", SAMPLED))
+
+
+def test_requests_that_run_when_it_is_closed_say_so() -> None:
+    with LLM(TINY_LLAMA, executor="local", device="cpu", show_progress=False) as llm:
+        stream = llm.stream("import os", SamplingParams(max_tokens=900, ignore_eos=True))
+        next(stream)
+        llm.close()
+        with pytest.raises(EngineError, match="LLM is closed"):
+            list(stream)
