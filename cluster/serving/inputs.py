@@ -133,6 +133,8 @@ class EmbeddingInput:
     """Texts, or their token ids, to embed."""
 
     prompts: tuple[str | tuple[int, ...], ...]
+    param: str = "prompts"
+    """The client's name for the texts."""
     pooling: Pooling | None = None
     """How hidden states are pooled; None selects the pooling of the checkpoint."""
     is_normalized: bool = True

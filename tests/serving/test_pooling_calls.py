@@ -118,12 +118,13 @@ async def test_late_cancelled_and_drained_embeddings_are_cancelled(
 @pytest.mark.parametrize(
     ("wrong", "param", "part"),
     [
-        (texts(), "input", "1 to 2048 texts, not 0"),
-        (texts(*["x"] * 2049), "input", "1 to 2048 texts, not 2049"),
-        (texts(()), "input", "input must have 1 to 256 tokens, not 0"),
-        (texts((5,) * 257), "input", "input must have 1 to 256 tokens, not 257"),
-        (texts((320,)), "input", "token id 320"),
-        (texts("\ud800"), "input", "lone surrogate"),
+        (texts(), "prompts", "1 to 2048 texts, not 0"),
+        (texts(*["x"] * 2049), "prompts", "1 to 2048 texts, not 2049"),
+        (texts(()), "prompts", "prompts must have 1 to 256 tokens, not 0"),
+        (texts((5,) * 257), "prompts", "prompts must have 1 to 256 tokens, not 257"),
+        (texts("x", ""), "prompts", "prompts must not have an empty text"),
+        (texts((320,)), "prompts", "token id 320"),
+        (texts("\ud800"), "prompts", "lone surrogate"),
         (texts("x", dimensions=0), "dimensions", "from 1 to 8, not 0"),
         (texts("x", dimensions=9), "dimensions", "from 1 to 8, not 9"),
         (replace(texts("x"), pooling="max"), "pooling", "one of mean, cls, last"),  # type: ignore[arg-type]  # the stubs are narrower than the library

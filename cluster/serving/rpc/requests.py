@@ -161,9 +161,6 @@ def read_embedding(message: pb.EmbedRequest, call: RpcCall, tenant: Tenant) -> E
 def read_score(message: pb.ScoreRequest, call: RpcCall, tenant: Tenant) -> ScoreInput:
     """Return the input of a Score request. Raises InvalidRequestError."""
     check_size("documents", len(message.documents), MAX_PAIRS)
-    for name, texts in (("query", (message.query,)), ("documents", message.documents)):
-        if not all(texts):
-            raise InvalidRequestError(f"{name} must not have an empty text.", param=name)
     return ScoreInput(
         pairs=tuple((message.query, document) for document in message.documents),
         params=("query", "documents"),

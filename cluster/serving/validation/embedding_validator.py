@@ -73,15 +73,19 @@ class EmbeddingValidator:
             )
         if not 1 <= len(given.prompts) <= MAX_PROMPTS:
             raise InvalidRequestError(
-                f"input must have 1 to {MAX_PROMPTS} texts, not {len(given.prompts)}.",
-                param="input",
+                f"{given.param} must have 1 to {MAX_PROMPTS} texts, not {len(given.prompts)}.",
+                param=given.param,
+            )
+        if "" in given.prompts:
+            raise InvalidRequestError(
+                f"{given.param} must not have an empty text.", param=given.param
             )
         before = self._prompts.prompt(given.prompt_name)
         is_long = are_long(given.prompts)
         texts: list[tuple[int, ...]] = []
         for prompt in given.prompts:
             text = _with_prompt(before, prompt, given.prompt_name)
-            texts.append(await self._read(text, given.tenant, is_long=is_long))
+            texts.append(await self._read(text, given, is_long=is_long))
             # Let other calls run between the texts of a long list.
             await asyncio.sleep(0)
         return EmbeddingRequest(
@@ -94,15 +98,15 @@ class EmbeddingValidator:
         )
 
     async def _read(
-        self, prompt: str | tuple[int, ...], tenant: str, *, is_long: bool
+        self, prompt: str | tuple[int, ...], given: EmbeddingInput, *, is_long: bool
     ) -> tuple[int, ...]:
         token_ids = await self._reader.read_prompt(
-            prompt, is_long=is_long, tenant=tenant, param="input"
+            prompt, is_long=is_long, tenant=given.tenant, param=given.param
         )
         if not 1 <= len(token_ids) <= self._context:
             raise InvalidRequestError(
-                f"input must have 1 to {self._context} tokens, not {len(token_ids)}.",
-                param="input",
+                f"{given.param} must have 1 to {self._context} tokens, not {len(token_ids)}.",
+                param=given.param,
             )
         return token_ids
 

@@ -48,6 +48,9 @@ class ScoreValidator:
             raise InvalidRequestError(
                 f"{name} must have 1 to {MAX_PAIRS} texts, not {len(given.pairs)}.", param=name
             )
+        for side, param in zip(zip(*given.pairs, strict=True), given.params, strict=True):
+            if not all(side):
+                raise InvalidRequestError(f"{param} must not have an empty text.", param=param)
         instruction = self._instruction(given)
         is_long = are_long(chain.from_iterable(given.pairs))
         texts: list[tuple[int, ...]] = []

@@ -100,7 +100,7 @@ class TestATokenizerLargerThanTheModel:
         validator = EmbeddingValidator(config, tokenizer)
         with pytest.raises(InvalidRequestError, match="the ids of the model are 0 to 261") as e:
             await validator.validate(EmbeddingInput(prompts=("~", "The quick brown fox")))
-        assert e.value.param == "input"
+        assert e.value.param == "prompts"
 
     @pytest.mark.parametrize("task", ["generate", "embed"])
     def test_it_is_named_once_at_the_start(

@@ -81,6 +81,7 @@ def test_texts_get_the_special_tokens_of_their_tokenizer(llm: LLM) -> None:
     [
         [1, 5, 9, 2],
         {"prompt": "w5 w9"},
+        torch.tensor([1, 5, 9, 2]),
         [{"prompt_token_ids": [1, 5, 9, 2]}],
         torch.tensor([[1, 5, 9, 2]]),
     ],
@@ -100,9 +101,10 @@ def test_other_values_are_no_prompts(llm: LLM, prompts: Any) -> None:
 @pytest.mark.parametrize(
     ("prompt", "part"),
     [
-        ([], "input must have 1 to 40 tokens, not 0"),
-        ([7] * 41, "input must have 1 to 40 tokens, not 41"),
+        ([], "prompts must have 1 to 40 tokens, not 0"),
+        ([7] * 41, "prompts must have 1 to 40 tokens, not 41"),
         ([3, VOCAB_SIZE], "token id 131, but ids are 0 to 130"),
+        ("", "prompts must not have an empty text"),
         ("w1 \ud800", "lone surrogate"),
     ],
 )

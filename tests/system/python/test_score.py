@@ -110,6 +110,9 @@ def test_only_texts_are_scored(folder: Path) -> None:
                 llm.score(QUERY, documents)  # type: ignore[arg-type]  # the mistake under test
         with pytest.raises(InvalidRequestError, match="queries must be a string or a list"):
             llm.score(5, "w7")  # type: ignore[arg-type]  # the mistake under test
+        for name, pair in (("queries", ("", "w7")), ("documents", (QUERY, ["w7", ""]))):
+            with pytest.raises(InvalidRequestError, match=f"{name} must not have an empty text"):
+                llm.score(*pair)
         with pytest.raises(InvalidRequestError, match="instruction must be str, not int"):
             llm.score(QUERY, "w7", instruction=5)  # type: ignore[arg-type]  # as above
 

@@ -42,6 +42,7 @@ class EmbeddingBody(Body):
         """Return the input of the call. Raises InvalidRequestError."""
         prompts = yield from _prompts_of(self.input)
         return EmbeddingInput(
+            param="input",
             prompts=prompts,
             prompt_name=self.prompt_name,
             dimensions=self.dimensions,
