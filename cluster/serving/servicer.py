@@ -272,11 +272,12 @@ class Servicer:
         tenant: str = "",
         skip_special_tokens: bool = True,
         model: str | None = None,
+        param: str = "token_ids",
     ) -> str:
-        """Return the text of token ids. Raises RequestError."""
+        """Return the text of token ids, which are the client's `param`. Raises RequestError."""
         self.validator.check_model(model)
         return await self._tokens.text_of(
-            token_ids, tenant=tenant, skip_special_tokens=skip_special_tokens
+            token_ids, tenant=tenant, skip_special_tokens=skip_special_tokens, param=param
         )
 
     async def token_strings(self, token_ids: Sequence[int], *, tenant: str) -> list[str | None]:

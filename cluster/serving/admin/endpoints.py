@@ -137,7 +137,11 @@ class _ServerHandlers:
         token_ids, model = await call.body(DetokenizeBody, read)
         with call.metrics.counting_rejections("http"):
             text = await self._servicer.detokenize(
-                token_ids, tenant=call.tenant.name, skip_special_tokens=False, model=model
+                token_ids,
+                tenant=call.tenant.name,
+                skip_special_tokens=False,
+                model=model,
+                param="tokens",
             )
         return json_response({"prompt": text})
 

@@ -33,8 +33,6 @@ DOMAIN = "pagedray"
 DETAILS_KEY = "grpc-status-details-bin"
 """The trailing metadata that holds a serialized status."""
 
-# Fields whose name in HTTP differs.
-_FIELDS = {"input": "prompts", "tokens": "token_ids"}
 _SAMPLING_FIELDS = frozenset(pb.SamplingParams.DESCRIPTOR.fields_by_name)
 
 
@@ -86,7 +84,7 @@ def _field_of(error: PagedRayError) -> str | None:
     # The servicer knows no messages and gives a sampling parameter its bare name.
     if error.param in _SAMPLING_FIELDS:
         return f"sampling.{error.param}"
-    return None if error.param is None else _FIELDS.get(error.param, error.param)
+    return error.param
 
 
 def _retry_s_of(error: PagedRayError) -> float | None:

@@ -29,16 +29,16 @@ class TokenReader:
         self._text_pool = text_pool
 
     async def text_of(
-        self, token_ids: Sequence[int], *, tenant: str, skip_special_tokens: bool
+        self, token_ids: Sequence[int], *, tenant: str, skip_special_tokens: bool, param: str
     ) -> str:
         """Return the text of token ids. Raises InvalidRequestError."""
         if len(token_ids) > self._config.max_model_len:
             raise InvalidRequestError(
-                f"tokens has {len(token_ids)} token ids, but the context length is "
+                f"{param} has {len(token_ids)} token ids, but the context length is "
                 f"{self._config.max_model_len}.",
-                param="tokens",
+                param=param,
             )
-        check_token_ids(token_ids, self._config.model.vocab_size, "tokens")
+        check_token_ids(token_ids, self._config.model.vocab_size, param)
         decode = self._tokenizer.decode
         if len(token_ids) < _MANY_TOKENS:
             return decode(token_ids, skip_special_tokens=skip_special_tokens)
