@@ -34,6 +34,16 @@ _SESSION = re.compile(r"/session_[^/]*_(\d+)/")
 """A folder of Ray, named after the process that started it."""
 _TITLE = b"ray::"
 """How the command line of a process of Ray may begin once it runs."""
+_FORKING = threading.RLock()
+"""Held by a thread from before it forks until its child is known to the system."""
+_FORK_S = 5.0
+"""How long a fork can take at most, in seconds; an exit does not wait longer."""
+
+os.register_at_fork(
+    before=_FORKING.acquire,
+    after_in_parent=_FORKING.release,
+    after_in_child=_FORKING.release,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +84,8 @@ def kill_child_processes() -> None:
     This process must exit at once: from now on, threads that start a process of Ray wait forever.
     A child that has not executed its program yet does not look like a process of Ray.
     """
-    os.register_at_fork(before=threading.Event().wait)
+    # Never released. A thread that has begun to fork finishes first, so that its child is found.
+    _FORKING.acquire(timeout=_FORK_S)
     kill_processes(_found(_children("self"), _stop))
 
 

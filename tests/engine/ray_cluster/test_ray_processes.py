@@ -36,9 +36,12 @@ file = open(sys.argv[3], sys.argv[4])
 command = [sys.executable, "-c", "import time; time.sleep(60)", *sys.argv[1:3]]
 subprocess.Popen(command, pass_fds=[file.fileno()])
 """
-# Exits while its threads start children, which sleep before they execute their program.
+# Exits while its threads start children, which sleep before they execute their program. The threads
+# also sleep before they fork, so that some would do it after the others have been killed.
 EXITING = """
 import os, subprocess, sys, threading, time
+
+os.register_at_fork(before=lambda: time.sleep(0.05))
 from cluster.engine.ray_cluster.ray_processes import kill_child_processes
 
 def start():
@@ -50,6 +53,7 @@ for _ in range(4):
     threading.Thread(target=start, daemon=True).start()
 time.sleep(0.2)
 kill_child_processes()
+time.sleep(0.2)
 os._exit(0)
 """
 
