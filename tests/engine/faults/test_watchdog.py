@@ -278,8 +278,9 @@ def test_time_that_was_not_observed_does_not_count() -> None:
 def test_local_rank_that_hangs_while_it_starts_again_ends_the_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rank_monitor, "_START_LIMITS", WatchLimits(first_s=0.5))
     settings, executor = local_executor()
+    # After the first start, which may take long.
+    monkeypatch.setattr(rank_monitor, "_START_LIMITS", WatchLimits(first_s=0.5))
     sink = RecordingSink()
     executor._worker = broken = BrokenWorker(executor._worker)  # type: ignore[assignment]  # see above
     controller = Controller(settings, executor, sink)
