@@ -11,6 +11,7 @@ from pagedray.request import Request, SamplingParams
 from tests.fakes import FakeExecutor, RecordingSink, unused_model, wait_for
 
 if TYPE_CHECKING:
+    from cluster.engine.engine_clock import EngineClock
     from pagedray.request import Grammar
 
 
@@ -18,14 +19,20 @@ class Rig:
     """A controller with fake ranks and a recording sink."""
 
     def __init__(
-        self, executor: FakeExecutor | None = None, *, first_pause_s: float = 0.001
+        self,
+        executor: FakeExecutor | None = None,
+        *,
+        first_pause_s: float = 0.001,
+        clock: EngineClock | None = None,
     ) -> None:
         self.executor = FakeExecutor() if executor is None else executor
         self.sink = RecordingSink()
         budget = DeathBudget(
             max_barren=5, barren_s=0.0, first_pause_s=first_pause_s, max_pause_s=first_pause_s
         )
-        self.controller = Controller(config(), self.executor, self.sink, death_budget=budget)
+        self.controller = Controller(
+            config(), self.executor, self.sink, death_budget=budget, clock=clock
+        )
 
     def submit(
         self,
