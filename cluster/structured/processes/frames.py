@@ -1,12 +1,15 @@
 """Frames on a socket: a length of four bytes, followed by as many bytes."""
 
+import select
 import socket
 import struct
+import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
-__all__ = ["read_frame", "read_message", "write_frame"]
+__all__ = ["read_frame", "read_message", "write_frame", "write_frame_and_read"]
 
 _MAX_BYTES = 256 * 2**20
 _STEP_BYTES = 2**20
@@ -18,6 +21,29 @@ _DISCARDED = bytearray(64 * 2**10)
 def write_frame(connection: socket.socket, body: bytes) -> None:
     """Send a frame. Raises OSError."""
     connection.sendall(_LENGTH.pack(len(body)) + body)
+
+
+def write_frame_and_read(
+    connection: socket.socket, body: bytes, read: Callable[[], bool], *, timeout_s: float
+) -> None:
+    """Send a frame, and call `read` whenever there is something to read, until it returns False.
+
+    If both ends only sent, each would wait for the other to read. Raises OSError.
+    """
+    left = memoryview(_LENGTH.pack(len(body)) + body)
+    until_s = time.monotonic() + timeout_s
+    # Unlike `select`, for any number of open files.
+    poll = select.poll()
+    poll.register(connection, select.POLLIN | select.POLLOUT)
+    while left:
+        found = poll.poll(1e3 * max(0.0, until_s - time.monotonic()))
+        if not found:
+            raise TimeoutError("timed out")
+        ((_, events),) = found
+        if events & select.POLLIN and not read():
+            return
+        if events & ~select.POLLIN:
+            left = left[connection.send(left) :]
 
 
 def read_frame(connection: socket.socket) -> bytearray:

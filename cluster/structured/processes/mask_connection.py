@@ -18,7 +18,11 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from cluster.structured.grammar.expressions import invalid_structure
-from cluster.structured.processes.frames import read_message, write_frame
+from cluster.structured.processes.frames import (
+    read_message,
+    write_frame,
+    write_frame_and_read,
+)
 from cluster.structured.processes.messages import (
     GrammarLoaded,
     LoadFailed,
@@ -93,6 +97,8 @@ class MaskConnection:
         self._num_incarnations = 0
         self._unanswered: set[int] = set()
         """The sequences whose masks were requested."""
+        self._early: deque[tuple[MaskProcess, MaskReply]] = deque()
+        """Replies that came while queries were sent."""
         self._heard_s = 0.0
         """When the process last replied, or was sent work while it had none."""
 
@@ -170,7 +176,10 @@ class MaskConnection:
     def send_queries(
         self, process: MaskProcess, queries: list[MaskQuery], wait_s: float, limit_s: float
     ) -> None:
-        """Ask for masks. Raises MaskProcessDiedError."""
+        """Ask for masks. Raises MaskProcessDiedError.
+
+        If the process replies meanwhile that it exits, the rest is not sent.
+        """
         # The process replies in time for what arrives last to be read.
         patience_s = min(_PATIENCE_SHARE * wait_s, _MAX_PATIENCE_S)
         sequence_ids, grammar_ids = _drained(self.ended_sequence_ids), self.ended_grammar_ids
@@ -181,8 +190,13 @@ class MaskConnection:
         self._unanswered.update(one.sequence_id for one in queries)
         try:
             process.masks.settimeout(limit_s + _REPLY_MARGIN_S)
-            write_frame(process.masks, msgspec.msgpack.encode(query))
-        except OSError as error:
+            write_frame_and_read(
+                process.masks,
+                msgspec.msgpack.encode(query),
+                lambda: self._read_early(process),
+                timeout_s=limit_s + _REPLY_MARGIN_S,
+            )
+        except (OSError, EOFError) as error:
             self._forget(process)
             raise _died(error, is_killed=True) from error
 
@@ -193,13 +207,15 @@ class MaskConnection:
 
         Raises MaskProcessDiedError, also if the process has been silent for longer than `limit_s`.
         """
+        reply = self._take_early(process)
         left_s = self._heard_s + limit_s + _REPLY_MARGIN_S - time.monotonic()
         try:
-            if not _is_readable(process.masks, min(wait_s, max(0.0, left_s))):
-                if wait_s < left_s:
-                    return None
-                raise TimeoutError("no reply")
-            reply: MaskReply = read_message(process.masks, MaskReply)
+            if reply is None:
+                if not _is_readable(process.masks, min(wait_s, max(0.0, left_s))):
+                    if wait_s < left_s:
+                        return None
+                    raise TimeoutError("no reply")
+                reply = _read_reply(process)
         except (OSError, EOFError, ValueError) as error:
             self._forget(process)
             raise _died(error, is_killed=True) from error
@@ -228,6 +244,20 @@ class MaskConnection:
         for connection in _drained(self._orphaned):
             connection.close()
 
+    def _read_early(self, process: MaskProcess) -> bool:
+        """Keep a reply for later; return whether the process still reads queries."""
+        reply = _read_reply(process)
+        self._early.append((process, reply))
+        return not reply.is_last
+
+    def _take_early(self, process: MaskProcess) -> MaskReply | None:
+        while self._early:
+            sender, reply = self._early.popleft()
+            # Another incarnation was asked again for all that is needed.
+            if sender is process:
+                return reply
+        return None
+
     def _forget(self, process: MaskProcess) -> None:
         self._unanswered.clear()
         # A thread that waits for a process that hangs, to load a grammar, holds the lock.
@@ -243,6 +273,11 @@ class MaskConnection:
             self._process.masks.close()
             self._process.grammars.close()
             self._process = None
+
+
+def _read_reply(process: MaskProcess) -> MaskReply:
+    reply: MaskReply = read_message(process.masks, MaskReply)
+    return reply
 
 
 def _is_readable(connection: socket.socket, wait_s: float) -> bool:
