@@ -43,7 +43,6 @@ SLOW: Mapping[str, str] = {
     "docs/load-tests.md: pagedray bench latency *": "takes six seconds",
     "docs/load-tests.md: pagedray bench serve *": "takes ten seconds",
     "README.md: pagedray serve *": "starts Ray",
-    "docs/quickstart.md: pagedray generate *": "is like the example of README.md",
     "docs/quickstart.md: pagedray serve *": "starts Ray",
     "docs/load-tests.md: pagedray serve *": "starts Ray",
     "docs/simulation.md: pagedray simulate --num-prompts *": "simulates thousands of requests",
