@@ -219,7 +219,7 @@ async def test_tokens_become_text_again(servicer: Servicer) -> None:
     for ids_given in ([-1], [320], [True], [1] * 257):
         with pytest.raises(InvalidRequestError) as caught:
             await servicer.detokenize(ids_given)
-        assert caught.value.param == "tokens"
+        assert caught.value.param == "token_ids"
 
 
 async def test_draining_server_accepts_nothing_and_ends_the_rest(opened: Opened) -> None:
