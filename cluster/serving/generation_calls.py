@@ -10,7 +10,7 @@ from cluster.serving.calls.generation_call import GenerationCall
 from pagedray.errors import EngineError, ForbiddenError
 
 if TYPE_CHECKING:
-    from cluster.serving.admission import Admission
+    from cluster.serving.call_admission import CallAdmission
     from cluster.serving.calls.open_calls import OpenCall, OpenCalls
     from cluster.serving.engine_client import EngineClient
     from cluster.serving.inputs import GenerationInput
@@ -35,7 +35,7 @@ class GenerationCalls:
         *,
         tokenizer: Tokenizer,
         validator: Validator,
-        admission: Admission,
+        admission: CallAdmission,
         calls: OpenCalls,
         observer: CallObserver,
         buffers: OutputBuffers,

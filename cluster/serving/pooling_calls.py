@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
 
     from cluster.engine.embedding_job import EmbeddingRequest
-    from cluster.serving.admission import Admission
+    from cluster.serving.call_admission import CallAdmission
     from cluster.serving.calls.open_calls import OpenCall, OpenCalls
     from cluster.serving.engine_client import EngineClient
     from cluster.serving.inputs import EmbeddingInput, ScoreInput
@@ -33,7 +33,7 @@ class PoolingCalls:
         *,
         embeddings: EmbeddingValidator,
         scores: ScoreValidator,
-        admission: Admission,
+        admission: CallAdmission,
         calls: OpenCalls,
         observer: CallObserver,
     ) -> None:

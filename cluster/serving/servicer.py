@@ -9,8 +9,8 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
-from cluster.serving.admission import Admission
 from cluster.serving.auth.authenticator import Authenticator
+from cluster.serving.call_admission import CallAdmission
 from cluster.serving.call_options import CallOptions
 from cluster.serving.calls.embedding_call import EmbeddingOutput
 from cluster.serving.calls.generation_call import GenerationCall, GenerationOutput, Usage
@@ -127,7 +127,7 @@ class Servicer:
             num_streams=lambda: len(self.resumables),
             num_stream_bytes=lambda: self.resumables.num_bytes,
         )
-        self._admission = Admission(client, config.model, self.authenticator, self.buffers)
+        self._admission = CallAdmission(client, config.model, self.authenticator, self.buffers)
         self._generations = self._make_generation_calls()
         self._pooling = self._make_pooling_calls()
         self._started_s = time.monotonic()

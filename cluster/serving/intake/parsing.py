@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, TypeVar
 
 from cluster.serving.intake.steps import Steps, finish
-from cluster.serving.intake.turns import Turns
+from cluster.serving.intake.tenant_turns import TenantTurns
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -42,7 +42,7 @@ class Parsing:
         """`has_streams` returns whether anyone waits for tokens."""
         self._has_streams = has_streams
         self._clock = clock
-        self._turns = Turns(1, num_per_tenant=1)
+        self._turns = TenantTurns(1, num_per_tenant=1)
         self._unpaused_s = 0.0
         """The work since the last pause."""
 

@@ -9,7 +9,7 @@ import time
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar
 
-from cluster.serving.intake.turns import Turns
+from cluster.serving.intake.tenant_turns import TenantTurns
 from cluster.serving.text.text_budgets import TextBudgets
 from cluster.serving.text.thread_pauses import ThreadPauses
 from pagedray.errors import OverloadedError, ShuttingDownError
@@ -61,7 +61,7 @@ class TextPool:
         self._do_others_wait = do_others_wait
         self._rendering = threading.Lock()
         self._max_waiting = max_waiting
-        self._turns = Turns(num_threads, num_per_tenant=max(1, num_threads - 1))
+        self._turns = TenantTurns(num_threads, num_per_tenant=max(1, num_threads - 1))
         self._running: set[asyncio.Future[None]] = set()
         self._is_closed = False
 

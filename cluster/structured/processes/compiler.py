@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from cluster.structured.grammar.expressions import invalid_structure
 from cluster.structured.grammar.grammar_text import MAX_TEXT_LENGTH
 from cluster.structured.processes.compiled_grammar import CompiledGrammar
-from cluster.structured.processes.compiler_client import CompilerClient
+from cluster.structured.processes.compiler_client import StructureCompilerClient
 from cluster.structured.processes.fair_thread_pool import FairThreadPool
 from cluster.structured.processes.mask_client import MaskClient
 from cluster.structured.processes.messages import CompileLimits, Died, GrammarText, Rejected
@@ -69,7 +69,7 @@ class StructureCompiler:
             max_open_total=_MAX_OPEN_TOTAL,
             what="structures",
         )
-        self._process = CompilerClient(make_vocabulary, self._limits)
+        self._process = StructureCompilerClient(make_vocabulary, self._limits)
         self._client: MaskClient | None = None
         self._client_lock = threading.Lock()
         self._is_closed = False

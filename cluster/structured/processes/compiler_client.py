@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from cluster.structured.matchers.vocabulary import Vocabulary
     from pagedray.request import Structure
 
-__all__ = ["CompilerClient"]
+__all__ = ["StructureCompilerClient"]
 
 _COMPILER_MODULE = "cluster.structured.processes.compiler_process"
 
@@ -51,7 +51,7 @@ class _ShortageError(EngineError):
         super().__init__(f"Structures cannot be compiled: {cause.strerror}. Retry later.")
 
 
-class CompilerClient:
+class StructureCompilerClient:
     """Starts the process when it is first needed, and again after it died or did not answer."""
 
     def __init__(self, make_vocabulary: Callable[[], Vocabulary], limits: CompileLimits) -> None:

@@ -19,7 +19,7 @@ from cluster.structured.grammar.calls.turn_with_calls import CallsStructure, Cal
 from cluster.structured.grammar.grammar_text import MAX_TEXT_LENGTH, grammar_text
 from cluster.structured.processes.compiled_grammar import CompiledGrammar
 from cluster.structured.processes.compiler import StructureCompiler
-from cluster.structured.processes.compiler_client import CompilerClient
+from cluster.structured.processes.compiler_client import StructureCompilerClient
 from cluster.structured.processes.messages import CompileLimits
 from pagedray.errors import (
     EngineError,
@@ -112,7 +112,9 @@ def test_an_invalid_grammar_is_rejected_whatever_its_characters(
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_sockets_for_a_process_that_does_not_start_are_closed() -> None:
-    process = CompilerClient(lambda: pytest.fail("A vocabulary was made."), CompileLimits())
+    process = StructureCompilerClient(
+        lambda: pytest.fail("A vocabulary was made."), CompileLimits()
+    )
     process.close()
     with pytest.raises(ShuttingDownError):
         process.connect_masks()

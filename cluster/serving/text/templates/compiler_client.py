@@ -16,7 +16,7 @@ from cluster.structured.processes.frames import read_frame, read_message, write_
 from pagedray.errors import EngineError, OverloadedError, ShuttingDownError
 from pagedray.system.child_environment import child_environment
 
-__all__ = ["CompilerClient"]
+__all__ = ["TemplateCompilerClient"]
 
 _COMPILER_MODULE = "cluster.serving.text.templates.compiler_process"
 
@@ -26,7 +26,7 @@ _WAIT_S = 25.0
 """Longer than the CPU time, since the machine may be busy."""
 
 
-class CompilerClient:
+class TemplateCompilerClient:
     """Starts the process when it is first needed, and again after it has died. Thread-safe."""
 
     def __init__(self, *, compile_s: float = _COMPILE_S, wait_s: float = _WAIT_S) -> None:

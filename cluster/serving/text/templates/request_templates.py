@@ -10,7 +10,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from cluster.serving.text.templates.chat_template import ChatTemplate
-from cluster.serving.text.templates.compiler_client import CompilerClient
+from cluster.serving.text.templates.compiler_client import TemplateCompilerClient
 from cluster.serving.text.templates.rendering_budget import MAX_CPU_S
 from cluster.serving.text.templates.template_code import InvalidTemplateError, compile_template
 from cluster.structured.processes.fair_thread_pool import FairThreadPool
@@ -45,10 +45,10 @@ class RequestTemplates:
     """
 
     def __init__(
-        self, special_tokens: Mapping[str, str], *, compiler: CompilerClient | None = None
+        self, special_tokens: Mapping[str, str], *, compiler: TemplateCompilerClient | None = None
     ) -> None:
         self._special_tokens = special_tokens
-        self._compiler = CompilerClient() if compiler is None else compiler
+        self._compiler = TemplateCompilerClient() if compiler is None else compiler
         # While one thread uses the process, the other one may be assigned to another tenant.
         self._threads = FairThreadPool(
             2,

@@ -15,7 +15,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
-from cluster.serving.text.templates.compiler_client import CompilerClient
+from cluster.serving.text.templates.compiler_client import TemplateCompilerClient
 from cluster.serving.text.templates.request_templates import RequestTemplates
 from cluster.serving.text.templates.template_code import TemplateCode, compile_template
 from pagedray.errors import EngineError, InvalidRequestError, OverloadedError
@@ -41,7 +41,7 @@ def templates() -> Iterator[RequestTemplates]:
     templates.close()
 
 
-class GatedCompiler(CompilerClient):
+class GatedCompiler(TemplateCompilerClient):
     """Compiles in place when its gate is open, and notes what it began."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ def num_open_files() -> int:
 # A process needs two sockets, and further files until it has started.
 @pytest.mark.parametrize("num_more", [0, 2])
 def test_a_template_is_compiled_once_files_can_be_opened_again(num_more: int) -> None:
-    client = CompilerClient()
+    client = TemplateCompilerClient()
     num_before = num_open_files()
     try:
         for _ in range(3):
@@ -121,7 +121,7 @@ async def test_invalid_templates_are_rejected_by_reason(
 
 
 async def test_compilation_ends_at_its_limit_of_cpu_time() -> None:
-    templates = RequestTemplates({}, compiler=CompilerClient(compile_s=0.4, wait_s=120.0))
+    templates = RequestTemplates({}, compiler=TemplateCompilerClient(compile_s=0.4, wait_s=120.0))
     with pytest.raises(InvalidRequestError, match=r"takes more than 0\.4 s of CPU time"):
         await templates.template_of(LONGEST, "ann")
     # The process remains.
@@ -131,7 +131,7 @@ async def test_compilation_ends_at_its_limit_of_cpu_time() -> None:
 
 
 async def test_a_busy_machine_is_no_fault_of_the_template() -> None:
-    compiler = CompilerClient(wait_s=0.01)
+    compiler = TemplateCompilerClient(wait_s=0.01)
     templates = RequestTemplates({}, compiler=compiler)
     compiler.start_process()
     stopped = compiler.process_id
@@ -145,7 +145,7 @@ async def test_a_busy_machine_is_no_fault_of_the_template() -> None:
 
 
 async def test_process_is_started_again_after_it_died() -> None:
-    compiler = CompilerClient()
+    compiler = TemplateCompilerClient()
     templates = RequestTemplates({}, compiler=compiler)
     await templates.template_of("a", "ann")
     assert compiler.process_id is not None

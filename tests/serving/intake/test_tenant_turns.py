@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from cluster.serving.intake.turns import Turns
+from cluster.serving.intake.tenant_turns import TenantTurns
 
 
 async def settle() -> None:
@@ -16,7 +16,7 @@ async def settle() -> None:
 
 
 async def test_the_tenant_that_used_the_least_time_comes_next() -> None:
-    turns = Turns(1, num_per_tenant=1)
+    turns = TenantTurns(1, num_per_tenant=1)
     order: list[str] = []
 
     async def use(tenant: str, seconds: float) -> None:
@@ -31,7 +31,7 @@ async def test_the_tenant_that_used_the_least_time_comes_next() -> None:
 
 
 async def test_a_cancelled_call_keeps_no_place() -> None:
-    turns = Turns(1, num_per_tenant=1)
+    turns = TenantTurns(1, num_per_tenant=1)
     await turns.wait_turn("ann")
     waiting = [asyncio.create_task(turns.wait_turn(tenant)) for tenant in ("ann", "ben", "eve")]
     await settle()
@@ -47,7 +47,7 @@ async def test_a_cancelled_call_keeps_no_place() -> None:
 
 
 async def test_a_call_that_leaves_late_takes_no_other_place() -> None:
-    turns = Turns(1, num_per_tenant=1)
+    turns = TenantTurns(1, num_per_tenant=1)
     await turns.wait_turn("ben")
     leaving = asyncio.create_task(turns.wait_turn("ann"))
     await settle()
@@ -63,14 +63,14 @@ async def test_a_call_that_leaves_late_takes_no_other_place() -> None:
     take_turn(turns, "ben")
 
 
-def take_turn(turns: Turns, tenant: str) -> None:
+def take_turn(turns: TenantTurns, tenant: str) -> None:
     """Take a free place at once."""
     with pytest.raises(StopIteration):
         turns.wait_turn(tenant).send(None)
 
 
 async def test_places_are_never_lost_nor_given_twice() -> None:
-    turns = Turns(3, num_per_tenant=2)
+    turns = TenantTurns(3, num_per_tenant=2)
     chance = random.Random(0)
     running: list[str] = []
 

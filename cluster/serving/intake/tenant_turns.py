@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from contextlib import suppress
 
-__all__ = ["Turns"]
+__all__ = ["TenantTurns"]
 
 
 class _Line:
@@ -20,7 +20,7 @@ class _Line:
         self.used_s = used_s
 
 
-class Turns:
+class TenantTurns:
     """Gives places to waiting calls. Used from one event loop.
 
     A tenant that has neither used nor awaited a place for a while is treated as the least served of

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from cluster.serving.memory.output_buffer import OutputBuffers
     from pagedray.model_config import ModelConfig, Task
 
-__all__ = ["Admission"]
+__all__ = ["CallAdmission"]
 
 _TASK_TEXTS: dict[Task, str] = {
     "generate": "generates text",
@@ -37,7 +37,7 @@ class _Phase(Enum):
     DRAINING = "draining"
 
 
-class Admission:
+class CallAdmission:
     """Accepts calls of the model's task from when the model is loaded until a drain begins."""
 
     def __init__(
