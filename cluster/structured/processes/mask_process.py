@@ -23,7 +23,8 @@ from cluster.structured.matchers.reasoning_budget import ReasoningBudget
 from cluster.structured.matchers.reasoning_matcher import ReasoningMatcher
 from cluster.structured.processes.cpu_budgets import TenantCpuBudgets
 from cluster.structured.processes.frames import read_message, write_frame
-from cluster.structured.processes.mask_work import CHECK_INTERVAL_S, MaskJob, MaskWork
+from cluster.structured.processes.mask_job import CHECK_INTERVAL_S, MaskJob
+from cluster.structured.processes.mask_work import MaskWork
 from cluster.structured.processes.memory_limit import is_out_of_memory, limit_memory
 from cluster.structured.processes.messages import (
     GrammarLoaded,

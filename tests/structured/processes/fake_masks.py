@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cluster.structured.processes import mask_work
+from cluster.structured.processes import mask_job
 from cluster.structured.processes.mask_process import serve_masks
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ if __name__ == "__main__":
     # One that holds the GIL would not notice the end of tests that are killed.
     resource.setrlimit(resource.RLIMIT_CPU, (_MAX_CPU_S, _MAX_CPU_S))
     # A mask that waits for the test may have to wait long.
-    mask_work._MIN_SLEEP_S = 60.0
+    mask_job._MIN_SLEEP_S = 60.0
     masks, grammars = (socket.socket(fileno=int(one)) for one in sys.argv[1:3])
     library: Any = _Library()  # Any: a fake
     serve_masks(masks, grammars, library, memory_bytes=int(sys.argv[3]))

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from cluster.structured.processes.cpu_budgets import CpuBudget
-from cluster.structured.processes.mask_work import MaskJob, MaskWork
+from cluster.structured.processes.mask_job import MaskJob
+from cluster.structured.processes.mask_work import MaskWork
 from cluster.structured.processes.messages import (
     MadeMask,
     MaskQuery,
