@@ -75,6 +75,11 @@ def _waits(service: _Object, status: _Object) -> Iterator[str]:
     if service.get("spec", {}).get("suspend"):
         yield "It is suspended: set spec.suspend to false to start it."
         return
+    yield from _clusters(service, status)
+
+
+def _clusters(service: _Object, status: _Object) -> Iterator[str]:
+    """Yield what the Ray clusters of a service wait for: the one that serves, and its successor."""
     active, pending = (status.get(f"{kind}ServiceStatus", {}) for kind in ("active", "pending"))
     has_active, has_pending = ("rayClusterName" in one for one in (active, pending))
     if not has_active and not has_pending:

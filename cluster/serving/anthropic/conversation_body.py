@@ -188,23 +188,33 @@ class ConversationBody(Body):
             raise InvalidRequestError(
                 f"{where} ends with a tool call, whose result must follow.", param=where
             )
+        arguments = self._template_arguments(support, note_ignored)
+        return ChatPrompt(messages, tools.for_template, not is_open, is_open, arguments)
+
+    def _template_arguments(
+        self, support: ModelSupport, note_ignored: Callable[[str], None]
+    ) -> dict[str, object]:
+        """Return the variables of the chat template, `thinking` among them if it has one."""
         effort = None if self.output_config is None else self.read_output_config().effort
         given = TemplateArguments(
             self.chat_template_kwargs, effort, effort_param="output_config.effort"
         )
         arguments = given.variables(support.known_variables, note_ignored)
-        has_budget = self.thinking_budget is not None
-        if self.thinking is not None and self.thinking.type != "adaptive":
+        thinking = self.thinking
+        if thinking is None:
+            return arguments
+        has_budget = thinking.budget_tokens is not None
+        if thinking.type != "adaptive":
             if "enable_thinking" in support.known_variables:
                 if "enable_thinking" not in (self.chat_template_kwargs or ()):
-                    arguments["enable_thinking"] = self.thinking.type == "enabled"
+                    arguments["enable_thinking"] = thinking.type == "enabled"
             elif not (has_budget and support.can_limit_reasoning):
                 note_ignored("thinking")
-        if self.thinking is not None and self.thinking.display == "omitted":
+        if thinking.display == "omitted":
             note_ignored("thinking.display")
         if has_budget and not support.can_limit_reasoning:
             note_ignored("thinking.budget_tokens")
-        return ChatPrompt(messages, tools.for_template, not is_open, is_open, arguments)
+        return arguments
 
     def read_output_config(self) -> OutputConfig:
         """Return `output_config`, which is given. Raises InvalidRequestError."""

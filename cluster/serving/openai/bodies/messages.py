@@ -170,23 +170,7 @@ def _message_of(
     message: Message, calls: Sequence[MessageCall], where: str, ids: Mapping[str | None, str]
 ) -> Steps[ChatMessage]:
     """Return a message; `ids` are those of the last calls of functions, by their names."""
-    for name in ("tool_call_id", "name"):
-        value = getattr(message, name)
-        if value is None:
-            continue
-        if name == "tool_call_id" and message.role != "tool":
-            raise InvalidRequestError(
-                f"{where}.{name} requires role = tool.", param=f"{where}.{name}"
-            )
-        if len(value) > MAX_ID_LENGTH:
-            raise InvalidRequestError(
-                f"{where}.{name} may have at most {MAX_ID_LENGTH} characters.",
-                param=f"{where}.{name}",
-            )
-    if message.annotations not in (None, []):
-        param = f"{where}.annotations"
-        raise InvalidRequestError(f"{param} is not supported.", param=param)
-    _check_refusal(message, where)
+    _check_fields(message, where)
     reasoning = _reasoning_of(message, where)
     is_result = message.role == "function"
     content = yield from read_content(
@@ -219,13 +203,29 @@ def _message_of(
     )
 
 
-def _check_refusal(message: Message, where: str) -> None:
-    if message.refusal is None:
-        return
-    _check_assistant(message, f"{where}.refusal")
-    if message.content not in (None, "", []):
+def _check_fields(message: Message, where: str) -> None:
+    if message.tool_call_id is not None:
+        param = f"{where}.tool_call_id"
+        if message.role != "tool":
+            raise InvalidRequestError(f"{param} requires role = tool.", param=param)
+        _check_length(message.tool_call_id, param)
+    if message.name is not None:
+        _check_length(message.name, f"{where}.name")
+    if message.annotations not in (None, []):
+        param = f"{where}.annotations"
+        raise InvalidRequestError(f"{param} is not supported.", param=param)
+    if message.refusal is not None:
         param = f"{where}.refusal"
-        raise InvalidRequestError(f"{param} cannot be combined with content.", param=param)
+        _check_assistant(message, param)
+        if message.content not in (None, "", []):
+            raise InvalidRequestError(f"{param} cannot be combined with content.", param=param)
+
+
+def _check_length(given: str, param: str) -> None:
+    if len(given) > MAX_ID_LENGTH:
+        raise InvalidRequestError(
+            f"{param} may have at most {MAX_ID_LENGTH} characters.", param=param
+        )
 
 
 def _reasoning_of(message: Message, where: str) -> str | None:

@@ -31,19 +31,26 @@ def _differ(a: Mapping[str, object], b: Mapping[str, object]) -> bool:
         return True
     if types_a != {"object"} or types_b != {"object"}:
         return False
-    properties_a, properties_b = a.get("properties"), b.get("properties")
-    if not isinstance(properties_a, Mapping) or not isinstance(properties_b, Mapping):
-        return False
-    required_a, required_b = a.get("required"), b.get("required")
-    if not isinstance(required_a, list) or not isinstance(required_b, list):
-        return False
     # A property that both require and whose values differ.
-    for name in properties_a:
-        if name in properties_b and name in required_a and name in required_b:
-            of_a, of_b = _values(properties_a[name]), _values(properties_b[name])
-            if of_a is not None and of_b is not None and not of_a & of_b:
-                return True
-    return False
+    required_a, required_b = _required_properties(a), _required_properties(b)
+    return any(
+        _values_differ(part, required_b[name])
+        for name, part in required_a.items()
+        if name in required_b
+    )
+
+
+def _required_properties(schema: Mapping[str, object]) -> dict[str, object]:
+    properties, required = schema.get("properties"), schema.get("required")
+    if not isinstance(properties, Mapping) or not isinstance(required, list):
+        return {}
+    names = {one for one in required if isinstance(one, str)}
+    return {name: part for name, part in properties.items() if name in names}
+
+
+def _values_differ(a: object, b: object) -> bool:
+    values_a, values_b = _values(a), _values(b)
+    return values_a is not None and values_b is not None and not values_a & values_b
 
 
 def _values(schema: object) -> set[str] | None:

@@ -268,22 +268,7 @@ class _SchemaReader:
 
     def _members(self, schema: Schema, path: str, depth: int) -> list[Member] | None:
         """Return the members of an object, or None if it has no properties."""
-        properties = schema.get("properties", {})
-        required = schema.get("required", [])
-        if not isinstance(properties, dict):
-            fail(f"{path}/properties", "must be an object of schemas")
-        if not isinstance(required, list) or not all(isinstance(one, str) for one in required):
-            fail(f"{path}/required", "must be a list of names")
-        if missing := [name for name in required if name not in properties]:
-            fail(f"{path}/required", f"has {missing[0][:40]!r}, which is not in properties")
-        required = frozenset(required)
-        if len(properties) > _MAX_PROPERTIES:
-            fail(f"{path}/properties", f"must have at most {_MAX_PROPERTIES} properties")
-        if len(properties) - len(required) > _MAX_OPTIONAL:
-            fail(
-                f"{path}/properties",
-                f"must have at most {_MAX_OPTIONAL} properties that are not required",
-            )
+        properties, required = _properties_of(schema, path)
         minimum, maximum = count_limits_of(schema, path, "minProperties", "maxProperties")
         if not properties:
             return None
@@ -365,6 +350,27 @@ def _check_keywords(schema: Schema, path: str) -> set[str]:
     for keyword in sorted(keywords - KNOWN):
         fail(f"{path}/{keyword}", "is not a supported keyword")
     return keywords
+
+
+def _properties_of(schema: Schema, path: str) -> tuple[Schema, frozenset[str]]:
+    """Return the schemas of an object's properties by name, and the names that are required."""
+    properties = schema.get("properties", {})
+    required = schema.get("required", [])
+    if not isinstance(properties, dict):
+        fail(f"{path}/properties", "must be an object of schemas")
+    if not isinstance(required, list) or not all(isinstance(one, str) for one in required):
+        fail(f"{path}/required", "must be a list of names")
+    if missing := [name for name in required if name not in properties]:
+        fail(f"{path}/required", f"has {missing[0][:40]!r}, which is not in properties")
+    names = frozenset(required)
+    if len(properties) > _MAX_PROPERTIES:
+        fail(f"{path}/properties", f"must have at most {_MAX_PROPERTIES} properties")
+    if len(properties) - len(names) > _MAX_OPTIONAL:
+        fail(
+            f"{path}/properties",
+            f"must have at most {_MAX_OPTIONAL} properties that are not required",
+        )
+    return properties, names
 
 
 def _restricts_names(schema: Schema) -> bool:
