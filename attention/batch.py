@@ -123,7 +123,8 @@ class AttentionBatch:
     def padded(self, num_sequences: int, num_blocks: int) -> "AttentionBatch":
         """Return a decode-only batch with this number of sequences and width of block tables.
 
-        Added sequences have no keys and write nothing; tables are truncated to the width.
+        Added sequences have no keys and write nothing; tables are truncated to the width. Raises
+        ValueError if there are prefills or more sequences.
         """
         size = len(self.seq_lens)
         if self.num_prefills or size > num_sequences:
@@ -160,7 +161,10 @@ class AttentionBatch:
         )
 
     def advanced(self, block_size: int) -> "AttentionBatch":
-        """Return the batch of the next step, with every decode advanced by one token."""
+        """Return the batch of the next step, with every decode advanced by one token.
+
+        Raises ValueError if there are prefills, or a token needs a block beyond its table.
+        """
         if self.num_prefills:
             raise ValueError(
                 f"Only decodes advance, but the batch has {self.num_prefills} prefills."

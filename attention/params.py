@@ -97,7 +97,8 @@ class AttentionParams:
     def shard(self, rank: int, num_ranks: int) -> "AttentionParams":
         """Return the part of one tensor-parallel rank: its heads and its slopes.
 
-        KV heads are replicated where there are more ranks than KV heads.
+        KV heads are replicated where there are more ranks than KV heads. Raises ValueError if
+        heads cannot be divided.
         """
         if self.num_heads % num_ranks:
             raise ValueError(f"{self.num_heads} heads cannot be divided among {num_ranks} ranks.")

@@ -81,7 +81,7 @@ class ForwardPass:
         return bool(incomplete)
 
     def hidden_states(self, inputs: StepInputs) -> torch.Tensor:
-        """Return the normed hidden states of `logits_indices`."""
+        """Return the normed hidden states of `logits_indices`, `[num_logits, hidden_size]`."""
         metadata = self._builder.build(inputs.attention)
         if self._decode_graphs is not None and self._decode_graphs.can_replay(inputs):
             return self._decode_graphs.replay(inputs, metadata)

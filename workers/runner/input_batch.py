@@ -112,15 +112,12 @@ class InputBatch:
 
         sampled_rows = rows[is_sampled]
         sampled_positions = (first_positions + num_tokens)[is_sampled]
+        # The prompt is in the first part of a sequence, and the token that samples in the last one.
         first_parts = last_parts = np.arange(size)
         if self._replays_decodes and num_tokens[0] > 1:
             owners, first_positions, num_tokens = self._parts(rows, first_positions, num_tokens)
             rows = rows[owners]
-            # The last part of each sequence remains; the prompt is in the first one.
-            last_parts = np.zeros(size, dtype=np.int64)
-            last_parts[owners] = np.arange(len(owners))
-            first_parts = np.zeros(size, dtype=np.int64)
-            first_parts[owners[::-1]] = np.arange(len(owners))[::-1]
+            first_parts, last_parts = _outer_parts(owners, size)
 
         ends = np.cumsum(num_tokens)
         token_rows = np.repeat(rows, num_tokens)
@@ -248,6 +245,16 @@ class InputBatch:
     ) -> NDArray[np.int64]:
         blocks = self._block_tables[token_rows, positions // self._block_size]
         return blocks.astype(np.int64) * self._block_size + positions % self._block_size
+
+
+def _outer_parts(owners: _Ints, size: int) -> tuple[_Ints, _Ints]:
+    """Return the first and the last part of each of `size` sequences, given the owners of parts."""
+    parts = np.arange(len(owners))
+    first, last = np.zeros((2, size), dtype=np.int64)
+    # Of several values for a sequence, the last one remains.
+    first[owners[::-1]] = parts[::-1]
+    last[owners] = parts
+    return first, last
 
 
 def _columns(plan: StepPlan) -> tuple[_Ints, _Ints, _Ints, _Flags]:

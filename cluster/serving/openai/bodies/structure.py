@@ -101,7 +101,7 @@ class RequestedStructure:
         self.param = param
 
     def add_schema(self, given: object, param: str) -> None:
-        """Request JSON of a schema, which is an object or a string."""
+        """Request JSON of a schema, which is an object or a string. Raises InvalidRequestError."""
         if not isinstance(given, str | dict):
             raise InvalidRequestError(f"{param} must be a JSON Schema.", param=param)
         text = given if isinstance(given, str) else _text_of(given, param)
@@ -112,14 +112,14 @@ class RequestedStructure:
         self.add_structure("choice", _text_of(given, param), param)
 
     def add_tag(self, given: object, param: str) -> None:
-        """Request a structural tag, which is an object or a string."""
+        """Request a structural tag, which is an object or a string. Raises InvalidRequestError."""
         if not isinstance(given, str | dict):
             raise InvalidRequestError(f"{param} must be a structural tag.", param=param)
         text = given if isinstance(given, str) else _text_of(given, param)
         self.add_structure("structural_tag", text, param)
 
     def add_outputs(self, given: StructuredOutputs, param: str) -> None:
-        """Request the structure that vLLM's `structured_outputs` describes."""
+        """Request what vLLM's `structured_outputs` describes. Raises InvalidRequestError."""
         if given.json_ is not None:
             self.add_schema(given.json_, f"{param}.json")
         if given.regex is not None:
@@ -141,7 +141,7 @@ class RequestedStructure:
 
 
 def read_response_format(given: object, requested: RequestedStructure) -> None:
-    """Request the structure that OpenAI's `response_format` describes."""
+    """Request what OpenAI's `response_format` describes. Raises InvalidRequestError."""
     param = "response_format"
     if isinstance(given, dict) and given.get("type") == "structural_tag":
         # Nulls in its schemas are values.
