@@ -43,8 +43,6 @@ class Summary:
     latencies: Mapping[str, Distribution]
     goodput: float | None
     """Requests per second within every limit; None without limits."""
-    is_input_counted: bool
-    """Whether the server counted the prompts' tokens; otherwise the tokenizer did."""
 
     def as_json(self) -> dict[str, object]:
         """Return the object that `--json` prints."""
@@ -101,7 +99,6 @@ def summarize(
         client_load=result.client_cpu_s / max(result.duration_s, 1e-9),
         latencies={name: _distribution(values[name], percentiles) for name in METRICS},
         goodput=len(good) / max(result.duration_s, 1e-9) if limits_ms else None,
-        is_input_counted=is_counted,
     )
 
 
