@@ -31,6 +31,9 @@ from workers.weights.local_weights import check_weights_listed
 if TYPE_CHECKING:
     from collections.abc import Callable, Container
 
+    from pagedray.model_config import ModelConfig
+    from workers.hub.locate import LocatedModel
+
 __all__ = [
     "REMOTE_CODE_REJECTION",
     "EngineOptions",
@@ -116,19 +119,7 @@ def engine_config(
     """
     options = replace(options, device=options.device or default_device())
     located = locate_model(model, report_progress)
-    model_config = read_model_config(located.folder, dtype=options.dtype, task=options.task)
-    if options.quantization is not None:
-        model_config = with_method(model_config, options.quantization)
-    if located.hub is not None:
-        if options.load_format != "dummy":
-            check_weights_listed(located.hub, located.folder)
-        model_config = replace(model_config, name=located.hub.id, hub=located.hub)
-    if options.device == "cpu" and model_config.dtype == "float16":
-        raise StartupError(
-            "dtype float16 is not supported on the CPU; use --dtype bfloat16 or float32."
-        )
-    if options.max_model_len is not None:
-        model_config = model_config.with_context(options.max_model_len)
+    model_config = _model_config(located, options)
     parallel = _config_from(ParallelConfig, options)
     if parallel.enable_expert_parallel:
         model_config = model_config.with_expert_parallel()
@@ -154,6 +145,22 @@ def engine_config(
         trust_request_chat_template=options.trust_request_chat_template,
         sampling_defaults=sampling_defaults(options.generation_config, located.folder),
     )
+
+
+def _model_config(located: LocatedModel, options: EngineOptions) -> ModelConfig:
+    """Return the configuration of a model as options change it. Raises StartupError."""
+    config = read_model_config(located.folder, dtype=options.dtype, task=options.task)
+    if options.quantization is not None:
+        config = with_method(config, options.quantization)
+    if located.hub is not None:
+        if options.load_format != "dummy":
+            check_weights_listed(located.hub, located.folder)
+        config = replace(config, name=located.hub.id, hub=located.hub)
+    if options.device == "cpu" and config.dtype == "float16":
+        raise StartupError(
+            "dtype float16 is not supported on the CPU; use --dtype bfloat16 or float32."
+        )
+    return config if options.max_model_len is None else config.with_context(options.max_model_len)
 
 
 def check_options(options: EngineOptions) -> None:
