@@ -13,7 +13,10 @@ from tests.system.server_process import ROOT
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-_DOCUMENTS = ("architecture.md", "where-to-make-a-change.md")
+_DOCUMENTS = (
+    *("architecture.md", "design/faults.md", "design/ranks.md", "design/scheduling.md"),
+    *("design/serving.md", "where-to-make-a-change.md"),
+)
 _BLOCKS = [
     block
     for name in _DOCUMENTS
