@@ -93,6 +93,14 @@ def free_port() -> int:
             return port
 
 
+def _name_of(process: psutil.Process) -> str:
+    # Ray starts and ends idle workers at any time.
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return ""
+
+
 @dataclass(slots=True)
 class ServerProcess:
     """`pagedray serve` as a context manager, on the shipped model by default.
@@ -172,7 +180,7 @@ class ServerProcess:
 
     def named(self, name: str) -> list[psutil.Process]:
         """Return its descendants of a name, such as `raylet` and `gcs_server`."""
-        return [process for process in self.family() if process.name() == name]
+        return [process for process in self.family() if _name_of(process) == name]
 
     def ranks(self) -> list[psutil.Process]:
         """Return the processes of its ranks."""
