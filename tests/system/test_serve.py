@@ -182,11 +182,17 @@ def test_cancelled_streams_leave_nothing_behind(server: ServerProcess) -> None:
 
     after = footprint(server)
     deadline_s = time.monotonic() + 60.0
-    while after != before and time.monotonic() < deadline_s:
+    # A connection of the first streams may have been closed after the count.
+    while not is_within(after, before) and time.monotonic() < deadline_s:
         time.sleep(0.1)
         after = footprint(server)
-    assert after == before
+    assert is_within(after, before), (after, before)
     assert after["free"] == 512
+
+
+def is_within(after: dict[str, float], before: dict[str, float]) -> bool:
+    """Return whether a server has what it had before, and no more files."""
+    return after["files"] <= before["files"] and after == {**before, "files": after["files"]}
 
 
 async def stream_many(server: ServerProcess, num_streams: int) -> list[str | None]:
