@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["MIDDLEWARES", "ServeDemo", "environment_of", "running_demo"]
 
 MIDDLEWARES = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
+_START_LIMIT_S = 300
 
 
 class ServeDemo:
@@ -47,7 +48,11 @@ class ServeDemo:
 
     def start(self) -> None:
         """Deploy the application, and wait until it serves."""
-        environment = {MIDDLEWARES: environment_of(self.container)[MIDDLEWARES]}
+        environment = {
+            MIDDLEWARES: environment_of(self.container)[MIDDLEWARES],
+            # Serve restarts a proxy that is not ready in time, and starting Serve then fails.
+            "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": f"{_START_LIMIT_S}",
+        }
         serve.start(
             http_options=self._config["http_options"],
             grpc_options=self._config["grpc_options"],
@@ -57,7 +62,7 @@ class ServeDemo:
         # Serve's own wait times out after a minute.
         client.deploy_apps(ServeDeploySchema.model_validate(self._config))  # type: ignore[union-attr]  # it is there
         name = self._config["applications"][0]["name"]
-        client._wait_for_application_running(name, timeout_s=300)  # type: ignore[union-attr]  # it is there
+        client._wait_for_application_running(name, timeout_s=_START_LIMIT_S)  # type: ignore[union-attr]  # it is there
         client.wait_for_proxies_serving(wait_for_applications_running=True)  # type: ignore[union-attr]  # it is there
 
 
