@@ -129,7 +129,7 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         tools: Sequence[Mapping[str, object]] | None = None,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,

@@ -136,7 +136,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
         tools: Sequence[Mapping[str, object]] | None = None,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,
@@ -145,9 +145,10 @@ class LLM:
 
         Messages and `tools` have the format of OpenAI's API. Tool calls are part of the text, in
         the format of the model. Outputs have the reasoning of the model as `reasoning`, and the
-        rest of the text as `content`. `chat_template` is a Jinja template that replaces the
-        model's, and `chat_template_kwargs` are variables for the template.
-        The other parameters and the errors are those of `generate`.
+        rest of the text as `content`. The reply is a new message, or, with
+        `continue_final_message`, the rest of the last one. `chat_template` is a Jinja template that
+        replaces the model's, with the variables `chat_template_kwargs`. The other parameters and
+        the errors are those of `generate`.
         """
         with self._freezer.freeze():
             given = read_conversations(

@@ -13,9 +13,11 @@ import msgspec
 from cluster.serving.http.schema import read_part
 from cluster.serving.inputs import Prompt
 from cluster.serving.intake.steps import finish
+from cluster.serving.openai.bodies.chat_body import check_open_end
 from cluster.serving.openai.bodies.messages import Message, read_messages
 from cluster.serving.openai.bodies.tool_fields import read_tools
 from cluster.serving.text.templates.chat_prompt import ChatPrompt
+from cluster.serving.text.templates.template_arguments import check_variable_names
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -39,6 +41,8 @@ Conversation: TypeAlias = Sequence[Mapping[str, object]]
 """Messages with `role` and `content`."""
 
 _NAMES = ("prompt", "prompt_token_ids", "cache_salt")
+_CHAT_NAMES = frozenset(("add_generation_prompt", "continue_final_message", "messages", "tools"))
+"""Variables of chat templates that other parameters set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,7 @@ def read_conversations(
     given: Conversation | Sequence[Conversation],
     *,
     tools: Sequence[Mapping[str, object]] | None,
-    adds_generation_prompt: bool,
+    adds_generation_prompt: bool | None,
     continues_final_message: bool,
     variables: Mapping[str, object] | None,
     template: str | None,
@@ -78,6 +82,10 @@ def read_conversations(
     ):
         if value is not None and not isinstance(value, kind):
             raise InvalidRequestError(f"{name} must be a {noun}.", param=name)
+    check_variable_names(variables or {}, "chat_template_kwargs", _CHAT_NAMES)
+    check_open_end(bool(adds_generation_prompt), continues_final_message)
+    if adds_generation_prompt is None:
+        adds_generation_prompt = not continues_final_message
     items = _entries_of(given)
     conversations = [items] if not items or isinstance(items[0], Mapping) else items
     written = tuple(

@@ -12,7 +12,7 @@ from cluster.serving.rpc.responses import finish_reason, logprobs_of, stop_reaso
 from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt, MessageToolCall
 from cluster.serving.text.templates.template_arguments import MAX_DOCUMENTS, TemplateArguments
 from cluster.serving.tools.tool import MAX_TOOLS, Tool
-from cluster.serving.tools.tool_choice import ToolChoice, ToolUse
+from cluster.serving.tools.tool_choice import ToolChoice, ToolUse, check_tools
 from cluster.serving.tools.turn_reader import TurnDelta
 from cluster.serving.tools.turns import Turns
 from pagedray.errors import InvalidRequestError
@@ -279,6 +279,7 @@ def _read_tools(messages: Sequence[pb.Tool]) -> Steps[list[Tool]]:
         )
         tool.check_limits(where, schema_param=f"{where}.parameters")
         tools.append(tool)
+    check_tools(tools)
     return tools
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from cluster.serving.tools.turn_reader import TurnReader
     from cluster.structured.grammar.turn import CallForm
 
-__all__ = ["ToolChoice", "ToolUse", "check_allowed", "read_each_tool"]
+__all__ = ["ToolChoice", "ToolUse", "check_allowed", "check_tools", "read_each_tool"]
 
 _PARAM = "tools"
 _ANY_OBJECT = {"type": "object"}
@@ -58,7 +58,7 @@ class ToolUse:
         tool_format: ToolCallFormat | None,
     ) -> None:
         """The limits of each tool have been checked. Raises InvalidRequestError."""
-        _check_tools(tools)
+        check_tools(tools)
         if choice.allowed is not None:
             tools = _only_allowed(tools, choice.allowed)
         self._tools = tuple(tools) if choice.kind != "none" else ()
@@ -218,7 +218,8 @@ def _check_joined(answer: Structure, param: str | None) -> None:
         )
 
 
-def _check_tools(tools: Sequence[Tool]) -> None:
+def check_tools(tools: Sequence[Tool]) -> None:
+    """Raise InvalidRequestError for too many tools, or for two with the same name."""
     if len(tools) > MAX_TOOLS:
         raise InvalidRequestError(
             f"tools may have at most {MAX_TOOLS} entries, not {len(tools)}.", param=_PARAM

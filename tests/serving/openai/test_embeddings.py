@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 HIDDEN_SIZE = 8
 
+MESSAGE = {"role": "user", "content": "x"}
+TOOL = {"type": "function", "function": {"name": "look"}}
+
 
 class FakeEncoder(FakeEngine):
     """Embeds each text as its first token and its length."""
@@ -176,6 +179,7 @@ def test_tokens_of_a_conversation(http: httpx.Client, tokenizer: Tokenizer) -> N
         ("tokenize", {"messages": []}, "messages"),
         ("tokenize", {"prompt": "x", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
         ("tokenize", {"prompt": "x", "model": "other"}, "model"),
+        ("tokenize", {"messages": [MESSAGE], "tools": [TOOL, TOOL]}, "tools"),
         ("detokenize", {}, "tokens"),
         ("detokenize", {"tokens": ["a"]}, "tokens"),
         ("detokenize", {"tokens": [-1]}, "tokens"),

@@ -81,6 +81,8 @@ def test_final_message_may_be_continued(stub: Stub, server: Server) -> None:
         ("Tokenize", pb.TokenizeRequest(conversation=pb.Conversation(
             messages=CONVERSATION.messages, tools=[pb.Tool(name="a b")])), "tools.0.name"),
         ("Tokenize", pb.TokenizeRequest(conversation=pb.Conversation(
+            messages=CONVERSATION.messages, tools=[pb.Tool(name="a")] * 2)), "tools"),
+        ("Tokenize", pb.TokenizeRequest(conversation=pb.Conversation(
             messages=[CONVERSATION.messages[1]] * 5000)), "messages"),
         ("Tokenize", pb.TokenizeRequest(conversation=pb.Conversation(
             messages=CONVERSATION.messages, chat_template="x")), "chat_template"),

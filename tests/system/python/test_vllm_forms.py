@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 TEXT = "class Queue:"
+TOOL = {"type": "function", "function": {"name": "look"}}
 
 
 @pytest.fixture(scope="module")
@@ -205,12 +206,32 @@ def test_other_conversations_are_rejected(llm: LLM, messages: Any) -> None:  # A
         ({"chat_template": 5}, "chat_template must be a string"),
         ({"chat_template_kwargs": 5}, "chat_template_kwargs must be a dictionary"),
         ({"messages": [{"role": "user", "content": "x", 5: 1}]}, "messages.0.5 is not supported"),
+        ({"tools": [TOOL, TOOL]}, "tools must have unique names"),
+        ({"chat_template_kwargs": {5: 1}}, "chat_template_kwargs must have names of variables"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages is not supp"),
+        (
+            {"add_generation_prompt": True, "continue_final_message": True},
+            "continue_final_message requires add_generation_prompt = false",
+        ),
     ],
 )
 def test_other_values_for_chats_are_rejected(llm: LLM, wrong: Any, text: str) -> None:
     given = {"messages": [{"role": "user", "content": "x"}], **wrong}
     with pytest.raises(InvalidRequestError, match=text):
         llm.chat(sampling_params=GREEDY, use_tqdm=False, **given)
+
+
+def test_chat_continues_the_last_message(llm: LLM) -> None:
+    conversation = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "class Q"}]
+    rest = [
+        llm.chat(conversation, GREEDY, add_generation_prompt=begins, continue_final_message=True)[0]
+        for begins in (None, False)
+    ]
+    text = llm.get_tokenizer().decode(rest[0].prompt_token_ids)
+    assert text.endswith("class Q")
+    assert rest[0].prompt_token_ids == rest[1].prompt_token_ids
+    (other,) = llm.chat(conversation, GREEDY, use_tqdm=False)
+    assert len(other.prompt_token_ids) > len(rest[0].prompt_token_ids)
 
 
 @pytest.mark.parametrize("params", [{"max_tokens": 3}, [{"max_tokens": 3}], "greedy", [None], 5])

@@ -8,7 +8,7 @@ from pydantic import Field, JsonValue
 
 from cluster.serving.http.schema import BodyPart, named_schema, read_part
 from cluster.serving.tools.tool import MAX_TOOLS, Tool
-from cluster.serving.tools.tool_choice import ToolChoice, check_allowed, read_each_tool
+from cluster.serving.tools.tool_choice import ToolChoice, check_allowed, check_tools, read_each_tool
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -120,7 +120,9 @@ def tools_field() -> Any:  # Any: a pydantic field, read by read_tools, which ke
 
 def read_tools(given: object) -> Steps[tuple[Tool, ...]]:
     """Return the tools of a call, none for None. Raises InvalidRequestError."""
-    return tuple((yield from read_each_tool(given, "tools", _tool_of)))
+    tools = tuple((yield from read_each_tool(given, "tools", _tool_of)))
+    check_tools(tools)
+    return tools
 
 
 def read_functions(given: object) -> Steps[tuple[Tool, ...]]:

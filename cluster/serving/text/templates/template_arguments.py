@@ -10,9 +10,18 @@ from pagedray.errors import InvalidRequestError
 from pagedray.wording.shown_value import shown_json_value
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
+    from collections.abc import Set as AbstractSet
 
-__all__ = ["EFFORTS", "MAX_DOCUMENTS", "MAX_EFFORT", "Effort", "TemplateArguments", "check_effort"]
+__all__ = [
+    "EFFORTS",
+    "MAX_DOCUMENTS",
+    "MAX_EFFORT",
+    "Effort",
+    "TemplateArguments",
+    "check_effort",
+    "check_variable_names",
+]
 
 MAX_DOCUMENTS = 1024
 _MAX_NAMES = 64
@@ -81,6 +90,21 @@ def check_effort(given: object, param: str) -> str | float | None:
     )
 
 
+def check_variable_names(names: Iterable[object], param: str, taken: AbstractSet[str]) -> None:
+    """Raise InvalidRequestError if a name is not one of a variable, or if a parameter has it."""
+    for name in names:
+        if not isinstance(name, str) or not name.isidentifier() or len(name) > _MAX_NAME_LENGTH:
+            raise InvalidRequestError(
+                f"{param} must have names of variables of at most {_MAX_NAME_LENGTH} characters.",
+                param=param,
+            )
+        if name in taken:
+            raise InvalidRequestError(
+                f"{param}.{name} is not supported: {name} is a parameter of its own.",
+                param=f"{param}.{name}",
+            )
+
+
 def _checked(given: object) -> dict[str, object]:
     param = "chat_template_kwargs"
     if given is None:
@@ -89,17 +113,7 @@ def _checked(given: object) -> dict[str, object]:
         raise InvalidRequestError(
             f"{param} must be an object of at most {_MAX_NAMES} entries.", param=param
         )
-    for name in given:
-        if not name.isidentifier() or len(name) > _MAX_NAME_LENGTH:
-            raise InvalidRequestError(
-                f"{param} must have names of variables of at most {_MAX_NAME_LENGTH} characters.",
-                param=param,
-            )
-        if name in _OWN_NAMES:
-            raise InvalidRequestError(
-                f"{param}.{name} is not supported: {name} is a parameter of its own.",
-                param=f"{param}.{name}",
-            )
+    check_variable_names(given, param, _OWN_NAMES)
     json_text(given, param, most_bytes=_MAX_BYTES)
     return given
 
