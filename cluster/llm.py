@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Self, Unpack, cast
 
 from tqdm import tqdm
@@ -19,6 +18,7 @@ from cluster.engine.progress import progress_reports
 from cluster.exit_close import ExitClose
 from cluster.generation import Collector, Completion, Generation
 from cluster.llm_beams import BeamSearches, BeamSearchOutput, BeamSearchParams, first_logprobs
+from cluster.llm_pooling import embed_prompts, read_pairs, score_pairs
 from cluster.llm_prompts import (
     Conversation,
     GivenPrompt,
@@ -26,28 +26,22 @@ from cluster.llm_prompts import (
     read_conversations,
     read_prompts,
     read_stream_prompt,
-    read_texts,
 )
 from cluster.llm_requests import RequestMaker, SampledPrompt, check_params, run_apart
-from cluster.llm_runner import HELD_POLL_S, RequestRunner
+from cluster.llm_runner import RequestRunner
 from cluster.serving.inputs import EmbeddingInput, ScoreInput
 from cluster.serving.text.tokenizer import Tokenizer
-from cluster.serving.validation.embedding_validator import MAX_PROMPTS, EmbeddingValidator
-from cluster.serving.validation.score_validator import MAX_PAIRS, ScoreValidator
+from cluster.serving.validation.embedding_validator import EmbeddingValidator
+from cluster.serving.validation.score_validator import ScoreValidator
 from cluster.serving.validation.validator import Validator
-from pagedray.errors import EngineError, InvalidRequestError, OverloadedError, ShuttingDownError
+from pagedray.errors import EngineError, InvalidRequestError, ShuttingDownError
 from pagedray.request import Request, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Mapping, Sequence
-    from concurrent.futures import Future
     from pathlib import Path
     from types import TracebackType
 
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from cluster.engine.embedding_job import EmbeddingRequest
     from cluster.engine.executor import ReportProgress
     from cluster.engine.stats import EngineStats
     from cluster.llm_options import LLMOptions
@@ -238,17 +232,13 @@ class LLM:
         if not isinstance(validator, EmbeddingValidator):
             raise InvalidRequestError('embed() requires task="embed".')
         texts = cast("list[str | tuple[int, ...]]", [one.value for one in read_prompts(prompts)])
-        vectors: list[list[float]] = []
-        for first in range(0, len(texts), MAX_PROMPTS):
-            part = EmbeddingInput(
-                prompts=tuple(texts[first : first + MAX_PROMPTS]),
-                pooling=pooling,
-                prompt_name=prompt_name,
-                is_normalized=normalize,
-            )
-            request = run_apart(validator.validate(part))
-            vectors += _submitted(self._embedder, request).result().tolist()
-        return vectors
+        given = EmbeddingInput(
+            prompts=tuple(texts),
+            pooling=pooling,
+            prompt_name=prompt_name,
+            is_normalized=normalize,
+        )
+        return embed_prompts(self._embedder, validator, given)
 
     def score(
         self,
@@ -272,25 +262,12 @@ class LLM:
             )
         if instruction is not None:
             check_params(instruction, str, "instruction")
-        others, firsts = read_texts(documents, "documents"), read_texts(queries, "queries")
-        if isinstance(queries, str):
-            firsts *= len(others)
-        if len(firsts) != len(others):
-            raise InvalidRequestError(
-                f"queries must have one entry per document, {len(others)}, not {len(firsts)}.",
-                param="queries",
-            )
-        scores: list[float] = []
-        for first in range(0, len(others), MAX_PAIRS):
-            part = slice(first, first + MAX_PAIRS)
-            given = ScoreInput(
-                pairs=tuple(zip(firsts[part], others[part], strict=True)),
-                params=("queries", "documents"),
-                instruction=instruction,
-            )
-            request = run_apart(validator.validate(given))
-            scores += _submitted(self._embedder, request).result()[:, 0].tolist()
-        return scores
+        given = ScoreInput(
+            pairs=read_pairs(queries, documents),
+            params=("queries", "documents"),
+            instruction=instruction,
+        )
+        return score_pairs(self._embedder, validator, given)
 
     def stats(self) -> EngineStats:
         """Return a snapshot of the engine's counters."""
@@ -391,12 +368,3 @@ class LLM:
             # A structure was being compiled.
             self._check_open()
             raise
-
-
-def _submitted(embedder: Embedder, request: EmbeddingRequest) -> Future[NDArray[np.float32]]:
-    """Submit a request as soon as the queue has room, and return its answer."""
-    while True:
-        try:
-            return embedder.submit_request(request)
-        except OverloadedError:
-            time.sleep(HELD_POLL_S)
