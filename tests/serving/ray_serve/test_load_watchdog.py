@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 
+from tests.fakes import wait_for
 from tests.process_ends import still_running
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PROGRAM = """
-import os, signal, time
+import os, signal, sys, time
 from cluster.serving.ray_serve.load_watchdog import LoadWatchdog
 
 with LoadWatchdog(timeout_s={timeout_s}, silence_s={silence_s}):
@@ -45,24 +48,33 @@ class Loading:
         )
         self.process = subprocess.Popen(
             [sys.executable, "-c", program],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == "loading\n"
-        (self.watchdog,) = psutil.Process(self.process.pid).children()
+        self.watchdogs = psutil.Process(self.process.pid).children()
+        """One, or none if it has ended the process by now."""
 
-    def ended(self) -> tuple[int, str, str]:
-        """Return the exit code and the outputs."""
-        output, errors = self.process.communicate(timeout=120.0)
+    def ended(self, given: str = "") -> tuple[int, str, str]:
+        """Return the exit code and the outputs after an input."""
+        output, errors = self.process.communicate(given, timeout=120.0)
         return self.process.returncode, output, errors
 
     def close(self) -> None:
         """End both processes."""
         self.process.kill()
         self.process.communicate()
-        assert still_running([self.watchdog], 60.0) == []
+        assert still_running(self.watchdogs, 60.0) == []
+
+
+def ignores_interrupts(process: psutil.Process) -> bool:
+    """Return whether a process ignores SIGINT, as a watchdog does from its first check on."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    (ignored,) = re.findall(r"^SigIgn:\s*(\w+)$", status, re.MULTILINE)
+    return bool(int(ignored, 16) >> (signal.SIGINT - 1) & 1)
 
 
 @pytest.fixture
@@ -94,26 +106,30 @@ def test_a_process_that_does_not_load_in_time_is_killed(loading: Loading) -> Non
 @pytest.mark.parametrize("loading", [{"load": "time.sleep(2)", "silence_s": 1.5}], indirect=True)
 def test_a_process_that_loads_for_longer_than_the_limit_goes_on(loading: Loading) -> None:
     assert loading.ended() == (0, "loaded\n", "")
-    assert still_running([loading.watchdog], 60.0) == []
+    assert still_running(loading.watchdogs, 60.0) == []
 
 
-@pytest.mark.parametrize("loading", [{"load": "time.sleep(1.0)", "silence_s": 1.5}], indirect=True)
+@pytest.mark.parametrize(
+    "loading", [{"load": "sys.stdin.readline()", "silence_s": 1.5}], indirect=True
+)
 def test_a_pause_of_both_processes_is_no_hang(loading: Loading) -> None:
-    pids = (loading.process.pid, loading.watchdog.pid)
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
+    # The watchdog pauses for longer, so that it sees no silence, however late this test is.
+    (watchdog,) = loading.watchdogs
+    wait_for(lambda: ignores_interrupts(watchdog))
+    watchdog.suspend()
+    os.kill(loading.process.pid, signal.SIGSTOP)
     time.sleep(2.0)
-    for pid in pids:
-        os.kill(pid, signal.SIGCONT)
-    assert loading.ended() == (0, "loaded\n", "")
+    os.kill(loading.process.pid, signal.SIGCONT)
+    watchdog.resume()
+    assert loading.ended("\n") == (0, "loaded\n", "")
 
 
 @pytest.mark.parametrize("loading", [{"load": "pass", "after_s": 60}], indirect=True)
 def test_no_watchdog_is_left_once_the_process_has_loaded_or_died(loading: Loading) -> None:
     assert loading.process.stdout is not None
     assert loading.process.stdout.readline() == "loaded\n"
-    assert still_running([loading.watchdog], 60.0) == []
+    assert still_running(loading.watchdogs, 60.0) == []
     other = Loading("time.sleep(60)")
     other.process.kill()
-    assert still_running([other.watchdog], 60.0) == []
+    assert still_running(other.watchdogs, 60.0) == []
     other.close()
