@@ -31,13 +31,16 @@ def leave_gaps(num_mib: int) -> list[bytes]:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators do not trim")
 async def test_memory_is_returned_after_large_requests() -> None:
-    pins = leave_gaps(64)
-    held = rss()
-    trimmer = MemoryTrimmer(delay_s=DELAY_S)
-    for _ in range(64):
-        trimmer.note_freed(MIB)
-    await asyncio.sleep(0)
-    assert held - rss() < 8 * MIB
+    for _ in range(NUM_TRIES):
+        pins = leave_gaps(64)
+        held = rss()
+        trimmer = MemoryTrimmer(delay_s=DELAY_S)
+        for _ in range(64):
+            trimmer.note_freed(MIB)
+        await asyncio.sleep(0)
+        if is_kept_first := held - rss() < 8 * MIB:
+            break
+    assert is_kept_first
     async with asyncio.timeout(60):
         while held - rss() < 32 * MIB:
             await asyncio.sleep(DELAY_S)
