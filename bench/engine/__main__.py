@@ -52,6 +52,11 @@ def main() -> int:
         default=2048,
         help="largest step with prompts that runs as CUDA graphs (2048)",
     )
+    parser.add_argument(
+        "--prefix-cache",
+        action="store_true",
+        help="keep the blocks of prompts, which are different ones in each round (no)",
+    )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()

@@ -61,7 +61,7 @@ def measure_engine(
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
             max_model_len=8192,
-            enable_prefix_cache=False,
+            enable_prefix_cache=options.prefix_cache,
             show_progress=False,
             max_graph_tokens=options.max_graph_tokens,
         ) as llm:
@@ -72,8 +72,8 @@ def measure_engine(
                 if options.workload and workload.name not in options.workload:
                     continue
                 # The first call compiles kernels and allocates buffers.
-                _seconds(llm, workload, max_new_tokens=16)
-                times = [_seconds(llm, workload) for _ in range(options.rounds)]
+                _seconds(llm, workload, seed=0, max_new_tokens=16)
+                times = [_seconds(llm, workload, seed=1 + one) for one in range(options.rounds)]
                 rows.append(
                     Row(
                         backend=backend,
@@ -90,8 +90,11 @@ def measure_engine(
     send(rows)
 
 
-def _seconds(llm: LLM, workload: Workload, max_new_tokens: int | None = None) -> float:
-    chance = random.Random(0)
+def _seconds(
+    llm: LLM, workload: Workload, *, seed: int, max_new_tokens: int | None = None
+) -> float:
+    """Return the time of a call. Prompts of different seeds share no cached block."""
+    chance = random.Random(seed)
     lengths = workload.lengths()
     prompts = [[chance.randrange(2, MAX_TOKEN_ID) for _ in range(size)] for size, _ in lengths]
     sizes = [min(size, max_new_tokens or size) for _, size in lengths]
