@@ -15,7 +15,7 @@ from cluster.scheduling.admission import Admission
 from cluster.scheduling.blocks.prefix_cache import PromptKeys
 from cluster.scheduling.cache_counts import cache_counts
 from cluster.scheduling.costs.cost_meter import CostMeter
-from cluster.scheduling.costs.pace import Pace
+from cluster.scheduling.costs.pace import StepPace
 from cluster.scheduling.costs.step_times import StepTimes
 from cluster.scheduling.costs.swap_costs import SwapCosts
 from cluster.scheduling.deadlines import Deadlines
@@ -78,7 +78,7 @@ class Scheduler:
         """Which requests may run after a fault."""
         pace = None
         if config.itl_target_ms is not None:
-            pace = Pace(config.itl_target_ms / 1e3, step_times)
+            pace = StepPace(config.itl_target_ms / 1e3, step_times)
         may_copy = config.preemption == "auto" or self._kv.cpu_cache is not None
         has_choice = kv.num_cpu_blocks > 0 and config.preemption != "swap" and may_copy
         self._cost_meter = None

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from cluster.serving.ray_serve.handle import ServeHandle
-from cluster.serving.ray_serve.pace import Pace
+from cluster.serving.ray_serve.pace import MessagePace
 from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
 from pagedray.errors import InvalidRequestError
 from pagedray.v1 import pagedray_pb2 as pb
@@ -82,7 +82,7 @@ def ask_handle(server: Server, sampling: Sampling) -> tuple[str, str]:
     prompt = ChatPrompt(tuple(ChatMessage(role, text) for role, text in TURNS))
 
     async def run() -> str:
-        outputs = ServeHandle(server.frontends.servicer, Pace(1e6)).generate(
+        outputs = ServeHandle(server.frontends.servicer, MessagePace(1e6)).generate(
             prompt,
             sampling,
             model=None,

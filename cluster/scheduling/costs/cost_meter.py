@@ -1,6 +1,6 @@
 """Measures how long steps and copies take, by what rank 0 reports with its outputs."""
 
-from cluster.scheduling.costs.pace import Pace
+from cluster.scheduling.costs.pace import StepPace
 from cluster.scheduling.costs.step_times import StepTimes
 from cluster.scheduling.costs.swap_costs import SwapCosts
 from pagedray.batch import StepOutput, StepPlan
@@ -16,7 +16,7 @@ class CostMeter:
 
     __slots__ = ("_pace", "_step_times", "_swap_costs")
 
-    def __init__(self, step_times: StepTimes, swap_costs: SwapCosts, pace: Pace | None) -> None:
+    def __init__(self, step_times: StepTimes, swap_costs: SwapCosts, pace: StepPace | None) -> None:
         self._step_times = step_times
         self._swap_costs = swap_costs
         self._pace = pace

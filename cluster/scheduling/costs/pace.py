@@ -4,7 +4,7 @@ import math
 
 from cluster.scheduling.costs.step_times import StepTimes
 
-__all__ = ["Pace"]
+__all__ = ["StepPace"]
 
 _LEAST_TOKENS = 64
 """Tokens of prompts that any step may have, so that prompts end although decodes take longer."""
@@ -15,7 +15,7 @@ _KEPT = 0.8
 _MOST_ERROR = 8.0
 
 
-class Pace:
+class StepPace:
     """Shortens steps with running sequences to a target time, by the fit of measured steps.
 
     What the fit gets wrong on average over recent steps with prompts is corrected.

@@ -8,7 +8,7 @@ may pass a sequence that finds too few blocks, and `preemptor` who loses its row
 
 from collections import deque
 
-from cluster.scheduling.costs.pace import Pace
+from cluster.scheduling.costs.pace import StepPace
 from cluster.scheduling.costs.swap_costs import SwapCosts
 from cluster.scheduling.kv_manager import KvManager
 from cluster.scheduling.passing import MAX_PASSED
@@ -36,7 +36,7 @@ class Planner:
         *,
         config: SchedulerConfig,
         swap_costs: SwapCosts,
-        pace: Pace | None,
+        pace: StepPace | None,
     ) -> None:
         """Without a pace, steps may take any time."""
         self._kv = kv

@@ -20,7 +20,7 @@ from cluster.serving.ray_serve.grpc_frontend import Incoming, ServeGrpc
 from cluster.serving.ray_serve.handle import ServeHandle
 from cluster.serving.ray_serve.options import ServeArguments, ServeOptions, read_arguments
 from cluster.serving.ray_serve.other_replicas import OtherServeReplicas
-from cluster.serving.ray_serve.pace import MESSAGES_PER_S, Pace
+from cluster.serving.ray_serve.pace import MESSAGES_PER_S, MessagePace
 from cluster.serving.ray_serve.routing.replica_calls import call_others, current_call_id
 from cluster.serving.ray_serve.served_replica import ServedReplica
 from cluster.serving.responses.response_store import ResponseStore
@@ -61,7 +61,7 @@ class PagedRay(ServedReplica):
 
     async def __init__(self, arguments: ServeArguments) -> None:  # type: ignore[misc]  # Serve awaits it
         await super().__init__(arguments)
-        pace = Pace(MESSAGES_PER_S)
+        pace = MessagePace(MESSAGES_PER_S)
         self._grpc = ServeGrpc(self._replica.servicer, pace)
         self._handle = ServeHandle(self._replica.servicer, pace)
         options = arguments.serve
@@ -75,7 +75,7 @@ class PagedRay(ServedReplica):
         """Return the HTTP application; Serve calls this once the replica is ready."""
         servicer = self._replica.servicer
         app = build_http_app(servicer, store=self._store)
-        pace = Pace(_HTTP_PARTS_PER_S)
+        pace = MessagePace(_HTTP_PARTS_PER_S)
 
         async def serve_leased(scope: Scope, receive: Receive, send: Send) -> None:
             # Messages about the application's lifespan belong to no call.

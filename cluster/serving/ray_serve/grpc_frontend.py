@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from ray.serve.grpc_util import RayServegRPCContext
 
-    from cluster.serving.ray_serve.pace import Pace
+    from cluster.serving.ray_serve.pace import MessagePace
     from cluster.serving.servicer import Servicer
 
 __all__ = ["Broadcast", "Incoming", "ServeGrpc"]
@@ -49,7 +49,7 @@ Broadcast = Callable[[str, Sequence[str]], Awaitable[None]]
 class ServeGrpc:
     """Runs methods of the service by their names."""
 
-    def __init__(self, servicer: Servicer, pace: Pace) -> None:
+    def __init__(self, servicer: Servicer, pace: MessagePace) -> None:
         self._servicer = servicer
         self._service = GrpcService(servicer)
         self._pace = pace

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from cluster.serving.auth.tenant import Tenant
     from cluster.serving.continuation import Continuation
     from cluster.serving.inputs import Prompt
-    from cluster.serving.ray_serve.pace import Pace
+    from cluster.serving.ray_serve.pace import MessagePace
     from cluster.serving.server_info import ServerLoads
     from cluster.serving.servicer import EmbeddingOutput, GenerationOutput, Servicer
 
@@ -45,7 +45,7 @@ _SAMPLING_NAMES = frozenset(SamplingParams.__struct_fields__)
 class ServeHandle:
     """The methods behind a handle."""
 
-    def __init__(self, servicer: Servicer, pace: Pace) -> None:
+    def __init__(self, servicer: Servicer, pace: MessagePace) -> None:
         self._servicer = servicer
         self._pace = pace
 

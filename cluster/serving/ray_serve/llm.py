@@ -19,7 +19,7 @@ from cluster.engine.options.vllm_options import own_options
 from cluster.serving.http_app import build_http_app
 from cluster.serving.ray_serve.deployment import deployment_options
 from cluster.serving.ray_serve.options import ServeOptions, read_arguments
-from cluster.serving.ray_serve.pace import MESSAGES_PER_S, Pace
+from cluster.serving.ray_serve.pace import MESSAGES_PER_S, MessagePace
 from cluster.serving.ray_serve.served_replica import ServedReplica
 
 if TYPE_CHECKING:
@@ -44,7 +44,9 @@ class PagedRayLLM(ServedReplica):
     async def __init__(self, llm_config: Any) -> None:  # type: ignore[misc]  # Serve awaits it
         self._llm_config = llm_config
         await super().__init__(llm_arguments(llm_config))
-        self._answers = LLMAnswers(build_http_app(self._replica.servicer), Pace(MESSAGES_PER_S))
+        self._answers = LLMAnswers(
+            build_http_app(self._replica.servicer), MessagePace(MESSAGES_PER_S)
+        )
 
     @classmethod
     def get_deployment_options(cls, llm_config: Any) -> dict[str, Any]:  # Any: see above.
@@ -80,7 +82,7 @@ class PagedRayLLM(ServedReplica):
 class LLMAnswers:
     """Responses of the HTTP application, as the library's ingress takes them."""
 
-    def __init__(self, app: ASGIApp, pace: Pace) -> None:
+    def __init__(self, app: ASGIApp, pace: MessagePace) -> None:
         self._app = app
         self._pace = pace
 

@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
     from starlette.types import Message, Send
 
-__all__ = ["MESSAGES_PER_S", "Pace", "PacedStream"]
+__all__ = ["MESSAGES_PER_S", "MessagePace", "PacedStream"]
 
 MESSAGES_PER_S = 800.0
 """Serve carries about a thousand messages a second from a replica, and more over HTTP."""
 
 
-class Pace:
+class MessagePace:
     """Shares a number of messages a second among the streams that have begun."""
 
     def __init__(self, messages_per_s: float) -> None:
@@ -43,7 +43,7 @@ class Pace:
 class PacedStream:
     """A streamed response."""
 
-    def __init__(self, pace: Pace) -> None:
+    def __init__(self, pace: MessagePace) -> None:
         self._pace = pace
         self.has_begun = False
         """Whether it has sent a message."""

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from cluster.scheduling.costs.pace import Pace
+from cluster.scheduling.costs.pace import StepPace
 from cluster.scheduling.costs.step_times import StepTimes
 
 TARGET_S = 0.030
@@ -22,7 +22,7 @@ def pairs_of(first_position: int, num_tokens: int) -> int:
     return sum(range(first_position + 1, first_position + num_tokens + 1))
 
 
-def make_pace(slowness: float = 1.0, *, target_s: float = TARGET_S) -> Pace:
+def make_pace(slowness: float = 1.0, *, target_s: float = TARGET_S) -> StepPace:
     """Return a pace that has seen steps of many sizes, all `slowness` times as slow at last."""
     times = StepTimes()
     for num_tokens in (1, 32, 200, 700, 1500, 2048):
@@ -30,7 +30,7 @@ def make_pace(slowness: float = 1.0, *, target_s: float = TARGET_S) -> Pace:
             num_pairs = num_tokens * context
             seconds = step_s(num_tokens, num_pairs)
             times.note_step(num_tokens=num_tokens, num_pairs=num_pairs, seconds=seconds)
-    pace = Pace(target_s, times)
+    pace = StepPace(target_s, times)
     for _ in range(20):
         pace.note_step(
             num_tokens=1000,
@@ -41,7 +41,7 @@ def make_pace(slowness: float = 1.0, *, target_s: float = TARGET_S) -> Pace:
     return pace
 
 
-def begin(pace: Pace) -> None:
+def begin(pace: StepPace) -> None:
     pace.begin_step(num_tokens=NUM_DECODES, num_pairs=NUM_DECODES * CONTEXT)
 
 
@@ -74,7 +74,7 @@ def test_prompts_have_64_tokens_in_a_step_of_slow_decodes() -> None:
 
 
 def test_a_step_has_at_most_twice_the_tokens_that_were_measured() -> None:
-    pace = Pace(1e6, StepTimes())
+    pace = StepPace(1e6, StepTimes())
     begin(pace)
     assert pace.num_tokens(0) == 256
     pace.note_step(num_tokens=700, num_pairs=0, num_prompt_tokens=600, seconds=0.1)

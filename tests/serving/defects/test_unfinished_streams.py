@@ -12,7 +12,7 @@ import pytest
 from cluster.serving.memory.reader_limits import ReaderLimits
 from cluster.serving.openai.response_chunks import ResponseChunks
 from cluster.serving.ray_serve.handle import ServeHandle
-from cluster.serving.ray_serve.pace import Pace
+from cluster.serving.ray_serve.pace import MessagePace
 from pagedray.errors import EngineError, PagedRayError
 from pagedray.v1 import pagedray_pb2 as pb
 from tests.serving.conftest import Server
@@ -170,7 +170,7 @@ async def test_ray_serve_ends_with_an_error(
         body = {"model": "tiny", "prompt": "hello", "stream": True, "max_tokens": NUM_TOKENS}
         received = await over_http(serve, "/v1/completions", body | {"ignore_eos": True})
         assert b'"error":{' in b"".join(one.get("body", b"") for one in received)
-        handle = ServeHandle(replica.servicer, Pace(1e6))
+        handle = ServeHandle(replica.servicer, MessagePace(1e6))
         outputs = handle.generate(
             "hello",
             {"max_tokens": NUM_TOKENS, "ignore_eos": True},

@@ -15,7 +15,7 @@ from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 from cluster.serving.auth.authenticator import Authenticator
 from cluster.serving.auth.key_file import digest_of, new_key
 from cluster.serving.ray_serve.grpc_frontend import ServeGrpc
-from cluster.serving.ray_serve.pace import Pace
+from cluster.serving.ray_serve.pace import MessagePace
 from pagedray.errors import OverloadedError
 from pagedray.v1 import pagedray_pb2 as pb
 from tests.serving.grpc_frontend import GrpcFrontend, grpc_frontend, status_of_call
@@ -129,7 +129,7 @@ async def test_grpc_receives_no_message_while_the_queue_is_full(
 async def test_serve_parses_no_message_while_the_queue_is_full(
     frontend: GrpcFrontend, method: str, key: str, code: grpc.StatusCode
 ) -> None:
-    service = ServeGrpc(frontend.servicer, Pace(1e6))
+    service = ServeGrpc(frontend.servicer, MessagePace(1e6))
     context: Any = Context({"authorization": f"Bearer {key}"})  # Any: stands in for Serve's
     if method == "Embed":
         await service.unary(method, b"\xff", context)

@@ -19,7 +19,7 @@ from cluster.serving.ray_serve.carried_body import receive_carried
 from cluster.serving.ray_serve.grpc_frontend import ServeGrpc
 from cluster.serving.ray_serve.grpc_proxy import add_services
 from cluster.serving.ray_serve.http_proxy import ReplicaGuard
-from cluster.serving.ray_serve.pace import Pace
+from cluster.serving.ray_serve.pace import MessagePace
 from cluster.serving.ray_serve.routing.proxied_call import ProxiedCall, current_call
 from cluster.serving.responses.response_store import LostReplicaError, ResponseStore
 from cluster.serving.responses.stored_responses import StoredResponses, StoreLimits
@@ -87,7 +87,7 @@ class Replica:
         client.attach_generation_engine(self.engine)
         self.servicer = Servicer(client, tokenizer, engine_config(context=2048))
         self.servicer.set_ready()
-        self.grpc = ServeGrpc(self.servicer, Pace(1e6))
+        self.grpc = ServeGrpc(self.servicer, MessagePace(1e6))
         self.http = build_http_app(self.servicer, store=store)
 
     async def close(self) -> None:

@@ -14,7 +14,7 @@ from google.rpc.status_pb2 import Status
 
 from cluster.serving.ray_serve.grpc_frontend import ServeGrpc
 from cluster.serving.ray_serve.handle import ServeHandle
-from cluster.serving.ray_serve.pace import Pace
+from cluster.serving.ray_serve.pace import MessagePace
 from cluster.serving.ray_serve.proxied_grpc.message import TIMEOUT_KEY
 from pagedray.errors import InvalidRequestError
 from pagedray.request import SamplingParams
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from cluster.serving.servicer import GenerationOutput
     from tests.serving.conftest import Server
 
-PACE = Pace(1e6)
+PACE = MessagePace(1e6)
 
 
 class Context:

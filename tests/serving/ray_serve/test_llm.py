@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from cluster.serving.ray_serve.llm import LLMAnswers, llm_arguments, post
-from cluster.serving.ray_serve.pace import Pace
+from cluster.serving.ray_serve.pace import MessagePace
 from pagedray import PagedRayLLM
 from pagedray.errors import StartupError
 
@@ -143,7 +143,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_stream_is_paced_and_waits_for_its_reader() -> None:
     app = Numbers()
     # One message per thousand seconds.
-    answers = LLMAnswers(app, Pace(1e-3)).chat(LibraryRequest(stream=True), None)
+    answers = LLMAnswers(app, MessagePace(1e-3)).chat(LibraryRequest(stream=True), None)
     assert await anext(answers) == "x"
     # Nothing more is read.
     await asyncio.sleep(0.01)
@@ -159,7 +159,7 @@ async def test_a_stream_is_paced_and_waits_for_its_reader() -> None:
 
 async def test_a_closed_stream_has_ended_when_close_returns() -> None:
     app = Numbers()
-    pace = Pace(1e6)
+    pace = MessagePace(1e6)
     answers = LLMAnswers(app, pace).completions(LibraryRequest(stream=True), None)
     for _ in range(3):
         await anext(answers)
@@ -183,7 +183,9 @@ async def test_complete_responses_and_errors_have_the_types_of_the_library(
         return JSONResponse({"id": request.url.path})
 
     path = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}[call]
-    answers = LLMAnswers(Starlette(routes=[Route(path, answer, methods=["POST"])]), Pace(1e6))
+    answers = LLMAnswers(
+        Starlette(routes=[Route(path, answer, methods=["POST"])]), MessagePace(1e6)
+    )
     ask = getattr(answers, call)
     assert [one async for one in ask(LibraryRequest(), None)] == [(kind, {"id": path})]
     # The library reads the status from the code, also for event streams.
@@ -196,7 +198,7 @@ async def test_complete_responses_and_errors_have_the_types_of_the_library(
 async def test_headers_of_keys_and_traces_are_forwarded_and_those_of_the_body_are_not() -> None:
     app = Numbers()
     given = {"Authorization": "Bearer k", "traceparent": "t", "Content-Length": "7", "Host": "h"}
-    answers = LLMAnswers(app, Pace(1e6)).chat(
+    answers = LLMAnswers(app, MessagePace(1e6)).chat(
         LibraryRequest(stream=True), SimpleNamespace(headers=given)
     )
     await anext(answers)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.serving.ray_serve.pace import Pace
+from cluster.serving.ray_serve.pace import MessagePace
 
 if TYPE_CHECKING:
     from starlette.types import Message
@@ -19,7 +19,7 @@ HEAD = {"type": "http.response.start", "status": 200, "headers": []}
 
 
 def test_streams_that_have_started_share_the_message_rate() -> None:
-    pace = Pace(800.0)
+    pace = MessagePace(800.0)
     with pace.stream() as first, pace.stream():
         assert pace.pause_s(first) == pace.pause_s(first) == 1 / 800
         with ExitStack() as stack:
@@ -38,7 +38,7 @@ async def test_a_part_is_sent_at_once_and_its_stream_waits() -> None:
         sent.append(message)
 
     # One message per thousand seconds.
-    with Pace(1e-3).stream() as stream:
+    with MessagePace(1e-3).stream() as stream:
         paced = stream.paced(send)
         await asyncio.wait_for(paced(HEAD), 60)
         waiting = asyncio.ensure_future(paced(PART))

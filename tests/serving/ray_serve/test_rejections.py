@@ -10,7 +10,7 @@ from cluster.serving.auth.authenticator import Authenticator
 from cluster.serving.auth.key_file import digest_of, new_key
 from cluster.serving.ray_serve.grpc_frontend import ServeGrpc
 from cluster.serving.ray_serve.handle import ServeHandle
-from cluster.serving.ray_serve.pace import Pace
+from cluster.serving.ray_serve.pace import MessagePace
 from cluster.serving.text.templates.chat_prompt import ChatPrompt
 from pagedray.errors import AuthenticationError, PagedRayError
 from pagedray.v1 import pagedray_pb2 as pb
@@ -74,7 +74,7 @@ async def test_rejections_of_serves_grpc_are_counted(
     reason: str,
 ) -> None:
     context: Any = Context({"authorization": f"Bearer {key}"})  # Any: stands in for Serve's
-    service = ServeGrpc(servicer, Pace(1e6))
+    service = ServeGrpc(servicer, MessagePace(1e6))
 
     async def tell_others(_tenant: str, _ids: object) -> None:
         raise AssertionError
@@ -107,7 +107,7 @@ async def test_rejections_of_a_handles_generate_are_counted(
     given: dict[str, Any] = {"prompt": "x", "sampling": None, "model": None, "request_id": None}
     given |= {"priority": 0, "timeout_s": None, "key": KEY} | arguments
     with pytest.raises(PagedRayError):
-        async for _ in ServeHandle(servicer, Pace(1e6)).generate(**given):
+        async for _ in ServeHandle(servicer, MessagePace(1e6)).generate(**given):
             pass
     assert counted(servicer) == {f"ray {reason}": 1}
 
@@ -130,7 +130,7 @@ async def test_rejections_of_a_handles_embed_are_counted(
     given: dict[str, Any] = {"prompts": ["x"], "dimensions": None, "model": None}
     given |= {"timeout_s": None, "key": KEY} | arguments
     with pytest.raises(PagedRayError):
-        await ServeHandle(servicer, Pace(1e6)).embed(**given)
+        await ServeHandle(servicer, MessagePace(1e6)).embed(**given)
     assert counted(servicer) == {f"ray {reason}": 1}
 
 
@@ -153,12 +153,12 @@ async def test_rejections_of_a_handles_score_are_counted(
     given: dict[str, Any] = {"query": "x", "documents": ["y"], "instruction": None, "model": None}
     given |= {"timeout_s": None, "key": KEY} | arguments
     with pytest.raises(PagedRayError):
-        await ServeHandle(servicer, Pace(1e6)).score(**given)
+        await ServeHandle(servicer, MessagePace(1e6)).score(**given)
     assert counted(servicer) == {f"ray {reason}": 1}
 
 
 async def test_calls_of_a_handle_without_a_valid_key_are_counted(servicer: Servicer) -> None:
-    handle = ServeHandle(servicer, Pace(1e6))
+    handle = ServeHandle(servicer, MessagePace(1e6))
     for ask in (handle.loads, handle.tenant_name):
         with pytest.raises(AuthenticationError):
             ask("wrong")

@@ -16,7 +16,7 @@ from ray.serve._private.common import RequestMetadata
 from ray.serve.request_router import PendingRequest
 
 from cluster.serving.ray_serve.handle import ServeHandle
-from cluster.serving.ray_serve.pace import Pace
+from cluster.serving.ray_serve.pace import MessagePace
 from cluster.serving.ray_serve.routing.errors import ReplicaDiedError
 from cluster.serving.ray_serve.routing.handle_stream import HandleRequest, HandleStream
 from pagedray.errors import DeadlineError, EngineError, InvalidRequestError
@@ -105,7 +105,7 @@ class Serve:
         self.sent.append(pending)
         request.call.note_sent("one", may_continue=True)
         request.call.note_accepted()
-        handle = ServeHandle(replica.servicer, Pace(1e6))
+        handle = ServeHandle(replica.servicer, MessagePace(1e6))
         outputs = handle.generate(*pending.args, **{**GIVEN, **pending.kwargs})
         self.results.append(Result(outputs, self.cuts.pop(0) if self.cuts else None))
         return self.results[-1]
