@@ -231,6 +231,9 @@ class LLM:
         validator = self._validator
         if not isinstance(validator, EmbeddingValidator):
             raise InvalidRequestError('embed() requires task="embed".')
+        check_params(normalize, bool, "normalize")
+        if prompt_name is not None:
+            check_params(prompt_name, str, "prompt_name")
         texts = cast("list[str | tuple[int, ...]]", [one.value for one in read_prompts(prompts)])
         given = EmbeddingInput(
             prompts=tuple(texts),

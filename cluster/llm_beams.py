@@ -13,7 +13,7 @@ from cluster.serving.beams.search import Beam, BeamSearch, EarlyStopping
 from cluster.serving.beams.step import beam_step
 from pagedray.batch import TokenLogprobs
 from pagedray.errors import EngineError, InvalidRequestError
-from pagedray.request import MAX_LOGPROBS, FinishReason
+from pagedray.request import MAX_LOGPROBS, FinishReason, check_bool
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -53,7 +53,14 @@ class BeamSearchParams:
 
     def __post_init__(self) -> None:
         # The sampling parameters of its requests check the number of tokens.
-        if not isinstance(self.beam_width, int) or not 1 <= self.beam_width <= MAX_LOGPROBS:
+        check_bool("ignore_eos", self.ignore_eos)
+        check_bool("include_stop_str_in_output", self.include_stop_str_in_output)
+        # A boolean is an integer.
+        if (
+            isinstance(self.beam_width, bool)
+            or not isinstance(self.beam_width, int)
+            or not 1 <= self.beam_width <= MAX_LOGPROBS
+        ):
             raise InvalidRequestError(
                 f"beam_width must be from 1 to {MAX_LOGPROBS}, not {self.beam_width!r}.",
                 param="beam_width",
@@ -64,7 +71,11 @@ class BeamSearchParams:
                 param="early_stopping",
             )
         # NaN is not in the range.
-        if not isinstance(self.length_penalty, int | float) or not -10 <= self.length_penalty <= 10:
+        if (
+            isinstance(self.length_penalty, bool)
+            or not isinstance(self.length_penalty, int | float)
+            or not -10 <= self.length_penalty <= 10
+        ):
             raise InvalidRequestError(
                 f"length_penalty must be from -10 to 10, not {self.length_penalty!r}.",
                 param="length_penalty",

@@ -19,6 +19,7 @@ from cluster.serving.openai.bodies.tool_fields import read_tools
 from cluster.serving.text.templates.chat_prompt import ChatPrompt
 from cluster.serving.text.templates.template_arguments import check_variable_names
 from pagedray.errors import InvalidRequestError
+from pagedray.request import check_bool
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,6 +83,9 @@ def read_conversations(
     ):
         if value is not None and not isinstance(value, kind):
             raise InvalidRequestError(f"{name} must be a {noun}.", param=name)
+    check_bool("continue_final_message", continues_final_message)
+    if adds_generation_prompt is not None:
+        check_bool("add_generation_prompt", adds_generation_prompt)
     check_variable_names(variables or {}, "chat_template_kwargs", _CHAT_NAMES)
     check_open_end(bool(adds_generation_prompt), continues_final_message)
     if adds_generation_prompt is None:
@@ -179,8 +183,9 @@ def _token_ids(given: object, param: str) -> tuple[int, ...]:
 
 
 def _items_of(given: object, param: str) -> list[Any]:  # Any: as the caller says
-    """Return the entries of anything but bytes, whose entries are not token ids."""
-    if isinstance(given, Iterable) and not isinstance(given, bytes | bytearray | memoryview):
+    """Return the entries of anything but bytes, which are no token ids, and sets without order."""
+    others = bytes, bytearray, memoryview, set, frozenset
+    if isinstance(given, Iterable) and not isinstance(given, others):
         # Any: what an array of another library returns.
         to_list: Callable[[], Any] | None = getattr(given, "tolist", None)
         items = list(given) if to_list is None else to_list()

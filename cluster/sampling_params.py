@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pagedray import request
-from pagedray.request import MAX_COUNT
+from pagedray.errors import InvalidRequestError
+from pagedray.request import MAX_COUNT, check_bool
+from pagedray.wording.shown_value import shown_value
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -83,6 +85,13 @@ class SamplingParams(request.SamplingParams, frozen=True, kw_only=True, omit_def
             msgspec.structs.force_setattr(self, "thinking_token_budget", None)
         if isinstance(self.stop, str):
             msgspec.structs.force_setattr(self, "stop", (self.stop,))
+        for name in ("detokenize", "skip_special_tokens", "include_stop_str_in_output"):
+            check_bool(name, getattr(self, name))
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise InvalidRequestError(
+                f"output_kind must be a RequestOutputKind, not {shown_value(self.output_kind)}.",
+                param="output_kind",
+            )
         super().__post_init__()
 
 

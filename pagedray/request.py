@@ -27,6 +27,7 @@ __all__ = [
     "SamplingParams",
     "Structure",
     "StructureKind",
+    "check_bool",
     "check_size",
     "check_token_ids",
 ]
@@ -170,6 +171,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _check_stop(self.stop)
         _check_logit_bias(self.logit_bias)
         _check_ids("stop_token_ids", self.stop_token_ids, MAX_LOGIT_BIAS)
+        check_bool("ignore_eos", self.ignore_eos)
         _check_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED)
         _check_bad_words(self.bad_words)
         for name in ("allowed_token_ids", "bad_words"):
@@ -313,6 +315,14 @@ def check_token_ids(token_ids: Sequence[object], vocab_size: int, param: str) ->
                 f"{param} contains token id {shown_value(one)}, but ids are 0 to {vocab_size - 1}.",
                 param=param,
             )
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raise InvalidRequestError for a value that is no boolean: text such as "no" would be true."""
+    if not isinstance(value, bool):
+        raise InvalidRequestError(
+            f"{name} must be true or false, not {shown_value(value)}.", param=name
+        )
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:

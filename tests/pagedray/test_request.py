@@ -44,6 +44,12 @@ def test_token_ids_are_a_list(name: str, wrong: object) -> None:
         SamplingParams(logprobs=1, **given)
 
 
+@pytest.mark.parametrize("wrong", ["no", 1, 0.0, None, []], ids=lambda one: type(one).__name__)
+def test_booleans_are_no_other_values(wrong: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="ignore_eos must be true or false, not"):
+        SamplingParams(ignore_eos=wrong)
+
+
 @pytest.mark.parametrize("wrong", [5, "ab", [1], {1}], ids=lambda one: type(one).__name__)
 def test_biases_are_a_dictionary(wrong: Any) -> None:
     with pytest.raises(InvalidRequestError, match="logit_bias must be a dictionary"):

@@ -92,6 +92,10 @@ def test_results_have_their_shape(llm: LLM) -> None:
     ("options", "text"),
     [
         ({"beam_width": 0}, "beam_width must be from 1 to 20, not 0"),
+        ({"beam_width": True}, "beam_width must be from 1 to 20, not True"),
+        ({"beam_width": 2, "ignore_eos": "no"}, "ignore_eos must be true or false, not 'no'"),
+        ({"beam_width": 2, "include_stop_str_in_output": 1}, "include_stop_str_in_output must be"),
+        ({"beam_width": 2, "length_penalty": True}, "length_penalty must be from -10 to 10"),
         # It has two end-of-sequence tokens.
         ({"beam_width": 19}, "beam_width must be from 1 to 18 for this model, not 19"),
         ({"beam_width": 2, "max_tokens": 0}, "max_tokens must be 1 or more, not 0"),

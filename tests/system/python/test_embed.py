@@ -120,6 +120,15 @@ def test_unknown_pooling_is_rejected(llm: LLM) -> None:
         llm.embed("w1", pooling="max")  # type: ignore[arg-type]  # the mistake under test
 
 
+@pytest.mark.parametrize(
+    ("name", "wrong", "kind"), [("normalize", [], "bool"), ("prompt_name", 5, "str")]
+)
+def test_options_of_another_type_are_rejected(llm: LLM, name: str, wrong: Any, kind: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"{name} must be {kind}, not"):
+        llm.embed("w1", **{name: wrong})
+    assert len(llm.embed("w1")) == 1
+
+
 def test_encoder_does_not_generate_and_decoder_does_not_embed(llm: LLM) -> None:
     with pytest.raises(InvalidRequestError, match="does not generate text"):
         llm.generate("w1")

@@ -161,6 +161,7 @@ def test_matrix_has_a_prompt_in_each_row(llm: LLM) -> None:
         ([b"class"], "lists of token ids"),
         ([True], "lists of token ids"),
         (torch.tensor(5), "lists of token ids"),
+        ({TEXT}, "lists of token ids"),
         (torch.tensor([True, False]), "lists of token ids"),
         (np.array([1.0, 2.0]), "lists of token ids"),
         ([5, [6]], "lists of token ids"),
@@ -207,6 +208,8 @@ def test_other_conversations_are_rejected(llm: LLM, messages: Any) -> None:  # A
         ({"chat_template_kwargs": 5}, "chat_template_kwargs must be a dictionary"),
         ({"messages": [{"role": "user", "content": "x", 5: 1}]}, "messages.0.5 is not supported"),
         ({"tools": [TOOL, TOOL]}, "tools must have unique names"),
+        ({"continue_final_message": "no"}, "continue_final_message must be true or false"),
+        ({"add_generation_prompt": 1}, "add_generation_prompt must be true or false"),
         ({"chat_template_kwargs": {5: 1}}, "chat_template_kwargs must have names of variables"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages is not supp"),
         (
@@ -283,6 +286,15 @@ def test_none_is_the_same_as_no_entries() -> None:
         thinking_token_budget=-1,
     )
     assert params == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    "name", ["detokenize", "skip_special_tokens", "include_stop_str_in_output", "output_kind"]
+)
+@pytest.mark.parametrize("wrong", ["no", 1, None], ids=str)
+def test_other_kinds_of_switches_are_rejected(name: str, wrong: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=f"{name} must be .*, not"):
+        SamplingParams(**{name: wrong})
 
 
 def test_seed_makes_results_repeat() -> None:
