@@ -27,7 +27,11 @@ _DEFAULTS = msgspec.structs.asdict(SamplingParams())
 
 def check_length_penalty(value: object, param: str) -> float:
     """Return the length penalty of a beam search. Raises InvalidRequestError."""
-    if not isinstance(value, int | float) or not abs(value) <= _MOST_PENALTY:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not abs(value) <= _MOST_PENALTY
+    ):
         raise InvalidRequestError(
             f"{param} must be from -{_MOST_PENALTY} to {_MOST_PENALTY}, not {shown_value(value)}.",
             param=param,

@@ -6,6 +6,7 @@ They translate plain arguments to the servicer's inputs, which the same validato
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
@@ -22,11 +23,11 @@ from cluster.serving.inputs import (
 from cluster.serving.text.templates.chat_prompt import ChatPrompt
 from cluster.serving.validation.embedding_validator import MAX_PROMPTS
 from pagedray.errors import InvalidRequestError
-from pagedray.request import SamplingParams
+from pagedray.request import MAX_COUNT, SamplingParams, check_bool
 from pagedray.wording.nearest_name import nearest_name
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Sequence
 
     from cluster.serving.auth.tenant import Tenant
     from cluster.serving.continuation import Continuation
@@ -40,6 +41,10 @@ __all__ = ["ServeHandle"]
 _BEAMS = "beam_length_penalty"
 _ORIGIN = CallOrigin(frontend="ray")
 _SAMPLING_NAMES = frozenset(SamplingParams.__struct_fields__)
+_TEXT_DEFAULTS = {"skip_special_tokens": True, "include_stop_str_in_output": False}
+"""Parameters of `pagedray.SamplingParams` for the text."""
+_OTHER_VALUES = {"detokenize": (True,), "output_kind": (0, 1)}
+"""Parameters of `pagedray.SamplingParams` that have no effect here, and their allowed values."""
 
 
 class ServeHandle:
@@ -67,6 +72,11 @@ class ServeHandle:
         with servicer.metrics.counting_rejections("ray"):
             tenant = self._tenant(key)
             read = _read_sampling(sampling)
+            switches = {name: read.pop(name, value) for name, value in _TEXT_DEFAULTS.items()}
+            for name, value in switches.items():
+                check_bool(name, value)
+            _check_text(model, "model")
+            _check_text(request_id, "request_id")
             if beam_length_penalty is not None:
                 check_length_penalty(beam_length_penalty, _BEAMS)
                 check_beam_sampling(read, _BEAMS)
@@ -74,9 +84,11 @@ class ServeHandle:
                 prompts=(_read_prompt(prompt),),
                 sampling=read,
                 beam_length_penalty=beam_length_penalty,
+                skips_special_tokens=switches["skip_special_tokens"] is True,
+                includes_stop=switches["include_stop_str_in_output"] is True,
                 model=model,
                 client_id=request_id,
-                priority=_read_priority(priority),
+                priority=_read_int(priority, "priority"),
                 deadline_s=_read_deadline(timeout_s),
                 tenant=tenant.name,
                 origin=_ORIGIN,
@@ -104,9 +116,10 @@ class ServeHandle:
     ) -> EmbeddingOutput:
         """Return the embeddings of texts."""
         with self._servicer.metrics.counting_rejections("ray"):
+            _check_text(model, "model")
             given = EmbeddingInput(
                 prompts=_read_texts(prompts),
-                dimensions=dimensions,
+                dimensions=None if dimensions is None else _read_int(dimensions, "dimensions"),
                 model=model,
                 deadline_s=_read_deadline(timeout_s),
                 tenant=self._tenant(key).name,
@@ -126,6 +139,8 @@ class ServeHandle:
     ) -> EmbeddingOutput:
         """Return the scores of documents as vectors of one number."""
         with self._servicer.metrics.counting_rejections("ray"):
+            _check_text(model, "model")
+            _check_text(instruction, "instruction")
             given = ScoreInput(
                 pairs=_read_pairs(query, documents),
                 params=("query", "documents"),
@@ -163,7 +178,7 @@ def _read_prompt(prompt: Prompt | Sequence[int]) -> Prompt:
 
 
 def _read_texts(prompts: Sequence[str | Sequence[int]]) -> tuple[str | tuple[int, ...], ...]:
-    if isinstance(prompts, str) or len(prompts) > MAX_PROMPTS:
+    if not isinstance(prompts, list | tuple) or len(prompts) > MAX_PROMPTS:
         raise InvalidRequestError(
             f"prompts must be a list of at most {MAX_PROMPTS} texts.", param="prompts"
         )
@@ -188,32 +203,58 @@ def _read_text(prompt: object) -> str | tuple[int, ...] | None:
     return None
 
 
-def _read_sampling(given: SamplingParams | Mapping[str, object] | None) -> Mapping[str, object]:
+def _read_sampling(given: object) -> dict[str, object]:
     if isinstance(given, SamplingParams):
-        return msgspec.structs.asdict(given)
-    given = {} if given is None else given
+        return _fields_of(given)
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise InvalidRequestError(
+            f"sampling must be SamplingParams or a dictionary, not {type(given).__name__}.",
+            param="sampling",
+        )
     for name in given:
-        if name not in _SAMPLING_NAMES:
-            nearest = nearest_name(str(name), _SAMPLING_NAMES)
+        if name not in _SAMPLING_NAMES and name not in _TEXT_DEFAULTS:
+            nearest = nearest_name(str(name), _SAMPLING_NAMES.union(_TEXT_DEFAULTS))
             hint = "." if nearest is None else f"; did you mean {nearest}?"
             raise InvalidRequestError(
                 f"Unknown sampling parameter {name!r:.80}{hint}", param="sampling"
             )
+    return dict(given)
+
+
+def _fields_of(params: SamplingParams) -> dict[str, object]:
+    """Return the fields of parameters, which may be those of the Python API."""
+    fields: dict[str, object] = msgspec.structs.asdict(params)
+    if fields["max_tokens"] == MAX_COUNT:
+        # None in the Python API: as many as fit into the context.
+        del fields["max_tokens"]
+    for name, allowed in _OTHER_VALUES.items():
+        if (value := fields.pop(name, allowed[0])) not in allowed:
+            raise InvalidRequestError(
+                f"{name} = {value!s:.40} is not supported: outputs of a handle have the "
+                "text and tokens since the previous one.",
+                param=name,
+            )
+    return fields
+
+
+def _read_int(given: object, param: str) -> int:
+    if type(given) is not int:
+        raise InvalidRequestError(f"{param} must be an integer, not {given!r:.80}.", param=param)
     return given
 
 
-def _read_priority(priority: int) -> int:
-    if type(priority) is not int:
-        raise InvalidRequestError(
-            f"priority must be an integer, not {priority!r:.80}.", param="priority"
-        )
-    return priority
+def _check_text(given: object, param: str) -> None:
+    if given is not None and not isinstance(given, str):
+        raise InvalidRequestError(f"{param} must be a string, not {given!r:.80}.", param=param)
 
 
 def _read_deadline(timeout_s: float | None) -> float | None:
     if timeout_s is None:
         return None
-    if not (isinstance(timeout_s, int | float) and 0 < timeout_s <= MAX_TIMEOUT_S):
+    is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
+    if not (is_number and 0 < timeout_s <= MAX_TIMEOUT_S):
         raise InvalidRequestError(
             f"timeout_s must be in (0, {MAX_TIMEOUT_S}], not {timeout_s!r:.80}.",
             param="timeout_s",

@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 from google.rpc.status_pb2 import Status
+from msgspec.structs import replace
 
+import pagedray
+from cluster.sampling_params import RequestOutputKind
 from cluster.serving.ray_serve.grpc_frontend import ServeGrpc
 from cluster.serving.ray_serve.handle import ServeHandle
 from cluster.serving.ray_serve.pace import MessagePace
@@ -117,6 +120,24 @@ def test_valid_requests_give_the_results_of_other_frontends(server: Server) -> N
     assert messages[-1].usage.num_generated_tokens == 30
 
 
+def test_a_handle_takes_the_parameters_of_the_python_api(server: Server) -> None:
+    # Any: `Case` has dictionaries.
+    params: Any = pagedray.SamplingParams(
+        max_tokens=None, stop="x", skip_special_tokens=False, include_stop_str_in_output=True
+    )
+    outputs = generate(server, Case("", "", prompt="hello", sampling=params))
+    asked = pb.SamplingParams(stop=["x"], skip_special_tokens=False, include_stop=True)
+    messages, context = stream(server, pb.GenerateRequest(text="hello", sampling=asked))
+    assert context.code is None
+    texts = [
+        "".join(sequence.text for one in answers for sequence in one.sequences)
+        for answers in (outputs, messages)
+    ]
+    assert texts[0] == texts[1] != ""
+    first, second = (replace(one.sampling, seed=None) for one in server.engine.log.submitted)
+    assert first == second
+
+
 def test_beams_of_a_handle_are_those_of_the_proxy(server: Server) -> None:
     sampling = SamplingParams(n=2, max_tokens=4, logprobs=0)
     handle = ServeHandle(server.frontends.servicer, PACE)
@@ -162,6 +183,26 @@ def test_the_proxy_passes_the_deadline_on(server: Server) -> None:
             {"sampling": {"max_token": 5}},
             "Unknown sampling parameter 'max_token'; did you mean max_tokens?",
         ),
+        ({"sampling": 5}, "sampling must be SamplingParams or a dictionary, not int."),
+        ({"sampling": "n"}, "sampling must be SamplingParams or a dictionary, not str."),
+        (
+            {"sampling": {"skip_special_tokens": "no"}},
+            "skip_special_tokens must be true or false, not 'no'.",
+        ),
+        (
+            {"sampling": pagedray.SamplingParams(detokenize=False)},
+            "detokenize = False is not supported: outputs of a handle have the text and tokens "
+            "since the previous one.",
+        ),
+        (
+            {"sampling": pagedray.SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY)},
+            "output_kind = 2 is not supported: outputs of a handle have the text and tokens "
+            "since the previous one.",
+        ),
+        ({"model": 5}, "model must be a string, not 5."),
+        ({"request_id": b"x"}, "request_id must be a string, not b'x'."),
+        ({"timeout_s": True}, "timeout_s must be in (0, 86400], not True."),
+        ({"beam_length_penalty": True}, "beam_length_penalty must be from -10 to 10, not True."),
         ({"priority": "high"}, "priority must be an integer, not 'high'."),
         ({"timeout_s": 0}, "timeout_s must be in (0, 86400], not 0."),
         (

@@ -117,6 +117,9 @@ async def test_rejections_of_a_handles_generate_are_counted(
     [
         ({"key": "wrong"}, "unauthenticated"),
         ({"prompts": "one text"}, "invalid"),
+        ({"prompts": None}, "invalid"),
+        ({"prompts": {"x": 1}}, "invalid"),
+        ({"dimensions": "8"}, "invalid"),
         ({"prompts": ["x", 5]}, "invalid"),
         ({"prompts": ["x", ChatPrompt(())]}, "invalid"),
         ({"timeout_s": -1}, "invalid"),
@@ -141,6 +144,8 @@ async def test_rejections_of_a_handles_embed_are_counted(
         ({"query": ""}, "invalid"),
         ({"query": 5}, "invalid"),
         ({"documents": "one text"}, "invalid"),
+        ({"instruction": 5}, "invalid"),
+        ({"model": 5}, "invalid"),
         ({"documents": ["x", ""]}, "invalid"),
         ({"timeout_s": -1}, "invalid"),
     ],
