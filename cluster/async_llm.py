@@ -92,7 +92,7 @@ class AsyncLLM:
         """Streams by the ids of their requests; None until a request has entered the queue."""
         self._aborted: set[str] = set()
         """Ids of requests that were aborted before their streams were opened."""
-        self._is_shut_down = False
+        self._closed: EngineError | None = None
         self._turns = asyncio.Lock()
         """Held by the call that enters the queue next."""
 
@@ -203,10 +203,10 @@ class AsyncLLM:
 
         Running requests end with EngineError. Further calls have no effect.
         """
-        self._is_shut_down = True
+        self._closed = EngineError("The AsyncLLM is shut down; create another one.")
         self._exit_close.cancel()
         self._sink.fail_all(EngineError("The engine was shut down."))
-        self._engine.close()
+        self._engine.close(self._closed)
         self._validator.close()
 
     async def __aenter__(self) -> Self:
@@ -217,8 +217,8 @@ class AsyncLLM:
         await asyncio.to_thread(self.shutdown)
 
     def _client(self) -> EngineClient:
-        if self._is_shut_down:
-            raise EngineError("The AsyncLLM is shut down; create another one.")
+        if self._closed is not None:
+            raise self._closed
         return self._sink.client_of(asyncio.get_running_loop(), self._engine)
 
     async def _generate(
@@ -227,8 +227,10 @@ class AsyncLLM:
         if params is None:
             params = self._requests.default_params
         check_params(params, SamplingParams, "sampling_params")
+        if given_id is not None:
+            _check_id(given_id)
         client = self._client()
-        request_id = given_id or secrets.token_hex(16)
+        request_id = secrets.token_hex(16) if given_id is None else given_id
         if request_id in self._streams:
             raise DuplicateIdError(request_id)
         self._streams[request_id] = None
@@ -275,6 +277,13 @@ class AsyncLLM:
                 (request,) = await self._requests.make(sampled)
                 return request
             await asyncio.sleep(_HELD_POLL_S)
+
+
+def _check_id(given: object) -> None:
+    if not isinstance(given, str) or not given:
+        raise InvalidRequestError(
+            f"request_id must be a non-empty string, not {given!r:.80}.", param="request_id"
+        )
 
 
 class _Sink:

@@ -218,6 +218,20 @@ def test_leaving_the_loop_frees_its_blocks(engine: AsyncLLM, runner: asyncio.Run
     wait_until_free(engine)
 
 
+@pytest.mark.parametrize("request_id", ["", 5, 0, [], b"a"])
+def test_other_ids_are_rejected(
+    engine: AsyncLLM,
+    runner: asyncio.Runner,
+    request_id: Any,  # Any: what is wrong
+) -> None:
+    async def run() -> None:
+        async for _ in engine.generate(TEXT, ENDLESS, request_id):
+            pass
+
+    with pytest.raises(InvalidRequestError, match="request_id must be a non-empty string, not"):
+        runner.run(run())
+
+
 def test_aborted_requests_end_with_a_result(engine: AsyncLLM, runner: asyncio.Runner) -> None:
     async def run() -> list[Generation]:
         found = []
@@ -371,6 +385,8 @@ def test_shutdown_ends_what_runs() -> None:
         asyncio.run(run())
     with pytest.raises(EngineError, match="AsyncLLM is shut down"):
         asyncio.run(run())
+    with pytest.raises(EngineError, match="AsyncLLM is shut down"):
+        asyncio.run(engine.check_health())
     engine.shutdown()
 
 
