@@ -12,7 +12,7 @@ from cluster.serving.ray_serve.grpc_frontend import ServeGrpc
 from cluster.serving.ray_serve.handle import ServeHandle
 from cluster.serving.ray_serve.pace import MessagePace
 from cluster.serving.text.templates.chat_prompt import ChatPrompt
-from pagedray.errors import AuthenticationError, PagedRayError
+from pagedray.errors import AuthenticationError, InvalidRequestError, PagedRayError
 from pagedray.v1 import pagedray_pb2 as pb
 from tests.serving.grpc_frontend import grpc_frontend
 from tests.serving.ray_serve.test_frontends import Context
@@ -118,8 +118,6 @@ async def test_rejections_of_a_handles_generate_are_counted(
         ({"key": "wrong"}, "unauthenticated"),
         ({"prompts": "one text"}, "invalid"),
         ({"prompts": None}, "invalid"),
-        ({"prompts": {"x": 1}}, "invalid"),
-        ({"dimensions": "8"}, "invalid"),
         ({"prompts": ["x", 5]}, "invalid"),
         ({"prompts": ["x", ChatPrompt(())]}, "invalid"),
         ({"timeout_s": -1}, "invalid"),
@@ -144,8 +142,6 @@ async def test_rejections_of_a_handles_embed_are_counted(
         ({"query": ""}, "invalid"),
         ({"query": 5}, "invalid"),
         ({"documents": "one text"}, "invalid"),
-        ({"instruction": 5}, "invalid"),
-        ({"model": 5}, "invalid"),
         ({"documents": ["x", ""]}, "invalid"),
         ({"timeout_s": -1}, "invalid"),
     ],
@@ -160,6 +156,33 @@ async def test_rejections_of_a_handles_score_are_counted(
     with pytest.raises(PagedRayError):
         await ServeHandle(servicer, MessagePace(1e6)).score(**given)
     assert counted(servicer) == {f"ray {reason}": 1}
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "wrong"),
+    [
+        ("embed", "prompts", {"x": 1}),
+        ("embed", "dimensions", "8"),
+        ("embed", "model", 5),
+        ("score", "instruction", 5),
+        ("score", "model", 5),
+    ],
+)
+async def test_arguments_of_a_wrong_type_are_named(
+    servicer: Servicer,
+    method: str,
+    name: str,
+    wrong: Any,  # Any: what is wrong
+) -> None:
+    given: dict[str, Any] = {"model": None, "timeout_s": None, "key": KEY}
+    given |= (
+        {"prompts": ["x"], "dimensions": None}
+        if method == "embed"
+        else {"query": "x", "documents": ["y"], "instruction": None}
+    )
+    with pytest.raises(InvalidRequestError, match=f"^{name} must be a") as caught:
+        await getattr(ServeHandle(servicer, MessagePace(1e6)), method)(**(given | {name: wrong}))
+    assert caught.value.param == name
 
 
 async def test_calls_of_a_handle_without_a_valid_key_are_counted(servicer: Servicer) -> None:
