@@ -96,7 +96,9 @@ def test_a_process_that_stands_still_is_killed(loading: Loading) -> None:
     )
 
 
-@pytest.mark.parametrize("loading", [{"load": "time.sleep(60)", "timeout_s": 1.0}], indirect=True)
+@pytest.mark.parametrize(
+    "loading", [{"load": "time.sleep(60)", "timeout_s": 1.0, "silence_s": 10.0}], indirect=True
+)
 def test_a_process_that_does_not_load_in_time_is_killed(loading: Loading) -> None:
     code, _, errors = loading.ended()
     assert code == -signal.SIGKILL
