@@ -8,9 +8,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import unquote, urlsplit
+
+from tests.quiet_server import QuietServer
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -55,8 +57,7 @@ class FaultyServer(ABC):
         self.requested: list[Requested] = []
         self.faults: list[Fault] = []
         self._lock = threading.Lock()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Exchange, self))
-        self._server.daemon_threads = True
+        self._server = QuietServer(("127.0.0.1", 0), functools.partial(Exchange, self))
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
     @abstractmethod

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gzip
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import TYPE_CHECKING, Self
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from tests.quiet_server import QuietServer
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -44,7 +46,7 @@ class SpanCollector:
                 """Log nothing to the output of the test."""
 
         self._spans = spans
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = QuietServer(("127.0.0.1", 0), Handler)
         self._thread = threading.Thread(target=self._server.serve_forever)
 
     @property

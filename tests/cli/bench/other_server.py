@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import threading
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import TYPE_CHECKING
+
+from tests.quiet_server import QuietServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -87,7 +89,7 @@ def serving() -> Iterator[OtherServer]:
         def log_message(self, *_: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = QuietServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     state.url = f"http://127.0.0.1:{server.server_port}"
