@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attention.kernels.cpu.token_rows import AddNorm, Rotate
+from attention.kernels.cpu.token_rows import AddNorm, Gate, Rotate
 
 if TYPE_CHECKING:
     from attention.kernels.quantized_rows import QuantizedRows
@@ -152,6 +152,8 @@ def rotate_kernel(table: torch.Tensor, dtype: torch.dtype) -> RotateKernel | Non
 
 def gate_kernel(activation: Activation, device: torch.device) -> GateKernel | None:
     """Return the kernel that applies the activation to the gate and multiplies."""
+    if device.type == "cpu" and activation == "silu":
+        return Gate.make(device)
     if device.type != "cuda":
         return None
     from attention.kernels.triton.gate import gated

@@ -58,6 +58,15 @@ INLINE void store_bfloat(uint16_t *to, float value) {
     *to = value != value ? 0x7fc0 : (uint16_t)((word + 0x7fff + ((word >> 16) & 1)) >> 16);
 }
 
+INLINE void store_all_float(float *to, Floats values) { *(Floats *)to = values; }
+
+/* What store_bfloat does for each value. */
+INLINE void store_all_bfloat(uint16_t *to, Floats values) {
+    const Words words = (Words)values, is_nan = (Words)(values != values);
+    const Words rounded = (words + 0x7fff + ((words >> 16) & 1)) >> 16;
+    *(Halves *)to = __builtin_convertvector((rounded & ~is_nan) | (is_nan & 0x7fc0), Halves);
+}
+
 /* sums + x * y, as one instruction if there is one, which the compiler does not reassociate. */
 INLINE Floats add_product(Floats sums, Floats x, Floats y) {
 #ifdef __AVX512F__

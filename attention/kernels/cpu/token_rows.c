@@ -1,7 +1,7 @@
 /*
  * Element-wise work on token rows between GEMMs, on the CPU: the residual addition with the norm
- * that follows it, and rotary embeddings. For a few rows torch spends more time on its calls than
- * on the work.
+ * that follows it, rotary embeddings and the gate of an MLP. For a few rows torch spends more time
+ * on its calls than on the work.
  */
 #include <math.h>
 
@@ -9,6 +9,8 @@
 
 /* Number of elements above which several threads are faster than one. */
 #define MANY 65536
+/* The same for a gate, an exponential of each element. */
+#define MANY_GATES 16384
 
 #define ELEMENT float
 #define NAME(x) x##_float

@@ -1,4 +1,4 @@
-"""Norms and rotary embeddings of token rows on the CPU."""
+"""Norms, rotary embeddings and gates of token rows on the CPU."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Self
 
 import torch
+from torch.nn import functional
 
 from attention.kernels.cpu.native import load_kernels
 
-__all__ = ["AddNorm", "Rotate"]
+__all__ = ["AddNorm", "Gate", "Rotate"]
 
 _SUFFIXES = {torch.float32: "float", torch.bfloat16: "bfloat"}
 _ADDRESS, _NUMBER = ctypes.c_void_p, ctypes.c_int64
@@ -61,6 +62,40 @@ class AddNorm:
             self._size,
             self._eps,
         )
+        return out
+
+
+class Gate:
+    """Applies SiLU to one half of the columns, and multiplies by the other."""
+
+    def __init__(self, kernels: dict[torch.dtype, ctypes._NamedFuncPointer]) -> None:
+        self._kernels = kernels
+
+    @classmethod
+    def make(cls, device: torch.device) -> Self | None:
+        """Return the kernel of float32 and bfloat16, or None if it is not available."""
+        kernels = {}
+        for dtype in _SUFFIXES:
+            kernel = _kernel("gate", dtype, device)
+            if kernel is None:
+                return None
+            kernel.argtypes = [_ADDRESS, _NUMBER, _ADDRESS, _NUMBER, _NUMBER]
+            kernels[dtype] = kernel
+        return cls(kernels)
+
+    def __call__(self, columns: torch.Tensor) -> torch.Tensor:
+        """Return `silu(first half) * second half`, `[num_rows, num_columns / 2]`.
+
+        Torch computes dtypes other than those of the kernel.
+        """
+        kernel = self._kernels.get(columns.dtype)
+        if kernel is None:
+            gate, up = columns.chunk(2, dim=1)
+            return functional.silu(gate).mul_(up)
+        num_rows, num_columns = columns.shape
+        size = num_columns // 2
+        out = columns.new_empty((num_rows, size))
+        kernel(columns.data_ptr(), columns.stride(0), out.data_ptr(), num_rows, size)
         return out
 
 

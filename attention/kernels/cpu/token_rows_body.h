@@ -44,3 +44,30 @@ void NAME(rotate)(
         }
     }
 }
+
+INLINE Floats NAME(gate_of)(const ELEMENT *gate, const ELEMENT *up) {
+    return silu_of(NAME(load)(gate)) * NAME(load)(up);
+}
+
+/*
+ * out = silu(first half of the columns) * second half; called by Gate in token_rows.py. Rows of
+ * columns are strided, those of out are not.
+ */
+void NAME(gate)(
+    const ELEMENT *columns, int64_t stride, ELEMENT *out, int64_t num_rows, int64_t size) {
+    const int64_t num_whole = size / LANES * LANES, num_left = size - num_whole;
+#pragma omp parallel for if (num_rows * size > MANY_GATES)
+    for (int64_t row = 0; row < num_rows; row++) {
+        const ELEMENT *gate = columns + row * stride, *up = gate + size;
+        ELEMENT *to = out + row * size;
+        for (int64_t i = 0; i < num_whole; i += LANES)
+            NAME(store_all)(to + i, NAME(gate_of)(gate + i, up + i));
+        if (num_left) {
+            ELEMENT rest[2][LANES] = {{0}};
+            memcpy(rest[0], gate + num_whole, num_left * sizeof(ELEMENT));
+            memcpy(rest[1], up + num_whole, num_left * sizeof(ELEMENT));
+            NAME(store_all)(rest[0], NAME(gate_of)(rest[0], rest[1]));
+            memcpy(to + num_whole, rest[0], num_left * sizeof(ELEMENT));
+        }
+    }
+}

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from attention.kernels.cpu.packed_gemm import PackedGemm
-from attention.kernels.cpu.token_rows import AddNorm, Rotate
+from attention.kernels.cpu.token_rows import AddNorm, Gate, Rotate
 from attention.kernels.split_rows import SplitRows
 from pagedray.model_config import RopeConfig
 from workers.layers.linear_kernels.choice import linear_kernel_class, make_linear_kernel
@@ -81,10 +81,18 @@ def test_every_linear_kernel_agrees_with_torch(
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("has_kernel", [True, False])
 @torch.inference_mode()
 def test_gated_output_is_silu_of_one_half_times_the_other(
-    kind: type[LinearKernel], dtype: torch.dtype, has_bias: bool, num_rows: int
+    has_kernel: bool,
+    kind: type[LinearKernel],
+    dtype: torch.dtype,
+    has_bias: bool,
+    num_rows: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if not has_kernel:
+        monkeypatch.setattr(Gate, "make", lambda device: None)
     kernel, x, exact = _linear(kind, 74, num_rows, dtype=dtype, has_bias=has_bias)
     gate, other = exact.chunk(2, dim=1)
     assert _near(kernel.gated(x), functional.silu(gate) * other)
