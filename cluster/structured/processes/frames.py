@@ -9,7 +9,13 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["read_frame", "read_message", "write_frame", "write_frame_and_read"]
+__all__ = [
+    "has_unread_bytes",
+    "read_frame",
+    "read_message",
+    "write_frame",
+    "write_frame_and_read",
+]
 
 _MAX_BYTES = 256 * 2**20
 _STEP_BYTES = 2**20
@@ -21,6 +27,13 @@ _DISCARDED = bytearray(64 * 2**10)
 def write_frame(connection: socket.socket, body: bytes) -> None:
     """Send a frame. Raises OSError."""
     connection.sendall(_LENGTH.pack(len(body)) + body)
+
+
+def has_unread_bytes(connection: socket.socket) -> bool:
+    """Return whether the other end has left so much unread that even a short frame might wait."""
+    poll = select.poll()
+    poll.register(connection, select.POLLOUT)
+    return not poll.poll(0)
 
 
 def write_frame_and_read(

@@ -22,7 +22,7 @@ from cluster.structured.matchers.mark_matcher import MarkMatcher
 from cluster.structured.matchers.reasoning_budget import ReasoningBudget
 from cluster.structured.matchers.reasoning_matcher import ReasoningMatcher
 from cluster.structured.processes.cpu_budgets import TenantCpuBudgets
-from cluster.structured.processes.frames import read_message, write_frame
+from cluster.structured.processes.frames import has_unread_bytes, read_message, write_frame
 from cluster.structured.processes.mask_job import CHECK_INTERVAL_S, MaskJob
 from cluster.structured.processes.mask_work import MaskWork
 from cluster.structured.processes.memory_limit import is_out_of_memory, limit_memory
@@ -142,10 +142,25 @@ class _MaskServer:
                 # The kernel's limit, for a mask that keeps the GIL from this thread.
                 signal.setitimer(signal.ITIMER_REAL, 0.0 if is_idle else self._limit_s)
                 made = self._work.check_limits()
-                if made or (not is_idle and number % _CHECKS_PER_REPORT == 0):
+                if made:
                     self._send(made)
+                elif not is_idle and number % _CHECKS_PER_REPORT == 0:
+                    self._report()
         finally:
             os._exit(0)
+
+    def _report(self) -> None:
+        """Tell the replica that masks are being made, unless it has yet to read some.
+
+        A thread that waited for it to read would no longer set the timer.
+        """
+        if not self._send_lock.acquire(blocking=False):
+            return
+        try:
+            if not has_unread_bytes(self._connection):
+                write_frame(self._connection, msgspec.msgpack.encode(MaskReply([])))
+        finally:
+            self._send_lock.release()
 
     def _send(self, masks: list[MadeMask]) -> None:
         is_last = any(mask.is_offender for mask in masks)
