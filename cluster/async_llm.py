@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncLLM"]
 
+_SHUT_DOWN = "The AsyncLLM is shut down; create another one."
 _HELD_POLL_S = 0.05
 
 
@@ -92,7 +93,7 @@ class AsyncLLM:
         """Streams by the ids of their requests; None until a request has entered the queue."""
         self._aborted: set[str] = set()
         """Ids of requests that were aborted before their streams were opened."""
-        self._closed: EngineError | None = None
+        self._is_shut_down = False
         self._turns = asyncio.Lock()
         """Held by the call that enters the queue next."""
 
@@ -192,7 +193,7 @@ class AsyncLLM:
     async def check_health(self) -> None:
         """Raise EngineError if the engine has failed."""
         if self._engine.error is not None:
-            raise self._engine.error
+            raise self._engine.error.with_traceback(None)
 
     def stats(self) -> EngineStats:
         """Return a snapshot of the engine's counters."""
@@ -203,10 +204,10 @@ class AsyncLLM:
 
         Running requests end with EngineError. Further calls have no effect.
         """
-        self._closed = EngineError("The AsyncLLM is shut down; create another one.")
+        self._is_shut_down = True
         self._exit_close.cancel()
         self._sink.fail_all(EngineError("The engine was shut down."))
-        self._engine.close(self._closed)
+        self._engine.close(EngineError(_SHUT_DOWN))
         self._validator.close()
 
     async def __aenter__(self) -> Self:
@@ -217,8 +218,8 @@ class AsyncLLM:
         await asyncio.to_thread(self.shutdown)
 
     def _client(self) -> EngineClient:
-        if self._closed is not None:
-            raise self._closed
+        if self._is_shut_down:
+            raise EngineError(_SHUT_DOWN)
         return self._sink.client_of(asyncio.get_running_loop(), self._engine)
 
     async def _generate(

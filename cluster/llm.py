@@ -58,8 +58,7 @@ _VALIDATORS: dict[Task, type[Validator | EmbeddingValidator | ScoreValidator]] =
     "embed": EmbeddingValidator,
     "score": ScoreValidator,
 }
-
-
+_CLOSED = "The LLM is closed; create another one."
 _FIRST_PART = 16
 """Number of prompts of a call that are validated before the first of them is submitted."""
 _LARGEST_PART = 256
@@ -102,7 +101,7 @@ class LLM:
         self._engine = open_engine(config, self._sink, report_progress)
         self._exit_close = ExitClose(self._engine.close)
         self._max_model_len = config.max_model_len
-        self._closed: EngineError | None = None
+        self._is_closed = False
 
     def generate(
         self,
@@ -286,9 +285,9 @@ class LLM:
 
     def close(self) -> None:
         """Stop the engine and its ranks. Further calls have no effect."""
-        self._closed = EngineError("The LLM is closed; create another one.")
+        self._is_closed = True
         self._exit_close.cancel()
-        self._engine.close(self._closed)
+        self._engine.close(EngineError(_CLOSED))
         if isinstance(self._validator, Validator):
             self._validator.close()
 
@@ -322,8 +321,8 @@ class LLM:
         return self._engine
 
     def _check_open(self) -> None:
-        if self._closed is not None:
-            raise self._closed
+        if self._is_closed:
+            raise EngineError(_CLOSED)
 
     def _run(
         self,
