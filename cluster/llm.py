@@ -35,7 +35,7 @@ from cluster.serving.validation.embedding_validator import EmbeddingValidator
 from cluster.serving.validation.score_validator import ScoreValidator
 from cluster.serving.validation.validator import Validator
 from pagedray.errors import EngineError, InvalidRequestError, ShuttingDownError
-from pagedray.request import Request, SamplingParams
+from pagedray.request import Request, SamplingParams, check_bool
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -230,7 +230,7 @@ class LLM:
         validator = self._validator
         if not isinstance(validator, EmbeddingValidator):
             raise InvalidRequestError('embed() requires task="embed".')
-        check_params(normalize, bool, "normalize")
+        check_bool("normalize", normalize)
         if prompt_name is not None:
             check_params(prompt_name, str, "prompt_name")
         texts = cast("list[str | tuple[int, ...]]", [one.value for one in read_prompts(prompts)])

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cluster.sampling_params import SamplingParams
+from cluster.serving.beams.input import check_length_penalty
 from cluster.serving.beams.search import Beam, BeamSearch, EarlyStopping
 from cluster.serving.beams.step import beam_step
 from pagedray.batch import TokenLogprobs
@@ -70,16 +71,7 @@ class BeamSearchParams:
                 f"early_stopping must be true, false or never, not {self.early_stopping!r}.",
                 param="early_stopping",
             )
-        # NaN is not in the range.
-        if (
-            isinstance(self.length_penalty, bool)
-            or not isinstance(self.length_penalty, int | float)
-            or not -10 <= self.length_penalty <= 10
-        ):
-            raise InvalidRequestError(
-                f"length_penalty must be from -10 to 10, not {self.length_penalty!r}.",
-                param="length_penalty",
-            )
+        check_length_penalty(self.length_penalty, "length_penalty")
 
     @property
     def sampling(self) -> SamplingParams:

@@ -37,7 +37,7 @@ _TITLE = b"ray::"
 _FORKING = threading.RLock()
 """Held by a thread from before it forks until its child is known to the system."""
 _FORK_S = 5.0
-"""How long a fork can take at most, in seconds; an exit does not wait longer."""
+"""How long an exit waits for a thread that forks, in seconds."""
 
 os.register_at_fork(
     before=_FORKING.acquire,

@@ -121,7 +121,7 @@ def test_unknown_pooling_is_rejected(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "wrong", "kind"), [("normalize", [], "bool"), ("prompt_name", 5, "str")]
+    ("name", "wrong", "kind"), [("normalize", [], "true or false"), ("prompt_name", 5, "str")]
 )
 def test_options_of_another_type_are_rejected(llm: LLM, name: str, wrong: Any, kind: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"{name} must be {kind}, not"):
