@@ -93,8 +93,8 @@ def measure_engine(
 def _seconds(
     llm: LLM, workload: Workload, *, seed: int, max_new_tokens: int | None = None
 ) -> float:
-    """Return the time of a call. Prompts of different seeds share no cached block."""
-    chance = random.Random(seed)
+    """Return the time of a call. Prompts of other seeds or workloads share no cached block."""
+    chance = random.Random(f"{workload} {seed}")
     lengths = workload.lengths()
     prompts = [[chance.randrange(2, MAX_TOKEN_ID) for _ in range(size)] for size, _ in lengths]
     sizes = [min(size, max_new_tokens or size) for _, size in lengths]
