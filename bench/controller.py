@@ -30,7 +30,8 @@ from cluster.engine.executor import Executor, RankHealth
 from pagedray.batch import ControllerMessage, StepOutput, StepPlan, WorkerMessage
 from pagedray.config import CacheConfig, CacheSize, EngineConfig, KernelReport, SchedulerConfig
 from pagedray.model_config import ModelConfig
-from pagedray.request import Request, SamplingParams
+from pagedray.request import Request
+from pagedray.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from cluster.serving.engine_stream import EngineStream
     from pagedray.batch import TokenLogprobs
     from pagedray.request import Request
-    from pagedray.request import SamplingParams as RequestParams
+    from pagedray.sampling_params import SamplingParams as RequestParams
 
 __all__ = ["AsyncLLM"]
 

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from cluster.serving.text.tokenizer import Tokenizer
     from pagedray.batch import PromptLogprobs, TokenLogprobs
     from pagedray.reasoning import Reasoning
-    from pagedray.request import Request, SamplingParams
+    from pagedray.request import Request
+    from pagedray.sampling_params import SamplingParams
 
 __all__ = ["Collector", "Completion", "Generation", "Logprob"]
 

@@ -35,7 +35,8 @@ from cluster.serving.validation.embedding_validator import EmbeddingValidator
 from cluster.serving.validation.score_validator import ScoreValidator
 from cluster.serving.validation.validator import Validator
 from pagedray.errors import EngineError, InvalidRequestError, ShuttingDownError
-from pagedray.request import Request, SamplingParams, check_bool
+from pagedray.field_checks import check_bool
+from pagedray.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from pagedray.config import EngineConfig
     from pagedray.model_config import Task
     from pagedray.rank_roofline import RankRoofline
+    from pagedray.request import Request
 
 __all__ = ["LLM", "Completion", "Generation"]
 

@@ -14,7 +14,9 @@ from cluster.serving.beams.search import Beam, BeamSearch, EarlyStopping
 from cluster.serving.beams.step import beam_step
 from pagedray.batch import TokenLogprobs
 from pagedray.errors import EngineError, InvalidRequestError
-from pagedray.request import MAX_LOGPROBS, FinishReason, check_bool
+from pagedray.field_checks import check_bool
+from pagedray.request import FinishReason
+from pagedray.sampling_params import MAX_LOGPROBS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -19,7 +19,7 @@ from cluster.serving.openai.bodies.tool_fields import read_tools
 from cluster.serving.text.templates.chat_prompt import ChatPrompt
 from cluster.serving.text.templates.template_arguments import check_variable_names
 from pagedray.errors import InvalidRequestError
-from pagedray.request import check_bool
+from pagedray.field_checks import check_bool
 
 if TYPE_CHECKING:
     from collections.abc import Callable

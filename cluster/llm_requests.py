@@ -13,8 +13,8 @@ from cluster.llm_prompts import SaltedPrompt
 from cluster.sampling_params import SamplingParams, engine_fields
 from cluster.serving.inputs import GenerationInput
 from cluster.serving.validation.validator import Validator
-from pagedray import request
 from pagedray.errors import InvalidRequestError
+from pagedray.sampling_params import SamplingParams as EngineSamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Mapping
@@ -42,7 +42,7 @@ class SampledPrompt:
     """A prompt and how its completions are sampled."""
 
     prompt: SaltedPrompt
-    params: request.SamplingParams
+    params: EngineSamplingParams
     seed: int | None
     """The seed of `params`, or else the next one of the model; None is random."""
 
@@ -84,13 +84,13 @@ class RequestMaker:
         ]
 
     # Any: what a caller gave.
-    def _params_of(self, given: Any, num_prompts: int) -> Sequence[request.SamplingParams]:
+    def _params_of(self, given: Any, num_prompts: int) -> Sequence[EngineSamplingParams]:
         """Return the parameters of each prompt. Raises InvalidRequestError."""
-        if given is None or isinstance(given, request.SamplingParams):
+        if given is None or isinstance(given, EngineSamplingParams):
             return [given or self.default_params] * num_prompts
         params = given if isinstance(given, Sequence) else [given]
         for one in params:
-            check_params(one, request.SamplingParams, "sampling_params")
+            check_params(one, EngineSamplingParams, "sampling_params")
         if len(params) != num_prompts:
             raise InvalidRequestError(
                 f"sampling_params must have one entry per prompt, {num_prompts}, not "

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pagedray import request
 from pagedray.errors import InvalidRequestError
-from pagedray.request import MAX_COUNT, check_bool
+from pagedray.field_checks import MAX_COUNT, check_bool
+from pagedray.sampling_params import SamplingParams as EngineSamplingParams
 from pagedray.wording.shown_value import shown_value
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class RequestOutputKind(IntEnum):
     """All tokens, in a single result."""
 
 
-class SamplingParams(request.SamplingParams, frozen=True, kw_only=True, omit_defaults=True):
+class SamplingParams(EngineSamplingParams, frozen=True, kw_only=True, omit_defaults=True):
     """How tokens are sampled, when generation stops, and what the text contains.
 
     Raises InvalidRequestError, which names the field and its allowed values.
@@ -95,7 +95,8 @@ class SamplingParams(request.SamplingParams, frozen=True, kw_only=True, omit_def
         super().__post_init__()
 
 
-def engine_fields(params: request.SamplingParams) -> dict[str, Any]:  # Any: fields of all types
+# Any: fields of all types.
+def engine_fields(params: EngineSamplingParams) -> dict[str, Any]:
     """Return the fields that the engine knows; without `max_tokens` if it was None."""
     given = msgspec.structs.asdict(params)
     if given["max_tokens"] == MAX_COUNT:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from cluster.serving.ray_serve.deployment import build_app
     from cluster.serving.ray_serve.llm import PagedRayLLM
     from pagedray.errors import PagedRayError
-    from pagedray.request import FinishReason, Structure
+    from pagedray.request import FinishReason
+    from pagedray.structure import Structure
 
 __all__ = [
     "LLM",
@@ -52,7 +53,7 @@ _HOMES = {
     "PagedRayError": "pagedray.errors",
     "RequestOutputKind": "cluster.sampling_params",
     "SamplingParams": "cluster.sampling_params",
-    "Structure": "pagedray.request",
+    "Structure": "pagedray.structure",
     "PagedRayLLM": "cluster.serving.ray_serve.llm",
     "build_app": "cluster.serving.ray_serve.deployment",
 }

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import msgspec
 
 from pagedray.decodes import Decodes
-from pagedray.request import SamplingParams
+from pagedray.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -8,7 +8,7 @@ import torch
 
 from pagedray.batch import SequencePlan, SequenceStart, StepMasks, StepPlan, pack_token_ids
 from pagedray.rank_progress import Phase
-from pagedray.request import MAX_LOGPROBS, SamplingParams
+from pagedray.sampling_params import MAX_LOGPROBS, SamplingParams
 from workers.graph_sizes import NO_GRAPHS, GraphSizes
 from workers.sampling.masks import num_mask_bytes
 from workers.worker import release_gpu_memory

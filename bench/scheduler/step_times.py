@@ -15,7 +15,8 @@ from cluster.scheduling.queues.fair_queue import FairQueue, Share
 from cluster.scheduling.scheduler import Scheduler
 from pagedray.batch import StepOutput
 from pagedray.config import SchedulerConfig
-from pagedray.request import Request, SamplingParams
+from pagedray.request import Request
+from pagedray.sampling_params import SamplingParams
 
 __all__ = [
     "fork_figures",

@@ -46,7 +46,9 @@ from cluster.serving.validation.validator import Validator
 from cluster.structured.matchers.vocabulary import Vocabulary, vocabulary_of
 from cluster.structured.processes.compiler import StructureCompiler
 from cluster.structured.processes.messages import CompileLimits
-from pagedray.request import Request, SamplingParams, Structure
+from pagedray.request import Request
+from pagedray.sampling_params import SamplingParams
+from pagedray.structure import Structure
 
 if TYPE_CHECKING:
     from cluster.structured.processes.compiled_grammar import CompiledGrammar

@@ -11,7 +11,8 @@ from cluster.engine.controller import Controller
 from cluster.engine.local_executor import LocalExecutor
 from cluster.engine.open_engine import open_engine
 from cluster.engine.options.engine_options import EngineOptions, engine_config
-from pagedray.request import Request, SamplingParams
+from pagedray.request import Request
+from pagedray.sampling_params import SamplingParams
 from workers.decoder_worker import DecoderWorker
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from bench.swap.engine import wait_until_pinned
 from cluster.engine.options.engine_options import EngineOptions, engine_config
 from pagedray.batch import BlockCopy, SequencePlan, SequenceStart, StepPlan, pack_token_ids
-from pagedray.request import SamplingParams
+from pagedray.sampling_params import SamplingParams
 from workers.decoder_worker import DecoderWorker
 from workers.parallel.group import SoloGroup
 from workers.runner.kv_cache import block_bytes

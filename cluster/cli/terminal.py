@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.cli.text_llm import TextLLM
 from pagedray.errors import InvalidRequestError
-from pagedray.request import SamplingParams
+from pagedray.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

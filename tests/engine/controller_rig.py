@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from cluster.engine.controller import Controller
 from cluster.engine.faults.death_budget import DeathBudget
 from pagedray.config import EngineConfig
-from pagedray.request import Request, SamplingParams
+from pagedray.request import Request
+from pagedray.sampling_params import SamplingParams
 from tests.fakes import FakeExecutor, RecordingSink, unused_model, wait_for
 
 if TYPE_CHECKING:

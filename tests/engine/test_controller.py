@@ -15,7 +15,8 @@ from pagedray.errors import (
     StartupError,
     WorkerError,
 )
-from pagedray.request import FinishReason, Request, SamplingParams
+from pagedray.request import FinishReason, Request
+from pagedray.sampling_params import SamplingParams
 from tests.engine.controller_rig import Rig
 from tests.fakes import FakeExecutor, wait_for
 

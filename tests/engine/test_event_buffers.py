@@ -11,7 +11,8 @@ import pytest
 from cluster.engine.event_buffers import EventBuffer, EventDispatcher
 from cluster.scheduling.event import TokenEvent
 from pagedray.errors import EngineError
-from pagedray.request import FinishReason, Request, SamplingParams
+from pagedray.request import FinishReason, Request
+from pagedray.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,7 +12,7 @@ from cluster.engine.local_executor import LocalExecutor
 from cluster.engine.options.engine_options import EngineOptions, engine_config
 from pagedray.batch import BlockCopy, SequencePlan, SequenceStart, StepPlan, pack_token_ids
 from pagedray.errors import WorkerError
-from pagedray.request import SamplingParams
+from pagedray.sampling_params import SamplingParams
 from tests.system.server_process import TINY_LLAMA
 from tests.workers.copying_steps import CopyingWorker
 from workers.decoder_worker import DecoderWorker

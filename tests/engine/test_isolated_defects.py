@@ -15,7 +15,8 @@ from cluster.scheduling.kv_manager import KvManager
 from cluster.scheduling.prefixes.prefix_registry import PrefixRegistry
 from cluster.scheduling.sequence import Sequence
 from pagedray.batch import SequenceStart
-from pagedray.request import FinishReason, Request, SamplingParams
+from pagedray.request import FinishReason, Request
+from pagedray.sampling_params import SamplingParams
 from tests.fakes import RecordingSink, wait_for
 from tests.system.server_process import TINY_LLAMA
 from workers.runner.input_batch import InputBatch

@@ -8,7 +8,7 @@ import torch
 from cluster.engine.local_executor import LocalExecutor
 from cluster.engine.options.engine_options import EngineOptions, engine_config
 from pagedray.batch import SequencePlan, SequenceStart, StepPlan, pack_token_ids
-from pagedray.request import SamplingParams
+from pagedray.sampling_params import SamplingParams
 from tests.system.server_process import TINY_LLAMA
 from workers.decoder_worker import DecoderWorker
 from workers.layers.linear_kernels.choice import linear_kernel_class

@@ -23,7 +23,7 @@ from tests.system.server_process import TINY_LLAMA
 if TYPE_CHECKING:
     from cluster.llm_prompts import SaltedPrompt
     from pagedray.request import Request
-    from pagedray.request import SamplingParams as RequestParams
+    from pagedray.sampling_params import SamplingParams as RequestParams
     from tests.hostile.attack import Attack, Findings
 
 __all__ = ["EngineGaps", "EngineLoad"]

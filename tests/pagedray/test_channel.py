@@ -30,7 +30,7 @@ from pagedray.channel import (
     ControllerChannel,
 )
 from pagedray.decodes import Decodes
-from pagedray.request import SamplingParams
+from pagedray.sampling_params import SamplingParams
 from pagedray.step_listener import StepListener, connect
 from tests.fakes import wait_for
 

@@ -9,7 +9,8 @@ from cluster.scheduling.planning.policy import MAX_PREEMPTIONS
 from cluster.scheduling.scheduler import MAX_PLANS_IN_FLIGHT, Scheduler
 from pagedray.batch import DiskReport, StepPlan
 from pagedray.config import Preemption, SchedulerConfig
-from pagedray.request import Request, SamplingParams
+from pagedray.request import Request
+from pagedray.sampling_params import SamplingParams
 from tests.scheduling.fake_worker import EOS, BadValue, Block, FakeWorker, SeedRecords
 from tests.scheduling.invariants import Invariants
 from tests.scheduling.masks.random_masks import RandomMasks

@@ -5,7 +5,8 @@ from array import array
 from cluster.scheduling.blocks.prefix_cache import PrefixCache
 from cluster.scheduling.kv_manager import KvManager
 from cluster.scheduling.sequence import ActiveRequest, Sequence
-from pagedray.request import Request, SamplingParams
+from pagedray.request import Request
+from pagedray.sampling_params import SamplingParams
 from tests.scheduling.blocks.test_cpu_prefix_cache import make_cpu_cache
 
 BLOCK_SIZE = 4

@@ -7,7 +7,8 @@ import pytest
 
 from cluster.scheduling.deadlines import Deadlines
 from cluster.scheduling.sequence import ActiveRequest
-from pagedray.request import Request, SamplingParams
+from pagedray.request import Request
+from pagedray.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -3,7 +3,8 @@ import pytest
 from cluster.scheduling.scheduler import Scheduler
 from pagedray.batch import StepOutput, StepPlan, TokenLogprobs
 from pagedray.errors import CapacityError, InvalidRequestError, OverloadedError, WorkerError
-from pagedray.request import FinishReason, Request, SamplingParams
+from pagedray.request import FinishReason, Request
+from pagedray.sampling_params import SamplingParams
 from tests.scheduling.fake_worker import EOS
 from tests.scheduling.harness import Harness
 

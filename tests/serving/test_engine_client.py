@@ -15,7 +15,8 @@ from cluster.serving.memory.output_buffer import OutputBuffers
 from cluster.serving.memory.tenant_bytes import BufferLimits
 from pagedray.batch import TokenLogprobs
 from pagedray.errors import EngineError, OverloadedError, WorkerError
-from pagedray.request import FinishReason, Request, SamplingParams
+from pagedray.request import FinishReason, Request
+from pagedray.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

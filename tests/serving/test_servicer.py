@@ -23,7 +23,8 @@ from pagedray.errors import (
     OverloadedError,
     ShuttingDownError,
 )
-from pagedray.request import FinishReason, Structure
+from pagedray.request import FinishReason
+from pagedray.structure import Structure
 from tests.serving.conftest import encoder_config, engine_config
 from tests.serving.fake_engine import FakeEngine
 from tests.serving.limited_tenants import limited_tenants

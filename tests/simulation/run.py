@@ -12,7 +12,8 @@ from cluster.engine.controller import Controller
 from cluster.serving.engine_client import EngineClient
 from pagedray.config import CacheConfig, EngineConfig, SchedulerConfig
 from pagedray.errors import CapacityError, LethalRequestError, OverloadedError
-from pagedray.request import FinishReason, Request, SamplingParams
+from pagedray.request import FinishReason, Request
+from pagedray.sampling_params import SamplingParams
 from tests.fakes import unused_model
 from tests.scheduling.fake_worker import EOS, undisturbed
 from tests.scheduling.masks.random_masks import RandomMasks

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagedray.request import MAX_BAD_WORD_TOKENS
+from pagedray.sampling_params import MAX_BAD_WORD_TOKENS
 from workers.sampling.arrays import IntArray, upload
 
 if TYPE_CHECKING:

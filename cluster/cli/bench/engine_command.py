@@ -25,7 +25,7 @@ from cluster.cli.bench.workloads import WORKLOADS, uniform_workload
 from cluster.cli.text_llm import TextLLM
 from cluster.engine.options.engine_options import default_device
 from pagedray.errors import DeviceError, StartupError
-from pagedray.request import SamplingParams
+from pagedray.sampling_params import SamplingParams
 from pagedray.version import __version__
 from pagedray.wording.counted import counted
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cluster.cli.flags.flag import Flag, add_flag
-from pagedray.request import SamplingParams
+from pagedray.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     import argparse

@@ -7,7 +7,7 @@ from typing import Any
 
 from pagedray.errors import CheckpointError, InvalidRequestError, StartupError
 from pagedray.presence import has_file
-from pagedray.request import SamplingParams
+from pagedray.sampling_params import SamplingParams
 from workers.models.config_json.config_file import ConfigFile
 
 __all__ = ["sampling_defaults"]

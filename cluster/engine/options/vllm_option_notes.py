@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from pagedray.request import MAX_LOGPROBS
+from pagedray.sampling_params import MAX_LOGPROBS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

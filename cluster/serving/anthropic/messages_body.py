@@ -15,7 +15,8 @@ from cluster.serving.openai.bodies.field_kinds import bounds, cache_salt_field
 from cluster.serving.openai.bodies.parameters import IGNORED
 from cluster.structured.grammar.grammar_text import MAX_TEXT_BYTES
 from pagedray.errors import InvalidRequestError
-from pagedray.request import MAX_STOP, MAX_STOP_LENGTH, Structure
+from pagedray.sampling_params import MAX_STOP, MAX_STOP_LENGTH
+from pagedray.structure import Structure
 
 if TYPE_CHECKING:
     from cluster.serving.anthropic.model_support import ModelSupport

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pagedray.errors import InvalidRequestError
-from pagedray.request import SamplingParams
+from pagedray.sampling_params import SamplingParams
 from pagedray.wording.shown_value import shown_value
 
 if TYPE_CHECKING:

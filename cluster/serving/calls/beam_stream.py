@@ -12,7 +12,8 @@ from cluster.serving.beams.search import Beam, BeamSearch
 from cluster.serving.beams.step import beam_step
 from pagedray.batch import TokenLogprobs
 from pagedray.errors import InvalidRequestError, OverloadedError, PagedRayError
-from pagedray.request import MAX_LOGPROBS, FinishReason, Request
+from pagedray.request import FinishReason, Request
+from pagedray.sampling_params import MAX_LOGPROBS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

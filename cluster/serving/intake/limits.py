@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from cluster.serving.memory.tenant_bytes import BufferLimits
 from pagedray.errors import ContextLengthError
-from pagedray.request import MAX_N
+from pagedray.sampling_params import MAX_N
 
 if TYPE_CHECKING:
     from pagedray.config import EngineConfig

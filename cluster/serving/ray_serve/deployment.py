@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from cluster.serving.server_info import ServerLoads
     from cluster.serving.servicer import EmbeddingOutput, GenerationOutput
     from pagedray.config import Device
-    from pagedray.request import SamplingParams
+    from pagedray.sampling_params import SamplingParams
 
 __all__ = ["PagedRay", "build_app", "deployment_options"]
 

@@ -23,7 +23,8 @@ from cluster.serving.inputs import (
 from cluster.serving.text.templates.chat_prompt import ChatPrompt
 from cluster.serving.validation.embedding_validator import MAX_PROMPTS
 from pagedray.errors import InvalidRequestError
-from pagedray.request import MAX_COUNT, SamplingParams, check_bool
+from pagedray.field_checks import MAX_COUNT, check_bool
+from pagedray.sampling_params import SamplingParams
 from pagedray.wording.nearest_name import nearest_name
 
 if TYPE_CHECKING:

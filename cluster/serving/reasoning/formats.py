@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from cluster.serving.text.tokenizer import Tokenizer
-    from pagedray.request import Structure
+    from pagedray.structure import Structure
 
 __all__ = [
     "REASONING_FORMATS",

@@ -16,7 +16,9 @@ from cluster.serving.tools.tool_choice import ToolChoice, ToolUse, check_tools
 from cluster.serving.tools.turn_reader import TurnDelta
 from cluster.serving.tools.turns import Turns
 from pagedray.errors import InvalidRequestError
-from pagedray.request import FinishReason, Structure, check_size
+from pagedray.field_checks import check_size
+from pagedray.request import FinishReason
+from pagedray.structure import Structure
 from pagedray.v1 import pagedray_pb2 as pb
 
 if TYPE_CHECKING:

@@ -26,15 +26,15 @@ from cluster.serving.rpc.message_limit import check_message_size
 from cluster.serving.validation.embedding_validator import MAX_PROMPTS
 from cluster.serving.validation.score_validator import MAX_PAIRS
 from pagedray.errors import InvalidRequestError
-from pagedray.request import (
+from pagedray.field_checks import check_size
+from pagedray.sampling_params import (
     MAX_ALLOWED,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_STOP,
-    Structure,
-    check_size,
 )
+from pagedray.structure import Structure
 from pagedray.v1 import pagedray_pb2 as pb
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from cluster.serving.resume.registry import StreamFormat
 from cluster.serving.rpc import chat as grpc_chat
 from cluster.serving.rpc import requests as grpc_requests
 from cluster.serving.rpc import responses as grpc_responses
-from pagedray.request import check_size
+from pagedray.field_checks import check_size
 from pagedray.v1 import pagedray_pb2 as pb
 
 if TYPE_CHECKING:

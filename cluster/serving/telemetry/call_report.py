@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from cluster.serving.inputs import CallOrigin, Operation
 from pagedray.errors import PagedRayError
-from pagedray.request import SamplingParams
+from pagedray.sampling_params import SamplingParams
 
 __all__ = ["CallReport", "outcome_of"]
 

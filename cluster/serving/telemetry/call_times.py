@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from cluster.serving.telemetry.call_report import CallReport
-    from pagedray.request import StructureKind
+    from pagedray.structure import StructureKind
 
 __all__ = ["CallTimes"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pagedray.errors import InvalidRequestError
-from pagedray.request import check_token_ids
+from pagedray.field_checks import check_token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

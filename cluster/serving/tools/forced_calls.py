@@ -14,7 +14,7 @@ from cluster.serving.tools.channel_headers import ANSWER_HEADER, call_header
 from cluster.structured.grammar.grammar_text import MAX_TEXT_BYTES, MAX_TEXT_LENGTH
 from cluster.structured.grammar.turn import MessageForm, MessagesStructure, TurnStructure
 from pagedray.errors import InvalidRequestError
-from pagedray.request import Structure
+from pagedray.structure import Structure
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -37,7 +37,7 @@ from cluster.structured.grammar.calls.turn_with_calls import (
     Notation,
 )
 from cluster.structured.grammar.grammar_text import MAX_TEXT_BYTES
-from pagedray.request import Structure
+from pagedray.structure import Structure
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from cluster.serving.validation.prompt_reader import are_long, check_unicode
 from pagedray.errors import InvalidRequestError
-from pagedray.request import MAX_BAD_WORD_TOKENS
+from pagedray.sampling_params import MAX_BAD_WORD_TOKENS
 from pagedray.wording.shown_value import shown_value
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from cluster.serving.inputs import MAX_CLIENT_ID_LENGTH, MAX_SALT_LENGTH
 from cluster.serving.validation.prompt_reader import check_unicode
 from pagedray.errors import InvalidRequestError
-from pagedray.request import MAX_N
+from pagedray.sampling_params import MAX_N
 from pagedray.wording.counted import counted
 from pagedray.wording.shown_value import shown_value
 

@@ -19,7 +19,7 @@ from cluster.serving.text.templates.chat_prompt import ChatPrompt
 from cluster.serving.text.templates.request_templates import ProgramTemplates, RequestTemplates
 from cluster.serving.validation.rerank_prompt import rerank_prompt
 from pagedray.errors import ContextLengthError, InvalidRequestError
-from pagedray.request import check_token_ids
+from pagedray.field_checks import check_token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -13,7 +13,9 @@ import msgspec
 from cluster.serving.text.templates.chat_prompt import ChatPrompt
 from cluster.serving.validation.prompt_reader import check_unicode
 from pagedray.errors import InvalidRequestError, OutputLengthError
-from pagedray.request import SamplingParams, Structure, StructureKind, check_token_ids
+from pagedray.field_checks import check_token_ids
+from pagedray.sampling_params import SamplingParams
+from pagedray.structure import Structure, StructureKind
 from pagedray.wording.counted import counted
 
 if TYPE_CHECKING:

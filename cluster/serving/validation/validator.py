@@ -1,7 +1,7 @@
 """The validator behind every frontend: it turns a client's input into requests or rejects it.
 
 Frontends only parse their protocol. Limits and error messages are decided here and in
-`pagedray.request`, so that they are the same over every frontend.
+`pagedray.sampling_params`, so that they are the same over every frontend.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ from cluster.structured.matchers.vocabulary import vocabulary_of
 from cluster.structured.processes.compiler import StructureCompiler
 from cluster.structured.processes.messages import limits_for
 from pagedray.errors import InvalidRequestError, PromptLengthError
-from pagedray.request import Request, SamplingParams, Structure, StructureKind, check_token_ids
+from pagedray.field_checks import check_token_ids
+from pagedray.request import Request
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
     from cluster.structured.processes.compiled_grammar import CompiledGrammar
     from pagedray.config import EngineConfig
     from pagedray.reasoning import Reasoning
+    from pagedray.sampling_params import SamplingParams
+    from pagedray.structure import Structure, StructureKind
 
 __all__ = ["Validator"]
 

@@ -17,7 +17,7 @@ from cluster.structured.grammar.shared_parts import with_shared_parts
 from cluster.structured.grammar.single_uses import without_single_uses
 from cluster.structured.grammar.structural_tag import read_structural_tag
 from cluster.structured.grammar.turn import Grammar, read_messages, read_turn
-from pagedray.request import Structure
+from pagedray.structure import Structure
 
 __all__ = ["MAX_TEXT_BYTES", "MAX_TEXT_LENGTH", "grammar_text"]
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cluster.structured.matchers.vocabulary import Vocabulary
-    from pagedray.request import Structure
+    from pagedray.structure import Structure
 
 __all__ = ["StructureCompiler"]
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from cluster.structured.matchers.vocabulary import Vocabulary
-    from pagedray.request import Structure
+    from pagedray.structure import Structure
 
 __all__ = ["StructureCompilerClient"]
 

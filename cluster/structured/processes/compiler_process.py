@@ -39,7 +39,7 @@ from cluster.structured.processes.messages import (
 )
 from cluster.structured.processes.warm_up import NICENESS, WarmUp
 from pagedray.errors import InvalidRequestError
-from pagedray.request import Structure
+from pagedray.structure import Structure
 from pagedray.system.thread_priority import lower_priority
 
 if TYPE_CHECKING:

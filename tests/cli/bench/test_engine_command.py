@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cluster.llm import Generation
-    from pagedray.request import SamplingParams
+    from pagedray.sampling_params import SamplingParams
 
 MODEL = "examples/tiny-llama"
 CPU = ("--device=cpu", "--dtype=float32", "--num-threads=1", "--num-blocks=256", "--json")

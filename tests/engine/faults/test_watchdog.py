@@ -20,7 +20,8 @@ from cluster.engine.faults.watchdog import ProgressClock
 from cluster.engine.local_executor import LocalExecutor
 from cluster.engine.options.engine_options import EngineOptions, engine_config
 from pagedray.errors import EngineError, HungRankError, WorkerError
-from pagedray.request import FinishReason, Request, SamplingParams
+from pagedray.request import FinishReason, Request
+from pagedray.sampling_params import SamplingParams
 from tests.engine.controller_rig import Rig
 from tests.fakes import FakeExecutor, RecordingSink, wait_for
 from tests.system.server_process import ROOT, TINY_LLAMA

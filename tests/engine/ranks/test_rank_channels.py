@@ -29,7 +29,7 @@ from pagedray.batch import (
 )
 from pagedray.channel import ChannelClosedError, StepChannel
 from pagedray.errors import WorkerError
-from pagedray.request import SamplingParams
+from pagedray.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

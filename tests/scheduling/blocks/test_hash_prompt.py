@@ -10,7 +10,8 @@ from cluster.scheduling.scheduler import Scheduler
 from pagedray.batch import StepOutput
 from pagedray.config import SchedulerConfig
 from pagedray.errors import InvalidRequestError
-from pagedray.request import Request, SamplingParams
+from pagedray.request import Request
+from pagedray.sampling_params import SamplingParams
 
 NUM_TOKENS = 6000
 

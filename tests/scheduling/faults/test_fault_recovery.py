@@ -9,7 +9,8 @@ from cluster.scheduling.prefixes.prefix_registry import PrefixRegistry
 from cluster.scheduling.scheduler import Scheduler
 from pagedray.batch import StepOutput
 from pagedray.config import SchedulerConfig
-from pagedray.request import FinishReason, Request, SamplingParams
+from pagedray.request import FinishReason, Request
+from pagedray.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     import pytest

@@ -7,7 +7,8 @@ from cluster.scheduling.planning.policy import (
 )
 from cluster.scheduling.sequence import ActiveRequest, Sequence
 from cluster.scheduling.sequence_queue import SequenceQueue
-from pagedray.request import Request, SamplingParams
+from pagedray.request import Request
+from pagedray.sampling_params import SamplingParams
 
 
 def make_sequence(*, arrival: int, priority: int = 0) -> Sequence:

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from cluster.scheduling.blocks.prefix_cache import BlockKey, PrefixCache
 from cluster.scheduling.kv_manager import KvManager
 from cluster.scheduling.sequence import ActiveRequest, Sequence
-from pagedray.request import Request, SamplingParams
+from pagedray.request import Request
+from pagedray.sampling_params import SamplingParams
 
 BLOCK_SIZE = 2
 NUM_BLOCKS = 12

@@ -13,7 +13,8 @@ from cluster.serving.calls.beam_stream import BeamStream
 from cluster.serving.engine_client import EngineClient
 from pagedray.batch import TokenLogprobs
 from pagedray.errors import DeadlineError, OverloadedError
-from pagedray.request import FinishReason, Request, SamplingParams
+from pagedray.request import FinishReason, Request
+from pagedray.sampling_params import SamplingParams
 from tests.serving.waiting import wait_until
 
 if TYPE_CHECKING:

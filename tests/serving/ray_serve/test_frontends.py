@@ -20,7 +20,7 @@ from cluster.serving.ray_serve.handle import ServeHandle
 from cluster.serving.ray_serve.pace import MessagePace
 from cluster.serving.ray_serve.proxied_grpc.message import TIMEOUT_KEY
 from pagedray.errors import InvalidRequestError
-from pagedray.request import SamplingParams
+from pagedray.sampling_params import SamplingParams
 from pagedray.v1 import pagedray_pb2 as pb
 from tests.serving.rejections.rejected_cases import CASES, Case
 

@@ -9,7 +9,7 @@ import pytest
 from cluster.serving.inputs import GenerationInput
 from cluster.serving.validation.validator import Validator
 from pagedray.errors import InvalidRequestError
-from pagedray.request import SamplingParams
+from pagedray.sampling_params import SamplingParams
 from tests.serving.conftest import engine_config
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from cluster.serving.responses.items import read_items
 from cluster.serving.responses.stored_responses import StoreLimits
-from pagedray.request import Structure
+from pagedray.structure import Structure
 from tests.serving.conftest import Server
 from tests.serving.responses.response_calls import CALL, OUTPUT, SPACE, TEMPLATE, TOOL, USE, posted
 from tests.serving.waiting import wait_until

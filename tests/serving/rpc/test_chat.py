@@ -17,7 +17,8 @@ from cluster.serving.rpc.chat import Chat
 from cluster.serving.text.templates.chat_prompt import ChatPrompt
 from cluster.serving.text.text_stream import SequenceOutput
 from pagedray.errors import InvalidRequestError
-from pagedray.request import FinishReason, Structure
+from pagedray.request import FinishReason
+from pagedray.structure import Structure
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
 from tests.serving.checkpoint import TEXT

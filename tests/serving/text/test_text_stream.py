@@ -8,7 +8,8 @@ from cluster.scheduling.event import TokenEvent
 from cluster.serving.text.stop_strings import StopStrings
 from cluster.serving.text.text_stream import SequenceOutput, TextStream
 from pagedray.batch import TokenLogprobs
-from pagedray.request import FinishReason, Request, SamplingParams
+from pagedray.request import FinishReason, Request
+from pagedray.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from cluster.serving.text.tokenizer import Tokenizer

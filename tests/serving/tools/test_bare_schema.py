@@ -8,7 +8,7 @@ import pytest
 
 from cluster.serving.tools.bare_schema import bare_schema
 from cluster.structured.grammar.grammar_text import grammar_text
-from pagedray.request import Structure
+from pagedray.structure import Structure
 
 NAMED_AS_KEYWORDS = {"title": {"type": "string"}, "default": {"enum": [{"description": 1}]}}
 DESCRIBED = {

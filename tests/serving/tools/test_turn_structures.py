@@ -23,7 +23,7 @@ from cluster.structured.matchers.vocabulary import Vocabulary
 from cluster.structured.matchers.xgrammar_library import XGrammarLibrary
 from pagedray.errors import InvalidRequestError
 from pagedray.reasoning import AnswerHeader, Reasoning
-from pagedray.request import Structure
+from pagedray.structure import Structure
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -15,7 +15,8 @@ from cluster.serving.tools.tool_calls import TOOL_CALL_FORMATS
 from cluster.serving.tools.tool_choice import ToolChoice, ToolUse
 from cluster.serving.tools.turns import Turns
 from pagedray.reasoning import Reasoning
-from pagedray.request import FinishReason, Structure
+from pagedray.request import FinishReason
+from pagedray.structure import Structure
 from tests.hostile.fuzz.targets.tool_calls import TARGET
 
 TOOLS = [

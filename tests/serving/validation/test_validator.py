@@ -14,7 +14,7 @@ from cluster.serving.validation.embedding_validator import EmbeddingValidator
 from cluster.serving.validation.validator import Validator
 from pagedray.config import SchedulerConfig
 from pagedray.errors import ContextLengthError, InvalidRequestError, RequestError
-from pagedray.request import Structure
+from pagedray.structure import Structure
 from tests.serving.conftest import engine_config
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from cluster.structured.grammar.grammar_text import grammar_text
 from cluster.structured.grammar.regex import read_regex
 from cluster.structured.grammar.schemas.json_schema import read_json_schema
 from pagedray.errors import InvalidRequestError
-from pagedray.request import Structure
+from pagedray.structure import Structure
 
 ANY = {"type": "any_text"}
 

@@ -10,7 +10,7 @@ from xgrammar.testing import _is_grammar_accept_string
 
 from cluster.structured.grammar.grammar_text import grammar_text
 from pagedray.errors import InvalidRequestError
-from pagedray.request import Structure
+from pagedray.structure import Structure
 
 MOST = 1024
 

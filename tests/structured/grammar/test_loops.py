@@ -12,7 +12,9 @@ import pytest
 from cluster.structured.grammar.expressions import write_ebnf
 from cluster.structured.grammar.loops import with_loops_as_rules
 from cluster.structured.grammar.regex import read_regex
-from pagedray.request import FinishReason, Request, SamplingParams, Structure
+from pagedray.request import FinishReason, Request
+from pagedray.sampling_params import SamplingParams
+from pagedray.structure import Structure
 from tests.structured.conftest import EOS
 from tests.structured.made_masks import made_masks
 

@@ -21,7 +21,7 @@ from cluster.structured.grammar.expressions import (
 from cluster.structured.grammar.grammar_text import grammar_text
 from cluster.structured.grammar.schemas.json_schema import read_json_schema
 from cluster.structured.grammar.shared_parts import with_shared_parts
-from pagedray.request import Structure
+from pagedray.structure import Structure
 
 if TYPE_CHECKING:
     from cluster.structured.matchers.xgrammar_library import XGrammarLibrary

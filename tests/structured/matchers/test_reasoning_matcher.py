@@ -13,7 +13,7 @@ from cluster.structured.matchers.reasoning_matcher import ReasoningMatcher
 from cluster.structured.matchers.vocabulary import Vocabulary
 from cluster.structured.matchers.xgrammar_library import XGrammarLibrary
 from pagedray.reasoning import AnswerHeader, Reasoning
-from pagedray.request import Structure
+from pagedray.structure import Structure
 
 EOS, BEGIN, END = 0, 1, 2
 TEXTS = (

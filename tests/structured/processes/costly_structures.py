@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagedray.request import Structure
+from pagedray.structure import Structure
 
 SMALL = Structure(kind="regex", text="a{3}")
 OTHER = Structure(kind="regex", text="b")

@@ -11,7 +11,7 @@ from cluster.structured.processes.compiler import StructureCompiler
 from pagedray.errors import (
     OverloadedError,
 )
-from pagedray.request import Structure
+from pagedray.structure import Structure
 from tests.structured.conftest import vocabulary
 from tests.structured.processes.costly_structures import LARGE, OTHER, SMALL
 

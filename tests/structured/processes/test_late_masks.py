@@ -12,7 +12,8 @@ import pytest
 
 from cluster.structured.processes.mask_client import MaskClient
 from cluster.structured.processes.messages import GrammarText
-from pagedray.request import FinishReason, Request, SamplingParams
+from pagedray.request import FinishReason, Request
+from pagedray.sampling_params import SamplingParams
 from tests.fakes import wait_for
 from tests.structured.processes.fake_masks import FakeMasks
 

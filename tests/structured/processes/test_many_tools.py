@@ -11,7 +11,9 @@ import pytest
 
 from cluster.structured.processes.compiler import StructureCompiler
 from cluster.structured.processes.messages import CompileLimits
-from pagedray.request import Request, SamplingParams, Structure
+from pagedray.request import Request
+from pagedray.sampling_params import SamplingParams
+from pagedray.structure import Structure
 from tests.structured.conftest import EOS, vocabulary
 from tests.structured.made_masks import made_masks
 

@@ -24,7 +24,8 @@ from cluster.structured.processes.messages import (
 )
 from cluster.structured.processes.sequence_matcher import allowed_cpu_s
 from pagedray.errors import EngineError, InvalidRequestError, OverloadedError
-from pagedray.request import FinishReason, Request, SamplingParams
+from pagedray.request import FinishReason, Request
+from pagedray.sampling_params import SamplingParams
 from tests.fakes import wait_for
 from tests.structured.processes.fake_masks import FakeMasks
 

@@ -26,7 +26,9 @@ from pagedray.errors import (
     InvalidRequestError,
     ShuttingDownError,
 )
-from pagedray.request import FinishReason, Request, SamplingParams, Structure
+from pagedray.request import FinishReason, Request
+from pagedray.sampling_params import SamplingParams
+from pagedray.structure import Structure
 from tests.fakes import wait_for
 from tests.structured.conftest import EOS, vocabulary
 from tests.structured.made_masks import made_masks

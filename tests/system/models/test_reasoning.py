@@ -9,7 +9,8 @@ import pytest
 
 from pagedray import LLM, SamplingParams
 from pagedray.errors import InvalidRequestError
-from pagedray.request import FinishReason, Structure
+from pagedray.request import FinishReason
+from pagedray.structure import Structure
 from tests.reasoning_model import END_TOKEN_ID, write_reasoning_model
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ import pytest
 
 from pagedray import LLM, SamplingParams
 from pagedray.errors import InvalidRequestError
-from pagedray.request import FinishReason, Structure
+from pagedray.request import FinishReason
+from pagedray.structure import Structure
 from tests.system.rank_processes import rank_processes
 from tests.system.server_process import TINY_LLAMA
 

@@ -9,7 +9,8 @@ import pytest
 
 from cluster.llm import LLM
 from cluster.llm_prompts import SaltedPrompt
-from pagedray.request import SamplingParams, Structure
+from pagedray.sampling_params import SamplingParams
+from pagedray.structure import Structure
 from tests.system.server_process import TINY_LLAMA
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import torch
 
 from pagedray.batch import SequencePlan, SequenceStart, StepPlan, pack_token_ids
 from pagedray.decodes import Decodes
-from pagedray.request import SamplingParams
+from pagedray.sampling_params import SamplingParams
 from workers.runner.input_batch import InputBatch
 from workers.runner.token_table import TokenTable
 

@@ -1,7 +1,7 @@
 """Starts with the prompt of another row."""
 
 from pagedray.batch import SequenceStart, pack_token_ids
-from pagedray.request import SamplingParams
+from pagedray.sampling_params import SamplingParams
 from workers.runner.prompts import Prompts
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pagedray.batch import SequenceStart, pack_token_ids
-from pagedray.request import SamplingParams
+from pagedray.sampling_params import SamplingParams
 from workers.sampler import Sampler
 
 if TYPE_CHECKING:

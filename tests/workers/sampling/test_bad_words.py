@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pagedray.batch import SequenceStart, pack_token_ids
-from pagedray.request import SamplingParams
+from pagedray.sampling_params import SamplingParams
 from workers.sampler import Sampler
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from pagedray.request import SamplingParams
+from pagedray.sampling_params import SamplingParams
 from tests.workers.sampling.sampler_rig import (
     MIXED,
     VOCAB_SIZE,

@@ -17,7 +17,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from pagedray.request import SamplingParams
+from pagedray.sampling_params import SamplingParams
 from tests.workers.sampling.sampler_rig import (
     GREEDY,
     VOCAB_SIZE,

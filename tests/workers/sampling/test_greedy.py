@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from pagedray.request import SamplingParams
+from pagedray.sampling_params import SamplingParams
 from tests.workers.sampling.sampler_rig import (
     GREEDY,
     VOCAB_SIZE,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pagedray.batch import TokenLogprobs
-from pagedray.request import SamplingParams
+from pagedray.sampling_params import SamplingParams
 from tests.workers.sampling.sampler_rig import (
     EVERYTHING,
     GREEDY,

@@ -11,7 +11,7 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from pagedray.request import SamplingParams
+from pagedray.sampling_params import SamplingParams
 from tests.workers.sampling.sampler_rig import (
     GREEDY,
     VOCAB_SIZE,

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedray.request import SamplingParams
+from pagedray.sampling_params import SamplingParams
 from tests.workers.sampling.sampler_rig import (
     EVERYTHING,
     MIXED,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pagedray.batch import SequenceStart, pack_token_ids
-from pagedray.request import SamplingParams
+from pagedray.sampling_params import SamplingParams
 from workers.sampler import Sampled, Sampler
 
 pytestmark = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cluster.serving.beams.input import check_beam_sampling, check_length_penalty
 from pagedray.errors import InvalidRequestError
-from pagedray.request import SamplingParams
+from pagedray.sampling_params import SamplingParams
 
 __all__ = ["check_beams"]
 

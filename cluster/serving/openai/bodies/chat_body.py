@@ -42,12 +42,12 @@ from cluster.serving.text.templates.template_arguments import (
 from cluster.serving.tools.tool import MAX_TOOLS
 from cluster.serving.tools.tool_choice import ToolUse
 from pagedray.errors import InvalidRequestError
-from pagedray.request import MAX_LOGPROBS
+from pagedray.sampling_params import MAX_LOGPROBS
 
 if TYPE_CHECKING:
     from cluster.serving.intake.steps import Steps
     from cluster.serving.tools.tool_calls import ToolCallFormat
-    from pagedray.request import Structure
+    from pagedray.structure import Structure
 
 __all__ = ["MAX_MESSAGES", "ChatBody", "check_open_end"]
 

@@ -13,7 +13,7 @@ from cluster.serving.openai.bodies.field_kinds import bounds, prompts_field
 from cluster.serving.openai.bodies.generation_body import GenerationBody
 from cluster.serving.openai.bodies.parameters import REJECTED, WITHOUT_EFFECT
 from pagedray.errors import InvalidRequestError
-from pagedray.request import MAX_LOGPROBS, MAX_N
+from pagedray.sampling_params import MAX_LOGPROBS, MAX_N
 
 __all__ = ["CompletionBody"]
 

@@ -24,7 +24,7 @@ from cluster.serving.openai.bodies.structure import (
     read_response_format,
 )
 from pagedray.errors import InvalidRequestError
-from pagedray.request import (
+from pagedray.sampling_params import (
     MAX_ALLOWED,
     MAX_BAD_WORD_LENGTH,
     MAX_BAD_WORDS,

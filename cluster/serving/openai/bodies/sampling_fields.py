@@ -11,7 +11,7 @@ from cluster.serving.http.schema import Body, named_schema, read_part
 from cluster.serving.openai.bodies.field_kinds import bounds, cache_salt_field
 from cluster.serving.openai.bodies.structure import RequestedStructure, StructuredOutputs
 from pagedray.errors import InvalidRequestError
-from pagedray.request import MAX_LOGIT_BIAS, MAX_STOP, MAX_STOP_LENGTH
+from pagedray.sampling_params import MAX_LOGIT_BIAS, MAX_STOP, MAX_STOP_LENGTH
 from pagedray.wording.shown_value import shown_json_value, shown_value
 
 __all__ = ["SamplingFields"]

@@ -10,7 +10,7 @@ from cluster.serving.http.schema import BodyPart, named_schema, read_part
 from cluster.serving.json_bodies.json_text import json_text
 from cluster.structured.grammar.grammar_text import MAX_TEXT_BYTES
 from pagedray.errors import InvalidRequestError
-from pagedray.request import Structure, StructureKind
+from pagedray.structure import Structure, StructureKind
 
 __all__ = [
     "JsonSchemaFormat",

@@ -23,7 +23,7 @@ from cluster.serving.rpc.context import Context, abort_call
 from cluster.serving.rpc.field_count import check_fields
 from cluster.serving.rpc.message_limit import check_message_size
 from pagedray.errors import InvalidRequestError
-from pagedray.request import MAX_N
+from pagedray.sampling_params import MAX_N
 from pagedray.v1 import pagedray_pb2 as pb
 
 if TYPE_CHECKING:

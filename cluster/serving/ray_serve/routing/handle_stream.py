@@ -17,7 +17,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 from cluster.serving.ray_serve.routing.errors import ReplicaDiedError
 from cluster.serving.ray_serve.routing.proxied_call import HeldBytes, ProxiedCall
 from pagedray.errors import EngineError
-from pagedray.request import MAX_N
+from pagedray.sampling_params import MAX_N
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -13,7 +13,7 @@ from cluster.serving.rpc.call import RpcCall
 from cluster.serving.rpc.chat import Chat, read_tokenize
 from cluster.serving.rpc.requests import parse, read_embedding, read_generation, read_score
 from pagedray.errors import InvalidRequestError
-from pagedray.request import SamplingParams
+from pagedray.sampling_params import SamplingParams
 from pagedray.v1 import pagedray_pb2 as pb
 from tests.hostile.fuzz.target import Target
 from tests.load.request_bodies import protobuf_bodies

@@ -20,7 +20,7 @@ from pagedray.batch import (
 )
 from pagedray.channel import ChannelClosedError, StepChannel
 from pagedray.decodes import Decodes
-from pagedray.request import SamplingParams
+from pagedray.sampling_params import SamplingParams
 from tests.hostile.fuzz.target import Target
 
 _KINDS: tuple[object, ...] = (ControllerMessage, WorkerMessage)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pagedray.request import FinishReason, Request, SamplingParams
+from pagedray.request import FinishReason, Request
+from pagedray.sampling_params import SamplingParams
 from tests.structured.made_masks import made_masks
 
 if TYPE_CHECKING:

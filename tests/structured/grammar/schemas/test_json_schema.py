@@ -12,7 +12,7 @@ import pytest
 
 from cluster.structured.grammar.grammar_text import grammar_text
 from pagedray.errors import InvalidRequestError
-from pagedray.request import Structure
+from pagedray.structure import Structure
 from tests.structured.conftest import EOS
 from tests.structured.grammar.schemas.random_schemas import random_schema, random_text
 

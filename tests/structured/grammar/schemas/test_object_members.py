@@ -13,7 +13,7 @@ import pytest
 from cluster.structured.grammar.expressions import Alternation, Concat, Expression, Repeat, Rule
 from cluster.structured.grammar.grammar_text import grammar_text
 from cluster.structured.grammar.schemas.json_schema import read_json_schema
-from pagedray.request import Structure
+from pagedray.structure import Structure
 from tests.structured.grammar.as_regex import as_regex
 
 if TYPE_CHECKING:

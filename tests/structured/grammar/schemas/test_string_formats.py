@@ -14,7 +14,7 @@ import pydantic
 import pytest
 
 from cluster.structured.grammar.schemas.string_formats import STRING_FORMATS
-from pagedray.request import Structure
+from pagedray.structure import Structure
 from tests.structured.conftest import EOS
 from tests.structured.grammar.schemas.random_schemas import random_text
 

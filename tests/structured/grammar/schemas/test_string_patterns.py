@@ -11,7 +11,7 @@ import xgrammar
 from xgrammar.testing import _is_grammar_accept_string
 
 from cluster.structured.grammar.grammar_text import grammar_text
-from pagedray.request import Structure
+from pagedray.structure import Structure
 
 TEXTS = ["".join(characters) for length in range(4) for characters in product("ab$", repeat=length)]
 

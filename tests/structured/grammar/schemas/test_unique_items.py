@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 
 from cluster.structured.grammar.schemas.json_schema import read_json_schema
-from pagedray.request import Structure
+from pagedray.structure import Structure
 from tests.structured.grammar.as_regex import as_regex
 from tests.structured.grammar.schemas.random_schemas import random_text
 from tests.structured.grammar.schemas.test_object_members import without_rules

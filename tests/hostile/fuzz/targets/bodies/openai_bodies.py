@@ -18,7 +18,7 @@ from cluster.serving.openai.bodies.score_body import RerankBody, ScoreBody
 from cluster.serving.responses.function_tools import FunctionTools
 from cluster.serving.responses.responses_body import InputTokensBody, ResponsesBody
 from pagedray.errors import InvalidRequestError
-from pagedray.request import SamplingParams
+from pagedray.sampling_params import SamplingParams
 from tests.hostile.fuzz.target import Target
 from tests.load.request_bodies import json_bodies
 

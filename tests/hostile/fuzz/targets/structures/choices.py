@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cluster.structured.grammar.grammar_text import grammar_text
 from pagedray.errors import InvalidRequestError
-from pagedray.request import Structure
+from pagedray.structure import Structure
 from tests.hostile.fuzz.target import Target
 
 

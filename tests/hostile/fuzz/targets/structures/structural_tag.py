@@ -6,7 +6,7 @@ import json
 
 from cluster.structured.grammar.grammar_text import grammar_text
 from pagedray.errors import InvalidRequestError
-from pagedray.request import Structure
+from pagedray.structure import Structure
 from tests.hostile.fuzz.target import Target
 
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

@@ -21,7 +21,8 @@ from cluster.structured.processes.messages import (
     Rejected,
     StepQuery,
 )
-from pagedray.request import FinishReason, Structure
+from pagedray.request import FinishReason
+from pagedray.structure import Structure
 from tests.hostile.fuzz.target import Target
 
 _KINDS: tuple[object, ...] = (
