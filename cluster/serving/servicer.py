@@ -120,7 +120,9 @@ class Servicer:
             self.reader_limits.unread_buffer, note_freed=trimmer.note_freed
         )
         """The output that clients have not read."""
-        self.resumables = ResumableStreams(self.reader_limits)
+        self.resumables = ResumableStreams(
+            self.reader_limits, do_requests_wait=lambda: self.intake.loop_shares.has_waiting
+        )
         """The streams that clients may resume."""
         self.metrics.follow_readers(
             num_unread_bytes=lambda: self.buffers.num_bytes,

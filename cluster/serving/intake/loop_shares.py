@@ -19,13 +19,14 @@ from pagedray.errors import OverloadedError
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Generator
 
-__all__ = ["MAX_WAITING", "LoopShares", "LoopTimer", "TooManyWaitError"]
+__all__ = ["MAX_WAITING", "MAX_WAIT_S", "LoopShares", "LoopTimer", "TooManyWaitError"]
 
 MAX_WAITING = 1024
 """Requests of a client that may wait."""
+MAX_WAIT_S = 10.0
+"""The longest wait of a client for its next turn."""
 
 _BURST_S = 0.02
-_MAX_WAIT_S = 10.0
 _MAX_IDLE_WAIT_S = 0.5
 """The longest wait of requests that arrive while no call waits for tokens."""
 _MIN_RETRY_S = 1.0
@@ -108,6 +109,11 @@ class LoopShares:
         self._accounts: dict[str, _Account] = {}
         self._has_ended = False
 
+    @property
+    def has_waiting(self) -> bool:
+        """Whether any request waits for its turn."""
+        return any(account.waiting for account in self._accounts.values())
+
     def num_waiting(self, client: str) -> int:
         """Return how many requests of a client wait."""
         account = self._accounts.get(client)
@@ -154,7 +160,7 @@ class LoopShares:
             if len(self._accounts) >= _MAX_ACCOUNTS:
                 self._drop_new(now_s)
             account = self._accounts[client] = _Account(now_s, self._share)
-        max_wait_s = _MAX_WAIT_S if self._has_streams() else _MAX_IDLE_WAIT_S
+        max_wait_s = MAX_WAIT_S if self._has_streams() else _MAX_IDLE_WAIT_S
         account.charge(seconds, now_s, max_wait_s=max_wait_s)
 
     def charge_call(
@@ -176,7 +182,7 @@ class LoopShares:
     def _wait_s(self, account: _Account) -> float:
         if not self._delays:
             return 0.0
-        return min(max(0.0, -account.balance_s(self._clock()) / self._share), _MAX_WAIT_S)
+        return min(max(0.0, -account.balance_s(self._clock()) / self._share), MAX_WAIT_S)
 
     def _set_timer(self, account: _Account, wait_s: float) -> None:
         loop = asyncio.get_running_loop()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from cluster.serving.auth.tenant import ANONYMOUS
+from cluster.serving.intake.loop_shares import MAX_WAIT_S
 from cluster.serving.memory.output_buffer import OutputBuffer
 from cluster.serving.memory.tenant_bytes import TenantBytes
 from cluster.serving.resume.stream import ResumableStream, StreamReader
@@ -20,7 +21,7 @@ from pagedray.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
+    from collections.abc import AsyncGenerator, Callable, Sequence
 
     from cluster.serving.calls.generation_call import GenerationCall
     from cluster.serving.memory.reader_limits import ReaderLimits
@@ -30,6 +31,8 @@ __all__ = ["ResumableStreams", "StreamFormat"]
 _STREAM_BYTES = 4096
 """Memory of a stream without messages."""
 _RETRY_S = 5.0
+_LATE_S = 1.0
+"""A timer that is later than this was delayed by a server that paused, as requests were."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,7 @@ class StreamFormat:
 class _Entry:
     """One stream, and when it expires."""
 
-    __slots__ = ("buffer", "format", "stream", "tenant", "timer")
+    __slots__ = ("buffer", "format", "is_extended", "stream", "tenant", "timer")
 
     def __init__(self, tenant: str, form: StreamFormat, buffer: OutputBuffer) -> None:
         self.tenant = tenant
@@ -54,6 +57,8 @@ class _Entry:
         self.buffer = buffer
         self.stream: ResumableStream
         self.timer: asyncio.TimerHandle | None = None
+        self.is_extended = False
+        """Whether the grace period was extended, because requests were delayed."""
 
     def stop_timer(self) -> None:
         if self.timer is not None:
@@ -64,7 +69,9 @@ class _Entry:
 class ResumableStreams:
     """The streams of a server that can be resumed. Used from the event loop only."""
 
-    def __init__(self, limits: ReaderLimits) -> None:
+    def __init__(self, limits: ReaderLimits, *, do_requests_wait: Callable[[], bool]) -> None:
+        """`do_requests_wait` returns whether the server delays any request."""
+        self._do_requests_wait = do_requests_wait
         self._grace_s = limits.resume_grace_s
         self._allows_anonymous = limits.resumes_anonymous
         self._bytes = TenantBytes(limits.resume_buffer)
@@ -202,10 +209,19 @@ class ResumableStreams:
             return
         assert self._grace_s is not None
         entry.stop_timer()
+        entry.is_extended = False
         loop = asyncio.get_running_loop()
         entry.timer = loop.call_later(self._grace_s, self._expire, key, entry)
 
     def _expire(self, key: tuple[str, str], entry: _Entry) -> None:
+        assert entry.timer is not None
+        loop = asyncio.get_running_loop()
+        is_late = loop.time() - entry.timer.when() > _LATE_S
+        if not entry.is_extended and (is_late or self._do_requests_wait()):
+            # A request that resumes the stream may be among those that the server has delayed.
+            entry.is_extended = True
+            entry.timer = loop.call_later(MAX_WAIT_S, self._expire, key, entry)
+            return
         self._forget(key, entry)
         entry.stream.close()
 

@@ -11,10 +11,11 @@ import grpc
 import httpx
 import pytest
 
+from cluster.serving.intake.loop_shares import MAX_WAIT_S, LoopShares
 from cluster.serving.memory.reader_limits import ReaderLimits
 from cluster.serving.memory.tenant_bytes import BufferLimits
 from cluster.serving.resume.registry import ResumableStreams, StreamFormat
-from pagedray.errors import OverloadedError
+from pagedray.errors import OverloadedError, UnknownStreamError
 from tests.fakes import wait_for
 from tests.load.tenant_keys import write_keys
 from tests.serving.resume.conftest import GRACE_S
@@ -30,6 +31,7 @@ from tests.serving.resume.stream_calls import (
     resumption,
 )
 from tests.serving.waiting import wait_until
+from tests.virtual_time import in_virtual_time, pass_time
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -213,7 +215,8 @@ async def test_delivered_messages_make_room_for_their_tenant_or_if_the_server_is
         return streams.open_stream(generation, batches(num_messages), form)  # type: ignore[arg-type]  # a stand-in
 
     buffer = BufferLimits(512 * 2**10)
-    streams = ResumableStreams(ReaderLimits(resume_grace_s=GRACE_S, resume_buffer=buffer))
+    limits = ReaderLimits(resume_grace_s=GRACE_S, resume_buffer=buffer)
+    streams = ResumableStreams(limits, do_requests_wait=lambda: False)
     readers = [
         open_stream(tenant, number, 10) for tenant in ("ann", "ben", "cid", "dan")
         for number in range(8)
@@ -229,4 +232,56 @@ async def test_delivered_messages_make_room_for_their_tenant_or_if_the_server_is
     assert streams.num_bytes == full_bytes
     streams.check_room("eve")
     assert streams.num_bytes < full_bytes
+    streams.close()
+
+
+def _kept_stream(shares: LoopShares, grace_s: float) -> ResumableStreams:
+    """Return the streams of a server with one, `call`, whose reader has left."""
+
+    async def batches() -> AsyncGenerator[list[bytes]]:
+        yield [b"x"]
+        await asyncio.sleep(1000.0)
+
+    limits = ReaderLimits(resume_grace_s=grace_s, resumes_anonymous=True)
+    streams = ResumableStreams(limits, do_requests_wait=lambda: shares.has_waiting)
+    generation = SimpleNamespace(id="call", tenant="", close=lambda *_: None)
+    form = StreamFormat("grpc", "Generate")
+    streams.open_stream(generation, batches(), form).close()  # type: ignore[arg-type]  # a stand-in
+    return streams
+
+
+@in_virtual_time
+async def test_stream_outlives_the_wait_of_the_request_that_resumes_it() -> None:
+    now_s = asyncio.get_running_loop().time
+    shares = LoopShares(has_streams=lambda: True, clock=now_s)
+    shares.charge("host", 100.0)
+    streams = _kept_stream(shares, grace_s=5.0)
+    await shares.wait_turn("host")
+    assert now_s() > 5.0
+    reader = streams.resume_stream("", "call", 0, protocol="grpc")
+    assert reader is not None
+    # The next grace period is as long, and can be extended only once.
+    reader.close()
+    shares.charge("host", 100.0)
+    waiting = [asyncio.ensure_future(shares.wait_turn("host")) for _ in range(1000)]
+    await asyncio.sleep(5.0 + MAX_WAIT_S - 1.0)
+    assert len(streams) == 1
+    await asyncio.sleep(2.0)
+    assert len(streams) == 0
+    for one in waiting:
+        one.cancel()
+
+
+@in_virtual_time
+async def test_stream_outlives_a_pause_of_the_server() -> None:
+    shares = LoopShares(has_streams=lambda: True)
+    streams = _kept_stream(shares, grace_s=5.0)
+    await asyncio.sleep(1.0)
+    pass_time(60.0)
+    await asyncio.sleep(1.0)
+    assert streams.resume_stream("", "call", 0, protocol="grpc") is not None
+    other = _kept_stream(shares, grace_s=5.0)
+    await asyncio.sleep(6.0)
+    with pytest.raises(UnknownStreamError):
+        other.resume_stream("", "call", 0, protocol="grpc")
     streams.close()
