@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import msgspec
 
-from cluster.serving.http.schema import read_part
 from cluster.serving.inputs import Prompt
 from cluster.serving.intake.steps import finish
 from cluster.serving.openai.bodies.chat_body import check_open_end
 from cluster.serving.openai.bodies.messages import Message, read_messages
 from cluster.serving.openai.bodies.tool_fields import read_tools
+from cluster.serving.schema.body_reader import read_part
 from cluster.serving.text.templates.chat_prompt import ChatPrompt
 from cluster.serving.text.templates.template_arguments import check_variable_names
 from pagedray.errors import InvalidRequestError

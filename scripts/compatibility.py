@@ -15,7 +15,7 @@ from cluster.serving.openai.bodies.completion_body import CompletionBody
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from cluster.serving.http.schema import Body
+    from cluster.serving.schema.body import Body
 
 __all__ = ["document_with_tables"]
 

@@ -13,7 +13,7 @@ from cluster.serving.admin.openapi_page import PAGE_HEADERS, openapi_page
 from cluster.serving.admin.tokenize_body import DetokenizeBody, TokenizeBody
 from cluster.serving.admin.web_page import page_routes
 from cluster.serving.http.endpoint import HEALTHY, Access, Endpoint, json_response
-from cluster.serving.http.schema import renamed
+from cluster.serving.schema.field_errors import renamed
 from pagedray.errors import EngineError, InvalidRequestError
 from pagedray.version import __version__
 

@@ -40,7 +40,7 @@ from pagedray.version import __version__
 
 if TYPE_CHECKING:
     from cluster.serving.http.errors import Json
-    from cluster.serving.http.schema import Body, BodyPart
+    from cluster.serving.schema.body import Body, BodyPart
 
 __all__ = ["openapi_document"]
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import FailFast, Field
 
-from cluster.serving.http.schema import Body
 from cluster.serving.inputs import TokenizeInput
 from cluster.serving.openai.bodies.chat_body import MAX_MESSAGES, check_open_end
 from cluster.serving.openai.bodies.messages import Message, read_messages
 from cluster.serving.openai.bodies.tool_fields import read_tools, tools_field
+from cluster.serving.schema.body import Body
 from cluster.serving.text.templates.chat_prompt import ChatPrompt
 from cluster.serving.text.templates.template_arguments import TemplateArguments
 from cluster.serving.tools.tool import MAX_TOOLS

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, JsonValue
 
-from cluster.serving.http.schema import BodyPart, missing_field, named_schema, read_part
+from cluster.serving.schema.body import BodyPart, named_schema
+from cluster.serving.schema.body_reader import read_part
+from cluster.serving.schema.field_errors import missing_field
 from cluster.serving.text.templates.chat_prompt import ChatMessage, MessageToolCall
 from cluster.serving.tools.call_id import MAX_ID_LENGTH, check_id
 from pagedray.errors import InvalidRequestError

@@ -23,9 +23,10 @@ from cluster.serving.anthropic.tool_fields import (
     read_anthropic_tool,
 )
 from cluster.serving.anthropic.turns import combine_turns
-from cluster.serving.http.schema import Body, BodyPart, Defaults, named_schema, read_part
 from cluster.serving.openai.bodies.chat_body import MAX_MESSAGES
 from cluster.serving.openai.bodies.field_kinds import bounds, template_variables_field
+from cluster.serving.schema.body import Body, BodyPart, Defaults, named_schema
+from cluster.serving.schema.body_reader import read_part
 from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
 from cluster.serving.text.templates.template_arguments import Effort, TemplateArguments
 from cluster.serving.tools.tool import MAX_TOOLS

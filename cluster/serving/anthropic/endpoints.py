@@ -11,8 +11,8 @@ from cluster.serving.anthropic.messages_body import MessagesBody
 from cluster.serving.anthropic.messages_response import MessagesResponse
 from cluster.serving.anthropic.model_support import ModelSupport
 from cluster.serving.http.endpoint import Endpoint, json_response
-from cluster.serving.http.schema import renamed
 from cluster.serving.openai.answer import answer_call
+from cluster.serving.schema.field_errors import renamed
 from cluster.serving.tools.turns import Turns
 from pagedray.errors import InvalidRequestError
 

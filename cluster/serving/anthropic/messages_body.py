@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from cluster.serving.anthropic.conversation_body import ConversationBody
-from cluster.serving.http.schema import BodyPart, read_part
 from cluster.serving.inputs import GenerationInput
 from cluster.serving.json_bodies.json_text import json_text
 from cluster.serving.openai.bodies.field_kinds import bounds, cache_salt_field
 from cluster.serving.openai.bodies.parameters import IGNORED
+from cluster.serving.schema.body import BodyPart
+from cluster.serving.schema.body_reader import read_part
 from cluster.structured.grammar.grammar_text import MAX_TEXT_BYTES
 from pagedray.errors import InvalidRequestError
 from pagedray.sampling_params import MAX_STOP, MAX_STOP_LENGTH

@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from cluster.serving.http.schema import BodyPart, read_part
+from cluster.serving.schema.body import BodyPart
+from cluster.serving.schema.body_reader import read_part
 from cluster.serving.tools.tool import Tool
 from cluster.serving.tools.tool_choice import ToolChoice
 from pagedray.errors import InvalidRequestError

@@ -13,9 +13,10 @@ from cluster.serving.auth.tenant import Tenant
 from cluster.serving.calls.open_calls import OpenCall
 from cluster.serving.continuation import CONTINUATION_KEY, Continuation
 from cluster.serving.http.body import read_raw
-from cluster.serving.http.schema import Body, read_body
 from cluster.serving.inputs import CallOrigin
 from cluster.serving.intake.intake import Intake
+from cluster.serving.schema.body import Body
+from cluster.serving.schema.body_reader import read_body
 from cluster.serving.telemetry.ignored_parameters import IgnoredParameters
 from cluster.serving.telemetry.metrics import Metrics
 from pagedray.errors import InvalidRequestError

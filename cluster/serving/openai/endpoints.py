@@ -14,7 +14,6 @@ from starlette.responses import Response
 
 from cluster.serving.http.body import JSON_TYPE
 from cluster.serving.http.endpoint import Endpoint, json_response
-from cluster.serving.http.schema import renamed
 from cluster.serving.inputs import EmbeddingInput, GenerationInput
 from cluster.serving.model_name import served_names
 from cluster.serving.openai.answer import answer_call
@@ -28,6 +27,7 @@ from cluster.serving.openai.generation_response import GenerationResponse
 from cluster.serving.openai.response_choice import ResponseOptions
 from cluster.serving.openai.resuming import StreamHandlers, format_of
 from cluster.serving.resume.registry import StreamFormat
+from cluster.serving.schema.field_errors import renamed
 from cluster.serving.tools.turns import Turns
 from pagedray.errors import InvalidRequestError
 

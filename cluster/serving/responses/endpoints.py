@@ -12,7 +12,6 @@ from starlette.responses import Response
 
 from cluster.serving.http.body import JSON_TYPE
 from cluster.serving.http.endpoint import Endpoint, json_response
-from cluster.serving.http.schema import renamed
 from cluster.serving.inputs import GenerationInput, TokenizeInput
 from cluster.serving.intake.steps import finish
 from cluster.serving.openai.answer import answer_call
@@ -23,6 +22,7 @@ from cluster.serving.responses.query import check_whole
 from cluster.serving.responses.response import ResponsesResponse
 from cluster.serving.responses.responses_body import Echo, InputTokensBody, ResponsesBody
 from cluster.serving.responses.stored_responses import StoredTurn
+from cluster.serving.schema.field_errors import renamed
 from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
 from cluster.serving.tools.tool_choice import ToolUse
 from cluster.serving.tools.turns import Turns

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from cluster.serving.http.schema import BodyPart, named_schema, read_part
+from cluster.serving.schema.body import BodyPart, named_schema
+from cluster.serving.schema.body_reader import read_part
 from cluster.serving.tools.tool import MAX_TOOLS, Tool
 from pagedray.errors import InvalidRequestError
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from cluster.serving.http.schema import Body, BodyPart, named_schema, read_part
 from cluster.serving.json_bodies.json_text import json_text
 from cluster.serving.openai.bodies.chat_body import MAX_MESSAGES
 from cluster.serving.openai.bodies.field_kinds import template_variables_field
@@ -15,6 +14,8 @@ from cluster.serving.openai.bodies.structure import RequestedStructure
 from cluster.serving.openai.bodies.tool_fields import read_choice_of
 from cluster.serving.responses.function_tools import FunctionTools
 from cluster.serving.responses.items import ITEMS, read_items
+from cluster.serving.schema.body import Body, BodyPart, named_schema
+from cluster.serving.schema.body_reader import read_part
 from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
 from cluster.serving.text.templates.template_arguments import Effort, TemplateArguments
 from cluster.serving.tools.tool import MAX_TOOLS

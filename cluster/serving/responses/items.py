@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from cluster.serving.http.schema import BodyPart, missing_field, named_schema, read_part
 from cluster.serving.json_bodies.call_arguments import read_arguments
 from cluster.serving.json_bodies.json_body import check_counts
 from cluster.serving.openai.bodies.content_parts import RefusalPart, TextFields, copied_field
 from cluster.serving.responses.function_tools import model_name
+from cluster.serving.schema.body import BodyPart, named_schema
+from cluster.serving.schema.body_reader import read_part
+from cluster.serving.schema.field_errors import missing_field
 from cluster.serving.text.templates.chat_prompt import ChatMessage, MessageToolCall
 from cluster.serving.tools.call_id import MAX_ID_LENGTH, check_id
 from pagedray.errors import InvalidRequestError

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 from pydantic import Field
 
-from cluster.serving.http.schema import Defaults
 from cluster.serving.inputs import GenerationInput, TokenizeInput
 from cluster.serving.openai.bodies.field_kinds import (
     bounds,
@@ -21,6 +20,7 @@ from cluster.serving.openai.bodies.parameters import IGNORED, MODERATION
 from cluster.serving.openai.bodies.sampling_fields import SamplingFields
 from cluster.serving.responses.input_body import InputBody
 from cluster.serving.responses.query import LOGPROBS
+from cluster.serving.schema.body import Defaults
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.serving.http.schema import read_body
 from cluster.serving.intake.steps import finish
 from cluster.serving.json_bodies.json_body import read_json
 from cluster.serving.openai.bodies.chat_body import ChatBody
 from cluster.serving.openai.bodies.completion_body import CompletionBody
+from cluster.serving.schema.body_reader import read_body
 from cluster.serving.tools.tool_choice import ToolChoice, ToolUse
 from pagedray.errors import InvalidRequestError
 

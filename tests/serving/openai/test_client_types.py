@@ -15,7 +15,6 @@ from openai.types import (
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import response_create_params, response_input_item_param
 
-from cluster.serving.http.schema import Body
 from cluster.serving.openai.bodies.chat_body import ChatBody
 from cluster.serving.openai.bodies.completion_body import CompletionBody
 from cluster.serving.openai.bodies.content_parts import RefusalPart, TextPart
@@ -27,9 +26,10 @@ from cluster.serving.responses.function_tools import FunctionTool, NamespaceTool
 from cluster.serving.responses.input_body import Reasoning, TextConfig, TextFormat
 from cluster.serving.responses.items import ITEMS, ItemPart
 from cluster.serving.responses.responses_body import InputTokensBody, ResponsesBody
+from cluster.serving.schema.body import Body
 
 if TYPE_CHECKING:
-    from cluster.serving.http.schema import BodyPart
+    from cluster.serving.schema.body import BodyPart
 
 # fmt: off
 TYPES: list[tuple[type, type[BodyPart]]] = [

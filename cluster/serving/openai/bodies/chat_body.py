@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import FailFast, Field
 
-from cluster.serving.http.schema import Defaults, named_schema, renamed
 from cluster.serving.inputs import GenerationInput
 from cluster.serving.openai.bodies.field_kinds import (
     bounds,
@@ -31,6 +30,8 @@ from cluster.serving.openai.bodies.tool_fields import (
     read_tools,
     tools_field,
 )
+from cluster.serving.schema.body import Defaults, named_schema
+from cluster.serving.schema.field_errors import renamed
 from cluster.serving.text.templates.chat_prompt import ChatPrompt
 from cluster.serving.text.templates.template_arguments import (
     EFFORTS,

@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from cluster.serving.http.schema import Defaults
 from cluster.serving.inputs import GenerationInput, InfillPrompt, Prompt
 from cluster.serving.openai.bodies.field_kinds import bounds, prompts_field
 from cluster.serving.openai.bodies.generation_body import GenerationBody
 from cluster.serving.openai.bodies.parameters import REJECTED, WITHOUT_EFFECT
+from cluster.serving.schema.body import Defaults
 from pagedray.errors import InvalidRequestError
 from pagedray.sampling_params import MAX_LOGPROBS, MAX_N
 

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from cluster.serving.http.schema import BodyPart, missing_field, read_part
+from cluster.serving.schema.body import BodyPart
+from cluster.serving.schema.body_reader import read_part
+from cluster.serving.schema.field_errors import missing_field
 from pagedray.errors import InvalidRequestError
 from pagedray.wording.shown_value import shown_value
 

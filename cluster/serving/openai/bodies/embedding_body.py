@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from cluster.serving.http.schema import Body
 from cluster.serving.inputs import EmbeddingInput
 from cluster.serving.openai.bodies.field_kinds import bounds, model_field, prompts_field
 from cluster.serving.openai.bodies.parameters import IGNORED
+from cluster.serving.schema.body import Body
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:

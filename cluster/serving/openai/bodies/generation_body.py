@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from cluster.serving.http.schema import Defaults, named_schema
 from cluster.serving.openai.bodies.beam_fields import check_beams
 from cluster.serving.openai.bodies.field_kinds import bounds, model_field
 from cluster.serving.openai.bodies.parameters import (
@@ -23,6 +22,7 @@ from cluster.serving.openai.bodies.structure import (
     RequestedStructure,
     read_response_format,
 )
+from cluster.serving.schema.body import Defaults, named_schema
 from pagedray.errors import InvalidRequestError
 from pagedray.sampling_params import (
     MAX_ALLOWED,

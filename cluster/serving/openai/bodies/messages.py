@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, JsonValue
 
-from cluster.serving.http.schema import BodyPart, named_schema, read_part
 from cluster.serving.json_bodies.call_arguments import read_arguments
 from cluster.serving.json_bodies.json_body import check_counts
 from cluster.serving.openai.bodies.content_parts import CONTENT_PARTS, read_content
+from cluster.serving.schema.body import BodyPart, named_schema
+from cluster.serving.schema.body_reader import read_part
 from cluster.serving.text.templates.chat_prompt import ChatMessage, MessageToolCall
 from cluster.serving.tools.call_id import MAX_ID_LENGTH
 from pagedray.errors import InvalidRequestError

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from cluster.serving.http.schema import Defaults
+    from cluster.serving.schema.body import Defaults
 
 __all__ = [
     "CHAT_REJECTED",

@@ -7,9 +7,10 @@ from typing import Any
 
 from pydantic import Field, JsonValue
 
-from cluster.serving.http.schema import Body, named_schema, read_part
 from cluster.serving.openai.bodies.field_kinds import bounds, cache_salt_field
 from cluster.serving.openai.bodies.structure import RequestedStructure, StructuredOutputs
+from cluster.serving.schema.body import Body, named_schema
+from cluster.serving.schema.body_reader import read_part
 from pagedray.errors import InvalidRequestError
 from pagedray.sampling_params import MAX_LOGIT_BIAS, MAX_STOP, MAX_STOP_LENGTH
 from pagedray.wording.shown_value import shown_json_value, shown_value

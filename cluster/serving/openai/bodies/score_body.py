@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field, JsonValue
 
-from cluster.serving.http.schema import Body, BodyPart, Defaults, named_schema, read_part
 from cluster.serving.inputs import ScoreInput
 from cluster.serving.openai.bodies.field_kinds import bounds, model_field
+from cluster.serving.schema.body import Body, BodyPart, Defaults, named_schema
+from cluster.serving.schema.body_reader import read_part
 from cluster.serving.validation.score_validator import MAX_PAIRS
 from pagedray.errors import InvalidRequestError
 

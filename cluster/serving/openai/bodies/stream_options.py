@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from cluster.serving.http.schema import BodyPart
+from cluster.serving.schema.body import BodyPart
 
 __all__ = ["StreamOptions"]
 

@@ -6,8 +6,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from cluster.serving.http.schema import BodyPart, named_schema, read_part
 from cluster.serving.json_bodies.json_text import json_text
+from cluster.serving.schema.body import BodyPart, named_schema
+from cluster.serving.schema.body_reader import read_part
 from cluster.structured.grammar.grammar_text import MAX_TEXT_BYTES
 from pagedray.errors import InvalidRequestError
 from pagedray.structure import Structure, StructureKind

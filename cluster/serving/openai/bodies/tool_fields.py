@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, JsonValue
 
-from cluster.serving.http.schema import BodyPart, named_schema, read_part
+from cluster.serving.schema.body import BodyPart, named_schema
+from cluster.serving.schema.body_reader import read_part
 from cluster.serving.tools.tool import MAX_TOOLS, Tool
 from cluster.serving.tools.tool_choice import ToolChoice, check_allowed, check_tools, read_each_tool
 from pagedray.errors import InvalidRequestError

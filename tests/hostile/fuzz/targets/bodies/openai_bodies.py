@@ -9,7 +9,6 @@ from cluster.serving.admin.tokenize_body import DetokenizeBody, TokenizeBody
 from cluster.serving.anthropic.count_body import CountBody
 from cluster.serving.anthropic.messages_body import MessagesBody
 from cluster.serving.anthropic.model_support import ModelSupport
-from cluster.serving.http.schema import Body, read_body
 from cluster.serving.intake.steps import finish
 from cluster.serving.openai.bodies.chat_body import ChatBody
 from cluster.serving.openai.bodies.completion_body import CompletionBody
@@ -17,6 +16,8 @@ from cluster.serving.openai.bodies.embedding_body import EmbeddingBody
 from cluster.serving.openai.bodies.score_body import RerankBody, ScoreBody
 from cluster.serving.responses.function_tools import FunctionTools
 from cluster.serving.responses.responses_body import InputTokensBody, ResponsesBody
+from cluster.serving.schema.body import Body
+from cluster.serving.schema.body_reader import read_body
 from pagedray.errors import InvalidRequestError
 from pagedray.sampling_params import SamplingParams
 from tests.hostile.fuzz.target import Target

@@ -1,0 +1,171 @@
+"""The reader of JSON bodies, which validates them as an endpoint declares them.
+
+An unsupported parameter is rejected unless its value has no effect: null, or its default. Hints
+that cannot change the answer are ignored.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from cluster.serving.intake.limits import LARGEST, RequestSize, check_num_messages
+from cluster.serving.json_bodies.json_body import read_json
+from cluster.serving.schema.body import Body, BodyPart, names_of, parts_of
+from cluster.serving.schema.field_errors import field_error, path_of, unsupported_field
+from pagedray.errors import ContextLengthError, InvalidRequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from cluster.serving.intake.steps import Steps
+
+__all__ = ["read_body", "read_part"]
+
+_STEP_ENTRIES = 128
+"""Entries of a list that are validated at once."""
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+Part = TypeVar("Part", bound=BodyPart)
+
+
+def read_body(
+    kind: type[AnyBody],
+    raw: bytes,
+    size: RequestSize = LARGEST,
+    *,
+    note_ignored: Callable[[str], None],
+) -> Steps[AnyBody]:
+    """Return the checked body of a call. Raises InvalidRequestError.
+
+    `note_ignored` is called with the name of each parameter that is ignored, and may reject it.
+    """
+    try:
+        given = yield from read_json(raw, size)
+    except ContextLengthError as error:
+        error.param = kind.ids_field
+        raise
+    yield
+    supported = _supported(given, kind, size, note_ignored)
+    yield
+    body = yield from _validated_in_steps(kind, supported)
+    yield
+    body.check_fields()
+    return body
+
+
+def read_part(kind: type[Part], given: object, where: str) -> Part:
+    """Return the part of a body at the path `where`. Raises InvalidRequestError."""
+    return _validated(kind, _without_nulls(given), where)
+
+
+def _validated(kind: type[Part], given: object, where: str) -> Part:
+    _check_num_names(kind, given, where)
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        raise field_error(error, where, kind) from error
+
+
+def _validated_in_steps(kind: type[AnyBody], given: dict[str, object]) -> Steps[AnyBody]:
+    """Return a validated body, of whose long lists each entry is validated first."""
+    validated = dict(given)
+    for name, (part, is_list) in parts_of(kind).items():
+        entries = given.get(name)
+        if not is_list or not isinstance(entries, list) or len(entries) <= _STEP_ENTRIES:
+            continue
+        parts: list[BodyPart] = []
+        for index, entry in enumerate(entries):
+            if index % _STEP_ENTRIES == 0:
+                yield
+            parts.append(_validated(part, entry, f"{name}.{index}"))
+        validated[name] = parts
+    return _validated(kind, validated, "")
+
+
+def _check_num_names(kind: type[BodyPart], given: object, where: str) -> None:
+    """Raise InvalidRequestError for an object that has more names than fields.
+
+    pydantic would make an error for each unknown name, which takes long for thousands.
+    """
+    if not isinstance(given, dict):
+        return
+    if len(given) > len(kind.model_fields):
+        _check_type(kind, given, where)
+        known = names_of(kind)
+        unknown = next(name for name in given if name not in known)
+        raise unsupported_field(unknown, kind, where)
+    for name, (part, is_list) in parts_of(kind).items():
+        inside, value = path_of(where, name), given.get(name)
+        if is_list and isinstance(value, list):
+            for index, one in enumerate(value):
+                if isinstance(one, dict):
+                    _check_num_names(part, one, f"{inside}.{index}")
+        else:
+            _check_num_names(part, value, inside)
+
+
+def _check_type(kind: type[BodyPart], given: dict[str, object], where: str) -> None:
+    """Raise InvalidRequestError for an object of another type, which has other names."""
+    field = kind.model_fields.get("type")
+    if field is None or field.annotation is None or "type" not in given:
+        return
+    try:
+        TypeAdapter(field.annotation).validate_python(given["type"], strict=True)
+    except ValidationError as error:
+        raise field_error(error, path_of(where, "type"), BodyPart) from error
+
+
+def _supported(
+    given: dict[str, object],
+    kind: type[Body],
+    size: RequestSize,
+    note_ignored: Callable[[str], None],
+) -> dict[str, object]:
+    """Return the parameters that are fields of the body."""
+    kept: dict[str, object] = {}
+    for name, limit in kind.max_entries.items():
+        value = given.get(name)
+        if name == "messages" and isinstance(value, list):
+            check_num_messages(len(value), size)
+        if isinstance(value, list) and len(value) > limit:
+            raise InvalidRequestError(
+                f"{name} may have at most {limit} entries, not {len(value)}.", param=name
+            )
+    for name, value in given.items():
+        if value is None:
+            continue
+        if name in kind.model_fields:
+            kept[name] = _without_nulls(value) if name in kind.with_nulls else value
+        elif name in kind.ignored:
+            _check_ignored(name, value, kind.in_ignored.get(name, {}))
+            note_ignored(name)
+        elif not _is_one_of(value, kind.defaults.get(name, ())):
+            raise unsupported_field(name, kind)
+    return kept
+
+
+def _check_ignored(name: str, value: object, rejected: Mapping[str, str]) -> None:
+    """Raise InvalidRequestError if a parameter that is ignored has a field that is not."""
+    if not isinstance(value, dict):
+        return
+    for inner, reason in rejected.items():
+        if value.get(inner) not in (None, False):
+            param = f"{name}.{inner}"
+            raise InvalidRequestError(f"{param} is not supported: {reason}.", param=param)
+
+
+def _without_nulls(value: object) -> object:
+    if isinstance(value, dict):
+        if None not in value.values():
+            return value
+        return {name: inner for name, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return [_without_nulls(inner) for inner in value]
+    return value
+
+
+def _is_one_of(value: object, allowed: tuple[object, ...]) -> bool:
+    # In Python True equals 1, in JSON it does not.
+    return any(value == other and type(value) is type(other) for other in allowed)
