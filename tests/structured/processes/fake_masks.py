@@ -1,7 +1,7 @@
 """A mask process without xgrammar, whose grammars do what their texts say.
 
-`python -m tests.structured.processes.fake_masks MASKS GRAMMARS MEMORY`, with descriptors of two
-sockets.
+`python -m tests.structured.processes.fake_masks MASKS GRAMMARS MEMORY PRIORITY`, with descriptors
+of two sockets; threads keep their priority if the last argument is not 0.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cluster.structured.processes import mask_job
+from cluster.structured.processes import mask_job, mask_work
 from cluster.structured.processes.mask_process import serve_masks
 
 if TYPE_CHECKING:
@@ -53,8 +53,9 @@ class _Matcher:
     def _act(self) -> None:
         match self._grammar.split(": "):
             case ["spins"]:
+                # Without the GIL, as xgrammar does.
                 while True:
-                    pass
+                    hashlib.pbkdf2_hmac("sha256", b"", b"", 100_000)
             case ["takes 50 ms"]:
                 until_s = time.thread_time() + 0.05
                 while time.thread_time() < until_s:
@@ -89,8 +90,12 @@ class _Library:
 class FakeMasks:
     """Starts such processes for a mask client."""
 
-    def __init__(self, *, memory_bytes: int = 2**30) -> None:
-        self._memory_bytes = memory_bytes
+    def __init__(self, *, memory_bytes: int = 2**30, keeps_priority: bool = False) -> None:
+        """With `keeps_priority`, costly masks are made as fast as others.
+
+        Otherwise, half a second of CPU time takes half a minute on a busy core.
+        """
+        self._options = (memory_bytes, int(keeps_priority))
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def connect(self) -> tuple[socket.socket, socket.socket]:
@@ -98,7 +103,7 @@ class FakeMasks:
         (masks, their_masks), (grammars, their_grammars) = socket.socketpair(), socket.socketpair()
         with their_masks, their_grammars:
             theirs = (their_masks.fileno(), their_grammars.fileno())
-            command = [sys.executable, "-m", __name__, *map(str, theirs), str(self._memory_bytes)]
+            command = [sys.executable, "-m", __name__, *map(str, (*theirs, *self._options))]
             root = Path(__file__).parents[3]
             self.processes.append(subprocess.Popen(command, pass_fds=theirs, cwd=root))
         return masks, grammars
@@ -109,6 +114,8 @@ if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_CPU, (_MAX_CPU_S, _MAX_CPU_S))
     # A mask that waits for the test may have to wait long.
     mask_job._MIN_SLEEP_S = 60.0
+    if int(sys.argv[4]):
+        mask_work._NICENESS = mask_work._SLOW_NICENESS = 0
     masks, grammars = (socket.socket(fileno=int(one)) for one in sys.argv[1:3])
     library: Any = _Library()  # Any: a fake
     serve_masks(masks, grammars, library, memory_bytes=int(sys.argv[3]))

@@ -30,8 +30,8 @@ REQUEST = Request(
 class Client:
     """A client of fake masks."""
 
-    def __init__(self, *, step_s: float = 5.0) -> None:
-        self.fake = FakeMasks()
+    def __init__(self, *, step_s: float = 5.0, keeps_priority: bool = False) -> None:
+        self.fake = FakeMasks(keeps_priority=keeps_priority)
         self._client = MaskClient(
             self.fake.connect, num_mask_bytes=4, max_tenant_bytes=2**30, step_s=step_s
         )
@@ -185,7 +185,8 @@ def test_a_mask_of_a_sequence_that_has_ended_is_dropped(client: Client, tmp_path
     assert process.poll() is None
 
 
-def test_a_mask_that_is_late_forever_ends_its_sequence(client: Client) -> None:
+def test_a_mask_that_is_late_forever_ends_its_sequence() -> None:
+    client = Client(keeps_priority=True)
     endless = client.matcher("spins", "ann"), [3]
     quick = client.matcher("plain", "ben")
     assert client.masks(endless, num_awaited=1, wait_s=0.1) == [None]
@@ -195,3 +196,4 @@ def test_a_mask_that_is_late_forever_ends_its_sequence(client: Client) -> None:
         token_ids.append(1)
     assert found[1] is FinishReason.ERROR
     assert "of CPU time" in endless[0].error
+    client.close()

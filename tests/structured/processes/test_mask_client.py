@@ -49,7 +49,7 @@ class Batch:
     """Sequences that follow fake grammars, queried together."""
 
     def __init__(self, memory_bytes: int = 2**30, **options: Any) -> None:  # Any: its options
-        self.fake = FakeMasks(memory_bytes=memory_bytes)
+        self.fake = FakeMasks(memory_bytes=memory_bytes, keeps_priority=True)
         options = {"max_tenant_bytes": memory_bytes, **options}
         self.client = MaskClient(self.fake.connect, num_mask_bytes=4, **options)
         self.matchers: list[Any] = []
