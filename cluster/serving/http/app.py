@@ -22,10 +22,11 @@ from cluster.serving.connections.client_host import client_host
 from cluster.serving.continuation import CONTINUATION_KEY
 from cluster.serving.http.allowed_origins import AllowedOrigins
 from cluster.serving.http.body import declared_length
-from cluster.serving.http.connection import IS_FIRST_KEY, MAX_HEAD_BYTES
+from cluster.serving.http.connection import IS_FIRST_KEY
 from cluster.serving.http.endpoint import Access, Endpoint, json_response
 from cluster.serving.http.endpoint_table import EndpointTable
 from cluster.serving.http.errors import error_body, rejection_body
+from cluster.serving.http.held_bytes import MAX_HEAD_BYTES
 from cluster.serving.http.http_call import HttpCall
 from cluster.serving.http.kept_response import kept_if_large
 from cluster.serving.http.request_head import num_head_bytes

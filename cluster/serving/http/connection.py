@@ -11,15 +11,19 @@ from __future__ import annotations
 import logging
 import socket
 import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from cluster.serving.connections.client_host import client_host
+from cluster.serving.connections.timer import Timer
 from cluster.serving.http.errors import error_body
+from cluster.serving.http.held_bytes import MAX_HEAD_BYTES, HeldBytes, HeldTotal
 from cluster.serving.http.read_lines import read_line
 from cluster.serving.http.request_head import (
     head_without_upgrade,
@@ -28,31 +32,16 @@ from cluster.serving.http.request_head import (
 )
 from cluster.serving.http.request_parts import RequestParts
 from cluster.serving.http.unchunked_response import disable_chunks
+from cluster.serving.intake.read_turns import ReadTurns
 from cluster.serving.telemetry.line_limit import LineLimit
 
-if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import Callable
-
-    from cluster.serving.intake.read_turns import ReadTurns
-
-__all__ = [
-    "IS_FIRST_KEY",
-    "MAX_HEAD_BYTES",
-    "HttpConnection",
-    "connection_kind",
-]
+__all__ = ["IS_FIRST_KEY", "ConnectionOptions", "HttpConnection", "connection_kind"]
 
 logger = logging.getLogger(__name__)
 
-MAX_HEAD_BYTES = 2**16
-"""Limit of a head, and of the chunk extensions and trailers around a body's chunks."""
 IS_FIRST_KEY = "pagedray.is_first"
 """The key in the ASGI scope for whether a request is the first one of its connection."""
 
-_MAX_HELD_BYTES = 2**24
-"""Bytes of all connections together; while they hold more, only short heads are received."""
-_SHORT_HEAD_BYTES = 2**12
 _RECEIVED_BYTES = 2**16
 """Bytes of a body that are taken from the system before the application counts them."""
 _NO_LINGER = struct.pack("ii", 1, 0)
@@ -62,10 +51,23 @@ class _InvalidRequestError(Exception):
     """A request that the parser accepts but that must be rejected."""
 
 
-class _HeldBytes:
-    """Bytes of heads, chunk extensions and trailers that are not complete."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionOptions:
+    """What the connections of a server have in common."""
 
-    num_bytes = 0
+    read_timeout_s: float
+    """How long a request's head may take to arrive."""
+    write_timeout_s: float
+    """How long the client may leave what was written unread."""
+    note_rejection: Callable[[], None]
+    """Called for a request that is rejected before it reaches the application."""
+    note_stall: Callable[[], None]
+    """Called for a client that is disconnected because it does not read."""
+    read_turns: ReadTurns
+    """Decides when received bytes are handled."""
+    held: HeldTotal = field(default_factory=HeldTotal)
+    invalid_lines: LineLimit = field(default_factory=LineLimit)
+    """Limits the log lines about invalid requests."""
 
 
 class HttpConnection(HttpToolsProtocol):
@@ -75,33 +77,19 @@ class HttpConnection(HttpToolsProtocol):
     makes a client wait. HTTP has the client send it again on another connection.
     """
 
-    read_timeout_s: ClassVar[float]
-    """How long a request's head may take to arrive."""
-    write_timeout_s: ClassVar[float]
-    """How long the client may leave what was written unread."""
-    note_stall: Callable[[], None]
-    """Called when a client that does not read is disconnected."""
-    note_rejection: Callable[[], None]
-    """Called when a request is rejected here."""
-    invalid_lines: ClassVar[LineLimit]
-    """Limits the log lines about invalid requests on all connections."""
-    read_turns: ClassVar[ReadTurns]
-    """Decides when received bytes are handled."""
-    held: ClassVar[_HeldBytes]
-    """The bytes that all connections hold together."""
+    options: ClassVar[ConnectionOptions]
     note_lost: Callable[[], None]
     """Called when the connection is lost."""
     has_turn = False
     """Whether what has arrived before the connection was opened is handled at once."""
     _unhandled = b""
     """What was received and waits for its turn."""
-    _head_timer: asyncio.TimerHandle | None = None
-    _write_timer: asyncio.TimerHandle | None = None
+    _head_timer: Timer
+    """Runs until the head of a request has arrived."""
+    _write_timer: Timer
     """Runs while writing is paused, and while the rest of a complete response is unsent."""
-    _num_held_bytes = 0
-    """Bytes received since the parser last completed a head or a chunk of a body."""
-    _num_counted_bytes = 0
-    """Received bytes that are counted in `held`."""
+    _held: HeldBytes
+    """What the parser has not completed."""
     _has_head = False
     """Whether the parser is between the head and the end of a request."""
     _has_long_head = False
@@ -115,13 +103,16 @@ class HttpConnection(HttpToolsProtocol):
             # What asyncio reads at once; reading pauses only after it.
             transport.max_size = _RECEIVED_BYTES
         self._parts = RequestParts()
+        self._held = HeldBytes(self.options.held)
+        self._head_timer = Timer(self.loop)
+        self._write_timer = Timer(self.loop)
         self._watch_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_watching()
-        self._stop_write_timer()
-        self._num_held_bytes = 0
-        self._count_held()
+        self._head_timer.stop()
+        self._write_timer.stop()
+        self._held.forget()
+        self._held.update_total()
         super().connection_lost(exc)
         self._unhandled = b""
         if self.cycle is not None:
@@ -133,7 +124,7 @@ class HttpConnection(HttpToolsProtocol):
         if self._unhandled:
             # Reading was resumed for another reason.
             self._unhandled += data
-        elif self.has_turn or self.read_turns.take(len(data)):
+        elif self.has_turn or self.options.read_turns.take(len(data)):
             self.has_turn = False
             self._handle(data)
         else:
@@ -142,7 +133,7 @@ class HttpConnection(HttpToolsProtocol):
             self.transport.pause_reading()
             host = client_host(self.client[0]) if self.client else ""
             line = read_line(host, data, is_first=self.cycle is None)
-            self.read_turns.wait(line, self._handle_waiting, len(data))
+            self.options.read_turns.wait(line, self._handle_waiting, len(data))
 
     def _handle_waiting(self) -> None:
         data, self._unhandled = self._unhandled, b""
@@ -155,34 +146,34 @@ class HttpConnection(HttpToolsProtocol):
             self._reject_pipelined()
             return
         self._unset_keepalive_if_required()
-        if self._write_timer is not None and not self.transport.get_write_buffer_size():
+        if self._write_timer.is_running and not self.transport.get_write_buffer_size():
             # The client has read the response.
-            self._stop_write_timer()
-        self._num_held_bytes += len(data)
+            self._write_timer.stop()
+        self._held.add(len(data))
         try:
             self._parse(data)
         except httptools.HttpParserError:
             self._reject_unread()
             return
-        self._count_held()
-        if self._num_held_bytes > MAX_HEAD_BYTES:
+        self._held.update_total()
+        if self._held.is_long:
             self._reject_long()
-        elif self.held.num_bytes > _MAX_HELD_BYTES and self._num_held_bytes > _SHORT_HEAD_BYTES:
+        elif self._held.has_no_room:
             self._reject_large("The server is receiving too many long heads of requests.")
         elif self._is_waiting_for_head:
             self._watch_head()
         else:
-            self._stop_watching()
+            self._head_timer.stop()
 
     def pause_writing(self) -> None:
         super().pause_writing()
         # It may run for the response before.
-        self._stop_write_timer()
+        self._write_timer.stop()
         self._start_write_timer()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._stop_write_timer()
+        self._write_timer.stop()
 
     def on_response_complete(self) -> None:
         # The part of a body that was received and not read.
@@ -210,7 +201,7 @@ class HttpConnection(HttpToolsProtocol):
         if num_head_bytes(self.url, self.headers) > MAX_HEAD_BYTES:
             self._has_long_head = True
             raise _InvalidRequestError
-        self._num_held_bytes = 0
+        self._held.forget()
         self._has_head = True
         if self.parser.should_upgrade():
             return
@@ -224,7 +215,7 @@ class HttpConnection(HttpToolsProtocol):
             self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
-        self._num_held_bytes = 0
+        self._held.forget()
         self._parts.num_chunks += 1
         self._parts.num_body_bytes += len(body)
         if self._parts.has_small_chunks:
@@ -232,7 +223,7 @@ class HttpConnection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._num_held_bytes = 0
+        self._held.forget()
         self._has_head = False
         if not self.parser.should_upgrade():
             super().on_message_complete()
@@ -243,10 +234,6 @@ class HttpConnection(HttpToolsProtocol):
             self.transport.abort()
         else:
             super().shutdown()
-
-    def _count_held(self) -> None:
-        self.held.num_bytes += self._num_held_bytes - self._num_counted_bytes
-        self._num_counted_bytes = self._num_held_bytes
 
     def _parse(self, data: bytes) -> None:
         """Feed the parser, which calls the `on_` methods. Raises HttpParserError."""
@@ -289,7 +276,7 @@ class HttpConnection(HttpToolsProtocol):
             self._reject(HTTPStatus.BAD_REQUEST, "The request is not valid HTTP.")
 
     def _log_invalid(self) -> None:
-        num_requests = self.invalid_lines.count_event()
+        num_requests = self.options.invalid_lines.count_event()
         if num_requests:
             logger.warning(
                 "Requests that are not valid HTTP: %d, the last one from %s.",
@@ -308,8 +295,8 @@ class HttpConnection(HttpToolsProtocol):
 
     def _reject(self, status: HTTPStatus, text: str) -> None:
         """Respond instead of the application, and close."""
-        self._stop_watching()
-        self.note_rejection()
+        self._head_timer.stop()
+        self.options.note_rejection()
         if self._has_head and self.cycle is not None and self.cycle.response_started:
             # The request has its response, and the client would take another one for the next's.
             self.transport.close()
@@ -329,57 +316,24 @@ class HttpConnection(HttpToolsProtocol):
             self._start_write_timer()
 
     def _start_write_timer(self) -> None:
-        if self._write_timer is None:
-            self._write_timer = self.loop.call_later(self.write_timeout_s, self._end_stalled)
-
-    def _stop_write_timer(self) -> None:
-        if self._write_timer is not None:
-            self._write_timer.cancel()
-            self._write_timer = None
+        self._write_timer.start(self.options.write_timeout_s, self._end_stalled)
 
     def _end_stalled(self) -> None:
-        self._write_timer = None
         if self._is_answering and not self.flow.write_paused:
             # The timer was for the response before.
             return
         if self.transport.get_write_buffer_size():
-            self.note_stall()
+            self.options.note_stall()
             # Without lingering, the system drops what it has not sent, and resets the connection.
             connection = self.transport.get_extra_info("socket")
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
             self.transport.abort()
 
     def _watch_head(self) -> None:
-        if self._head_timer is None:
-            self._head_timer = self.loop.call_later(self.read_timeout_s, self.transport.abort)
-
-    def _stop_watching(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+        """Give the client time to send a head."""
+        self._head_timer.start(self.options.read_timeout_s, self.transport.abort)
 
 
-def connection_kind(
-    read_timeout_s: float,
-    write_timeout_s: float,
-    *,
-    note_rejection: Callable[[], None],
-    note_stall: Callable[[], None],
-    read_turns: ReadTurns,
-) -> type[HttpConnection]:
-    """Return a connection class for uvicorn, which passes no arguments of ours.
-
-    `note_rejection` is called for requests rejected before they reach the application, `note_stall`
-    for clients that are disconnected because they do not read. `read_turns` decides when what was
-    received is handled.
-    """
-    members = {
-        "read_timeout_s": read_timeout_s,
-        "write_timeout_s": write_timeout_s,
-        "note_rejection": staticmethod(note_rejection),
-        "note_stall": staticmethod(note_stall),
-        "invalid_lines": LineLimit(),
-        "read_turns": read_turns,
-        "held": _HeldBytes(),
-    }
-    return type("HttpConnection", (HttpConnection,), members)
+def connection_kind(options: ConnectionOptions) -> type[HttpConnection]:
+    """Return a connection class for uvicorn, which passes no arguments of ours."""
+    return type("HttpConnection", (HttpConnection,), {"options": options})

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from cluster.serving.connections.connection_limits import ConnectionLimits
 from cluster.serving.connections.listener import listen
 from cluster.serving.http.acceptor import Acceptor
-from cluster.serving.http.connection import HttpConnection, connection_kind
+from cluster.serving.http.connection import ConnectionOptions, HttpConnection, connection_kind
 from cluster.serving.http.quick_checks import QuickChecks
 
 if TYPE_CHECKING:
@@ -62,11 +62,13 @@ class HttpServer:
         self.port = listener.getsockname()[1]
         certificates = self._certificates
         kind = connection_kind(
-            self._app.read_timeout_s,
-            self._app.write_timeout_s,
-            note_rejection=self._app.count_unreadable,
-            note_stall=self._app.count_stalled,
-            read_turns=self._app.read_turns,
+            ConnectionOptions(
+                read_timeout_s=self._app.read_timeout_s,
+                write_timeout_s=self._app.write_timeout_s,
+                note_rejection=self._app.count_unreadable,
+                note_stall=self._app.count_stalled,
+                read_turns=self._app.read_turns,
+            )
         )
         config = uvicorn.Config(
             self._app,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 from uvicorn.server import ServerState
 
-from cluster.serving.http.connection import connection_kind
+from cluster.serving.http.connection import ConnectionOptions, connection_kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -42,11 +42,13 @@ class MemoryServer:
         self._config = uvicorn.Config(
             app,
             http=connection_kind(
-                _TIMEOUT_S,
-                _TIMEOUT_S,
-                note_rejection=_ignore,
-                note_stall=_ignore,
-                read_turns=read_turns,
+                ConnectionOptions(
+                    read_timeout_s=_TIMEOUT_S,
+                    write_timeout_s=_TIMEOUT_S,
+                    note_rejection=_ignore,
+                    note_stall=_ignore,
+                    read_turns=read_turns,
+                )
             ),
             lifespan="off",
             ws="none",

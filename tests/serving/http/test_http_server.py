@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -92,7 +93,8 @@ async def test_missing_second_head_times_out(patient_server: HttpServer) -> None
     reader, writer = await asyncio.open_connection("127.0.0.1", patient_server.port)
     writer.write(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
     await reader.readuntil(b"]}")
-    type(only_connection(patient_server)).read_timeout_s = 0.2
+    kind = type(only_connection(patient_server))
+    kind.options = replace(kind.options, read_timeout_s=0.2)
     writer.write(b"GET /he")
     async with asyncio.timeout(60.0):
         assert await reader.read() == b""

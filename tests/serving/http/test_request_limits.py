@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.serving.http.connection import MAX_HEAD_BYTES, HttpConnection
+from cluster.serving.http.connection import HttpConnection
+from cluster.serving.http.held_bytes import MAX_HEAD_BYTES
 from cluster.serving.http.request_parts import FREE_CHUNKS, MAX_HEADERS, MIN_CHUNK_BYTES
 from tests.fakes import wait_for
 from tests.serving.http.raw_requests import (

@@ -6,7 +6,7 @@ import asyncio
 import atexit
 from typing import TYPE_CHECKING, Any
 
-from cluster.serving.http.connection import MAX_HEAD_BYTES
+from cluster.serving.http.held_bytes import MAX_HEAD_BYTES
 from cluster.serving.intake.read_turns import ReadTurns
 from tests.hostile.fuzz.memory_server import MemoryServer
 from tests.hostile.fuzz.target import Target
