@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import sys
+from collections.abc import Iterable, Mapping
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Self, Unpack
 
@@ -24,6 +25,7 @@ from cluster.serving.beams.step import check_beams_fit
 from cluster.serving.engine_client import EngineClient
 from cluster.serving.text.text_pool import TextPool
 from cluster.serving.text.tokenizer import Tokenizer
+from cluster.serving.validation.prompt_reader import check_unicode
 from cluster.serving.validation.validator import Validator
 from pagedray.errors import (
     DuplicateIdError,
@@ -34,7 +36,7 @@ from pagedray.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Sequence
     from pathlib import Path
 
     from cluster.engine.stats import EngineStats
@@ -177,10 +179,10 @@ class AsyncLLM:
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Abort requests by their ids; unknown ids are ignored.
 
-        The last result of an aborted request has the finish reason `abort`.
+        The last result of an aborted request has the finish reason `abort`. Raises
+        InvalidRequestError, and aborts none, if an id is not a string.
         """
-        ids = [request_id] if isinstance(request_id, str) else list(request_id)
-        for one in ids:
+        for one in _ids_of(request_id):
             if (stream := self._streams.get(one)) is not None:
                 stream.abort()
             elif one in self._streams:
@@ -285,6 +287,21 @@ def _check_id(given: object) -> None:
         raise InvalidRequestError(
             f"request_id must be a non-empty string, not {given!r:.80}.", param="request_id"
         )
+    check_unicode(given, "request_id")
+
+
+def _ids_of(given: object) -> list[str]:
+    """Return one id, or several, as a list. Raises InvalidRequestError."""
+    ids: list[object] = [given]
+    if isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping):
+        ids = list(given)
+    found = [one for one in ids if isinstance(one, str)]
+    if len(found) < len(ids):
+        wrong = next(one for one in ids if not isinstance(one, str))
+        raise InvalidRequestError(
+            f"request_id must be a string or several, not {wrong!r:.80}.", param="request_id"
+        )
+    return found
 
 
 class _Sink:

@@ -19,7 +19,7 @@ from pagedray.structure import Structure, StructureKind
 from pagedray.wording.counted import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from cluster.serving.inputs import GenerationInput, Prompt
     from pagedray.config import EngineConfig
@@ -143,4 +143,24 @@ def _check_structure(structure: object) -> None:
             f"structure must have a text and a kind: {', '.join(get_args(StructureKind))}.",
             param="structure",
         )
-    check_unicode(structure.text, "structure")
+    # Strings that cannot be encoded do not reach the compiler.
+    for text in (structure.text, structure.mark, *_strings_of(structure.headers)):
+        if not isinstance(text, str):
+            raise InvalidRequestError(
+                "structure must have a string as its mark, and a tuple of pairs of strings as its "
+                "headers.",
+                param="structure",
+            )
+        check_unicode(text, "structure")
+
+
+def _strings_of(headers: object) -> Iterator[object]:
+    """Yield both parts of each header, or else what is not one."""
+    if not isinstance(headers, tuple):
+        yield headers
+        return
+    for header in headers:
+        if isinstance(header, tuple) and len(header) == 2:
+            yield from header
+        else:
+            yield None

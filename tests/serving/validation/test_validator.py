@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -59,6 +59,31 @@ async def test_prompts_are_read_before_a_structure_is_compiled(
         await validator.validate(given)
     assert caught.value.param == "structure"
     assert len(compiled_s) == 1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"mark": 5},
+        {"mark": "\ud800"},
+        {"headers": 5},
+        {"headers": [("a", "b")]},
+        {"headers": (("a", 5),)},
+        {"headers": ("ab",)},
+    ],
+)
+async def test_structures_of_other_types_do_not_reach_the_compiler(
+    validator: Validator,
+    compiled_s: list[float],
+    fields: dict[str, Any],  # Any: what is wrong
+) -> None:
+    structure = Structure(kind="regex", text="a", **fields)
+    with pytest.raises(InvalidRequestError) as caught:
+        await validator.validate(
+            GenerationInput(prompts=("the",), sampling={"structure": structure})
+        )
+    assert caught.value.param == "structure"
+    assert compiled_s == []
 
 
 class TestATokenizerLargerThanTheModel:

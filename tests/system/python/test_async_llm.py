@@ -232,6 +232,27 @@ def test_other_ids_are_rejected(
         runner.run(run())
 
 
+def test_id_with_a_lone_surrogate_is_rejected(engine: AsyncLLM, runner: asyncio.Runner) -> None:
+    with pytest.raises(InvalidRequestError, match="request_id contains a lone surrogate"):
+        runner.run(anext(engine.generate(TEXT, ENDLESS, "\ud800")))
+
+
+@pytest.mark.parametrize("request_id", [5, None, b"one", {"one": 1}, ["one", 5]])
+def test_abort_of_other_ids_is_rejected(
+    engine: AsyncLLM,
+    runner: asyncio.Runner,
+    request_id: Any,  # Any: what is wrong
+) -> None:
+    async def run() -> Generation:
+        stream = engine.generate(TEXT, GREEDY, "one")
+        await anext(stream)
+        with pytest.raises(InvalidRequestError, match="request_id must be a string or several"):
+            await engine.abort(request_id)
+        return [result async for result in stream][-1]
+
+    assert runner.run(run()).outputs[0].finish_reason == "length"
+
+
 def test_aborted_requests_end_with_a_result(engine: AsyncLLM, runner: asyncio.Runner) -> None:
     async def run() -> list[Generation]:
         found = []
