@@ -82,6 +82,7 @@ class Servicer:
         self.client = client
         self.tokenizer = tokenizer
         self.config = config
+        self.reader_limits = options.reader_limits
         self.authenticator = Authenticator() if authenticator is None else authenticator
         if self.authenticator.requires_keys:
             tokenizer.disable_cache()
@@ -95,44 +96,55 @@ class Servicer:
             self.metrics.count_ignored, is_strict=options.strict_parameters
         )
         """What HTTP clients send and is ignored."""
-        self.validator = Validator(
-            config,
-            tokenizer,
+        self._recorder = LoadRecorder(self.metrics.times.between_tokens)
+        self.observer = self._make_observer(tracer)
+        self.validator = self._make_validator(options)
+        self.tool_format = options.tool_format or detect_format(tokenizer.template_source)
+        """How the model writes tool calls; None if unknown."""
+        trimmer = MemoryTrimmer()
+        self.intake = self._make_intake(options, trimmer)
+        self.buffers = OutputBuffers(
+            options.reader_limits.unread_buffer, note_freed=trimmer.note_freed
+        )
+        """The output that clients have not read."""
+        self.resumables = ResumableStreams(
+            options.reader_limits, do_requests_wait=lambda: self.intake.loop_shares.has_waiting
+        )
+        """The streams that clients may resume."""
+        self._measure_readers()
+        self._admission = CallAdmission(client, config.model, self.authenticator, self.buffers)
+        self._generations = self._make_generation_calls()
+        self._pooling = self._make_pooling_calls()
+        self._started_s = time.monotonic()
+
+    def _make_observer(self, tracer: Tracer | None) -> CallObserver:
+        listeners = [log_call] if tracer is None else [tracer.trace, log_call]
+        return CallObserver(self.metrics, self._recorder, self.config.model.name, listeners)
+
+    def _make_validator(self, options: CallOptions) -> Validator:
+        return Validator(
+            self.config,
+            self.tokenizer,
             text_pool=self._text_pool,
             reasoning_format=options.reasoning_format,
             note_compile=self.metrics.times.observe_compile,
         )
-        self.tool_format = options.tool_format or detect_format(tokenizer.template_source)
-        """How the model writes tool calls; None if unknown."""
-        listeners = [log_call] if tracer is None else [tracer.trace, log_call]
-        self._recorder = LoadRecorder(self.metrics.times.between_tokens)
-        self.observer = CallObserver(self.metrics, self._recorder, config.model.name, listeners)
-        self.reader_limits = options.reader_limits
-        trimmer = MemoryTrimmer()
-        self.intake = Intake(
-            config,
+
+    def _make_intake(self, options: CallOptions, trimmer: MemoryTrimmer) -> Intake:
+        return Intake(
+            self.config,
             options.intake_limits,
             has_streams=lambda: len(self._calls) > 0,
             has_others=self._calls.has_others,
             note_freed=trimmer.note_freed,
         )
-        self.buffers = OutputBuffers(
-            self.reader_limits.unread_buffer, note_freed=trimmer.note_freed
-        )
-        """The output that clients have not read."""
-        self.resumables = ResumableStreams(
-            self.reader_limits, do_requests_wait=lambda: self.intake.loop_shares.has_waiting
-        )
-        """The streams that clients may resume."""
+
+    def _measure_readers(self) -> None:
         self.metrics.follow_readers(
             num_unread_bytes=lambda: self.buffers.num_bytes,
             num_streams=lambda: len(self.resumables),
             num_stream_bytes=lambda: self.resumables.num_bytes,
         )
-        self._admission = CallAdmission(client, config.model, self.authenticator, self.buffers)
-        self._generations = self._make_generation_calls()
-        self._pooling = self._make_pooling_calls()
-        self._started_s = time.monotonic()
 
     def _make_generation_calls(self) -> GenerationCalls:
         return GenerationCalls(
