@@ -140,6 +140,15 @@ def test_steps_wait_for_no_copy_of_a_staged_block() -> None:
     assert device.steps.clock["outward"] == 4
 
 
+def test_staging_blocks_that_are_not_needed_stay_free() -> None:
+    plans = RandomPlans(0, num_staging=3)
+    device = plans.device
+    device.may_complete = lambda: False
+    plans.swaps.launch(StepPlan(0, [], evictions=[BlockCopy(0, 0)]))
+    plans.swaps.launch(StepPlan(1, [], evictions=[BlockCopy(1, 1), BlockCopy(2, 2)]))
+    assert "outward" not in device.steps.clock
+
+
 def test_staging_blocks_are_used_again_once_they_were_copied() -> None:
     plans = RandomPlans(0, num_staging=2)
     device = plans.device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from typing import TYPE_CHECKING, Any
 
@@ -147,6 +148,14 @@ def test_a_broken_index_is_named(weight_map: Any, part: str, tmp_path: Path) -> 
     message = _message(folder)
     assert str(folder) in message
     assert part in message
+
+
+def test_an_index_that_is_too_large_is_not_read(tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.touch()
+    os.truncate(index, 64 * 2**20 + 1)
+    with pytest.raises(CheckpointError, match=r"index.json has more than 67108864 bytes"):
+        Checkpoint(tmp_path)
 
 
 def test_a_tensor_in_two_shards_is_named(tmp_path: Path) -> None:

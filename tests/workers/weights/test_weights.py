@@ -156,7 +156,8 @@ def test_columns_are_read_to_their_place(
         checkpoint.fill_shard(shard)
         assert torch.equal(shard.target, stored[part])
         with (tmp_path / "model.safetensors").open("r+b") as file:
-            file.truncate(3_000_000)
+            # Within the last rows, of which the first ones can still be read.
+            file.truncate(4_700_000)
         with pytest.raises(CheckpointError, match=r"model.safetensors is truncated"):
             checkpoint.fill_shard(shard)
 
