@@ -120,6 +120,31 @@ def test_only_as_many_borrowers_lose_their_blocks_as_needed_the_last_first(
     assert [one.num_preemptions for one in borrowers] == preempted
 
 
+def test_a_sequence_that_lacks_only_a_row_takes_that_of_the_last_borrower() -> None:
+    harness = Harness(
+        block_size=64,
+        num_blocks=40,
+        max_num_seqs=3,
+        max_model_len=2500,
+        max_num_batched_tokens=4000,
+        enable_prefix_cache=False,
+    )
+    first = harness.add([1] * 1900, max_tokens=100)
+    harness.step()
+    large = harness.add([2] * 20 * 64, max_tokens=1)
+    for _ in range(2):
+        harness.add([3] * 10, max_tokens=100)
+    harness.step()
+    # One that does not borrow takes the row, and leaves the blocks.
+    harness.abort(first)
+    harness.add([4] * 10, max_tokens=100, priority=-1)
+    for _ in range(BOUND):
+        harness.step()
+    assert len(harness.results.tokens[large, 0]) == 1
+    assert [one.num_preemptions for one in harness.sequences[-3:]] == [0, 1, 0]
+    harness.drain()
+
+
 def test_others_start_again_once_the_sequence_that_none_may_pass_is_aborted() -> None:
     harness, large = passed_by_four(28)
     for _ in range(10):
