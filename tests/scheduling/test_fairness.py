@@ -96,6 +96,36 @@ def test_long_prompts_that_take_rows_in_the_same_step_share_its_tokens() -> None
     harness.drain()
 
 
+def test_long_prompts_of_two_tenants_are_computed_in_turn() -> None:
+    harness = Harness(max_num_batched_tokens=16)
+    for tenant in ("one", "two"):
+        harness.add([1] * 90, tenant=tenant)
+        harness.step()
+    for _ in range(6):
+        harness.step()
+        one, two = (sequence.num_computed for sequence in harness.sequences)
+        assert 0 <= one - two <= 32
+    assert one + two == 8 * 16
+    harness.drain()
+
+
+@pytest.mark.parametrize(("num_tokens", "num_preempted"), [(28, 1), (40, 0)])
+def test_blocks_of_another_tenant_are_taken_for_no_more_than_half_of_the_pool(
+    num_tokens: int, num_preempted: int
+) -> None:
+    harness = Harness(block_size=4, num_blocks=16, max_num_seqs=4, enable_prefix_cache=False)
+    for _ in range(3):
+        harness.add([1] * 8, tenant="many", max_tokens=24)
+    for _ in range(4):
+        harness.step()
+    # A row is free.
+    harness.add([2] * num_tokens, tenant="one", max_tokens=1)
+    for _ in range(2):
+        harness.step()
+    assert sum(sequence.row < 0 for sequence in harness.sequences[:3]) == num_preempted
+    harness.drain()
+
+
 @pytest.mark.parametrize(("num_waiting", "num_others"), [(8, 64 // 4), (9, 90 - 64)])
 def test_a_step_that_ends_a_prompt_is_short_unless_many_of_its_tenant_wait(
     num_waiting: int, num_others: int

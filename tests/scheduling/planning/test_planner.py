@@ -212,6 +212,30 @@ def test_measured_costs_decide_between_swapping_and_computing_again(
     assert stats.num_recompute_preemptions == (0 if is_swap else 1)
 
 
+def test_shared_tokens_do_not_count_as_computed_again() -> None:
+    harness = Harness(
+        block_size=4,
+        num_blocks=12,
+        num_cpu_blocks=12,
+        block_copy_s=8.0,
+        token_s=1.0,
+        enable_prefix_cache=False,
+    )
+    # After these, the costs are known.
+    for token_id in range(4):
+        harness.add([token_id] * 14, max_tokens=16)
+    harness.drain()
+    before = harness.scheduler.stats()
+    harness.add([10] * 32, n=2, max_tokens=14)
+    while not any(sequence.num_preemptions for sequence in harness.sequences[-2:]):
+        harness.step()
+    # It has two blocks and eight tokens of its own: 32 s to swap them out and in, or 8 s.
+    after = harness.scheduler.stats()
+    assert after.num_swap_preemptions == before.num_swap_preemptions
+    assert after.num_recompute_preemptions == before.num_recompute_preemptions + 1
+    harness.drain()
+
+
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 def test_token_in_flight_at_preemption_is_kept(preemption: Preemption) -> None:
     harness = crowded(preemption)
