@@ -27,6 +27,7 @@ __all__ = [
     "ScoreHeadKind",
     "Task",
     "TensorNames",
+    "TextTensors",
 ]
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]

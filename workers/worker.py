@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from workers.runner.disk_jobs import DiskJobs
     from workers.runner.host_pool import HostPool
 
-__all__ = ["PendingStep", "Worker", "rank_device", "release_gpu_memory"]
+__all__ = ["LARGE_LIMITS", "PendingStep", "Worker", "rank_device", "release_gpu_memory"]
 
 
 _LARGE_GPU_BYTES = 70 * 2**30

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pagedray.batch import StepPlan
     from pagedray.config import SchedulerConfig
 
-__all__ = ["VirtualCall", "VirtualReplica", "distinct_prompt"]
+__all__ = ["EOS", "VirtualCall", "VirtualReplica", "distinct_prompt"]
 
 EOS = 2
 

@@ -271,6 +271,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, executor: str | None) -
 
 
 def engine_options(parsed: argparse.Namespace) -> EngineOptions:
+    """Return the options that the flags give; several ranks need Ray."""
     given = {field.name: getattr(parsed, field.name) for field in fields(EngineOptions)}
     if given["executor"] is None:
         given["executor"] = "local" if given["tensor_parallel_size"] == 1 else "ray"

@@ -8,6 +8,7 @@ __all__ = ["number_text", "part_text", "plain_text", "printable", "seconds_text"
 
 
 def number_text(value: float) -> str:
+    """Return a number, with a decimal if it is below 100."""
     return f"{value:,.1f}" if value < 100 else f"{value:,.0f}"
 
 

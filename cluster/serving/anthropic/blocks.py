@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BLOCKS",
     "AnthropicMessage",
+    "TextBlock",
     "read_anthropic_messages",
     "read_system_prompt",
     "read_text",

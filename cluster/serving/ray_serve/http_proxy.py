@@ -27,7 +27,7 @@ from cluster.serving.ray_serve.routing.proxied_call import HeldBytes, ProxiedCal
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-__all__ = ["ReplicaGuard", "middlewares"]
+__all__ = ["SESSION_HEADER", "ReplicaGuard", "middlewares"]
 
 SESSION_HEADER = "x-session-id"
 _SESSION_NAME = SESSION_HEADER.encode()
