@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from cluster.engine.embedding_job import EmbeddingRequest
-    from cluster.engine.engine_clock import EngineClock
     from cluster.engine.executor import Executor
     from cluster.engine.faults.death_budget import DeathBudget
     from pagedray.config import EngineConfig
@@ -62,9 +61,8 @@ class Embedder(StepLoop):
         executor: Executor,
         *,
         death_budget: DeathBudget | None = None,
-        clock: EngineClock | None = None,
     ) -> None:
-        super().__init__(executor, _STEP_BOUNDS_S, death_budget, clock)
+        super().__init__(executor, _STEP_BOUNDS_S, death_budget)
         self._max_num_seqs = config.max_num_seqs
         self._max_num_tokens = config.max_num_batched_tokens
         self._vector_size = config.model.vector_size

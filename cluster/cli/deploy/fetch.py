@@ -58,13 +58,9 @@ def fetch_command(model: str, *, folder: Path | None, is_waiting: bool) -> int:
     return 0
 
 
-def fetch(
-    model: str,
-    settings: HubSettings,
-    report_progress: Callable[[int, int], None] | None = None,
-) -> Path:
+def fetch(model: str, settings: HubSettings) -> Path:
     """Return the folder of a model whose files are all there. Raises CheckpointError."""
-    return _fetch(_hub_name(model), settings, report_progress)
+    return _fetch(_hub_name(model), settings)
 
 
 def fetch_from_s3(model: str, folder: Path) -> Path:
@@ -129,12 +125,8 @@ def _hub_name(model: str) -> HubName:
     return name
 
 
-def _fetch(
-    name: HubName,
-    settings: HubSettings,
-    report_progress: Callable[[int, int], None] | None = None,
-) -> Path:
+def _fetch(name: HubName, settings: HubSettings) -> Path:
     hub = find_revision(name, settings)
-    folder = fetch_files(hub, side_files(hub), None, settings)
-    fetch_files(hub, listed_weight_files(hub, folder), report_progress, settings)
+    folder = fetch_files(hub, side_files(hub), settings=settings)
+    fetch_files(hub, listed_weight_files(hub, folder), settings=settings)
     return folder
