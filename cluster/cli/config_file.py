@@ -23,6 +23,18 @@ _MODEL = "model"
 _MAX_BYTES = 2**20
 
 
+# Flags are text. As YAML reads numbers, the name 1.10 would be 1.1, and the key 012345670 another.
+class _FlagLoader(yaml.SafeLoader):
+    """Reads numbers and dates as they are written."""
+
+    def construct_written(self, node: yaml.ScalarNode) -> str:
+        return str(node.value)
+
+
+for _kind in ("int", "float", "timestamp"):
+    _FlagLoader.add_constructor(f"tag:yaml.org,2002:{_kind}", _FlagLoader.construct_written)
+
+
 def apply_config(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> list[str]:
     """Make the flags in the file that `arguments` name the defaults of a command's parser.
 
@@ -82,8 +94,8 @@ def _read(path: Path) -> dict[str, object]:
             text = file.read(_MAX_BYTES + 1)
         if len(text) > _MAX_BYTES:
             raise StartupError(f"--config {path} is larger than 1 MiB.")
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        found = yaml.safe_load(text)
+        node = yaml.compose(text, Loader=_FlagLoader)
+        found = yaml.load(text, Loader=_FlagLoader)
     except OSError as error:
         raise StartupError(f"Cannot read --config {path}: {error.strerror}.") from error
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
@@ -107,7 +119,9 @@ def _words(
     """Return a key and its value as on the command line."""
     flag = f"--{key}"
     action = options.get(flag)
-    if action is None or flag in (CONFIG_FLAG, "--help"):
+    if flag in (CONFIG_FLAG, "--help"):
+        raise StartupError(f"{path}: {key} is only allowed on the command line.")
+    if action is None:
         names = [name[2:] for name in options if name.startswith("--")]
         nearest = nearest_name(key, [*names, _MODEL])
         hint = "." if nearest is None else f"; did you mean {nearest}?"
@@ -116,15 +130,13 @@ def _words(
         return []
     if action.nargs == 0:
         return _switch(key, value, options, path)
-    if isinstance(value, bool):
-        raise StartupError(f"{path}: {key} must be a value, not {str(value).lower()}.")
-    if isinstance(value, list) and action.nargs == "+":
-        return [flag, *map(str, value)]
-    if isinstance(value, list):
-        return [f"{flag}={','.join(map(str, value))}"]
-    if isinstance(value, dict):
-        raise StartupError(f"{path}: {key} must be a value, not {shown_json_value(value)}.")
-    return [flag, str(value)] if action.nargs == "+" else [f"{flag}={value}"]
+    values: list[str] = []
+    for one in value if isinstance(value, list) else [value]:
+        if not isinstance(one, str):
+            what = "a list of values" if isinstance(value, list) else "a value"
+            raise StartupError(f"{path}: {key} must be {what}, not {shown_json_value(one)}.")
+        values.append(one)
+    return [flag, *values] if action.nargs == "+" else [f"{flag}={','.join(values)}"]
 
 
 def _switch(

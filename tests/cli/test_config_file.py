@@ -54,6 +54,17 @@ def test_flags_of_the_file_are_as_on_the_command_line(path: Path) -> None:
     assert (expected.max_model_len, expected.dtype) == (32768, "float16")
 
 
+def test_numbers_are_read_as_they_are_written(tmp_path: Path) -> None:
+    path = tmp_path / "serve.yaml"
+    # As YAML reads them: 1.1, 5349, 2736 and 80.
+    path.write_text(
+        "served-model-name: 1.10\napi-key: [0012345, 45:36]\nmodel: 1_0\nhttp-port: 0080\n"
+    )
+    found = parsed(path)
+    assert (found.served_model_name, found.api_key) == (["1.10"], ["0012345", "45:36"])
+    assert (found.model, found.http_port) == ("1_0", 80)
+
+
 def test_the_command_line_has_priority(path: Path) -> None:
     own = ("--http_port", "9", "other", "--dtype=float32", "--api-key", "sk-abcdefgh")
     found = parsed(path, *own)
@@ -69,15 +80,18 @@ def test_the_command_line_has_priority(path: Path) -> None:
             "max-modl-len: 5",
             "max-modl-len is not a flag of pagedray serve; did you mean max-model-len?",
         ),
-        ("config: x", "config is not a flag"),
+        ("config: x", "config is only allowed on the command line"),
         ("port: 1\nport: 2", "has port twice"),
         ("max-model-len: 1\nmax_model_len: 2", "has max-model-len twice"),
         ("dtype: int3", "argument --dtype: invalid choice: 'int3'"),
         ("http-port: yes", "http-port must be a value, not true"),
         ("http-port: {a: 1}", "http-port must be a value"),
-        ("enforce-eager: 1", "enforce-eager must be true or false, not 1"),
+        ("enforce-eager: 1", "enforce-eager must be true or false, not '1'"),
         ("tokenizer: other", "--tokenizer is not supported"),
-        ("model: 5", "model must be a folder or a Hub id"),
+        ("model: [a]", "model must be a folder or a Hub id"),
+        ("served-model-name: [a, null]", "served-model-name must be a list of values, not null"),
+        ("allowed-hosts: [no]", "allowed-hosts must be a list of values, not false"),
+        ("allowed-hosts: &a [*a]", "allowed-hosts must be a list of values, not a list"),
         ("- a", "must have lines such as"),
         ("a: [", "is not valid YAML"),
         ("\x00", "is not valid YAML"),

@@ -176,9 +176,21 @@ def test_other_protocols_are_not_printed() -> None:
     client.close()
 
 
-@pytest.mark.parametrize("url", ["", "ftp://x", "http://", "http://x:99999", "x:99999", ":8000"])
-def test_invalid_url_is_rejected(url: str) -> None:
-    with pytest.raises(StartupError, match=r"^The URL "):
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("", "The URL must look like"),
+        ("ftp://x", "The URL must look like"),
+        ("http://", "The URL must look like"),
+        (":8000", "The URL must look like"),
+        ("http://x:99999", "'http://x:99999' is not a URL: Port out of range"),
+        ("x:99999", "'x:99999' is not a URL: Port out of range"),
+        ("http://[::1", r"'http://\[::1' is not a URL: Invalid IPv6 URL"),
+        ("http://x/a b", "'http://x/a b' is not a URL: spaces"),
+    ],
+)
+def test_invalid_url_is_rejected(url: str, message: str) -> None:
+    with pytest.raises(StartupError, match=f"^{message}"):
         LoadsClient(url)
 
 

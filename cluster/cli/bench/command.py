@@ -39,8 +39,7 @@ _BUSY_CLIENT = 0.9
 
 def bench_serve(parsed: argparse.Namespace) -> int:
     """Run a load test and print its figures; return 1 if a request failed. Raises PagedRayError."""
-    if parsed.dataset_name == "sharegpt" and parsed.dataset_path is None:
-        raise StartupError("--dataset-name sharegpt requires --dataset-path.")
+    _check(parsed)
     target = _target(parsed)
     model, result = asyncio.run(_measure(parsed, target))
     limits_ms = dict(parsed.goodput or ())
@@ -82,6 +81,21 @@ def bench_serve(parsed: argparse.Namespace) -> int:
         file=sys.stderr,
     )
     return _FAILURE_EXIT
+
+
+def _check(parsed: argparse.Namespace) -> None:
+    """Raise StartupError for flags that would have no effect, or fail after the test."""
+    if parsed.dataset_name == "sharegpt":
+        if parsed.dataset_path is None:
+            raise StartupError("--dataset-name sharegpt requires --dataset-path.")
+    elif parsed.dataset_path is not None:
+        raise StartupError("--dataset-path requires --dataset-name sharegpt.")
+    elif parsed.sharegpt_output_len is not None:
+        raise StartupError("--sharegpt-output-len requires --dataset-name sharegpt.")
+    if not parsed.save_result and parsed.result_filename is not None:
+        raise StartupError("--result-filename requires --save-result.")
+    if parsed.save_result and not parsed.result_dir.is_dir():
+        raise StartupError(f"--result-dir {parsed.result_dir} is not a folder.")
 
 
 async def _measure(parsed: argparse.Namespace, target: Target) -> tuple[str, LoadResult]:
@@ -152,7 +166,9 @@ def _target(parsed: argparse.Namespace) -> Target:
     scheme, port = ("grpc", 9000) if is_grpc else ("http", 8000)
     return Target(
         backend=parsed.backend,
-        base_url=parsed.base_url or f"{scheme}://{url_host(parsed.host)}:{parsed.port or port}",
+        base_url=f"{scheme}://{url_host(parsed.host)}:{parsed.port or port}"
+        if parsed.base_url is None
+        else parsed.base_url,
         endpoint=parsed.endpoint,
         key=read_key(parsed.api_key_file) or os.environ.get("OPENAI_API_KEY") or None,
         ca_file=parsed.tls_ca,
@@ -172,4 +188,4 @@ def _save(parsed: argparse.Namespace, report: dict[str, object]) -> None:
     try:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
     except OSError as error:
-        raise StartupError(f"Cannot write --save-result to {path}: {error}.") from error
+        raise StartupError(f"Cannot write --save-result to {path}: {error.strerror}.") from error

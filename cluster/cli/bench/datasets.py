@@ -91,7 +91,7 @@ async def sharegpt_requests(
     try:
         conversations = msgspec.json.decode(path.read_bytes(), type=list[_Conversation])
     except OSError as error:
-        raise StartupError(f"Cannot read --dataset-path {path}: {error}.") from error
+        raise StartupError(f"Cannot read --dataset-path {path}: {error.strerror}.") from error
     except msgspec.MsgspecError as error:
         raise StartupError(f"--dataset-path {path} is not a ShareGPT file: {error}.") from error
     random.Random(seed).shuffle(conversations)

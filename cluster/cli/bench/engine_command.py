@@ -248,6 +248,6 @@ def _report(
             parsed.output_json.write_bytes(msgspec.json.format(encoded) + b"\n")
         except OSError as error:
             raise StartupError(
-                f"Cannot write --output-json {parsed.output_json}: {error}."
+                f"Cannot write --output-json {parsed.output_json}: {error.strerror}."
             ) from error
     return 0

@@ -163,7 +163,21 @@ def _read(path: Path) -> Values:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Rejects a key that occurs twice, of which YAML would take the last."""
+    """Rejects a key that occurs twice, of which YAML would take the last, and endless values."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._open_anchors: list[str | None] = []
+
+    # Any: PyYAML's nodes.
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.peek_event()  # type: ignore[no-untyped-call]  # as all of PyYAML's composer
+        if isinstance(event, yaml.AliasEvent) and event.anchor in self._open_anchors:
+            raise yaml.YAMLError(f"the value {event.anchor} contains itself")
+        self._open_anchors.append(event.anchor)
+        node = super().compose_node(parent, index)
+        self._open_anchors.pop()
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         # What a mapping merges with `<<` may have its keys, too.

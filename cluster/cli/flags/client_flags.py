@@ -44,8 +44,10 @@ def read_key(path: Path | None) -> str | None:
     try:
         with path.open(encoding="utf-8") as file:
             key = file.read(_MAX_KEY_BYTES).strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise StartupError(f"Cannot read --api-key-file {path}: {error}.") from error
+    except OSError as error:
+        raise StartupError(f"Cannot read --api-key-file {path}: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise StartupError(f"Cannot read --api-key-file {path}: it is not UTF-8.") from error
     if not key:
         raise StartupError(f"--api-key-file {path} is empty.")
     return key

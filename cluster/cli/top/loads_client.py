@@ -43,11 +43,11 @@ class LoadsClient:
 
         Raises StartupError for an invalid URL, key or CA file.
         """
-        parts = urlsplit(url if "://" in url else f"http://{url}")
         try:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
             port = parts.port
         except ValueError as error:
-            raise StartupError(f"The URL {url!r} has an invalid port; use 0 to 65535.") from error
+            raise StartupError(f"{url!r:.200} is not a URL: {error}.") from error
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise StartupError(f"The URL must look like http://HOST:PORT, not {url!r}.")
         if key is not None and not (key.isascii() and key.isprintable()):
@@ -62,6 +62,8 @@ class LoadsClient:
             self._connection = http.client.HTTPConnection(parts.hostname, port, timeout=_TIMEOUT_S)
         # The URL that OpenAI's clients take ends with the version.
         self._path = parts.path.rstrip("/").removesuffix("/v1") + "/loads"
+        if not self._path.isprintable() or " " in self._path:
+            raise StartupError(f"{url!r:.200} is not a URL: spaces are written as %20.")
         self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
 
     def read_loads(self) -> ServerLoads:

@@ -274,6 +274,7 @@ def test_a_release_has_a_name_that_kuberay_accepts(name: str) -> None:
         ("model: /models/x\nmodel: /models/y\n", "it has a duplicate key"),
         ("- model\n", "must have lines such as"),
         ("model: [\n", "is not valid YAML"),
+        ("model: &a [*a]\n", "the value a contains itself"),
         ("model: 2026-13-45\n", "month must be in 1..12"),
         (f"replicas: {'9' * 5000}\n", "is not valid YAML"),
     ],
