@@ -37,9 +37,9 @@ class Sample:
     kv_use: float
     """The part of the blocks that is taken."""
     num_preemptions: int
-    """Since the start."""
+    """Preemptions since the start."""
     num_generated_tokens: int
-    """Since the start."""
+    """Tokens generated since the start."""
 
 
 class Fleet:

@@ -129,5 +129,5 @@ class _TraceLine(msgspec.Struct, forbid_unknown_fields=True):
     num_prefix_tokens: int = 0
 
     def as_arrival(self) -> Arrival:
-        """Raises ValueError."""
+        """Return the arrival of the line. Raises ValueError if its values are invalid."""
         return Arrival(**msgspec.structs.asdict(self))

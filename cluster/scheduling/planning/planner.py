@@ -68,7 +68,7 @@ class Planner:
         if table.waiting:
             entitled = self._make_way(draft)
         prefills = self._plan_decodes(draft)
-        # A token each was set aside.
+        # A token of the budget was set aside for each.
         draft.budget += len(entitled)
         if self._pace is not None:
             self._pace.begin_step(
@@ -93,7 +93,7 @@ class Planner:
         """Plan the next token of each running sequence, and return those still in prefill."""
         prefills: list[Sequence] = []
         decodes, positions = draft.decodes, draft.decode_positions
-        # Then each may be the last one.
+        # With more sequences than tokens, the budget may end at any of them.
         is_tight = len(self._table.running) > draft.budget
         # Preemption removes sequences from the queue, but only behind the current one.
         for sequence in self._table.running:
@@ -273,7 +273,7 @@ class Planner:
             entitled.append(head)
         for sequence in entitled:
             table.waiting.insert(sequence)
-        # A token each is set aside.
+        # A token of the budget is set aside for each.
         draft.budget -= len(entitled)
         return entitled
 

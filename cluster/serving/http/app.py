@@ -221,7 +221,7 @@ class HttpApp:
         except HTTPException:
             self._servicer.metrics.count_outcome("forbidden", "http")
             raise
-        methods, rest = self._table.find(_path_of(request.scope))
+        methods, path_value = self._table.find(_path_of(request.scope))
         endpoint = methods.get(request.method)
         if endpoint is None and methods and request.method == "OPTIONS":
             # A browser sends no key with it.
@@ -237,7 +237,7 @@ class HttpApp:
             allowed = {"allow": ", ".join(sorted(methods))}
             raise HTTPException(405, f"Method not allowed; use {allowed['allow']}.", allowed)
         if endpoint.operation is None and not endpoint.is_counted:
-            return await self._handle(endpoint, self._call(request, tenant, rest, None))
+            return await self._handle(endpoint, self._call(request, tenant, path_value, None))
         continuation = request.scope.get(CONTINUATION_KEY)
         try:
             entered = self._servicer.enter_call(
@@ -246,11 +246,11 @@ class HttpApp:
                 is_continued=continuation is not None and bool(continuation.sequences),
             )
         except OverloadedError as error:
-            call = self._call(request, tenant, rest, None)
+            call = self._call(request, tenant, path_value, None)
             self._servicer.note_rejected(error, _arrival(call, endpoint.operation), "http")
             raise
         try:
-            return await self._handle(endpoint, self._call(request, tenant, rest, entered))
+            return await self._handle(endpoint, self._call(request, tenant, path_value, entered))
         finally:
             entered.leave()
 
@@ -259,12 +259,12 @@ class HttpApp:
         return kept_if_large(response, self._servicer.buffers, call.tenant.name)
 
     def _call(
-        self, request: Request, tenant: Tenant, rest: str, entered: OpenCall | None
+        self, request: Request, tenant: Tenant, path_value: str, entered: OpenCall | None
     ) -> HttpCall:
         return HttpCall(
             request=request,
             tenant=tenant,
-            rest=rest,
+            path_value=path_value,
             metrics=self._servicer.metrics,
             ignored=self._servicer.ignored,
             intake=self._servicer.intake,

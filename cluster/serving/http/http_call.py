@@ -42,7 +42,7 @@ class HttpCall:
 
     request: Request
     tenant: Tenant
-    rest: str
+    path_value: str
     """The value of the path's parameter; empty if it has none."""
     metrics: Metrics
     ignored: IgnoredParameters

@@ -105,8 +105,8 @@ class _OpenAIHandlers:
         return json_response({"object": "list", "data": [self._card(name) for name in self._names]})
 
     async def model(self, call: HttpCall) -> Response:
-        self._servicer.validator.check_model(call.rest)
-        return json_response(self._card(call.rest))
+        self._servicer.validator.check_model(call.path_value)
+        return json_response(self._card(call.path_value))
 
     async def completion(self, call: HttpCall) -> Response:
         def read(body: CompletionBody, raw: bytes) -> Steps[_Asked]:

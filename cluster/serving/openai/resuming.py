@@ -56,12 +56,12 @@ class StreamHandlers:
     async def resume(self, call: HttpCall) -> Response:
         """Answer GET with the rest of a stream."""
         with call.metrics.counting_rejections("http"):
-            return self._resume(call, call.rest, call.last_event_number or 0, None)
+            return self._resume(call, call.path_value, call.last_event_number or 0, None)
 
     async def end(self, call: HttpCall) -> Response:
         """Answer DELETE: abort a call and forget its stream, if there is one."""
-        self._servicer.abort_call(call.tenant.name, call.rest)
-        return json_response({"id": call.rest, "object": "stream", "deleted": True})
+        self._servicer.abort_call(call.tenant.name, call.path_value)
+        return json_response({"id": call.path_value, "object": "stream", "deleted": True})
 
     def _resume(
         self, call: HttpCall, client_id: str, number: int, form: StreamFormat | None

@@ -173,7 +173,7 @@ class _Handlers:
 
     async def delete(self, call: HttpCall) -> Response:
         await self._store.delete(call.tenant.name, _response_id(call))
-        return json_response({"id": call.rest, "object": "response", "deleted": True})
+        return json_response({"id": call.path_value, "object": "response", "deleted": True})
 
     def _asked(
         self, call: HttpCall, body: ResponsesBody, previous: StoredTurn | None
@@ -238,6 +238,6 @@ class _Handlers:
 
 def _response_id(call: HttpCall) -> str:
     """Return the id in the path of a call, which ends with it."""
-    if "/" in call.rest:
+    if "/" in call.path_value:
         raise HTTPException(404, "Not found: no such endpoint.")
-    return call.rest
+    return call.path_value

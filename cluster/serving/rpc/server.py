@@ -50,7 +50,7 @@ _OPTIONS = (
 
 
 class GrpcServer:
-    """The gRPC server on one port."""
+    """The gRPC frontend, from a bound port to a closed one."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class GrpcServer:
         certificates: CertificateStore | None = None,
         limits: ConnectionLimits | None = None,
     ) -> None:
-        """Without certificates the port is plaintext."""
+        """Without certificates, TLS is disabled."""
         self._limits = ConnectionLimits() if limits is None else limits
         self._servicer = servicer
         self._host = host

@@ -35,7 +35,7 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     index: int
     """Index of the sequence in its prompt."""
     text: str
-    """Complete text; it may lag behind the tokens."""
+    """The new text, of complete characters only; it may lag behind the tokens."""
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
     """Log-probabilities of each token; empty if they are not requested."""
@@ -142,6 +142,7 @@ class TextStream:
         return self._output(pieces, token_ids, logprobs, None, None)
 
     def _push_tokens(self, event: TokenEvent, pieces: list[str]) -> tuple[int, str | None]:
+        """Add the text of an event; return how many tokens were used, and a stop string in it."""
         # The stop token is not part of the text, unless the client requested it.
         is_included = self._includes_stop and event.stop_token_id in self._client_stop_ids
         num_hidden = 0 if event.stop_token_id is None or is_included else 1
