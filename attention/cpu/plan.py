@@ -1,8 +1,9 @@
 """Plans of torch_sdpa on a CPU: what layers with equal parameters share in one step.
 
-Prompts without context read their own keys and not the cache. A span is a query of several tokens,
-split into tiles that read no more keys than they see. A kernel computes decodes over the cache in
-place; where it is not available, decodes of similar length are gathered in chunks.
+Kernels compute prefills and decodes over the cache in place. Where they are not available, torch
+does: prompts without context read their own keys and not the cache, a span is a query of several
+tokens, split into tiles that read no more keys than they see, and decodes of similar length are
+gathered in chunks.
 """
 
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from attention.cpu.decode import DecodeChunk
 from attention.cpu.gather import Gather
 from attention.cpu.write import WritePlan
 from attention.kernels.cpu.paged_decode import DecodeBatch
+from attention.kernels.cpu.paged_prefill import PrefillBatch
 
 __all__ = ["LayerPlan", "Prompts", "Span", "Tile"]
 
@@ -53,6 +55,8 @@ class LayerPlan(NamedTuple):
     prompts: tuple[Prompts, ...] = ()
     spans: tuple[Span, ...] = ()
     chunks: tuple[DecodeChunk, ...] = ()
+    prefills: PrefillBatch | None = None
+    """The prefills that the kernel computes."""
     decodes: DecodeBatch | None = None
     """The decodes that the kernel computes."""
     write: WritePlan | None = None

@@ -17,6 +17,7 @@ from attention.cpu.plan import LayerPlan, Prompts, Span
 from attention.cpu.span import PromptRuns, SpanPlanner
 from attention.cpu.write import WritePlan
 from attention.kernels.cpu.paged_decode import DecodeBatch
+from attention.kernels.cpu.paged_prefill import PrefillBatch
 from attention.params import AttentionParams, AttentionSpec, AttentionType
 
 __all__ = ["LayerPlanner", "PlanBuffers", "encoder_of", "make_planner"]
@@ -48,8 +49,10 @@ class LayerPlanner(ABC):
         spec: AttentionSpec,
         buffers: PlanBuffers,
         has_kernel: bool,
+        max_prefill_queries: int | None,
     ) -> None:
         self._has_kernel = has_kernel
+        self._max_prefill_queries = max_prefill_queries
         self._indices = buffers.indices
         bias = BandedBias(params)
         self._gatherer = Gatherer(
@@ -91,22 +94,39 @@ class _DecoderPlanner(LayerPlanner):
         first = batch.num_prefills
         num_padding = batch.num_padding
         if self._has_kernel and write is not None:
-            prompts, spans = self._prefills(batch, starts, range(first))
-            decodes = None
+            prefills, decodes = self._kernel_prefills(batch, starts, write), None
+            is_left = range(first) if prefills is None else range(0)
+            prompts, spans = self._prefills(batch, starts, is_left)
             if first < len(starts):
                 tables, num_keys = batch.block_tables[first:], batch.seq_lens[first:]
                 decodes = DecodeBatch(int(starts[first]), tables, num_keys)
-            return LayerPlan(prompts, spans, (), decodes, write, num_padding)
+            return LayerPlan(prompts, spans, (), prefills, decodes, write, num_padding)
         if not first and len(starts) and write is not None:
             chunks = self._decodes.plan_chunks(batch.seq_lens, starts, batch.block_tables)
-            return LayerPlan((), (), chunks, None, write, num_padding)
+            return LayerPlan(chunks=chunks, write=write, num_padding=num_padding)
         is_decode = (batch.query_lens == 1) & (batch.seq_lens > 1)
         prompts, spans = self._prefills(batch, starts, np.flatnonzero(~is_decode).tolist())
         ids = np.flatnonzero(is_decode)
         chunks = self._decodes.plan_chunks(
             batch.seq_lens[ids], starts[ids], batch.block_tables[ids]
         )
-        return LayerPlan(prompts, spans, chunks, None, write, num_padding)
+        return LayerPlan(prompts, spans, chunks, write=write, num_padding=num_padding)
+
+    def _kernel_prefills(
+        self, batch: AttentionBatch, starts: _Ints, write: WritePlan
+    ) -> PrefillBatch | None:
+        """Return the prefills if the kernel computes them, and not torch."""
+        n = batch.num_prefills
+        # The kernel reads what was written, torch the keys and values of the step.
+        if not n or self._max_prefill_queries is None or write.tokens is not None:
+            return None
+        return PrefillBatch(
+            starts[:n],
+            batch.query_lens[:n],
+            batch.seq_lens[:n],
+            batch.block_tables[:n],
+            max_queries=self._max_prefill_queries,
+        )
 
     def _prefills(
         self, batch: AttentionBatch, starts: _Ints, sequences: "range | list[int]"
@@ -209,11 +229,26 @@ _PLANNERS: dict[AttentionType, type[LayerPlanner]] = {
 
 
 def make_planner(
-    params: AttentionParams, *, spec: AttentionSpec, buffers: PlanBuffers, has_kernel: bool
+    params: AttentionParams,
+    *,
+    spec: AttentionSpec,
+    buffers: PlanBuffers,
+    has_kernel: bool,
+    max_prefill_queries: int | None,
 ) -> LayerPlanner:
-    """Return the planner of layers with these parameters."""
+    """Return the planner of layers with these parameters.
+
+    `has_kernel` is whether a kernel computes decodes. One that computes prefills divides them into
+    items of up to `max_prefill_queries`, which is None without such a kernel.
+    """
     kind = _PLANNERS[params.attention_type]
-    return kind(params, spec=spec, buffers=buffers, has_kernel=has_kernel)
+    return kind(
+        params,
+        spec=spec,
+        buffers=buffers,
+        has_kernel=has_kernel,
+        max_prefill_queries=max_prefill_queries,
+    )
 
 
 def encoder_of(batch: AttentionBatch) -> EncoderBatch:

@@ -1,9 +1,10 @@
-"""The torch_sdpa backend on a CPU: torch, and a kernel in C for decodes.
+"""The torch_sdpa backend on a CPU: torch, and kernels in C for decodes and prompts.
 
 Supports every attention type and feature. In a steady state it allocates nothing but the copies
 that are written to an fp8 cache.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -26,7 +27,8 @@ from attention.cpu.planner import PlanBuffers, encoder_of, make_planner
 from attention.cpu.run import LayerRunner
 from attention.cpu.write import WritePlan, plan_write
 from attention.fp8 import from_fp8, to_fp8
-from attention.kernels.cpu.paged_decode import DecodeBatch, PagedDecode
+from attention.kernels.cpu.paged_decode import PagedDecode
+from attention.kernels.cpu.paged_prefill import PagedPrefill
 from attention.params import KV_CACHE_DTYPES
 
 __all__ = [
@@ -76,9 +78,9 @@ class TorchSDPAMetadata(AttentionMetadata):
             self._profile_plans = self._builder.plan_layers(alone, has_cache=False)
         return self._profile_plans[layer_index]
 
-    def run_decodes(
+    def run_kernels(
         self,
-        decodes: DecodeBatch,
+        plan: LayerPlan,
         query: torch.Tensor,
         kv_cache: torch.Tensor,
         layer_index: int,
@@ -86,13 +88,23 @@ class TorchSDPAMetadata(AttentionMetadata):
         *,
         sinks: torch.Tensor | None,
     ) -> None:
-        """Attend for the decodes of a layer by the kernel."""
-        kernel, place = self._builder.kernels[layer_index], self._builder.places[layer_index]
-        assert kernel is not None
-        assert place is not None
-        params = self._builder.spec.layers[layer_index]
-        scales = params.k_scale, params.v_scale
-        kernel.run_decodes(decodes, query, kv_cache, place, out, scales=scales, sinks=sinks)
+        """Attend for the prefills and decodes of a layer that kernels compute."""
+        builder, params = self._builder, self._builder.spec.layers[layer_index]
+        place, scales = builder.places[layer_index], (params.k_scale, params.v_scale)
+        if plan.prefills is not None:
+            prefill = builder.prefill_kernels[layer_index]
+            assert prefill is not None
+            assert place is not None
+            prefill.run_prefills(
+                plan.prefills, query, kv_cache, place, out, scales=scales, sinks=sinks
+            )
+        if plan.decodes is not None:
+            decode = builder.decode_kernels[layer_index]
+            assert decode is not None
+            assert place is not None
+            decode.run_decodes(
+                plan.decodes, query, kv_cache, place, out, scales=scales, sinks=sinks
+            )
 
     def cache_views(self, kv_cache: torch.Tensor, layer_index: int) -> LayerViews:
         """Return the views of the cache of a layer that has one."""
@@ -124,14 +136,25 @@ class TorchSDPAMetadataBuilder(AttentionMetadataBuilder):
         keys = [params.plan_key for params in spec.layers]
         distinct = list(dict.fromkeys(keys))
         kernels = [PagedDecode.make(params, spec) if use_kernel else None for params in distinct]
+        prefill_kernels = [
+            PagedPrefill.make(params, spec) if use_kernel else None for params in distinct
+        ]
         self._planners = [
-            make_planner(params, spec=spec, buffers=buffers, has_kernel=kernel is not None)
-            for params, kernel in zip(distinct, kernels, strict=True)
+            make_planner(
+                params,
+                spec=spec,
+                buffers=buffers,
+                has_kernel=kernel is not None,
+                max_prefill_queries=None if prefill is None else prefill.max_queries,
+            )
+            for params, kernel, prefill in zip(distinct, kernels, prefill_kernels, strict=True)
         ]
         self._types = [params.attention_type for params in distinct]
         self._planner_of_layer = [distinct.index(key) for key in keys]
-        self.kernels = [kernels[planner] for planner in self._planner_of_layer]
+        self.decode_kernels = [kernels[planner] for planner in self._planner_of_layer]
         """The decode kernel of each layer, or None."""
+        self.prefill_kernels = [prefill_kernels[planner] for planner in self._planner_of_layer]
+        """The prefill kernel of each layer, or None."""
 
     def build(self, batch: AttentionBatch) -> TorchSDPAMetadata:
         """Return the metadata of one step; the one built before is no longer valid."""
@@ -141,12 +164,9 @@ class TorchSDPAMetadataBuilder(AttentionMetadataBuilder):
 
     def providers(self) -> dict[str, dict[str, int]]:
         """Return how many layers each provider of kernels computes, by part of a step."""
-        num_layers = len(self._spec.layers)
-        num_ours = sum(kernel is not None for kernel in self.kernels)
-        decode = {"native": num_ours, "torch": num_layers - num_ours}
         return {
-            "prefill": {"torch": num_layers},
-            "decode": {provider: count for provider, count in decode.items() if count},
+            "prefill": dict(Counter(map(_provider, self.prefill_kernels))),
+            "decode": dict(Counter(map(_provider, self.decode_kernels))),
         }
 
     def alike(self) -> "TorchSDPAMetadataBuilder":
@@ -175,6 +195,10 @@ class TorchSDPAMetadataBuilder(AttentionMetadataBuilder):
             num_layers=self._num_cache_layers,
             indices=self._indices,
         )
+
+
+def _provider(kernel: PagedPrefill | PagedDecode | None) -> str:
+    return "torch" if kernel is None else "native"
 
 
 class TorchSDPAState(EagerAttentionState):
@@ -224,10 +248,7 @@ class TorchSDPABackendImpl(AttentionImpl):
             blocks = views.blocks
             plan.write.write_layer(*stored, views)
         self._attend(plan, query, key, value, blocks, out)
-        if plan.decodes is not None:
-            metadata.run_decodes(
-                plan.decodes, query, kv_cache, self._layer_index, out, sinks=self._sinks
-            )
+        metadata.run_kernels(plan, query, kv_cache, self._layer_index, out, sinks=self._sinks)
         if plan.keyless_tokens is not None:
             out.index_fill_(0, plan.keyless_tokens, 0)
         if plan.num_padding:
@@ -255,7 +276,7 @@ class TorchSDPABackendImpl(AttentionImpl):
 
 
 class TorchSDPABackend(AttentionBackend):
-    """Attention by torch and a kernel in C, on a CPU."""
+    """Attention by kernels in C and by torch, on a CPU."""
 
     @staticmethod
     def get_name() -> str:

@@ -52,7 +52,7 @@ def test_worker_logs_its_providers_once(
         worker.allocate_cache(8, 0)
     lines = [line for line in caplog.messages if line.startswith("Attention:")]
     assert len(lines) == 2
-    assert lines[0].startswith("Attention: torch kernels compute prefill of ")
+    assert " kernels compute prefill of " in lines[0]
     assert " kernels compute decode of " in lines[1]
 
 
@@ -61,7 +61,7 @@ def test_worker_reports_the_backend_that_was_chosen(worker: DecoderWorker) -> No
     report = worker.allocate_cache(8, 0)
     assert report.backend == "torch_sdpa"
     num_layers = worker._config.model.num_layers
-    assert report.providers["prefill"] == {"torch": num_layers}
+    assert sum(report.providers["prefill"].values()) == num_layers
 
 
 def test_a_cache_takes_no_memory_before_it_is_used(worker: DecoderWorker) -> None:

@@ -140,9 +140,13 @@ INLINE Floats larger(Floats x, Floats y) {
 }
 
 INLINE float largest_of(Floats x) {
+#ifdef __AVX512F__
+    return _mm512_reduce_max_ps((__m512)x);
+#else
     float largest = x[0];
     for (int i = 1; i < LANES; i++) largest = x[i] > largest ? x[i] : largest;
     return largest;
+#endif
 }
 
 INLINE void sums_of_four(Floats a, Floats b, Floats c, Floats d, float sums[4]) {

@@ -11,33 +11,13 @@
 #include <omp.h>
 
 #include "fp8.h"
+#include "paged_shape.h"
 
 #define MAX_BLOCK 256
 #define ROW (MAX_BLOCK + LANES) /* scores of a head, processed in whole vectors */
 #define STEP (2 * LANES)
 #define HEADS 4 /* query heads at a time */
 #define WIDE 4  /* vectors of a value at a time */
-
-/* Element type of the cache: that of queries, or fp8. */
-enum { SAME, E4M3, E5M2 };
-
-typedef struct {
-    int64_t num_sequences;
-    int64_t num_heads;
-    int64_t num_kv_heads;
-    int64_t head_size;
-    int64_t block_size;
-    int64_t block_stride; /* elements from one block to the next */
-    int64_t value_offset; /* elements from a key to its value */
-    int64_t table_stride; /* entries from one block table to the next */
-    int64_t query_stride; /* elements from one token's query to the next */
-    int64_t out_stride;
-    int64_t window; /* keys that a query sees, its own included; 0 is all */
-    int64_t format;
-    float scale;
-    float value_scale;
-    float soft_cap; /* 0 is none */
-} Shape;
 
 /* The visible keys of a block, `first` to `stop` - 1; key k is at k + offset from the query. */
 typedef struct {
@@ -98,11 +78,6 @@ INLINE void fetch_block(const Shape *shape, int64_t row_bytes, const char *keys)
         fetch(keys + key * shape->num_kv_heads * row_bytes, row_bytes);
         fetch(values + key * shape->num_kv_heads * row_bytes, row_bytes);
     }
-}
-
-/* Bytes of an element of the cache if an element of a query has `width` bytes. */
-INLINE int64_t width_of(const Shape *shape, int64_t width) {
-    return shape->format == SAME ? width : 1;
 }
 
 #define ELEMENT float

@@ -8,47 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
-import torch
 
 from attention.kernels.cpu.native import load_kernels
+from attention.kernels.cpu.paged_shape import PagedShape, kernel_suffix, layer_bytes
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+    import torch
 
     from attention.params import AttentionParams, AttentionSpec
 
 __all__ = ["DecodeBatch", "PagedDecode"]
-
-_MAX_BLOCK_SIZE = 256
-_MAX_HEAD_SIZE = 256
-_SUFFIXES = {torch.float32: "float", torch.bfloat16: "bfloat"}
-# As in paged_decode.c; 0 stands for the model's dtype.
-_FORMATS = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
-
-
-class _DecodeShape(ctypes.Structure):
-    _fields_ = (
-        *(
-            (name, ctypes.c_int64)
-            for name in (
-                "num_sequences",
-                "num_heads",
-                "num_kv_heads",
-                "head_size",
-                "block_size",
-                "block_stride",
-                "value_offset",
-                "table_stride",
-                "query_stride",
-                "out_stride",
-                "window",
-                "format",
-            )
-        ),
-        ("scale", ctypes.c_float),
-        ("value_scale", ctypes.c_float),
-        ("soft_cap", ctypes.c_float),
-    )
 
 
 class DecodeBatch:
@@ -74,25 +44,11 @@ class PagedDecode:
     def __init__(
         self, kernel: ctypes._NamedFuncPointer, params: AttentionParams, spec: AttentionSpec
     ) -> None:
-        block_elements = spec.block_size * params.num_kv_heads * params.head_size
         self._kernel = kernel
         self._item_size = spec.dtype.itemsize
-        self._layer_bytes = 2 * block_elements * spec.cache_dtype.itemsize
+        self._layer_bytes = layer_bytes(params, spec)
         self._scale = params.scale
-        self._is_fp8 = spec.cache_dtype in _FORMATS
-        self._shape = _DecodeShape(
-            num_heads=params.num_heads,
-            num_kv_heads=params.num_kv_heads,
-            head_size=params.head_size,
-            block_size=spec.block_size,
-            block_stride=2 * spec.num_cache_layers * block_elements,
-            value_offset=block_elements,
-            window=params.sliding_window or 0,
-            format=_FORMATS.get(spec.cache_dtype, 0),
-            scale=params.scale,
-            value_scale=1.0,
-            soft_cap=params.soft_cap or 0.0,
-        )
+        self._shape = PagedShape.of_layer(params, spec)
         self._shape_address = ctypes.addressof(self._shape)
         slopes = params.alibi_slopes
         self._slopes = None if slopes is None else np.asarray(slopes, dtype=np.float32)
@@ -101,18 +57,11 @@ class PagedDecode:
     @classmethod
     def make(cls, params: AttentionParams, spec: AttentionSpec) -> Self | None:
         """Return the kernel, or None if it does not support the layers or is not available."""
-        is_supported = (
-            spec.device.type == "cpu"
-            and params.is_cached
-            and spec.dtype in _SUFFIXES
-            and (spec.cache_dtype == spec.dtype or spec.cache_dtype in _FORMATS)
-            and spec.block_size <= _MAX_BLOCK_SIZE
-            and params.head_size <= _MAX_HEAD_SIZE
-        )
-        library = _library() if is_supported else None
+        suffix = kernel_suffix(params, spec)
+        library = None if suffix is None else _library()
         if library is None:
             return None
-        kernel = library[f"paged_decode_{_SUFFIXES[spec.dtype]}"]
+        kernel = library[f"paged_decode_{suffix}"]
         kernel.argtypes = [ctypes.c_void_p] * 8
         kernel.restype = None
         return cls(kernel, params, spec)
@@ -135,8 +84,7 @@ class PagedDecode:
         factors of its fp8 keys and values. `sinks` is `[num_heads]` float32, or None.
         """
         shape, item_size = self._shape, self._item_size
-        if self._is_fp8:
-            shape.scale, shape.value_scale = self._scale * scales[0], scales[1]
+        shape.set_scales(self._scale, scales)
         shape.num_sequences, shape.table_stride = batch.tables.shape
         shape.query_stride, shape.out_stride = query.stride(0), out.stride(0)
         self._kernel(

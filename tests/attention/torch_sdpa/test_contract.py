@@ -294,7 +294,8 @@ def test_metadata_is_rebuilt_from_a_dictionary() -> None:
     other = TorchSDPABackend.make_metadata(rig.spec, **fields)
     parts = rig.tokens(6)[0].split([64, 32, 32], 1)
     expected = rig.layers[0](*parts, rig.cache, metadata)
-    assert torch.equal(rig.layers[0](*parts, rig.cache, other), expected)
+    # Kernels in C compute it, whatever computed the step before.
+    torch.testing.assert_close(rig.layers[0](*parts, rig.cache, other), expected)
 
 
 def test_steady_decodes_reuse_their_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,5 +335,5 @@ def test_cache_of_another_shape_is_rejected() -> None:
 def test_builder_names_the_providers_of_its_layers() -> None:
     rig = Rig(params_of(), params_of(sliding_window=3))
     providers = rig.builder.providers()
-    assert providers["prefill"] == {"torch": 2}
-    assert providers["decode"] == {"native" if rig.builder.kernels[0] else "torch": 2}
+    assert providers["prefill"] == {"native" if rig.builder.prefill_kernels[0] else "torch": 2}
+    assert providers["decode"] == {"native" if rig.builder.decode_kernels[0] else "torch": 2}

@@ -1,0 +1,144 @@
+"""Attention of prompts on the CPU, reading the paged cache in place."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+
+from attention.kernels.cpu.native import load_kernels
+from attention.kernels.cpu.paged_shape import PagedShape, kernel_suffix, layer_bytes
+from attention.params import AttentionType
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    import torch
+
+    from attention.params import AttentionParams, AttentionSpec
+
+__all__ = ["PagedPrefill", "PrefillBatch"]
+
+# Queries times the heads that share a KV head: what a work item computes together.
+_ROWS_AT_ONCE = 64
+
+
+class PrefillBatch:
+    """The prefills of one step: their tokens, and the block table and keys of each sequence."""
+
+    __slots__ = ("addresses", "arrays", "max_queries", "num_items", "tables")
+
+    def __init__(
+        self,
+        starts: npt.NDArray[np.int64],
+        query_lens: npt.NDArray[np.int32],
+        seq_lens: npt.NDArray[np.int32],
+        tables: npt.NDArray[np.int32],
+        *,
+        max_queries: int,
+    ) -> None:
+        """`starts` are the tokens of the first queries. A work item has up to `max_queries`."""
+        self.max_queries = max_queries
+        self.tables = np.ascontiguousarray(tables)
+        items = _items(query_lens, seq_lens, max_queries)
+        self.num_items = len(items)
+        self.arrays = [
+            self.tables,
+            np.ascontiguousarray(seq_lens),
+            np.ascontiguousarray(query_lens),
+            starts.astype(np.int32),
+            items,
+        ]
+        # Asking an array for its address takes a microsecond.
+        self.addresses = [array.ctypes.data for array in self.arrays]
+
+
+class PagedPrefill:
+    """The kernel of layers with equal parameters."""
+
+    def __init__(
+        self, kernel: ctypes._NamedFuncPointer, params: AttentionParams, spec: AttentionSpec
+    ) -> None:
+        self._kernel = kernel
+        self._item_size = spec.dtype.itemsize
+        self._layer_bytes = layer_bytes(params, spec)
+        self._scale = params.scale
+        self._shape = PagedShape.of_layer(params, spec)
+        slopes = params.alibi_slopes
+        self._slopes = None if slopes is None else np.asarray(slopes, dtype=np.float32)
+        self._slopes_address = None if self._slopes is None else self._slopes.ctypes.data
+        self.max_queries = max(1, _ROWS_AT_ONCE // params.num_queries_per_kv)
+        """Queries of a work item."""
+
+    @classmethod
+    def make(cls, params: AttentionParams, spec: AttentionSpec) -> Self | None:
+        """Return the kernel, or None if it does not support the layers or is not available.
+
+        It needs causal layers and AVX-512.
+        """
+        is_causal = params.attention_type is AttentionType.DECODER
+        suffix = kernel_suffix(params, spec) if is_causal else None
+        library = None if suffix is None else _library()
+        kernel = getattr(library, f"paged_prefill_{suffix}", None)
+        if kernel is None:
+            return None
+        address, number = ctypes.c_void_p, ctypes.c_int64
+        kernel.argtypes = [*[address] * 8, number, number, *[address] * 3]
+        kernel.restype = ctypes.c_int
+        return cls(kernel, params, spec)
+
+    def run_prefills(
+        self,
+        batch: PrefillBatch,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        place: int,
+        out: torch.Tensor,
+        *,
+        scales: tuple[float, float],
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        """Attend for the prefills of a step, whose keys and values have been written.
+
+        The arguments are those of `PagedDecode.run_decodes`. Raises MemoryError.
+        """
+        shape = self._shape
+        shape.set_scales(self._scale, scales)
+        shape.num_sequences, shape.table_stride = batch.tables.shape
+        shape.query_stride, shape.out_stride = query.stride(0), out.stride(0)
+        failed = self._kernel(
+            ctypes.addressof(shape),
+            query.data_ptr(),
+            kv_cache.data_ptr() + place * self._layer_bytes,
+            *batch.addresses,
+            batch.num_items,
+            batch.max_queries,
+            self._slopes_address,
+            None if sinks is None else sinks.data_ptr(),
+            out.data_ptr(),
+        )
+        if failed:
+            raise MemoryError("No memory for the attention of a prompt.")
+
+
+def _items(
+    query_lens: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32], max_queries: int
+) -> npt.NDArray[np.int32]:
+    """Return the sequence and the first query of each work item, `[num_items, 2]`.
+
+    Those with the most keys are first, so that threads end at about the same time.
+    """
+    counts = -(-query_lens // max_queries)
+    sequences = np.repeat(np.arange(len(counts)), counts)
+    firsts = np.arange(len(sequences)) - np.repeat(np.cumsum(counts) - counts, counts)
+    firsts *= max_queries
+    num_keys = (seq_lens - query_lens)[sequences] + firsts
+    order = np.argsort(-num_keys, kind="stable")
+    return np.stack((sequences, firsts), axis=1)[order].astype(np.int32)
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    return load_kernels(Path(__file__).with_suffix(".c"))

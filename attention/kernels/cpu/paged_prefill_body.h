@@ -1,0 +1,147 @@
+/* The kernel of paged_prefill.c for one element type; included once for each. */
+
+/* Loads LANES elements of a key or value. */
+INLINE Floats NAME(load_cached)(const int64_t format, const char *from) {
+    if (format == E4M3) return load_e4m3((const uint8_t *)from);
+    if (format == E5M2) return load_e5m2((const uint8_t *)from);
+    return NAME(load)((const ELEMENT *)from);
+}
+
+/* Loads up to LANES elements of a key or value; those after the last of `num_left` are zero. */
+INLINE Floats NAME(load_part)(
+    const int64_t format, const char *from, int64_t width, int64_t num_left) {
+    if (num_left >= LANES) return NAME(load_cached)(format, from);
+    char rest[LANES * sizeof(ELEMENT)] = {0};
+    memcpy(rest, from, num_left * width);
+    return NAME(load_cached)(format, rest);
+}
+
+/* Reads KEYS keys and values from key `first` of a sequence on; those from `stop` on are zero. */
+INLINE void NAME(read_keys)(
+    const Shape *shape, const char *cache, const int32_t *table, int64_t first, int64_t stop,
+    const int64_t format, const Room *room) {
+    const int64_t size = shape->head_size, width = format == SAME ? sizeof(ELEMENT) : 1;
+    const char *rows[KEYS];
+    for (int64_t key = 0; key < KEYS; key++) {
+        /* Those after the last one repeat it, and are set to zero below. */
+        const int64_t place = first + key < stop ? first + key : stop - 1;
+        rows[key] = cache + (table[place / shape->block_size] * shape->block_stride +
+                             place % shape->block_size * shape->num_kv_heads * size) *
+                                width;
+    }
+    const int64_t num_keys = stop - first < KEYS ? stop - first : KEYS;
+    for (int64_t i = 0; i < room->size; i += LANES) {
+        const int64_t left = size - i;
+        for (int64_t part = 0; part < KEYS; part += LANES) {
+            Floats lanes[LANES];
+            for (int64_t key = 0; key < LANES; key++) {
+                const char *from = rows[part + key] + i * width;
+                lanes[key] = NAME(load_part)(format, from, width, left);
+                if (part + key >= num_keys) lanes[key] = (Floats){0};
+            }
+            transpose(lanes, room->keys + i * KEYS + part);
+        }
+        for (int64_t key = 0; key < num_keys; key++) {
+            const char *from = rows[key] + (shape->value_offset + i) * width;
+            store_all_float(
+                room->values + key * room->size + i, NAME(load_part)(format, from, width, left));
+        }
+    }
+}
+
+/* Attends for the queries of one work item; `position` is that of the first one. */
+static void NAME(attend)(
+    const Shape *shape, const ELEMENT *query, const char *cache, const int32_t *table,
+    int64_t position, int64_t num_queries, const float *slopes, const float *sinks, ELEMENT *out,
+    const Room *room) {
+    const int64_t heads = shape->num_heads / shape->num_kv_heads, size = room->size;
+    const int64_t num_rows = num_queries * heads, head_size = shape->head_size;
+    for (int64_t row = 0; row < num_rows; row++) {
+        const ELEMENT *from = query + row / heads * shape->query_stride + row % heads * head_size;
+        for (int64_t i = 0; i < size; i++)
+            room->queries[row * size + i] =
+                i < head_size ? NAME(one)(from + i) * shape->scale : 0.0f;
+        /* A sink is a score without a value. */
+        room->tops[row] = sinks ? sinks[row % heads] : -INFINITY;
+        room->sums[row] = sinks ? 1.0f : 0.0f;
+    }
+    memset(room->totals, 0, num_rows * size * sizeof(float));
+    const int64_t stop = position + num_queries, window = shape->window;
+    int64_t first = window > 0 && position >= window ? position - window + 1 : 0;
+    for (first -= first % KEYS; first < stop; first += KEYS) {
+        if (shape->format == SAME)
+            NAME(read_keys)(shape, cache, table, first, stop, SAME, room);
+        else if (shape->format == E4M3)
+            NAME(read_keys)(shape, cache, table, first, stop, E4M3, room);
+        else
+            NAME(read_keys)(shape, cache, table, first, stop, E5M2, room);
+        /* Rows of earlier queries than the first key see none of the keys. */
+        int64_t row = first > position ? (first - position) * heads : 0;
+        const int64_t begin = row;
+        for (; row + ROWS <= num_rows; row += ROWS)
+            score_rows(
+                size, room->queries + row * size, room->keys, ROWS, room->weights + row * KEYS);
+        for (; row < num_rows; row++)
+            score_rows(
+                size, room->queries + row * size, room->keys, 1, room->weights + row * KEYS);
+        for (row = begin; row < num_rows; row++) {
+            const int64_t last = position + row / heads - first;
+            const int64_t lowest = window > 0 && last >= window ? last - window + 1 : 0;
+            weigh_row(
+                shape, room, row, slopes ? slopes + row % heads : 0,
+                (int32_t)(lowest < KEYS ? lowest : KEYS), (int32_t)last);
+        }
+        const int64_t num_keys = stop - first < KEYS ? stop - first : KEYS;
+        for (row = begin; row + VALUE_ROWS <= num_rows; row += VALUE_ROWS)
+            add_rows(room, row, num_keys, VALUE_ROWS);
+        for (; row < num_rows; row++) add_rows(room, row, num_keys, 1);
+    }
+    for (int64_t row = 0; row < num_rows; row++) {
+        ELEMENT *to = out + row / heads * shape->out_stride + row % heads * head_size;
+        const float factor = shape->value_scale / room->sums[row];
+        for (int64_t i = 0; i < head_size; i++)
+            NAME(store)(to + i, room->totals[row * size + i] * factor);
+    }
+}
+
+/*
+ * Called by PagedPrefill in paged_prefill.py. query, out `[num_tokens][num_heads * head_size]`,
+ * strided; cache points to the layer's keys in block 0; tables `[num_sequences][table_stride]`;
+ * num_keys, num_queries and starts (the token of the first query) `[num_sequences]`; items
+ * `[num_items]`, each of at most `most` queries; slopes and sinks `[num_heads]` or null. Returns 1
+ * if there is no memory.
+ */
+int NAME(paged_prefill)(
+    const Shape *shape, const ELEMENT *query, const char *cache, const int32_t *tables,
+    const int32_t *num_keys, const int32_t *num_queries, const int32_t *starts, const Item *items,
+    int64_t num_items, int64_t most, const float *slopes, const float *sinks, ELEMENT *out) {
+    const int64_t size = shape->head_size, heads = shape->num_heads / shape->num_kv_heads;
+    const int64_t num_rows = most * heads;
+    const int64_t row_bytes = size * width_of(shape, sizeof(ELEMENT));
+    int failed = 0;
+#pragma omp parallel
+    {
+        float *memory = aligned_alloc(LINE, room_bytes(shape, num_rows));
+        if (!memory) {
+#pragma omp atomic write
+            failed = 1;
+        }
+        const Room room = memory ? room_in(memory, shape, num_rows) : (Room){0};
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < num_items * shape->num_kv_heads; i++) {
+            if (!memory) continue;
+            const Item item = items[i / shape->num_kv_heads];
+            const int64_t kv = i % shape->num_kv_heads, column = kv * heads * size;
+            const int64_t sequence = item.sequence, token = starts[sequence] + item.first_query;
+            const int64_t left = num_queries[sequence] - item.first_query;
+            NAME(attend)(
+                shape, query + token * shape->query_stride + column, cache + kv * row_bytes,
+                tables + sequence * shape->table_stride,
+                num_keys[sequence] - num_queries[sequence] + item.first_query,
+                left < most ? left : most, slopes ? slopes + kv * heads : 0,
+                sinks ? sinks + kv * heads : 0, out + token * shape->out_stride + column, &room);
+        }
+        free(memory);
+    }
+    return failed;
+}

@@ -1,0 +1,78 @@
+"""The kernel of prompts, against attention in float64 over the keys and values of a sequence."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attention.abstract import AttentionParams, AttentionType
+from attention.kernels.cpu.paged_prefill import PagedPrefill
+from tests.attention.rig import Rig, params_of
+
+LAYERS = [
+    params_of(),
+    params_of(2, 2, 40),
+    params_of(6, 2, 72),
+    params_of(2, 1, 256),
+    params_of(65, 1, 16),
+    params_of(sliding_window=1),
+    params_of(sliding_window=33),
+    params_of(sliding_window=70, has_sinks=True),
+    params_of(soft_cap=0.7),
+    params_of(has_alibi=True),
+    params_of(has_alibi=True, sliding_window=20, soft_cap=3.0, has_sinks=True),
+    params_of(fp8="fp8_e4m3"),
+    params_of(6, 3, 40, fp8="fp8_e5m2", sliding_window=9),
+]
+
+
+def rig_of(params: AttentionParams, dtype: torch.dtype = torch.float32) -> Rig:
+    """Return a rig whose prompts go to the kernel."""
+    rig = Rig(params, dtype=dtype, block_size=16)
+    if PagedPrefill.make(params, rig.spec) is None:
+        pytest.skip("needs AVX-512 and a C compiler")
+    return rig
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("params", LAYERS, ids=repr)
+def test_prompts_and_parts_of_prompts_attend_as_defined(
+    params: AttentionParams, dtype: torch.dtype
+) -> None:
+    rig = rig_of(params, dtype)
+    a, b, c, d = (rig.sequence() for _ in range(4))
+    rig.step(prefills=[(a, 97), (b, 1), (c, 33)])
+    rig.step(prefills=[(a, 64), (d, 32), (b, 30)], decodes=[c], num_padding=2)
+    rig.step(prefills=[(b, 1), (d, 31), (a, 5)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("params", LAYERS[::2], ids=repr)
+def test_tokens_have_the_same_bits_however_their_prompt_is_divided(
+    params: AttentionParams, dtype: torch.dtype
+) -> None:
+    rig = rig_of(params, dtype)
+    (tokens,) = rig.tokens(150)
+    (whole,) = rig.step(prefills=[(rig.sequence(), 150)], tokens=[tokens])
+    divided, start = rig.sequence(), 0
+    for count in (1, 40, 23, 86):
+        part = tokens[start : start + count]
+        (out,) = rig.step(prefills=[(divided, count)], tokens=[part])
+        assert torch.equal(out, whole[start : start + count])
+        start += count
+
+
+def test_keys_after_a_query_do_not_change_its_result() -> None:
+    rig = rig_of(params_of())
+    (tokens,) = rig.tokens(60)
+    (expected,) = rig.step(prefills=[(rig.sequence(), 60)], tokens=[tokens])
+    tokens[30:] = torch.finfo(torch.float32).max / 1e4
+    sequence = rig.sequence()
+    metadata = rig.builder.build(rig.batch([(sequence, 60)], []))
+    parts = tokens.split([64, 32, 32], 1)
+    assert torch.equal(rig.layers[0](*parts, rig.cache, metadata)[:30], expected[:30])
+
+
+def test_an_encoder_has_no_such_kernel() -> None:
+    params = replace(params_of(), attention_type=AttentionType.ENCODER_DECODER)
+    assert PagedPrefill.make(params, rig_of(params_of()).spec) is None
