@@ -10,7 +10,7 @@ from cluster.cli.flags.engine_flags import engine_options
 from cluster.cli.flags.sampling_flags import sampling_fields
 from cluster.cli.flags.serve_flags import CONFIG_FLAG
 from cluster.cli.interrupts import exiting_at_interrupt
-from cluster.cli.lost_output import discard_output, has_lost_reader
+from cluster.cli.lost_output import discard_output, has_lost_reader, is_disk_full
 from cluster.cli.one_line_parser import USAGE_EXIT, command_parser
 from cluster.cli.parser import make_parser
 from cluster.engine.options.engine_options import engine_config
@@ -50,6 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not has_lost_reader():
             raise
         discard_output()
+        return _FAILURE_EXIT
+    except OSError as error:
+        if not is_disk_full(error):
+            raise
+        discard_output()
+        print(f"pagedray: error: Cannot write: {error.strerror}.", file=sys.stderr)
         return _FAILURE_EXIT
     except PagedRayError as error:
         print(f"pagedray: error: {error}", file=sys.stderr)

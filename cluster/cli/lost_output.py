@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 
-__all__ = ["discard_output", "has_lost_reader"]
+__all__ = ["discard_output", "has_lost_reader", "is_disk_full"]
 
 _STDOUT = 1
+_DISK_FULL = frozenset((errno.EDQUOT, errno.EFBIG, errno.ENOSPC))
 
 
 def discard_output() -> None:
@@ -25,3 +27,8 @@ def has_lost_reader() -> bool:
     output = select.poll()
     output.register(_STDOUT, 0)
     return any(events & select.POLLERR for _, events in output.poll(0))
+
+
+def is_disk_full(error: OSError) -> bool:
+    """Return whether something was not written because of the limits of a disk."""
+    return error.errno in _DISK_FULL

@@ -104,11 +104,17 @@ def _loaded(model: str, options: EngineOptions) -> LLM:
 
 
 def _read_line() -> str:
-    # Output that is read by a program has only the answers.
-    is_asked = sys.stdin.isatty()
-    try:
-        return input("> " if is_asked else "").strip()
-    except EOFError:
-        if is_asked:
-            print()
+    """Return the next message; an empty one at the end of the input."""
+    # A closed stream is None.
+    if sys.stdin is None:
         return ""
+    try:
+        # Output that is read by a program has only the answers.
+        if not sys.stdin.isatty() or sys.stdout is None:
+            return sys.stdin.readline().strip()
+        return input("> ").strip()
+    except EOFError:
+        print()
+        return ""
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError("The message is not UTF-8.") from error

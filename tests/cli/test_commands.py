@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -112,6 +113,17 @@ def test_output_that_nothing_reads_ends_a_command_without_a_trace(*, is_flushed:
     )
     os.close(writing)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.parametrize("flags", [["keys", "new", "--tenant=a"], ["simulate", "--num-prompts=1"]])
+def test_output_to_a_full_disk_ends_a_command_with_one_line(flags: list[str]) -> None:
+    script = f"import sys\nfrom cluster.cli.commands import main\nsys.exit(main({flags!r}))"
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", script], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    error = "pagedray: error: Cannot write: No space left on device.\n"
+    assert (done.returncode, done.stderr) == (1, error)
 
 
 @pytest.mark.parametrize("command", ["serve", "generate", "chat"])

@@ -39,6 +39,16 @@ def test_output_has_only_the_answers_to_the_conversation(
         assert capsys.readouterr().out == f"{answer}\n"
 
 
+def test_input_that_is_closed_or_not_text_ends_without_a_trace(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    assert main(["chat", TINY_LLAMA, *FLAGS]) == 0
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8"))
+    assert main(["chat", TINY_LLAMA, *FLAGS]) == 2
+    assert capsys.readouterr().err.endswith("pagedray: error: The message is not UTF-8.\n")
+
+
 def test_a_model_without_chat_template_is_rejected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
