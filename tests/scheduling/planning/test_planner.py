@@ -212,27 +212,30 @@ def test_measured_costs_decide_between_swapping_and_computing_again(
     assert stats.num_recompute_preemptions == (0 if is_swap else 1)
 
 
-def test_shared_tokens_do_not_count_as_computed_again() -> None:
+@pytest.mark.parametrize(("block_copy_s", "is_swap"), [(1.0, True), (8.0, False)])
+def test_shared_blocks_are_no_reason_to_swap_or_to_recompute(
+    block_copy_s: float, is_swap: bool
+) -> None:
     harness = Harness(
         block_size=4,
         num_blocks=12,
         num_cpu_blocks=12,
-        block_copy_s=8.0,
+        block_copy_s=block_copy_s,
         token_s=1.0,
-        enable_prefix_cache=False,
+        enable_cpu_prefix_cache=False,
     )
     # After these, the costs are known.
-    for token_id in range(4):
+    for token_id in (1, 2, 4, 5):
         harness.add([token_id] * 14, max_tokens=16)
     harness.drain()
     before = harness.scheduler.stats()
     harness.add([10] * 32, n=2, max_tokens=14)
     while not any(sequence.num_preemptions for sequence in harness.sequences[-2:]):
         harness.step()
-    # It has two blocks and eight tokens of its own: 32 s to swap them out and in, or 8 s.
+    # Two blocks and eight tokens are its own; seven blocks are shared.
     after = harness.scheduler.stats()
-    assert after.num_swap_preemptions == before.num_swap_preemptions
-    assert after.num_recompute_preemptions == before.num_recompute_preemptions + 1
+    assert after.num_swap_preemptions - before.num_swap_preemptions == is_swap
+    assert after.num_recompute_preemptions - before.num_recompute_preemptions == (not is_swap)
     harness.drain()
 
 
