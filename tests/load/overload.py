@@ -46,7 +46,7 @@ _FACTOR = 10.0
 _PROBE_EVERY_S = 0.1
 _NUM_CALM_PROBES = 5
 _NUM_FIRST_PROBES = 10
-_RECOVERY_PATIENCE_S = 30.0
+_RECOVERY_PATIENCE_S = 120.0
 _NUM_WORDS = 10
 
 
@@ -166,12 +166,14 @@ async def overload(
     peak_s: float,
     overload_s: float,
     least_per_s: float = 0.0,
+    max_open: float = math.inf,
     calm_ratio: float = 2.0,
 ) -> dict[str, object]:
     """Return the figures of the peak, of ten times the peak, and of the recovery.
 
-    At least `least_per_s` requests arrive, even if the peak was measured on a busy machine. The
-    server has recovered when requests take at most `calm_ratio` times as long as before.
+    At least `least_per_s` requests arrive, even if the peak was measured on a busy machine, but
+    none while `max_open` wait for a response. The server has recovered when requests take at most
+    `calm_ratio` times as long as before.
     """
     client = make_client(server, num_tokens)
     calm_s = sorted([await _probe(client) for _ in range(_NUM_FIRST_PROBES)])
@@ -181,7 +183,7 @@ async def overload(
     pace = asyncio.create_task(_tokens_per_s(server, overload_s * 0.1, overload_s * 0.9))
     rate_per_s = max(peak_per_s / num_tokens * _FACTOR, least_per_s)
     phase, cpu_s = await _open_loop(
-        client, server, rss_mib, rate_per_s=rate_per_s, seconds=overload_s
+        client, server, rss_mib, rate_per_s=rate_per_s, seconds=overload_s, max_open=max_open
     )
     goodput_per_s = await pace
     recovered_s = await _recovery(client, calm_ratio * calm_s[-1])
@@ -272,6 +274,7 @@ async def _open_loop(
     *,
     rate_per_s: float,
     seconds: float,
+    max_open: float,
 ) -> tuple[_Phase, float]:
     """Return the phase and the CPU time of the server."""
     generator = random.Random(2)
@@ -282,6 +285,8 @@ async def _open_loop(
     due_s = phase.started_s
     while due_s < phase.started_s + seconds:
         await asyncio.sleep(max(due_s - time.perf_counter(), 0.0))
+        while len(tasks) >= max_open:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         phase.late.append(time.perf_counter() - due_s)
         task = asyncio.create_task(phase.ask(client))
         tasks.add(task)

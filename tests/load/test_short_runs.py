@@ -50,6 +50,9 @@ async def test_overload_is_rejected_and_the_rest_is_served(
         peak_s=0.5,
         overload_s=1.0,
         least_per_s=1000.0,
+        # More than the server accepts, and less than the connections that it allows one host under
+        # a usual limit of descriptors, which a burst after a pause would exceed.
+        max_open=100,
         calm_ratio=math.inf,
     )
     rejections, served = figures["refusals"], figures["served"]
