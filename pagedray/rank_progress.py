@@ -112,7 +112,7 @@ class RankReport:
     num_uncaptured: int = 0
     """Sizes of steps whose CUDA graphs could not be captured."""
     copying: int = 0
-    """One more than the oldest step that it has finished but for its block copies; 0 is none."""
+    """The oldest step of which only block copies still run, plus 1; 0 if there is none."""
 
     @property
     def phase(self) -> Phase:

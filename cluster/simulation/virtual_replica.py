@@ -125,7 +125,7 @@ class VirtualReplica:
         self._step_ended_s = 0.0
         """When the last step that was launched ends."""
         self._unacknowledged: deque[_Flight] = deque()
-        """Those whose output was taken, but not their acknowledgement."""
+        """Steps whose output was taken, but not their acknowledgement."""
         self._numbers = itertools.count()
 
     def submit(

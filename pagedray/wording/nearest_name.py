@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 __all__ = ["nearest_name"]
 
 _LEAST_LIKENESS = 0.75
-"""That of `tyep` and `type`: two letters of four are swapped."""
+"""The likeness of `tyep` and `type`, in which two of four letters are swapped."""
 
 
 def nearest_name(name: str, known: Collection[str]) -> str | None:

@@ -31,7 +31,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MAX_BYTES_OF_TWO = 64 * 2**20
 """Maximum bytes that each of two ranks sends in one launch; inboxes take twice this memory."""
 _MAX_BYTES = 2 * 2**20
-"""The same for more ranks, where a ring of NCCL sends fewer bytes."""
+"""Maximum bytes that each of more ranks sends; beyond it, a ring of NCCL sends fewer."""
 _MAX_ROWS = 8192
 _TRIAL_TIMEOUT_S = 30.0
 _POLL_S = 1e-3

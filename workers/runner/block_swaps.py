@@ -52,7 +52,7 @@ class SwapFence:
     """The copies that were launched up to a step."""
 
     last_copies: tuple[DeviceEvent, ...]
-    """Of each stream."""
+    """The last copy of each stream."""
 
     @property
     def is_reached(self) -> bool:

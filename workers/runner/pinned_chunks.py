@@ -21,7 +21,7 @@ __all__ = ["CudaPinner", "PinnedChunks", "Pinner"]
 logger = logging.getLogger(__name__)
 
 _MADV_POPULATE_WRITE = 23
-"""Of Linux 5.14; `mmap` does not define it."""
+"""Advice of madvise(2) since Linux 5.14, which `mmap` does not define."""
 
 _POPULATED_BYTES = 4 * 2**20
 """Bytes for which pages are allocated by one call, during which mappings of a step wait."""

@@ -43,9 +43,9 @@ class TokenTable:
         )
         num_kept = max_num_tokens if self._is_cuda else 0
         self.token_ids = torch.zeros(num_kept, dtype=torch.int64, device=device)
-        """`[max_num_tokens]`, those of the latest step at its beginning; empty on a CPU."""
+        """`[max_num_tokens]`, which begins with the tokens of the latest step; empty on a CPU."""
         self.positions = torch.zeros_like(self.token_ids)
-        """As `token_ids`."""
+        """The positions of `token_ids`, `[max_num_tokens]`; empty on a CPU."""
         self._prompts = PinnedRing(device)
         self._steps = PinnedRing(device)
         self._outputs = [

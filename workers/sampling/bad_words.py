@@ -56,7 +56,7 @@ class BadWords:
                 (max_num_rows, _LENGTH), _NONE, dtype=torch.int32, device=device
             )
         self._words: tuple[bytes, _Words] | None = None
-        """Those of the last step, with its rows: most steps have the same ones."""
+        """The rows of the last step and their bad words; most steps have the same rows again."""
 
     def start(self, start: SequenceStart) -> None:
         """Replace the words of the row, and record the output with which it starts."""

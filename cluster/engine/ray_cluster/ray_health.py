@@ -31,7 +31,7 @@ _POLL_S = 0.25
 _HANG_S = 10.0
 """How long GCS or the raylet may give no answer; a busy machine takes seconds."""
 _LASTING_HANG_S = 40.0
-"""Then the process is restarted. After about 60 s, Ray declares the node dead."""
+"""Time after which the server exits; after about 60 s, Ray would declare the node dead."""
 _REPLACE_WAIT_S = 10.0
 """How long a replacement of ranks waits for GCS or the raylet to return."""
 _CLOSE_S = 15.0

@@ -28,7 +28,7 @@ class HeldBytes:
         self._total = total
         self._num_bytes = 0
         self._num_counted = 0
-        """Those that are part of the total."""
+        """The bytes of this connection that the total includes."""
 
     def add(self, num_bytes: int) -> None:
         """Add bytes that the parser is about to be given."""

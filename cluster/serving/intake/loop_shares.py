@@ -31,9 +31,9 @@ _MAX_IDLE_WAIT_S = 0.5
 """The longest wait of requests that arrive while no call waits for tokens."""
 _MIN_RETRY_S = 1.0
 _CALL_S = 0.002
-"""What most calls take until they are in the engine's queue, and at most what one is charged."""
+"""Time that most calls take until they are in the engine's queue; no call is charged more."""
 _FIRST_MEAN_S = 0.0003
-"""What requests take before the first one has."""
+"""The mean that is assumed until a request of the client has been measured."""
 _SMOOTHING = 0.2
 _MAX_ACCOUNTS = 1024
 """Number of accounts from which on those with a full balance are dropped."""
@@ -166,7 +166,7 @@ class LoopShares:
     def charge_call(
         self, client: str, tenant: str, seconds: float, *, always_s: float = 0.0
     ) -> None:
-        """Note what a call has taken that entered the engine's queue or found no room there.
+        """Note what a call took until it was in the engine's queue, or found no room there.
 
         While other tenants wait for tokens, the tenant is charged for it; it is charged `always_s`
         more in any case.

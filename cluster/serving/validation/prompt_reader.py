@@ -39,9 +39,9 @@ _LONG_TEXT = 2048
 _LONG_CHAT = 64
 """With this many messages and tools, or tool calls, a chat template is rendered in a thread."""
 _LONG_CONTENT = 2**15
-"""The same for characters of messages."""
+"""With messages of this many characters, it is rendered in a thread too."""
 _LONG_VALUES = 2**13
-"""The same for bytes of tools and of arguments of tool calls, which consist of many short texts."""
+"""So it is with this many bytes of tools and of arguments of calls, which are many short texts."""
 
 
 class PromptReader:

@@ -62,7 +62,7 @@ class MaskProcessDiedError(Exception):
 
 
 class MaskProcess(NamedTuple):
-    """One incarnation of the process."""
+    """A fork that makes masks, from its start until it exits or is replaced."""
 
     incarnation: int
     """The number of this incarnation, which knows nothing that was sent to an earlier one."""

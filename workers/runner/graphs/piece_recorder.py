@@ -34,7 +34,7 @@ class Piece(NamedTuple):
     """`[num_padded, num_kv_heads, head_size]`, and so is `value`."""
     value: torch.Tensor
     sinks: torch.Tensor | None
-    """Those of the layer, if it has them."""
+    """The attention sinks of the layer; None if it has none."""
     attended: torch.Tensor
     """What the next graph reads, of the query's shape."""
 

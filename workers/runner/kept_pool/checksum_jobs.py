@@ -50,7 +50,7 @@ class ChecksumJobs:
     def __init__(self, checksums: BlockChecksums) -> None:
         self._checksums = checksums
         self._waiting: deque[_Job] = deque()
-        """Those whose copies had not ended when they were last looked at."""
+        """Jobs whose copies had not ended when they were last looked at."""
         self._queue: SimpleQueue[list[int] | None] = SimpleQueue()
         self._num_jobs = self._num_ended = 0
         self._is_closed = False
