@@ -18,9 +18,8 @@ __all__ = ["OneDnnLinear", "PackedGemmLinear", "SharedLayoutLinear", "num_padded
 
 # oneDNN chooses the layout by a row count; that for a batch is fast for one row too.
 _PACKED_ROWS = 32
-_FEW_ROWS = 16
-_ROW_STEP = 16
-_MANY_ROWS = 512
+# Up to so many rows are multiplied by a kernel of our own in oneDNN's layout.
+_FEW_ROWS = {torch.float32: 16, torch.bfloat16: 12}
 # Naming the overload saves a microsecond of lookup per call.
 _linear: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.default
 
@@ -73,17 +72,18 @@ class SharedLayoutLinear(OneDnnLinear):
     """
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self._packed_gemm is not None and len(x) <= _FEW_ROWS:
+        if self._packed_gemm is not None and len(x) <= self._few_rows:
             return self._packed_gemm(x)
         return super().__call__(x)
 
     def gated(self, x: torch.Tensor) -> torch.Tensor:
-        if self._packed_gemm is not None and len(x) <= _FEW_ROWS:
+        if self._packed_gemm is not None and len(x) <= self._few_rows:
             return self._packed_gemm.gated(x)
         return super().gated(x)
 
     def finalize(self) -> None:
         loaded = self.weight
+        self._few_rows = _FEW_ROWS.get(loaded.dtype, 0)
         super().finalize()
         self._packed_gemm = PackedGemm.over(_elements(self.weight), loaded, self.bias)
 
@@ -100,7 +100,7 @@ def num_padded_rows(num_rows: int) -> int:
 
     oneDNN compiles and caches a kernel for each number of rows, which takes time and about 1 MB.
     """
-    if num_rows <= _FEW_ROWS:
+    if num_rows <= 16:
         return num_rows
-    step = _ROW_STEP if num_rows <= _MANY_ROWS else 2 * _ROW_STEP
+    step = 4 if num_rows <= 32 else 8 if num_rows <= 64 else 16 if num_rows <= 512 else 32
     return -(-num_rows // step) * step
