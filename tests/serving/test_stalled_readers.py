@@ -23,11 +23,9 @@ from cluster.serving.engine_client import EngineClient
 from cluster.serving.http.app import HttpApp
 from cluster.serving.http.endpoint import Access, Endpoint
 from cluster.serving.http.server import HttpServer
-from cluster.serving.memory.output_buffer import OutputBuffers
 from cluster.serving.memory.reader_limits import ReaderLimits
 from cluster.serving.memory.tenant_bytes import BufferLimits
 from cluster.serving.servicer import Servicer
-from pagedray.errors import OverloadedError, UnreadError
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
 from tests.fakes import wait_for
@@ -377,29 +375,3 @@ def test_other_streams_run_on_beside_a_stalled_one(impatient: Server) -> None:
         ask.join(60)
     assert [one.json()["choices"] for one in texts] == [text.json()["choices"]]
     wait_for(lambda: is_idle(impatient), timeout_s=PATIENCE_S)
-
-
-def test_limits_hold_for_calls_tenants_and_the_server() -> None:
-    buffers = OutputBuffers(BufferLimits(3200))
-    first, second = buffers.open_buffer("ann"), buffers.open_buffer("ann")
-    with pytest.raises(UnreadError, match="a call may leave at most 100"):
-        first.add(101)
-    tenant = [buffers.open_buffer("ann") for _ in range(8)]
-    for one in tenant:
-        one.add(100)
-    with pytest.raises(UnreadError, match="a tenant may leave at most 800"):
-        second.add(1)
-    with pytest.raises(OverloadedError, match="keeps 800 bytes"):
-        buffers.check_room("ann")
-    buffers.check_room("ben")
-    for name in ("ben", "cid", "dan"):
-        for _ in range(8):
-            buffers.open_buffer(name).add(100)
-    with pytest.raises(OverloadedError, match="memory for unread output"):
-        buffers.check_room("eve")
-    with pytest.raises(UnreadError, match="a server may leave at most 3200"):
-        buffers.open_buffer("eve").add(1)
-    for one in tenant:
-        one.clear()
-    buffers.check_room("ann")
-    assert buffers.num_bytes == 2400
