@@ -46,6 +46,10 @@ class MessagesBody(ConversationBody):
         "service_tier": "there is only one service tier",
         "vllm_xargs": IGNORED["vllm_xargs"],
     }
+    rejected: ClassVar[Mapping[str, str]] = {
+        **ConversationBody.rejected,
+        "seed": "use /v1/chat/completions",
+    }
     synonyms: ClassVar[Mapping[str, str]] = {
         **ConversationBody.synonyms,
         "max_completion_tokens": "max_tokens",

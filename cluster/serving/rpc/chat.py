@@ -175,6 +175,12 @@ def read_tokenize(
         raise InvalidRequestError("One of text or conversation must be set.", param="prompt")
     if kind == "text":
         return tokenize_input(message.text, message, tenant)
+    if message.HasField("add_special_tokens") and not message.add_special_tokens:
+        raise InvalidRequestError(
+            "add_special_tokens = false requires text; a chat template adds its own special "
+            "tokens.",
+            param="add_special_tokens",
+        )
     conversation = message.conversation
     tools = yield from _read_tools(conversation.tools)
     prompt = yield from _read_prompt(

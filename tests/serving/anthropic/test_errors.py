@@ -32,6 +32,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
      "thinking_token_budget is not supported: did you mean thinking.budget_tokens?"),
     ({"compaction": {"type": "summarize"}},
      "compaction is not supported: shorten the messages instead."),
+    ({"seed": 5}, "seed is not supported: use /v1/chat/completions."),
     ({"fallbacks": [{"model": "other"}]}, "fallbacks is not supported: the server has one model."),
     ({"chat_template_kwargs": []}, "chat_template_kwargs must be an object of at most 64 entries."),
     ({"enable_thinking": True},

@@ -352,6 +352,19 @@ def test_tokenize(stub: Stub, tokenizer: Tokenizer) -> None:
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
+def test_conversations_have_the_special_tokens_of_their_template(stub: Stub) -> None:
+    conversation = pb.Conversation(messages=[pb.ChatMessage(role=pb.CHAT_ROLE_USER, content=TEXT)])
+    request = pb.TokenizeRequest(conversation=conversation)
+    expected = stub.Tokenize(request)
+    request.add_special_tokens = True
+    assert stub.Tokenize(request) == expected
+    request.add_special_tokens = False
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.Tokenize(request)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "add_special_tokens = false requires text" in (caught.value.details() or "")
+
+
 def test_server_info(stub: Stub) -> None:
     info = stub.GetServerInfo(pb.GetServerInfoRequest())
     assert (info.model, info.vocab_size, info.context_length) == ("tiny", 320, 256)
