@@ -145,6 +145,20 @@ def test_a_sequence_that_lacks_only_a_row_takes_that_of_the_last_borrower() -> N
     harness.drain()
 
 
+def test_many_large_sequences_of_a_tenant_are_passed_by_another_tenant() -> None:
+    harness = Harness(block_size=4, num_blocks=24, enable_prefix_cache=False)
+    harness.add([1] * 44, tenant="one", max_tokens=8)
+    for _ in range(2):
+        harness.step()
+    # Least served, and as many as may be passed in one step.
+    for _ in range(8):
+        harness.add([2] * 60, tenant="two", max_tokens=1)
+    small = harness.add([3], tenant="one", max_tokens=1)
+    harness.step()
+    assert len(harness.results.tokens[small, 0]) == 1
+    harness.drain()
+
+
 def test_others_start_again_once_the_sequence_that_none_may_pass_is_aborted() -> None:
     harness, large = passed_by_four(28)
     for _ in range(10):

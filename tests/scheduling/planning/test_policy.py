@@ -82,3 +82,14 @@ def test_only_a_sequence_of_lower_priority_that_does_not_end_anyway_is_displaced
     ending.num_computed = ending.max_length - 1
     assert choose_displaced(make_queue(equal, lower, ending), head, num_own=3) is lower
     assert choose_displaced(make_queue(equal, ending), head, num_own=2) is None
+
+
+def test_the_most_served_tenant_with_two_rows_more_is_displaced() -> None:
+    head, *running = (make_sequence(arrival=arrival) for arrival in range(5))
+    for sequence, (time, num_rows) in zip(
+        running, ((5.0, 3), (9.0, 3), (7.0, 3), (20.0, 2)), strict=True
+    ):
+        sequence.share.time, sequence.share.num_rows = time, num_rows
+    assert choose_displaced(make_queue(*running), head, num_own=1) is running[1]
+    head.share.time = 9.0
+    assert choose_displaced(make_queue(*running), head, num_own=1) is None
