@@ -34,8 +34,13 @@ INLINE void adjust(const Shape *shape, float *scores, const float *slope, Span s
     for (int64_t key = 0; key < span.stop; key += LANES)
         *(Floats *)(scores + key) *= shape->scale;
     if (shape->soft_cap > 0.0f)
-        for (int64_t key = span.first; key < span.stop; key++)
-            scores[key] = shape->soft_cap * tanhf(scores[key] / shape->soft_cap);
+        for (int64_t key = 0; key < span.stop; key += LANES) {
+            const Floats given = load_float(scores + key);
+            const Floats capped = tanh_of(given / shape->soft_cap) * shape->soft_cap;
+            const Ints is_hidden = given == -INFINITY;
+            *(Floats *)(scores + key) =
+                (Floats)(((Ints)given & is_hidden) | ((Ints)capped & ~is_hidden));
+        }
     if (slope)
         for (int64_t key = span.first; key < span.stop; key++)
             scores[key] += *slope * (float)(key + span.offset);

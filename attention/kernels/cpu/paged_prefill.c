@@ -132,8 +132,10 @@ INLINE void weigh_row(
     int32_t last) {
     float *scores = room->weights + row * KEYS;
     if (shape->soft_cap > 0.0f)
-        for (int key = 0; key < KEYS; key++)
-            scores[key] = shape->soft_cap * tanhf(scores[key] / shape->soft_cap);
+        for (int key = 0; key < KEYS; key += LANES) {
+            const Floats capped = tanh_of(load_float(scores + key) / shape->soft_cap);
+            store_all_float(scores + key, capped * shape->soft_cap);
+        }
     if (slope)
         for (int key = 0; key < KEYS; key++) scores[key] += *slope * (float)(key - last);
     Floats parts[2] = {load_float(scores), load_float(scores + LANES)};

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from torch.nn import functional
 
 from attention.kernels.cpu import compiler, instruction_set
 from attention.kernels.cpu.native import load_kernels
@@ -23,25 +24,46 @@ void rounded(const float *start, const float *x, const float *y, float *out) {{
     sums = add_product(sums, load_float(x), load_float(y));
     *(Floats *)out = sums - load_float(start);
 }}
+void bounded(const float *x, float *out) {{ *(Floats *)out = tanh_of(load_float(x)); }}
 """
+WITHOUT = ["", "-mno-avx512f", "-mno-avx512f -mno-avx2 -mno-fma"]
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-@pytest.mark.parametrize("without", ["", "-mno-avx512f", "-mno-avx512f -mno-avx2 -mno-fma"])
-def test_a_sum_is_rounded_before_more_is_added(
-    without: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(params=WITHOUT)
+def library(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> ctypes.CDLL:
+    """Return the functions above, compiled with fewer instructions or with all."""
+    without = str(request.param)
     if without and b" avx" not in instruction_set.read_cpu_features():
         pytest.skip("needs x86-64 with AVX")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(compiler, "_FLAGS", (*compiler._FLAGS, *without.split()))
-    source = tmp_path / "rounded.c"
+    source = tmp_path / "vectors.c"
     source.write_text(SOURCE)
     library = load_kernels(source)
     assert library is not None
+    return library
+
+
+def test_a_sum_is_rounded_before_more_is_added(library: ctypes.CDLL) -> None:
     # The product is less than half of the distance between floats there, so that nothing is left of
     # it. A compiler that reassociates would see that the start cancels out.
     start, x, y = (torch.full((16,), value) for value in (1e8, 1.0, 3.0))
     out = torch.ones(16)
     library.rounded(*(ctypes.c_void_p(one.data_ptr()) for one in (start, x, y, out)))
     assert out.tolist() == [0.0] * 16
+
+
+def test_tanh_is_that_of_torch(library: ctypes.CDLL) -> None:
+    numbers = torch.cat((torch.linspace(-12, 12, 973), torch.logspace(-9, 38, 51)))
+    numbers = torch.cat((numbers, -numbers, torch.tensor([0.0, float("inf"), -float("inf")])))
+    numbers = functional.pad(numbers, (0, -len(numbers) % 16))
+    out = torch.full_like(numbers, 7)
+    for x, result in zip(numbers.split(16), out.split(16), strict=True):
+        library.bounded(ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(result.data_ptr()))
+    torch.testing.assert_close(out.double(), numbers.double().tanh(), rtol=0, atol=2e-7)
+    nan = torch.full((16,), float("nan"))
+    library.bounded(ctypes.c_void_p(nan.data_ptr()), ctypes.c_void_p(nan.data_ptr()))
+    assert nan.isnan().all()
