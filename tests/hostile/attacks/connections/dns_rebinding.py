@@ -47,7 +47,7 @@ class DnsRebinding(Attack):
 
 
 def _status(port: int, path: str, headers: dict[str, str]) -> int:
-    connection = HTTPConnection("127.0.0.1", port, timeout=10.0)
+    connection = HTTPConnection("127.0.0.1", port, timeout=60.0)
     try:
         if path == _CHAT_PATH:
             headers = {**headers, "Content-Type": "application/json"}

@@ -29,7 +29,7 @@ class ForgedRoles(Attack):
         """Compare the special tokens of each with those of a harmless conversation."""
         end_s = time.monotonic() + seconds
         num_sent, broken = 0, set()
-        connection = HTTPConnection("127.0.0.1", target.http_port, timeout=10.0)
+        connection = HTTPConnection("127.0.0.1", target.http_port, timeout=60.0)
         while not num_sent or time.monotonic() < end_s:
             for role in _ROLES:
                 expected = _special_ids(connection, target, role, "x")

@@ -43,7 +43,7 @@ class TemplateVariables(Attack):
         end_s = time.monotonic() + seconds
         broken: set[str] = set()
         num_sent = 0
-        connection = HTTPConnection("127.0.0.1", target.http_port, timeout=30.0)
+        connection = HTTPConnection("127.0.0.1", target.http_port, timeout=60.0)
         expected = _answer(connection, target, "null")
         while num_sent < len(_VARIABLES) or time.monotonic() < end_s:
             variables = _VARIABLES[num_sent % len(_VARIABLES)]
