@@ -111,16 +111,14 @@ class ParallelHead(Layer):
     def __call__(self, hidden: torch.Tensor) -> ShardedLogits:
         """Return the logits of each token, of which this rank computes its part.
 
-        They are float32 on a CPU or with a soft cap, and else of the model's dtype: what chooses
-        on a GPU reads every dtype. `hidden` is `[num_tokens, hidden_size]`.
+        They are float32 with a soft cap, and else of the model's dtype: what chooses reads every
+        dtype. `hidden` is `[num_tokens, hidden_size]`.
         """
         logits = self._kernel(hidden)
         if self._scale != 1.0:
             logits.mul_(self._scale)
         if self._soft_cap is not None:
             logits = logits.float().div_(self._soft_cap).tanh_().mul_(self._soft_cap)
-        elif not logits.is_cuda:
-            logits = logits.float()
         return ShardedLogits(
             logits, first_id=self._vocab.first, vocab_size=self._vocab_size, group=self._group
         )

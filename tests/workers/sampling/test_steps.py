@@ -47,6 +47,7 @@ class RecordingChoice(NumpyChoice):
     """Remembers which ways of choosing were taken, and from which dtypes."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.calls: list[tuple[str, torch.dtype]] = []
 
     def greedy(self, scores: Tensor, indices: IntArray) -> Tensor:
