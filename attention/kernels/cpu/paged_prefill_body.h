@@ -16,15 +16,19 @@ INLINE Floats NAME(load_part)(
     return NAME(load_cached)(format, rest);
 }
 
-/* Reads KEYS keys and values from key `first` of a sequence on; those from `stop` on are zero. */
+/*
+ * Reads KEYS keys and values from key `first` of a sequence on. Those before `begin` and from `stop`
+ * on become zero, since what the cache has there may not be finite.
+ */
 INLINE void NAME(read_keys)(
-    const Shape *shape, const char *cache, const int32_t *table, int64_t first, int64_t stop,
-    const int64_t format, const Room *room) {
+    const Shape *shape, const char *cache, const int32_t *table, int64_t first, int64_t begin,
+    int64_t stop, const int64_t format, const Room *room) {
     const int64_t size = shape->head_size, width = format == SAME ? sizeof(ELEMENT) : 1;
     const char *rows[KEYS];
+    int is_read[KEYS];
     for (int64_t key = 0; key < KEYS; key++) {
-        /* Those after the last one repeat it, and are set to zero below. */
-        const int64_t place = first + key < stop ? first + key : stop - 1;
+        is_read[key] = first + key >= begin && first + key < stop;
+        const int64_t place = is_read[key] ? first + key : stop - 1;
         rows[key] = cache + (table[place / shape->block_size] * shape->block_stride +
                              place % shape->block_size * shape->num_kv_heads * size) *
                                 width;
@@ -37,14 +41,15 @@ INLINE void NAME(read_keys)(
             for (int64_t key = 0; key < LANES; key++) {
                 const char *from = rows[part + key] + i * width;
                 lanes[key] = NAME(load_part)(format, from, width, left);
-                if (part + key >= num_keys) lanes[key] = (Floats){0};
+                if (!is_read[part + key]) lanes[key] = (Floats){0};
             }
             transpose(lanes, room->keys + i * KEYS + part);
         }
         for (int64_t key = 0; key < num_keys; key++) {
             const char *from = rows[key] + (shape->value_offset + i) * width;
-            store_all_float(
-                room->values + key * room->size + i, NAME(load_part)(format, from, width, left));
+            const Floats value =
+                is_read[key] ? NAME(load_part)(format, from, width, left) : (Floats){0};
+            store_all_float(room->values + key * room->size + i, value);
         }
     }
 }
@@ -67,24 +72,24 @@ static void NAME(attend)(
     }
     memset(room->totals, 0, num_rows * size * sizeof(float));
     const int64_t stop = position + num_queries, window = shape->window;
-    int64_t first = window > 0 && position >= window ? position - window + 1 : 0;
-    for (first -= first % KEYS; first < stop; first += KEYS) {
+    const int64_t begin = window > 0 && position >= window ? position - window + 1 : 0;
+    for (int64_t first = begin - begin % KEYS; first < stop; first += KEYS) {
         if (shape->format == SAME)
-            NAME(read_keys)(shape, cache, table, first, stop, SAME, room);
+            NAME(read_keys)(shape, cache, table, first, begin, stop, SAME, room);
         else if (shape->format == E4M3)
-            NAME(read_keys)(shape, cache, table, first, stop, E4M3, room);
+            NAME(read_keys)(shape, cache, table, first, begin, stop, E4M3, room);
         else
-            NAME(read_keys)(shape, cache, table, first, stop, E5M2, room);
+            NAME(read_keys)(shape, cache, table, first, begin, stop, E5M2, room);
         /* Rows of earlier queries than the first key see none of the keys. */
-        int64_t row = first > position ? (first - position) * heads : 0;
-        const int64_t begin = row;
+        const int64_t first_row = first > position ? (first - position) * heads : 0;
+        int64_t row = first_row;
         for (; row + ROWS <= num_rows; row += ROWS)
             score_rows(
                 size, room->queries + row * size, room->keys, ROWS, room->weights + row * KEYS);
         for (; row < num_rows; row++)
             score_rows(
                 size, room->queries + row * size, room->keys, 1, room->weights + row * KEYS);
-        for (row = begin; row < num_rows; row++) {
+        for (row = first_row; row < num_rows; row++) {
             const int64_t last = position + row / heads - first;
             const int64_t lowest = window > 0 && last >= window ? last - window + 1 : 0;
             weigh_row(
@@ -92,7 +97,7 @@ static void NAME(attend)(
                 (int32_t)(lowest < KEYS ? lowest : KEYS), (int32_t)last);
         }
         const int64_t num_keys = stop - first < KEYS ? stop - first : KEYS;
-        for (row = begin; row + VALUE_ROWS <= num_rows; row += VALUE_ROWS)
+        for (row = first_row; row + VALUE_ROWS <= num_rows; row += VALUE_ROWS)
             add_rows(room, row, num_keys, VALUE_ROWS);
         for (; row < num_rows; row++) add_rows(room, row, num_keys, 1);
     }

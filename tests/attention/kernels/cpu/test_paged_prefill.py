@@ -73,6 +73,17 @@ def test_keys_after_a_query_do_not_change_its_result() -> None:
     assert torch.equal(rig.layers[0](*parts, rig.cache, metadata)[:30], expected[:30])
 
 
+@pytest.mark.parametrize("fp8", ["auto", "fp8_e4m3"])
+def test_keys_before_the_window_of_all_queries_are_not_read(fp8: str) -> None:
+    rig = rig_of(params_of(sliding_window=20, fp8=fp8))
+    sequence = rig.sequence()
+    rig.step(prefills=[(sequence, 50)])
+    # Queries from position 50 on see keys from 31 on; their block has more, 16 of which are kept.
+    rig.cache[sequence.blocks[0]] = rig.nan
+    rig.cache[sequence.blocks[1], ..., :15, :, :] = rig.nan
+    rig.step(prefills=[(sequence, 40)])
+
+
 def test_an_encoder_has_no_such_kernel() -> None:
     params = replace(params_of(), attention_type=AttentionType.ENCODER_DECODER)
     assert PagedPrefill.make(params, rig_of(params_of()).spec) is None
