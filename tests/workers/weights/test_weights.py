@@ -171,6 +171,14 @@ def test_file_that_becomes_shorter_is_named(tmp_path: Path) -> None:
             list(checkpoint.chunks("a"))
 
 
+def test_file_that_disappears_is_named(tmp_path: Path) -> None:
+    save_file({"a": torch.randn(10)}, tmp_path / "model.safetensors")
+    with Checkpoint(tmp_path) as checkpoint:
+        (tmp_path / "model.safetensors").unlink()
+        with pytest.raises(CheckpointError, match=r"tensor a cannot be read: No such file"):
+            list(checkpoint.chunks("a"))
+
+
 def test_shards_are_read_in_the_order_of_the_files(tmp_path: Path) -> None:
     save_checkpoint(UNTIED, tmp_path, max_shard_size="60KB")
     shards = list(decoder_of(read_model_config(tmp_path)).weight_shards())
