@@ -258,18 +258,19 @@ def _outer_parts(owners: _Ints, size: int) -> tuple[_Ints, _Ints]:
 
 
 def _columns(plan: StepPlan) -> tuple[_Ints, _Ints, _Ints, _Flags]:
-    """Return row, first position, number of tokens and whether it samples, of each sequence."""
+    """Return row, first position, number of tokens and whether it samples, of each sequence.
+
+    The plan has chunks.
+    """
     rows = np.frombuffer(plan.decodes.rows, np.int32)
     positions = np.frombuffer(plan.decodes.positions, np.int32)
     ones = np.ones(len(rows), dtype=np.int64)
-    columns = (rows.astype(np.int64), positions.astype(np.int64), ones, ones.astype(np.bool_))
-    if not plan.chunks:
-        return columns
+    last = (rows.astype(np.int64), positions.astype(np.int64), ones, ones.astype(np.bool_))
     chunks = np.array(
         [(one.row, one.first_position, one.num_tokens, one.is_sampled) for one in plan.chunks],
         dtype=np.int64,
     )
-    first, last = chunks.T, columns
+    first = chunks.T
     return (
         np.concatenate((first[0], last[0])),
         np.concatenate((first[1], last[1])),
