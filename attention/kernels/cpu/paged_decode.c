@@ -2,10 +2,10 @@
  * Attention of decodes over the paged cache, on the CPU, without gathering blocks.
  *
  * Each key and value is read once for all query heads of its KV head; the softmax is computed
- * online, block by block (Milakov and Gimelshein, 2018). Software prefetches the next block into
- * L2, because L1 cannot hold enough lines to hide the latency of memory; the hardware prefetcher
- * alone reaches half the bandwidth. Blocks of fp8 values are widened, exactly, one KV head at a
- * time, into a buffer that stays in L1.
+ * online, block by block (Milakov and Gimelshein, 2018). Software prefetches the first block and
+ * each next one into L2, because L1 cannot hold enough lines to hide the latency of memory; the
+ * hardware prefetcher alone reaches half the bandwidth. Blocks of fp8 values are widened, exactly,
+ * one KV head at a time, into a buffer that stays in L1.
  */
 #include <math.h>
 #include <omp.h>
@@ -76,9 +76,16 @@ INLINE void fetch(const void *from, int64_t num_bytes) {
     for (int64_t i = 0; i < num_bytes; i += LINE) __builtin_prefetch((const char *)from + i, 0, 2);
 }
 
+/* The keys of one KV head of a block, whose elements have `width` bytes. */
+INLINE const char *keys_of(
+    const Shape *shape, const char *cache, int64_t block, int64_t kv, int64_t width) {
+    return cache + (block * shape->block_stride + kv * shape->head_size) * width;
+}
+
 /* Prefetches the keys and values of one KV head of a block. */
-INLINE void fetch_block(const Shape *shape, int64_t row_bytes, const char *keys) {
-    const char *values = keys + shape->value_offset * (row_bytes / shape->head_size);
+INLINE void fetch_block(const Shape *shape, const char *keys, int64_t width) {
+    const char *values = keys + shape->value_offset * width;
+    const int64_t row_bytes = shape->head_size * width;
     for (int64_t key = 0; key < shape->block_size; key++) {
         fetch(keys + key * shape->num_kv_heads * row_bytes, row_bytes);
         fetch(values + key * shape->num_kv_heads * row_bytes, row_bytes);

@@ -128,7 +128,7 @@ static void NAME(attend)(
     int64_t num_keys, const float *slopes, const float *sinks, int64_t num_kv_heads,
     ELEMENT *out) {
     const int64_t size = shape->head_size, block_size = shape->block_size;
-    const int64_t width = width_of(shape, sizeof(ELEMENT)), row_bytes = size * width;
+    const int64_t width = width_of(shape, sizeof(ELEMENT));
     ELEMENT room[shape->format == SAME ? 1 : 2 * block_size * size];
     const int64_t heads = shape->num_heads / shape->num_kv_heads, num_heads = heads * num_kv_heads;
     float totals[num_heads * size];
@@ -140,7 +140,10 @@ static void NAME(attend)(
     const int64_t begin =
         shape->window > 0 && num_keys > shape->window ? num_keys - shape->window : 0;
     const int64_t num_blocks = (num_keys + block_size - 1) / block_size;
-    for (int64_t block = begin / block_size; block < num_blocks; block++) {
+    const int64_t first_block = begin / block_size;
+    for (int64_t kv = 0; kv < num_kv_heads && first_block < num_blocks; kv++)
+        fetch_block(shape, keys_of(shape, cache, table[first_block], kv, width), width);
+    for (int64_t block = first_block; block < num_blocks; block++) {
         const int64_t origin = block * block_size, left = num_keys - origin;
         const Span span = {
             .first = begin > origin ? begin - origin : 0,
@@ -148,11 +151,9 @@ static void NAME(attend)(
             .offset = 1 - left,
         };
         for (int64_t kv = 0; kv < num_kv_heads; kv++) {
-            const char *keys = cache + table[block] * shape->block_stride * width + kv * row_bytes;
+            const char *keys = keys_of(shape, cache, table[block], kv, width);
             if (block + 1 < num_blocks)
-                fetch_block(
-                    shape, row_bytes,
-                    cache + table[block + 1] * shape->block_stride * width + kv * row_bytes);
+                fetch_block(shape, keys_of(shape, cache, table[block + 1], kv, width), width);
             const NAME(Block) rows =
                 shape->format == SAME
                     ? (NAME(Block)){(const ELEMENT *)keys,
