@@ -27,6 +27,7 @@ from attention.cpu.planner import PlanBuffers, encoder_of, make_planner
 from attention.cpu.run import LayerRunner
 from attention.cpu.write import WritePlan, plan_write
 from attention.fp8 import from_fp8, to_fp8
+from attention.kernels.cpu.cache_write import CacheWrite
 from attention.kernels.cpu.paged_decode import PagedDecode
 from attention.kernels.cpu.paged_prefill import PagedPrefill
 from attention.params import KV_CACHE_DTYPES
@@ -133,6 +134,7 @@ class TorchSDPAMetadataBuilder(AttentionMetadataBuilder):
             stored=Scratch(torch.uint8),
             pairs=Scratch(torch.int32),
         )
+        self._cache_write = CacheWrite.make() if use_kernel else None
         keys = [params.plan_key for params in spec.layers]
         distinct = list(dict.fromkeys(keys))
         kernels = [PagedDecode.make(params, spec) if use_kernel else None for params in distinct]
@@ -194,6 +196,7 @@ class TorchSDPAMetadataBuilder(AttentionMetadataBuilder):
             block_size=self._spec.block_size,
             num_layers=self._num_cache_layers,
             indices=self._indices,
+            kernel=self._cache_write,
         )
 
 

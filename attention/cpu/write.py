@@ -8,6 +8,7 @@ import torch
 
 from attention.batch import AttentionBatch, EncoderBatch
 from attention.cpu.buffers import LayerViews, StepArrays
+from attention.kernels.cpu.cache_write import CacheWrite
 
 __all__ = ["WritePlan", "plan_write"]
 
@@ -26,6 +27,8 @@ class WritePlan:
     """Indices into `LayerViews.keys` and `LayerViews.values`."""
     stale_blocks: torch.Tensor | None
     """Indices into `LayerViews.blocks` of those that the step begins but does not fill."""
+    kernel: CacheWrite | None
+    """What writes the first tokens; None for torch."""
 
     def write_layer(
         self, key: torch.Tensor | None, value: torch.Tensor | None, views: LayerViews
@@ -37,6 +40,9 @@ class WritePlan:
             # A masked slot takes part in matrix products, where a stale value that is not finite
             # would give NaN.
             views.blocks.index_fill_(0, self.stale_blocks, 0)
+        if self.tokens is None and self.kernel is not None:
+            self.kernel(key, value, self.slots, views.keys, views.values)
+            return
         if self.tokens is not None:
             key, value = key.index_select(0, self.tokens), value.index_select(0, self.tokens)
         elif self.num_tokens < len(key):
@@ -46,7 +52,12 @@ class WritePlan:
 
 
 def plan_write(
-    batch: _Batch, *, block_size: int, num_layers: int, indices: StepArrays
+    batch: _Batch,
+    *,
+    block_size: int,
+    num_layers: int,
+    indices: StepArrays,
+    kernel: CacheWrite | None,
 ) -> WritePlan:
     """Return the plan of one step.
 
@@ -73,7 +84,11 @@ def plan_write(
         np.multiply(stale, 2 * num_layers, out=array[: len(stale)])
         np.add(array[: len(stale)], 1, out=array[len(stale) :])
     return WritePlan(
-        num_tokens=len(slots), tokens=tokens, slots=slots_tensor, stale_blocks=stale_blocks
+        num_tokens=len(slots),
+        tokens=tokens,
+        slots=slots_tensor,
+        stale_blocks=stale_blocks,
+        kernel=kernel,
     )
 
 
