@@ -1,11 +1,13 @@
 """The kernel of prompts, against attention in float64 over the keys and values of a sequence."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from attention.abstract import AttentionParams, AttentionType
+from attention.kernels.cpu import compiler, paged_prefill
 from attention.kernels.cpu.paged_prefill import PagedPrefill
 from tests.attention.rig import Rig, params_of
 
@@ -82,6 +84,15 @@ def test_keys_before_the_window_of_all_queries_are_not_read(fp8: str) -> None:
     rig.cache[sequence.blocks[0]] = rig.nan
     rig.cache[sequence.blocks[1], ..., :15, :, :] = rig.nan
     rig.step(prefills=[(sequence, 40)])
+
+
+def test_there_is_none_without_avx512(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = rig_of(params_of())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(compiler, "_FLAGS", (*compiler._FLAGS, "-mno-avx512f"))
+    monkeypatch.setattr(paged_prefill, "_library", paged_prefill._library.__wrapped__)
+    assert PagedPrefill.make(rig.spec.layers[0], rig.spec) is None
+    assert list(tmp_path.rglob("paged_prefill-*.so"))
 
 
 def test_an_encoder_has_no_such_kernel() -> None:
