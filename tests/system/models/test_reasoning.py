@@ -50,7 +50,7 @@ def params(**changes: Any) -> SamplingParams:  # Any: fields of all types
 def test_structure_applies_behind_the_reasoning(llm: LLM) -> None:
     (result,) = llm.chat(ASK, params(), use_tqdm=False)
     # How long one reasons depends on the CPU's rounding, so that one may not come to its end.
-    ended = [output for output in result.outputs if "</think>" in output.text]
+    ended = [output for output in result.outputs if len(output.token_ids) < 300]
     assert len(ended) >= 4
     for output in ended:
         assert output.finish_reason is FinishReason.STOP
