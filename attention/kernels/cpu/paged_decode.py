@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from attention.kernels.cpu.native import load_kernels
-from attention.kernels.cpu.paged_shape import PagedShape, kernel_suffix, layer_bytes
+from attention.kernels.cpu.paged_kernel import PagedKernel, kernel_suffix
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -38,21 +38,8 @@ class DecodeBatch:
         self.num_keys_address = self.num_keys.ctypes.data
 
 
-class PagedDecode:
+class PagedDecode(PagedKernel):
     """The kernel of layers with equal parameters."""
-
-    def __init__(
-        self, kernel: ctypes._NamedFuncPointer, params: AttentionParams, spec: AttentionSpec
-    ) -> None:
-        self._kernel = kernel
-        self._item_size = spec.dtype.itemsize
-        self._layer_bytes = layer_bytes(params, spec)
-        self._scale = params.scale
-        self._shape = PagedShape.of_layer(params, spec)
-        self._shape_address = ctypes.addressof(self._shape)
-        slopes = params.alibi_slopes
-        self._slopes = None if slopes is None else np.asarray(slopes, dtype=np.float32)
-        self._slopes_address = None if self._slopes is None else self._slopes.ctypes.data
 
     @classmethod
     def make(cls, params: AttentionParams, spec: AttentionSpec) -> Self | None:
@@ -83,19 +70,17 @@ class PagedDecode:
         may be strided. `place` is the layer's on the layer axis of the cache, and `scales` are the
         factors of its fp8 keys and values. `sinks` is `[num_heads]` float32, or None.
         """
-        shape, item_size = self._shape, self._item_size
-        shape.set_scales(self._scale, scales)
-        shape.num_sequences, shape.table_stride = batch.tables.shape
-        shape.query_stride, shape.out_stride = query.stride(0), out.stride(0)
+        self._set_step(batch.tables, query, out, scales)
+        first = batch.first_token * query.itemsize
         self._kernel(
             self._shape_address,
-            query.data_ptr() + batch.first_token * shape.query_stride * item_size,
+            query.data_ptr() + first * query.stride(0),
             kv_cache.data_ptr() + place * self._layer_bytes,
             batch.tables_address,
             batch.num_keys_address,
             self._slopes_address,
             None if sinks is None else sinks.data_ptr(),
-            out.data_ptr() + batch.first_token * shape.out_stride * item_size,
+            out.data_ptr() + first * out.stride(0),
         )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from attention.kernels.cpu.native import load_kernels
-from attention.kernels.cpu.paged_shape import PagedShape, kernel_suffix, layer_bytes
+from attention.kernels.cpu.paged_kernel import PagedKernel, kernel_suffix
 from attention.params import AttentionType
 
 if TYPE_CHECKING:
@@ -55,20 +55,13 @@ class PrefillBatch:
         self.addresses = [array.ctypes.data for array in self.arrays]
 
 
-class PagedPrefill:
+class PagedPrefill(PagedKernel):
     """The kernel of layers with equal parameters."""
 
     def __init__(
         self, kernel: ctypes._NamedFuncPointer, params: AttentionParams, spec: AttentionSpec
     ) -> None:
-        self._kernel = kernel
-        self._item_size = spec.dtype.itemsize
-        self._layer_bytes = layer_bytes(params, spec)
-        self._scale = params.scale
-        self._shape = PagedShape.of_layer(params, spec)
-        slopes = params.alibi_slopes
-        self._slopes = None if slopes is None else np.asarray(slopes, dtype=np.float32)
-        self._slopes_address = None if self._slopes is None else self._slopes.ctypes.data
+        super().__init__(kernel, params, spec)
         self.max_queries = max(1, _ROWS_AT_ONCE // params.num_queries_per_kv)
         """Queries of a work item."""
 
@@ -104,12 +97,9 @@ class PagedPrefill:
 
         The arguments are those of `PagedDecode.run_decodes`. Raises MemoryError.
         """
-        shape = self._shape
-        shape.set_scales(self._scale, scales)
-        shape.num_sequences, shape.table_stride = batch.tables.shape
-        shape.query_stride, shape.out_stride = query.stride(0), out.stride(0)
+        self._set_step(batch.tables, query, out, scales)
         failed = self._kernel(
-            ctypes.addressof(shape),
+            self._shape_address,
             query.data_ptr(),
             kv_cache.data_ptr() + place * self._layer_bytes,
             *batch.addresses,

@@ -7,7 +7,7 @@
 /* Element type of the cache: that of queries, or fp8. */
 enum { SAME, E4M3, E5M2 };
 
-/* As `PagedShape` in paged_shape.py. */
+/* As `_PagedShape` in paged_kernel.py. */
 typedef struct {
     int64_t num_sequences;
     int64_t num_heads;

@@ -1,16 +1,19 @@
-"""What kernels of attention over the paged cache know of layers and steps."""
+"""Kernels of attention over the paged cache, and what they know of layers and steps."""
 
 from __future__ import annotations
 
 import ctypes
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from attention.params import AttentionParams, AttentionSpec
 
-__all__ = ["PagedShape", "kernel_suffix", "layer_bytes"]
+__all__ = ["PagedKernel", "kernel_suffix"]
 
 _MAX_BLOCK_SIZE = 256
 _MAX_HEAD_SIZE = 256
@@ -19,7 +22,7 @@ _SUFFIXES = {torch.float32: "float", torch.bfloat16: "bfloat"}
 _FORMATS = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 
 
-class PagedShape(ctypes.Structure):
+class _PagedShape(ctypes.Structure):
     """`Shape` of paged_shape.h. The fields that depend on the step are zero at first."""
 
     _fields_ = (
@@ -46,7 +49,7 @@ class PagedShape(ctypes.Structure):
     )
 
     @classmethod
-    def of_layer(cls, params: AttentionParams, spec: AttentionSpec) -> PagedShape:
+    def of_layer(cls, params: AttentionParams, spec: AttentionSpec) -> _PagedShape:
         """Return the shape of a layer with a cache."""
         block_elements = _block_elements(params, spec)
         return cls(
@@ -63,15 +66,35 @@ class PagedShape(ctypes.Structure):
             soft_cap=params.soft_cap or 0.0,
         )
 
-    def set_scales(self, scale: float, scales: tuple[float, float]) -> None:
-        """Set the factors of fp8 keys and values; `scale` is that of scores."""
-        if self.format:
-            self.scale, self.value_scale = scale * scales[0], scales[1]
 
+class PagedKernel:
+    """A kernel of attention over the paged cache, for layers with equal parameters."""
 
-def layer_bytes(params: AttentionParams, spec: AttentionSpec) -> int:
-    """Return the bytes of a layer's keys and values in a block."""
-    return 2 * _block_elements(params, spec) * spec.cache_dtype.itemsize
+    def __init__(
+        self, kernel: ctypes._NamedFuncPointer, params: AttentionParams, spec: AttentionSpec
+    ) -> None:
+        self._kernel = kernel
+        self._scale = params.scale
+        self._shape = _PagedShape.of_layer(params, spec)
+        self._shape_address = ctypes.addressof(self._shape)
+        self._layer_bytes = 2 * _block_elements(params, spec) * spec.cache_dtype.itemsize
+        slopes = params.alibi_slopes
+        self._slopes = None if slopes is None else np.asarray(slopes, dtype=np.float32)
+        self._slopes_address = None if self._slopes is None else self._slopes.ctypes.data
+
+    def _set_step(
+        self,
+        tables: npt.NDArray[np.int32],
+        query: torch.Tensor,
+        out: torch.Tensor,
+        scales: tuple[float, float],
+    ) -> None:
+        """Set what depends on the step. `scales` are the factors of fp8 keys and values."""
+        shape = self._shape
+        if shape.format:
+            shape.scale, shape.value_scale = self._scale * scales[0], scales[1]
+        shape.num_sequences, shape.table_stride = tables.shape
+        shape.query_stride, shape.out_stride = query.stride(0), out.stride(0)
 
 
 def kernel_suffix(params: AttentionParams, spec: AttentionSpec) -> str | None:
