@@ -94,13 +94,7 @@ class _DecoderPlanner(LayerPlanner):
         first = batch.num_prefills
         num_padding = batch.num_padding
         if self._has_kernel and write is not None:
-            prefills, decodes = self._kernel_prefills(batch, starts, write), None
-            is_left = range(first) if prefills is None else range(0)
-            prompts, spans = self._prefills(batch, starts, is_left)
-            if first < len(starts):
-                tables, num_keys = batch.block_tables[first:], batch.seq_lens[first:]
-                decodes = DecodeBatch(int(starts[first]), tables, num_keys)
-            return LayerPlan(prompts, spans, (), prefills, decodes, write, num_padding)
+            return self._plan_kernels(batch, starts, write)
         if not first and len(starts) and write is not None:
             chunks = self._decodes.plan_chunks(batch.seq_lens, starts, batch.block_tables)
             return LayerPlan(chunks=chunks, write=write, num_padding=num_padding)
@@ -110,7 +104,26 @@ class _DecoderPlanner(LayerPlanner):
         chunks = self._decodes.plan_chunks(
             batch.seq_lens[ids], starts[ids], batch.block_tables[ids]
         )
-        return LayerPlan(prompts, spans, chunks, write=write, num_padding=num_padding)
+        return LayerPlan(
+            prompts=prompts, spans=spans, chunks=chunks, write=write, num_padding=num_padding
+        )
+
+    def _plan_kernels(self, batch: AttentionBatch, starts: _Ints, write: WritePlan) -> LayerPlan:
+        """Return the plan of a step whose decodes, and if possible prefills, kernels compute."""
+        first = batch.num_prefills
+        prefills, decodes = self._kernel_prefills(batch, starts, write), None
+        prompts, spans = self._prefills(batch, starts, range(first if prefills is None else 0))
+        if first < len(starts):
+            tables, num_keys = batch.block_tables[first:], batch.seq_lens[first:]
+            decodes = DecodeBatch(int(starts[first]), tables, num_keys)
+        return LayerPlan(
+            prompts=prompts,
+            spans=spans,
+            prefills=prefills,
+            decodes=decodes,
+            write=write,
+            num_padding=batch.num_padding,
+        )
 
     def _kernel_prefills(
         self, batch: AttentionBatch, starts: _Ints, write: WritePlan

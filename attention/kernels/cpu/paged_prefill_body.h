@@ -113,15 +113,16 @@ static void NAME(attend)(
  * Called by PagedPrefill in paged_prefill.py. query, out `[num_tokens][num_heads * head_size]`,
  * strided; cache points to the layer's keys in block 0; tables `[num_sequences][table_stride]`;
  * num_keys, num_queries and starts (the token of the first query) `[num_sequences]`; items
- * `[num_items]`, each of at most `most` queries; slopes and sinks `[num_heads]` or null. Returns 1
+ * `[num_items]`, each of up to `max_queries`; slopes and sinks `[num_heads]` or null. Returns 1
  * if there is no memory.
  */
 int NAME(paged_prefill)(
     const Shape *shape, const ELEMENT *query, const char *cache, const int32_t *tables,
     const int32_t *num_keys, const int32_t *num_queries, const int32_t *starts, const Item *items,
-    int64_t num_items, int64_t most, const float *slopes, const float *sinks, ELEMENT *out) {
+    int64_t num_items, int64_t max_queries, const float *slopes, const float *sinks,
+    ELEMENT *out) {
     const int64_t size = shape->head_size, heads = shape->num_heads / shape->num_kv_heads;
-    const int64_t num_rows = most * heads;
+    const int64_t num_rows = max_queries * heads;
     const int64_t row_bytes = size * width_of(shape, sizeof(ELEMENT));
     int failed = 0;
 #pragma omp parallel
@@ -143,7 +144,7 @@ int NAME(paged_prefill)(
                 shape, query + token * shape->query_stride + column, cache + kv * row_bytes,
                 tables + sequence * shape->table_stride,
                 num_keys[sequence] - num_queries[sequence] + item.first_query,
-                left < most ? left : most, slopes ? slopes + kv * heads : 0,
+                left < max_queries ? left : max_queries, slopes ? slopes + kv * heads : 0,
                 sinks ? sinks + kv * heads : 0, out + token * shape->out_stride + column, &room);
         }
         free(memory);
