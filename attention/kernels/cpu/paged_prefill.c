@@ -131,6 +131,12 @@ INLINE void weigh_row(
     const Shape *shape, const Room *room, int64_t row, const float *slope, int32_t first,
     int32_t last) {
     float *scores = room->weights + row * KEYS;
+    if (first >= KEYS) {
+        /* All keys are before its window. */
+        memset(scores, 0, KEYS * sizeof(float));
+        room->shrinks[row] = 1.0f;
+        return;
+    }
     if (shape->soft_cap > 0.0f)
         for (int key = 0; key < KEYS; key += LANES) {
             const Floats capped = tanh_of(load_float(scores + key) / shape->soft_cap);
@@ -149,12 +155,6 @@ INLINE void weigh_row(
         }
     const float top = largest_of(larger(parts[0], parts[1]));
     float shrink = 1.0f;
-    if (top == -INFINITY && room->tops[row] == -INFINITY) {
-        /* All keys so far are before its window. */
-        memset(scores, 0, KEYS * sizeof(float));
-        room->shrinks[row] = shrink;
-        return;
-    }
     if (top > room->tops[row]) {
         shrink = room->tops[row] == -INFINITY ? 0.0f : expf(room->tops[row] - top);
         room->tops[row] = top;

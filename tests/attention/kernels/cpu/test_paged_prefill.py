@@ -75,6 +75,17 @@ def test_keys_after_a_query_do_not_change_its_result() -> None:
     assert torch.equal(rig.layers[0](*parts, rig.cache, metadata)[:30], expected[:30])
 
 
+@pytest.mark.parametrize("place", [5, 31, 32, 40])
+def test_a_key_that_is_not_finite_reaches_all_queries_that_see_it(place: int) -> None:
+    rig = rig_of(params_of(sliding_window=8))
+    query, key, value = rig.tokens(60)[0].split([64, 32, 32], 1)
+    key[place] = float("nan")
+    metadata = rig.builder.build(rig.batch([(rig.sequence(), 60)], []))
+    out = rig.layers[0](query, key, value, rig.cache, metadata)
+    broken = out.isnan().any(1).nonzero().flatten().tolist()
+    assert broken == list(range(place, place + 8))
+
+
 @pytest.mark.parametrize("fp8", ["auto", "fp8_e4m3"])
 def test_keys_before_the_window_of_all_queries_are_not_read(fp8: str) -> None:
     rig = rig_of(params_of(sliding_window=20, fp8=fp8))
