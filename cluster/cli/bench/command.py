@@ -20,6 +20,7 @@ from cluster.cli.bench.table import latency_table, total_table
 from cluster.cli.bench.target import Target
 from cluster.cli.bench.text_lengths import LocalTokenizer
 from cluster.cli.flags.client_flags import read_key
+from cluster.cli.flags.noted_flag import noted_flags
 from cluster.serving.connections.listener import url_host
 from pagedray.errors import StartupError
 from workers.hub.locate import locate_model
@@ -88,6 +89,9 @@ def _check(parsed: argparse.Namespace) -> None:
     if parsed.dataset_name == "sharegpt":
         if parsed.dataset_path is None:
             raise StartupError("--dataset-name sharegpt requires --dataset-path.")
+        for flag in noted_flags(parsed):
+            if flag.startswith("--random-"):
+                raise StartupError(f"{flag} requires --dataset-name random.")
     elif parsed.dataset_path is not None:
         raise StartupError("--dataset-path requires --dataset-name sharegpt.")
     elif parsed.sharegpt_output_len is not None:

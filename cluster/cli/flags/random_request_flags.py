@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from cluster.cli.flags.flag_values import count, number
+from cluster.cli.flags.noted_flag import NotedFlag
 
 if TYPE_CHECKING:
     import argparse
@@ -36,9 +37,17 @@ def add_random_requests(group: argparse._ArgumentGroup) -> None:
             "Number of additional tokens that random prompts share at their beginning.",
         ),
     ):
-        group.add_argument(flag, type=count(least, most), default=default, metavar="N", help=what)
+        group.add_argument(
+            flag,
+            action=NotedFlag,
+            type=count(least, most),
+            default=default,
+            metavar="N",
+            help=what,
+        )
     group.add_argument(
         "--random-range-ratio",
+        action=NotedFlag,
         type=number(0.0, 1.0),
         default=0.0,
         metavar="R",
@@ -50,6 +59,7 @@ def add_request_rate(group: argparse._ArgumentGroup) -> None:
     """Add how often a request is sent."""
     group.add_argument(
         "--request-rate",
+        action=NotedFlag,
         type=number(1e-6, math.inf),
         default=math.inf,
         metavar="R",

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from cluster.cli.bench.latencies import METRICS
 from cluster.cli.bench.table import latency_table, total_table
+from cluster.cli.flags.noted_flag import noted_flags
 from cluster.cli.simulate.flags import COSTS
 from cluster.cli.simulate.plot import draw_samples
 from cluster.cli.simulate.report import PERCENTILES, make_report
@@ -92,6 +93,8 @@ def _fleet(parsed: argparse.Namespace) -> Fleet:
 
 def _arrivals(parsed: argparse.Namespace) -> Sequence[Arrival]:
     if parsed.trace is not None:
+        for flag in noted_flags(parsed):
+            raise StartupError(f"{flag} cannot be used with --trace, which has the requests.")
         return read_trace(parsed.trace)
     workload = Workload(
         num_requests=parsed.num_prompts,

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from cluster.cli.flags.flag_values import count, number
+from cluster.cli.flags.noted_flag import NotedFlag
 from cluster.cli.flags.random_request_flags import add_random_requests, add_request_rate
 from cluster.simulation.step_cost import MOST_TOKENS
 from pagedray.config import Preemption, SchedulerConfig, StepLimits
@@ -48,6 +49,7 @@ def _add_requests(group: argparse._ArgumentGroup) -> None:
         "Number of different prefixes, which are drawn at random.",
         high=10**6,
         default=1,
+        action=NotedFlag,
     )
     _add_count(
         group,
@@ -55,6 +57,7 @@ def _add_requests(group: argparse._ArgumentGroup) -> None:
         "Number of tenants, which are drawn at random and share no prefixes.",
         high=10**6,
         default=1,
+        action=NotedFlag,
     )
     _add_count(
         group,
@@ -63,6 +66,7 @@ def _add_requests(group: argparse._ArgumentGroup) -> None:
         low=0,
         high=2**63 - 1,
         default=0,
+        action=NotedFlag,
     )
 
 
@@ -194,7 +198,15 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_count(
-    group: argparse._ArgumentGroup, flag: str, what: str, *, low: int = 1, high: int, default: int
+    group: argparse._ArgumentGroup,
+    flag: str,
+    what: str,
+    *,
+    low: int = 1,
+    high: int,
+    default: int,
+    action: type[argparse.Action] | str = "store",
 ) -> None:
     """Add a flag whose value is an integer in a range."""
-    group.add_argument(flag, type=count(low, high), default=default, metavar="N", help=what)
+    kind = count(low, high)
+    group.add_argument(flag, action=action, type=kind, default=default, metavar="N", help=what)

@@ -225,6 +225,10 @@ def test_prompts_beyond_the_context_are_rejected(
         (["--dataset-name=sharegpt"], "requires --dataset-path"),
         (["--dataset-path=x"], "--dataset-path requires --dataset-name sharegpt"),
         (["--sharegpt-output-len=5"], "--sharegpt-output-len requires --dataset-name sharegpt"),
+        (
+            ["--dataset-name=sharegpt", "--dataset-path=x", "--random_input_len=1024"],
+            "--random-input-len requires --dataset-name random",
+        ),
         (["--result-filename=x"], "--result-filename requires --save-result"),
         (["--save-result", "--result-dir=/dev/null"], "--result-dir /dev/null is not a folder"),
         (["--api-key-file=/dev/null/x"], "--api-key-file /dev/null/x: Not a directory.\n"),

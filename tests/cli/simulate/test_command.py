@@ -114,6 +114,28 @@ def test_flags_that_are_valid_alone_are_rejected_together(
     assert reason in message
 
 
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--num-prompts=1000",
+        "--request-rate=5",
+        "--random-prefix-len=0",
+        "--random-range-ratio=0.5",
+        "--num-prefixes=2",
+        "--num-tenants=2",
+        "--seed=0",
+    ],
+)
+def test_flags_of_random_requests_are_rejected_beside_a_trace(
+    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(REQUEST)
+    assert main(["simulate", "--trace", str(trace), flag]) == 2
+    (message,) = capsys.readouterr().err.splitlines()
+    assert f"{flag.partition('=')[0]} cannot be used with --trace" in message
+
+
 def test_loads_from_before_an_idle_time_do_not_route(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
