@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cluster.serving.responses.included_fields import INCLUDE, check_included_fields
 from pagedray.errors import InvalidRequestError
 from pagedray.wording.nearest_name import nearest_name
 from pagedray.wording.shown_value import shown_value
@@ -13,10 +14,8 @@ if TYPE_CHECKING:
 
     from starlette.datastructures import QueryParams
 
-__all__ = ["LOGPROBS", "check_include", "check_whole", "read_query"]
+__all__ = ["check_include", "check_whole", "read_query"]
 
-LOGPROBS = "message.output_text.logprobs"
-_INCLUDE = "include"
 _LIST = "[]"
 """Ends the name of a list, as OpenAI's clients write it."""
 
@@ -31,24 +30,21 @@ def read_query(params: QueryParams, known: Collection[str]) -> dict[str, str]:
             hint = "." if nearest is None else f": did you mean {nearest}?"
             shown = name if name.isidentifier() and len(name) <= 64 else shown_value(name)
             raise InvalidRequestError(f"{shown} is not supported in the query{hint}", param=shown)
-        if name in found and name != _INCLUDE:
+        if name in found and name != INCLUDE:
             raise InvalidRequestError(f"{name} is given twice in the query.", param=name)
         found[name] = value
     return found
 
 
 def check_include(params: QueryParams) -> None:
-    """Raise InvalidRequestError if a client requests what no response has."""
-    values = (*params.getlist(_INCLUDE), *params.getlist(_INCLUDE + _LIST))
-    if any(LOGPROBS in value.split(",") for value in values):
-        raise InvalidRequestError(
-            f"{LOGPROBS} is not supported in include: use /v1/chat/completions.", param=_INCLUDE
-        )
+    """Raise InvalidRequestError if a client requests fields that it cannot have."""
+    values = (*params.getlist(INCLUDE), *params.getlist(INCLUDE + _LIST))
+    check_included_fields(name for value in values for name in value.split(","))
 
 
 def check_whole(params: QueryParams) -> None:
     """Check that a client reads a response as a whole. Raises InvalidRequestError."""
-    given = read_query(params, (_INCLUDE, "include_obfuscation", "starting_after", "stream"))
+    given = read_query(params, (INCLUDE, "include_obfuscation", "starting_after", "stream"))
     check_include(params)
     if given.get("stream", "false") != "false":
         raise InvalidRequestError(

@@ -18,8 +18,8 @@ from cluster.serving.openai.bodies.field_kinds import (
 )
 from cluster.serving.openai.bodies.parameters import IGNORED, MODERATION
 from cluster.serving.openai.bodies.sampling_fields import SamplingFields
+from cluster.serving.responses.included_fields import check_included_fields
 from cluster.serving.responses.input_body import InputBody
-from cluster.serving.responses.query import LOGPROBS
 from cluster.serving.schema.body import Defaults
 from pagedray.errors import InvalidRequestError
 
@@ -37,6 +37,7 @@ _MAX_LABELS = 16
 _MAX_LABEL_NAME = 64
 _MAX_LABEL_LENGTH = 512
 """These limits of metadata are OpenAI's."""
+_MAX_INCLUDED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class Echo:
 class ResponsesBody(InputBody, SamplingFields):
     """A conversation for the model to continue."""
 
+    max_entries: ClassVar[Mapping[str, int]] = {**InputBody.max_entries, "include": _MAX_INCLUDED}
     defaults: ClassVar[Defaults] = {
         "background": (False,),
         "context_management": ([],),
@@ -109,8 +111,13 @@ class ResponsesBody(InputBody, SamplingFields):
     )
     include: Any = Field(  # Any: only known strings
         None,
-        description="Ignored, except for log-probabilities, which are rejected.",
-        json_schema_extra={"type": "array", "items": {"type": "string"}},
+        description="OpenAI's names of fields, which have no effect; log-probabilities and unknown "
+        "names are rejected.",
+        json_schema_extra={
+            "type": "array",
+            "items": {"type": "string"},
+            "maxItems": _MAX_INCLUDED,
+        },
     )
     stream: bool = Field(
         False, description="Whether the response is a stream of server-sent events."
@@ -123,11 +130,7 @@ class ResponsesBody(InputBody, SamplingFields):
             return
         if not isinstance(self.include, list):
             raise InvalidRequestError("include must be a list of strings.", param="include")
-        if LOGPROBS in self.include:
-            raise InvalidRequestError(
-                f"{LOGPROBS} is not supported in include: use /v1/chat/completions.",
-                param="include",
-            )
+        check_included_fields(self.include)
 
     def to_input(
         self,

@@ -77,6 +77,12 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     ({"include": ["message.output_text.logprobs"]},
      "message.output_text.logprobs is not supported in include: use /v1/chat/completions.",
      "include"),
+    *[({"include": ["reasoning.encrypted_content", one]},
+       "include may contain code_interpreter_call.outputs, computer_call_output.output.image_url, "
+       "file_search_call.results, message.input_image.image_url, reasoning.encrypted_content, "
+       f"web_search_call.action.sources, web_search_call.results, not {shown}.", "include")
+      for one, shown in (("reasoning", "'reasoning'"), ("", "''"), (None, "null"), ([], "a list"))],
+    ({"include": ["x"] * 65}, "include may have at most 64 entries, not 65.", "include"),
     ({"include": "reasoning"}, "include must be a list of strings.", "include"),
     *[({"metadata": one},
        "metadata must be an object of at most 16 strings of up to 512 characters, with names of up "
