@@ -13,7 +13,10 @@ from cluster.serving.openai.bodies.messages import Message, read_messages
 from cluster.serving.openai.bodies.tool_fields import read_tools, tools_field
 from cluster.serving.schema.body import Body
 from cluster.serving.text.templates.chat_prompt import ChatPrompt
-from cluster.serving.text.templates.template_arguments import TemplateArguments
+from cluster.serving.text.templates.template_arguments import (
+    MAX_DOCUMENTS,
+    TemplateArguments,
+)
 from cluster.serving.tools.tool import MAX_TOOLS
 from pagedray.errors import InvalidRequestError
 
@@ -28,7 +31,11 @@ __all__ = ["DetokenizeBody", "TokenizeBody"]
 class TokenizeBody(Body):
     """A text or a conversation to tokenize; exactly one of `prompt` and `messages`."""
 
-    max_entries: ClassVar[Mapping[str, int]] = {"messages": MAX_MESSAGES, "tools": MAX_TOOLS}
+    max_entries: ClassVar[Mapping[str, int]] = {
+        "messages": MAX_MESSAGES,
+        "tools": MAX_TOOLS,
+        "documents": MAX_DOCUMENTS,
+    }
     with_nulls: ClassVar[frozenset[str]] = frozenset(("messages",))
 
     model: str | None = Field(None, description="The name of the model, which `/v1/models` lists.")
@@ -52,6 +59,15 @@ class TokenizeBody(Body):
         description="As in /v1/chat/completions; requires messages.",
         json_schema_extra={"type": "object"},
     )
+    documents: Any = Field(  # Any: JSON
+        None,
+        description="As in /v1/chat/completions; requires messages.",
+        json_schema_extra={
+            "type": "array",
+            "items": {"type": "object"},
+            "maxItems": MAX_DOCUMENTS,
+        },
+    )
     return_token_strs: bool = Field(
         False, description="Whether the response has the tokens as the vocabulary spells them."
     )
@@ -62,7 +78,7 @@ class TokenizeBody(Body):
             raise InvalidRequestError(
                 "Exactly one of prompt and messages is required.", param="prompt"
             )
-        for name in ("tools", "chat_template", "chat_template_kwargs"):
+        for name in ("tools", "chat_template", "chat_template_kwargs", "documents"):
             if not has_messages and getattr(self, name) not in (None, {}):
                 raise InvalidRequestError(f"{name} requires messages.", param=name)
         if has_messages and self.add_special_tokens:
@@ -92,12 +108,13 @@ class TokenizeBody(Body):
         tools = yield from read_tools(self.tools)
         messages = yield from read_messages(self.messages)
         known = None if self.chat_template is not None else known_variables(bool(tools))
+        arguments = TemplateArguments(self.chat_template_kwargs, documents=self.documents)
         prompt = ChatPrompt(
             messages,
             tuple(tool.for_template() for tool in tools),
             self.add_generation_prompt,
             self.continue_final_message,
-            TemplateArguments(self.chat_template_kwargs).variables(known, note_ignored),
+            arguments.variables(known, note_ignored),
             self.chat_template,
         )
         return TokenizeInput(prompt=prompt, model=self.model)

@@ -89,14 +89,12 @@ class Chat:
         `note_ignored` is called with the names of fields that set others.
         """
         message = self._message
-        documents = yield from _read_documents(message.documents)
         prompt = yield from _read_prompt(
             message,
             self._tools.for_template,
             size,
             known_variables=lambda: known_variables(self._tools.is_read),
             note_ignored=note_ignored,
-            documents=documents,
         )
         given = generation_input(prompt, message, call, tenant)
         answer = given.sampling.get("structure")
@@ -200,9 +198,9 @@ def _read_prompt(
     *,
     known_variables: Callable[[], frozenset[str]],
     note_ignored: Callable[[str], None],
-    documents: list[dict[str, object]] | None = None,
 ) -> Steps[ChatPrompt]:
     """Return the prompt of a conversation. Raises InvalidRequestError."""
+    documents = yield from _read_documents(message.documents)
     variables = yield from _read_object(message.chat_template_kwargs, "chat_template_kwargs")
     messages = yield from _read_messages(message.messages, size)
     template = message.chat_template or None

@@ -65,10 +65,8 @@ def test_prompt_is_rendered_by_the_template_of_the_request(trusting_server: Serv
     user = tokenizer.token_id_of("<|user|>")
     assert request.prompt_token_ids.count(user) == 1
     body = {name: BODY[name] for name in ("model", "messages", "chat_template")}
-    counted = httpx.post(f"{trusting_server.url}/tokenize", json=body).json()
-    assert len(counted["tokens"]) == len(request.prompt_token_ids) - len(
-        tokenizer.encode("The quick ", add_special_tokens=False)
-    )
+    counted = httpx.post(f"{trusting_server.url}/tokenize", json=body | fields).json()
+    assert tuple(counted["tokens"]) == request.prompt_token_ids
 
 
 def test_grpc_renders_the_same_prompt(trusting_server: Server) -> None:
@@ -89,21 +87,25 @@ def test_grpc_renders_the_same_prompt(trusting_server: Server) -> None:
 
 
 def test_grpc_tokenizes_with_the_template_of_the_request(trusting_server: Server) -> None:
-    fields = {"chat_template_kwargs": {"mood": "quick "}, "chat_template": TEMPLATE}
-    over_http = httpx.post(
-        f"{trusting_server.url}/tokenize", json={"messages": BODY["messages"]} | fields
-    )
+    fields = {
+        "messages": BODY["messages"],
+        "chat_template_kwargs": {"mood": "quick "},
+        "chat_template": TEMPLATE,
+        "documents": [{"text": "The "}],
+    }
+    over_http = httpx.post(f"{trusting_server.url}/tokenize", json=fields)
     conversation = pb.Conversation(
         messages=[pb.ChatMessage(role=pb.CHAT_ROLE_USER, content="hello <|user|>")],
         chat_template=TEMPLATE,
         chat_template_kwargs='{"mood": "quick "}',
+        documents=['{"text": "The "}'],
     )
     with grpc.insecure_channel(trusting_server.grpc_target) as channel:
         stub = pagedray_pb2_grpc.GenerationServiceStub(channel)
         over_grpc = stub.Tokenize(pb.TokenizeRequest(conversation=conversation))
     assert list(over_grpc.token_ids) == over_http.json()["tokens"]
     text = trusting_server.tokenizer.decode(over_grpc.token_ids, skip_special_tokens=False)
-    assert text == "<|system|>quick <|user|>hello <|user|></s>"
+    assert text == "<|system|>The quick <|user|>hello <|user|></s>"
 
 
 def test_messages_that_the_template_rejects_are_rejected(trusting_server: Server) -> None:

@@ -88,6 +88,8 @@ def test_final_message_may_be_continued(stub: Stub, server: Server) -> None:
             messages=CONVERSATION.messages, chat_template="x")), "chat_template"),
         ("Tokenize", pb.TokenizeRequest(conversation=pb.Conversation(
             messages=CONVERSATION.messages, chat_template_kwargs="5")), "chat_template_kwargs"),
+        ("Tokenize", pb.TokenizeRequest(conversation=pb.Conversation(
+            messages=CONVERSATION.messages, documents=["{}"])), "documents"),
         ("Abort", pb.AbortRequest(request_ids=[""] * 500_000), "request_ids"),
         ("Embed", pb.EmbedRequest(prompts=[pb.EmbedPrompt(text="x")]), "model"),
         ("Embed", pb.EmbedRequest(prompts=[pb.EmbedPrompt()] * 500_000), "prompts"),

@@ -59,7 +59,8 @@ def run(data: bytes) -> None:
             tokenized = _read(TokenizeBody, raw)
             finish(
                 tokenized.to_input(
-                    known_variables=lambda _: frozenset(("enable_thinking",)), note_ignored=_ignore
+                    known_variables=lambda _: frozenset(("enable_thinking", "documents")),
+                    note_ignored=_ignore,
                 )
             )
         elif kind == 4:
