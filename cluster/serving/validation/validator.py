@@ -245,26 +245,27 @@ class Validator:
     ) -> tuple[int, ...]:
         if prompt == "":
             raise InvalidRequestError("prompt must not be empty.", param="prompt")
+        if isinstance(prompt, tuple):
+            # The reader does not check the ids of a prompt that exceeds the context.
+            prompt = self._truncated(prompt, sampling, given)
         token_ids = await self._reader.read_prompt(
             prompt,
             is_long=is_long,
             tenant=given.tenant,
             add_special_tokens=given.adds_special_tokens,
         )
-        if given.max_prompt_tokens is not None:
-            token_ids = self._truncated(token_ids, given.max_prompt_tokens, sampling, given)
+        token_ids = self._truncated(token_ids, sampling, given)
         param = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
         self._check_prompt_length(len(token_ids), param)
         return token_ids
 
     def _truncated(
-        self,
-        token_ids: tuple[int, ...],
-        num_kept: int,
-        sampling: SamplingParams,
-        given: GenerationInput,
+        self, token_ids: tuple[int, ...], sampling: SamplingParams, given: GenerationInput
     ) -> tuple[int, ...]:
-        """Return the end of a prompt, or its beginning."""
+        """Return the end of a prompt, or its beginning, if the client limits its length."""
+        num_kept = given.max_prompt_tokens
+        if num_kept is None:
+            return token_ids
         if num_kept == -1:
             reserved = given.default_max_tokens or 1
             if "max_tokens" in given.sampling:

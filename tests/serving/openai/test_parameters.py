@@ -234,6 +234,18 @@ def test_prompts_are_truncated_at_either_side(server: Server, num_kept: int, len
     assert request.prompt_token_ids == tuple(range(length))
 
 
+@pytest.mark.parametrize("bad", [320, -1, 2**70])
+@pytest.mark.parametrize("num_kept", [5, -1])
+def test_token_ids_that_remain_of_a_long_prompt_are_checked(
+    server: Server, bad: int, num_kept: int
+) -> None:
+    given = TEXT | {"prompt": [5] * 290 + [bad], "truncate_prompt_tokens": num_kept}
+    answer = httpx.post(f"{server.url}/v1/completions", json=given)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
+    request = submitted(server, "completions", given | {"truncation_side": "right"})
+    assert set(request.prompt_token_ids) == {5}
+
+
 def test_conversations_are_truncated_at_either_side(server: Server) -> None:
     whole = submitted(server, "chat/completions", CHAT).prompt_token_ids
     for side, kept in (("left", whole[-3:]), ("right", whole[:3])):
