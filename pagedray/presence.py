@@ -1,7 +1,8 @@
 """Checks whether a checkpoint has a file, and raises an error if that is unknown.
 
 Since Python 3.14, `Path.is_file` returns False for every error: without permission, or on a file
-system that fails, a file would seem to be absent and its settings would be ignored.
+system that fails, a file would seem to be absent and its settings would be ignored. The same holds
+for links of the Hugging Face cache that were copied without the files behind them.
 """
 
 from __future__ import annotations
@@ -21,8 +22,14 @@ _ABSENT = frozenset((errno.ENOENT, errno.ENOTDIR, errno.ELOOP))
 
 
 def has_file(path: Path) -> bool:
-    """Return whether a path is that of a file. Raises CheckpointError if it cannot be read."""
-    return stat.S_ISREG(_mode(path))
+    """Return whether there is a file.
+
+    Raises CheckpointError if it cannot be read, or is a folder or anything else.
+    """
+    mode = _mode(path)
+    if mode and not stat.S_ISREG(mode):
+        raise CheckpointError(f"{path} is not a file.")
+    return mode != 0
 
 
 def has_folder(path: Path) -> bool:
@@ -39,6 +46,10 @@ def _mode(path: Path) -> int:
     try:
         return path.stat().st_mode
     except OSError as error:
-        if error.errno in _ABSENT:
+        if error.errno not in _ABSENT:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
+        if not path.is_symlink():
             return 0
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
+        raise CheckpointError(
+            f"{path} is a link to {path.readlink()}, which does not exist."
+        ) from None

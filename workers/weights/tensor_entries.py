@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -134,10 +136,11 @@ def _inside(folder: Path, name: str) -> Path:
     """
     path = folder / name
     try:
-        root, target = folder.resolve(), path.resolve()
-        # Fails, unlike `resolve`, if the name is too long.
-        has_path(path)
-    except (CheckpointError, OSError, ValueError):
+        # Fails, unlike `realpath`, if the name is too long.
+        with suppress(FileNotFoundError):
+            path.lstat()
+        root, target = folder.resolve(), Path(os.path.realpath(path))
+    except (OSError, ValueError):
         raise CheckpointError(f"{folder} has no file {name!r:.{_MAX_SHOWN}}.") from None
     roots = [root]
     if root.parent.name == "snapshots":
@@ -176,7 +179,7 @@ def _entries_of_file(path: Path) -> dict[str, TensorEntry]:
 def _check_is_file(path: Path) -> None:
     """Raise CheckpointError for what cannot be read as a file, or only without an end."""
     if not has_file(path):
-        raise CheckpointError(f"{path} is not a file.")
+        raise CheckpointError(f"{path} is missing.")
 
 
 def _entry(path: Path, name: str, value: object, *, start: int, available: int) -> TensorEntry:

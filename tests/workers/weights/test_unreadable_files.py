@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from cluster.engine.options.generation_config import sampling_defaults
 from cluster.serving.text.tokenizer import Tokenizer
 from cluster.serving.validation.sentence_modules import check_modules
 from cluster.serving.validation.sentence_prompts import SentencePrompts
@@ -103,4 +105,39 @@ def test_weights_that_are_not_a_file_are_named(
     (folder / WEIGHTS).unlink()
     make(folder / name)
     with pytest.raises(CheckpointError, match=f"{re.escape(name)} is not a file"):
+        read_entries(folder)
+
+
+def _read_sampling_defaults(folder: Path) -> object:
+    return sampling_defaults("auto", folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("config.json", read_model_config),
+        ("generation_config.json", read_model_config),
+        ("generation_config.json", _read_sampling_defaults),
+        ("tokenizer.json", Tokenizer.from_folder),
+        ("tokenizer_config.json", Tokenizer.from_folder),
+        ("chat_template.jinja", Tokenizer.from_folder),
+        (WEIGHTS, read_entries),
+    ],
+)
+def test_a_link_whose_file_was_not_copied_is_named(
+    name: str, read: Callable[[Path], object], folder: Path
+) -> None:
+    path = folder / name
+    path.unlink(missing_ok=True)
+    path.symlink_to("../../blobs/0f3e")
+    with pytest.raises(CheckpointError, match=f"{re.escape(name)} is a link to ../../blobs/0f3e"):
+        read(folder)
+
+
+def test_a_shard_that_links_to_itself_is_named(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    shard = folder / "one.safetensors"
+    shard.symlink_to(shard)
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": shard.name}}))
+    with pytest.raises(CheckpointError, match=r"one\.safetensors is a link to "):
         read_entries(folder)
