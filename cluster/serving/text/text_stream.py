@@ -59,6 +59,23 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return PagedRayError("The engine could not compute the next token.")
 
 
+class _OutputDraft:
+    """The text and tokens of an output to which events are being added."""
+
+    __slots__ = ("logprobs", "pieces", "token_ids")
+
+    def __init__(self) -> None:
+        self.pieces: list[str] = []
+        """The text in parts."""
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+
+    def add_tokens(self, event: TokenEvent, num_tokens: int) -> None:
+        """Add the first tokens of an event, without their text."""
+        self.token_ids += event.token_ids[:num_tokens]
+        self.logprobs += event.logprobs[:num_tokens]
+
+
 class TextStream:
     """Converts the events of one sequence to outputs."""
 
@@ -128,65 +145,57 @@ class TextStream:
 
     def _add_one_by_one(self, events: Sequence[TokenEvent]) -> SequenceOutput:
         """Return the output of events of which one may end the sequence."""
-        pieces: list[str] = []
-        token_ids: list[int] = []
-        logprobs: list[TokenLogprobs] = []
+        draft = _OutputDraft()
         for event in events:
-            num_taken, stop = self._push_tokens(event, pieces)
-            token_ids += event.token_ids[:num_taken]
-            logprobs += event.logprobs[:num_taken]
+            stop = self._push_tokens(event, draft)
             if stop is not None:
-                return self._output(pieces, token_ids, logprobs, FinishReason.STOP, stop)
+                return self._output(draft, FinishReason.STOP, stop)
             if event.finish_reason is not None:
-                return self._end(event, pieces, token_ids, logprobs)
-        return self._output(pieces, token_ids, logprobs, None, None)
+                return self._end(event, draft)
+        return self._output(draft, None, None)
 
-    def _push_tokens(self, event: TokenEvent, pieces: list[str]) -> tuple[int, str | None]:
-        """Add the text of an event; return how many tokens were used, and a stop string in it."""
+    def _push_tokens(self, event: TokenEvent, draft: _OutputDraft) -> str | None:
+        """Add the tokens of an event with their text, up to a stop string, which is returned."""
         # The stop token is not part of the text, unless the client requested it.
         is_included = self._includes_stop and event.stop_token_id in self._client_stop_ids
         num_hidden = 0 if event.stop_token_id is None or is_included else 1
         for position, token_id in enumerate(event.token_ids[: len(event.token_ids) - num_hidden]):
             self._num_tokens += 1
-            stop = self._push_text(self._detokenizer.add_tokens((token_id,)), pieces)
+            stop = self._push_text(self._detokenizer.add_tokens((token_id,)), draft)
             if stop is not None:
-                return position + 1, stop
+                draft.add_tokens(event, position + 1)
+                return stop
         self._num_tokens += num_hidden
-        return len(event.token_ids), None
+        draft.add_tokens(event, len(event.token_ids))
+        return None
 
-    def _push_text(self, text: str, pieces: list[str]) -> str | None:
+    def _push_text(self, text: str, draft: _OutputDraft) -> str | None:
+        """Add text up to a stop string, which is returned."""
         if self._num_tokens <= self._min_tokens:
-            pieces.append(text)
+            draft.pieces.append(text)
             return None
         certain, stop = self._matcher.match_text(text)
-        pieces.append(certain)
+        draft.pieces.append(certain)
         if stop is not None and self._includes_stop:
-            pieces.append(stop)
+            draft.pieces.append(stop)
         return stop
 
-    def _end(
-        self,
-        event: TokenEvent,
-        pieces: list[str],
-        token_ids: list[int],
-        logprobs: list[TokenLogprobs],
-    ) -> SequenceOutput:
-        stop = self._push_text(self._detokenizer.flush(), pieces)
+    def _end(self, event: TokenEvent, draft: _OutputDraft) -> SequenceOutput:
+        """Return the last output, with the text that was held back."""
+        stop = self._push_text(self._detokenizer.flush(), draft)
         if stop is not None:
-            return self._output(pieces, token_ids, logprobs, FinishReason.STOP, stop)
-        pieces.append(self._matcher.flush())
+            return self._output(draft, FinishReason.STOP, stop)
+        draft.pieces.append(self._matcher.flush())
         stop_id = event.stop_token_id
         named = stop_id if stop_id in self._client_stop_ids else None
-        output = self._output(pieces, token_ids, logprobs, event.finish_reason, named)
+        output = self._output(draft, event.finish_reason, named)
         if event.finish_reason is not FinishReason.ERROR:
             return output
         return msgspec.structs.replace(output, error=event.error, is_lethal=event.is_lethal)
 
     def _output(
         self,
-        pieces: list[str],
-        token_ids: list[int],
-        logprobs: list[TokenLogprobs],
+        draft: _OutputDraft,
         finish_reason: FinishReason | None,
         stop_reason: str | int | None,
     ) -> SequenceOutput:
@@ -194,9 +203,9 @@ class TextStream:
         return SequenceOutput(
             prompt_index=self.prompt_index,
             index=self._index,
-            text="".join(pieces),
-            token_ids=tuple(token_ids),
-            logprobs=tuple(logprobs),
+            text="".join(draft.pieces),
+            token_ids=tuple(draft.token_ids),
+            logprobs=tuple(draft.logprobs),
             finish_reason=finish_reason,
             stop_reason=stop_reason,
         )
