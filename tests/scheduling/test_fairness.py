@@ -79,6 +79,27 @@ def test_room_is_taken_from_the_tenant_that_was_served_most() -> None:
     harness.drain()
 
 
+def test_no_sequence_is_preempted_for_one_that_shares_a_prompt() -> None:
+    harness = Harness(
+        block_size=4, num_blocks=53, num_cpu_blocks=100, max_num_seqs=16, preemption="swap"
+    )
+    for token_id in range(10):
+        harness.add([token_id] * 4, tenant="many", max_tokens=90)
+    for _ in range(8):
+        harness.step()
+    harness.add([10] * 60, tenant="one", n=2, max_tokens=20, weight=100.0)
+    first, second = harness.sequences[-2:]
+    while second.state is SequenceState.HELD:
+        harness.step()
+    assert first.state is SequenceState.RUNNING
+    num_swapped = harness.scheduler.stats().num_swapped
+    harness.step()
+    assert second.state is SequenceState.WAITING
+    # Its tenant may take a row, but it needs two blocks and the others have two or three each.
+    assert harness.scheduler.stats().num_swapped == num_swapped
+    harness.drain()
+
+
 def test_long_prompts_that_take_rows_in_the_same_step_share_its_tokens() -> None:
     harness = make_harness()
     for _ in range(4):

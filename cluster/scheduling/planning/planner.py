@@ -247,7 +247,8 @@ class Planner:
         num_most = min(MAX_PASSED, draft.budget)
         while table.waiting and len(entitled) < num_most:
             head = table.waiting.first
-            # The block that a fork copies might be lost to a decode of this step.
+            # A fork needs few free blocks, but too many would be preempted for it: `lacks_blocks`
+            # also counts those that it shares.
             if self._donor_for(head, draft.step) is not None:
                 break
             if self._awaits_disk(head, draft.step):
