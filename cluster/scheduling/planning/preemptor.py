@@ -85,14 +85,8 @@ class Preemptor:
             return False
         if head is self.entitled:
             return True
-        for swapped in self._table.swapped:
-            if swapped.share is head.share:
-                is_behind = swapped.priority <= head.priority
-            else:
-                is_behind = swapped.share.time <= head.share.time
-            if is_behind:
-                return False
-            break
+        if self._table.swapped and _precedes(self._table.swapped[0], head):
+            return False
         return self._displaced_by(head, entitled) is not None
 
     def displace(self, head: Sequence, entitled: list[Sequence], draft: PlanDraft) -> bool:
@@ -155,3 +149,10 @@ class Preemptor:
             first_position=first_position,
             num_tokens=sequence.num_computed - first_position,
         )
+
+
+def _precedes(swapped: Sequence, head: Sequence) -> bool:
+    """Return whether a swapped sequence comes before a waiting one."""
+    if swapped.share is head.share:
+        return swapped.priority <= head.priority
+    return swapped.share.time <= head.share.time
