@@ -60,15 +60,14 @@ class PoolCopier:
             return
         pairs = np.array([(copy.source, copy.target) for copy in copies], dtype=np.int64)
         # Adjacent blocks become one copy.
-        pairs = pairs[np.argsort(pairs[:, host_column], kind="stable")]
+        pairs = pairs[np.argsort(pairs[:, host_column])]
         if self._batched is not None:
             num_pinned = np.searchsorted(pairs[:, host_column], self._host_pool.num_pinned_blocks)
             if self._try_batch(source, target, pairs[:num_pinned], host_column=host_column):
                 pairs = pairs[num_pinned:]
         chunks = pairs[:, host_column] // self._host_pool.blocks_per_chunk
         for part in np.split(pairs, np.flatnonzero(np.diff(chunks)) + 1):
-            if len(part):
-                self._backend.swap_blocks(source, target, part.tolist())
+            self._backend.swap_blocks(source, target, part.tolist())
 
     def _try_batch(
         self,

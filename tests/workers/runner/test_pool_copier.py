@@ -14,6 +14,8 @@ from workers.runner.host_pool import HostPool
 from workers.runner.pool_copier import PoolCopier
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     import numpy.typing as npt
 
@@ -55,10 +57,12 @@ class PinnedPool(HostPool):
         return self._num_pinned
 
 
-def make_copier(batched: HostCopies, *, num_pinned: int) -> tuple[PoolCopier, PinnedPool]:
+def make_copier(
+    batched: HostCopies, *, num_pinned: int, backend: type[TorchSDPABackend] = TorchSDPABackend
+) -> tuple[PoolCopier, PinnedPool]:
     device_blocks = torch.randn(9, *SHAPE)
     pool = PinnedPool(num_pinned)
-    copier = PoolCopier(TorchSDPABackend, device_blocks, pool, batched=batched)  # type: ignore[arg-type]
+    copier = PoolCopier(backend, device_blocks, pool, batched=batched)  # type: ignore[arg-type]
     return copier, pool
 
 
@@ -84,6 +88,36 @@ def test_adjacent_blocks_are_one_copy_within_a_chunk() -> None:
     block_bytes = pool.blocks[0].nbytes
     # Blocks 0 to 2, 3 to 5, 6 and 7 are chunks.
     assert batched.sizes == [2 * block_bytes, 3 * block_bytes, block_bytes]
+
+
+def recording_backend(calls: list[Sequence[object]]) -> type[TorchSDPABackend]:
+    """Return a backend that adds the pairs of each call of `swap_blocks` to `calls`."""
+
+    class RecordingBackend(TorchSDPABackend):
+        @staticmethod
+        def swap_blocks(
+            source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]
+        ) -> None:
+            calls.append(pairs)
+            TorchSDPABackend.swap_blocks(source, target, pairs)
+
+    return RecordingBackend
+
+
+def test_only_pinned_blocks_are_copied_in_one_call_and_others_chunk_by_chunk() -> None:
+    batched = HostCopies()
+    calls: list[Sequence[object]] = []
+    copier, pool = make_copier(batched, num_pinned=3, backend=recording_backend(calls))
+    copier.copy_out([BlockCopy(block, block) for block in (7, 3, 2, 6, 5)])
+    assert batched.sizes == [pool.blocks[0].nbytes]
+    assert calls == [[[3, 3], [5, 5]], [[6, 6], [7, 7]]]
+
+
+def test_no_copies_are_no_error() -> None:
+    batched = HostCopies()
+    copier, _ = make_copier(batched, num_pinned=8)
+    copier.copy_out([])
+    assert batched.sizes == []
 
 
 def test_a_driver_that_fails_is_asked_once(caplog: pytest.LogCaptureFixture) -> None:
