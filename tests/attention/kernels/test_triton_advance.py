@@ -5,7 +5,7 @@ import torch
 
 from attention.batch import AttentionBatch
 from attention.kernels.triton.advance import advance
-from tests.attention.kernels.paged_case import DEVICE
+from tests.attention.kernels.kernel_device import DEVICE
 
 
 def test_steps_equal_those_of_the_batch_on_the_host() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attention.kernels.triton.cache_write import cache_write
-from tests.attention.kernels.paged_case import DEVICE
+from tests.attention.kernels.kernel_device import DEVICE
 
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 SLOTS = [5, -1, 16, 2, 63, -1, 40]

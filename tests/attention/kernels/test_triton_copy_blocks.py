@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attention.kernels.triton.copy_blocks import copy_blocks
-from tests.attention.kernels.paged_case import DEVICE
+from tests.attention.kernels.kernel_device import DEVICE
 
 
 @pytest.mark.parametrize("head_size", [1, 2, 3, 100])

@@ -19,7 +19,7 @@ from attention.kernels.triton.gemm.skinny import (
     skinny_gemm,
 )
 from attention.kernels.triton.token_rows import add_norm, quantized_add_norm
-from tests.attention.kernels.paged_case import DEVICE
+from tests.attention.kernels.kernel_device import DEVICE
 
 if TYPE_CHECKING:
     from attention.kernels.quantized_rows import QuantizedRows

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from attention.kernels.triton.gather_blocks import gather_blocks
-from tests.attention.kernels.paged_case import DEVICE, PagedCase, Shape
+from tests.attention.kernels.features import Shape
+from tests.attention.kernels.kernel_device import DEVICE
+from tests.attention.kernels.paged_case import PagedCase
 
 
 @pytest.mark.parametrize("block_size", [4, 16, 64])

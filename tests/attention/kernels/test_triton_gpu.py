@@ -16,7 +16,8 @@ from attention.kernels.triton.launches.repeated_launch import RepeatedLaunch
 from attention.kernels.triton.options import AttentionOptions
 from attention.kernels.triton.tuning import default_decode_tuning
 from tests.attention.kernels.decode_items import decode_items
-from tests.attention.kernels.paged_case import FEATURES, HEADS, PagedCase, Shape
+from tests.attention.kernels.features import FEATURES, HEADS, Shape
+from tests.attention.kernels.paged_case import PagedCase
 
 if TYPE_CHECKING:
     from attention.kernels.decode_items import DecodeItems

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attention.kernels.triton.host_words import append_tokens, copy_words, place_tokens
-from tests.attention.kernels.paged_case import DEVICE
+from tests.attention.kernels.kernel_device import DEVICE
 
 NUM_ROWS, LENGTH = 37, 51
 

@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from attention.kernels.triton.gate import Gate, gated
 from attention.kernels.triton.token_rows import add_norm, add_parts_norm, norm_heads, rotate_heads
-from tests.attention.kernels.paged_case import DEVICE
+from tests.attention.kernels.kernel_device import DEVICE
 
 # One bit of the type's last place; Triton's interpreter cuts bfloat16 off where a GPU rounds it.
 TOLERANCES = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}

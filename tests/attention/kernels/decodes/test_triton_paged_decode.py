@@ -3,15 +3,9 @@
 import pytest
 import torch
 
-from tests.attention.kernels.paged_case import (
-    FEATURES,
-    HEADS,
-    ROTATED_DTYPES,
-    SLOW_FEATURES,
-    PagedCase,
-    Shape,
-    or_slow,
-)
+from tests.attention.kernels.features import FEATURES, HEADS, SLOW_FEATURES, Shape
+from tests.attention.kernels.kernel_device import ROTATED_DTYPES, or_slow
+from tests.attention.kernels.paged_case import PagedCase
 
 
 @pytest.mark.parametrize("feature", or_slow(list(FEATURES), slow=SLOW_FEATURES))

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from tests.attention.kernels.paged_case import HEADS, ROTATED_DTYPES, PagedCase, Shape, or_slow
+from tests.attention.kernels.features import HEADS, Shape
+from tests.attention.kernels.kernel_device import ROTATED_DTYPES, or_slow
+from tests.attention.kernels.paged_case import PagedCase
 
 
 def check(shape: Shape, seq_lens: list[int], unwritten: int | None = None) -> None:

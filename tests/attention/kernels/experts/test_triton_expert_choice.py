@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attention.kernels.triton.experts import choose_experts, grouped_pairs
-from tests.attention.kernels.paged_case import DEVICE
+from tests.attention.kernels.kernel_device import DEVICE
 
 
 @pytest.mark.parametrize("is_renormalized", [False, True])

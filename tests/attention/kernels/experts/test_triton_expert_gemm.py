@@ -14,7 +14,7 @@ from attention.kernels.triton.experts import (
     default_expert_tuning,
     expert_sums,
 )
-from tests.attention.kernels.paged_case import DEVICE, or_slow
+from tests.attention.kernels.kernel_device import DEVICE, or_slow
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 3e-2}
 TUNING = ExpertTuning(tile_pairs=16, tile_columns=16, tile_depth=32, num_warps=2, num_stages=2)

@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from attention.kernels.quantized_rows import QuantizedRows
 from attention.kernels.triton.gemm.fp8_tiles import fp8_tiles_gemm, takes_one_turn
-from tests.attention.kernels.paged_case import DEVICE
+from tests.attention.kernels.kernel_device import DEVICE
 from workers.layers.formats.fp8_rows import quantized_rows
 
 

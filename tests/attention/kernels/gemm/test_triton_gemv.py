@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from attention.kernels.triton.gemm.gemv import GemvTuning, default_gemv_tuning, gemv, gemv_gated
 from attention.kernels.triton.gemm.int4 import packed_int4, scale_words
-from tests.attention.kernels.paged_case import DEVICE
+from tests.attention.kernels.kernel_device import DEVICE
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 TUNING = GemvTuning(tile_columns=4, tile_bytes=256, num_warps=1)

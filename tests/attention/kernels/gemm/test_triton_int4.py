@@ -14,7 +14,7 @@ from attention.kernels.triton.gemm.int4 import (
     packed_int4,
     scale_words,
 )
-from tests.attention.kernels.paged_case import DEVICE
+from tests.attention.kernels.kernel_device import DEVICE
 
 Weight = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

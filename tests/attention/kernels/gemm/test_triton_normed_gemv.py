@@ -17,7 +17,7 @@ from attention.kernels.triton.gemm.gemv import (
 from attention.kernels.triton.gemm.normed_gemv import normed_gemv, normed_gemv_gated
 from attention.kernels.triton.token_rows import add_norm
 from attention.kernels.unnormed_row import UnnormedRow
-from tests.attention.kernels.paged_case import DEVICE
+from tests.attention.kernels.kernel_device import DEVICE
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 DTYPES = list(TOLERANCES)

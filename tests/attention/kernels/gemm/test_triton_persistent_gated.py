@@ -8,7 +8,7 @@ from attention.kernels.multiprocessors import num_multiprocessors
 from attention.kernels.triton.gate import gated
 from attention.kernels.triton.gemm.persistent_gated import keeps_gpu_busy, persistent_gated
 from attention.kernels.triton.token_rows import add_norm
-from tests.attention.kernels.paged_case import DEVICE
+from tests.attention.kernels.kernel_device import DEVICE
 
 TOLERANCES = {torch.float16: 2e-3, torch.bfloat16: 2e-2}
 

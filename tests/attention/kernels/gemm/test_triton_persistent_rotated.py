@@ -8,7 +8,7 @@ from attention.kernels.multiprocessors import num_multiprocessors
 from attention.kernels.new_tokens import Rotary
 from attention.kernels.triton.gemm.persistent_rotated import persistent_rotated, rotates_faster
 from attention.kernels.triton.token_rows import rotate_heads
-from tests.attention.kernels.paged_case import DEVICE
+from tests.attention.kernels.kernel_device import DEVICE
 
 TOLERANCES = {torch.float16: 2e-3, torch.bfloat16: 2e-2}
 HEAD_SIZE = 128

@@ -12,7 +12,7 @@ import torch
 from attention.kernels.triton.gemm import trials
 from attention.kernels.triton.gemm.trials import TRIALS, failed_trials
 from attention.kernels.unnormed_row import UnnormedRow
-from tests.attention.kernels.paged_case import DEVICE
+from tests.attention.kernels.kernel_device import DEVICE
 from workers.layers.linear_kernels.choice import replaced_kernels
 from workers.layers.linear_kernels.hopper_linear import HopperLinear
 

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from attention.kernels.triton.tuning import PagedAttentionTuning
-from tests.attention.kernels.paged_case import FEATURES, SLOW_FEATURES, PagedCase, Shape, or_slow
+from tests.attention.kernels.features import FEATURES, SLOW_FEATURES, Shape
+from tests.attention.kernels.kernel_device import or_slow
+from tests.attention.kernels.paged_case import PagedCase
 
 SMALL = PagedAttentionTuning(tile_vectors=16, tile_keys=16, num_warps=4, num_stages=2)
 

@@ -11,7 +11,7 @@ from attention.kernels.triton.sums.one_shot_all_reduce import (
     all_reduce_rows,
     inbox_bytes,
 )
-from tests.attention.kernels.paged_case import DEVICE
+from tests.attention.kernels.kernel_device import DEVICE
 from tests.attention.kernels.test_triton_token_rows import DTYPES, assert_near
 
 MAX_ROWS = 11

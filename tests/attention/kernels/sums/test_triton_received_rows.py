@@ -11,7 +11,7 @@ from attention.kernels.triton.sums.received_rows import (
     add_received,
     add_received_norm,
 )
-from tests.attention.kernels.paged_case import DEVICE
+from tests.attention.kernels.kernel_device import DEVICE
 from tests.attention.kernels.test_triton_token_rows import DTYPES, assert_near
 
 NUM_ROWS, WIDTH, EPS = 5, 80, 1e-5

@@ -1,0 +1,38 @@
+"""The device on which Triton kernels are tested: a GPU, or Triton's interpreter on a CPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["DEVICE", "ROTATED_DTYPES", "or_slow"]
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ROTATED_DTYPES = [
+    torch.float16,
+    pytest.param(
+        torch.bfloat16,
+        marks=pytest.mark.skipif(
+            DEVICE != "cuda", reason="the interpreter cuts bfloat16 off where a GPU rounds it"
+        ),
+    ),
+]
+"""Types of 16 bits in which new tokens are rotated."""
+
+
+# Any: parameters of any type.
+def or_slow(values: Sequence[Any], *, slow: Sequence[Any]) -> list[Any]:
+    """Return parameters of a test, of which some are marked as slow under the interpreter."""
+    if DEVICE == "cuda":
+        return list(values)
+    marked = []
+    for value in values:
+        parts = value if isinstance(value, tuple) else (value,)
+        marks = [pytest.mark.slow] if value in slow else []
+        marked.append(pytest.param(*parts, marks=marks))
+    return marked
