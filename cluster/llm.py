@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Self, Unpack, cast
+from typing import TYPE_CHECKING, Literal, Self, Unpack, cast
 
 from tqdm import tqdm
 
@@ -35,7 +35,7 @@ from cluster.serving.validation.embedding_validator import EmbeddingValidator
 from cluster.serving.validation.score_validator import ScoreValidator
 from cluster.serving.validation.validator import Validator
 from pagedray.errors import EngineError, InvalidRequestError, ShuttingDownError
-from pagedray.field_checks import check_bool
+from pagedray.field_checks import MAX_COUNT, check_bool, check_int
 from pagedray.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -220,14 +220,18 @@ class LLM:
         pooling: Pooling | None = None,
         prompt_name: str | None = None,
         normalize: bool = True,
+        truncate_prompt_tokens: int | None = None,
+        truncation_side: Literal["left", "right"] = "right",
     ) -> list[list[float]]:
         """Return the embedding of each prompt, in the order of the prompts.
 
         Prompts are those of `generate`. `pooling` is `mean` of all tokens, the first token (`cls`)
         or the `last` one; None uses the default of the model. `prompt_name` names a prompt of the
         checkpoint, such as `query`, that is prepended to each text. `normalize` scales vectors to
-        length 1. Raises InvalidRequestError for an invalid prompt or if the model generates text,
-        and EngineError if the engine fails.
+        length 1. `truncate_prompt_tokens` keeps only this many tokens of each prompt, including the
+        special tokens around a text, or with -1 as many as the model takes; `truncation_side` is
+        where the others are removed. Raises InvalidRequestError for an invalid prompt or if the
+        model generates text, and EngineError if the engine fails.
         """
         validator = self._validator
         if not isinstance(validator, EmbeddingValidator):
@@ -235,12 +239,21 @@ class LLM:
         check_bool("normalize", normalize)
         if prompt_name is not None:
             check_params(prompt_name, str, "prompt_name")
+        if truncate_prompt_tokens is not None:
+            check_int("truncate_prompt_tokens", truncate_prompt_tokens, -1, MAX_COUNT)
+        if truncation_side not in ("left", "right"):
+            raise InvalidRequestError(
+                f"truncation_side must be left or right, not {truncation_side!r:.80}.",
+                param="truncation_side",
+            )
         texts = cast("list[str | tuple[int, ...]]", [one.value for one in read_prompts(prompts)])
         given = EmbeddingInput(
             prompts=tuple(texts),
             pooling=pooling,
             prompt_name=prompt_name,
             is_normalized=normalize,
+            max_prompt_tokens=truncate_prompt_tokens,
+            truncates_end=truncation_side == "right",
         )
         return embed_prompts(self._embedder, validator, given)
 

@@ -142,6 +142,10 @@ class EmbeddingInput:
     """The prompt that is written before texts; None is the checkpoint's default."""
     dimensions: int | None = None
     """Length to which each vector is truncated; None keeps all of it."""
+    max_prompt_tokens: int | None = None
+    """Number of tokens of a text that are kept, with its special tokens; -1 is as many as fit."""
+    truncates_end: bool = True
+    """Whether those at the beginning of the text are kept, and not those at its end."""
     model: str | None = None
     deadline_s: float | None = None
     """When the call fails, on the monotonic clock; None if it has no deadline."""

@@ -411,7 +411,7 @@ class ToolCallDelta(_message.Message):
     def __init__(self, index: _Optional[int] = ..., id: _Optional[str] = ..., name: _Optional[str] = ..., arguments: _Optional[str] = ...) -> None: ...
 
 class EmbedRequest(_message.Message):
-    __slots__ = ("prompts", "pooling", "normalize", "dimensions", "model", "timeout", "prompt_name")
+    __slots__ = ("prompts", "pooling", "normalize", "dimensions", "model", "timeout", "prompt_name", "truncate_prompt_tokens", "truncation_side")
     PROMPTS_FIELD_NUMBER: _ClassVar[int]
     POOLING_FIELD_NUMBER: _ClassVar[int]
     NORMALIZE_FIELD_NUMBER: _ClassVar[int]
@@ -419,6 +419,8 @@ class EmbedRequest(_message.Message):
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_NAME_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATION_SIDE_FIELD_NUMBER: _ClassVar[int]
     prompts: _containers.RepeatedCompositeFieldContainer[EmbedPrompt]
     pooling: Pooling
     normalize: bool
@@ -426,7 +428,9 @@ class EmbedRequest(_message.Message):
     model: str
     timeout: _duration_pb2.Duration
     prompt_name: str
-    def __init__(self, prompts: _Optional[_Iterable[_Union[EmbedPrompt, _Mapping]]] = ..., pooling: _Optional[_Union[Pooling, str]] = ..., normalize: _Optional[bool] = ..., dimensions: _Optional[int] = ..., model: _Optional[str] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prompt_name: _Optional[str] = ...) -> None: ...
+    truncate_prompt_tokens: int
+    truncation_side: TruncationSide
+    def __init__(self, prompts: _Optional[_Iterable[_Union[EmbedPrompt, _Mapping]]] = ..., pooling: _Optional[_Union[Pooling, str]] = ..., normalize: _Optional[bool] = ..., dimensions: _Optional[int] = ..., model: _Optional[str] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prompt_name: _Optional[str] = ..., truncate_prompt_tokens: _Optional[int] = ..., truncation_side: _Optional[_Union[TruncationSide, str]] = ...) -> None: ...
 
 class ScoreRequest(_message.Message):
     __slots__ = ("query", "documents", "instruction", "model", "timeout")

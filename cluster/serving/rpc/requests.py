@@ -6,7 +6,7 @@ import json
 import struct
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
@@ -79,6 +79,9 @@ _POOLINGS: dict[int, Pooling | None] = {
     pb.POOLING_LAST: "last",
 }
 
+_Truncated: TypeAlias = pb.GenerateRequest | pb.ChatRequest | pb.EmbedRequest
+"""A message whose prompts may be truncated."""
+
 Incoming = TypeVar("Incoming", bound=Message)
 
 
@@ -117,7 +120,6 @@ def generation_input(
     """Return the input that continues `prompt`. Raises InvalidRequestError."""
     sampling = message.sampling
     given = _read_sampling(sampling)
-    is_truncated = message.HasField("truncate_prompt_tokens")
     return GenerationInput(
         prompts=(prompt,),
         sampling=given,
@@ -129,8 +131,8 @@ def generation_input(
         cache_salt=message.cache_salt,
         skips_special_tokens=_or_true(sampling, "skip_special_tokens"),
         includes_stop=sampling.include_stop,
-        max_prompt_tokens=message.truncate_prompt_tokens if is_truncated else None,
-        truncates_end=_truncates_end(message),
+        max_prompt_tokens=_max_prompt_tokens(message),
+        truncates_end=_truncates_end(message, default=False),
         beam_length_penalty=_read_beams(sampling, given),
         is_resumable=message.resumable,
         origin=call.origin,
@@ -151,6 +153,8 @@ def read_embedding(message: pb.EmbedRequest, call: RpcCall, tenant: Tenant) -> E
         is_normalized=_or_true(message, "normalize"),
         prompt_name=message.prompt_name if message.HasField("prompt_name") else None,
         dimensions=message.dimensions if message.HasField("dimensions") else None,
+        max_prompt_tokens=_max_prompt_tokens(message),
+        truncates_end=_truncates_end(message, default=True),
         model=message.model or None,
         deadline_s=_deadline_s(message, call),
         tenant=tenant.name,
@@ -225,12 +229,19 @@ def _reject_unknown_field(message: Message) -> None:
             _reject_unknown_field(nested)
 
 
-def _truncates_end(message: pb.GenerateRequest | pb.ChatRequest) -> bool:
+def _max_prompt_tokens(message: _Truncated) -> int | None:
+    is_set = message.HasField("truncate_prompt_tokens")
+    return message.truncate_prompt_tokens if is_set else None
+
+
+def _truncates_end(message: _Truncated, *, default: bool) -> bool:
     if message.truncation_side not in pb.TruncationSide.values():
         raise InvalidRequestError(
             f"truncation_side has unknown enum value {message.truncation_side}.",
             param="truncation_side",
         )
+    if message.truncation_side == pb.TRUNCATION_SIDE_UNSPECIFIED:
+        return default
     return message.truncation_side == pb.TRUNCATION_SIDE_RIGHT
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import TYPE_CHECKING, Self
 
@@ -131,6 +132,14 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text, by default with special tokens such as a leading BOS."""
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    @functools.cached_property
+    def num_special_tokens(self) -> tuple[int, int]:
+        """How many special tokens `encode` adds before a text, and after it."""
+        is_special = self._tokenizer.encode("a").special_tokens_mask
+        num_text = is_special.count(0)
+        num_before = is_special.index(0) if num_text else len(is_special)
+        return num_before, len(is_special) - num_before - num_text
 
     @panics_as_errors()
     def encode_without_gil(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

@@ -14,7 +14,7 @@ from pagedray.wording.shown_value import shown_value
 if TYPE_CHECKING:
     from cluster.serving.inputs import GenerationInput
 
-__all__ = ["check_call", "check_num_sequences"]
+__all__ = ["check_call", "check_num_sequences", "check_truncation"]
 
 _MAX_PRIORITY = 2**31 - 1
 
@@ -24,7 +24,7 @@ def check_call(given: GenerationInput) -> None:
     _check_client_id(given.client_id)
     _check_priority(given.priority)
     _check_cache_salt(given.cache_salt)
-    _check_truncation(given.max_prompt_tokens)
+    check_truncation(given.max_prompt_tokens)
 
 
 def check_num_sequences(num_prompts: int, n: int) -> None:
@@ -36,6 +36,15 @@ def check_num_sequences(num_prompts: int, n: int) -> None:
             f"n = {n} for {counted(num_prompts, 'prompt')} requests {num_prompts * n} sequences; "
             f"at most {MAX_N} are allowed.",
             param="prompt" if num_prompts > 1 else "n",
+        )
+
+
+def check_truncation(num_kept: int | None) -> None:
+    """Raise InvalidRequestError if a prompt cannot be truncated to a number of tokens."""
+    if num_kept is not None and num_kept != -1 and num_kept < 1:
+        raise InvalidRequestError(
+            f"truncate_prompt_tokens must be -1, or 1 or more, not {shown_value(num_kept)}.",
+            param="truncate_prompt_tokens",
         )
 
 
@@ -64,11 +73,3 @@ def _check_cache_salt(salt: str) -> None:
             param="cache_salt",
         )
     check_unicode(salt, "cache_salt")
-
-
-def _check_truncation(num_kept: int | None) -> None:
-    if num_kept is not None and num_kept != -1 and num_kept < 1:
-        raise InvalidRequestError(
-            f"truncate_prompt_tokens must be -1, or 1 or more, not {shown_value(num_kept)}.",
-            param="truncate_prompt_tokens",
-        )

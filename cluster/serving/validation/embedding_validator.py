@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from cluster.engine.embedding_job import EmbeddingRequest
 from cluster.serving.model_name import check_model_name
+from cluster.serving.validation.call_checks import check_truncation
 from cluster.serving.validation.prompt_reader import PromptReader, are_long, warn_of_unknown_tokens
 from cluster.serving.validation.sentence_modules import check_modules, longest_text
 from cluster.serving.validation.sentence_prompts import SentencePrompts
+from cluster.serving.validation.truncation import truncated
 from pagedray.batch import Pooling
 from pagedray.errors import CheckpointError, InvalidRequestError
 from pagedray.presence import has_file
+from pagedray.wording.counted import counted
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,6 +46,7 @@ class EmbeddingValidator:
         """Raises CheckpointError if the checkpoint's pooling is not supported."""
         if config.model.task == "embed":
             warn_of_unknown_tokens(config, tokenizer)
+        self._tokenizer = tokenizer
         self._reader = PromptReader(config, tokenizer, text_pool=text_pool)
         self._model = config.model
         self._context = config.max_model_len
@@ -80,6 +84,7 @@ class EmbeddingValidator:
             raise InvalidRequestError(
                 f"{given.param} must not have an empty text.", param=given.param
             )
+        check_truncation(given.max_prompt_tokens)
         before = self._prompts.prompt(given.prompt_name)
         is_long = are_long(given.prompts)
         texts: list[tuple[int, ...]] = []
@@ -100,8 +105,22 @@ class EmbeddingValidator:
     async def _read(
         self, prompt: str | tuple[int, ...], given: EmbeddingInput, *, is_long: bool
     ) -> tuple[int, ...]:
+        num_kept = self._context if given.max_prompt_tokens == -1 else given.max_prompt_tokens
+        num_special = (0, 0)
+        if not isinstance(prompt, str):
+            # The reader does not check the ids of a text that exceeds the context.
+            prompt = truncated(prompt, num_kept, truncates_end=given.truncates_end)
+        elif num_kept is not None:
+            num_special = self._special_tokens_within(num_kept)
         token_ids = await self._reader.read_prompt(
-            prompt, is_long=is_long, tenant=given.tenant, param=given.param
+            prompt,
+            is_long=is_long,
+            tenant=given.tenant,
+            param=given.param,
+            is_truncated=num_kept is not None,
+        )
+        token_ids = truncated(
+            token_ids, num_kept, truncates_end=given.truncates_end, num_special=num_special
         )
         if not 1 <= len(token_ids) <= self._context:
             raise InvalidRequestError(
@@ -109,6 +128,20 @@ class EmbeddingValidator:
                 param=given.param,
             )
         return token_ids
+
+    def _special_tokens_within(self, num_kept: int) -> tuple[int, int]:
+        """Return the number of special tokens before and after a text.
+
+        Raises InvalidRequestError if there is no room for a token between them.
+        """
+        num_special = self._tokenizer.num_special_tokens
+        if num_kept <= sum(num_special):
+            raise InvalidRequestError(
+                f"truncate_prompt_tokens must be -1, or {sum(num_special) + 1} or more for texts, "
+                f"which have {counted(sum(num_special), 'special token')}, not {num_kept}.",
+                param="truncate_prompt_tokens",
+            )
+        return num_special
 
 
 def _with_prompt(

@@ -42,6 +42,8 @@ _LONG_CONTENT = 2**15
 """With messages of this many characters, it is rendered in a thread too."""
 _LONG_VALUES = 2**13
 """So it is with this many bytes of tools and of arguments of calls, which are many short texts."""
+_LONGEST_TRUNCATED = 2**20
+"""Characters of a text that is truncated once it is tokenized, even if the context is short."""
 
 
 class PromptReader:
@@ -78,10 +80,12 @@ class PromptReader:
         tenant: str,
         add_special_tokens: bool = True,
         param: str = "prompt",
+        is_truncated: bool = False,
     ) -> tuple[int, ...]:
         """Return the token ids of a prompt; the caller checks how many there are.
 
-        `is_long` is `are_long` of all prompts of the call. Raises InvalidRequestError, and
+        `is_long` is `are_long` of all prompts of the call. A text `is_truncated` if the caller
+        shortens its token ids; it may be longer than the context. Raises InvalidRequestError, and
         OverloadedError if too many long texts of the tenant wait.
         """
         if isinstance(prompt, ChatPrompt):
@@ -102,6 +106,7 @@ class PromptReader:
                 add_special_tokens=add_special_tokens,
                 is_long=is_long,
                 tenant=tenant,
+                is_truncated=is_truncated,
             )
         # The caller rejects what is too long.
         if len(prompt) <= self._context:
@@ -252,8 +257,10 @@ class PromptReader:
         is_long: bool,
         tenant: str,
         marked: MarkedText | None = None,
+        is_truncated: bool = False,
     ) -> tuple[int, ...]:
-        self._check_length(text, param)
+        if not is_truncated or len(text) > _LONGEST_TRUNCATED:
+            self._check_length(text, param)
         if marked is not None:
             encode = functools.partial(self._tokenizer.encode_marked, marked)
         else:

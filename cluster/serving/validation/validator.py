@@ -37,6 +37,7 @@ from cluster.serving.validation.sampling_reader import (
     check_prompt_logprobs,
     check_reasoning_budget,
 )
+from cluster.serving.validation.truncation import truncated
 from cluster.structured.matchers.vocabulary import vocabulary_of
 from cluster.structured.processes.compiler import StructureCompiler
 from cluster.structured.processes.messages import limits_for
@@ -271,7 +272,7 @@ class Validator:
             if "max_tokens" in given.sampling:
                 reserved = sampling.max_tokens
             num_kept = max(1, self._context - reserved)
-        return token_ids[:num_kept] if given.truncates_end else token_ids[-num_kept:]
+        return truncated(token_ids, num_kept, truncates_end=given.truncates_end)
 
     def _check_prompt_length(self, num_tokens: int, param: str) -> None:
         if num_tokens == 0:

@@ -107,6 +107,26 @@ def test_texts_and_token_ids_are_accepted(
         assert answer.data[0].embedding[0] == 7
 
 
+@pytest.mark.parametrize("path", ["v1/embeddings", "pooling"])
+def test_texts_and_token_ids_are_truncated(encoder: EncoderServer, path: str) -> None:
+    ids = [7, 8, 9]
+    for side, first in ((None, 7), ("right", 7), ("left", 8)):
+        body = {"input": ids, "truncate_prompt_tokens": 2, "truncation_side": side}
+        answer = httpx.post(f"{encoder.url}/{path}", json=body).json()
+        (one,) = answer["data"]
+        assert (one.get("embedding") or one["data"])[:2] == [first, 2]
+        assert answer["usage"]["prompt_tokens"] == 2
+    # The context has 256 tokens, the first of which is special.
+    body = {"input": "x" * 1_000_000, "truncate_prompt_tokens": -1, "truncation_side": "left"}
+    (one,) = httpx.post(f"{encoder.url}/{path}", json=body).json()["data"]
+    assert (one.get("embedding") or one["data"])[:2] == [0, 256]
+
+
+def test_values_of_vllm_without_effect_are_accepted(client: openai.OpenAI) -> None:
+    more = {"priority": 0, "add_special_tokens": True, "truncate_prompt_tokens": None}
+    client.embeddings.create(model="tiny", input="hello", extra_body=more)
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -121,7 +141,11 @@ def test_texts_and_token_ids_are_accepted(
         ({"input": "x", "dimensions": 0}, "dimensions"),
         ({"input": "x", "dimensions": 9}, "dimensions"),
         ({"input": "x", "encoding_format": "hex"}, "encoding_format"),
-        ({"input": "x", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+        ({"input": "x", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"input": "x", "truncate_prompt_tokens": 1}, "truncate_prompt_tokens"),
+        ({"input": "x", "truncation_side": "end"}, "truncation_side"),
+        ({"input": "x" * 1_100_000, "truncate_prompt_tokens": 5}, "input"),
+        ({"input": "x", "priority": 1}, "priority"),
     ],
 )
 def test_bad_bodies_are_rejected(encoder: EncoderServer, body: dict[str, Any], param: str) -> None:

@@ -199,6 +199,23 @@ async def test_texts_are_embedded(encoder_stub: Any, encoder: FakeEncoder) -> No
     assert answer.num_prompt_tokens == request.num_tokens
 
 
+@pytest.mark.parametrize(
+    ("side", "kept"),
+    [
+        (pb.TRUNCATION_SIDE_UNSPECIFIED, (5, 6)),
+        (pb.TRUNCATION_SIDE_RIGHT, (5, 6)),
+        (pb.TRUNCATION_SIDE_LEFT, (6, 7)),
+    ],
+)
+async def test_embedded_token_ids_are_truncated(
+    encoder_stub: Any, encoder: FakeEncoder, side: pb.TruncationSide, kept: tuple[int, ...]
+) -> None:
+    prompt = pb.EmbedPrompt(token_ids=pb.TokenIds(ids=[5, 6, 7]))
+    message = pb.EmbedRequest(prompts=[prompt], truncate_prompt_tokens=2, truncation_side=side)
+    await encoder_stub.Embed(message)
+    assert encoder.submitted[0].texts == (kept,)
+
+
 async def test_defaults_of_embed_are_the_models(encoder_stub: Any, encoder: FakeEncoder) -> None:
     answer = await encoder_stub.Embed(pb.EmbedRequest(prompts=[pb.EmbedPrompt(text="x")]))
     assert len(answer.embeddings[0].values) == 8

@@ -11,7 +11,7 @@ import openai
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import AutoModel
+from transformers import AutoModel, PreTrainedTokenizerFast
 
 from pagedray import LLM
 from pagedray.errors import CheckpointError, InvalidRequestError
@@ -88,6 +88,44 @@ def test_texts_get_the_special_tokens_of_their_tokenizer(llm: LLM) -> None:
 )
 def test_prompts_have_the_forms_of_generate(llm: LLM, prompts: Any) -> None:
     assert llm.embed(prompts) == llm.embed("w5 w9")
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("num_kept", [3, 4, 39, 40, 60])
+def test_texts_are_truncated_as_by_transformers(
+    llm: LLM, folder: Path, num_kept: int, side: Any
+) -> None:
+    text = " ".join(f"w{index}" for index in range(5, 42))
+    file = str(folder / "tokenizer.json")
+    other = PreTrainedTokenizerFast(tokenizer_file=file, truncation_side=side)
+    ids = other(text, truncation=True, max_length=num_kept).input_ids
+    given: dict[str, Any] = {"truncate_prompt_tokens": num_kept, "truncation_side": side}
+    assert llm.embed(text, **given) == llm.embed([ids])
+
+
+def test_long_texts_and_token_ids_are_truncated_to_what_the_model_takes(llm: LLM) -> None:
+    # More characters than 40 tokens can have.
+    words = " ".join(["w5"] * 1000)
+    given: dict[str, Any] = {"truncate_prompt_tokens": -1}
+    assert llm.embed(words, **given) == llm.embed([[1, *[5] * 38, 2]])
+    ids = [5, 9, *[7] * 39, VOCAB_SIZE]
+    assert llm.embed([ids], **given) == llm.embed([ids[:40]])
+    with pytest.raises(InvalidRequestError, match="token id 131"):
+        llm.embed([ids], **given, truncation_side="left")
+
+
+@pytest.mark.parametrize(
+    ("given", "part"),
+    [
+        ({"truncate_prompt_tokens": 2}, "3 or more for texts, which have 2 special tokens, not 2"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens must be -1, or 1 or more, not 0"),
+        ({"truncate_prompt_tokens": "5"}, "truncate_prompt_tokens must be an integer"),
+        ({"truncation_side": "end"}, "truncation_side must be left or right, not 'end'"),
+    ],
+)
+def test_wrong_truncation_is_rejected(llm: LLM, given: Any, part: str) -> None:
+    with pytest.raises(InvalidRequestError, match=part):
+        llm.embed("w5", **given)
 
 
 @pytest.mark.parametrize(

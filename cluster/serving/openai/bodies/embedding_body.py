@@ -10,7 +10,7 @@ from pydantic import Field
 from cluster.serving.inputs import EmbeddingInput
 from cluster.serving.openai.bodies.field_kinds import bounds, model_field, prompts_field
 from cluster.serving.openai.bodies.parameters import IGNORED
-from cluster.serving.schema.body import Body
+from cluster.serving.schema.body import Body, Defaults
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ class EmbeddingBody(Body):
     """Texts to embed."""
 
     ids_field: ClassVar[str | None] = "input"
+    defaults: ClassVar[Defaults] = {"add_special_tokens": (True,), "priority": (0,)}
     ignored: ClassVar[Mapping[str, str]] = {"user": IGNORED["user"]}
     synonyms: ClassVar[Mapping[str, str]] = {"prompt": "input", "text": "input", "texts": "input"}
 
@@ -37,6 +38,17 @@ class EmbeddingBody(Body):
     prompt_name: str | None = Field(
         None, description="The name of one of the model's prompts, which is prepended to texts."
     )
+    truncate_prompt_tokens: int | None = Field(
+        None,
+        description="Keep only this many tokens of each text, including the special tokens around "
+        "it; -1 keeps as many as the model takes.",
+        json_schema_extra={"minimum": -1},
+    )
+    truncation_side: Literal["left", "right"] = Field(
+        "right",
+        description="Where truncate_prompt_tokens removes tokens: `left` keeps the end of the "
+        "text.",
+    )
 
     def to_input(self) -> Steps[EmbeddingInput]:
         """Return the input of the call. Raises InvalidRequestError."""
@@ -46,6 +58,8 @@ class EmbeddingBody(Body):
             prompts=prompts,
             prompt_name=self.prompt_name,
             dimensions=self.dimensions,
+            max_prompt_tokens=self.truncate_prompt_tokens,
+            truncates_end=self.truncation_side == "right",
             model=self.model,
         )
 
