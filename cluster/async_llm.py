@@ -17,6 +17,7 @@ from cluster.engine.options.vllm_options import engine_options
 from cluster.engine.progress import progress_reports
 from cluster.exit_close import ExitClose
 from cluster.generation import Collector
+from cluster.llm_arguments import with_vllm_arguments
 from cluster.llm_beams import BeamSearches, BeamSearchParams, first_logprobs
 from cluster.llm_prompts import read_conversations, read_prompts
 from cluster.llm_requests import RequestMaker, check_params
@@ -99,6 +100,7 @@ class AsyncLLM:
         self._turns = asyncio.Lock()
         """Held by the call that enters the queue next."""
 
+    @with_vllm_arguments
     async def generate(
         self,
         prompt: GivenPrompt,
@@ -125,6 +127,7 @@ class AsyncLLM:
             async for result in results:
                 yield result
 
+    @with_vllm_arguments
     async def chat(
         self,
         messages: Conversation,
@@ -155,6 +158,7 @@ class AsyncLLM:
             async for result in results:
                 yield result
 
+    @with_vllm_arguments
     async def beam_search(self, prompt: GivenPrompt, params: BeamSearchParams) -> BeamSearchOutput:
         """Return the result of a beam search for a prompt.
 

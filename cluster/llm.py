@@ -17,6 +17,7 @@ from cluster.engine.options.vllm_options import engine_options
 from cluster.engine.progress import progress_reports
 from cluster.exit_close import ExitClose
 from cluster.generation import Collector, Completion, Generation
+from cluster.llm_arguments import with_vllm_arguments
 from cluster.llm_beams import BeamSearches, BeamSearchOutput, BeamSearchParams, first_logprobs
 from cluster.llm_pooling import embed_prompts, read_pairs, score_pairs
 from cluster.llm_prompts import (
@@ -105,6 +106,7 @@ class LLM:
         self._max_model_len = config.max_model_len
         self._is_closed = False
 
+    @with_vllm_arguments
     def generate(
         self,
         prompts: GivenPrompt | Sequence[GivenPrompt],
@@ -124,6 +126,7 @@ class LLM:
         with self._freezer.freeze():
             return self._run(read_prompts(prompts), sampling_params, use_tqdm)
 
+    @with_vllm_arguments
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
@@ -156,6 +159,7 @@ class LLM:
             )
             return self._run(given, sampling_params, use_tqdm)
 
+    @with_vllm_arguments
     def beam_search(
         self,
         prompts: GivenPrompt | Sequence[GivenPrompt],
@@ -213,6 +217,7 @@ class LLM:
         (request,) = self._validated(given)
         yield from self._runner.stream(Collector(request, self._tokenizer, params=params))
 
+    @with_vllm_arguments
     def embed(
         self,
         prompts: GivenPrompt | Sequence[GivenPrompt],
@@ -257,6 +262,7 @@ class LLM:
         )
         return embed_prompts(self._embedder, validator, given)
 
+    @with_vllm_arguments
     def score(
         self,
         queries: str | Sequence[str],

@@ -297,6 +297,29 @@ def test_other_kinds_of_switches_are_rejected(name: str, wrong: Any) -> None:
         SamplingParams(**{name: wrong})
 
 
+@pytest.mark.parametrize("method", ["generate", "chat", "beam_search", "embed", "score"])
+def test_arguments_of_vllm_that_are_not_there_name_an_alternative(llm: LLM, method: str) -> None:
+    call = getattr(llm, method)
+    for given, text in (
+        ({"lora_request": object()}, "is not supported: merge the adapter into the weights"),
+        ({"priority": [1]}, "priority = a list is not supported: only requests to a server"),
+        ({"priority": False}, "priority = False is not supported"),
+        ({"chat_template_content_format": "openai"}, "'openai' is not supported: templates"),
+    ):
+        with pytest.raises(InvalidRequestError, match=text) as caught:
+            call(TEXT, **given)
+        assert caught.value.param in given
+    with pytest.raises(TypeError, match="'prioritty'"):
+        call(TEXT, prioritty=None)
+
+
+def test_defaults_of_their_arguments_are_taken(llm: LLM) -> None:
+    given: dict[str, Any] = {"lora_request": None, "priority": 0, "tokenization_kwargs": None}
+    (result,) = llm.generate(TEXT, GREEDY, use_tqdm=False, **given)
+    (plain,) = llm.generate(TEXT, GREEDY, use_tqdm=False)
+    assert result.outputs[0].text == plain.outputs[0].text
+
+
 def test_seed_makes_results_repeat() -> None:
     def sampled(seed: int) -> list[str]:
         with LLM(TINY_LLAMA, seed=seed, executor="local", device="cpu", show_progress=False) as llm:
