@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from cluster.scheduling.event import TokenEvent
 from cluster.serving.calls.beam_stream import BeamStream
+from cluster.serving.calls.call_deadline import CallDeadline
 from cluster.serving.text.stop_strings import StopStrings
 from cluster.serving.text.text_stream import SequenceOutput, TextStream
 from pagedray.batch import PromptLogprobs, TokenLogprobs
 from pagedray.errors import (
-    DeadlineError,
     EngineError,
     InternalError,
     InvalidRequestError,
@@ -83,7 +82,6 @@ class GenerationCall:
         """How the reasoning of its sequences is marked; None if there is none."""
         self._call = call
         self._watch = watch
-        self._deadline_s = requests[0].deadline_s
         self._texts = _text_streams(given, requests, token_bytes)
         self._num_unfinished = sum(len(request.open_indices) for request in requests)
         self._started_ids: set[str] = set()
@@ -97,7 +95,6 @@ class GenerationCall:
         """What another replica generated, if this call continues; its client has received it."""
         self._is_closed = False
         self._kept: OutputBuffer | None = None
-        self._deadline_timer: asyncio.TimerHandle | None = None
         # Last, so that nothing runs in the engine if anything above fails.
         open_requests = [one for one in requests if one.open_indices]
         self._stream: EngineStream | BeamStream = (
@@ -106,7 +103,7 @@ class GenerationCall:
             else BeamStream(client, open_requests, length_penalty=given.beam_length_penalty)
         )
         watch.note_open(call.id)
-        self._start_timer()
+        self._deadline = CallDeadline(requests[0].deadline_s, self.fail)
 
     @property
     def continuation(self) -> Continuation | None:
@@ -189,7 +186,7 @@ class GenerationCall:
         self._is_closed = True
         if self._kept is not None:
             self._kept.clear()
-        self._stop_timer()
+        self._deadline.cancel()
         self._call.close()
         self._stream.close()
         self._watch.note_end(outcome)
@@ -223,7 +220,7 @@ class GenerationCall:
         is_last = self._is_last = self._num_unfinished == 0
         if is_last:
             # A client that reads the last output may reuse the id immediately.
-            self._stop_timer()
+            self._deadline.cancel()
             self._call.release()
             last = sequences[-1]
             self._watch.note_end(last.failure or last.finish_reason or "stop")
@@ -249,8 +246,8 @@ class GenerationCall:
         self._num_unfinished -= 1
         # Without effect if the engine ended the sequence.
         self._stream.finish_sequence(*key)
-        if output.finish_reason is FinishReason.ABORT and self._is_late():
-            raise _deadline_error()
+        if output.finish_reason is FinishReason.ABORT:
+            self._deadline.check()
 
     def _progress_of(self, output: SequenceOutput) -> tuple[int, tuple[int, ...], bool]:
         number = output.prompt_index * self._num_per_prompt + output.index
@@ -280,21 +277,6 @@ class GenerationCall:
             num_cached_tokens=self._num_cached_tokens,
             num_generated_tokens=self._call.num_generated_tokens,
         )
-
-    def _is_late(self) -> bool:
-        return self._deadline_s is not None and time.monotonic() >= self._deadline_s
-
-    def _start_timer(self) -> None:
-        # The engine ends late requests too, but only between steps and while it has ranks.
-        if self._deadline_s is not None:
-            delay_s = self._deadline_s - time.monotonic()
-            loop = asyncio.get_running_loop()
-            self._deadline_timer = loop.call_later(delay_s, lambda: self.fail(_deadline_error()))
-
-    def _stop_timer(self) -> None:
-        if self._deadline_timer is not None:
-            self._deadline_timer.cancel()
-            self._deadline_timer = None
 
 
 def _text_streams(
@@ -332,7 +314,3 @@ def _event_of(request: Request, index: int, token_ids: tuple[int, ...]) -> Token
     has_logprobs = request.sampling.logprobs is not None
     logprobs = (TokenLogprobs(0.0, [], []),) * len(token_ids) if has_logprobs else ()
     return TokenEvent(request.id, index, token_ids, logprobs)
-
-
-def _deadline_error() -> DeadlineError:
-    return DeadlineError("The deadline passed before the request was finished.")
