@@ -19,7 +19,8 @@ from cluster.serving.ray_serve.proxied_grpc.message import ProxiedMessage
 from cluster.serving.ray_serve.proxied_grpc.request import ProxiedGrpcRequest
 from cluster.serving.ray_serve.routing.affinity import Owners
 from cluster.serving.ray_serve.routing.errors import ReplicaDiedError
-from cluster.serving.ray_serve.routing.proxied_call import HeldBytes, ProxiedCall
+from cluster.serving.ray_serve.routing.held_call import HeldBytes
+from cluster.serving.ray_serve.routing.proxied_call import ProxiedCall
 from cluster.serving.rpc.context import Context, abort_call
 from pagedray.v1 import pagedray_pb2 as pb
 

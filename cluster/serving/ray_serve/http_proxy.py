@@ -22,7 +22,8 @@ from cluster.serving.ray_serve.proxied_http.headers import decodable_headers
 from cluster.serving.ray_serve.proxied_http.request import ProxiedHttpRequest
 from cluster.serving.ray_serve.proxied_http.response import ProxiedHttpResponse
 from cluster.serving.ray_serve.routing.affinity import Owners, RoutingKey
-from cluster.serving.ray_serve.routing.proxied_call import HeldBytes, ProxiedCall
+from cluster.serving.ray_serve.routing.held_call import HeldBytes
+from cluster.serving.ray_serve.routing.proxied_call import ProxiedCall
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send

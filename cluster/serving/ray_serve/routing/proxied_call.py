@@ -11,25 +11,24 @@ import contextlib
 import logging
 import secrets
 import time
-from array import array
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
-from cluster.serving.continuation import Continuation, SequenceProgress
+from cluster.serving.continuation import Continuation
+from cluster.serving.ray_serve.routing.held_call import HeldBytes, HeldCall
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Sequence
 
     from cluster.serving.continuation import Cause, Progress
 
-__all__ = ["HeldBytes", "ProxiedCall", "current_call"]
+__all__ = ["ProxiedCall", "current_call"]
 
 logger = logging.getLogger(__name__)
 
 _MAX_CONTINUATIONS = 3
 _MAX_AGE_S = 3600.0
-_MAX_HELD_BYTES = 256 * 2**20
 _PROBE_WAIT_S = 5.0
 """How long a probe may wait until a replica accepts it."""
 _LOST_WAIT_S = 12.0
@@ -46,40 +45,16 @@ def current_call() -> ProxiedCall | None:
     return _current.get()
 
 
-class HeldBytes:
-    """The bytes that all calls of a proxy hold to continue elsewhere."""
-
-    def __init__(self) -> None:
-        self.number = 0
-
-    def take(self, number: int) -> bool:
-        """Count more bytes, if there is room."""
-        if self.number + number > _MAX_HELD_BYTES:
-            return False
-        self.number += number
-        return True
-
-
-class _Tokens:
-    """The tokens of one sequence."""
-
-    __slots__ = ("is_finished", "token_ids")
-
-    def __init__(self) -> None:
-        self.token_ids = array("i")
-        self.is_finished = False
-
-
 class ProxiedCall:
-    """One call, sent to one replica after another until its response is complete."""
+    """One call, sent to one replica after another until its response is complete.
+
+    `note_sent`, `note_accepted`, `note_cancelled` and `note_hung` are called by the router.
+    """
 
     def __init__(self, held: HeldBytes, *, is_probe: bool = False) -> None:
         """`is_probe` means that no replica must be waited for when the call begins."""
-        self._held = held
+        self._held = HeldCall(held)
         self._is_probe = is_probe
-        self._num_held = 0
-        self._has_all = True
-        """Whether there was room for all that must be held."""
         self._call_id = secrets.token_hex(16)
         self._seed = secrets.randbits(63)
         self._created_s = int(time.time())
@@ -87,7 +62,6 @@ class ProxiedCall:
         self.num_sequences = 1
         self.num_events = 0
         """Events that the client has received, if it receives any."""
-        self._sequences: dict[int, _Tokens] = {}
         self._num_cached_tokens = 0
         self._num_continuations = 0
         self._cause: Cause | None = None
@@ -106,21 +80,15 @@ class ProxiedCall:
 
     def hold(self, num_bytes: int) -> None:
         """Hold bytes of the request until `close`."""
-        if self._has_all and self._held.take(num_bytes):
-            self._num_held += num_bytes
-        else:
-            self._has_all = False
+        self._held.hold(num_bytes)
 
     def forgo_continuation(self) -> None:
         """Never continue the call: what the client has received cannot be continued."""
-        self._has_all = False
+        self._held.forgo()
 
     def close(self) -> None:
         """Release what the call holds."""
-        self._held.number -= self._num_held
-        self._num_held = 0
-        self._has_all = False
-        self._sequences.clear()
+        self._held.release()
 
     def add_progress(self, progress: Progress) -> None:
         """Record what a message to the client adds."""
@@ -132,17 +100,7 @@ class ProxiedCall:
 
     def add_tokens(self, sequences: Iterable[tuple[int, Sequence[int], bool]]) -> None:
         """Record tokens that the client receives."""
-        if not self._has_all:
-            return
-        num_tokens = 0
-        for number, token_ids, is_finished in sequences:
-            tokens = self._sequences.get(number)
-            if tokens is None:
-                tokens = self._sequences[number] = _Tokens()
-            tokens.token_ids.extend(token_ids)
-            tokens.is_finished = tokens.is_finished or is_finished
-            num_tokens += len(token_ids)
-        self.hold(4 * num_tokens)
+        self._held.add_tokens(sequences)
 
     def note_cached_tokens(self, number: int) -> None:
         """Record the prompt tokens that the first replica found in its cache."""
@@ -150,7 +108,7 @@ class ProxiedCall:
 
     def continuation(self) -> Continuation:
         """Return what a replica needs to run the call from where it is."""
-        sequences = tuple(self._sequence(number) for number in range(self.num_sequences))
+        sequences = tuple(self._held.sequence(number) for number in range(self.num_sequences))
         has_tokens = any(one.token_ids for one in sequences)
         return Continuation(
             call_id=self._call_id,
@@ -188,7 +146,7 @@ class ProxiedCall:
         if self._is_hung:
             cause = "hung"
         is_young = time.monotonic() - self._begun_s < _MAX_AGE_S
-        if self.is_cancelled or not (self._may_continue and self._has_all and is_young):
+        if self.is_cancelled or not (self._may_continue and self._held.is_complete and is_young):
             return False
         if self._num_continuations >= _MAX_CONTINUATIONS:
             logger.warning("Ending a call that was continued %d times.", _MAX_CONTINUATIONS)
@@ -196,8 +154,6 @@ class ProxiedCall:
         self._num_continuations += 1
         self._cause = cause
         return True
-
-    # The router's side.
 
     def note_sent(self, replica: str, *, may_continue: bool) -> None:
         """Record which replica gets the call, and whether the deployment continues calls."""
@@ -237,9 +193,3 @@ class ProxiedCall:
         # It may be expiring or ending.
         with contextlib.suppress(RuntimeError):
             timeout.reschedule(None if delay_s is None else self._loop.time() + delay_s)
-
-    def _sequence(self, number: int) -> SequenceProgress:
-        tokens = self._sequences.get(number)
-        if tokens is None:
-            return SequenceProgress(number, (), False)
-        return SequenceProgress(number, tuple(tokens.token_ids), tokens.is_finished)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.serving.ray_serve.routing.proxied_call import HeldBytes, ProxiedCall
+from cluster.serving.ray_serve.routing.held_call import HeldBytes
+from cluster.serving.ray_serve.routing.proxied_call import ProxiedCall
 from tests.virtual_time import in_virtual_time
 
 if TYPE_CHECKING:
