@@ -69,7 +69,7 @@ class RequestRunner:
         request = collector.request
         buffer = self._sink.open_buffer([request], is_watched=True)
         try:
-            while not _has_submitted(self._controller, request):
+            while not _submit_if_room(self._controller, request):
                 time.sleep(HELD_POLL_S)
             while not collector.is_finished:
                 for event in buffer.take_events():
@@ -150,12 +150,12 @@ class _Call:
         num_waiting = len(self._waiting)
         num_running = len(self._collectors) - num_waiting - self._num_finished
         num_left = self._width.num_to_begin(num_waiting=num_waiting, num_running=num_running)
-        while num_left and _has_submitted(self._controller, self._waiting[0]):
+        while num_left and _submit_if_room(self._controller, self._waiting[0]):
             self._waiting.popleft()
             num_left -= 1
 
 
-def _has_submitted(controller: Controller, request: Request) -> bool:
+def _submit_if_room(controller: Controller, request: Request) -> bool:
     """Submit a request, and return whether the queue had room for it."""
     try:
         controller.submit_request(request)

@@ -53,7 +53,7 @@ def _show(console: Console, poller: LoadsPoller, url: str, keys: int) -> None:
     size = os.get_terminal_size(keys)
     # `Live` draws on the alternate screen and restores the old one.
     with Live(TopView(url, None), console=console, screen=True, auto_refresh=False) as live:
-        while not _is_ended(keys):
+        while not _wait_for_end(keys):
             if (reading := poller.take_reading()) is not None:
                 if reading.loads is not None:
                     before, loads = loads, reading.loads
@@ -67,7 +67,7 @@ def _show(console: Console, poller: LoadsPoller, url: str, keys: int) -> None:
                 live.refresh()
 
 
-def _is_ended(keys: int) -> bool:
+def _wait_for_end(keys: int) -> bool:
     """Wait `_LOOK_S`; return whether the user pressed a key that ends it."""
     readable, _, _ = select.select([keys], [], [], _LOOK_S)
     if not readable:

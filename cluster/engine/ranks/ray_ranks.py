@@ -89,7 +89,7 @@ class RayRanks:
         Returns the size of the cache, and which kernels compute the model.
         Raises WorkerError if a rank dies, in which case a retry may succeed, and StartupError.
         """
-        with self._ended_by_errors():
+        with self._end_on_error():
             self._actors += (self.places.start_rank(rank) for rank in range(self._size))
             self._reports.attach_actors(self._actors, self.places.nodes)
             address = self._open_rendezvous()
@@ -128,7 +128,7 @@ class RayRanks:
         blocks = cache.num_blocks, cache.num_cpu_blocks
         # Ended with this epoch, also if the others do not start.
         self._actors += survivors.values()
-        with self._ended_by_errors():
+        with self._end_on_error():
             places = {rank: (actor, 0) for rank, actor in survivors.items()}
             replaced = {}
             for rank in set(self._ranks) - set(survivors):
@@ -251,7 +251,7 @@ class RayRanks:
         return range(self._size)
 
     @contextmanager
-    def _ended_by_errors(self) -> Iterator[None]:
+    def _end_on_error(self) -> Iterator[None]:
         """End all ranks if one of them cannot start. Raises WorkerError if a rank has died."""
         try:
             yield

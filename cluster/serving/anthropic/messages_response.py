@@ -99,11 +99,11 @@ class MessagesResponse(EventResponse):
                 self._blocks.append(_Block("tool_use", part.id, part.name))
             self._blocks[-1].pieces.append(part.arguments)
 
-    def _whole(self, last: SequenceOutput, usage: Usage) -> tuple[bytes]:
+    def _encode_response(self, last: SequenceOutput, usage: Usage) -> tuple[bytes]:
         message = self._message([block.as_json() for block in self._blocks], usage)
         return (_encode(message | self._end(last)),)
 
-    def _written(self, output: GenerationOutput) -> bytes:
+    def _encode_events(self, output: GenerationOutput) -> bytes:
         events: list[bytes] = []
         if self._is_new:
             self._is_new = False

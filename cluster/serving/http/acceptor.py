@@ -144,7 +144,7 @@ class Acceptor:
         else:
             connection.setblocking(False)
             begun = _received(connection)
-            if begun is not None and self._has_answered(connection, begun):
+            if begun is not None and self._answer_if_check(connection, begun):
                 return
             self._num_open += 1
             self._num_open_by_host[host] += 1
@@ -160,7 +160,7 @@ class Acceptor:
             if self._unopened.pop(connection, None) is None:
                 return
             received = _received(connection) if begun is None else begun
-            if received is not None and self._has_answered(connection, received):
+            if received is not None and self._answer_if_check(connection, received):
                 self._release(host)
             else:
                 self._begin_open(connection, host, has_turn=bool(received))
@@ -168,7 +168,7 @@ class Acceptor:
         self._unopened[connection] = host
         self._read_turns.wait(line, open_in_turn, 0)
 
-    def _has_answered(self, connection: socket.socket, received: bytes) -> bool:
+    def _answer_if_check(self, connection: socket.socket, received: bytes) -> bool:
         """Answer and close a connection that has received a health check and nothing else."""
         if self._context is not None:
             return False

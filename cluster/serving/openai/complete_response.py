@@ -80,7 +80,7 @@ class CompleteResponse:
             # Encoding all at once would hold the event loop.
             await asyncio.sleep(0)
             choice.index = index
-            parts += [self._written(choice, prompts), b","]
+            parts += [self._encode_choice(choice, prompts), b","]
         parts[-1] = b'],"usage":%b}' % _encode(self._format.usage(usage))
         return parts
 
@@ -115,7 +115,7 @@ class CompleteResponse:
             self._choices[index] = choice
         return choice
 
-    def _written(self, choice: CompleteChoice, prompts: PromptReports) -> bytes:
+    def _encode_choice(self, choice: CompleteChoice, prompts: PromptReports) -> bytes:
         last = choice.last
         assert last is not None
         if self._options.echoed_texts:

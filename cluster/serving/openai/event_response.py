@@ -59,7 +59,7 @@ class EventResponse(ABC):
         assert usage is not None
         assert last is not None
         await asyncio.sleep(0)
-        parts = self._whole(last, usage)
+        parts = self._encode_response(last, usage)
         # It may repeat more of the request than was generated.
         buffer.collect(sum(map(len, parts)))
         return parts
@@ -68,22 +68,22 @@ class EventResponse(ABC):
         """Yield server-sent events, large ones in parts; an error becomes the last one."""
         if self._generation.replayed is not None:
             # The client has received these events, perhaps in smaller pieces.
-            self._written(self._generation.replayed)
+            self._encode_events(self._generation.replayed)
             assert self._generation.continuation is not None
             self._num_events = self._generation.continuation.num_events
         try:
             async with aclosing(self._generation.outputs()) as outputs:
                 async for output in outputs:
-                    written = self._written(output)
+                    written = self._encode_events(output)
                     if written:
                         yield written
                     for sequence in output.sequences:
                         if (error := sequence.failure) is not None:
                             raise error
         except Exception as error:
-            yield self._ended_by(error)
+            yield self._end_with(error)
 
-    def _ended_by(self, error: Exception) -> bytes:
+    def _end_with(self, error: Exception) -> bytes:
         """End the call, and return the event for its client, who sees no details of a defect."""
         if not isinstance(error, PagedRayError):
             logger.error("Call %s failed.", self._generation.id, exc_info=error)
@@ -101,11 +101,11 @@ class EventResponse(ABC):
         """Add what the turn gained to the complete response."""
 
     @abstractmethod
-    def _whole(self, last: SequenceOutput, usage: Usage) -> Sequence[bytes]:
+    def _encode_response(self, last: SequenceOutput, usage: Usage) -> Sequence[bytes]:
         """Return the parts of the complete response; `last` is the last output."""
 
     @abstractmethod
-    def _written(self, output: GenerationOutput) -> bytes | tuple[bytes, ...]:
+    def _encode_events(self, output: GenerationOutput) -> bytes | tuple[bytes, ...]:
         """Return the events of the next output, none of them for an error; large ones in parts."""
 
     @abstractmethod

@@ -68,7 +68,7 @@ class ResponseChunks:
                     if self._error is not None:
                         raise self._error
         except Exception as error:
-            yield error_event(self._ended_by(error))
+            yield error_event(self._end_with(error))
         yield DONE_EVENT
 
     async def numbered_events(self) -> AsyncGenerator[list[bytes]]:
@@ -87,10 +87,10 @@ class ResponseChunks:
                         raise self._error
         except Exception as error:
             number += 1
-            yield [numbered_event(error_event(self._ended_by(error)), number)]
+            yield [numbered_event(error_event(self._end_with(error)), number)]
         yield [numbered_event(DONE_EVENT, number + 1)]
 
-    def _ended_by(self, error: Exception) -> PagedRayError:
+    def _end_with(self, error: Exception) -> PagedRayError:
         """End the call, and return the error for its client, who sees no details of a defect."""
         if not isinstance(error, PagedRayError):
             logger.error("Call %s failed.", self._generation.id, exc_info=error)

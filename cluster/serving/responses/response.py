@@ -112,7 +112,7 @@ class ResponsesResponse(EventResponse):
     def _collect(self, delta: TurnDelta) -> None:
         self._add(delta, None)
 
-    def _written(self, output: GenerationOutput) -> bytes | tuple[bytes, ...]:
+    def _encode_events(self, output: GenerationOutput) -> bytes | tuple[bytes, ...]:
         events: list[bytes] = []
         is_repeating = not self._num_events
         if not self._num_events:
@@ -125,7 +125,7 @@ class ResponsesResponse(EventResponse):
             self._add(self._delta(sequence), events)
             if sequence.finish_reason is not None:
                 self._end_items(_status(sequence), events)
-                ended = self._whole(sequence, output.usage)
+                ended = self._encode_response(sequence, output.usage)
                 self._write_response(_status(sequence), ended, events)
                 is_repeating = True
         # A part is what the response repeats, which takes long to copy.
@@ -238,7 +238,7 @@ class ResponsesResponse(EventResponse):
         """Return the response in JSON."""
         return _encode(self._head | fields)[:-1] + b",", self._repeated, b"}"
 
-    def _whole(self, last: SequenceOutput, usage: Usage) -> tuple[bytes, ...]:
+    def _encode_response(self, last: SequenceOutput, usage: Usage) -> tuple[bytes, ...]:
         status = _status(last)
         self._end_items(status, None)
         items = [item.as_json("completed") for item in self._items[:-1]]
