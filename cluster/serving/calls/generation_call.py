@@ -191,6 +191,14 @@ class GenerationCall:
         self._stream.close()
         self._watch.note_end(outcome)
 
+    def end_with(self, error: Exception) -> PagedRayError:
+        """Close the call, and return the error for its client, who sees no details of a defect."""
+        if not isinstance(error, PagedRayError):
+            logger.error("Call %s failed.", self.id, exc_info=error)
+            error = InternalError()
+        self.close(error)
+        return error
+
     def _output(self, events: list[TokenEvent]) -> GenerationOutput:
         sequences: list[SequenceOutput] = []
         num_tokens = 0

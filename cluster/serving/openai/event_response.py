@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from abc import ABC, abstractmethod
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from cluster.serving.tools.turn_reader import TurnDelta
-from pagedray.errors import InternalError, PagedRayError
+from pagedray.errors import PagedRayError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
     from cluster.serving.tools.turns import Turns
 
 __all__ = ["EventResponse"]
-
-logger = logging.getLogger(__name__)
 
 _OUTPUT_BYTES = 128
 """Memory of an output without its content."""
@@ -81,15 +78,7 @@ class EventResponse(ABC):
                         if (error := sequence.failure) is not None:
                             raise error
         except Exception as error:
-            yield self._end_with(error)
-
-    def _end_with(self, error: Exception) -> bytes:
-        """End the call, and return the event for its client, who sees no details of a defect."""
-        if not isinstance(error, PagedRayError):
-            logger.error("Call %s failed.", self._generation.id, exc_info=error)
-            error = InternalError()
-        self._generation.close(error)
-        return self._error_event(error)
+            yield self._error_event(self._generation.end_with(error))
 
     def _delta(self, sequence: SequenceOutput) -> TurnDelta:
         if self._turn is None:

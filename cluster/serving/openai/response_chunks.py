@@ -5,7 +5,6 @@ Chunks differ mostly in their text; their common parts are encoded once.
 
 from __future__ import annotations
 
-import logging
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,6 @@ import msgspec
 from cluster.serving.openai.last_events import DONE_EVENT, error_event, numbered_event
 from cluster.serving.openai.response_choice import StreamedChoice
 from cluster.serving.text.text_stream import SequenceOutput
-from pagedray.errors import InternalError, PagedRayError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator
@@ -22,10 +20,9 @@ if TYPE_CHECKING:
     from cluster.serving.http.errors import Json
     from cluster.serving.openai.choice_format import ChoiceFormat
     from cluster.serving.servicer import GenerationOutput
+    from pagedray.errors import PagedRayError
 
 __all__ = ["ResponseChunks"]
-
-logger = logging.getLogger(__name__)
 
 _BARE = b',"logprobs":null,"finish_reason":null,"stop_reason":null}]'
 
@@ -68,7 +65,7 @@ class ResponseChunks:
                     if self._error is not None:
                         raise self._error
         except Exception as error:
-            yield error_event(self._end_with(error))
+            yield error_event(self._generation.end_with(error))
         yield DONE_EVENT
 
     async def numbered_events(self) -> AsyncGenerator[list[bytes]]:
@@ -87,16 +84,8 @@ class ResponseChunks:
                         raise self._error
         except Exception as error:
             number += 1
-            yield [numbered_event(error_event(self._end_with(error)), number)]
+            yield [numbered_event(error_event(self._generation.end_with(error)), number)]
         yield [numbered_event(DONE_EVENT, number + 1)]
-
-    def _end_with(self, error: Exception) -> PagedRayError:
-        """End the call, and return the error for its client, who sees no details of a defect."""
-        if not isinstance(error, PagedRayError):
-            logger.error("Call %s failed.", self._generation.id, exc_info=error)
-            error = InternalError()
-        self._generation.close(error)
-        return error
 
     def _events_with_usage(self, output: GenerationOutput) -> Iterator[bytes]:
         self._end_chunks(b',"usage":' + _encode(self._format.usage(output.usage)))

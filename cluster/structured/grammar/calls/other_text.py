@@ -32,15 +32,15 @@ _WHITESPACE = tuple(filter(str.isspace, map(chr, range(_LAST_WHITESPACE + 1))))
 """What readers skip, as Python's strip does."""
 
 
-def other_text(beginnings: Sequence[Texts], prefix: str) -> Grammar:
-    """Return rules, named with a prefix, and text that has none of these beginnings.
+def other_text(beginnings: Sequence[Texts]) -> Grammar:
+    """Return rules, named `text` and a suffix, and text that has none of these beginnings.
 
     There may be whitespace before each text of a beginning. The text may be empty.
     """
-    anything = Rule(f"{prefix}rest")
+    anything = Rule("textrest")
     rules: dict[str, Expression] = {anything.name: Repeat(complement(()), 0, None)}
     start = frozenset((beginning, 0) for beginning in beginnings)
-    names = {start: f"{prefix}0"}
+    names = {start: "text0"}
     left = [start]
     while left:
         state = left.pop()
@@ -55,7 +55,7 @@ def other_text(beginnings: Sequence[Texts], prefix: str) -> Grammar:
         for ranges, found in steps:
             if found is not None:
                 if found not in names:
-                    names[found] = f"{prefix}{len(names)}"
+                    names[found] = f"text{len(names)}"
                     left.append(found)
                 branches.append(Concat((Characters(ranges), Rule(names[found]))))
         rules[names[state]] = Alternation(tuple(branches))

@@ -110,7 +110,7 @@ def read_leading_calls(text: str) -> Grammar:
     """
     given = _decoded(text, LeadingCallsStructure)
     rules, calls = _read_calls(given)
-    text_rules, other = other_text(given.beginnings, "text")
+    text_rules, other = other_text(given.beginnings)
     before = Concat((_WHITESPACE, optional(Text(given.mark)), _WHITESPACE))
     return rules | text_rules, Alternation((Concat((before, calls)), other))
 
