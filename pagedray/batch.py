@@ -43,6 +43,7 @@ __all__ = [
     "Pooling",
     "PromptLogprobs",
     "PromptToken",
+    "RankLogLine",
     "SequencePlan",
     "SequenceStart",
     "Shutdown",
@@ -303,6 +304,14 @@ class DiskReport(msgspec.Struct, frozen=True, array_like=True, tag="disk"):
     """The duration of these reads or writes."""
 
 
+class RankLogLine(msgspec.Struct, frozen=True, array_like=True, tag="log"):
+    """What a rank has logged, for the log of the controller."""
+
+    level: int
+    """As in `logging`."""
+    text: str
+
+
 class WorkerFailure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
     """The traceback of a rank that failed, which is its last message."""
 
@@ -316,4 +325,4 @@ class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
 
 
 ControllerMessage = StepPlan | StepMasks | EmbedPlan | Shutdown
-WorkerMessage = StepOutput | EmbedOutput | StepAck | DiskReport | WorkerFailure
+WorkerMessage = StepOutput | EmbedOutput | StepAck | DiskReport | RankLogLine | WorkerFailure

@@ -21,10 +21,12 @@ from pagedray.system.descriptor_limit import raise_descriptor_limit
 from workers.heartbeat import start_heartbeat
 from workers.parallel.rendezvous import LOOPBACK, FileRendezvous, SocketRendezvous
 from workers.rank_lifecycle import RankLifecycle
+from workers.rank_log import capture_log
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pagedray.batch import RankLogLine
     from pagedray.config import CacheSize, EngineConfig, KernelReport, StepLimits
     from pagedray.load_progress import LoadProgress
     from pagedray.node_memory import MemoryAddress
@@ -50,6 +52,7 @@ class GpuWorker:
 
     def __init__(self, config: EngineConfig) -> None:
         raise_descriptor_limit()
+        self._log = capture_log()
         # One thread does all the computing: each thread that computes has an OpenMP team of its
         # own, and two teams would be more threads than cores.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pagedray-rank")
@@ -140,6 +143,10 @@ class GpuWorker:
         """Prepare the first steps; return how long each part of the rank's start took, by name."""
         return self._run(self._rank.warm_up, captures_lazily)
 
+    def take_log_lines(self) -> list[RankLogLine]:
+        """Return what this rank has logged; while it serves a controller, it sends the lines."""
+        return self._log.take_lines()
+
     def measure_roofline(self) -> str | RankRoofline | None:
         """Return what `Worker.measure_roofline` does, or an error message.
 
@@ -196,7 +203,7 @@ class GpuWorker:
         channel = connect(endpoint, self._rank.rank, secret, _CONNECT_TIMEOUT_S)
         self._has_controller = True
         try:
-            self._rank.serve_steps(channel)
+            self._rank.serve_steps(channel, self._log)
         finally:
             self._has_controller = False
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from workers.parallel.group import ParallelGroup
     from workers.parallel.rendezvous import GroupAddress, Rendezvous
     from workers.parallel.row_shape import RowShape
+    from workers.rank_log import RankLog
     from workers.worker import Worker
 
 __all__ = ["RankLifecycle"]
@@ -140,7 +141,7 @@ class RankLifecycle:
         """Return what `Worker.measure_roofline` does. Any thread may call it while no step runs."""
         return self.worker.measure_roofline()
 
-    def serve_steps(self, channel: WorkerChannel) -> None:
+    def serve_steps(self, channel: WorkerChannel, log: RankLog) -> None:
         """Run the plans of a channel, and close it, until it or the group ends.
 
         Raises what a step raises; then the rank cannot join another epoch.
@@ -152,7 +153,7 @@ class RankLifecycle:
             # The controller has this rank's report.
             pool.mapped.confirm()
         try:
-            serve_steps(self.worker, channel, self._progress, is_first=self.rank == 0)
+            serve_steps(self.worker, channel, self._progress, log, is_first=self.rank == 0)
             self.worker.close()
         except ChannelClosedError:
             logger.warning("Rank %s lost the connection to its controller.", self.rank)

@@ -12,6 +12,7 @@ from pagedray.rank_progress import Phase
 if TYPE_CHECKING:
     from pagedray.channel import WorkerChannel
     from pagedray.rank_progress import ProgressWord
+    from workers.rank_log import RankLog
     from workers.worker import PendingStep, Worker
 
 __all__ = ["serve_steps"]
@@ -23,27 +24,40 @@ _IDLE_S = 0.05
 
 
 def serve_steps(
-    worker: Worker, channel: WorkerChannel, progress: ProgressWord, *, is_first: bool
+    worker: Worker,
+    channel: WorkerChannel,
+    progress: ProgressWord,
+    log: RankLog,
+    *,
+    is_first: bool,
 ) -> None:
     """Run plans in order until a Shutdown arrives.
 
     A step's output is sent as soon as it is ready, and its acknowledgement once its block copies
     have ended too; a plan that arrives before is launched after the running step. A step that
     needs masks gets them before the next plan, and after the outputs of all earlier steps are sent,
-    since masks depend on these. Between plans, the worker uses its idle time.
+    since masks depend on these. Between plans, the worker uses its idle time. Lines of the log are
+    sent between steps.
     """
-    _StepServer(worker, channel, progress, is_first=is_first).serve()
+    _StepServer(worker, channel, progress, log, is_first=is_first).serve()
 
 
 class _StepServer:
     """The steps of a rank that run, and those whose copies do."""
 
     def __init__(
-        self, worker: Worker, channel: WorkerChannel, progress: ProgressWord, *, is_first: bool
+        self,
+        worker: Worker,
+        channel: WorkerChannel,
+        progress: ProgressWord,
+        log: RankLog,
+        *,
+        is_first: bool,
     ) -> None:
         self._worker = worker
         self._channel = channel
         self._progress = progress
+        self._log = log
         self._is_first = is_first
         self._disk = worker.disk_jobs
         self._pending: deque[PendingStep] = deque()
@@ -84,7 +98,11 @@ class _StepServer:
         return has_steps or (self._disk is not None and self._disk.are_pending)
 
     def _send_what_ended(self) -> bool:
-        """Send an acknowledgement, a report or an output; return False if none is ready."""
+        """Send lines, an acknowledgement, a report or an output; return False if none is ready."""
+        if self._log.has_lines:
+            for line in self._log.take_lines():
+                self._channel.send(line)
+            return True
         if self._copying and self._copying[0][1].is_copied:
             self._channel.send(StepAck(self._copying.popleft()[0]))
             self._await_copies()

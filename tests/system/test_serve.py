@@ -54,7 +54,7 @@ def server(home: Path) -> Iterator[ServerProcess]:
         patch.setenv("HOME", str(home))
         # Both ranks would compile the kernels.
         patch.setenv("XDG_CACHE_HOME", cache)
-        with ServerProcess(options) as process:
+        with ServerProcess(options, log=home / "log") as process:
             yield process
 
 
@@ -65,6 +65,13 @@ def generate_request(num_tokens: int, prompt: str = PROMPT) -> pagedray_pb2.Gene
             max_tokens=num_tokens, temperature=0.0, ignore_eos=True
         ),
     )
+
+
+def test_what_ranks_log_is_in_the_log_of_the_server(server: ServerProcess, home: Path) -> None:
+    text = (home / "log").read_text()
+    for rank in range(2):
+        assert f" INFO Rank {rank}: Loaded 0.0" in text
+    assert text.count(" INFO Rank 0: Attention: ") == text.count("Attention: ") > 0
 
 
 def test_grpc_and_http_give_the_same_text(server: ServerProcess) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pagedray.batch import Shutdown, StepAck, StepOutput, StepPlan
+from pagedray.batch import RankLogLine, Shutdown, StepAck, StepOutput, StepPlan
 from pagedray.rank_progress import ProgressWord, RankReport
 from tests.workers.copying_steps import CopyingWorker
+from workers.rank_log import RankLog
 from workers.step_server import serve_steps
 
 if TYPE_CHECKING:
@@ -47,8 +49,18 @@ def served(
 ) -> list[object]:
     """Return what a rank sends."""
     channel = ScriptedChannel([*script, Shutdown()])
-    serve_steps(worker, channel, ProgressWord(), is_first=is_first)  # type: ignore[arg-type]
+    serve_steps(worker, channel, ProgressWord(), RankLog(), is_first=is_first)  # type: ignore[arg-type]
     return channel.sent
+
+
+def test_what_was_logged_is_sent_before_the_next_output() -> None:
+    channel = ScriptedChannel([PLANS[0], _wait, Shutdown()])
+    log, worker = RankLog(), CopyingWorker()
+    log.handle(logging.makeLogRecord({"levelno": logging.WARNING, "msg": "The disk is full."}))
+    worker.end_copies()
+    serve_steps(worker, channel, ProgressWord(), log, is_first=True)  # type: ignore[arg-type]
+    assert channel.sent[0] == RankLogLine(logging.WARNING, "The disk is full.")
+    assert isinstance(channel.sent[1], StepOutput)
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -106,7 +118,7 @@ def test_a_rank_shows_which_step_it_copies_for() -> None:
     channel = ScriptedChannel(
         [first, look, second, look, end_first, _wait, look, worker.end_copies, Shutdown()]
     )
-    serve_steps(worker, channel, progress, is_first=True)  # type: ignore[arg-type]
+    serve_steps(worker, channel, progress, RankLog(), is_first=True)  # type: ignore[arg-type]
     look()
     assert seen == [1, 1, 2, 0]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import secrets
 import threading
 import weakref
@@ -39,6 +40,17 @@ def _unfrozen_heap() -> Iterator[None]:
     """A rank freezes the heap of its process, which is here that of other tests too."""
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def _uncaptured_log() -> Iterator[None]:
+    """A rank takes the log of its process."""
+    packages = [logging.getLogger(name) for name in ("attention", "pagedray", "workers")]
+    before = [(package, package.level, list(package.handlers)) for package in packages]
+    yield
+    for package, level, handlers in before:
+        package.setLevel(level)
+        package.handlers[:] = handlers
 
 
 @pytest.fixture
@@ -156,6 +168,7 @@ def test_rank_that_is_busy_does_not_hold_up_the_others(rank: GpuWorker) -> None:
 def test_rank_that_failed_by_itself_cannot_join_another_epoch(
     rank: GpuWorker, tmp_path: Path
 ) -> None:
+    rank.take_log_lines()
     secret = secrets.token_bytes(32)
     with closing(StepListener(f"unix:{tmp_path / 'steps'}")) as listener:
         pool = ThreadPoolExecutor(1)
@@ -173,6 +186,13 @@ def test_rank_that_failed_by_itself_cannot_join_another_epoch(
     problem = rank.leave_epoch(60.0)
     assert problem is not None
     assert problem.startswith("Rank 0 failed: ")
+
+
+def test_what_a_rank_logs_is_taken_once(rank: GpuWorker) -> None:
+    lines = rank.take_log_lines()
+    assert {line.level for line in lines} == {logging.INFO}
+    assert all(line.text.startswith("Attention: ") for line in lines)
+    assert rank.take_log_lines() == []
 
 
 def test_collections_do_not_go_through_imported_modules(rank: GpuWorker) -> None:

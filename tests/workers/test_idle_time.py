@@ -10,6 +10,7 @@ from pagedray.batch import ControllerMessage, Shutdown, StepOutput, StepPlan, Wo
 from pagedray.channel import ControllerChannel, WorkerChannel
 from pagedray.rank_progress import ProgressWord
 from tests.workers.copying_steps import CopyingStep, CopyingWorker
+from workers.rank_log import RankLog
 from workers.step_server import serve_steps
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def test_a_plan_is_launched_after_the_part_during_which_it_arrives() -> None:
     worker = PreparingWorker(3)
 
     def serve() -> None:
-        serve_steps(worker, rank, ProgressWord(), is_first=True)  # type: ignore[arg-type]
+        serve_steps(worker, rank, ProgressWord(), RankLog(), is_first=True)  # type: ignore[arg-type]
 
     serving = threading.Thread(target=serve)
     serving.start()

@@ -11,7 +11,15 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from cluster.engine.ranks.disk_reports import DiskReports
-from pagedray.batch import DiskReport, EmbedOutput, Shutdown, StepOutput, WorkerFailure
+from cluster.engine.ranks.rank_lines import log_rank_line
+from pagedray.batch import (
+    DiskReport,
+    EmbedOutput,
+    RankLogLine,
+    Shutdown,
+    StepOutput,
+    WorkerFailure,
+)
 from pagedray.channel import ChannelClosedError
 from pagedray.errors import WorkerError
 
@@ -95,6 +103,9 @@ class RankChannels:
             raise WorkerError(f"Rank {rank} failed: {last_line}.", details=message.text.strip())
         if isinstance(message, DiskReport):
             self.disk_reports.add_report(rank, message)
+            return
+        if isinstance(message, RankLogLine):
+            log_rank_line(rank, message)
             return
         if not isinstance(message, StepOutput) or message.is_acknowledged:
             self.acknowledged[rank] = message.step

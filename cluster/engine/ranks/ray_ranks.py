@@ -19,6 +19,7 @@ from cluster.engine.faults.rank_monitor import RankMonitor
 from cluster.engine.ranks.epoch_end import end_actors
 from cluster.engine.ranks.rank_channels import RankChannels
 from cluster.engine.ranks.rank_death import cause_of, find_cause
+from cluster.engine.ranks.rank_lines import log_rank_line
 from cluster.engine.ranks.ray_reports import RayReports
 from cluster.engine.ranks.same_weights import check_same_weights
 from pagedray.channel import ChannelClosedError
@@ -312,7 +313,11 @@ class RayRanks:
             raise WorkerError(str(error)) from error
 
     def _warm_up(self, *, captures_lazily: bool) -> list[dict[str, float]]:
-        return self._call("Preparing the first steps", "warm_up", (captures_lazily,))
+        durations = self._call("Preparing the first steps", "warm_up", (captures_lazily,))
+        for rank, lines in enumerate(self._call("Preparing the first steps", "take_log_lines")):
+            for line in lines:
+                log_rank_line(rank, line)
+        return durations
 
     def _results(
         self, references: list[Reference], progress: Callable[[], tuple[str, float]]

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["JsonLines", "LogFormat", "TextLines", "logging_to"]
 
 LogFormat = Literal["text", "json"]
+_PACKAGES = ("attention", "cluster", "pagedray", "workers")
 _MAX_WAITING_LINES = 10_000
 _PLAIN = re.compile(r"[\w.:/+@-]+", re.ASCII)
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING}
@@ -39,15 +40,17 @@ def logging_to(
     waiting: queue.Queue[logging.LogRecord] = queue.Queue(_MAX_WAITING_LINES)
     handler = _Waiting(waiting)
     listener = QueueListener(waiting, writer)
-    root, own = logging.getLogger(), logging.getLogger("cluster")
+    root, packages = logging.getLogger(), [logging.getLogger(name) for name in _PACKAGES]
     root.addHandler(handler)
-    own.setLevel(_LEVELS[level])
+    for package in packages:
+        package.setLevel(_LEVELS[level])
     listener.start()
     try:
         yield
     finally:
         root.removeHandler(handler)
-        own.setLevel(logging.NOTSET)
+        for package in packages:
+            package.setLevel(logging.NOTSET)
         listener.stop()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import select
 import socket
 import struct
@@ -19,6 +20,7 @@ from cluster.engine.ranks.rank_channels import RankChannels
 from pagedray.batch import (
     ControllerMessage,
     DiskReport,
+    RankLogLine,
     SequenceStart,
     StepAck,
     StepOutput,
@@ -179,6 +181,16 @@ def test_report_of_a_disk_is_taken_once_every_rank_has_sent_its_own(group: Group
     group.ranks[1].sendall(frame(DiskReport(3, True, [8], 0.25)))
     group.channels.exchange(AT_ONCE_S)
     assert group.channels.disk_reports.take_joined() == [DiskReport(3, True, [7, 8], 0.5)]
+
+
+def test_what_a_rank_logs_is_logged_with_its_number(
+    group: Group, caplog: pytest.LogCaptureFixture
+) -> None:
+    group.ranks[1].sendall(frame(RankLogLine(logging.WARNING, "The disk is full.")))
+    group.channels.exchange(AT_ONCE_S)
+    assert [(one.levelname, one.getMessage()) for one in caplog.records] == [
+        ("WARNING", "Rank 1: The disk is full.")
+    ]
     assert group.channels.acknowledged == [-1, -1]
 
 

@@ -96,6 +96,15 @@ def test_level_filters_lines() -> None:
     assert "WARNING loud" in stream.getvalue()
 
 
+def test_lines_of_a_rank_in_this_process_are_written() -> None:
+    stream = io.StringIO()
+    with logging_to(stream):
+        for name in ("attention.a", "pagedray.b", "workers.c", "another_library"):
+            logging.getLogger(name).info("from %s", name)
+    lines = stream.getvalue().splitlines()
+    assert [line.rpartition(" ")[2] for line in lines] == ["attention.a", "pagedray.b", "workers.c"]
+
+
 class _StuckStream(io.StringIO):
     """A pipe that is not read for a while."""
 
