@@ -19,7 +19,13 @@ from attention.kernels.cpu.sealed_file import seal_file
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["compile_library", "compiler_options", "find_compiler", "source_digest"]
+__all__ = [
+    "CompilationError",
+    "compile_library",
+    "compiler_options",
+    "find_compiler",
+    "source_digest",
+]
 
 _FLAGS = (
     "-O3",
@@ -34,6 +40,12 @@ _FLAGS = (
     "-ffp-contract=fast",
 )
 _TIMEOUT_S = 60.0
+_MAX_SHOWN = 300
+"""Characters of a compiler's error in a message."""
+
+
+class CompilationError(Exception):
+    """A compiler has failed; the message is its own."""
 
 
 def find_compiler() -> str | None:
@@ -61,28 +73,40 @@ def source_digest(source: Path, options: Sequence[str], cpu: bytes) -> str:
 def compile_library(command: Sequence[str], name: str, folder: int, *, mode: int) -> None:
     """Write the library that a command compiles into a folder, given by its descriptor.
 
-    Raises OSError and SubprocessError.
+    Raises OSError, which is a TimeoutError if the compiler hangs, and CompilationError.
     """
     made = f"{secrets.token_hex(8)}.tmp"
     place = f"/proc/{os.getpid()}/fd/{folder}"
     try:
-        subprocess.run(
+        done = subprocess.run(
             [*command, "-o", f"{place}/{made}"],
-            check=True,
+            check=False,
             capture_output=True,
             timeout=_TIMEOUT_S,
             # For temporary files, which others could replace in a /tmp without the sticky bit.
             env={**os.environ, "TMPDIR": place},
         )
+        if done.returncode:
+            raise CompilationError(_failure(command[0], done.returncode, done.stderr))
         seal_file(Path(place, made))
         # Regardless of the umask.
         os.chmod(made, mode, dir_fd=folder)
         # Processes that compile at the same time replace it by the same file.
         os.rename(made, name, src_dir_fd=folder, dst_dir_fd=folder)
-    except BaseException:
+    except BaseException as error:
         with suppress(FileNotFoundError):
             os.unlink(made, dir_fd=folder)
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise TimeoutError(f"{command[0]} did not end within {_TIMEOUT_S:g} s") from None
         raise
+
+
+def _failure(compiler: str, code: int, errors: bytes) -> str:
+    """Return the first error of a compiler that has failed, in one line."""
+    lines = [line.strip() for line in errors.decode(errors="replace").splitlines() if line.strip()]
+    shown = next((line for line in lines if "error" in line.lower()), lines[0] if lines else "")
+    how = f"{compiler} was ended by signal {-code}" if code < 0 else f"{compiler} failed"
+    return f"{how}: {shown[:_MAX_SHOWN]}" if shown else how
 
 
 def _openmp_library() -> list[str]:

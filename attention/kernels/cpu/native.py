@@ -10,10 +10,10 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import subprocess
 from pathlib import Path
 
 from attention.kernels.cpu.compiler import (
+    CompilationError,
     compile_library,
     compiler_options,
     find_compiler,
@@ -50,7 +50,7 @@ def load_kernels(source: Path) -> ctypes.CDLL | None:
         digest = source_digest(source, [compiler, *options], read_cpu_features())
         # Libraries follow what uses them.
         return _loaded([compiler, str(source), *options], f"{source.stem}-{digest}.so")
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, CompilationError) as error:
         logger.warning(
             "Could not compile %s; falling back to a slower path: %s", source.name, error
         )
@@ -62,14 +62,23 @@ def _loaded(command: list[str], name: str) -> ctypes.CDLL:
     try:
         with private_folder(_cache_folder()) as folder:
             return _loaded_from(folder, command, name)
-    except (OSError, subprocess.SubprocessError) as error:
-        logger.warning("Compiling %s at each start, as it cannot be cached: %s", name, error)
+    except TimeoutError:
+        # It would hang again.
+        raise
+    # A compiler also fails if the disk of the folder is full.
+    except (OSError, CompilationError) as error:
+        reason = error
     with new_private_folder() as folder:
-        return _loaded_from(folder, command, name)
+        library = _loaded_from(folder, command, name)
+    logger.warning("Compiling %s at each start, as it cannot be cached: %s", name, reason)
+    return library
 
 
 def _loaded_from(folder: int, command: list[str], name: str) -> ctypes.CDLL:
-    """Return the library, compiled unless it is in the folder. Raises OSError, SubprocessError."""
+    """Return the library, compiled unless it is in the folder.
+
+    Raises what `compile_library` does.
+    """
     library = open_private_file(name, folder)
     if library is not None and not is_sealed(library):
         logger.warning("Compiling %s again, as the cached file is damaged.", name)

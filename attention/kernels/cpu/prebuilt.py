@@ -44,7 +44,7 @@ def find_library(source: Path) -> Path | None:
 def build_libraries(sources: Path) -> int:
     """Compile all C sources of a folder for each instruction set, and return how many.
 
-    Raises OSError and SubprocessError.
+    Raises what `compile_library` does.
     """
     compiler = find_compiler()
     if compiler is None:

@@ -56,7 +56,52 @@ def test_source_that_does_not_compile_falls_back(
 ) -> None:
     source.write_text("this is no C\n")
     assert load_kernels(source) is None
-    assert "slower path" in caplog.text
+    [warning] = caplog.messages
+    assert "slower path" in warning
+    assert "kernel.c:1:" in warning
+    assert "error: " in warning
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("echo note; echo 'x.c: ERROR: no such instruction' >&2; exit 1", "no such instruction"),
+        ("exit 3", "cc failed"),
+        ("kill -SEGV $$", "cc was ended by signal 11"),
+        ("exit 0", "No such file"),
+    ],
+)
+def test_a_compiler_that_fails_is_reported_once(
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    script: str,
+    reason: str,
+) -> None:
+    compiler = tmp_path / "cc"
+    compiler.write_text(f"#!/bin/sh\n{script}\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert load_kernels(source) is None
+    [warning] = caplog.messages
+    assert reason in warning
+    assert "\n" not in warning
+
+
+def test_a_compiler_that_hangs_is_asked_once(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler = tmp_path / "cc"
+    compiler.write_text(f"#!/bin/sh\necho >> {tmp_path}/calls\nexec sleep 1000\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr("attention.kernels.cpu.compiler._TIMEOUT_S", 0.5)
+    assert load_kernels(source) is None
+    assert (tmp_path / "calls").read_text() == "\n"
+    [warning] = caplog.messages
+    assert "slower path" in warning
+    assert "cc did not end within 0.5 s" in warning
 
 
 def test_missing_compiler_falls_back(
