@@ -116,7 +116,7 @@ class _Transfer:
         missing = [file for file in files if not self._mirror.has_file(file)]
         self._mirror.check_space(missing)
         self._total += sum(file.size for file in missing)
-        with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="s3") as pool:
+        with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="pagedray-s3") as pool:
             calls = [pool.submit(self._fetch, file) for file in missing]
             try:
                 for call in calls:

@@ -43,7 +43,7 @@ class LoadsPoller:
         self._readings: queue.SimpleQueue[Reading] = queue.SimpleQueue()
         self._is_closed = threading.Event()
         # A daemon: a server that does not respond must not delay the exit.
-        threading.Thread(target=self._poll, name="loads-poller", daemon=True).start()
+        threading.Thread(target=self._poll, name="pagedray-loads", daemon=True).start()
 
     def take_reading(self) -> Reading | None:
         """Return the oldest reading not taken yet, or None."""

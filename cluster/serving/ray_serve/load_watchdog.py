@@ -43,7 +43,9 @@ class LoadWatchdog:
             bufsize=0,
         )
         self._is_closed = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="load-watchdog", daemon=True)
+        self._thread = threading.Thread(
+            target=self._beat, name="pagedray-load-watchdog", daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:
