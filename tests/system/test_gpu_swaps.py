@@ -21,7 +21,7 @@ from pagedray.node_memory import NodeMemory
 from pagedray.pool_report import PoolReport
 from pagedray.rank_progress import ProgressWord
 from tests.checkpoints import save_word_tokenizer
-from tests.greedy import settled_stats
+from tests.greedy import generated, settled_stats
 from workers.runner.batched_copies import find_batched_copies
 from workers.runner.input_batch import InputBatch
 from workers.runner.kept_pool.mapped_pool import MappedPool
@@ -237,12 +237,6 @@ def prompts_of(seed: int) -> list[list[int]]:
     return prompts
 
 
-def generated(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
-    params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True)
-    generations = llm.generate(prompts, params, use_tqdm=False)
-    return [list(one.outputs[0].token_ids) for one in generations]
-
-
 class Differences:
     """Continuations that differ from those of a pool that is large enough."""
 
@@ -296,13 +290,13 @@ def check_tokens(folder: Path, **options: Any) -> SchedulerStats:  # Any: engine
     prompts, differences = [prompts_of(seed) for seed in range(3)], Differences()
     # Each number of ranks sums in an order of its own.
     with open_large() as llm:
-        expected = [generated(llm, one) for one in prompts]
+        expected = [generated(llm, one, NUM_NEW_TOKENS) for one in prompts]
         assert llm.stats().scheduler.num_swapped_out_blocks == 0
     # All requests need about 870 blocks.
     with LLM(folder, **{"num_blocks": 300, "num_cpu_blocks": 2500, **options}) as llm:
         for _ in range(2):
             for one, continuations in zip(prompts, expected, strict=True):
-                differences.compare(one, continuations, generated(llm, one))
+                differences.compare(one, continuations, generated(llm, one, NUM_NEW_TOKENS))
         stats = settled_stats(llm)
     assert stats.num_free_blocks == stats.num_blocks
     differences.check_ties(open_large)
