@@ -86,10 +86,16 @@ def bench_serve(parsed: argparse.Namespace) -> int:
 
 def _check(parsed: argparse.Namespace) -> None:
     """Raise StartupError for flags that would have no effect, or fail after the test."""
+    given = noted_flags(parsed)
+    for flag in given:
+        if parsed.base_url is not None and flag in ("--host", "--port"):
+            raise StartupError(f"{flag} cannot be used with --base-url, which names the server.")
+    if "--burstiness" in given and parsed.request_rate == float("inf"):
+        raise StartupError("--burstiness requires --request-rate.")
     if parsed.dataset_name == "sharegpt":
         if parsed.dataset_path is None:
             raise StartupError("--dataset-name sharegpt requires --dataset-path.")
-        for flag in noted_flags(parsed):
+        for flag in given:
             if flag.startswith("--random-"):
                 raise StartupError(f"{flag} requires --dataset-name random.")
     elif parsed.dataset_path is not None:
@@ -98,6 +104,8 @@ def _check(parsed: argparse.Namespace) -> None:
         raise StartupError("--sharegpt-output-len requires --dataset-name sharegpt.")
     if not parsed.save_result and parsed.result_filename is not None:
         raise StartupError("--result-filename requires --save-result.")
+    if not parsed.save_result and "--result-dir" in given:
+        raise StartupError("--result-dir requires --save-result.")
     if parsed.save_result and not parsed.result_dir.is_dir():
         raise StartupError(f"--result-dir {parsed.result_dir} is not a folder.")
 

@@ -12,6 +12,7 @@ from cluster.cli.bench.latencies import GOALS, METRICS
 from cluster.cli.bench.target import Backend
 from cluster.cli.flags.client_flags import add_client_flags
 from cluster.cli.flags.flag_values import count, number
+from cluster.cli.flags.noted_flag import NotedFlag
 from cluster.cli.flags.random_request_flags import (
     MOST_REQUESTS,
     add_random_requests,
@@ -53,9 +54,10 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
         metavar="URL",
         help="URL of the server, http://HOST:PORT. (default: made of --host and --port)",
     )
-    group.add_argument("--host", default="127.0.0.1", help="Host of the server.")
+    group.add_argument("--host", action=NotedFlag, default="127.0.0.1", help="Host of the server.")
     group.add_argument(
         "--port",
+        action=NotedFlag,
         type=count(1, 65535),
         metavar="PORT",
         help="Port of the server. (default: 8000, or 9000 for gRPC)",
@@ -146,6 +148,7 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
     add_request_rate(group)
     group.add_argument(
         "--burstiness",
+        action=NotedFlag,
         type=number(1e-3, 1e6),
         default=1.0,
         metavar="B",
@@ -198,6 +201,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--result-dir",
+        action=NotedFlag,
         type=Path,
         default=Path(),
         metavar="FOLDER",

@@ -96,6 +96,8 @@ def _arrivals(parsed: argparse.Namespace) -> Sequence[Arrival]:
         for flag in noted_flags(parsed):
             raise StartupError(f"{flag} cannot be used with --trace, which has the requests.")
         return read_trace(parsed.trace)
+    if "--num-prefixes" in noted_flags(parsed) and not parsed.random_prefix_len:
+        raise StartupError("--num-prefixes requires --random-prefix-len.")
     workload = Workload(
         num_requests=parsed.num_prompts,
         request_rate=parsed.request_rate,

@@ -102,6 +102,7 @@ def test_bad_costs_are_rejected(
     ("flags", "reason"),
     [
         (["--request-rate=1e-6", "--num-prompts=2000"], "arrival_s must be"),
+        (["--num-prefixes=2"], "--num-prefixes requires --random-prefix-len"),
         (["--random-input-len=10000000", "--random-range-ratio=1"], "num_prompt_tokens must be"),
         (["--random-input-len=6000000", "--random-prefix-len=6000000"], "num_prompt_tokens must"),
     ],
