@@ -42,8 +42,9 @@ _LONG_CONTENT = 2**15
 """With messages of this many characters, it is rendered in a thread too."""
 _LONG_VALUES = 2**13
 """So it is with this many bytes of tools and of arguments of calls, which are many short texts."""
-_LONGEST_TRUNCATED = 2**20
-"""Characters of a text that is truncated once it is tokenized, even if the context is short."""
+_LONGEST_TRUNCATED = 2**18
+"""Characters of a text that is truncated once it is tokenized, even if the context is short.
+Tokenizing takes up to 300 bytes for each of them."""
 
 
 class PromptReader:
@@ -259,8 +260,7 @@ class PromptReader:
         marked: MarkedText | None = None,
         is_truncated: bool = False,
     ) -> tuple[int, ...]:
-        if not is_truncated or len(text) > _LONGEST_TRUNCATED:
-            self._check_length(text, param)
+        self._check_length(text, param, is_truncated=is_truncated)
         if marked is not None:
             encode = functools.partial(self._tokenizer.encode_marked, marked)
         else:
@@ -282,14 +282,19 @@ class PromptReader:
             self._check_known(token_ids, param)
         return tuple(token_ids)
 
-    def _check_length(self, text: str, param: str) -> None:
-        """Raise ContextLengthError for a text that exceeds the context however it is tokenized."""
+    def _check_length(self, text: str, param: str, *, is_truncated: bool = False) -> None:
+        """Raise ContextLengthError for a text that exceeds the context however it is tokenized.
+
+        One that is truncated may exceed it, within limits.
+        """
         most = self._context * self._tokenizer.max_token_length
+        allowed = f"the context of {self._context} tokens holds at most {most}"
+        if is_truncated:
+            most = max(most, _LONGEST_TRUNCATED)
+            allowed = f"at most {most} can be truncated"
         if len(text) > most:
             raise ContextLengthError(
-                f"{param} has {len(text)} characters, but the context of {self._context} tokens "
-                f"holds at most {most}.",
-                param=param,
+                f"{param} has {len(text)} characters, but {allowed}.", param=param
             )
 
     def _check_known(self, token_ids: Sequence[int], param: str) -> None:
