@@ -62,7 +62,7 @@ class AttentionMetadata(ABC):
 
     @property
     def slot_mapping(self) -> npt.NDArray[np.int64]:
-        """Return the slot of each token on the host, -1 for tokens that are not written."""
+        """Return the slot of each token, `[num_tokens]` on the host, -1 if it is not written."""
         return self._batch.slot_mapping
 
     def asdict_zerocopy(self, skip_fields: Collection[str] = ()) -> dict[str, Any]:  # Any: mixed

@@ -19,7 +19,7 @@ def to_fp8(x: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
 
 
 def from_fp8(stored: torch.Tensor, dtype: torch.dtype, model_dtype: torch.dtype) -> torch.Tensor:
-    """Return fp8 values in the model's dtype, exactly and without their scale."""
+    """Return fp8 values of any shape in the model's dtype, exactly and without their scale."""
     return stored.view(dtype).to(model_dtype)
 
 

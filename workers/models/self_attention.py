@@ -206,7 +206,8 @@ class DecoderSelfAttention(CompositeLayer):
     ) -> torch.Tensor:
         """Return the attention of all tokens of a step, as `output` takes it; may change `qkv`.
 
-        Without a rotation, queries and keys are already rotated.
+        `qkv` is `[num_tokens, num_qkv_columns]`. Without a rotation, its queries and keys are
+        already rotated.
         """
         if self._limit is not None:
             qkv = qkv.clamp_(-self._limit, self._limit)

@@ -47,7 +47,10 @@ _SHIFTS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 
 
 def choose_greedy(scores: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Return the likeliest tokens of `scores[indices]`, int64; -1 if the maximum is not finite."""
+    """Return the likeliest tokens of `scores[indices]`, int64 `[num_rows]`.
+
+    If the maximum of a row is not finite, its token is -1.
+    """
     rows = _Rows.of(scores, indices)
     maxima, out = rows.find_maxima(), rows.empty(torch.int64)
     _take_maxima(maxima, out, splits=rows.splits)
@@ -55,7 +58,10 @@ def choose_greedy(scores: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 
 
 def find_leaders(scores: torch.Tensor, indices: torch.Tensor, first_id: int) -> torch.Tensor:
-    """Return the largest key of `scores[indices]` and its id, counted from `first_id`, int64."""
+    """Return the largest key of each row of `scores[indices]` with its id, int64 `[num_rows]`.
+
+    Ids are counted from `first_id`.
+    """
     rows = _Rows.of(scores, indices)
     maxima, out = rows.find_maxima(), rows.empty(torch.int64)
     join_maxima[(rows.num_rows,)](maxima, out, splits=rows.splits, first_id=first_id, num_warps=1)
@@ -82,10 +88,10 @@ def _take_maxima(maxima: torch.Tensor, out: torch.Tensor, *, splits: int) -> Non
 def choose_unfiltered(
     scores: torch.Tensor, indices: torch.Tensor, parameters: torch.Tensor
 ) -> torch.Tensor:
-    """Return tokens sampled from `scores[indices]`, int64; -1 if the maximum is not finite.
+    """Return tokens sampled from `scores[indices]`, int64 `[num_rows]`.
 
-    `parameters` is float64 `[5, num_rows]`: log2(e) / temperature, top_k, top_p,
-    temperature * log(min_p), uniform.
+    If the maximum of a row is not finite, its token is -1. `parameters` is float64 `[5, num_rows]`:
+    log2(e) / temperature, top_k, top_p, temperature * log(min_p), uniform.
     """
     assert parameters.shape == (NUM_PARAMETERS, len(indices))
     rows = _Rows.of(scores, indices)
@@ -106,10 +112,11 @@ def choose_filtered(
     sample_size: int,
     capacity: int,
 ) -> torch.Tensor:
-    """Return tokens sampled from those that min_p, top_k and top_p keep; see `choose_unfiltered`.
+    """Return tokens sampled from those that min_p, top_k and top_p keep, int64 `[num_rows]`.
 
-    The first edges are estimated from `sample_size` tokens of each row, and at most `capacity`
-    candidates of a row are collected. Both are powers of two.
+    The other arguments are those of `choose_unfiltered`. The first edges are estimated from
+    `sample_size` tokens of each row, and at most `capacity` candidates of a row are collected. Both
+    are powers of two.
     """
     assert parameters.shape == (NUM_PARAMETERS, len(indices))
     rows = _Rows.of(scores, indices)
@@ -202,7 +209,7 @@ class _Rows:
         return torch.empty((self.num_rows, *shape), dtype=dtype, device=self.scores.device)
 
     def find_maxima(self) -> torch.Tensor:
-        """Return the largest key and its id of each part of each row."""
+        """Return the largest key and its id of each part of each row, `[num_rows, MAX_SPLITS]`."""
         maxima = self.empty(torch.int64, MAX_SPLITS.value)
         find_maxima[(self.num_rows, self.splits)](
             self.scores,
