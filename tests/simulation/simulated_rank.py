@@ -7,7 +7,6 @@ the rank reports its reads and writes of files a while later.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ import msgspec
 
 from pagedray.batch import DiskReport, StepAck, StepMasks, StepOutput, StepPlan, WorkerFailure
 from pagedray.channel import StepChannel
-from pagedray.errors import WorkerError
+from tests.simulation.controller_end import ControllerEnd
 from tests.simulation.virtual_socket import connect_sockets
 
 if TYPE_CHECKING:
@@ -29,12 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["SimulatedRank"]
 
-_HANG_S = 1.0
-"""Time after which a rank that does not answer counts as hung."""
-
 
 class SimulatedRank:
-    """A process of the group and the controller's end of its channel."""
+    """A process of the group."""
 
     def __init__(
         self,
@@ -55,28 +51,17 @@ class SimulatedRank:
             if client.lethal_length is not None
         }
         one, other = connect_sockets(world, draws, delay_s=scenario.channel_delay_s)
-        one.on_arrival, other.on_arrival = self._note_news, self._serve
-        self.channel: StepChannel[ControllerMessage, WorkerMessage] = StepChannel(
-            one,  # type: ignore[arg-type]  # it has what channels use
-            StepOutput | StepAck | DiskReport | WorkerFailure,
-        )
-        self._own_end: StepChannel[WorkerMessage, ControllerMessage] = StepChannel(
-            other,  # type: ignore[arg-type]
+        self.controller_end = ControllerEnd(world, one)
+        other.on_arrival = self._serve
+        self._channel: StepChannel[WorkerMessage, ControllerMessage] = StepChannel(
+            other,  # type: ignore[arg-type]  # it has what channels use
             StepPlan | StepMasks,
         )
-        self.outputs: deque[StepOutput] = deque()
         self.held_rows: deque[set[int]] = deque()
         """Of plans that rank 0 has not run."""
-        self.disk_reports: deque[DiskReport] = deque()
-        self.acknowledged_step = -1
-        self.hang_s = math.inf
-        """When it counts as hung unless it answers."""
-        self._posted_step = -1
-        self._num_disk_jobs = 0
-        """Reads and writes of plans that it has not reported."""
         self.is_hung = False
-        self.has_news = False
         self.is_killed = False
+        """Whether a request has killed it."""
         self._is_dead = False
         self._is_busy = False
         self._copying: deque[int] = deque()
@@ -88,35 +73,6 @@ class SimulatedRank:
         self._mask_positions: dict[int, int | None] = {}
         """The position from which each row is masked; None is none."""
         self._seeds: dict[int, int] = {}
-
-    def post(self, message: StepPlan | StepMasks) -> None:
-        """Send a message to the rank. Raises WorkerError if it is gone."""
-        if math.isinf(self.hang_s):
-            self.hang_s = self._world.now_s() + _HANG_S
-        self._posted_step = message.step
-        if isinstance(message, StepPlan):
-            self._num_disk_jobs += bool(message.disk_reads) + bool(message.disk_writes)
-        self.channel.post(message)
-        while not self.channel.flush():
-            pass
-
-    def receive(self) -> None:
-        """Take what has arrived at the controller. Raises WorkerError."""
-        for message in self.channel.received():
-            if isinstance(message, WorkerFailure):
-                raise WorkerError("A rank failed.", details=message.text)
-            assert isinstance(message, StepOutput | StepAck | DiskReport)
-            if isinstance(message, DiskReport):
-                self.disk_reports.append(message)
-                self._num_disk_jobs -= 1
-            elif isinstance(message, StepAck) or message.is_acknowledged:
-                assert message.step == self.acknowledged_step + 1
-                self.acknowledged_step = message.step
-            # One that only copies blocks is noticed too, since its process beats no more.
-            is_idle = self.acknowledged_step == self._posted_step and not self._num_disk_jobs
-            self.hang_s = math.inf if is_idle else self._world.now_s() + _HANG_S
-            if isinstance(message, StepOutput):
-                self.outputs.append(message)
 
     @property
     def cpu_blocks(self) -> list[Block]:
@@ -134,22 +90,19 @@ class SimulatedRank:
     def die(self) -> None:
         if not self._is_dead:
             self._is_dead = True
-            self._own_end.close()
+            self._channel.close()
 
     def fail(self) -> None:
         """End as a rank does that has no memory left."""
         if not self._is_dead and not self.is_hung:
-            self._own_end.post(WorkerFailure("OutOfMemoryError"))
+            self._channel.post(WorkerFailure("OutOfMemoryError"))
             self._is_dead = True
-
-    def _note_news(self) -> None:
-        self.has_news = True
 
     def _serve(self) -> None:
         """Take what has arrived at the rank, and begin a step."""
         if self._is_dead or self.is_hung:
             return
-        for message in self._own_end.received():
+        for message in self._channel.received():
             if isinstance(message, StepPlan):
                 self._plans.append(message)
                 self._begin_disk_jobs(message)
@@ -253,6 +206,6 @@ class SimulatedRank:
             self._send(StepAck(self._copying.popleft()))
 
     def _send(self, message: StepOutput | StepAck | DiskReport) -> None:
-        self._own_end.post(message)
-        while not self._own_end.flush():
+        self._channel.post(message)
+        while not self._channel.flush():
             pass

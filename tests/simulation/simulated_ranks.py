@@ -84,15 +84,16 @@ class SimulatedRanks(Executor):
     @property
     def acknowledged_step(self) -> int:
         self._receive()
-        step = min(rank.acknowledged_step for rank in self._ranks)
+        step = min(rank.controller_end.acknowledged_step for rank in self._ranks)
         self._ranks[0].finish_swaps(step)
         return step
 
     def take_disk_reports(self) -> list[DiskReport]:
         self._receive()
         for number, rank in enumerate(self._ranks):
-            while rank.disk_reports:
-                report = rank.disk_reports.popleft()
+            disk_reports = rank.controller_end.disk_reports
+            while disk_reports:
+                report = disk_reports.popleft()
                 self._lost.setdefault((report.is_read, report.step), set()).update(report.failed)
                 self._disk_reports.add_report(number, report)
         joined = self._disk_reports.take_joined()
@@ -110,16 +111,16 @@ class SimulatedRanks(Executor):
         self._post(masks)
 
     def collect_output(self) -> StepOutput:
-        first = self._ranks[0]
+        outputs = self._ranks[0].controller_end.outputs
         while True:
             self._receive()
-            if first.outputs:
-                return first.outputs.popleft()
+            if outputs:
+                return outputs.popleft()
             for rank in self._ranks:
-                rank.has_news = False
+                rank.controller_end.has_news = False
             self._world.run_until(
-                lambda: any(rank.has_news for rank in self._ranks),
-                min(rank.hang_s for rank in self._ranks),
+                lambda: any(rank.controller_end.has_news for rank in self._ranks),
+                min(rank.controller_end.hang_s for rank in self._ranks),
             )
 
     def embed_texts(self, plan: EmbedPlan) -> EmbedOutput:
@@ -194,13 +195,13 @@ class SimulatedRanks(Executor):
 
     def _post(self, message: StepPlan | StepMasks) -> None:
         for rank in self._ranks:
-            rank.post(message)
+            rank.controller_end.post(message)
 
     def _receive(self) -> None:
         """Read what has arrived. Raises WorkerError if a rank is gone, has failed or hangs."""
         for rank in self._ranks:
-            rank.receive()
-            if self._world.now_s() >= rank.hang_s:
+            rank.controller_end.receive()
+            if self._world.now_s() >= rank.controller_end.hang_s:
                 raise HungRankError("A rank does not answer.")
 
     def _befall(self, fault: FaultPlan) -> None:
