@@ -18,6 +18,7 @@ from pagedray.errors import StartupError
 from pagedray.rank_progress import Phase, ProgressWord
 from pagedray.step_listener import connect
 from pagedray.system.descriptor_limit import raise_descriptor_limit
+from pagedray.system.working_folder import leave_removed_folder
 from workers.heartbeat import start_heartbeat
 from workers.parallel.rendezvous import LOOPBACK, FileRendezvous, SocketRendezvous
 from workers.rank_lifecycle import RankLifecycle
@@ -52,6 +53,7 @@ class GpuWorker:
 
     def __init__(self, config: EngineConfig) -> None:
         raise_descriptor_limit()
+        leave_removed_folder()
         self._log = capture_log()
         # One thread does all the computing: each thread that computes has an OpenMP team of its
         # own, and two teams would be more threads than cores.

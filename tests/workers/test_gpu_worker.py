@@ -9,6 +9,7 @@ import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,6 @@ from workers.weights.load_weights import load_weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from pagedray.config import EngineConfig
     from workers.models.decoder import Decoder
@@ -186,6 +186,19 @@ def test_rank_that_failed_by_itself_cannot_join_another_epoch(
     problem = rank.leave_epoch(60.0)
     assert problem is not None
     assert problem.startswith("Rank 0 failed: ")
+
+
+def test_a_rank_leaves_a_working_folder_that_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "release"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    GpuWorker(engine_config(TINY_LLAMA, OPTIONS))
+    assert Path.cwd() == folder
+    folder.rmdir()
+    GpuWorker(engine_config(TINY_LLAMA, OPTIONS))
+    assert Path.cwd() == Path("/")
 
 
 def test_what_a_rank_logs_is_taken_once(rank: GpuWorker) -> None:
