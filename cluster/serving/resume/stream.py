@@ -12,6 +12,7 @@ import logging
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Self
 
+from cluster.serving.resume.kept_messages import KeptMessages, memory_of
 from pagedray.errors import InternalError, PagedRayError, StreamTakenError
 
 if TYPE_CHECKING:
@@ -24,8 +25,6 @@ __all__ = ["ResumableStream", "StreamReader"]
 
 logger = logging.getLogger(__name__)
 
-_MESSAGE_BYTES = 240
-"""Memory of a message without its content: its header, two entries of dictionaries, an integer."""
 _MOST_TAKEN_BYTES = 2**16
 """A reader takes messages at once until they have this many bytes."""
 
@@ -48,19 +47,11 @@ class ResumableStream:
         self.id = generation.id
         self.is_finished = False
         """Whether no message will follow."""
-        self.num_delivered_bytes = 0
-        """Bytes of messages that its reader has taken; they can be dropped."""
         self._generation = generation
         self._buffer = buffer
         self._make_room = make_room
         self._note_detached = note_detached
-        self._messages: dict[int, bytes] = {}
-        self._ends: dict[int, int] = {}
-        """Bytes of all messages up to the end of each that is kept, dropped ones included."""
-        self._num_dropped_bytes = 0
-        self._first = 1
-        """The oldest number that is kept."""
-        self._last = 0
+        self._messages = KeptMessages()
         self._num_sent = 0
         """The last number that any reader has taken."""
         self._num_delivered = 0
@@ -77,7 +68,12 @@ class ResumableStream:
     @property
     def is_delivered(self) -> bool:
         """Whether it is finished and a reader has taken all messages."""
-        return self.is_finished and self._num_delivered == self._last
+        return self.is_finished and self._num_delivered == self._messages.last
+
+    @property
+    def num_delivered_bytes(self) -> int:
+        """Bytes of messages that its reader has taken; they can be dropped."""
+        return self._messages.num_bytes_to(self._num_delivered)
 
     def start(self, batches: AsyncGenerator[Sequence[bytes]]) -> None:
         """Keep the messages that are generated, which are numbered from 1."""
@@ -85,22 +81,19 @@ class ResumableStream:
 
     def can_resume(self, number: int) -> bool:
         """Return whether the message `number` was sent and all that follow it are kept."""
-        return self._first - 1 <= number <= self._num_sent
+        return self._messages.first - 1 <= number <= self._num_sent
 
     def ends_at(self, number: int) -> bool:
         """Return whether nothing follows the message `number`."""
-        return self.is_finished and self._error is None and number == self._last
+        return self.is_finished and self._error is None and number == self._messages.last
 
     def attach_reader(self, number: int) -> StreamReader:
         """Return a reader of the messages after `number`, instead of the current reader."""
-        assert self._first - 1 <= number <= self._last
+        assert self._messages.first - 1 <= number <= self._messages.last
         taken, self._reader = self._reader, StreamReader(self, number)
         if taken is not None:
             taken.wake()
         self._num_delivered = number
-        # Not a sum over the messages: a client may resume as often as it likes.
-        end = self._ends.get(number, self._num_dropped_bytes)
-        self.num_delivered_bytes = end - self._num_dropped_bytes
         return self._reader
 
     def detach_reader(self, reader: StreamReader) -> None:
@@ -113,15 +106,9 @@ class ResumableStream:
         """Return messages after `number`. Raises StreamTakenError, or the error of the call."""
         if self._reader is not reader:
             raise StreamTakenError
-        taken: list[bytes] = []
-        num_bytes = 0
-        while number < self._last and num_bytes < _MOST_TAKEN_BYTES:
-            number += 1
-            taken.append(self._messages[number])
-            num_bytes += _size(taken[-1])
-        self._num_delivered = number
-        self._num_sent = max(self._num_sent, number)
-        self.num_delivered_bytes += num_bytes
+        taken = self._messages.take(number, _MOST_TAKEN_BYTES)
+        self._num_delivered = number + len(taken)
+        self._num_sent = max(self._num_sent, self._num_delivered)
         if not taken and self._error is not None:
             raise self._error
         return taken
@@ -129,11 +116,8 @@ class ResumableStream:
     def drop_delivered(self, num_bytes: int) -> None:
         """Drop the oldest delivered messages, of at least `num_bytes` if there are that many."""
         num_dropped = 0
-        while num_dropped < num_bytes and self._first <= self._num_delivered:
-            num_dropped += _size(self._messages.pop(self._first))
-            self._num_dropped_bytes = self._ends.pop(self._first)
-            self._first += 1
-        self.num_delivered_bytes -= num_dropped
+        while num_dropped < num_bytes and self._messages.first <= self._num_delivered:
+            num_dropped += self._messages.drop_first()
         self._buffer.remove(num_dropped)
 
     def abort(self) -> None:
@@ -147,8 +131,6 @@ class ResumableStream:
             self._task.cancel()
         self._generation.close()
         self._messages.clear()
-        self._ends.clear()
-        self._first = self._last + 1
         self._buffer.clear()
         self.is_finished = True
         reader, self._reader = self._reader, None
@@ -177,13 +159,10 @@ class ResumableStream:
 
     def _keep(self, message: bytes) -> None:
         """Append a message. Raises UnreadError if there is no room."""
-        num_bytes = _size(message)
+        num_bytes = memory_of(message)
         self._make_room(num_bytes)
         self._buffer.add(num_bytes)
-        end = self._ends.get(self._last, self._num_dropped_bytes) + num_bytes
-        self._last += 1
-        self._messages[self._last] = message
-        self._ends[self._last] = end
+        self._messages.append(message)
 
 
 class StreamReader:
@@ -216,7 +195,3 @@ class StreamReader:
     def close(self) -> None:
         """Leave the stream, which can be resumed; idempotent."""
         self._stream.detach_reader(self)
-
-
-def _size(message: bytes) -> int:
-    return len(message) + _MESSAGE_BYTES

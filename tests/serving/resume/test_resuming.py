@@ -13,7 +13,7 @@ import pytest
 
 from cluster.serving.memory.reader_limits import ReaderLimits
 from cluster.serving.memory.tenant_bytes import BufferLimits
-from cluster.serving.resume import stream as stream_module
+from cluster.serving.resume import kept_messages
 from cluster.serving.resume.registry import ResumableStreams, StreamFormat
 from pagedray.errors import OverloadedError, StreamTakenError, UnknownStreamError, WorkerError
 from pagedray.v1 import pagedray_pb2 as pb
@@ -250,13 +250,13 @@ async def test_resuming_does_not_look_at_what_was_delivered(
         num_read += len(await anext(reader))
     stream = reader._stream
     stream.drop_delivered(10_000)
-    size, sizes = stream_module._size, []
+    size, sizes = kept_messages.memory_of, []
 
     def counted_size(message: bytes) -> int:
         sizes.append(size(message))
         return sizes[-1]
 
-    monkeypatch.setattr(stream_module, "_size", counted_size)
+    monkeypatch.setattr(kept_messages, "memory_of", counted_size)
     streams.resume_stream("", "call", 900, protocol="grpc")
     assert not sizes
     delivered = stream.num_delivered_bytes
