@@ -53,7 +53,7 @@ _STEP_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0
 
 
 class Embedder(StepLoop):
-    """One replica of an encoder, with a fair queue."""
+    """One replica of a model that embeds, with a fair queue."""
 
     def __init__(
         self,

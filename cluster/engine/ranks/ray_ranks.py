@@ -95,14 +95,14 @@ class RayRanks:
             self._reports.attach_actors(self._actors, self.places.nodes)
             address = self._open_rendezvous()
             self._call(
-                "Loading weights",
+                self._loading_progress,
                 "load_rank",
                 *((rank, 0, None, self._memory(rank)) for rank in self._ranks),
             )
             self._check_weights()
             self._join(address)
             limits = self._limits()
-            sizes = self._call("Measuring memory", "available_cache", (limits,))
+            sizes = self._call(_at("Measuring memory"), "available_cache", (limits,))
             cache = CacheSize(
                 num_blocks=min(size.num_blocks for size in sizes),
                 num_cpu_blocks=min(size.num_cpu_blocks for size in sizes),
@@ -110,7 +110,7 @@ class RayRanks:
                 limits=limits,
             )
             blocks = cache.num_blocks, cache.num_cpu_blocks
-            reports = self._call("Allocating the KV cache", "allocate_cache", blocks)
+            reports = self._call(_at("Allocating the KV cache"), "allocate_cache", blocks)
             self._note_pool_reports()
             # A single rank captures the others while it is idle.
             self._warm_up(captures_lazily=self._size == 1)
@@ -267,19 +267,20 @@ class RayRanks:
             self.close()
             raise
 
-    def _call(self, what: str, method: str, *arguments: tuple[Any, ...]) -> list[Any]:
+    def _call(
+        self, progress: Callable[[], tuple[str, float]], method: str, *arguments: tuple[Any, ...]
+    ) -> list[Any]:
         """Call a method of every rank, with the arguments of each or the same for all."""
         by_rank = arguments if len(arguments) > 1 else (arguments or ((),)) * self._size
         references = [
             getattr(actor, method).remote(*mine)
             for actor, mine in zip(self._actors, by_rank, strict=True)
         ]
-        is_loading = method == "load_rank"
-        return self._results(references, self._loading_progress if is_loading else _at(what))
+        return self._results(references, progress)
 
     def _limits(self) -> StepLimits:
         """Return the limits of a step: those that are set, or the least that ranks choose."""
-        chosen: list[StepLimits] = self._call("Measuring memory", "default_limits")
+        chosen: list[StepLimits] = self._call(_at("Measuring memory"), "default_limits")
         return self._config.scheduler.limits(
             StepLimits(
                 max_num_seqs=min(one.max_num_seqs for one in chosen),
@@ -291,12 +292,12 @@ class RayRanks:
         return None if self._memories is None else self._memories.address(rank)
 
     def _check_weights(self) -> None:
-        digests = self._call("Loading weights", "weight_digests")
+        digests = self._call(_at("Loading weights"), "weight_digests")
         check_same_weights(digests, self._config.model.folder)
 
     def _note_pool_reports(self) -> None:
         if self._memories is not None:
-            self._memories.note_reports(self._call("Allocating the KV cache", "pool_report"))
+            self._memories.note_reports(self._call(_at("Allocating the KV cache"), "pool_report"))
 
     def _open_rendezvous(self) -> GroupAddress:
         opening = [self._actors[0].open_rendezvous.remote(self.places.hosts[0])]
@@ -308,13 +309,14 @@ class RayRanks:
         """Connect the ranks. Raises WorkerError also if one cannot: another may just have died."""
         places = ((address, host) for host in self.places.hosts)
         try:
-            self._call("Connecting the ranks", "join_group", *places)
+            self._call(_at("Connecting the ranks"), "join_group", *places)
         except StartupError as error:
             raise WorkerError(str(error)) from error
 
     def _warm_up(self, *, captures_lazily: bool) -> list[dict[str, float]]:
-        durations = self._call("Preparing the first steps", "warm_up", (captures_lazily,))
-        for rank, lines in enumerate(self._call("Preparing the first steps", "take_log_lines")):
+        progress = _at("Preparing the first steps")
+        durations = self._call(progress, "warm_up", (captures_lazily,))
+        for rank, lines in enumerate(self._call(progress, "take_log_lines")):
             for line in lines:
                 log_rank_line(rank, line)
         return durations
