@@ -8,6 +8,7 @@ server is not ready meanwhile, and is restarted if that lasts.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from concurrent.futures import wait
@@ -43,7 +44,11 @@ Result = TypeVar("Result")
 
 
 class RayHealth:
-    """Notices within seconds that GCS or this node's raylet has ended or hangs. Thread-safe."""
+    """Notices within seconds that GCS or this node's raylet has ended or hangs. Thread-safe.
+
+    A raylet whose socket was removed, for example by a program that cleans /tmp, counts as ended:
+    no new process can connect to it.
+    """
 
     def __init__(self, *, reconnect_s: float, can_return: bool) -> None:
         """Ray ends a process that has had no connection to GCS for `reconnect_s`.
@@ -58,6 +63,8 @@ class RayHealth:
         self._raylet = RayDaemon(
             "The raylet of this node", node["NodeManagerAddress"], node["NodeManagerPort"]
         )
+        self._socket: str = node["RayletSocketName"]
+        self._has_socket = not _is_missing(self._socket)
         self._drain_s = max((reconnect_s - _CLOSE_S) / (2.0 if can_return else 1.0), 0.0)
         self._return_s = self._drain_s if can_return else 0.0
         self._outage: Outage | None = None
@@ -139,18 +146,19 @@ class RayHealth:
         """Return what the last observations show."""
         if self._raylet.has_ended:
             return self._ended(self._raylet, is_final=True)
+        if self._has_socket and _is_missing(self._socket):
+            return self._unavailable(f"Ray's socket {self._socket} was removed.", is_final=True)
         if self._gcs.has_ended:
             ended_s = 0.0 if self._outage is None else now_s - self._outage_began_s
             return self._ended(self._gcs, is_final=ended_s >= self._return_s)
         silent = max(self._raylet, self._gcs, key=lambda daemon: daemon.silence_s)
         if silent.silence_s < _HANG_S:
             return None
-        return Outage(
-            reason=f"{silent.place} hangs.",
-            is_final=silent.silence_s >= _LASTING_HANG_S,
-            is_ready=False,
-            drain_s=self._drain_s,
-        )
+        is_final = silent.silence_s >= _LASTING_HANG_S
+        return self._unavailable(f"{silent.place} hangs.", is_final=is_final)
+
+    def _unavailable(self, reason: str, *, is_final: bool) -> Outage:
+        return Outage(reason=reason, is_final=is_final, is_ready=False, drain_s=self._drain_s)
 
     def _ended(self, daemon: RayDaemon, *, is_final: bool) -> Outage:
         return Outage(
@@ -169,6 +177,17 @@ class RayHealth:
                 outage.reason,
                 self._return_s if outage.is_ready else _LASTING_HANG_S - _HANG_S,
             )
+
+
+def _is_missing(path: str) -> bool:
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        # This says nothing about the file.
+        return False
+    return False
 
 
 def _end_error_listener() -> None:

@@ -133,4 +133,6 @@ def test_pauses_of_all_processes_are_not_taken_for_hangs(server: ServerProcess) 
 @pytest.mark.slow
 def test_streams_finish_without_gcs(server: ServerProcess, log: Path) -> None:
     """The last test: it ends the server. Others that end Ray are in `test_ray_outage.py`."""
-    check_streams_finish(server, log, daemon="gcs_server")
+    check_streams_finish(
+        server, log, lambda: server.named("gcs_server")[0].kill(), reason="has ended"
+    )

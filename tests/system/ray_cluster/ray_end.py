@@ -11,6 +11,7 @@ from tests.process_ends import still_running
 from tests.system.grpc_streams import GrpcStream, GrpcStreams
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     import psutil
@@ -23,12 +24,14 @@ NUM_STREAMS = 16
 FINISHED = GrpcStream(num_tokens=100, end="FINISH_REASON_LENGTH")
 
 
-def check_streams_finish(server: ServerProcess, log: Path, *, daemon: str) -> None:
-    """End a daemon of Ray; the streams must finish, and the server exit to be restarted."""
+def check_streams_finish(
+    server: ServerProcess, log: Path, break_ray: Callable[[], object], *, reason: str
+) -> None:
+    """Break Ray; the streams must finish, and the server exit to be restarted."""
     family, num_logged = server.family(), len(log.read_text())
     with GrpcStreams(server, num_streams=NUM_STREAMS, num_tokens=100) as streams:
         streams.start()
-        server.named(daemon)[0].kill()
+        break_ray()
         # The server may even have exited.
         wait_for(lambda: not _is_ready(server), 10.0)
         assert streams.ended(60.0) == [FINISHED] * NUM_STREAMS
@@ -36,7 +39,7 @@ def check_streams_finish(server: ServerProcess, log: Path, *, daemon: str) -> No
     assert server.wait(60.0) == 1
     logged = log.read_text()[num_logged:].splitlines()
     lines = [line for line in logged if not line.endswith(" ...")]
-    assert ["has ended" in line for line in lines] == [True], lines
+    assert [reason in line for line in lines] == [True], lines
     assert_ended(family)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
@@ -23,7 +25,6 @@ from tests.system.server_process import ROOT, TINY_LLAMA, ServerProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from ray._private.node import Node
 
@@ -82,7 +83,20 @@ def server(log: Path) -> Iterator[ServerProcess]:
 
 @pytest.mark.slow
 def test_streams_finish_without_a_raylet(server: ServerProcess, log: Path) -> None:
-    check_streams_finish(server, log, daemon="raylet")
+    check_streams_finish(server, log, lambda: server.named("raylet")[0].kill(), reason="has ended")
+
+
+@pytest.mark.slow
+def test_streams_finish_without_the_files_of_ray(server: ServerProcess, log: Path) -> None:
+    (socket,) = (
+        Path(argument.partition("=")[2])
+        for argument in server.named("raylet")[0].cmdline()
+        if argument.startswith("--raylet_socket_name=")
+    )
+    # As a program does that cleans /tmp.
+    check_streams_finish(
+        server, log, lambda: shutil.rmtree(socket.parent), reason=f"{socket} was removed"
+    )
 
 
 @pytest.mark.slow
