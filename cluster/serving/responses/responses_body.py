@@ -78,6 +78,9 @@ class ResponsesBody(InputBody, SamplingFields):
         "max_tool_calls": "applies to OpenAI's built-in tools, which are not available",
         "stream_options": "streams are not obfuscated",
     }
+    in_ignored: ClassVar[Mapping[str, Mapping[str, str]]] = {
+        "stream_options": {"resumable": "use /v1/chat/completions"},
+    }
     rejected: ClassVar[Mapping[str, str]] = {
         **InputBody.rejected,
         "access_programs": "access programs are not available",

@@ -82,6 +82,9 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
        "file_search_call.results, message.input_image.image_url, reasoning.encrypted_content, "
        f"web_search_call.action.sources, web_search_call.results, not {shown}.", "include")
       for one, shown in (("reasoning", "'reasoning'"), ("", "''"), (None, "null"), ([], "a list"))],
+    ({"stream": True, "stream_options": {"resumable": True}},
+     "stream_options.resumable is not supported: use /v1/chat/completions.",
+     "stream_options.resumable"),
     ({"include": ["x"] * 65}, "include may have at most 64 entries, not 65.", "include"),
     ({"include": "reasoning"}, "include must be a list of strings.", "include"),
     *[({"metadata": one},
