@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
 from cluster.serving.admin.tokenize_body import DetokenizeBody, TokenizeBody
@@ -24,71 +25,82 @@ from tests.hostile.fuzz.target import Target
 from tests.load.request_bodies import json_bodies
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from cluster.serving.inputs import GenerationInput
 
 AnyBody = TypeVar("AnyBody", bound=Body)
 
+_VARIABLES = frozenset(("enable_thinking", "documents"))
 _SUPPORT = ModelSupport(
     known_variables=frozenset(), keeps_system_messages=lambda: False, can_limit_reasoning=True
 )
 
 
+def _read_completion(raw: bytes) -> None:
+    _check(_read(CompletionBody, raw).to_input("a"))
+
+
+def _read_chat(raw: bytes) -> None:
+    body = _read(ChatBody, raw)
+    tools = finish(body.tool_use("hermes"))
+    given = body.to_input("a", tools, known_variables=_VARIABLES, note_ignored=_ignore)
+    _check(finish(given))
+
+
+def _read_texts_to_tokenize(raw: bytes) -> None:
+    body = _read(TokenizeBody, raw)
+    finish(body.to_input(known_variables=lambda _: _VARIABLES, note_ignored=_ignore))
+
+
+def _read_messages(raw: bytes) -> None:
+    body = _read(MessagesBody, raw)
+    tools = finish(body.tool_use("hermes"))
+    _check(finish(body.to_input("a", tools, _SUPPORT, note_ignored=_ignore)))
+
+
+def _read_response(raw: bytes) -> None:
+    body = _read(ResponsesBody, raw)
+    tools = finish(body.tool_use(FunctionTools(), "hermes"))
+    given = body.to_input("a", tools, known_variables=frozenset(), note_ignored=_ignore)
+    _check(finish(given))
+
+
+def _read_messages_to_count(raw: bytes) -> None:
+    body = _read(CountBody, raw)
+    tools = finish(body.tool_use("hermes"))
+    finish(body.to_input(tools, _SUPPORT, note_ignored=_ignore))
+
+
+def _read_input_to_count(raw: bytes) -> None:
+    body = _read(InputTokensBody, raw)
+    tools = finish(body.tool_use(FunctionTools(), "hermes"))
+    finish(body.to_input(tools, known_variables=frozenset(), note_ignored=_ignore))
+
+
+_READERS: dict[str, Callable[[bytes], object]] = {
+    "/v1/completions": _read_completion,
+    "/v1/chat/completions": _read_chat,
+    "/v1/embeddings": lambda raw: finish(_read(EmbeddingBody, raw).to_input()),
+    "/tokenize": _read_texts_to_tokenize,
+    "/detokenize": lambda raw: _read(DetokenizeBody, raw).token_ids(),
+    "/rerank": lambda raw: finish(_read(RerankBody, raw).to_input()),
+    "/score": lambda raw: finish(_read(ScoreBody, raw).to_input()),
+    "/v1/messages": _read_messages,
+    "/v1/responses": _read_response,
+    "/v1/messages/count_tokens": _read_messages_to_count,
+    "/v1/responses/input_tokens": _read_input_to_count,
+}
+_PATHS = list(_READERS)
+
+
 def run(data: bytes) -> None:
-    """Return an input or an InvalidRequestError, for an endpoint that the first byte selects."""
+    """Read a body for the endpoint that the first byte selects, or raise nothing but rejections."""
     if not data:
         return
-    kind, raw = data[0] % 11, data[1:]
-    try:
-        if kind == 0:
-            _check(_read(CompletionBody, raw).to_input("a"))
-        elif kind == 1:
-            body = _read(ChatBody, raw)
-            _check(
-                finish(
-                    body.to_input(
-                        "a",
-                        finish(body.tool_use("hermes")),
-                        known_variables=frozenset(("enable_thinking", "documents")),
-                        note_ignored=_ignore,
-                    )
-                )
-            )
-        elif kind == 2:
-            finish(_read(EmbeddingBody, raw).to_input())
-        elif kind == 3:
-            tokenized = _read(TokenizeBody, raw)
-            finish(
-                tokenized.to_input(
-                    known_variables=lambda _: frozenset(("enable_thinking", "documents")),
-                    note_ignored=_ignore,
-                )
-            )
-        elif kind == 4:
-            _read(DetokenizeBody, raw).token_ids()
-        elif kind == 5:
-            finish(_read(RerankBody, raw).to_input())
-        elif kind == 6:
-            finish(_read(ScoreBody, raw).to_input())
-        elif kind == 7:
-            message = _read(MessagesBody, raw)
-            tools = finish(message.tool_use("hermes"))
-            given = message.to_input("a", tools, _SUPPORT, note_ignored=_ignore)
-            _check(finish(given))
-        elif kind == 8:
-            response = _read(ResponsesBody, raw)
-            tools = finish(response.tool_use(FunctionTools(), "hermes"))
-            asked = response.to_input("a", tools, known_variables=frozenset(), note_ignored=_ignore)
-            _check(finish(asked))
-        elif kind == 9:
-            counted = _read(CountBody, raw)
-            tools = finish(counted.tool_use("hermes"))
-            finish(counted.to_input(tools, _SUPPORT, note_ignored=_ignore))
-        else:
-            prompt = _read(InputTokensBody, raw)
-            tools = finish(prompt.tool_use(FunctionTools(), "hermes"))
-            finish(prompt.to_input(tools, known_variables=frozenset(), note_ignored=_ignore))
-    except InvalidRequestError:
-        return
+    path = _PATHS[data[0] % len(_PATHS)]
+    with suppress(InvalidRequestError):
+        _READERS[path](data[1:])
 
 
 def _read(kind: type[AnyBody], raw: bytes) -> AnyBody:
@@ -102,6 +114,11 @@ def _ignore(name: str) -> None:
 def _check(given: GenerationInput) -> None:
     """Raise InvalidRequestError for a value of a parameter, as the validator does."""
     SamplingParams(**{"max_tokens": 1, **given.sampling})  # type: ignore[arg-type]  # checked there
+
+
+def _seed(path: str, body: object) -> bytes:
+    """Return what `run` reads as a body for this endpoint."""
+    return bytes([_PATHS.index(path)]) + json.dumps(body).encode()
 
 
 def _message_seeds() -> tuple[bytes, ...]:
@@ -123,7 +140,7 @@ def _message_seeds() -> tuple[bytes, ...]:
         "output_config": {"effort": "low"},
     }
     whole = {**counted, "max_tokens": 2, "stop_sequences": ["zz"], "top_k": 3, "stream": True}
-    return b"\x07" + json.dumps(whole).encode(), b"\x09" + json.dumps(counted).encode()
+    return _seed("/v1/messages", whole), _seed("/v1/messages/count_tokens", counted)
 
 
 def _response_seeds() -> tuple[bytes, ...]:
@@ -144,7 +161,7 @@ def _response_seeds() -> tuple[bytes, ...]:
         "max_output_tokens": 2,
         "stream": True,
     }
-    return (b"\x08" + json.dumps(body).encode(),)
+    return (_seed("/v1/responses", body),)
 
 
 def _search_seeds() -> tuple[bytes, ...]:
@@ -159,31 +176,18 @@ def _search_seeds() -> tuple[bytes, ...]:
     }
     messages = [{"role": "user", "content": "x"}]
     return (
-        b"\x00" + json.dumps({**common, "prompt": ["a", "b"]}).encode(),
-        b"\x01" + json.dumps({**common, "messages": messages}).encode(),
+        _seed("/v1/completions", {**common, "prompt": ["a", "b"]}),
+        _seed("/v1/chat/completions", {**common, "messages": messages}),
     )
 
 
 def _seeds() -> tuple[bytes, ...]:
-    numbers = {
-        "/v1/completions": 0,
-        "/v1/chat/completions": 1,
-        "/v1/embeddings": 2,
-        "/tokenize": 3,
-        "/detokenize": 4,
-        "/rerank": 5,
-        "/score": 6,
-        "/v1/messages": 7,
-        "/v1/responses": 8,
-        "/v1/messages/count_tokens": 9,
-        "/v1/responses/input_tokens": 10,
-    }
     return (
         _message_seeds()
         + _response_seeds()
         + _search_seeds()
         + tuple(
-            bytes([numbers[kind.partition(" ")[0]]]) + json.dumps(body).encode()
+            _seed(kind.partition(" ")[0], body)
             for kind, bodies in json_bodies("m").items()
             for body in bodies
         )
