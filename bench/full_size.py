@@ -27,7 +27,7 @@ from bench.engine import write_results
 from pagedray import LLM, SamplingParams
 from pagedray.errors import CheckpointError
 from scripts.published_models import PublishedFile, published_files, written_config
-from tests.checkpoints import save_word_tokenizer
+from tests.small_models.checkpoints import save_word_tokenizer
 from workers.models.families.registry import read_model_config
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pagedray import LLM, SamplingParams
-from tests.checkpoints import VOCAB_SIZE, Case, greedy_continuations, save_checkpoint
+from tests.small_models.checkpoints import VOCAB_SIZE, Case, greedy_continuations, save_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,7 +16,7 @@ import venv
 from pathlib import Path
 
 from tests.clients.catalog import PROGRAMS, Program
-from tests.scripted_model import write_scripted_model
+from tests.small_models.scripted_model import write_scripted_model
 from tests.system.server_process import ROOT, ServerProcess
 
 _PROGRAMS = Path(__file__).parent / "programs"

@@ -15,8 +15,6 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from cluster.engine.options.engine_options import EngineOptions, engine_config
 from pagedray import LLM, SamplingParams
 from pagedray.batch import SequencePlan, SequenceStart, StepPlan, pack_token_ids
-from tests.checkpoints import CASES, Case, save_checkpoint, save_word_tokenizer
-from tests.family_cases import MOE_CASES
 from tests.greedy import (
     LONGEST,
     Truth,
@@ -29,6 +27,8 @@ from tests.greedy import (
     settled_stats,
     truth_of,
 )
+from tests.small_models.checkpoints import CASES, Case, save_checkpoint, save_word_tokenizer
+from tests.small_models.family_cases import MOE_CASES
 from tests.system.rank_processes import serving_processes
 from workers.decoder_worker import DecoderWorker
 from workers.parallel.group import SoloGroup

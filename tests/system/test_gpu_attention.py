@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from pagedray import LLM, SamplingParams
-from tests.checkpoints import save_word_tokenizer
+from tests.small_models.checkpoints import save_word_tokenizer
 from tests.workers.models.encoder_reference import TEXTS, VOCAB_SIZE, bert_reference, save_bert
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from pagedray.batch import BlockCopy, StepPlan
 from pagedray.node_memory import NodeMemory
 from pagedray.pool_report import PoolReport
 from pagedray.rank_progress import ProgressWord
-from tests.checkpoints import save_word_tokenizer
 from tests.greedy import generated, settled_stats
+from tests.small_models.checkpoints import save_word_tokenizer
 from workers.runner.batched_copies import find_batched_copies
 from workers.runner.input_batch import InputBatch
 from workers.runner.kept_pool.mapped_pool import MappedPool

@@ -16,7 +16,7 @@ from attention.abstract import AttentionBatch
 from attention.cpu.torch_sdpa import TorchSDPABackend
 from attention.params import storage_dtype
 from pagedray.config import EngineConfig
-from tests.multimodal import TEXT_TYPES, multimodal_config, transformers_class
+from tests.small_models.multimodal import TEXT_TYPES, multimodal_config, transformers_class
 from tests.workers.reference_cases import CASES
 from workers.models.decoder import Decoder
 from workers.models.families.registry import read_model_config

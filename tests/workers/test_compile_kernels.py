@@ -10,7 +10,7 @@ import torch
 
 from cluster.engine.options.engine_options import EngineOptions, engine_config
 from pagedray.config import StepLimits
-from tests.checkpoints import save_word_tokenizer
+from tests.small_models.checkpoints import save_word_tokenizer
 from tests.workers.runner.graphs.test_piece_graphs import CONFIG, VOCAB_SIZE
 from workers.compiled_note import CompiledNote
 from workers.decoder_worker import DecoderWorker

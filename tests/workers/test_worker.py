@@ -23,8 +23,8 @@ from pagedray.errors import DeviceError, StartupError
 from pagedray.node_memory import NodeMemory
 from pagedray.pool_report import PoolReport
 from pagedray.system.host_memory import host_memory_bytes
-from tests.checkpoints import CASES, save_checkpoint
 from tests.fakes import wait_for
+from tests.small_models.checkpoints import CASES, save_checkpoint
 from tests.system.server_process import TINY_LLAMA
 from workers.decoder_worker import DecoderWorker
 from workers.models.decoder import Decoder

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from pagedray.errors import EngineError
-from tests.checkpoints import CASES, save_checkpoint
+from tests.small_models.checkpoints import CASES, save_checkpoint
 from tests.system.rank_group import open_group, tokens_of
 from tests.system.rank_processes import serving_processes
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.checkpoints import CASES
 from tests.fakes import wait_for
 from tests.greedy import LONGEST, Truth, generated, settled_stats, truth_of
+from tests.small_models.checkpoints import CASES
 from tests.system.rank_group import open_group
 from tests.system.rank_processes import rank_processes, serving_processes
 from tests.system.server_process import TINY_LLAMA

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.checkpoints import CASES, save_checkpoint
+from tests.small_models.checkpoints import CASES, save_checkpoint
 from tests.system.rank_group import kill_after_steps, open_group, tokens_of
 from tests.system.rank_processes import serving_processes
 

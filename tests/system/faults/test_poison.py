@@ -13,8 +13,8 @@ from cluster.engine.open_engine import open_engine
 from cluster.engine.options.engine_options import EngineOptions, engine_config
 from pagedray.request import FinishReason, Request
 from pagedray.sampling_params import SamplingParams
-from tests.checkpoints import CASES, save_checkpoint
 from tests.fakes import RecordingSink, wait_for
+from tests.small_models.checkpoints import CASES, save_checkpoint
 from tests.system.rank_processes import rank_processes
 
 if TYPE_CHECKING:

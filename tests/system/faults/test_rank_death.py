@@ -12,7 +12,7 @@ import pytest
 
 from cluster.engine.ranks.ray_ranks import RayRanks
 from pagedray.errors import EngineError
-from tests.checkpoints import CASES, save_checkpoint
+from tests.small_models.checkpoints import CASES, save_checkpoint
 from tests.system.rank_group import kill_after_steps, open_group, tokens_of
 from tests.system.rank_processes import rank_processes
 

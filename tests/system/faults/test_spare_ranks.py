@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from tests.checkpoints import CASES, save_checkpoint
 from tests.fakes import wait_for
+from tests.small_models.checkpoints import CASES, save_checkpoint
 from tests.system.rank_group import open_group, tokens_of
 from tests.system.rank_processes import rank_processes, serving_processes
 

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pagedray import LLM
-from tests.checkpoints import class_name
-from tests.family_cases import ALL_CASES, MOE_CASES, SAMPLED_CASES
 from tests.greedy import (
     LONGEST,
     Truth,
@@ -22,13 +20,15 @@ from tests.greedy import (
     local_llm,
     truth_of,
 )
+from tests.small_models.checkpoints import class_name
+from tests.small_models.family_cases import ALL_CASES, MOE_CASES, SAMPLED_CASES
 from workers.models.families.bert import BERT, ROBERTA
 from workers.models.families.registry import families
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.checkpoints import Case
+    from tests.small_models.checkpoints import Case
 
 BLOCK_SIZES = (4, pytest.param(16, marks=pytest.mark.slow))
 """The smaller blocks have more boundaries."""

@@ -9,7 +9,6 @@ import pytest
 
 from pagedray import LLM, SamplingParams
 from pagedray.weight_format import Int4Format
-from tests.checkpoints import VOCAB_SIZE, greedy_continuations, save_word_tokenizer
 from tests.greedy import (
     LONGEST,
     NUM_TOKENS,
@@ -19,8 +18,9 @@ from tests.greedy import (
     generated,
     local_llm,
 )
-from tests.int4_tensors import Int4Tensors
-from tests.quantized_checkpoints import save_fp8_blocks, save_replaced, save_wide
+from tests.small_models.checkpoints import VOCAB_SIZE, greedy_continuations, save_word_tokenizer
+from tests.small_models.int4_tensors import Int4Tensors
+from tests.small_models.quantized_checkpoints import save_fp8_blocks, save_replaced, save_wide
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,7 +11,7 @@ from pagedray import LLM, SamplingParams
 from pagedray.errors import InvalidRequestError
 from pagedray.request import FinishReason
 from pagedray.structure import Structure
-from tests.reasoning_model import END_TOKEN_ID, write_reasoning_model
+from tests.small_models.reasoning_model import END_TOKEN_ID, write_reasoning_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from tests.scripted_model import write_scripted_model
+from tests.small_models.scripted_model import write_scripted_model
 from tests.system.server_process import ServerProcess
 
 if TYPE_CHECKING:

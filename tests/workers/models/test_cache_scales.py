@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from attention.cpu.torch_sdpa import TorchSDPABackend
 from pagedray.config import EngineConfig
 from pagedray.errors import CheckpointError
-from tests.quantized_checkpoints import save_compressed, save_wide
+from tests.small_models.quantized_checkpoints import save_compressed, save_wide
 from tests.workers.reference import CPU, run
 from workers.models.decoder import Decoder
 from workers.models.families.registry import read_model_config

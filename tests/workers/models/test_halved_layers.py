@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cluster.engine.options.engine_options import EngineOptions, engine_config
-from tests.quantized_checkpoints import save_compressed, save_wide
+from tests.small_models.quantized_checkpoints import save_compressed, save_wide
 from tests.workers.models.test_quantized_models import COMPRESSED
 from tests.workers.models.two_ranks import on_two_ranks
 from tests.workers.reference import loaded_model, reference_logits, run, save_checkpoint, token_ids

@@ -14,7 +14,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 from attention.cpu.torch_sdpa import TorchSDPABackend
 from pagedray.config import EngineConfig
 from pagedray.errors import CheckpointError, StartupError
-from tests.mxfp4 import quantize_experts, value_of
+from tests.small_models.mxfp4 import quantize_experts, value_of
 from tests.workers.models.two_ranks import on_two_ranks
 from tests.workers.reference import CPU, loaded_model, run, token_ids
 from workers.layers.formats.mxfp4 import Mxfp4Matrix, dequantized_mxfp4

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pagedray import LLM, SamplingParams
-from tests.checkpoints import save_word_tokenizer
+from tests.small_models.checkpoints import save_word_tokenizer
 from tests.workers.reference import NUM_TOKENS, loaded_model, reference_logits, run, save_checkpoint
 from workers.layers.linear_kernels import choice
 from workers.layers.linear_kernels.hopper_linear import HopperLinear

@@ -12,8 +12,13 @@ from attention.cpu.torch_sdpa import TorchSDPABackend
 from pagedray.config import EngineConfig
 from pagedray.errors import StartupError
 from pagedray.weight_format import Int4Format
-from tests.int4_tensors import Int4Tensors
-from tests.quantized_checkpoints import save_compressed, save_fp8_blocks, save_replaced, save_wide
+from tests.small_models.int4_tensors import Int4Tensors
+from tests.small_models.quantized_checkpoints import (
+    save_compressed,
+    save_fp8_blocks,
+    save_replaced,
+    save_wide,
+)
 from tests.workers.models.encoder_reference import save_bert
 from tests.workers.models.two_ranks import on_two_ranks
 from tests.workers.reference import (

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from attention.cpu.torch_sdpa import TorchSDPABackend
 from pagedray.config import EngineConfig
-from tests.quantized_checkpoints import save_compressed, save_wide
+from tests.small_models.quantized_checkpoints import save_compressed, save_wide
 from tests.workers.models.two_ranks import on_two_ranks
 from tests.workers.reference import CPU, loaded_model, save_checkpoint
 from tests.workers.reference_cases import CASES

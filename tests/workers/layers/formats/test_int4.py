@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from pagedray.errors import CheckpointError
 from pagedray.weight_format import Int4Format
-from tests.int4_tensors import Int4Tensors
+from tests.small_models.int4_tensors import Int4Tensors
 from tests.workers.layers.formats.layers import column_layer, loaded, row_layer
 from tests.workers.lone_rank import LoneRank
 

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from pagedray.model_config import ExpertsConfig
 from pagedray.weight_format import Fp8Format, Int4Format
-from tests.int4_tensors import Int4Tensors
+from tests.small_models.int4_tensors import Int4Tensors
 from workers.layers.expert_part import ExpertPart
 from workers.layers.formats.fp8_linear import Fp8Linear
 from workers.layers.formats.fp8_weight import Fp8Weight

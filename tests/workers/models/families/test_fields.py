@@ -10,7 +10,7 @@ import pytest
 from transformers import CONFIG_MAPPING, GenerationConfig
 
 from pagedray.errors import CheckpointError
-from tests.multimodal import TEXT_TYPES
+from tests.small_models.multimodal import TEXT_TYPES
 from tests.workers.models.families.config_json import SHAPE
 from tests.workers.reference import save_checkpoint
 from tests.workers.reference_cases import CASES

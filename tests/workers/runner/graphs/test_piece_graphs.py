@@ -12,7 +12,7 @@ import torch
 from cluster.engine.options.engine_options import EngineOptions, engine_config
 from pagedray import LLM, SamplingParams
 from pagedray.batch import SequencePlan, SequenceStart, StepPlan, pack_token_ids
-from tests.checkpoints import save_word_tokenizer
+from tests.small_models.checkpoints import save_word_tokenizer
 from workers.decoder_worker import DecoderWorker
 from workers.parallel.group import SoloGroup
 from workers.runner.graphs.piece_graphs import piece_sizes

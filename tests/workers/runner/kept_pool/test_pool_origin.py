@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cluster.engine.options.engine_options import EngineOptions, engine_config
-from tests.checkpoints import CASES, save_checkpoint
+from tests.small_models.checkpoints import CASES, save_checkpoint
 from workers.runner.kept_pool.pool_origin import PoolOrigin
 
 if TYPE_CHECKING:

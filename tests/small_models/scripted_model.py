@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["write_scripted_model"]
 
-_TINY_LLAMA = Path(__file__).parents[1] / "examples" / "tiny-llama"
+_TINY_LLAMA = Path(__file__).parents[2] / "examples" / "tiny-llama"
 _HIDDEN_SIZE = 128
 _INTERMEDIATE_SIZE = 16
 _CONTEXT = 2**16

@@ -1,10 +1,10 @@
-"""A configuration of each family beyond those of `tests.checkpoints`, for whole engines."""
+"""A configuration of each family beyond those of `checkpoints`, for whole engines."""
 
 from __future__ import annotations
 
 import random
 
-from tests.checkpoints import CASES, Case
+from tests.small_models.checkpoints import CASES, Case
 
 __all__ = ["ALL_CASES", "MOE_CASES", "SAMPLED_CASES"]
 

@@ -12,7 +12,7 @@ from tokenizers.decoders import ByteLevel
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from tests.multimodal import multimodal_config, transformers_class
+from tests.small_models.multimodal import multimodal_config, transformers_class
 
 if TYPE_CHECKING:
     from pathlib import Path

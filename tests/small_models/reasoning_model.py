@@ -8,7 +8,7 @@ from pathlib import Path
 
 __all__ = ["END_TOKEN_ID", "write_reasoning_model"]
 
-_TINY_LLAMA = Path(__file__).parents[1] / "examples" / "tiny-llama"
+_TINY_LLAMA = Path(__file__).parents[2] / "examples" / "tiny-llama"
 _TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
     "<|assistant|>{% if enable_thinking is not defined or enable_thinking %}<think>\n"
