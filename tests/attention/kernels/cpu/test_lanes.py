@@ -25,6 +25,8 @@ void rounded(const float *start, const float *x, const float *y, float *out) {{
     *(Floats *)out = sums - load_float(start);
 }}
 void bounded(const float *x, float *out) {{ *(Floats *)out = tanh_of(load_float(x)); }}
+void gated(const float *x, float *out) {{ *(Floats *)out = silu_of(load_float(x)); }}
+void narrowed(const float *x, uint16_t *out) {{ store_all_bfloat(out, load_float(x)); }}
 """
 WITHOUT = ["", "-mno-avx512f", "-mno-avx512f -mno-avx2 -mno-fma"]
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
@@ -67,3 +69,28 @@ def test_tanh_is_that_of_torch(library: ctypes.CDLL) -> None:
     nan = torch.full((16,), float("nan"))
     library.bounded(ctypes.c_void_p(nan.data_ptr()), ctypes.c_void_p(nan.data_ptr()))
     assert nan.isnan().all()
+
+
+def test_silu_is_that_of_torch(library: ctypes.CDLL) -> None:
+    numbers = torch.cat((torch.linspace(-80, 80, 3989), torch.logspace(-9, 30, 51)))
+    numbers = functional.pad(torch.cat((numbers, -numbers)), (0, -2 * len(numbers) % 16))
+    out = torch.full_like(numbers, 7)
+    for x, result in zip(numbers.split(16), out.split(16), strict=True):
+        library.gated(ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(result.data_ptr()))
+    exact = functional.silu(numbers.double())
+    torch.testing.assert_close(out.double(), exact, rtol=3e-6, atol=1e-30)
+
+
+def test_bfloats_are_rounded_as_by_torch(library: ctypes.CDLL) -> None:
+    # Of each sign and exponent, subnormal numbers, infinities and NaN too, with ties among them.
+    tops = torch.arange(2**16, dtype=torch.int32) << 16
+    lower = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
+    numbers = (tops[::7, None] | lower).flatten().view(torch.float32)
+    numbers = functional.pad(numbers, (0, -len(numbers) % 16))
+    out = torch.full_like(numbers, 7, dtype=torch.bfloat16)
+    for x, result in zip(numbers.split(16), out.split(16), strict=True):
+        library.narrowed(ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(result.data_ptr()))
+    is_nan = numbers.isnan()
+    exact = numbers.bfloat16().view(torch.int16).masked_fill(is_nan, 0x7FC0)
+    assert is_nan.any()
+    assert torch.equal(out.view(torch.int16), exact)
