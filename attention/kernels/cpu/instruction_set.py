@@ -24,7 +24,14 @@ _V2 = frozenset({"cx16", "lahf_lm", "pni", "popcnt", "sse4_1", "sse4_2", "ssse3"
 _V3 = _V2 | {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsave"}
 _V4 = _V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
 
+_AMX = frozenset({"amx_bf16", "amx_tile"})
+
 INSTRUCTION_SETS = (
+    InstructionSet(
+        "x86-64-v4-amx",
+        ("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+        _V4 | {"avx512_bf16"} | _AMX,
+    ),
     InstructionSet("x86-64-v4-bf16", ("-march=x86-64-v4", "-mavx512bf16"), _V4 | {"avx512_bf16"}),
     InstructionSet("x86-64-v4", ("-march=x86-64-v4",), _V4),
     InstructionSet("x86-64-v3", ("-march=x86-64-v3",), _V3),

@@ -11,6 +11,7 @@ import ctypes
 import logging
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from attention.kernels.cpu.compiler import (
     CompilationError,
@@ -28,7 +29,10 @@ from attention.kernels.cpu.private_folder import (
 )
 from attention.kernels.cpu.sealed_file import is_sealed
 
-__all__ = ["load_kernels"]
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["find_kernel", "load_kernels"]
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +59,17 @@ def load_kernels(source: Path) -> ctypes.CDLL | None:
             "Could not compile %s; falling back to a slower path: %s", source.name, error
         )
         return None
+
+
+def find_kernel(
+    name: str, libraries: Iterable[ctypes.CDLL | None]
+) -> ctypes._NamedFuncPointer | None:
+    """Return the first kernel of this name, or None.
+
+    A library is empty if the compiler does not know the instructions that its kernels need.
+    """
+    found = (getattr(library, name, None) for library in libraries)
+    return next((kernel for kernel in found if kernel is not None), None)
 
 
 def _loaded(command: list[str], name: str) -> ctypes.CDLL:

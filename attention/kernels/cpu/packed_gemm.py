@@ -10,7 +10,8 @@ from typing import Self
 import torch
 from torch.nn import functional
 
-from attention.kernels.cpu.native import load_kernels
+from attention.kernels.cpu.amx import has_amx
+from attention.kernels.cpu.native import find_kernel, load_kernels
 from attention.kernels.cpu.tiled_product import TiledProduct
 
 __all__ = ["PackedGemm"]
@@ -19,6 +20,8 @@ _SUFFIXES = {torch.float32: "float", torch.bfloat16: "bfloat"}
 # Columns of a tile as packed here, and as other libraries may pack them, the most likely first.
 _TILE = 32
 _SOURCES = {64: "packed_gemm_64.c", 32: "packed_gemm.c"}
+# With AMX, for bfloat16: oneDNN has tiles of 32 columns, too.
+_AMX_TILE, _AMX_SOURCE = 32, "packed_gemm_amx.c"
 # As in packed_gemm_tiles.h: elements of a row in one step of a sum, and steps of a slice, to a
 # multiple of which tiles are padded with zeros.
 _STEP = {torch.float32: 1, torch.bfloat16: 2}
@@ -119,10 +122,13 @@ def _kernel(
         and (bias is None or bias.is_contiguous())
         and (bias is None or (bias.dtype == weight.dtype and len(bias) == len(weight)))
     )
-    library = _library(tile) if is_supported else None
-    if library is None:
+    if not is_supported:
         return None
-    kernel = library[f"packed_gemm_{_SUFFIXES[weight.dtype]}"]
+    uses_amx = tile == _AMX_TILE and weight.dtype == torch.bfloat16 and has_amx()
+    libraries = map(_library, [_AMX_SOURCE, _SOURCES[tile]] if uses_amx else [_SOURCES[tile]])
+    kernel = find_kernel(f"packed_gemm_{_SUFFIXES[weight.dtype]}", libraries)
+    if kernel is None:
+        return None
     kernel.argtypes = [ctypes.c_void_p] * 5
     kernel.restype = None
     return kernel
@@ -130,7 +136,7 @@ def _kernel(
 
 def _pack_in_place(weight: torch.Tensor) -> bool:
     """Pack the weight where it is and return True, or change nothing."""
-    library = _library(_TILE)
+    library = _library(_SOURCES[_TILE])
     out_size, in_size = weight.shape
     step = _STEP[weight.dtype]
     if out_size % _TILE or in_size % (_SLICE * step) or not weight.is_contiguous():
@@ -176,5 +182,5 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _library(tile: int) -> ctypes.CDLL | None:
-    return load_kernels(Path(__file__).with_name(_SOURCES[tile]))
+def _library(source: str) -> ctypes.CDLL | None:
+    return load_kernels(Path(__file__).with_name(source))

@@ -23,84 +23,9 @@ INLINE void NAME(lay_out)(
     }
 }
 
-/* Adds to `sums`, `[num_rows][TILE]`; prefetches `num_lines` lines for each quarter of a slice. */
-INLINE void NAME(micro_kernel)(
-    const UNIT *x, const ELEMENT *weight, int64_t num_slices, const int num_rows, float *sums,
-    const char *ahead, int64_t num_lines) {
-    /* These are registers, since `num_rows` is a constant to the compiler. */
-    Part totals[MICRO_ROWS][VECTORS];
-#pragma GCC unroll 12
-    for (int m = 0; m < num_rows; m++)
-#pragma GCC unroll 16
-        for (int v = 0; v < VECTORS; v++) totals[m][v] = (Part){0};
-    for (int64_t slice = 0; slice < num_slices; slice++) {
-        for (int quarter = 0; quarter < 4; quarter++) {
-            for (int64_t line = 0; line < num_lines; line++, ahead += LINE)
-                __builtin_prefetch(ahead, 0, 2);
-#pragma GCC unroll 4
-            for (int i = 0; i < SLICE / 4; i++) {
-#pragma GCC unroll 12
-                for (int m = 0; m < num_rows; m++)
-#pragma GCC unroll 16
-                    for (int v = 0; v < VECTORS; v++)
-                        totals[m][v] = NAME(add_unit)(
-                            totals[m][v], weight + v * WIDTH * STEP, x[m * SLICE + i]);
-                weight += TILE * STEP;
-            }
-            x += SLICE / 4;
-        }
-        x += (num_rows - 1) * SLICE;
-    }
-#pragma GCC unroll 12
-    for (int m = 0; m < num_rows; m++)
-#pragma GCC unroll 16
-        for (int v = 0; v < VECTORS; v++)
-            *(Part *)(sums + m * TILE + v * WIDTH) += totals[m][v];
-}
-
-typedef void NAME(MicroKernel)(
-    const UNIT *x, const ELEMENT *weight, int64_t num_slices, float *sums, const char *ahead,
-    int64_t num_lines);
-
-#define MICRO_KERNEL(rows)                                                                      \
-    static void NAME(micro_kernel_##rows)(                                                      \
-        const UNIT *x, const ELEMENT *weight, int64_t num_slices, float *sums,                  \
-        const char *ahead, int64_t num_lines) {                                                 \
-        NAME(micro_kernel)(x, weight, num_slices, rows, sums, ahead, num_lines);                \
-    }
-MICRO_KERNEL(1)
-#if MICRO_ROWS > 1
-MICRO_KERNEL(2)
-MICRO_KERNEL(3)
+#ifndef AMX
+#include "packed_gemm_micro.h"
 #endif
-#if MICRO_ROWS > 3
-MICRO_KERNEL(4)
-MICRO_KERNEL(5)
-MICRO_KERNEL(6)
-#endif
-#if MICRO_ROWS > 6
-MICRO_KERNEL(7)
-MICRO_KERNEL(8)
-MICRO_KERNEL(9)
-MICRO_KERNEL(10)
-MICRO_KERNEL(11)
-MICRO_KERNEL(12)
-#endif
-#undef MICRO_KERNEL
-
-static NAME(MicroKernel) *const NAME(micro_kernels)[MICRO_ROWS + 1] = {
-    0, NAME(micro_kernel_1),
-#if MICRO_ROWS > 1
-    NAME(micro_kernel_2), NAME(micro_kernel_3),
-#endif
-#if MICRO_ROWS > 3
-    NAME(micro_kernel_4), NAME(micro_kernel_5), NAME(micro_kernel_6),
-#endif
-#if MICRO_ROWS > 6
-    NAME(micro_kernel_7), NAME(micro_kernel_8), NAME(micro_kernel_9), NAME(micro_kernel_10),
-    NAME(micro_kernel_11), NAME(micro_kernel_12),
-#endif
-};
 
 INLINE void NAME(begin_sums)(
     const ELEMENT *bias, int64_t width, int64_t num_rows, float *sums) {
@@ -127,12 +52,12 @@ INLINE void NAME(add_tile)(
         const char *ahead = (const char *)(is_last ? next : tile + slices.end * SLICE_ELEMENTS);
         const char *end = ahead ? ahead + size * SLICE_ELEMENTS * sizeof(ELEMENT) : 0;
         for (int64_t strip = 0; strip < num_strips; strip++) {
-            const Range rows = part_of(num_rows, num_strips, strip);
+            const Range rows = strip_of(num_rows, num_strips, strip);
             const int64_t height = rows.end - rows.begin;
-            NAME(micro_kernels)[height](
+            NAME(add_strip)(
                 units + (rows.begin * num_slices + slices.begin * height) * SLICE,
-                tile + slices.begin * SLICE_ELEMENTS, size, sums + rows.begin * TILE, ahead,
-                ahead < end ? num_lines : 0);
+                tile + slices.begin * SLICE_ELEMENTS, size, height, sums + rows.begin * TILE,
+                ahead, ahead < end ? num_lines : 0);
             if (ahead < end) ahead += 4 * size * num_lines * LINE;
         }
     }
@@ -166,7 +91,7 @@ INLINE void NAME(pass)(
     UNIT *units = (UNIT *)x_units;
     float sums[2][MOST_ROWS * TILE] __attribute__((aligned(LINE)));
     for (int64_t strip = 0; strip < num_strips; strip++) {
-        const Range rows = part_of(num_rows, num_strips, strip);
+        const Range rows = strip_of(num_rows, num_strips, strip);
         NAME(lay_out)(
             x + rows.begin * shape->x_stride, shape->x_stride, shape->in_size,
             rows.end - rows.begin, units + rows.begin * num_slices * SLICE);
@@ -194,6 +119,7 @@ void NAME(packed_gemm)(
     const Layout layout = layout_of(shape, STEP, sizeof(UNIT));
 #pragma omp parallel
     {
+        BEGIN();
         const Share share = share_of(shape, &layout, omp_get_num_threads(), omp_get_thread_num());
         const int64_t num_rows = share.rows.end - share.rows.begin;
         const int64_t num_passes = num_parts_of(num_rows, layout.pass_rows);
@@ -204,6 +130,7 @@ void NAME(packed_gemm)(
                 shape, &layout, x + first * shape->x_stride, rows.end - rows.begin, share.tiles,
                 weight, bias, out + first * shape->out_size);
         }
+        END();
     }
 }
 

@@ -16,36 +16,9 @@
 
 #include "lanes.h"
 
-#define SLICE 16     /* steps that are contiguous in a row of x: a cache line of floats */
-#define CHUNK 32     /* slices of a tile that all rows are multiplied by before the next chunk */
-#define UNAIDED 2    /* up to so many rows the hardware prefetcher is better than software */
-#define MOST_ROWS 96 /* rows of x in one pass over the tiles */
+#define SLICE 16  /* steps that are contiguous in a row of x: a cache line of floats */
+#define UNAIDED 2 /* up to so many rows the hardware prefetcher is better than software */
 #define X_BYTES (2 * 1024 * 1024)
-
-/* MICRO_ROWS is the largest number of rows whose sums stay in registers, at most 12. */
-#if defined(__AVX512F__)
-#define WIDTH 16
-#define MICRO_ROWS (384 / TILE)
-#elif defined(__AVX2__) && defined(__FMA__)
-#include <immintrin.h>
-#define WIDTH 8
-#define MICRO_ROWS (96 / TILE)
-#else
-#define WIDTH 4
-#define MICRO_ROWS (96 / TILE)
-#endif
-#define VECTORS (TILE / WIDTH)
-
-typedef float Part __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
-typedef uint32_t PartWords __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
-
-typedef struct {
-    int64_t num_rows;
-    int64_t in_size;
-    int64_t out_size; /* of the result; a gated weight has twice as many */
-    int64_t x_stride;
-    int64_t is_gated; /* out = silu(first half of the columns) * second half */
-} Shape;
 
 typedef struct {
     int64_t begin, end;
@@ -55,6 +28,25 @@ typedef struct {
 INLINE Range part_of(int64_t size, int64_t num_parts, int64_t index) {
     return (Range){size * index / num_parts, size * (index + 1) / num_parts};
 }
+
+/*
+ * What multiplies. A unit is what a step reads of a row of x. All rows of a pass over the tiles, up
+ * to MOST_ROWS, are multiplied by CHUNK slices of a tile before the next ones, in strips of up to
+ * MICRO_ROWS, whose sums stay in registers.
+ */
+#ifdef AMX
+#include "packed_gemm_amx.h"
+#else
+#include "packed_gemm_vectors.h"
+#endif
+
+typedef struct {
+    int64_t num_rows;
+    int64_t in_size;
+    int64_t out_size; /* of the result; a gated weight has twice as many */
+    int64_t x_stride;
+    int64_t is_gated; /* out = silu(first half of the columns) * second half */
+} Shape;
 
 /* How the work is split. */
 typedef struct {
@@ -70,7 +62,7 @@ typedef struct {
 } Share;
 
 /* The rows of x of a pass, a copy for each thread, so that no thread waits for another. */
-static _Thread_local char x_units[X_BYTES] __attribute__((aligned(LINE)));
+static _Thread_local char x_units[X_BYTES + SPARE_BYTES] __attribute__((aligned(LINE)));
 
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -105,62 +97,13 @@ INLINE Share share_of(
     };
 }
 
-/* sums + x * y, as one instruction if there is one, which the compiler does not reassociate. */
-INLINE Part add_scaled(Part sums, Part x, float y) {
-#if defined(__AVX512F__)
-    return (Part)_mm512_fmadd_ps((__m512)x, _mm512_set1_ps(y), (__m512)sums);
-#elif defined(__AVX2__) && defined(__FMA__)
-    return (Part)_mm256_fmadd_ps((__m256)x, _mm256_set1_ps(y), (__m256)sums);
-#else
-    return ORDERED(sums + x * y);
-#endif
-}
-
-/* A unit is what a step reads of a row of x; `add_unit` multiplies it by a vector of a tile. */
-typedef float Unit_float;
-#define STEP_float 1
-
-INLINE Part add_unit_float(Part sums, const float *weight, Unit_float x) {
-    return add_scaled(sums, *(const Part *)weight, x);
-}
-
-INLINE Unit_float unit_float(const float *from) { return *from; }
-
-#define STEP_bfloat 2
-#ifdef __AVX512BF16__
-typedef uint32_t Unit_bfloat;
-
-INLINE Part add_unit_bfloat(Part sums, const uint16_t *weight, Unit_bfloat x) {
-    return (Part)_mm512_dpbf16_ps(
-        (__m512)sums, (__m512bh)_mm512_loadu_si512(weight), (__m512bh)_mm512_set1_epi32((int)x));
-}
-
-INLINE Unit_bfloat unit_bfloat(const uint16_t *from) {
-    Unit_bfloat pair;
-    memcpy(&pair, from, sizeof pair);
-    return pair;
-}
-#else
-typedef struct {
-    float lower, upper;
-} Unit_bfloat;
-
-INLINE Part add_unit_bfloat(Part sums, const uint16_t *weight, Unit_bfloat x) {
-    const PartWords words = *(const PartWords *)weight;
-    sums = add_scaled(sums, (Part)(words << 16), x.lower);
-    return add_scaled(sums, (Part)(words & 0xffff0000u), x.upper);
-}
-
-INLINE Unit_bfloat unit_bfloat(const uint16_t *from) {
-    return (Unit_bfloat){one_bfloat(from), one_bfloat(from + 1)};
-}
-#endif
-
+#ifndef AMX
 #define ELEMENT float
 #define NAME(x) x##_float
 #include "packed_gemm_body.h"
 #undef ELEMENT
 #undef NAME
+#endif
 
 #define ELEMENT uint16_t
 #define NAME(x) x##_bfloat

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from attention.kernels.cpu.native import load_kernels
+from attention.kernels.cpu.native import find_kernel, load_kernels
 from attention.kernels.cpu.sealed_file import seal_file
 
 if TYPE_CHECKING:
@@ -312,3 +312,15 @@ def test_the_compiler_keeps_its_own_files_where_no_other_user_writes(
     monkeypatch.setenv("PATH", f"{compiler.parent}:{os.environ['PATH']}")
     assert answer(source) == 42
     assert folder_used.read_text().strip() == str(tmp_path / "cache" / "pagedray" / "kernels")
+
+
+@needs_compiler
+def test_a_kernel_is_found_in_the_first_library_that_has_it(source: Path) -> None:
+    full = load_kernels(source)
+    source.write_text("int other;\n")
+    empty = load_kernels(source)
+    assert empty is not None
+    found = find_kernel("answer", [None, empty, full])
+    assert found is not None
+    assert found() == 42
+    assert find_kernel("answer", [None, empty]) is None

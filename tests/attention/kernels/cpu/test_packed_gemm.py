@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from attention.kernels.cpu import compiler, native, packed_gemm
+from attention.kernels.cpu import amx, compiler, native, packed_gemm
 from attention.kernels.cpu.packed_gemm import PackedGemm
 
 if TYPE_CHECKING:
@@ -26,24 +26,29 @@ pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C co
 
 
 @pytest.fixture(
-    scope="module", autouse=True, params=["", "-mno-avx512bf16", "-mno-avx512f", "-mno-fma"]
+    scope="module",
+    autouse=True,
+    params=["", "-DEMULATE_AMX", "-mno-avx512bf16", "-mno-avx512f", "-mno-fma"],
 )
 def _kernels(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[None]:
-    """Compile the kernels without some instructions."""
+    """Compile the kernels without some instructions, or with AMX in plain C."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param:
             patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
             off = ("-mno-avx512f",) if request.param == "-mno-fma" else ()
             patch.setattr(compiler, "_FLAGS", (*compiler._FLAGS, *off, request.param))
+        has_amx = request.param == "-DEMULATE_AMX" or (not request.param and amx.has_amx())
+        patch.setattr(packed_gemm, "has_amx", lambda: has_amx)
         folder = Path(packed_gemm.__file__).parent
-        libraries = {
-            tile: native.load_kernels(folder / name) for tile, name in packed_gemm._SOURCES.items()
-        }
+        sources = [*packed_gemm._SOURCES.values(), packed_gemm._AMX_SOURCE]
+        libraries = {source: native.load_kernels(folder / source) for source in sources}
         if None in libraries.values():
             pytest.skip(f"{request.param} is not for this machine")
         patch.setattr(packed_gemm, "_library", libraries.get)
+        if has_amx:
+            assert hasattr(libraries[packed_gemm._AMX_SOURCE], "packed_gemm_bfloat")
         yield
 
 
