@@ -8,21 +8,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
+import torch
 
-from attention.kernels.cpu.native import load_kernels
+from attention.kernels.cpu.amx import has_amx
+from attention.kernels.cpu.native import find_kernel, load_kernels
 from attention.kernels.cpu.paged_kernel import PagedKernel, kernel_suffix
 from attention.params import AttentionType
 
 if TYPE_CHECKING:
     import numpy.typing as npt
-    import torch
 
     from attention.params import AttentionParams, AttentionSpec
 
 __all__ = ["PagedPrefill", "PrefillBatch"]
 
-# Queries times the heads that share a KV head: what a work item computes together.
-_ROWS_AT_ONCE = 64
+_SOURCE, _AMX_SOURCE = "paged_prefill.c", "paged_prefill_amx.c"
+# Queries times the heads that share a KV head: what a work item computes together. It reads its
+# keys once, which takes more of the time with AMX.
+_ROWS_AT_ONCE, _ROWS_AT_ONCE_WITH_AMX = 64, 128
 
 
 class PrefillBatch:
@@ -59,10 +62,15 @@ class PagedPrefill(PagedKernel):
     """The kernel of layers with equal parameters."""
 
     def __init__(
-        self, kernel: ctypes._NamedFuncPointer, params: AttentionParams, spec: AttentionSpec
+        self,
+        kernel: ctypes._NamedFuncPointer,
+        params: AttentionParams,
+        spec: AttentionSpec,
+        *,
+        rows_at_once: int,
     ) -> None:
         super().__init__(kernel, params, spec)
-        self.max_queries = max(1, _ROWS_AT_ONCE // params.num_queries_per_kv)
+        self.max_queries = max(1, rows_at_once // params.num_queries_per_kv)
         """Queries of a work item."""
 
     @classmethod
@@ -73,14 +81,18 @@ class PagedPrefill(PagedKernel):
         """
         is_causal = params.attention_type is AttentionType.DECODER
         suffix = kernel_suffix(params, spec) if is_causal else None
-        library = None if suffix is None else _library()
-        kernel = getattr(library, f"paged_prefill_{suffix}", None)
+        if suffix is None:
+            return None
+        uses_amx = spec.dtype == torch.bfloat16 and has_amx()
+        libraries = map(_library, [_AMX_SOURCE, _SOURCE] if uses_amx else [_SOURCE])
+        kernel = find_kernel(f"paged_prefill_{suffix}", libraries)
         if kernel is None:
             return None
         address, number = ctypes.c_void_p, ctypes.c_int64
         kernel.argtypes = [*[address] * 8, number, number, *[address] * 3]
         kernel.restype = ctypes.c_int
-        return cls(kernel, params, spec)
+        rows_at_once = _ROWS_AT_ONCE_WITH_AMX if uses_amx else _ROWS_AT_ONCE
+        return cls(kernel, params, spec, rows_at_once=rows_at_once)
 
     def run_prefills(
         self,
@@ -130,5 +142,5 @@ def _items(
 
 
 @cache
-def _library() -> ctypes.CDLL | None:
-    return load_kernels(Path(__file__).with_suffix(".c"))
+def _library(source: str) -> ctypes.CDLL | None:
+    return load_kernels(Path(__file__).with_name(source))

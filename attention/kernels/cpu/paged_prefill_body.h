@@ -12,46 +12,55 @@ INLINE Floats NAME(load_part)(
     const int64_t format, const char *from, int64_t width, int64_t num_left) {
     if (num_left >= LANES) return NAME(load_cached)(format, from);
     char rest[LANES * sizeof(ELEMENT)] = {0};
-    memcpy(rest, from, num_left * width);
+    if (num_left > 0) memcpy(rest, from, num_left * width);
     return NAME(load_cached)(format, rest);
 }
 
 /*
  * Reads KEYS keys and values from key `first` of a sequence on. Those before `begin` and from `stop`
- * on become zero, since what the cache has there may not be finite.
+ * on become zero, since what the cache has there may not be finite. `is_whole` if there are none,
+ * and no part of a vector.
  */
-INLINE void NAME(read_keys)(
+INLINE void NAME(read_rows)(
     const Shape *shape, const char *cache, const int32_t *table, int64_t first, int64_t begin,
-    int64_t stop, const int64_t format, const Room *room) {
+    int64_t stop, const int64_t format, const int is_whole, const Room *room) {
     const int64_t size = shape->head_size, width = format == SAME ? sizeof(ELEMENT) : 1;
     const char *rows[KEYS];
     int is_read[KEYS];
     for (int64_t key = 0; key < KEYS; key++) {
-        is_read[key] = first + key >= begin && first + key < stop;
+        is_read[key] = is_whole || (first + key >= begin && first + key < stop);
         const int64_t place = is_read[key] ? first + key : stop - 1;
         rows[key] = cache + (table[place / shape->block_size] * shape->block_stride +
                              place % shape->block_size * shape->num_kv_heads * size) *
                                 width;
     }
-    const int64_t num_keys = stop - first < KEYS ? stop - first : KEYS;
     for (int64_t i = 0; i < room->size; i += LANES) {
-        const int64_t left = size - i;
+        const int64_t left = is_whole ? LANES : size - i;
         for (int64_t part = 0; part < KEYS; part += LANES) {
             Floats lanes[LANES];
             for (int64_t key = 0; key < LANES; key++) {
                 const char *from = rows[part + key] + i * width;
                 lanes[key] = NAME(load_part)(format, from, width, left);
-                if (!is_read[part + key]) lanes[key] = (Floats){0};
+                if (!is_whole && !is_read[part + key]) lanes[key] = (Floats){0};
             }
-            transpose(lanes, room->keys + i * KEYS + part);
+            put_keys(room, part, i, lanes);
         }
-        for (int64_t key = 0; key < num_keys; key++) {
+        for (int64_t key = 0; key < KEYS; key++) {
             const char *from = rows[key] + (shape->value_offset + i) * width;
             const Floats value =
-                is_read[key] ? NAME(load_part)(format, from, width, left) : (Floats){0};
-            store_all_float(room->values + key * room->size + i, value);
+                is_whole || is_read[key] ? NAME(load_part)(format, from, width, left) : (Floats){0};
+            put_value(room, key, i, value);
         }
     }
+}
+
+INLINE void NAME(read_keys)(
+    const Shape *shape, const char *cache, const int32_t *table, int64_t first, int64_t begin,
+    int64_t stop, const int64_t format, const Room *room) {
+    if (first >= begin && first + KEYS <= stop && shape->head_size == room->size)
+        NAME(read_rows)(shape, cache, table, first, begin, stop, format, 1, room);
+    else
+        NAME(read_rows)(shape, cache, table, first, begin, stop, format, 0, room);
 }
 
 /* Attends for the queries of one work item; `position` is that of the first one. */
@@ -63,9 +72,12 @@ static void NAME(attend)(
     const int64_t num_rows = num_queries * heads, head_size = shape->head_size;
     for (int64_t row = 0; row < num_rows; row++) {
         const ELEMENT *from = query + row / heads * shape->query_stride + row % heads * head_size;
-        for (int64_t i = 0; i < size; i++)
-            room->queries[row * size + i] =
-                i < head_size ? NAME(one)(from + i) * shape->scale : 0.0f;
+        for (int64_t i = 0; i < size; i += LANES) {
+            const char *place = (const char *)(from + i);
+            put_query(
+                room, row, i, NAME(load_part)(SAME, place, sizeof(ELEMENT), head_size - i),
+                shape->scale);
+        }
         /* A sink is a score without a value. */
         room->tops[row] = sinks ? sinks[row % heads] : -INFINITY;
         room->sums[row] = sinks ? 1.0f : 0.0f;
@@ -80,26 +92,18 @@ static void NAME(attend)(
             NAME(read_keys)(shape, cache, table, first, begin, stop, E4M3, room);
         else
             NAME(read_keys)(shape, cache, table, first, begin, stop, E5M2, room);
-        /* Rows of earlier queries than the first key see none of the keys. */
-        const int64_t first_row = first > position ? (first - position) * heads : 0;
-        int64_t row = first_row;
-        for (; row + ROWS <= num_rows; row += ROWS)
-            score_rows(
-                size, room->queries + row * size, room->keys, ROWS, room->weights + row * KEYS);
-        for (; row < num_rows; row++)
-            score_rows(
-                size, room->queries + row * size, room->keys, 1, room->weights + row * KEYS);
-        for (row = first_row; row < num_rows; row++) {
-            const int64_t last = position + row / heads - first;
-            const int64_t lowest = window > 0 && last >= window ? last - window + 1 : 0;
-            weigh_row(
-                shape, room, row, slopes ? slopes + row % heads : 0,
-                (int32_t)(lowest < KEYS ? lowest : KEYS), (int32_t)last);
-        }
-        const int64_t num_keys = stop - first < KEYS ? stop - first : KEYS;
-        for (row = first_row; row + VALUE_ROWS <= num_rows; row += VALUE_ROWS)
-            add_rows(room, row, num_keys, VALUE_ROWS);
-        for (; row < num_rows; row++) add_rows(room, row, num_keys, 1);
+        /* Earlier queries see none of the keys, and the windows of some later ones begin after. */
+        const int64_t seen_until = window > 0 ? first + KEYS + window - 1 : stop;
+        const Step step = {
+            .first_row = first > position ? (first - position) * heads : 0,
+            .stop_row = seen_until < stop ? (seen_until - position) * heads : num_rows,
+            .heads = heads,
+            .position = position - first,
+        };
+        score_keys(room, step.first_row, step.stop_row, shape->scale);
+        weigh_rows(shape, room, &step, slopes);
+        add_values(
+            room, step.first_row, step.stop_row, stop - first < KEYS ? stop - first : KEYS);
     }
     for (int64_t row = 0; row < num_rows; row++) {
         ELEMENT *to = out + row / heads * shape->out_stride + row % heads * head_size;
@@ -127,12 +131,14 @@ int NAME(paged_prefill)(
     int failed = 0;
 #pragma omp parallel
     {
-        float *memory = aligned_alloc(LINE, room_bytes(shape, num_rows));
+        Room room;
+        char *memory = aligned_alloc(LINE, (int64_t)divide_room(&room, 0, shape, num_rows));
         if (!memory) {
 #pragma omp atomic write
             failed = 1;
         }
-        const Room room = memory ? room_in(memory, shape, num_rows) : (Room){0};
+        divide_room(&room, memory, shape, num_rows);
+        BEGIN();
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < num_items * shape->num_kv_heads; i++) {
             if (!memory) continue;
@@ -147,6 +153,7 @@ int NAME(paged_prefill)(
                 left < max_queries ? left : max_queries, slopes ? slopes + kv * heads : 0,
                 sinks ? sinks + kv * heads : 0, out + token * shape->out_stride + column, &room);
         }
+        END();
         free(memory);
     }
     return failed;

@@ -1,6 +1,8 @@
 """The kernel of prompts, against attention in float64 over the keys and values of a sequence."""
 
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,26 @@ LAYERS = [
 ]
 
 
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(scope="module", autouse=True, params=["", "-DEMULATE_AMX"])
+def _kernels(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """Use the kernels of this machine, or those of AMX in plain C."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param:
+            patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+            patch.setattr(compiler, "_FLAGS", (*compiler._FLAGS, request.param))
+            patch.setattr(paged_prefill, "has_amx", lambda: True)
+            patch.setattr(paged_prefill, "_library", cache(paged_prefill._library.__wrapped__))
+            library = paged_prefill._library("paged_prefill_amx.c")
+            if not hasattr(library, "paged_prefill_bfloat"):
+                pytest.skip("needs AVX-512 and a C compiler")
+        yield
+
+
 def rig_of(params: AttentionParams, dtype: torch.dtype = torch.float32) -> Rig:
     """Return a rig whose prompts go to the kernel."""
     rig = Rig(params, dtype=dtype, block_size=16)
@@ -36,7 +58,7 @@ def rig_of(params: AttentionParams, dtype: torch.dtype = torch.float32) -> Rig:
     return rig
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("params", LAYERS, ids=repr)
 def test_prompts_and_parts_of_prompts_attend_as_defined(
     params: AttentionParams, dtype: torch.dtype
@@ -48,7 +70,7 @@ def test_prompts_and_parts_of_prompts_attend_as_defined(
     rig.step(prefills=[(b, 1), (d, 31), (a, 5)])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("params", LAYERS[::2], ids=repr)
 def test_tokens_have_the_same_bits_however_their_prompt_is_divided(
     params: AttentionParams, dtype: torch.dtype
@@ -64,8 +86,9 @@ def test_tokens_have_the_same_bits_however_their_prompt_is_divided(
         start += count
 
 
-def test_keys_after_a_query_do_not_change_its_result() -> None:
-    rig = rig_of(params_of())
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_keys_after_a_query_do_not_change_its_result(dtype: torch.dtype) -> None:
+    rig = rig_of(params_of(), dtype)
     (tokens,) = rig.tokens(60)
     (expected,) = rig.step(prefills=[(rig.sequence(), 60)], tokens=[tokens])
     tokens[30:] = torch.finfo(torch.float32).max / 1e4
@@ -76,8 +99,11 @@ def test_keys_after_a_query_do_not_change_its_result() -> None:
 
 
 @pytest.mark.parametrize("place", [5, 31, 32, 40])
-def test_a_key_that_is_not_finite_reaches_all_queries_that_see_it(place: int) -> None:
-    rig = rig_of(params_of(sliding_window=8))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_key_that_is_not_finite_reaches_all_queries_that_see_it(
+    dtype: torch.dtype, place: int
+) -> None:
+    rig = rig_of(params_of(sliding_window=8), dtype)
     query, key, value = rig.tokens(60)[0].split([64, 32, 32], 1)
     key[place] = float("nan")
     metadata = rig.builder.build(rig.batch([(rig.sequence(), 60)], []))
@@ -87,8 +113,9 @@ def test_a_key_that_is_not_finite_reaches_all_queries_that_see_it(place: int) ->
 
 
 @pytest.mark.parametrize("fp8", ["auto", "fp8_e4m3"])
-def test_keys_before_the_window_of_all_queries_are_not_read(fp8: str) -> None:
-    rig = rig_of(params_of(sliding_window=20, fp8=fp8))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_keys_before_the_window_of_all_queries_are_not_read(dtype: torch.dtype, fp8: str) -> None:
+    rig = rig_of(params_of(sliding_window=20, fp8=fp8), dtype)
     sequence = rig.sequence()
     rig.step(prefills=[(sequence, 50)])
     # Queries from position 50 on see keys from 31 on; their block has more, 16 of which are kept.
