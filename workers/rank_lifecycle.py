@@ -153,7 +153,7 @@ class RankLifecycle:
             # The controller has this rank's report.
             pool.mapped.confirm()
         try:
-            serve_steps(self.worker, channel, self._progress, log, is_first=self.rank == 0)
+            serve_steps(self.worker, channel, self._progress, log, sends_outputs=self.rank == 0)
             self.worker.close()
         except ChannelClosedError:
             logger.warning("Rank %s lost the connection to its controller.", self.rank)

@@ -29,17 +29,17 @@ def serve_steps(
     progress: ProgressWord,
     log: RankLog,
     *,
-    is_first: bool,
+    sends_outputs: bool,
 ) -> None:
     """Run plans in order until a Shutdown arrives.
 
-    A step's output is sent as soon as it is ready, and its acknowledgement once its block copies
-    have ended too; a plan that arrives before is launched after the running step. A step that
-    needs masks gets them before the next plan, and after the outputs of all earlier steps are sent,
-    since masks depend on these. Between plans, the worker uses its idle time. Lines of the log are
-    sent between steps.
+    A step's output is sent as soon as it is ready, by the rank of a group that `sends_outputs`, and
+    its acknowledgement once its block copies have ended too; a plan that arrives before is launched
+    after the running step. A step that needs masks gets them before the next plan, and after the
+    outputs of all earlier steps are sent, since masks depend on these. Between plans, the worker
+    uses its idle time. Lines of the log are sent between steps.
     """
-    _StepServer(worker, channel, progress, log, is_first=is_first).serve()
+    _StepServer(worker, channel, progress, log, sends_outputs=sends_outputs).serve()
 
 
 class _StepServer:
@@ -52,13 +52,13 @@ class _StepServer:
         progress: ProgressWord,
         log: RankLog,
         *,
-        is_first: bool,
+        sends_outputs: bool,
     ) -> None:
         self._worker = worker
         self._channel = channel
         self._progress = progress
         self._log = log
-        self._is_first = is_first
+        self._sends_outputs = sends_outputs
         self._disk = worker.disk_jobs
         self._pending: deque[PendingStep] = deque()
         self._copying: deque[tuple[int, PendingStep]] = deque()
@@ -118,14 +118,14 @@ class _StepServer:
     def _send_output(self, finished: PendingStep) -> None:
         output = finished.output()
         self._progress.enter(Phase.SENDING)
-        if self._is_first:
+        if self._sends_outputs:
             self._channel.send(output)
         if isinstance(output, StepOutput) and not output.is_acknowledged:
             self._copying.append((output.step, finished))
         else:
             # The copies of earlier steps have ended too.
             self._copying.clear()
-            if not self._is_first:
+            if not self._sends_outputs:
                 self._channel.send(StepAck(output.step))
         self._await_copies()
         self._progress.finish_step(output.step)

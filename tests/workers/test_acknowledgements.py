@@ -45,11 +45,11 @@ class ScriptedChannel:
 
 
 def served(
-    worker: CopyingWorker, *script: StepPlan | Shutdown | Callable[[], None], is_first: bool
+    worker: CopyingWorker, *script: StepPlan | Shutdown | Callable[[], None], sends_outputs: bool
 ) -> list[object]:
     """Return what a rank sends."""
     channel = ScriptedChannel([*script, Shutdown()])
-    serve_steps(worker, channel, ProgressWord(), RankLog(), is_first=is_first)  # type: ignore[arg-type]
+    serve_steps(worker, channel, ProgressWord(), RankLog(), sends_outputs=sends_outputs)  # type: ignore[arg-type]
     return channel.sent
 
 
@@ -58,21 +58,25 @@ def test_what_was_logged_is_sent_before_the_next_output() -> None:
     log, worker = RankLog(), CopyingWorker()
     log.handle(logging.makeLogRecord({"levelno": logging.WARNING, "msg": "The disk is full."}))
     worker.end_copies()
-    serve_steps(worker, channel, ProgressWord(), log, is_first=True)  # type: ignore[arg-type]
+    serve_steps(worker, channel, ProgressWord(), log, sends_outputs=True)  # type: ignore[arg-type]
     assert channel.sent[0] == RankLogLine(logging.WARNING, "The disk is full.")
     assert isinstance(channel.sent[1], StepOutput)
 
 
-@pytest.mark.parametrize("is_first", [True, False])
-def test_steps_are_acknowledged_in_order_once_their_copies_have_ended(*, is_first: bool) -> None:
+@pytest.mark.parametrize("sends_outputs", [True, False])
+def test_steps_are_acknowledged_in_order_once_their_copies_have_ended(
+    *, sends_outputs: bool
+) -> None:
     worker = CopyingWorker()
-    sent = served(worker, PLANS[0], _wait, PLANS[1], _wait, worker.end_copies, is_first=is_first)
+    sent = served(
+        worker, PLANS[0], _wait, PLANS[1], _wait, worker.end_copies, sends_outputs=sends_outputs
+    )
     outputs = [StepOutput(step, [], is_acknowledged=False) for step in range(2)]
-    assert sent == (outputs if is_first else []) + [StepAck(0), StepAck(1)]
+    assert sent == (outputs if sends_outputs else []) + [StepAck(0), StepAck(1)]
 
 
-@pytest.mark.parametrize("is_first", [True, False])
-def test_a_step_is_not_acknowledged_after_a_later_one(*, is_first: bool) -> None:
+@pytest.mark.parametrize("sends_outputs", [True, False])
+def test_a_step_is_not_acknowledged_after_a_later_one(*, sends_outputs: bool) -> None:
     worker = CopyingWorker()
     launch = worker.launch
 
@@ -85,7 +89,7 @@ def test_a_step_is_not_acknowledged_after_a_later_one(*, is_first: bool) -> None
         return launched
 
     worker.launch = launch_and_end  # type: ignore[method-assign, assignment]
-    sent = served(worker, PLANS[0], _wait, PLANS[1], is_first=is_first)
+    sent = served(worker, PLANS[0], _wait, PLANS[1], sends_outputs=sends_outputs)
     steps = [one.step for one in sent if isinstance(one, StepAck) or one.is_acknowledged]  # type: ignore[attr-defined]
     assert steps == sorted(steps)
     assert steps[-1] == 1
@@ -101,7 +105,7 @@ def test_an_output_acknowledges_a_step_without_copies() -> None:
         return launched
 
     worker.launch = launch_copied  # type: ignore[method-assign, assignment]
-    assert served(worker, *PLANS, is_first=True) == [StepOutput(step, []) for step in range(3)]
+    assert served(worker, *PLANS, sends_outputs=True) == [StepOutput(step, []) for step in range(3)]
 
 
 def test_a_rank_shows_which_step_it_copies_for() -> None:
@@ -118,7 +122,7 @@ def test_a_rank_shows_which_step_it_copies_for() -> None:
     channel = ScriptedChannel(
         [first, look, second, look, end_first, _wait, look, worker.end_copies, Shutdown()]
     )
-    serve_steps(worker, channel, progress, RankLog(), is_first=True)  # type: ignore[arg-type]
+    serve_steps(worker, channel, progress, RankLog(), sends_outputs=True)  # type: ignore[arg-type]
     look()
     assert seen == [1, 1, 2, 0]
 

@@ -55,7 +55,7 @@ def test_a_plan_is_launched_after_the_part_during_which_it_arrives() -> None:
     worker = PreparingWorker(3)
 
     def serve() -> None:
-        serve_steps(worker, rank, ProgressWord(), RankLog(), is_first=True)  # type: ignore[arg-type]
+        serve_steps(worker, rank, ProgressWord(), RankLog(), sends_outputs=True)  # type: ignore[arg-type]
 
     serving = threading.Thread(target=serve)
     serving.start()
