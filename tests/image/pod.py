@@ -93,16 +93,6 @@ class Pod:
         code = self._process.poll()
         assert code is None, f"{self.name} exited with {code}: {self._tail(self.container)}"
 
-    def used_bytes(self, volume: str) -> int:
-        """Return what the files of a volume occupy."""
-        done = subprocess.run(
-            ["du", "--summarize", "--block-size=1", str(self._volumes[volume])],
-            check=True,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        return int(done.stdout.split()[0])
-
     def run_pre_stop(self) -> float:
         """Run the hook with which the deletion of the pod begins, and return its seconds."""
         started_s = time.monotonic()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import shutil
@@ -136,10 +135,6 @@ class Browser:
         )
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.send("Emulation.setEmulatedMedia", features=features)
-
-    def picture(self) -> bytes:
-        """Return a screenshot as PNG."""
-        return base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"])
 
     def __enter__(self) -> Self:
         return self
