@@ -3,11 +3,15 @@
 import sys
 
 from cluster.cli.interrupts import INTERRUPT_EXIT, exiting_at_interrupt
+from cluster.cli.standard_streams import open_standard_streams
+from pagedray.system.working_folder import leave_removed_folder
 
 __all__ = ["main"]
 
 
 def main() -> int:
+    open_standard_streams()
+    leave_removed_folder()
     with exiting_at_interrupt():
         from cluster.cli.commands import main as run_command
     try:

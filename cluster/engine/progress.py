@@ -20,7 +20,8 @@ _LINE_PAUSE_S = 10.0
 @contextmanager
 def progress_reports(*, are_shown: bool) -> Iterator[ReportProgress]:
     """Yield a function that shows progress on standard error until the block ends, or nothing."""
-    if not are_shown:
+    # Programs without a console have no standard error.
+    if not are_shown or sys.stderr is None:
         yield _ignore_progress
         return
     line = ProgressLine()
