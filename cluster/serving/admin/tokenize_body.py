@@ -79,7 +79,7 @@ class TokenizeBody(Body):
                 "Exactly one of prompt and messages is required.", param="prompt"
             )
         for name in ("tools", "chat_template", "chat_template_kwargs", "documents"):
-            if not has_messages and getattr(self, name) not in (None, {}):
+            if not has_messages and getattr(self, name) not in (None, {}, []):
                 raise InvalidRequestError(f"{name} requires messages.", param=name)
         if has_messages and self.add_special_tokens:
             raise InvalidRequestError(

@@ -187,6 +187,14 @@ def test_tokens_are_spelled_as_in_the_vocabulary(http: httpx.Client, folder: Pat
     assert http.post("/tokenize", json={"prompt": text}).json()["token_strs"] is None
 
 
+@pytest.mark.parametrize("given", [{"prompt": "hi"}, {"messages": [MESSAGE]}])
+def test_empty_lists_ask_for_nothing(http: httpx.Client, given: dict[str, Any]) -> None:
+    # The template reads no documents.
+    answers = [http.post("/tokenize", json=given | {"tools": [], "documents": []})]
+    answers.append(http.post("/tokenize", json=given))
+    assert answers[0].json()["tokens"] == answers[1].json()["tokens"]
+
+
 def test_tokens_of_a_conversation(http: httpx.Client, tokenizer: Tokenizer) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "add_generation_prompt": False}
     answer = http.post("/tokenize", json=body).json()
@@ -202,6 +210,8 @@ def test_tokens_of_a_conversation(http: httpx.Client, tokenizer: Tokenizer) -> N
         ("tokenize", {"prompt": "x" * 1_000_000}, "prompt"),
         ("tokenize", {"messages": []}, "messages"),
         ("tokenize", {"prompt": "x", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+        ("tokenize", {"prompt": "x", "documents": [{}]}, "documents"),
+        ("tokenize", {"messages": [MESSAGE], "documents": [{}]}, "documents"),
         ("tokenize", {"prompt": "x", "model": "other"}, "model"),
         ("tokenize", {"messages": [MESSAGE], "tools": [TOOL, TOOL]}, "tools"),
         ("detokenize", {}, "tokens"),

@@ -122,7 +122,7 @@ def _checked_documents(given: object, known: frozenset[str] | None) -> list[obje
     param = "documents"
     if not isinstance(given, list) or not all(isinstance(one, dict) for one in given):
         raise InvalidRequestError("documents must be a list of objects.", param=param)
-    if known is not None and "documents" not in known:
+    if given and known is not None and "documents" not in known:
         raise InvalidRequestError(
             "documents is not supported: the model's chat template does not read it.", param=param
         )
