@@ -255,20 +255,7 @@ class Planner:
                 break
             if not self._preemptor.is_entitled(head, entitled):
                 break
-            if table.num_free_rows == len(entitled) and not self._preemptor.displace(
-                head, entitled, draft
-            ):
-                break
-            while not (is_admitted := self._admit(head, draft)):
-                if not self._preemptor.lacks_blocks(head) or not self._preemptor.displace(
-                    head, entitled, draft
-                ):
-                    break
-            if not is_admitted:
-                # Others must not take the blocks in transit.
-                draft.is_held = (
-                    head is self._preemptor.entitled and self._kv.pool.num_in_transit > 0
-                )
+            if not self._take_room(head, entitled, draft):
                 break
             table.waiting.remove(head)
             entitled.append(head)
@@ -277,6 +264,22 @@ class Planner:
         # A token of the budget is set aside for each.
         draft.budget -= len(entitled)
         return entitled
+
+    def _take_room(self, head: Sequence, entitled: list[Sequence], draft: PlanDraft) -> bool:
+        """Find a row for a waiting sequence and give it its blocks, those of others if needed.
+
+        Returns False if it must wait.
+        """
+        preemptor = self._preemptor
+        lacks_row = self._table.num_free_rows == len(entitled)
+        if lacks_row and not preemptor.displace(head, entitled, draft):
+            return False
+        while not self._admit(head, draft):
+            if not (preemptor.lacks_blocks(head) and preemptor.displace(head, entitled, draft)):
+                # Others must not take the blocks in transit.
+                draft.is_held = head is preemptor.entitled and self._kv.pool.num_in_transit > 0
+                return False
+        return True
 
     def _bring_back(self, draft: PlanDraft, acknowledged_step: int) -> None:
         """Swap sequences in while there is room; those behind may pass the first few."""
