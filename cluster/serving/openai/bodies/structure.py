@@ -103,9 +103,7 @@ class RequestedStructure:
 
     def add_schema(self, given: object, param: str) -> None:
         """Request JSON of a schema, which is an object or a string. Raises InvalidRequestError."""
-        if not isinstance(given, str | dict):
-            raise InvalidRequestError(f"{param} must be a JSON Schema.", param=param)
-        text = given if isinstance(given, str) else _text_of(given, param)
+        text = _json_of(given, param, "a JSON Schema")
         self.add_structure("json_schema", text, param)
 
     def add_choices(self, given: object, param: str) -> None:
@@ -114,9 +112,7 @@ class RequestedStructure:
 
     def add_tag(self, given: object, param: str) -> None:
         """Request a structural tag, which is an object or a string. Raises InvalidRequestError."""
-        if not isinstance(given, str | dict):
-            raise InvalidRequestError(f"{param} must be a structural tag.", param=param)
-        text = given if isinstance(given, str) else _text_of(given, param)
+        text = _json_of(given, param, "a structural tag")
         self.add_structure("structural_tag", text, param)
 
     def add_outputs(self, given: StructuredOutputs, param: str) -> None:
@@ -166,6 +162,13 @@ def read_response_format(given: object, requested: RequestedStructure) -> None:
         )
     if read.type == "json_object":
         requested.add_structure("json_object", "", param)
+
+
+def _json_of(given: object, param: str, what: str) -> str:
+    """Return JSON that is given as an object or a string. Raises InvalidRequestError."""
+    if not isinstance(given, str | dict):
+        raise InvalidRequestError(f"{param} must be {what}.", param=param)
+    return given if isinstance(given, str) else _text_of(given, param)
 
 
 def _text_of(given: object, param: str) -> str:
