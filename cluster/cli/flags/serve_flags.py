@@ -78,8 +78,8 @@ def _add_ports(group: _Group) -> None:
         "--api-key",
         nargs="+",
         metavar="KEY",
-        help="API keys of a single tenant, instead of --api-keys. Other users of the machine "
-        "can see them in the list of processes.",
+        help="API keys of a single tenant, of 8 to 256 characters each, instead of --api-keys. "
+        "Other users of the machine can see them in the list of processes.",
     )
     group.add_argument(
         "--drain-s",
