@@ -59,12 +59,7 @@ INLINE void store_floats_float(float *to, Floats values) { *(Floats *)to = value
 
 /* Exact, since the lower half of a float that was fp8 is zero. */
 INLINE void store_floats_bfloat(uint16_t *to, Floats values) {
-#ifdef __AVX512F__
-    const __m512i words = _mm512_srli_epi32((__m512i)values, 16);
-    _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16(words));
-#else
-    *(Halves *)to = __builtin_convertvector((Words)values >> 16, Halves);
-#endif
+    store_lower(to, (Words)values >> 16);
 }
 
 #endif

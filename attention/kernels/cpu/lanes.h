@@ -4,11 +4,18 @@
 
 #include <stdint.h>
 #include <string.h>
-#ifdef __AVX512F__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
+/* Vectors are what a register holds: of longer ones compilers make slow code. */
+#if defined(__AVX512F__)
 #define LANES 16
+#elif defined(__AVX2__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
 #define LINE 64
 #define INLINE static inline __attribute__((always_inline))
 
@@ -35,6 +42,9 @@ INLINE Floats load_bfloat(const uint16_t *from) {
 #ifdef __AVX512F__
     const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
     return (Floats)_mm512_slli_epi32(words, 16);
+#elif defined(__AVX2__)
+    const __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from));
+    return (Floats)_mm256_slli_epi32(words, 16);
 #else
     return (Floats)(__builtin_convertvector(*(const Halves *)from, Words) << 16);
 #endif
@@ -60,6 +70,19 @@ INLINE void store_bfloat(uint16_t *to, float value) {
 
 INLINE void store_all_float(float *to, Floats values) { *(Floats *)to = values; }
 
+/* Stores words below 2^16. */
+INLINE void store_lower(uint16_t *to, Words words) {
+#if LANES == 16
+    _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16((__m512i)words));
+#elif LANES == 8
+    const __m128i upper = _mm256_extracti128_si256((__m256i)words, 1);
+    const __m128i halves = _mm_packus_epi32(_mm256_castsi256_si128((__m256i)words), upper);
+    _mm_storeu_si128((__m128i *)to, halves);
+#else
+    *(Halves *)to = __builtin_convertvector(words, Halves);
+#endif
+}
+
 /* What store_bfloat does for each value. */
 INLINE void store_all_bfloat(uint16_t *to, Floats values) {
 #ifdef __AVX512BF16__
@@ -72,13 +95,15 @@ INLINE void store_all_bfloat(uint16_t *to, Floats values) {
 #endif
     const Words words = (Words)values, is_nan = (Words)(values != values);
     const Words rounded = (words + 0x7fff + ((words >> 16) & 1)) >> 16;
-    *(Halves *)to = __builtin_convertvector((rounded & ~is_nan) | (is_nan & 0x7fc0), Halves);
+    store_lower(to, (rounded & ~is_nan) | (is_nan & 0x7fc0));
 }
 
 /* sums + x * y, as one instruction if there is one, which the compiler does not reassociate. */
 INLINE Floats add_product(Floats sums, Floats x, Floats y) {
 #ifdef __AVX512F__
     return (Floats)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)sums);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (Floats)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)sums);
 #else
     return ORDERED(sums + x * y);
 #endif
@@ -130,15 +155,23 @@ INLINE Floats add_step_bfloat(Floats sums, Step_bfloat x, Step_bfloat y) {
 }
 #endif
 
+typedef float Four __attribute__((vector_size(16), aligned(4)));
+
+/* The sum of the quarters, or halves, of a vector. */
+INLINE Four folded(Floats x) {
+    Four parts[LANES / 4];
+    memcpy(parts, &x, sizeof x);
+#if LANES == 16
+    return (parts[0] + parts[2]) + (parts[1] + parts[3]);
+#elif LANES == 8
+    return parts[0] + parts[1];
+#else
+    return parts[0];
+#endif
+}
+
 INLINE float sum_of(Floats x) {
-    typedef float Eight __attribute__((vector_size(32), aligned(4)));
-    typedef float Four __attribute__((vector_size(16), aligned(4)));
-    Eight halves[2];
-    memcpy(halves, &x, sizeof x);
-    Eight eight = halves[0] + halves[1];
-    Four quarters[2];
-    memcpy(quarters, &eight, sizeof eight);
-    Four four = quarters[0] + quarters[1];
+    const Four four = folded(x);
     return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
@@ -146,6 +179,8 @@ INLINE float sum_of(Floats x) {
 INLINE Floats larger(Floats x, Floats y) {
 #ifdef __AVX512F__
     return (Floats)_mm512_max_ps((__m512)y, (__m512)x);
+#elif defined(__AVX2__)
+    return (Floats)_mm256_max_ps((__m256)y, (__m256)x);
 #else
     const Ints is_less = x < y;
     return (Floats)(((Ints)y & is_less) | ((Ints)x & ~is_less));
@@ -155,6 +190,11 @@ INLINE Floats larger(Floats x, Floats y) {
 INLINE float largest_of(Floats x) {
 #ifdef __AVX512F__
     return _mm512_reduce_max_ps((__m512)x);
+#elif defined(__AVX2__)
+    const __m128 half = _mm_max_ps(
+        _mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
+    const __m128 pair = _mm_max_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_max_ss(pair, _mm_movehdup_ps(pair)));
 #else
     float largest = x[0];
     for (int i = 1; i < LANES; i++) largest = x[i] > largest ? x[i] : largest;
@@ -163,15 +203,11 @@ INLINE float largest_of(Floats x) {
 }
 
 INLINE void sums_of_four(Floats a, Floats b, Floats c, Floats d, float sums[4]) {
-#ifdef __AVX512F__
-#define HALF(x)                              \
-    _mm256_add_ps(                           \
-        _mm512_castps512_ps256((__m512)(x)), \
-        _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd((__m512)(x)), 1)))
-    const __m256 all = _mm256_hadd_ps(
-        _mm256_hadd_ps(HALF(a), HALF(b)), _mm256_hadd_ps(HALF(c), HALF(d)));
-    _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
-#undef HALF
+#ifdef __AVX2__
+    const __m128 all = _mm_hadd_ps(
+        _mm_hadd_ps((__m128)folded(a), (__m128)folded(b)),
+        _mm_hadd_ps((__m128)folded(c), (__m128)folded(d)));
+    _mm_storeu_ps(sums, all);
 #else
     sums[0] = sum_of(a);
     sums[1] = sum_of(b);

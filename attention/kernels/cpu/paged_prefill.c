@@ -7,10 +7,9 @@
  * together begin at multiples of KEYS, whatever the queries, so a row has the same result in each
  * step that computes it.
  *
- * It needs AVX-512, without which compilers make slow code of vectors of this size: the library is
- * empty then.
+ * The library is empty without AVX2.
  */
-#ifdef __AVX512F__
+#ifdef __AVX2__
 #include "paged_prefill.h"
 #include "paged_prefill_vectors.h"
 #include "paged_prefill_weights.h"

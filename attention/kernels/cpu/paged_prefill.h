@@ -21,7 +21,8 @@ INLINE void *take(char **memory, int64_t num_bytes) {
     return taken;
 }
 
-/* Transposes 16 vectors of 16 floats; `to` has rows of KEYS. */
+/* Transposes LANES vectors; `to` has rows of KEYS. */
+#ifdef __AVX512F__
 INLINE void transpose(const Floats from[LANES], float *to) {
     __m512 a[LANES], b[LANES];
     for (int i = 0; i < LANES; i += 2) {
@@ -47,3 +48,21 @@ INLINE void transpose(const Floats from[LANES], float *to) {
         _mm512_storeu_ps(to + (i + 8) * KEYS, _mm512_shuffle_f32x4(a[i], a[i + 8], 0xdd));
     }
 }
+#else
+INLINE void transpose(const Floats from[LANES], float *to) {
+    __m256 a[LANES], b[LANES];
+    for (int i = 0; i < LANES; i += 2) {
+        a[i] = _mm256_unpacklo_ps((__m256)from[i], (__m256)from[i + 1]);
+        a[i + 1] = _mm256_unpackhi_ps((__m256)from[i], (__m256)from[i + 1]);
+    }
+    for (int i = 0; i < LANES; i += 4)
+        for (int j = 0; j < 2; j++) {
+            b[i + 2 * j] = _mm256_shuffle_ps(a[i + j], a[i + j + 2], 0x44);
+            b[i + 2 * j + 1] = _mm256_shuffle_ps(a[i + j], a[i + j + 2], 0xee);
+        }
+    for (int i = 0; i < LANES / 2; i++) {
+        _mm256_storeu_ps(to + i * KEYS, _mm256_permute2f128_ps(b[i], b[i + 4], 0x20));
+        _mm256_storeu_ps(to + (i + 4) * KEYS, _mm256_permute2f128_ps(b[i], b[i + 4], 0x31));
+    }
+}
+#endif

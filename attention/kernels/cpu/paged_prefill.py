@@ -77,7 +77,7 @@ class PagedPrefill(PagedKernel):
     def make(cls, params: AttentionParams, spec: AttentionSpec) -> Self | None:
         """Return the kernel, or None if it does not support the layers or is not available.
 
-        It needs causal layers and AVX-512.
+        It needs causal layers and AVX2.
         """
         is_causal = params.attention_type is AttentionType.DECODER
         suffix = kernel_suffix(params, spec) if is_causal else None

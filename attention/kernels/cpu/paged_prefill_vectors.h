@@ -1,8 +1,14 @@
 /* Queries, keys and values of paged_prefill.c in vectors of floats. */
-#define WIDE 4 /* vectors of a value at a time */
-/* Rows at a time, so that their sums fit in registers. */
+/* Rows, and vectors of a value, at a time, so that their sums fit in registers. */
+#ifdef __AVX512F__
 #define ROWS 8
 #define VALUE_ROWS 4
+#define WIDE 4
+#else
+#define ROWS 6
+#define VALUE_ROWS 6
+#define WIDE 2
+#endif
 #define BEGIN()
 #define END()
 

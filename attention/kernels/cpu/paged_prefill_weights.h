@@ -12,7 +12,8 @@ INLINE float adjust_scores(
     const Shape *shape, const Step *step, const float *slopes, int64_t row, float *scores) {
     const int32_t last = (int32_t)(step->position + row / step->heads);
     const int32_t first = shape->window > 0 ? last - (int32_t)shape->window + 1 : 0;
-    const Ints places = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    Ints places;
+    for (int i = 0; i < LANES; i++) places[i] = i;
     Floats parts[2];
     for (int v = 0; v < 2; v++) {
         const Ints keys = places + v * LANES;

@@ -24,9 +24,31 @@ void rounded(const float *start, const float *x, const float *y, float *out) {{
     sums = add_product(sums, load_float(x), load_float(y));
     *(Floats *)out = sums - load_float(start);
 }}
-void bounded(const float *x, float *out) {{ *(Floats *)out = tanh_of(load_float(x)); }}
-void gated(const float *x, float *out) {{ *(Floats *)out = silu_of(load_float(x)); }}
-void narrowed(const float *x, uint16_t *out) {{ store_all_bfloat(out, load_float(x)); }}
+#define EACH for (int i = 0; i < 16; i += LANES)
+void bounded(const float *x, float *out) {{
+    EACH *(Floats *)(out + i) = tanh_of(load_float(x + i));
+}}
+void gated(const float *x, float *out) {{
+    EACH *(Floats *)(out + i) = silu_of(load_float(x + i));
+}}
+void narrowed(const float *x, uint16_t *out) {{
+    EACH store_all_bfloat(out + i, load_float(x + i));
+}}
+void widened(const uint16_t *x, float *out) {{
+    EACH *(Floats *)(out + i) = load_bfloat(x + i);
+}}
+void reduced(const float *x, float *out) {{
+    EACH {{
+        out[i] = sum_of(load_float(x + i));
+        out[i + 1] = largest_of(load_float(x + i));
+        out[i + 2] = LANES;
+    }}
+}}
+void summed(const float *x, float *out) {{
+    sums_of_four(
+        load_float(x), load_float(x + 16), load_float(x + 32), load_float(x + 48), out);
+    out[4] = LANES;
+}}
 """
 WITHOUT = ["", "-mno-avx512f", "-mno-avx512f -mno-avx2 -mno-fma"]
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
@@ -55,7 +77,8 @@ def test_a_sum_is_rounded_before_more_is_added(library: ctypes.CDLL) -> None:
     start, x, y = (torch.full((16,), value) for value in (1e8, 1.0, 3.0))
     out = torch.ones(16)
     library.rounded(*(ctypes.c_void_p(one.data_ptr()) for one in (start, x, y, out)))
-    assert out.tolist() == [0.0] * 16
+    assert out[:4].tolist() == [0.0] * 4
+    assert not (out != 0).logical_and(out != 1).any()
 
 
 def test_tanh_is_that_of_torch(library: ctypes.CDLL) -> None:
@@ -94,3 +117,23 @@ def test_bfloats_are_rounded_as_by_torch(library: ctypes.CDLL) -> None:
     exact = numbers.bfloat16().view(torch.int16).masked_fill(is_nan, 0x7FC0)
     assert is_nan.any()
     assert torch.equal(out.view(torch.int16), exact)
+
+
+def test_bfloats_are_widened_exactly(library: ctypes.CDLL) -> None:
+    x, out = torch.arange(16, dtype=torch.int16).mul(3999).view(torch.bfloat16), torch.empty(16)
+    library.widened(ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(out.data_ptr()))
+    assert torch.equal(out, x.float())
+
+
+def test_lanes_are_added_and_compared_across_a_vector(library: ctypes.CDLL) -> None:
+    torch.manual_seed(0)
+    for place in range(16):
+        x, out = torch.randint(-9, 9, (64,)).float(), torch.zeros(16)
+        x[place] = 100.0
+        library.reduced(ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(out.data_ptr()))
+        lanes = int(out[2])
+        parts = x[:16].view(-1, lanes)
+        assert torch.equal(out[::lanes], parts.sum(1))
+        assert torch.equal(out[1::lanes], parts.amax(1))
+        library.summed(ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(out.data_ptr()))
+        assert torch.equal(out[:4], x.view(4, 16)[:, :lanes].sum(1))
