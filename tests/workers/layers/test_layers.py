@@ -147,6 +147,21 @@ def test_without_a_compiler_onednn_is_used(
     assert _near(kernel.gated(x), functional.silu(gate) * other)
 
 
+@pytest.mark.parametrize("has_compiler", [False, True])
+@torch.inference_mode()
+def test_bfloat16_is_multiplied_where_onednn_does_not(
+    has_compiler: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.ops.mkldnn._is_mkldnn_bf16_supported", lambda: False)
+    monkeypatch.setattr("torch.ops.mkldnn._reorder_linear_weight", None)
+    if not has_compiler:
+        monkeypatch.setattr(PackedGemm, "make", lambda *_, **__: None)
+    weight, x = torch.randn(64, 50).bfloat16(), torch.randn(3, 50).bfloat16()
+    kernel = PackedGemmLinear(weight.clone(), None)
+    kernel.finalize()
+    assert _near(kernel(x), x.double() @ weight.double().t())
+
+
 @pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() != "AVX512" or shutil.which("cc") is None,
     reason="oneDNN may have another layout, and the kernel needs a compiler",
@@ -173,22 +188,25 @@ def test_a_tied_weight_stays(kind: type[LinearKernel]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "has_amx", "kinds"),
+    ("capability", "has_amx", "has_bfloat16", "kinds"),
     [
-        ("AVX512", False, (PackedGemmLinear, PackedGemmLinear)),
-        ("AVX512", True, (PackedGemmLinear, SharedLayoutLinear)),
-        ("AVX2", False, (SharedLayoutLinear, SharedLayoutLinear)),
+        ("AVX512", False, True, (PackedGemmLinear, PackedGemmLinear)),
+        ("AVX512", True, True, (PackedGemmLinear, SharedLayoutLinear)),
+        ("AVX2", False, True, (SharedLayoutLinear, SharedLayoutLinear)),
+        ("AVX2", False, False, (SharedLayoutLinear, PackedGemmLinear)),
+        ("DEFAULT", False, False, (SharedLayoutLinear, DenseLinear)),
     ],
 )
 def test_packed_gemm_is_chosen_where_no_library_is_faster(
     capability: str,
     has_amx: bool,
+    has_bfloat16: bool,
     kinds: tuple[type[LinearKernel], type[LinearKernel]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: has_amx)
-    monkeypatch.setattr("torch.ops.mkldnn._is_mkldnn_bf16_supported", lambda: True)
+    monkeypatch.setattr("torch.ops.mkldnn._is_mkldnn_bf16_supported", lambda: has_bfloat16)
     assert linear_kernel_class(torch.float32, CPU) is kinds[0]
     assert linear_kernel_class(torch.bfloat16, CPU) is kinds[1]
 

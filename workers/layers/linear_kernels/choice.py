@@ -35,13 +35,15 @@ def linear_kernel_class(dtype: torch.dtype, device: torch.device) -> type[Linear
         return HopperLinear if _is_hopper(device) else DenseLinear
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return DenseLinear
-    has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    capability = torch.backends.cpu.get_cpu_capability()
     if dtype == torch.float32:
-        return PackedGemmLinear if has_avx512 else SharedLayoutLinear
-    if dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return PackedGemmLinear if capability == "AVX512" else SharedLayoutLinear
+    if dtype != torch.bfloat16:
+        return DenseLinear
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
         has_amx = torch.cpu._is_amx_tile_supported()
-        return PackedGemmLinear if has_avx512 and not has_amx else SharedLayoutLinear
-    return DenseLinear
+        return PackedGemmLinear if capability == "AVX512" and not has_amx else SharedLayoutLinear
+    return PackedGemmLinear if capability == "AVX2" else DenseLinear
 
 
 def replaced_kernels(device: torch.device) -> tuple[str, ...]:

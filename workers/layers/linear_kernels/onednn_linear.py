@@ -29,18 +29,24 @@ _linear: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.defaul
 
 
 class OneDnnLinear(LinearKernel):
-    """The weight in oneDNN's layout, for bfloat16 twice as fast as dense at any row count."""
+    """The weight in oneDNN's layout, for bfloat16 twice as fast as dense at any row count.
+
+    If oneDNN does not multiply bfloat16 on this CPU, such a weight stays as it was loaded.
+    """
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if not _is_supported(x.dtype):
+            return functional.linear(x, self.weight, self.bias)
         num_rows, _ = x.shape
         if num_spare := num_padded_rows(num_rows) - num_rows:
             x = functional.pad(x, (0, 0, 0, num_spare))
         return _linear(x, self.weight, self.bias, "none", [], "")[:num_rows]
 
     def finalize(self) -> None:
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(
-            self.weight.contiguous(), _PACKED_ROWS
-        )
+        if _is_supported(self.weight.dtype):
+            self.weight = torch.ops.mkldnn._reorder_linear_weight(
+                self.weight.contiguous(), _PACKED_ROWS
+            )
 
 
 class PackedGemmLinear(OneDnnLinear):
@@ -49,7 +55,8 @@ class PackedGemmLinear(OneDnnLinear):
     Milliseconds for all GEMMs of a model of 41 million weights on two Zen 4 cores, ours and
     oneDNN's: float32, 1 row 4.0 and 6.4, 8 rows 5.2 and 7.8, 32 rows 14.3 and 15.6; bfloat16, 1 row
     1.7 and 3.5, 8 rows 2.4 and 4.1, 32 rows 7.4 and 8.6. For hundreds of rows oneDNN is 2 to 7%
-    faster, which the fused gate makes up for.
+    faster, which the fused gate makes up for. With AVX2 alone, bfloat16 is multiplied as floats,
+    which torch does not do: 32 decodes of this model take a third of the time.
     """
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -90,6 +97,10 @@ class SharedLayoutLinear(OneDnnLinear):
         self._few_rows = (_FEW_ROWS_WITH_AMX if has_amx() else _FEW_ROWS).get(loaded.dtype, 0)
         super().finalize()
         self._packed_gemm = PackedGemm.over(_elements(self.weight), loaded, self.bias)
+
+
+def _is_supported(dtype: torch.dtype) -> bool:
+    return dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def _elements(weight: torch.Tensor) -> torch.Tensor:
