@@ -75,14 +75,14 @@ def num_open_files() -> int:
 # A process needs two sockets, and further files until it has started.
 @pytest.mark.parametrize("num_more", [0, 2])
 def test_a_template_is_compiled_once_files_can_be_opened_again(num_more: int) -> None:
-    client = TemplateCompilerClient()
+    client, num_attempts = TemplateCompilerClient(), 10
     num_before = num_open_files()
     try:
-        for _ in range(3):
+        for _ in range(num_attempts):
             with few_files(num_more), pytest.raises(EngineError, match="Too many open files"):
                 client.compile_template(SOURCES[0])
-        # What earlier tests have left may be closed meanwhile.
-        assert num_open_files() <= num_before
+        # Threads that earlier tests have left may open or close some meanwhile.
+        assert num_open_files() < num_before + num_attempts
         assert client.compile_template(SOURCES[0]).variables == {"messages"}
     finally:
         client.close()
