@@ -7,6 +7,7 @@
 #define PAGEDRAY_AMX_H
 
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 #define TILE_ROWS 16
@@ -21,36 +22,46 @@ typedef struct {
     uint8_t rows[16];
 } TileConfig;
 
-/* To be called by each thread before it uses tiles; all have their full size. */
-static inline void begin_tiles(void) {
-    TileConfig config = {.palette = 1};
-    for (int i = 0; i < 8; i++) {
-        config.row_bytes[i] = TILE_ROW_BYTES;
-        config.rows[i] = TILE_ROWS;
-    }
-    _tile_loadconfig(&config);
-}
+/* All tiles have their full size. It is constant, since compilers may drop stores to a local one. */
+static const TileConfig tile_config = {
+    .palette = 1,
+    .row_bytes = {64, 64, 64, 64, 64, 64, 64, 64},
+    .rows = {16, 16, 16, 16, 16, 16, 16, 16},
+};
 
-/* Until this is called, the kernel saves the tiles of a thread that it suspends. */
+/* To be called by each thread before it uses tiles. */
+static inline void begin_tiles(void) { _tile_loadconfig(&tile_config); }
+
+/* Until this is called, Linux saves the tiles of a thread that it suspends. */
 static inline void end_tiles(void) { _tile_release(); }
 
-/* The compiler does not know that loads read memory: what was stored before is there after this. */
+/* Makes the compiler store what loads of tiles read: it does not know that they read memory. */
 #define SYNC_TILES() __asm__ volatile("" : : : "memory")
 #define ZERO_TILE(tile) _tile_zero(tile)
 #define LOAD_TILE(tile, from, stride) _tile_loadd(tile, from, stride)
-/* For what is read once: it leaves more of the nearest cache to other data. */
+/* Loads what is soon not needed again, and leaves more of the nearest cache to other data. */
 #define STREAM_TILE(tile, from, stride) _tile_stream_loadd(tile, from, stride)
 #define STORE_TILE(tile, to, stride) _tile_stored(tile, to, stride)
 /* sums[m][n] += x[m][2k] * y[k][2n] + x[m][2k + 1] * y[k][2n + 1], floats and bfloats. */
 #define ADD_TILES(sums, x, y) _tile_dpbf16ps(sums, x, y)
 #elif defined(EMULATE_AMX)
 static _Thread_local uint32_t tiles[8][TILE_ROWS][TILE_ROW_BYTES / 4];
+static _Thread_local int can_use_tiles;
 
-static inline void begin_tiles(void) {}
+static inline void begin_tiles(void) { can_use_tiles = 1; }
 
-static inline void end_tiles(void) { memset(tiles, 0, sizeof tiles); }
+static inline void end_tiles(void) {
+    if (!can_use_tiles) abort();
+    can_use_tiles = 0;
+}
+
+static inline void zero_tile(int tile) {
+    if (!can_use_tiles) abort();
+    memset(tiles[tile], 0, sizeof tiles[tile]);
+}
 
 static inline void load_tile(int tile, const void *from, int64_t stride) {
+    if (!can_use_tiles) abort();
     for (int m = 0; m < TILE_ROWS; m++)
         memcpy(tiles[tile][m], (const char *)from + m * stride, TILE_ROW_BYTES);
 }
@@ -80,7 +91,7 @@ static inline void add_tiles(int sums, int x, int y) {
 }
 
 #define SYNC_TILES()
-#define ZERO_TILE(tile) memset(tiles[tile], 0, sizeof tiles[tile])
+#define ZERO_TILE(tile) zero_tile(tile)
 #define LOAD_TILE(tile, from, stride) load_tile(tile, from, stride)
 #define STREAM_TILE(tile, from, stride) load_tile(tile, from, stride)
 #define STORE_TILE(tile, to, stride) store_tile(tile, to, stride)

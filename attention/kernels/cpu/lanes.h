@@ -8,7 +8,7 @@
 #include <immintrin.h>
 #endif
 
-/* Vectors are what a register holds: of longer ones compilers make slow code. */
+/* The floats of a register. Compilers make slow code of longer vectors. */
 #if defined(__AVX512F__)
 #define LANES 16
 #elif defined(__AVX2__)
@@ -175,7 +175,6 @@ INLINE float sum_of(Floats x) {
     return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
-/* x where either is NaN. */
 INLINE Floats larger(Floats x, Floats y) {
 #ifdef __AVX512F__
     return (Floats)_mm512_max_ps((__m512)y, (__m512)x);

@@ -136,13 +136,12 @@ def _kernel(
 
 def _pack_in_place(weight: torch.Tensor) -> bool:
     """Pack the weight where it is and return True, or change nothing."""
-    library = _library(_SOURCES[_TILE])
+    kernel = getattr(_library(_SOURCES[_TILE]), "pack_tiles", None)
     out_size, in_size = weight.shape
     step = _STEP[weight.dtype]
-    if out_size % _TILE or in_size % (_SLICE * step) or not weight.is_contiguous():
+    is_whole = out_size % _TILE == 0 and in_size % (_SLICE * step) == 0
+    if kernel is None or not is_whole or not weight.is_contiguous():
         return False
-    assert library is not None
-    kernel = library.pack_tiles
     kernel.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
     kernel.restype = ctypes.c_int64
     return bool(kernel(weight.data_ptr(), out_size // _TILE, in_size // step))

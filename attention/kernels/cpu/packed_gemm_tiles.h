@@ -3,7 +3,7 @@
  * Included once for a size of tiles, TILE.
  *
  * The weight is packed into tiles of TILE output columns, so that each step of a sum (one k, or two
- * for bfloat16) reads one or two cache lines for all columns of the tile. A tile is multiplied by
+ * for bfloat16) reads two or four cache lines for all columns of the tile. A tile is multiplied by
  * all rows while it is in the cache; meanwhile software prefetches the next one into L2, because L1
  * cannot hold enough lines to hide the latency of memory. Few rows are therefore limited by memory
  * bandwidth, and many rows by the multipliers.
@@ -109,6 +109,7 @@ INLINE Share share_of(
 #define NAME(x) x##_bfloat
 #include "packed_gemm_body.h"
 
+#ifndef AMX
 /*
  * Packs a weight in place, `[num_tiles][TILE][num_units]` as `[num_tiles][num_units][TILE]`. A unit
  * is what a step of a sum reads of a column: one float, or two bfloats. Returns 0, and changes
@@ -135,3 +136,4 @@ int64_t pack_tiles(uint32_t *units, int64_t num_tiles, int64_t num_units) {
     free(copies);
     return 1;
 }
+#endif

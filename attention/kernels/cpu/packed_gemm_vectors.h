@@ -3,7 +3,6 @@
 #define WIDTH 16
 #define MICRO_ROWS (384 / TILE)
 #elif defined(__AVX2__) && defined(__FMA__)
-#include <immintrin.h>
 #define WIDTH 8
 #define MICRO_ROWS (96 / TILE)
 #else

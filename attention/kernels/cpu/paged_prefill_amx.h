@@ -47,20 +47,15 @@ INLINE char *divide_room(Room *room, char *memory, const Shape *shape, int64_t n
     return memory;
 }
 
-/* Stores values that are bfloats. */
-INLINE void put_bfloats(uint16_t *to, Floats values) {
-    *(Halves *)to = __builtin_convertvector((Words)values >> 16, Halves);
-}
-
 INLINE void put_query(const Room *room, int64_t row, int64_t i, Floats query, float scale) {
     (void)scale; /* of the scores */
-    put_bfloats(room->queries + row * room->size + i, query);
+    store_floats_bfloat(room->queries + row * room->size + i, query);
 }
 
 /* `keys` are LANES elements of LANES keys from `first` on. */
 INLINE void put_keys(const Room *room, int64_t first, int64_t i, const Floats keys[LANES]) {
     uint16_t *rows = room->rows + first * room->size;
-    for (int64_t key = 0; key < LANES; key++) put_bfloats(rows + key * room->size + i, keys[key]);
+    for (int64_t key = 0; key < LANES; key++) store_floats_bfloat(rows + key * room->size + i, keys[key]);
     if ((i + LANES) % DEPTH) return;
     const int64_t begin = i + LANES - DEPTH;
     Floats pairs[LANES];
@@ -170,7 +165,7 @@ INLINE void add_values(
             float *totals = room->totals + row * size + i;
             store_all_float(totals, load_float(totals) * room->shrinks[row]);
         }
-    /* Of the rows that are multiplied with the last ones, which do not see the keys. */
+    /* Rows after the last one are multiplied with it, and some of them see none of the keys. */
     const int64_t num_rows = stop_row - first_row;
     const int64_t kept_bytes = (rounded_up(num_rows, TILE_ROWS) - num_rows) * size * sizeof(float);
     memcpy(room->kept, room->totals + stop_row * size, kept_bytes);

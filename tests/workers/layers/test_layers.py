@@ -15,6 +15,7 @@ from attention.kernels.cpu.packed_gemm import PackedGemm
 from attention.kernels.cpu.token_rows import AddNorm, Gate, Rotate
 from attention.kernels.split_rows import SplitRows
 from pagedray.model_config import RopeConfig
+from workers.layers.linear_kernels import onednn_linear
 from workers.layers.linear_kernels.choice import linear_kernel_class, make_linear_kernel
 from workers.layers.linear_kernels.linear_kernel import DenseLinear, LinearKernel
 from workers.layers.linear_kernels.onednn_linear import (
@@ -176,6 +177,31 @@ def test_few_rows_are_multiplied_in_the_memory_of_onednn(dtype: torch.dtype) -> 
     ctypes.memset(torch.ops.mkldnn.data_ptr(kernel.weight), 0, size)
     assert not kernel(x).any()
     assert not kernel.gated(x).any()
+
+
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX512" or shutil.which("cc") is None,
+    reason="oneDNN may have another layout, and the kernel needs a compiler",
+)
+@pytest.mark.parametrize(
+    ("dtype", "has_amx", "few_rows"),
+    [
+        (torch.float32, True, 16),
+        (torch.bfloat16, False, 12),
+        (torch.bfloat16, True, 64),
+    ],
+    ids=str,
+)
+@torch.inference_mode()
+def test_onednn_multiplies_more_than_a_few_rows(
+    dtype: torch.dtype, has_amx: bool, few_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(onednn_linear, "has_amx", lambda: has_amx)
+    kernel, x, _ = _linear(SharedLayoutLinear, 74, few_rows + 1, dtype=dtype, has_bias=False)
+    monkeypatch.setattr(onednn_linear, "_linear", None)
+    assert kernel(x[:few_rows]).shape == (few_rows, 74)
+    with pytest.raises(TypeError):
+        kernel(x)
 
 
 @pytest.mark.parametrize("kind", [PackedGemmLinear, SharedLayoutLinear])

@@ -1,4 +1,4 @@
-"""Vectors of the kernels in C, with the instructions of this machine and without AVX-512."""
+"""Vectors of the kernels in C, with the instructions of this machine and with fewer."""
 
 from __future__ import annotations
 

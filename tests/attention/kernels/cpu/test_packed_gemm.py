@@ -30,9 +30,9 @@ pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C co
     autouse=True,
     params=["", "-DEMULATE_AMX", "-mno-avx512bf16", "-mno-avx512f", "-mno-fma"],
 )
-def _kernels(
+def uses_amx(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[None]:
+) -> Iterator[bool]:
     """Compile the kernels without some instructions, or with AMX in plain C."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param:
@@ -49,7 +49,7 @@ def _kernels(
         patch.setattr(packed_gemm, "_library", libraries.get)
         if has_amx:
             assert hasattr(libraries[packed_gemm._AMX_SOURCE], "packed_gemm_bfloat")
-        yield
+        yield has_amx
 
 
 @pytest.fixture(autouse=True)
@@ -113,6 +113,20 @@ def test_gated_is_silu_of_one_half_times_the_other(
         # Halves that share a tile are rounded before they are multiplied.
         exact = functional.silu(gate) * other
         assert _error(gemm.gated(x), exact) < tolerance * TOLERANCE[dtype]
+
+
+def test_bfloat16_is_multiplied_with_amx(uses_amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not uses_amx:
+        pytest.skip("needs AMX, or its emulation")
+    source = packed_gemm._AMX_SOURCE
+    monkeypatch.setattr(packed_gemm, "_library", {source: packed_gemm._library(source)}.get)
+    weight, x = torch.randn(64, 96), torch.randn(5, 96).bfloat16()
+    assert PackedGemm.make(weight, None) is None
+    # What packs weights in place is in another library.
+    gemm = PackedGemm.make(weight.bfloat16(), None, overwrites=True)
+    assert gemm is not None
+    exact = x.double() @ weight.bfloat16().double().t()
+    assert _error(gemm(x), exact) < TOLERANCE[torch.bfloat16]
 
 
 def test_gate_holds_at_extremes() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attention.abstract import AttentionParams, AttentionType
-from attention.kernels.cpu import compiler, paged_prefill
+from attention.kernels.cpu import amx, compiler, paged_prefill
 from attention.kernels.cpu.paged_prefill import PagedPrefill
 from tests.attention.rig import Rig, params_of
 
@@ -34,23 +34,23 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 @pytest.fixture(scope="module", autouse=True, params=["", "-DEMULATE_AMX", "-mno-avx512f"])
-def _kernels(
+def uses_amx(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[None]:
+) -> Iterator[bool]:
     """Use the kernels of this machine, those of AMX in plain C, or those of AVX2."""
     with pytest.MonkeyPatch.context() as patch:
+        has_amx = request.param == "-DEMULATE_AMX" or (not request.param and amx.has_amx())
         if request.param:
             patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
             patch.setattr(compiler, "_FLAGS", (*compiler._FLAGS, request.param))
             patch.setattr(paged_prefill, "_library", cache(paged_prefill._library.__wrapped__))
-            has_amx = request.param == "-DEMULATE_AMX"
             patch.setattr(paged_prefill, "has_amx", lambda: has_amx)
             library = paged_prefill._library(
                 "paged_prefill_amx.c" if has_amx else "paged_prefill.c"
             )
             if not hasattr(library, "paged_prefill_bfloat"):
                 pytest.skip(f"{request.param} is not for this machine")
-        yield
+        yield has_amx
 
 
 def rig_of(params: AttentionParams, dtype: torch.dtype = torch.float32) -> Rig:
@@ -125,6 +125,17 @@ def test_keys_before_the_window_of_all_queries_are_not_read(dtype: torch.dtype, 
     rig.cache[sequence.blocks[0]] = rig.nan
     rig.cache[sequence.blocks[1], ..., :15, :, :] = rig.nan
     rig.step(prefills=[(sequence, 40)])
+
+
+def test_bfloat16_attends_with_amx(uses_amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not uses_amx:
+        pytest.skip("needs AMX, or its emulation")
+    source = "paged_prefill_amx.c"
+    monkeypatch.setattr(paged_prefill, "_library", {source: paged_prefill._library(source)}.get)
+    params = params_of()
+    for dtype, is_found in ((torch.bfloat16, True), (torch.float32, False)):
+        spec = Rig(params, dtype=dtype, block_size=16).spec
+        assert (PagedPrefill.make(params, spec) is not None) == is_found
 
 
 def test_there_is_none_without_avx2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
