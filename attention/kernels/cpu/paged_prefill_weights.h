@@ -41,7 +41,7 @@ INLINE Floats weigh_row(const Room *room, int64_t row) {
     return first + second;
 }
 
-/* Weighs the scores of all rows of a step, LANES at a time: then their sums are a vector, too. */
+/* Weighs the scores of all rows of a step, LANES at a time: a vector holds their largest ones. */
 INLINE void weigh_rows(
     const Shape *shape, const Room *room, const Step *step, const float *slopes) {
     for (int64_t row = step->first_row; row < step->stop_row; row += LANES) {

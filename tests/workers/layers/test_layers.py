@@ -155,6 +155,7 @@ def test_bfloat16_is_multiplied_where_onednn_does_not(
 ) -> None:
     monkeypatch.setattr("torch.ops.mkldnn._is_mkldnn_bf16_supported", lambda: False)
     monkeypatch.setattr("torch.ops.mkldnn._reorder_linear_weight", None)
+    monkeypatch.setattr(onednn_linear, "_linear", None)
     if not has_compiler:
         monkeypatch.setattr(PackedGemm, "make", lambda *_, **__: None)
     weight, x = torch.randn(64, 50).bfloat16(), torch.randn(3, 50).bfloat16()

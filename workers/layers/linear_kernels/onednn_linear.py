@@ -35,7 +35,7 @@ class OneDnnLinear(LinearKernel):
     """
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if not _is_supported(x.dtype):
+        if not self.weight.is_mkldnn:
             return functional.linear(x, self.weight, self.bias)
         num_rows, _ = x.shape
         if num_spare := num_padded_rows(num_rows) - num_rows:
@@ -43,7 +43,7 @@ class OneDnnLinear(LinearKernel):
         return _linear(x, self.weight, self.bias, "none", [], "")[:num_rows]
 
     def finalize(self) -> None:
-        if _is_supported(self.weight.dtype):
+        if self.weight.dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported():
             self.weight = torch.ops.mkldnn._reorder_linear_weight(
                 self.weight.contiguous(), _PACKED_ROWS
             )
@@ -56,7 +56,7 @@ class PackedGemmLinear(OneDnnLinear):
     oneDNN's: float32, 1 row 4.0 and 6.4, 8 rows 5.2 and 7.8, 32 rows 14.3 and 15.6; bfloat16, 1 row
     1.7 and 3.5, 8 rows 2.4 and 4.1, 32 rows 7.4 and 8.6. For hundreds of rows oneDNN is 2 to 7%
     faster, which the fused gate makes up for. With AVX2 alone, bfloat16 is multiplied as floats,
-    which torch does not do: 32 decodes of this model take a third of the time.
+    which torch does not do: on Zen 5, 32 decodes of this model take a third of the time.
     """
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -97,10 +97,6 @@ class SharedLayoutLinear(OneDnnLinear):
         self._few_rows = (_FEW_ROWS_WITH_AMX if has_amx() else _FEW_ROWS).get(loaded.dtype, 0)
         super().finalize()
         self._packed_gemm = PackedGemm.over(_elements(self.weight), loaded, self.bias)
-
-
-def _is_supported(dtype: torch.dtype) -> bool:
-    return dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def _elements(weight: torch.Tensor) -> torch.Tensor:
