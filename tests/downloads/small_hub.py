@@ -96,9 +96,10 @@ class SmallHub(FaultyServer):
             headers["X-Linked-Size"] = str(len(content))
         status = 200
         if exchange.headers["Range"]:
-            first = int(exchange.headers["Range"].removeprefix("bytes=").rstrip("-"))
-            headers["Content-Range"] = f"bytes {first}-{len(content) - 1}/{len(content)}"
-            content, status = content[first:], 206
+            start, _, last = exchange.headers["Range"].removeprefix("bytes=").partition("-")
+            first, end = int(start), min(int(last or len(content)) + 1, len(content))
+            headers["Content-Range"] = f"bytes {first}-{end - 1}/{len(content)}"
+            content, status = content[first:end], 206
         exchange.send(status, headers, content)
 
     def _found(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 from pagedray.errors import CheckpointError, PagedRayError
 from pagedray.model_config import HubFile, HubRevision
@@ -19,9 +20,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
-__all__ = ["fetch_files", "find_revision", "side_files"]
+__all__ = ["fetch_files", "fetch_header", "find_revision", "side_files"]
 
 logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
 
 _NUM_TRIES = 3
 
@@ -44,7 +47,7 @@ def find_revision(name: HubName, settings: HubSettings | None = None) -> HubRevi
     from workers.hub.problems import HubUnreachableError
 
     try:
-        revision = _described(name, settings)
+        revision = _answer(_ask_for_model, name, settings)
     except HubUnreachableError as error:
         cached = _cached(name, settings)
         if cached is None:
@@ -60,6 +63,20 @@ def find_revision(name: HubName, settings: HubSettings | None = None) -> HubRevi
 def side_files(revision: HubRevision) -> list[str]:
     """Return the names of the files that a model has besides its weights."""
     return [file.name for file in revision.files if is_side_file(file.name)]
+
+
+def fetch_header(
+    revision: HubRevision, file_name: str, settings: HubSettings | None = None
+) -> list[tuple[str, str, int]]:
+    """Return the name, dtype and number of elements of each tensor in a file on the Hub.
+
+    Only the header of the file is downloaded. Raises CheckpointError.
+    """
+    settings = settings or HubSettings.from_environment()
+    name = HubName(revision.id, revision.commit)
+    if settings.is_offline:
+        raise _offline_error(f"{file_name} of {name}", name, settings)
+    return _answer(partial(_ask_for_header, file_name), name, settings)
 
 
 def fetch_files(
@@ -119,13 +136,15 @@ def _download(
     )
 
 
-def _described(name: HubName, settings: HubSettings) -> HubRevision:
-    """Return what the Hub says about a model. Raises CheckpointError."""
+def _answer(
+    ask: Callable[[HubName, HubSettings], Answer], name: HubName, settings: HubSettings
+) -> Answer:
+    """Return what `ask` returns, which may fail a few times. Raises CheckpointError."""
     from workers.hub.problems import HubUnreachableError, hub_error
 
     for num_tries in range(1, _NUM_TRIES + 1):
         try:
-            return _answer(name, settings)
+            return _timely_answer(ask, name, settings)
         except PagedRayError:
             raise
         except Exception as error:
@@ -138,9 +157,11 @@ def _described(name: HubName, settings: HubSettings) -> HubRevision:
     raise AssertionError
 
 
-def _answer(name: HubName, settings: HubSettings) -> HubRevision:
-    """Return what `_ask` does. Raises TimeoutError if the Hub sends its answer too slowly."""
-    asking = start_call(_ask, name, settings)
+def _timely_answer(
+    ask: Callable[[HubName, HubSettings], Answer], name: HubName, settings: HubSettings
+) -> Answer:
+    """Return what `ask` returns. Raises TimeoutError if the Hub sends its answer too slowly."""
+    asking = start_call(ask, name, settings)
     try:
         return asking.result(settings.answer_timeout_s)
     except TimeoutError:
@@ -149,7 +170,21 @@ def _answer(name: HubName, settings: HubSettings) -> HubRevision:
     raise TimeoutError(f"no response within {settings.answer_timeout_s:g} s")
 
 
-def _ask(name: HubName, settings: HubSettings) -> HubRevision:
+def _ask_for_header(
+    file_name: str, name: HubName, settings: HubSettings
+) -> list[tuple[str, str, int]]:
+    from huggingface_hub import HfApi
+
+    api = HfApi(endpoint=settings.endpoint, library_name="pagedray")
+    header = api.parse_safetensors_file_metadata(
+        name.id, file_name, revision=name.revision, timeout=settings.answer_timeout_s / 2
+    )
+    return [
+        (tensor, entry.dtype, entry.parameter_count) for tensor, entry in header.tensors.items()
+    ]
+
+
+def _ask_for_model(name: HubName, settings: HubSettings) -> HubRevision:
     from huggingface_hub import HfApi
 
     api = HfApi(endpoint=settings.endpoint, library_name="pagedray")

@@ -16,10 +16,11 @@ from workers.layers.expert_product import (
 from workers.layers.formats.mxfp4 import Mxfp4Matrix, dequantized_mxfp4
 
 if TYPE_CHECKING:
+    from pagedray.model_config import ExpertsConfig
     from workers.layers.expert_part import ExpertPart
     from workers.layers.router import Choice
 
-__all__ = ["DequantizedExperts", "Mxfp4Experts", "make_expert_product"]
+__all__ = ["DequantizedExperts", "Mxfp4Experts", "make_expert_product", "product_class"]
 
 
 class Mxfp4Experts(StackedExperts):
@@ -95,11 +96,18 @@ class DequantizedExperts(ExpertProduct):
 
 def make_expert_product(part: ExpertPart) -> ExpertProduct:
     """Return the product for the stored weights, the dtype of rows and the device."""
-    if not part.config.is_mxfp4:
-        return _plain_class(part.device)(part)
+    return product_class(part.config, dtype=part.dtype, device=part.device)(part)
+
+
+def product_class(
+    config: ExpertsConfig, *, dtype: torch.dtype, device: torch.device
+) -> type[GroupedExperts | LinearExperts | Mxfp4Experts | DequantizedExperts]:
+    """Return the class of the product for the stored weights, the dtype of rows and the device."""
+    if not config.is_mxfp4:
+        return _plain_class(device)
     # CPUs, and products in other dtypes, have no kernel for it.
-    is_multiplied = part.device.type == "cuda" and part.dtype == torch.bfloat16
-    return Mxfp4Experts(part) if is_multiplied else DequantizedExperts(part)
+    is_multiplied = device.type == "cuda" and dtype == torch.bfloat16
+    return Mxfp4Experts if is_multiplied else DequantizedExperts
 
 
 def _packed(matrix: Mxfp4Matrix) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Brings the weights of a model on the Hub to the node of a rank."""
+"""The weights of a model on the Hub: their files, their dtype, and their copy on a node."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pagedray.errors import CheckpointError
-from workers.hub.fetch import fetch_files, side_files
-from workers.weights.tensor_entries import weight_files
+from pagedray.presence import has_file
+from workers.hub.fetch import fetch_files, fetch_header, side_files
+from workers.weights.tensor_entries import common_dtype, folder_dtype, weight_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from pagedray.config import EngineConfig
-    from pagedray.model_config import HubRevision
+    from pagedray.model_config import Dtype, HubRevision
+    from workers.hub.settings import HubSettings
 
-__all__ = ["check_weights_listed", "listed_weight_files", "with_local_weights"]
+__all__ = ["check_weights_listed", "hub_dtype", "listed_weight_files", "with_local_weights"]
 
 
 def with_local_weights(
@@ -40,6 +42,17 @@ def check_weights_listed(hub: HubRevision, folder: Path) -> None:
     `folder` has the other files.
     """
     listed_weight_files(hub, folder)
+
+
+def hub_dtype(hub: HubRevision, folder: Path, settings: HubSettings | None = None) -> Dtype | None:
+    """Return the common dtype of the first file of weights, of which only the header is read.
+
+    `folder` has the other files. Raises CheckpointError.
+    """
+    first = listed_weight_files(hub, folder)[0]
+    if has_file(folder / first):
+        return folder_dtype(folder)
+    return common_dtype(fetch_header(hub, first, settings))
 
 
 def listed_weight_files(hub: HubRevision, folder: Path) -> list[str]:

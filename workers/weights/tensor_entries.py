@@ -17,12 +17,16 @@ from pagedray.lfs_pointer import check_is_no_pointer
 from pagedray.presence import has_file, has_path
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterable, Mapping
+
+    from pagedray.model_config import Dtype
 
 __all__ = [
     "ITEM_BYTES",
     "TensorEntry",
+    "common_dtype",
     "first_line",
+    "folder_dtype",
     "read_entries",
     "shown_name",
     "weight_files",
@@ -38,6 +42,12 @@ ITEM_BYTES = {
     "I32": 4,
     "I8": 1,
     "U8": 1,
+}
+_DTYPES: Mapping[str, Dtype] = {
+    "F64": "float32",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
 }
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -66,6 +76,36 @@ def read_entries(folder: Path) -> dict[str, TensorEntry]:
     except OSError as error:
         path = error.filename or folder
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
+
+
+def folder_dtype(folder: Path) -> Dtype | None:
+    """Return the common dtype of the first file of weights, or None if there is no such file.
+
+    Raises CheckpointError.
+    """
+    try:
+        names = weight_files(folder, {path.name for path in folder.iterdir()})
+        first = _inside(folder, names[0]) if names else None
+        if first is None or not has_file(first):
+            return None
+        entries = _header_entries(first).items()
+    except OSError as error:
+        path = error.filename or folder
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
+    return common_dtype((name, entry.dtype, math.prod(entry.shape)) for name, entry in entries)
+
+
+def common_dtype(tensors: Iterable[tuple[str, str, int]]) -> Dtype | None:
+    """Return the dtype of most elements, or None if only quantized weights are stored.
+
+    Each tensor is its name, its dtype in safetensors and its number of elements. Scales of
+    quantized weights do not count.
+    """
+    sizes: dict[Dtype, int] = {}
+    for name, stored, size in tensors:
+        if (dtype := _DTYPES.get(stored)) and "scale" not in name.rpartition(".")[2]:
+            sizes[dtype] = sizes.get(dtype, 0) + size
+    return max(sizes, key=sizes.__getitem__, default=None)
 
 
 def _entries_of_folder(folder: Path) -> dict[str, TensorEntry]:
@@ -155,7 +195,14 @@ def _inside(folder: Path, name: str) -> Path:
 
 
 def _entries_of_file(path: Path) -> dict[str, TensorEntry]:
-    """Return the tensors of a file, after checking its header."""
+    """Return the tensors of a file, after checking all of its header."""
+    entries = _header_entries(path)
+    _check_readable(path)
+    return entries
+
+
+def _header_entries(path: Path) -> dict[str, TensorEntry]:
+    """Return the tensors of a file, after checking the entry of each in its header."""
     _check_is_file(path)
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -167,13 +214,11 @@ def _entries_of_file(path: Path) -> dict[str, TensorEntry]:
             )
         header = _parsed(path, file.read(length))
     start = _LENGTH_BYTES + length
-    entries = {
+    return {
         name: _entry(path, name, value, start=start, available=size - start)
         for name, value in header.items()
         if name != "__metadata__"
     }
-    _check_readable(path)
-    return entries
 
 
 def _check_is_file(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -26,7 +27,8 @@ from pagedray.model_config import Dtype, Task
 from workers.hub.locate import locate_model
 from workers.models.families.registry import check_parallel, read_model_config
 from workers.models.quantize_at_load import with_method
-from workers.weights.local_weights import check_weights_listed
+from workers.weights.local_weights import check_weights_listed, hub_dtype
+from workers.weights.tensor_entries import folder_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container
@@ -149,12 +151,18 @@ def engine_config(
 
 def _model_config(located: LocatedModel, options: EngineOptions) -> ModelConfig:
     """Return the configuration of a model as options change it. Raises StartupError."""
-    config = read_model_config(located.folder, dtype=options.dtype, task=options.task)
+    hub = None if options.load_format == "dummy" else located.hub
+    config = read_model_config(
+        located.folder,
+        dtype=options.dtype,
+        task=options.task,
+        stored_dtype=folder_dtype if hub is None else partial(hub_dtype, hub),
+    )
     if options.quantization is not None:
         config = with_method(config, options.quantization)
+    if hub is not None:
+        check_weights_listed(hub, located.folder)
     if located.hub is not None:
-        if options.load_format != "dummy":
-            check_weights_listed(located.hub, located.folder)
         config = replace(config, name=located.hub.id, hub=located.hub)
     if options.device == "cpu" and config.dtype == "float16":
         raise StartupError(

@@ -15,23 +15,26 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import safetensors.torch
+import torch
 
 from pagedray.config import EngineConfig
 from pagedray.errors import CheckpointError
 from tests.downloads.faulty_server import Fault
 from tests.downloads.small_hub import SmallHub, folder_files
 from tests.system.server_process import TINY_LLAMA
-from workers.hub.fetch import fetch_files, find_revision
+from workers.hub.fetch import fetch_files, fetch_header, find_revision
 from workers.hub.locate import locate_model
 from workers.hub.model_name import HubName
 from workers.hub.settings import HubSettings
 from workers.hub.snapshot import Snapshot
 from workers.models.families.registry import read_model_config
-from workers.weights.local_weights import check_weights_listed, with_local_weights
+from workers.weights.local_weights import check_weights_listed, hub_dtype, with_local_weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -77,6 +80,36 @@ def error_of(settings: HubSettings, model: str = "org/tiny") -> str:
     assert time.monotonic() - started_s < 60.0
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_dtype_that_is_not_declared_is_read_from_the_header_on_the_hub(
+    dtype: str, hub: SmallHub, settings: HubSettings
+) -> None:
+    values = json.loads((TINY_LLAMA / "config.json").read_text())
+    values.pop("torch_dtype", None)
+    values.pop("dtype", None)
+    tensors = {"model.norm.weight": torch.ones(2**17, dtype=getattr(torch, dtype))}
+    files = {"config.json": json.dumps(values).encode(), WEIGHTS: safetensors.torch.save(tensors)}
+    hub.push("org/tiny", folder_files(TINY_LLAMA) | files)
+    revision, folder = fetched(settings)
+    read = partial(hub_dtype, revision, settings=settings)
+    assert read_model_config(folder, stored_dtype=read).dtype == dtype
+    (get,) = hub.gets_of(WEIGHTS)
+    assert get.range == "bytes=0-100000"
+    fetch_files(revision, [WEIGHTS], settings=settings)
+    assert read_model_config(folder).dtype == dtype
+
+
+def test_a_header_that_the_hub_does_not_send_is_one_line(
+    hub: SmallHub, settings: HubSettings
+) -> None:
+    revision, _ = fetched(settings)
+    with pytest.raises(CheckpointError, match="cannot be downloaded") as caught:
+        fetch_header(revision, WEIGHTS, unreachable(settings))
+    assert "\n" not in str(caught.value)
+    with pytest.raises(CheckpointError, match=f"{WEIGHTS} of .* is not in the cache"):
+        fetch_header(revision, WEIGHTS, replace(settings, is_offline=True))
 
 
 def test_only_the_needed_files_are_downloaded(hub: SmallHub, settings: HubSettings) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from tests.small_models.mxfp4 import quantize_experts, value_of
 from tests.workers.models.two_ranks import on_two_ranks
 from tests.workers.reference import CPU, loaded_model, run, token_ids
 from workers.layers.formats.mxfp4 import Mxfp4Matrix, dequantized_mxfp4
+from workers.layers.mxfp4_experts import DequantizedExperts, Mxfp4Experts, product_class
 from workers.models.decoder import Decoder
 from workers.models.families.registry import check_parallel, read_model_config
 from workers.parallel.group import SoloGroup
@@ -85,6 +87,31 @@ def test_logits_equal_those_of_transformers(folder: Path) -> None:
     group = SoloGroup()
     logits = run(loaded_model(folder, group), group)
     torch.testing.assert_close(logits, dequantized_logits(folder), rtol=1e-4, atol=1e-4)
+
+
+def test_a_checkpoint_without_a_dtype_runs_with_the_kernels_for_mxfp4(
+    folder: Path, tmp_path: Path
+) -> None:
+    tensors = copied(folder, tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    del values["dtype"]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    tensors = {
+        name: tensor.bfloat16() if tensor.is_floating_point() else tensor
+        for name, tensor in tensors.items()
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = read_model_config(tmp_path)
+    assert config.dtype == "bfloat16"
+    assert config.experts is not None
+    dtype = getattr(torch, config.dtype)
+    cuda = torch.device("cuda")
+    assert product_class(config.experts, dtype=dtype, device=cuda) is Mxfp4Experts
+    assert product_class(config.experts, dtype=dtype, device=CPU) is DequantizedExperts
+    group = SoloGroup()
+    model = Decoder(config, group, backend=TorchSDPABackend, device=CPU)
+    load_weights(model, EngineConfig(model=config))
+    assert run(model, group).dtype == torch.bfloat16
 
 
 def test_two_ranks_that_divide_each_expert_compute_the_same(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pagedray.model_config import ModelConfig
-from workers.models.config_json.family import check_causal, eos_token_ids, model_dtype
+from workers.models.config_json.family import check_causal, eos_token_ids
 from workers.models.config_json.limits import MAX_VOCAB
 
 if TYPE_CHECKING:
@@ -69,6 +69,5 @@ def alibi_config(
         activation=activation,
         is_mlp_gated=False,
         has_tied_embeddings=file.flag("tie_word_embeddings", True),
-        dtype=model_dtype(file),
         eos_token_ids=eos_token_ids(file, vocab_size),
     )

@@ -100,7 +100,6 @@ def base_config(
         norm_eps=file.number(norm_eps_key, default_norm_eps, most=1.0),
         activation=activation,
         has_tied_embeddings=file.flag("tie_word_embeddings", is_tied_by_default),
-        dtype=model_dtype(file),
         eos_token_ids=eos_token_ids(file, vocab_size),
     )
 
@@ -116,16 +115,17 @@ def eos_token_ids(file: ConfigFile, vocab_size: int) -> tuple[int, ...]:
     return tuple(token_id for token_id in file.token_ids("eos_token_id") if token_id < vocab_size)
 
 
-def model_dtype(file: ConfigFile) -> Dtype:
-    """Return the dtype of weights and activations."""
-    # Transformers 5 writes dtype, 4 torch_dtype; both take float32 if neither is there.
+def model_dtype(file: ConfigFile) -> Dtype | None:
+    """Return the dtype of weights and activations that a file names, or None."""
+    # Transformers 5 writes dtype, 4 torch_dtype.
     key = file.first_of("dtype", "torch_dtype")
+    # The dtype of quantized weights; what is computed with is not stated.
+    is_weight_dtype = file.value(key) == _FP8 and "quantization_config" in file
+    if key not in file or is_weight_dtype:
+        return None
     allowed: tuple[Dtype, ...] = get_args(Dtype)
-    if "quantization_config" in file and file.value(key) == _FP8:
-        # The dtype of quantized weights; what is computed with is not stated.
-        return "bfloat16"
     words = [word for name in allowed for word in (name, f"torch.{name}")]
-    given = file.choice(key, words, "float32").removeprefix("torch.")
+    given = file.choice(key, words).removeprefix("torch.")
     return next(name for name in allowed if name == given)
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pagedray.model_config import ModelConfig, TensorNames
-from workers.models.config_json.family import Family, model_dtype
+from workers.models.config_json.family import Family
 from workers.models.config_json.limits import MAX_POSITIONS, MAX_SIZE, MAX_VOCAB
 from workers.models.config_json.score_section import SCORE_SUFFIX, has_score_head, with_score
 
@@ -78,7 +78,6 @@ def _read(file: ConfigFile, architecture: str) -> ModelConfig:
         is_encoder=True,
         task="embed",
         num_token_types=file.integer("type_vocab_size", 2, most=MAX_SIZE),
-        dtype=model_dtype(file),
     )
 
 

@@ -10,6 +10,7 @@ from pagedray.presence import has_file, has_folder
 from pagedray.weight_format import MXFP4_BLOCK_SIZE
 from workers.models.config_json.answers import is_reranker, with_answers
 from workers.models.config_json.config_file import ConfigFile
+from workers.models.config_json.family import model_dtype
 from workers.models.config_json.ignored_fields import check_all_read
 from workers.models.config_json.quantization import read_quantization, with_quantization
 from workers.models.families.alibi.bloom import BLOOM
@@ -42,14 +43,17 @@ from workers.models.families.multimodal.gemma3 import GEMMA3_MULTIMODAL
 from workers.models.families.multimodal.mistral3 import MISTRAL3
 from workers.models.families.multimodal.qwen2_5_vl import QWEN2_5_VL
 from workers.models.families.multimodal.qwen3_vl import QWEN3_VL
+from workers.models.families.multimodal.text_part import TEXT_SECTION
 from workers.models.families.windowed.cohere2 import COHERE2
 from workers.models.families.windowed.gemma2 import GEMMA2
 from workers.models.families.windowed.gemma3 import GEMMA3
 from workers.models.families.windowed.ministral import MINISTRAL
 from workers.models.families.windowed.olmo3 import OLMO3
 from workers.models.format_cuts import check_cuts
+from workers.weights.tensor_entries import folder_dtype
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from pagedray.model_config import Dtype, ExpertsConfig, ModelConfig, Task
@@ -79,10 +83,15 @@ def supported_architectures() -> tuple[str, ...]:
 
 
 def read_model_config(
-    folder: Path, *, dtype: Dtype | None = None, task: Task | None = None
+    folder: Path,
+    *,
+    dtype: Dtype | None = None,
+    task: Task | None = None,
+    stored_dtype: Callable[[Path], Dtype | None] = folder_dtype,
 ) -> ModelConfig:
     """Return the configuration of the checkpoint in a folder; `dtype` overrides that of the file.
 
+    If neither says it, `stored_dtype` returns the dtype of the tensors, or None without tensors.
     A `task` of None is the usual one: to score for a cross-encoder, to embed for other encoders and
     for a checkpoint of sentence-transformers, else to generate. Raises CheckpointError, and
     StartupError for a task that the model cannot do.
@@ -105,6 +114,7 @@ def read_model_config(
     config = family.read(file)
     if quantization is not None:
         config = with_quantization(config, file, quantization)
+    declared = _declared_dtype(file, config)
     check_all_read(file, family.architecture)
     tasks = _tasks(config, file)
     if task is not None and task not in tasks:
@@ -113,7 +123,7 @@ def read_model_config(
         )
     config = replace(
         config,
-        dtype=dtype or config.dtype,
+        dtype=dtype or declared or stored_dtype(folder) or _default_dtype(file),
         task=task or tasks[0],
         eos_token_ids=_with_generation_eos(config),
     )
@@ -164,6 +174,23 @@ def _tasks(config: ModelConfig, file: ConfigFile) -> tuple[Task, ...]:
     if config.score_head != "answer":
         return tasks
     return ("score", *tasks) if is_reranker(config.folder) else (*tasks, "score")
+
+
+def _declared_dtype(file: ConfigFile, config: ModelConfig) -> Dtype | None:
+    """Return the dtype of the whole file, or else of the text model in it, or None."""
+    sections = [file]
+    if config.text_tensors is not None and TEXT_SECTION in file:
+        sections.append(file.section(TEXT_SECTION))
+    declared = [model_dtype(section) for section in sections]
+    return next((one for one in declared if one is not None), None)
+
+
+def _default_dtype(file: ConfigFile) -> Dtype:
+    """Return the dtype of a checkpoint that does not tell it: the default of transformers.
+
+    The kernels for quantized weights compute in bfloat16.
+    """
+    return "bfloat16" if file.value("quantization_config") else "float32"
 
 
 def _has_no_head(architecture: str) -> bool:

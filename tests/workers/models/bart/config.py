@@ -78,7 +78,7 @@ def read_bart_config(folder: Path, *, dtype: Dtype | None = None) -> BartConfig:
         encoder=_stack(file, "encoder"),
         decoder=_stack(file, "decoder"),
         has_scaled_embedding=file.flag("scale_embedding", False),
-        dtype=dtype or model_dtype(file),
+        dtype=dtype or model_dtype(file) or "float32",
         first_token_id=file.integer("decoder_start_token_id", 2, least=0, most=vocab_size - 1),
         eos_token_ids=file.token_ids("eos_token_id"),
     )

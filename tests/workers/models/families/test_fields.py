@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 FAMILIES = {family.architecture: family for family in families()}
 # What the registry reads for every family.
-_COMMON = {"architectures", "model_type", "is_encoder_decoder"}
+_COMMON = {"architectures", "model_type", "is_encoder_decoder", "dtype", "torch_dtype"}
 _SHAPE = SHAPE | {"num_key_value_heads": 3}
 # Those that other families lack.
 _LACKS = {

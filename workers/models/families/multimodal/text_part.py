@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pagedray.model_config import TextTensors
-from workers.models.config_json.family import check_causal, eos_token_ids, model_dtype
+from workers.models.config_json.family import check_causal, eos_token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -65,12 +65,10 @@ def as_text_part(
         text.choice("model_type", words, words[0])
         text.note_read("architectures")
         file.note_copies(text)
-    has_dtype = "dtype" in file or "torch_dtype" in file
     return replace(
         config,
         architecture=architecture,
         text_tensors=TextTensors(_PREFIXES, _SKIPPED),
         has_tied_embeddings=is_tied,
-        dtype=model_dtype(file) if has_dtype else config.dtype,
         eos_token_ids=eos_token_ids(file, config.vocab_size) or config.eos_token_ids,
     )
