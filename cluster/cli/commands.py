@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from cluster.cli.flags.engine_flags import engine_options
 from cluster.cli.flags.sampling_flags import sampling_fields
-from cluster.cli.flags.serve_flags import CONFIG_FLAG
+from cluster.cli.flags.serve_flags import CONFIG_FLAG, DEFAULT_GRPC_PORT, DEFAULT_HTTP_PORT
 from cluster.cli.interrupts import exiting_at_interrupt
 from cluster.cli.lost_output import discard_output, has_lost_reader, is_disk_full
 from cluster.cli.one_line_parser import USAGE_EXIT, command_parser
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from cluster.serving.frontend_options import FrontendOptions
     from pagedray.config import EngineConfig
 
-__all__ = ["main"]
+__all__ = ["main", "set_ports"]
 
 _FAILURE_EXIT = 1
 _RAY_DEATHS = "^(A worker died or was killed while executing a task|Raylet is terminated)"
@@ -90,17 +90,20 @@ def _serve(parsed: argparse.Namespace) -> int:
     # gRPC's core logs a line for many kinds of malformed calls, so that any client could fill the
     # log. Errors of the server itself are exceptions.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    from cluster.serving.model_name import with_served_names
+
+    # Importing the server takes seconds on a slow disk, so mistakes are found before.
+    set_ports(parsed)
+    config = with_served_names(_config(parsed), parsed.served_model_name or ())
     with exiting_at_interrupt():
         from cluster.cli.server import Server
         from cluster.serving.auth.authenticator import Authenticator
         from cluster.serving.connections.tls import certificate_store
-        from cluster.serving.model_name import with_served_names
         from cluster.serving.telemetry.log_lines import logging_to
         from cluster.serving.telemetry.tracing import otlp_tracer
 
     # Before anything is started that inherits it.
     raise_descriptor_limit()
-    config = with_served_names(_config(parsed), parsed.served_model_name or ())
     with logging_to(form=parsed.log_format, level=parsed.log_level):
         server = Server(
             config,
@@ -115,6 +118,20 @@ def _serve(parsed: argparse.Namespace) -> int:
         # Ray's exit handlers would wait for the processes that have ended.
         os._exit(code)
     return code
+
+
+def set_ports(parsed: argparse.Namespace) -> None:
+    """Choose the port of gRPC if it is not given. Raises DeviceError for a port in use."""
+    from cluster.serving.connections.listener import check_ports, free_port
+
+    if parsed.grpc_port is None:
+        parsed.grpc_port = DEFAULT_GRPC_PORT
+        # A second server on this machine, or a user who only knows HTTP.
+        if parsed.http_port != DEFAULT_HTTP_PORT:
+            parsed.grpc_port = free_port(
+                "gRPC", parsed.host, DEFAULT_GRPC_PORT, other=parsed.http_port
+            )
+    check_ports(parsed.host, {"gRPC": parsed.grpc_port, "HTTP": parsed.http_port})
 
 
 def _frontend_options(parsed: argparse.Namespace) -> FrontendOptions:

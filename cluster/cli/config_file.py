@@ -99,8 +99,7 @@ def _read(path: Path) -> dict[str, object]:
     except OSError as error:
         raise StartupError(f"Cannot read --config {path}: {error.strerror}.") from error
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise StartupError(f"--config {path} is not valid YAML: {reason:.200}.") from error
+        raise StartupError(f"--config {path} is not valid YAML: {_reason(error)}.") from error
     if found is None:
         return {}
     if not isinstance(found, dict) or not isinstance(node, yaml.MappingNode):
@@ -111,6 +110,16 @@ def _read(path: Path) -> dict[str, object]:
         if keys.count(key) > 1:
             raise StartupError(f"--config {path} has {key} twice.")
     return {str(key).replace("_", "-"): value for key, value in found.items()}
+
+
+def _reason(error: Exception) -> str:
+    """Return the place of an error in YAML and what is wrong there, on one line."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return " ".join(str(error).replace('in "<byte string>", ', "at ").split())[:200]
+    place, problem = error.problem_mark, error.problem or ""
+    if problem.startswith("but "):
+        problem = f"{error.context}, {problem}"
+    return f"line {place.line + 1}, column {place.column + 1}: {problem:.200}"
 
 
 def _words(

@@ -32,7 +32,7 @@ class OneLineParser(argparse.ArgumentParser):
     later would make an abbreviation mean something else.
     """
 
-    # Any: argparse's own arguments, in both.
+    # Any: argparse's own arguments, here and below.
     def __init__(self, **arguments: Any) -> None:
         super().__init__(formatter_class=_HelpFormatter, allow_abbrev=False, **arguments)
 
@@ -48,10 +48,38 @@ class OneLineParser(argparse.ArgumentParser):
             parser.error(f"unrecognized arguments: {' '.join(unknown)}{_hint(word, parser)}")
         return parsed
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Return the arguments and the unknown ones.
+
+        Without any, print the help if it lists what to choose from.
+        """
+        words = sys.argv[1:] if args is None else args
+        if not words and any(one.choices for one in self._get_positional_actions()):
+            self.print_help()
+            self.exit()
+        return super().parse_known_args(words, namespace)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            self.error(_unknown_command(value, [*action.choices], self.prog))
+        super()._check_value(action, value)
+
     def error(self, message: str) -> NoReturn:
         # Those of argparse have no full stop.
         what = message.removesuffix(".")
         self.exit(USAGE_EXIT, f"{self.prog}: error: {what} (see {self.prog} --help)\n")
+
+
+def _unknown_command(word: str, commands: Sequence[str], program: str) -> str:
+    """Return the error of a word that is not a command, with the command that it is like."""
+    what = f"{word:.80} is not a command"
+    likely = [one for one in commands if one.startswith(word) or word.startswith(one)]
+    likely = likely or difflib.get_close_matches(word, commands, n=1, cutoff=0.6)
+    if likely:
+        return f"{what}; did you mean {' or '.join(likely[:_MAX_LIKELY])}?"
+    if "/" in word and "serve" in commands:
+        return f"{what}; did you mean {program} serve {word:.80}?"
+    return f"{what}; choose from {', '.join(commands)}"
 
 
 def dashed_flag(word: str) -> str:

@@ -6,6 +6,7 @@ import argparse
 import io
 import os
 import re
+import socket
 import subprocess
 import sys
 from dataclasses import fields
@@ -15,17 +16,19 @@ from typing import TYPE_CHECKING
 import pytest
 
 from attention.selector import BACKEND_NAMES
+from cluster.cli.commands import set_ports
 from cluster.cli.flags.engine_flags import engine_options
 from cluster.cli.flags.sampling_flags import sampling_fields
 from cluster.cli.parser import make_parser
 from cluster.engine.options.engine_options import EngineOptions
 from cluster.engine.progress import ProgressLine
 from cluster.llm import LLM
-from pagedray.errors import StartupError
+from pagedray.errors import DeviceError, StartupError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+TINY_LLAMA = Path(__file__).parents[2] / "examples" / "tiny-llama"
 # The last may be "(default: ...)".
 SENTENCES = re.compile(r"\S.*[.)]", re.DOTALL)
 HEAVY = ("fastapi", "grpc", "numpy", "ray", "torch", "transformers")
@@ -75,6 +78,86 @@ def test_help_loads_nothing_heavy(command: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--port=99999"], "HTTP port must be from 0 to 65535, not 99999."),
+        (["--grpc-port=-1"], "gRPC port must be from 0 to 65535, not -1."),
+        (["--host=no.such.invalid"], "Cannot bind gRPC to no.such.invalid:"),
+        (["--max-model-len=1000000"], "max_model_len 1000000 is more than the 1024 positions"),
+        (["--dtype=float16", "--device=cpu"], "dtype float16 is not supported on the CPU"),
+        (["--block-size=1000"], "block_size must be from 1 to 256, not 1000."),
+        (["--quantization=awq"], "quantization"),
+        (["-tp=2", "--executor=local"], "The local executor runs one rank"),
+    ],
+)
+def test_mistakes_in_flags_are_found_before_the_server_is_imported(
+    flags: list[str], message: str
+) -> None:
+    _find_mistake([str(TINY_LLAMA), "--http-port=0", *flags], message)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("absent", "is not a folder"), ("empty", "No config.json found in"), ("bad", "config.json")],
+)
+def test_mistakes_in_models_are_found_before_the_server_is_imported(
+    tmp_path: Path, name: str, message: str
+) -> None:
+    for folder in ("empty", "bad"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "bad" / "config.json").write_text("{")
+    _find_mistake([str(tmp_path / name), "--port=0"], message)
+
+
+def _find_mistake(arguments: list[str], message: str) -> None:
+    script = (
+        "import sys\nfrom cluster.cli.commands import main\n"
+        f"code = main({['serve', *arguments]!r})\n"
+        f"print(code, [m for m in {(*HEAVY, 'cluster.cli.server')!r} if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60.0, check=False
+    )
+    assert message in done.stderr
+    assert done.stdout == "2 []\n"
+
+
+def test_all_ports_in_use_are_named_at_once() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as first,
+        socket.create_server(("127.0.0.1", 0)) as second,
+    ):
+        ports = (first.getsockname()[1], second.getsockname()[1])
+        flags = [f"--grpc-port={ports[0]}", f"--http-port={ports[1]}"]
+        _find_mistake(
+            [str(TINY_LLAMA), *flags],
+            f"gRPC port {ports[0]} and HTTP port {ports[1]} of 127.0.0.1 are already in use; "
+            "choose others with --grpc-port and --http-port.",
+        )
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_moved"),
+    [([], False), (["--port=8001"], True), (["--http-port=0"], True), (["--port=8000"], False)],
+)
+def test_a_second_server_only_needs_another_http_port(
+    flags: list[str], *, is_moved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        port = used.getsockname()[1]
+        monkeypatch.setattr("cluster.cli.commands.DEFAULT_GRPC_PORT", port)
+        given = parsed("serve", "m", *flags)
+        assert given.grpc_port is None
+        if is_moved:
+            given.http_port = 0
+            set_ports(given)
+            assert given.grpc_port > port
+        else:
+            with pytest.raises(DeviceError, match=f"gRPC port {port} .* in use"):
+                set_ports(given)
+
+
+@pytest.mark.parametrize(
     ("module", "flags"),
     [
         ("cluster.cli.commands", []),
@@ -93,7 +176,7 @@ def test_interrupt_at_the_start_ends_silently(module: str, flags: list[str]) -> 
         "            signal.raise_signal(signal.SIGINT)\n"
         "sys.meta_path.insert(0, Interrupting())\n"
         "from cluster.cli.__main__ import main\n"
-        f"sys.argv[1:] = {['serve', 'folder', *flags]!r}\n"
+        f"sys.argv[1:] = {['serve', str(TINY_LLAMA), '--port=0', *flags]!r}\n"
         "sys.exit(main())"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

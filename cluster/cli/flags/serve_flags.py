@@ -16,9 +16,11 @@ if TYPE_CHECKING:
 
     _Group = argparse._ArgumentGroup
 
-__all__ = ["CONFIG_FLAG", "add_serve_flags"]
+__all__ = ["CONFIG_FLAG", "DEFAULT_GRPC_PORT", "DEFAULT_HTTP_PORT", "add_serve_flags"]
 
 CONFIG_FLAG = "--config"
+DEFAULT_GRPC_PORT = 9000
+DEFAULT_HTTP_PORT = 8000
 
 _FILES = {
     "--api-keys": "File of API keys; requests without a valid key are rejected. `pagedray keys "
@@ -52,10 +54,21 @@ def add_serve_flags(serve: argparse.ArgumentParser) -> None:
 def _add_ports(group: _Group) -> None:
     """Add where the frontends listen, for whom, and how long they drain."""
     group.add_argument("--host", default="127.0.0.1", help="Address to listen on.")
-    for name, port in (("gRPC", 9000), ("HTTP", 8000)):
-        what = f"Port for {name}; 0 selects a free one."
-        flags = [f"--{name.lower()}-port", *(["--port"] if name == "HTTP" else [])]
-        group.add_argument(*flags, type=int, default=port, metavar="PORT", help=what)
+    group.add_argument(
+        "--grpc-port",
+        type=int,
+        metavar="PORT",
+        help="Port for gRPC; 0 selects a free one. (default: 9000; with another --http-port than "
+        "8000, the first free port from 9000 on)",
+    )
+    group.add_argument(
+        "--http-port",
+        "--port",
+        type=int,
+        default=DEFAULT_HTTP_PORT,
+        metavar="PORT",
+        help="Port for HTTP; 0 selects a free one.",
+    )
     group.add_argument(
         "--allowed-hosts",
         type=names,

@@ -4,13 +4,57 @@ from __future__ import annotations
 
 import errno
 import socket
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 from pagedray.errors import DeviceError
 
-__all__ = ["listen", "url_host"]
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["check_ports", "free_port", "listen", "url_host"]
 
 _BACKLOG = 2048
 _MAX_PORT = 65535
+
+
+class _PortInUseError(DeviceError):
+    """Another program, or another frontend, listens on a port."""
+
+    def __init__(self, host: str, ports: Mapping[str, int]) -> None:
+        named = " and ".join(f"{frontend} port {port}" for frontend, port in ports.items())
+        flags = " and ".join(f"--{frontend.lower()}-port" for frontend in ports)
+        what = (
+            "are already in use; choose others"
+            if len(ports) > 1
+            else ("is already in use; choose another one")
+        )
+        super().__init__(f"{named} of {host} {what} with {flags}.")
+
+
+def check_ports(host: str, ports: Mapping[str, int]) -> None:
+    """Raise DeviceError if a frontend cannot listen on its port; it names all ports in use."""
+    used = {}
+    with ExitStack() as listeners:
+        for frontend, port in ports.items():
+            try:
+                listeners.enter_context(listen(frontend, host, port))
+            except _PortInUseError:
+                used[frontend] = port
+    if used:
+        raise _PortInUseError(host, used)
+
+
+def free_port(frontend: str, host: str, first: int, *, other: int) -> int:
+    """Return the first free port from `first` on that is not `other`. Raises DeviceError."""
+    for port in range(first, _MAX_PORT + 1):
+        try:
+            listen(frontend, host, port).close()
+        except _PortInUseError:
+            continue
+        if port != other:
+            return port
+    raise _PortInUseError(host, {frontend: first})
 
 
 def listen(frontend: str, host: str, port: int) -> socket.socket:
@@ -21,24 +65,17 @@ def listen(frontend: str, host: str, port: int) -> socket.socket:
         address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.create_server(address[4][:2], family=address[0], backlog=_BACKLOG)
     except OSError as error:
-        raise DeviceError(_failure(frontend, host, port, error)) from error
+        if error.errno == errno.EADDRINUSE:
+            raise _PortInUseError(host, {frontend: port}) from error
+        # What follows repeats the address.
+        reason = (error.strerror or "unknown error").partition(" (while attempting")[0]
+        raise DeviceError(f"Cannot bind {frontend} to {host}:{port}: {reason}.") from error
     # Connections inherit TCP_NODELAY. Without it, Nagle's algorithm holds a small write back until
     # the client acknowledges the last one, up to 40 ms later; asyncio sets it only on sockets made
     # with the protocol's number.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.setblocking(False)
     return listener
-
-
-def _failure(frontend: str, host: str, port: int, error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        flag = f"--{frontend.lower()}-port"
-        return (
-            f"{frontend} port {port} of {host} is already in use; choose another one with {flag}."
-        )
-    # What follows repeats the address.
-    reason = (error.strerror or "unknown error").partition(" (while attempting")[0]
-    return f"Cannot bind {frontend} to {host}:{port}: {reason}."
 
 
 def url_host(host: str) -> str:

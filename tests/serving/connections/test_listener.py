@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from cluster.serving.connections.listener import listen
+from cluster.serving.connections.listener import check_ports, free_port, listen
 from pagedray.errors import DeviceError
 
 
@@ -34,3 +34,14 @@ def test_the_reason_of_the_system_is_given_once() -> None:
     with pytest.raises(DeviceError) as raised:
         listen("HTTP", "192.0.2.1", 8000)
     assert str(raised.value).count("192.0.2.1") == 1
+
+
+def test_the_next_free_port_is_neither_in_use_nor_another_frontends() -> None:
+    with listen("gRPC", "127.0.0.1", 0) as listener:
+        used = listener.getsockname()[1]
+        found = free_port("gRPC", "127.0.0.1", used, other=0)
+        assert found > used
+        assert free_port("gRPC", "127.0.0.1", used, other=found) > found
+        check_ports("127.0.0.1", {"gRPC": found, "HTTP": 0})
+        with pytest.raises(DeviceError, match=rf"^HTTP port {used} of .* with --http-port\.$"):
+            check_ports("127.0.0.1", {"gRPC": found, "HTTP": used})
