@@ -66,6 +66,7 @@ def ropes_by_layer_type(
     full, window = by_kind.section(full_key), by_kind.section(window_key)
     if "rope_parameters" not in file:
         full = file.section("rope_scaling")
+        _check_type(full)
     elif "rope_scaling" in file:
         raise file.rejection("rope_scaling", "is not allowed together with rope_parameters")
     for key in by_kind.given_keys():
@@ -77,6 +78,12 @@ def ropes_by_layer_type(
         rope_of(full, file, default_theta=theta),
         rope_of(window, file, default_theta=window_theta),
     )
+
+
+def _check_type(section: ConfigFile) -> None:
+    """Raise CheckpointError if transformers scales nothing, since only `type` names the kind."""
+    if kind_key(section) == "type" and section.value("type") not in ("default", "dynamic"):
+        raise section.rejection("type", "has no effect in this family; use rope_type instead")
 
 
 def rotary_size(

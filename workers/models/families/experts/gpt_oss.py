@@ -55,7 +55,7 @@ def _read(file: ConfigFile) -> ModelConfig:
     has_attention_bias = file.flag("attention_bias", True)
     # Names that the authors gave to fields which have other names here.
     file.note_read("experts_per_token", "initial_context_length")
-    if "rope_scaling" not in file and "rope_parameters" not in file:
+    if not file.value("rope_scaling") and "rope_parameters" not in file:
         file.section("rope_parameters", _DEFAULT_ROPE)
     return replace(
         with_rope(config, file, default_theta=150000.0),
