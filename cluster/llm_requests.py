@@ -62,7 +62,7 @@ class RequestMaker:
         self.default_params = SamplingParams(**self.recommended)
         """The parameters of requests without any: those that the model's file recommends."""
         self._validator = validator
-        self._seeds = None if seed is None else random.Random(seed)
+        self._seeds = None if seed in (None, -1) else random.Random(seed)
 
     def text_validator(self) -> Validator:
         """Return the validator. Raises InvalidRequestError if the model does not generate text."""

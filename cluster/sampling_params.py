@@ -52,7 +52,7 @@ class SamplingParams(EngineSamplingParams, frozen=True, kw_only=True, omit_defau
     """
 
     max_tokens: int | None = 16  # type: ignore[assignment]  # None only when it is made
-    """Maximum number of tokens per completion; None is as many as fit into the context."""
+    """Maximum number of tokens per completion; None or -1 is as many as fit into the context."""
     stop: str | Sequence[str] | None = ()  # type: ignore[assignment]  # None only when it is made
     """A string, or several, that end a completion; they are not part of its text."""
     stop_token_ids: Sequence[int] | None = ()  # type: ignore[assignment]  # as above
@@ -76,7 +76,7 @@ class SamplingParams(EngineSamplingParams, frozen=True, kw_only=True, omit_defau
     """The tokens that each result of `AsyncLLM.generate` contains."""
 
     def __post_init__(self) -> None:
-        if self.max_tokens is None:
+        if self.max_tokens in (None, _UNLIMITED):
             msgspec.structs.force_setattr(self, "max_tokens", MAX_COUNT)
         for name in _EMPTY_FIELDS:
             if getattr(self, name) is None:
@@ -84,7 +84,7 @@ class SamplingParams(EngineSamplingParams, frozen=True, kw_only=True, omit_defau
         if self.thinking_token_budget == _UNLIMITED:
             msgspec.structs.force_setattr(self, "thinking_token_budget", None)
         if isinstance(self.stop, str):
-            msgspec.structs.force_setattr(self, "stop", (self.stop,))
+            msgspec.structs.force_setattr(self, "stop", (self.stop,) if self.stop else ())
         for name in ("detokenize", "skip_special_tokens", "include_stop_str_in_output"):
             check_bool(name, getattr(self, name))
         if not isinstance(self.output_kind, RequestOutputKind):

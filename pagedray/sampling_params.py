@@ -33,6 +33,7 @@ MAX_BAD_WORD_LENGTH = 128
 MAX_BAD_WORD_TOKENS = 32
 MAX_STOP = 16
 MAX_STOP_LENGTH = 512
+_RANDOM_SEED = -1
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -69,7 +70,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Texts whose tokens are not generated in sequence: those of the text itself, and those of the
     text with a leading space if they only differ in the first token."""
     seed: int | None = None
-    """Random seed for sampling that is reproducible, except for rounding; None is random."""
+    """Random seed for sampling that is reproducible, except for rounding; None or -1 is random."""
     stop: Sequence[str] = ()
     """Strings that end a completion; they are not part of its text."""
     stop_token_ids: Sequence[int] = ()
@@ -102,6 +103,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         check_float("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.seed == _RANDOM_SEED:
+            msgspec.structs.force_setattr(self, "seed", None)
         if self.seed is not None:
             check_int("seed", self.seed, -(2**63), 2**63 - 1)
         if self.logprobs is not None:

@@ -12,7 +12,7 @@ from cluster.serving.inputs import GenerationInput
 from cluster.serving.json_bodies.json_text import json_text
 from cluster.serving.openai.bodies.field_kinds import bounds, cache_salt_field
 from cluster.serving.openai.bodies.parameters import IGNORED
-from cluster.serving.schema.body import BodyPart
+from cluster.serving.schema.body import BodyPart, Defaults
 from cluster.serving.schema.body_reader import read_part
 from cluster.structured.grammar.grammar_text import MAX_TEXT_BYTES
 from pagedray.errors import InvalidRequestError
@@ -37,6 +37,7 @@ class OutputFormat(BodyPart):
 class MessagesBody(ConversationBody):
     """A conversation for the model to continue."""
 
+    defaults: ClassVar[Defaults] = {**ConversationBody.defaults, "seed": (-1,)}
     ignored: ClassVar[Mapping[str, str]] = {
         **ConversationBody.ignored,
         "diagnostics": "diagnostics are not available",

@@ -114,7 +114,7 @@ class _OpenAIHandlers:
             yield
             if asked.resumes_after is None:
                 asked.given = body.to_input(call.client_id)
-                asked.names = body.structure_names()
+                asked.names = body.structure_names() | {"max_tokens": body.limit_name}
                 asked.echoes = body.echo
                 asked.options = replace(
                     asked.options,

@@ -54,7 +54,7 @@ class _ScoreHandlers:
     async def rerank(self, call: HttpCall) -> Response:
         def read(body: RerankBody, _: bytes) -> Steps[tuple[ScoreInput, int | None, bool]]:
             given = yield from body.to_input()
-            return given, body.top_n, body.return_documents
+            return given, body.top_n or None, body.return_documents
 
         given, top_n, has_documents = await call.body(RerankBody, read)
         output = await self._scored(call, given)

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from cluster.serving.inputs import GenerationInput, TokenizeInput
 from cluster.serving.openai.bodies.field_kinds import (
+    UNLIMITED,
     bounds,
     model_field,
     thinking_budget,
@@ -105,7 +106,9 @@ class ResponsesBody(InputBody, SamplingFields):
         description="Whether the response is kept in memory, so that it can be continued, read and "
         "deleted by its id; true by default.",
     )
-    max_output_tokens: int | None = bounds("Maximum number of tokens to generate.", 1)
+    max_output_tokens: int | None = bounds(
+        "Maximum number of tokens to generate; -1 is as many as fit into the context.", UNLIMITED
+    )
     thinking_token_budget: int | None = thinking_budget_field()
     metadata: Any = Field(  # Any: strings, within limits that pydantic would report for each
         None,
@@ -152,7 +155,7 @@ class ResponsesBody(InputBody, SamplingFields):
             tools, known_variables=known_variables, note_ignored=note_ignored, earlier=earlier
         )
         sampling = self.common_sampling()
-        if self.max_output_tokens is not None:
+        if self.max_output_tokens not in (None, UNLIMITED):
             sampling["max_tokens"] = self.max_output_tokens
         budget = thinking_budget(self.thinking_token_budget)
         if budget is not None:

@@ -8,7 +8,16 @@ from typing import ClassVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, JsonValue
 
-__all__ = ["Body", "BodyPart", "Defaults", "named_schema", "names_of", "part_at", "parts_of"]
+__all__ = [
+    "Body",
+    "BodyPart",
+    "Defaults",
+    "integers_of",
+    "named_schema",
+    "names_of",
+    "part_at",
+    "parts_of",
+]
 
 Defaults = Mapping[str, tuple[object, ...]]
 
@@ -66,6 +75,13 @@ def part_at(kind: type[BodyPart], path: Iterable[int | str]) -> type[BodyPart]:
         if isinstance(step, str):
             kind, _ = parts_of(kind).get(step, (BodyPart, False))
     return kind
+
+
+@functools.cache
+def integers_of(kind: type[BodyPart]) -> frozenset[str]:
+    """Return the names of a part's fields that are integers."""
+    fields = kind.model_fields.items()
+    return frozenset(name for name, field in fields if field.annotation in (int, int | None))
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from cluster.serving.intake.limits import LARGEST, RequestSize, check_num_messages
 from cluster.serving.json_bodies.json_body import read_json
-from cluster.serving.schema.body import Body, BodyPart, names_of, parts_of
+from cluster.serving.schema.body import Body, BodyPart, integers_of, names_of, parts_of
 from cluster.serving.schema.field_errors import field_error, path_of, unsupported_field
 from pagedray.errors import ContextLengthError, InvalidRequestError
 
@@ -137,6 +137,9 @@ def _supported(
         if value is None:
             continue
         if name in kind.model_fields:
+            if type(value) is float and value.is_integer() and name in integers_of(kind):
+                # Some languages have no integers.
+                value = int(value)
             kept[name] = _without_nulls(value) if name in kind.with_nulls else value
         elif name in kind.ignored:
             _check_ignored(name, value, kind.in_ignored.get(name, {}))

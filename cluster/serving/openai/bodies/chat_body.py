@@ -83,9 +83,6 @@ class ChatBody(GenerationBody):
         description="The messages of the conversation.",
         json_schema_extra={"minItems": 1, "maxItems": MAX_MESSAGES},
     )
-    max_completion_tokens: int | None = bounds(
-        "The same as max_tokens; if both are set, they must be equal.", 1
-    )
     logprobs: bool = Field(
         False, description="Whether choices contain the log-probabilities of their tokens."
     )
@@ -176,12 +173,6 @@ class ChatBody(GenerationBody):
             raise InvalidRequestError(
                 "top_logprobs requires logprobs = true.", param="top_logprobs"
             )
-        both = {self.max_tokens, self.max_completion_tokens} - {None}
-        if len(both) > 1:
-            raise InvalidRequestError(
-                "max_tokens and max_completion_tokens must be equal if both are set.",
-                param="max_tokens",
-            )
         self._check_functions()
         check_open_end(self.add_generation_prompt, self.continue_final_message)
 
@@ -227,8 +218,6 @@ class ChatBody(GenerationBody):
         with the names of parameters that set others.
         """
         sampling = self.sampling()
-        if self.max_completion_tokens is not None:
-            sampling["max_tokens"] = self.max_completion_tokens
         budget = thinking_budget(self.thinking_token_budget)
         if budget is not None:
             sampling["thinking_token_budget"] = budget
@@ -266,9 +255,7 @@ class ChatBody(GenerationBody):
 
     def names(self, tools: ToolUse) -> dict[str, str]:
         """Return the client's names for parameters of the engine that differ from them."""
-        names = {"logprobs": "top_logprobs"}
-        if self.max_completion_tokens is not None:
-            names["max_tokens"] = "max_completion_tokens"
+        names = {"logprobs": "top_logprobs", "max_tokens": self.limit_name}
         if tools.sets_structure:
             names["structure"] = "functions" if self.has_functions else "tools"
         else:

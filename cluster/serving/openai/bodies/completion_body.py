@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from cluster.serving.inputs import GenerationInput, InfillPrompt, Prompt
-from cluster.serving.openai.bodies.field_kinds import bounds, prompts_field
+from cluster.serving.openai.bodies.field_kinds import UNLIMITED, bounds, prompts_field
 from cluster.serving.openai.bodies.generation_body import GenerationBody
 from cluster.serving.openai.bodies.parameters import REJECTED, WITHOUT_EFFECT
 from cluster.serving.schema.body import Defaults
@@ -32,18 +32,18 @@ class CompletionBody(GenerationBody):
     synonyms: ClassVar[Mapping[str, str]] = {
         **GenerationBody.synonyms,
         "input": "prompt",
-        "max_completion_tokens": "max_tokens",
         "messages": "prompt",
     }
 
     prompt: Any = prompts_field(MAX_N)  # Any: its length is checked before its entries
-    logprobs: int | None = bounds(
-        "Number of most likely tokens to return at each position.", 0, MAX_LOGPROBS
-    )
-    max_tokens: int | None = Field(
-        None,
-        description="Maximum number of tokens to generate; 0 requires echo or prompt_logprobs.",
-        json_schema_extra={"minimum": 0},
+    # As in chats, false is the same as null.
+    logprobs: Annotated[
+        int | None, BeforeValidator(lambda given: None if given is False else given)
+    ] = bounds("Number of most likely tokens to return at each position.", 0, MAX_LOGPROBS)
+    max_tokens: int | None = bounds(
+        "Maximum number of tokens to generate, by default 16; -1 is as many as fit into the "
+        "context, and 0 requires echo or prompt_logprobs.",
+        UNLIMITED,
     )
     echo: bool = Field(
         False,
@@ -66,7 +66,7 @@ class CompletionBody(GenerationBody):
     @property
     def hides_output(self) -> bool:
         """Whether only the prompt is requested."""
-        return self.max_tokens == 0
+        return self.limit == 0
 
     def check_fields(self) -> None:
         super().check_fields()
@@ -78,8 +78,8 @@ class CompletionBody(GenerationBody):
             self.stream or not (self.echo or self.prompt_logprobs is not None)
         ):
             raise InvalidRequestError(
-                "max_tokens = 0 requires echo or prompt_logprobs, and stream = false.",
-                param="max_tokens",
+                f"{self.limit_name} = 0 requires echo or prompt_logprobs, and stream = false.",
+                param=self.limit_name,
             )
 
     def _check_suffix(self) -> None:
@@ -101,7 +101,7 @@ class CompletionBody(GenerationBody):
         return GenerationInput(
             prompts=_prompts_of(self.prompt, self.suffix),
             sampling=sampling,
-            default_max_tokens=_DEFAULT_MAX_TOKENS,
+            default_max_tokens=None if self.is_unlimited else _DEFAULT_MAX_TOKENS,
             model=self.model,
             client_id=self.client_id(client_id),
             priority=self.priority,

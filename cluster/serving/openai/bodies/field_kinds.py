@@ -9,6 +9,7 @@ from pydantic import Field, JsonValue
 from cluster.serving.inputs import MAX_SALT_LENGTH
 
 __all__ = [
+    "UNLIMITED",
     "bounds",
     "cache_salt_field",
     "model_field",
@@ -18,7 +19,8 @@ __all__ = [
     "thinking_budget_field",
 ]
 
-_UNLIMITED = -1
+UNLIMITED = -1
+"""The value of a limit that is the same as none."""
 
 
 # Any: a pydantic field.
@@ -45,13 +47,13 @@ def thinking_budget_field() -> Any:  # Any: a pydantic field
     return bounds(
         "Number of tokens after which the model's reasoning is ended; -1 does not limit it. "
         "Requires a model that reasons, other than gpt-oss.",
-        _UNLIMITED,
+        UNLIMITED,
     )
 
 
 def thinking_budget(given: int | None) -> int | None:
     """Return the limit that such a field sets; None is none."""
-    return None if given == _UNLIMITED else given
+    return None if given == UNLIMITED else given
 
 
 def template_variables_field() -> Any:  # Any: a pydantic field

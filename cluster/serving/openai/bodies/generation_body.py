@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
@@ -9,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from cluster.serving.openai.bodies.beam_fields import check_beams
-from cluster.serving.openai.bodies.field_kinds import bounds, model_field
+from cluster.serving.openai.bodies.field_kinds import UNLIMITED, bounds, model_field
 from cluster.serving.openai.bodies.parameters import (
     IGNORED,
     IN_IGNORED,
@@ -23,6 +24,7 @@ from cluster.serving.openai.bodies.structure import (
     read_response_format,
 )
 from cluster.serving.schema.body import Defaults, named_schema
+from cluster.serving.telemetry.line_limit import LineLimit
 from pagedray.errors import InvalidRequestError
 from pagedray.sampling_params import (
     MAX_ALLOWED,
@@ -36,7 +38,10 @@ from pagedray.wording.shown_value import shown_json_value, shown_value
 
 __all__ = ["GenerationBody"]
 
-_SAMPLING_NAMES = ("n", "max_tokens", "min_tokens", "prompt_logprobs")
+logger = logging.getLogger(__name__)
+
+_SAMPLING_NAMES = ("n", "min_tokens", "prompt_logprobs")
+_conflict_lines = LineLimit()
 
 
 class GenerationBody(SamplingFields):
@@ -83,7 +88,12 @@ class GenerationBody(SamplingFields):
         "beam is divided; requires use_beam_search.",
         json_schema_extra={"minimum": -10, "maximum": 10, "default": 1},
     )
-    max_tokens: int | None = bounds("Maximum number of tokens to generate.", 1)
+    max_tokens: int | None = bounds(
+        "Maximum number of tokens to generate; -1 is as many as fit into the context.", UNLIMITED
+    )
+    max_completion_tokens: int | None = bounds(
+        "The same as max_tokens; the smaller value is used if both are set.", UNLIMITED
+    )
     min_tokens: int | None = bounds(
         "Minimum number of tokens before an end-of-sequence or stop token ends the output.", 0
     )
@@ -200,6 +210,23 @@ class GenerationBody(SamplingFields):
         """Number of top log-probabilities for each token; None disables log-probabilities."""
 
     @property
+    def is_unlimited(self) -> bool:
+        """Whether the output may take as many tokens as fit into the context."""
+        return UNLIMITED in (self.max_tokens, self.max_completion_tokens) and self.limit is None
+
+    @property
+    def limit(self) -> int | None:
+        """The maximum number of tokens; None if neither parameter sets it."""
+        given = (self.max_tokens, self.max_completion_tokens)
+        return min((one for one in given if one not in (None, UNLIMITED)), default=None)
+
+    @property
+    def limit_name(self) -> str:
+        """The client's name for `limit`."""
+        is_other = self.max_tokens is None or self.max_tokens != self.limit
+        return "max_completion_tokens" if is_other else "max_tokens"
+
+    @property
     def num_generated(self) -> int:
         """Number of choices that are generated for each prompt."""
         return self.n if self.best_of is None else self.best_of
@@ -212,6 +239,7 @@ class GenerationBody(SamplingFields):
         return 1.0 if self.length_penalty is None else self.length_penalty
 
     def check_fields(self) -> None:
+        self._check_limits()
         check_beams(self, self.use_beam_search, self.length_penalty)
         if self.best_of is not None:
             self._check_best_of(self.best_of)
@@ -226,6 +254,18 @@ class GenerationBody(SamplingFields):
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequestError(
                 "prompt_logprobs requires stream = false.", param="prompt_logprobs"
+            )
+
+    def _check_limits(self) -> None:
+        """Log two different limits, of which the smaller is used."""
+        both = {self.max_tokens, self.max_completion_tokens} - {None, UNLIMITED}
+        if len(both) > 1 and (num_calls := _conflict_lines.count_event()):
+            logger.info(
+                "Calls with different values of max_tokens and max_completion_tokens, of which the "
+                "smaller is used: %d, the last one with %s and %s.",
+                num_calls,
+                shown_value(self.max_tokens),
+                shown_value(self.max_completion_tokens),
             )
 
     def _check_best_of(self, best_of: int) -> None:
@@ -265,6 +305,8 @@ class GenerationBody(SamplingFields):
         given |= {
             name: value for name in _SAMPLING_NAMES if (value := getattr(self, name)) is not None
         }
+        if self.limit is not None:
+            given["max_tokens"] = self.limit
         if self.stop_token_ids is not None:
             given["stop_token_ids"] = _integers_of(self.stop_token_ids, "stop_token_ids")
         if self.bad_words is not None:

@@ -58,7 +58,9 @@ class SamplingFields(Body):
         "Subtracted from a token's logit once for each of its occurrences in the output.", -2, 2
     )
     seed: int | None = bounds(
-        "Random seed, which makes sampling reproducible, except for rounding.", -(2**63), 2**63 - 1
+        "Random seed, which makes sampling reproducible, except for rounding; -1 is random.",
+        -(2**63),
+        2**63 - 1,
     )
     ignore_eos: bool | None = Field(
         None, description="Whether to generate past the model's end-of-sequence tokens."
@@ -145,11 +147,14 @@ class SamplingFields(Body):
 
 def _stop_of(given: object) -> object:
     if isinstance(given, str):
-        return (given,)
+        return (given,) if given else ()
     return tuple(given) if isinstance(given, list) else given
 
 
 def _bias_of(given: object) -> dict[object, object]:
+    if given == []:
+        # PHP's empty object.
+        return {}
     if not isinstance(given, dict):
         raise InvalidRequestError(
             "logit_bias must be an object that maps token ids to numbers.", param="logit_bias"

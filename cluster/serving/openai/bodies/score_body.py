@@ -57,7 +57,7 @@ class RerankBody(Body):
         json_schema_extra={**_TEXTS, "items": {"anyOf": [_TEXT, named_schema("DocumentObject")]}},
     )
     top_n: int | None = bounds(
-        "Maximum number of results, which are the documents with the highest scores.", 1
+        "Maximum number of results, which are the documents with the highest scores; 0 is all.", 0
     )
     instruction: str | None = _instruction()
     return_documents: bool = Field(True, description="Whether results contain the documents.")
@@ -66,8 +66,8 @@ class RerankBody(Body):
     )
 
     def check_fields(self) -> None:
-        if self.top_n is not None and self.top_n < 1:
-            raise InvalidRequestError(f"top_n must be at least 1, not {self.top_n}.", param="top_n")
+        if self.top_n is not None and self.top_n < 0:
+            raise InvalidRequestError(f"top_n must be at least 0, not {self.top_n}.", param="top_n")
 
     def to_input(self) -> Steps[ScoreInput]:
         """Return the input of the call. Raises InvalidRequestError."""
