@@ -207,7 +207,7 @@ HTTP_CASES: dict[str, HttpCase] = {
     "21 log-probabilities": _completion(logprobs=21),
     "1025 biases": _completion(logit_bias=dict.fromkeys(map(str, range(1025)), 1)),
     "30 000 biases": _completion(logit_bias=dict.fromkeys(map(str, range(30_000)), 1)),
-    "129 tools": _chat(tools=[_TOOL] * 129),
+    "1025 tools": _chat(tools=[_TOOL] * 1025),
     "description of 100 000 characters": _chat(
         tools=[{"type": "function", "function": {"name": "a", "description": "x" * 100_000}}]
     ),
@@ -269,7 +269,7 @@ HTTP_CASES |= {
         "arguments of depth 1000": _response(
             input=[{**_CALL, "arguments": '{"a":' * 1000 + "1" + "}" * 1000}]
         ),
-        "129 tools": _response(tools=[{"type": "function", "name": "f"}] * 129),
+        "1025 tools": _response(tools=[{"type": "function", "name": "f"}] * 1025),
         "a tool of OpenAI": _response(tools=[{"type": "web_search"}]),
         "temperature below 0": _response(temperature=-1),
         "max_output_tokens too large": _response(max_output_tokens=100_000),
@@ -294,7 +294,7 @@ HTTP_CASES |= {
             body=json.dumps({"model": "tiny-llama", "messages": [_ITEM]}).encode(), path=_MESSAGES
         ),
         "17 stops": _message(stop_sequences=["x"] * 17),
-        "129 tools": _message(tools=[{"name": "f", "input_schema": {"type": "object"}}] * 129),
+        "1025 tools": _message(tools=[{"name": "f", "input_schema": {"type": "object"}}] * 1025),
         "a tool of Anthropic": _message(tools=[{"type": "bash_20250124", "name": "bash"}]),
         "temperature of a text": _message(temperature="a"),
         "schema of depth 200": _message(
@@ -378,8 +378,8 @@ GRPC_CASES: dict[str, GrpcCase] = {
     "1025 biases": _sampled(logit_bias=dict.fromkeys(range(1025), 1.0)),
     "100 000 biases": _sampled(logit_bias=dict.fromkeys(range(100_000), 1.0)),
     "9000 messages": _call("Chat", pb.ChatRequest(messages=[_TURN] * 9000)),
-    "129 tools": _call(
-        "Chat", pb.ChatRequest(messages=[_TURN], tools=[pb.Tool(name=f"a{i}") for i in range(129)])
+    "1025 tools": _call(
+        "Chat", pb.ChatRequest(messages=[_TURN], tools=[pb.Tool(name=f"a{i}") for i in range(1025)])
     ),
     "no vectors here": _call("Embed", pb.EmbedRequest(prompts=[pb.EmbedPrompt(text="x")])),
     "3000 prompts": _call("Embed", pb.EmbedRequest(prompts=[pb.EmbedPrompt(text="x")] * 3000)),

@@ -34,7 +34,7 @@ from cluster.serving.openai.bodies.tool_fields import (
 )
 from cluster.serving.responses.function_tools import FunctionTool, NamespaceTool
 from cluster.serving.responses.input_body import TextConfig
-from cluster.serving.responses.items import ITEMS, ItemPart
+from cluster.serving.responses.items import ITEMS
 from cluster.serving.responses.responses_body import InputTokensBody, ResponsesBody
 from pagedray.version import __version__
 
@@ -62,7 +62,6 @@ _PARTS: tuple[type[BodyPart], ...] = (
     *ITEMS.values(),
     FunctionTool,
     NamespaceTool,
-    ItemPart,
     TextConfig,
     AnthropicTool,
     OutputConfig,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, JsonValue
 
-from cluster.serving.schema.body import BodyPart, named_schema
+from cluster.serving.schema.body import OpenPart, named_schema
 from cluster.serving.schema.body_reader import read_part
 from cluster.serving.schema.field_errors import missing_field
 from cluster.serving.text.templates.chat_prompt import ChatMessage, MessageToolCall
@@ -39,11 +39,7 @@ def _content_field(*blocks: str) -> Any:  # Any: a pydantic field, read where it
     return Field(json_schema_extra=schema)
 
 
-def _hint(text: str) -> Any:  # Any: a pydantic field
-    return Field(None, description=f"Ignored; {text}.")
-
-
-class AnthropicMessage(BodyPart):
+class AnthropicMessage(OpenPart):
     """One message of a conversation; the response continues a last one of the assistant."""
 
     role: Literal["user", "assistant", "system"]
@@ -52,28 +48,23 @@ class AnthropicMessage(BodyPart):
     )
 
 
-class TextBlock(BodyPart):
+class TextBlock(OpenPart):
     """Text."""
 
     type: Literal["text"]
     text: str
-    cache_control: Any = _hint("prefixes are always cached")
-    citations: Any = _hint("clients copy it from responses")
 
 
-class ToolUseBlock(BodyPart):
+class ToolUseBlock(OpenPart):
     """A tool call of the assistant."""
 
     type: Literal["tool_use"]
     id: str = Field(json_schema_extra={"maxLength": MAX_ID_LENGTH})
     name: str = Field(json_schema_extra={"maxLength": MAX_ID_LENGTH})
     input: Any = Field(json_schema_extra={"type": "object"})  # Any: JSON
-    cache_control: Any = _hint("prefixes are always cached")
-    caller: Any = _hint("clients copy it from responses")
-    toolset_name: Any = _hint("clients copy it from responses")
 
 
-class ToolResultBlock(BodyPart):
+class ToolResultBlock(OpenPart):
     """The result of a tool call."""
 
     type: Literal["tool_result"]
@@ -85,19 +76,16 @@ class ToolResultBlock(BodyPart):
         },
     )
     is_error: bool = Field(False, description="Whether the model sees `Error: ` before the text.")
-    toolset_name: Any = _hint("clients copy it from responses")
-    cache_control: Any = _hint("prefixes are always cached")
 
 
-class ThinkingBlock(BodyPart):
+class ThinkingBlock(OpenPart):
     """What the model thought before its answer; the chat template decides whether it is read."""
 
     type: Literal["thinking"]
     thinking: str
-    signature: str = Field("", description="Ignored; thinking blocks are not signed.")
 
 
-class RedactedThinkingBlock(BodyPart):
+class RedactedThinkingBlock(OpenPart):
     """Thoughts of another model, which are left out."""
 
     type: Literal["redacted_thinking"]

@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from cluster.serving.schema.body import BodyPart
+from cluster.serving.schema.body import BodyPart, OpenPart
 from cluster.serving.schema.body_reader import read_part
-from cluster.serving.tools.tool import Tool
+from cluster.serving.tools.tool import NAME_PATTERN, Tool
 from cluster.serving.tools.tool_choice import ToolChoice
 from pagedray.errors import InvalidRequestError
 
@@ -23,18 +23,14 @@ __all__ = [
 NO_TOOLS_OF_ANTHROPIC = "tools run by Anthropic are not available"
 
 
-class AnthropicTool(BodyPart):
+class AnthropicTool(OpenPart):
     """A function that the model may call."""
 
-    name: str = Field(json_schema_extra={"pattern": "^[A-Za-z0-9_.-]{1,64}$"})
+    name: str = Field(json_schema_extra={"pattern": NAME_PATTERN})
     type: Literal["custom"] = "custom"
     description: str | None = None
     input_schema: Any = Field(json_schema_extra={"type": "object"})  # Any: a JSON schema
-    cache_control: Any = Field(None, description="Ignored; prefixes are always cached.")
     defer_loading: Literal[False] = False
-    eager_input_streaming: bool | None = Field(
-        None, description="Ignored; arguments are streamed as they are generated."
-    )
     allowed_callers: list[Literal["direct"]] | None = None
     strict: bool | None = Field(
         None, description="Whether calls that are not forced follow the schema, too."
@@ -67,6 +63,7 @@ def read_anthropic_tool(given: object, where: str) -> Tool:
         description=read.description,
         parameters=schema,
         is_strict=bool(read.strict),
+        extra=read.model_extra,
     )
     tool.check_limits(where, schema_param=f"{where}.input_schema")
     return tool

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from cluster.serving.schema.body import BodyPart, named_schema
+from cluster.serving.schema.body import OpenPart, named_schema
 from cluster.serving.schema.body_reader import read_part
-from cluster.serving.tools.tool import MAX_TOOLS, Tool
+from cluster.serving.tools.tool import MAX_TOOLS, NAME_PATTERN, Tool
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 __all__ = ["FunctionName", "FunctionTool", "FunctionTools", "NamespaceTool", "model_name"]
 
 
-class FunctionTool(BodyPart):
+class FunctionTool(OpenPart):
     """A function that the model may call."""
 
     type: Literal["function"]
-    name: str = Field(json_schema_extra={"pattern": "^[A-Za-z0-9_.-]{1,64}$"})
+    name: str = Field(json_schema_extra={"pattern": NAME_PATTERN})
     description: str | None = None
     parameters: Any = Field(None, json_schema_extra={"type": "object"})  # Any: a JSON schema
     strict: bool | None = Field(
@@ -34,11 +34,11 @@ class FunctionTool(BodyPart):
     allowed_callers: list[Literal["direct"]] | None = None
 
 
-class NamespaceTool(BodyPart):
+class NamespaceTool(OpenPart):
     """Functions that share a namespace; the model reads its name and a dot before theirs."""
 
     type: Literal["namespace"]
-    name: str = Field(json_schema_extra={"pattern": "^[A-Za-z0-9_.-]{1,62}$"})
+    name: str = Field(json_schema_extra={"pattern": "^[A-Za-z0-9_.-]{1,126}$"})
     description: str | None = Field(
         None, description="Ignored; the descriptions of the functions are used."
     )
@@ -125,6 +125,7 @@ def _tool_of(given: object, where: str, *, namespace: str | None = None) -> Tool
         description=read.description,
         parameters=schema,
         is_strict=bool(read.strict),
+        extra=read.model_extra,
     )
     tool.check_limits(where, schema_param=f"{where}.parameters")
     return tool

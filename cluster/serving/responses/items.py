@@ -8,9 +8,9 @@ from pydantic import Field
 
 from cluster.serving.json_bodies.call_arguments import read_arguments
 from cluster.serving.json_bodies.json_body import check_counts
-from cluster.serving.openai.bodies.content_parts import RefusalPart, TextFields, copied_field
+from cluster.serving.openai.bodies.content_parts import RefusalPart, TextPart
 from cluster.serving.responses.function_tools import model_name
-from cluster.serving.schema.body import BodyPart, named_schema
+from cluster.serving.schema.body import OpenPart, named_schema
 from cluster.serving.schema.body_reader import read_part
 from cluster.serving.schema.field_errors import missing_field
 from cluster.serving.text.templates.chat_prompt import ChatMessage, MessageToolCall
@@ -22,18 +22,12 @@ if TYPE_CHECKING:
 
     from cluster.serving.intake.steps import Steps
 
-__all__ = ["ITEMS", "ItemPart", "read_items"]
+__all__ = ["ITEMS", "read_items"]
 
 _STEP_ITEMS = 64
 
 
-class ItemPart(TextFields):
-    """A part of a message's text in the Responses API."""
-
-    parsed: Any = copied_field()
-
-
-class MessageItem(BodyPart):
+class MessageItem(OpenPart):
     """A message."""
 
     type: Literal["message"] = "message"
@@ -44,17 +38,14 @@ class MessageItem(BodyPart):
                 {"type": "string"},
                 {
                     "type": "array",
-                    "items": {"anyOf": [named_schema("ItemPart"), named_schema("RefusalPart")]},
+                    "items": {"anyOf": [named_schema("TextPart"), named_schema("RefusalPart")]},
                 },
             ]
         }
     )
-    id: Any = copied_field()
-    status: Any = copied_field()
-    phase: Any = copied_field()
 
 
-class FunctionCallItem(BodyPart):
+class FunctionCallItem(OpenPart):
     """A tool call of the assistant."""
 
     type: Literal["function_call"]
@@ -63,40 +54,29 @@ class FunctionCallItem(BodyPart):
     namespace: str | None = Field(None, json_schema_extra={"maxLength": MAX_ID_LENGTH})
     arguments: str = Field(description="A JSON object as a string.")
     is_async: Literal[False] = Field(False, alias="async")
-    parsed_arguments: Any = copied_field()
-    id: Any = copied_field()
-    status: Any = copied_field()
-    caller: Any = copied_field()
 
 
-class FunctionOutputItem(BodyPart):
+class FunctionOutputItem(OpenPart):
     """The result of a tool call."""
 
     type: Literal["function_call_output"]
     call_id: str = Field(json_schema_extra={"maxLength": MAX_ID_LENGTH})
     output: Any = Field(  # Any: read where it is used
         json_schema_extra={
-            "anyOf": [{"type": "string"}, {"type": "array", "items": named_schema("ItemPart")}]
+            "anyOf": [{"type": "string"}, {"type": "array", "items": named_schema("TextPart")}]
         }
     )
     name: str | None = Field(None, json_schema_extra={"maxLength": MAX_ID_LENGTH})
     namespace: str | None = Field(None, json_schema_extra={"maxLength": MAX_ID_LENGTH})
-    id: Any = copied_field()
-    status: Any = copied_field()
-    caller: Any = copied_field()
 
 
-class ReasoningItem(BodyPart):
+class ReasoningItem(OpenPart):
     """What the model thought; the chat template decides whether it is read."""
 
     type: Literal["reasoning"]
     content: Any = Field(  # Any: read where it is used
         None, json_schema_extra={"type": "array", "items": {"type": "object"}}
     )
-    summary: Any = copied_field()
-    encrypted_content: Any = copied_field()
-    id: Any = copied_field()
-    status: Any = copied_field()
 
 
 _Item = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem
@@ -238,7 +218,7 @@ def _part_text(given: object, where: str, role: str) -> str:
         )
     if kind == "refusal" and role == "assistant":
         return read_part(RefusalPart, given, where).refusal
-    return read_part(ItemPart, given, where).text
+    return read_part(TextPart, given, where).text
 
 
 def _thoughts_of(given: object, where: str) -> str:

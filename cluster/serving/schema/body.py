@@ -12,6 +12,7 @@ __all__ = [
     "Body",
     "BodyPart",
     "Defaults",
+    "OpenPart",
     "integers_of",
     "named_schema",
     "names_of",
@@ -26,6 +27,14 @@ class BodyPart(BaseModel):
     """Part of a body or a parameter."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class OpenPart(BodyPart):
+    """Part of a conversation or a tool, in which clients may have fields of their own."""
+
+    model_config = ConfigDict(extra="allow")
+    rejected: ClassVar[Mapping[str, str]] = {}
+    """Fields that would change the answer, and what to use instead or why they are rejected."""
 
 
 class Body(BodyPart):

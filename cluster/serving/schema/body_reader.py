@@ -1,7 +1,7 @@
 """The reader of JSON bodies, which validates them as an endpoint declares them.
 
 An unsupported parameter is rejected unless its value has no effect: null, or its default. Hints
-that cannot change the answer are ignored.
+that cannot change the answer are ignored, and so are clients' own fields of messages and tools.
 """
 
 from __future__ import annotations
@@ -12,9 +12,17 @@ from pydantic import TypeAdapter, ValidationError
 
 from cluster.serving.intake.limits import LARGEST, RequestSize, check_num_messages
 from cluster.serving.json_bodies.json_body import read_json
-from cluster.serving.schema.body import Body, BodyPart, integers_of, names_of, parts_of
+from cluster.serving.schema.body import (
+    Body,
+    BodyPart,
+    OpenPart,
+    integers_of,
+    names_of,
+    parts_of,
+)
 from cluster.serving.schema.field_errors import field_error, path_of, unsupported_field
 from pagedray.errors import ContextLengthError, InvalidRequestError
+from pagedray.wording.nearest_name import misspelled_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -25,6 +33,9 @@ __all__ = ["read_body", "read_part"]
 
 _STEP_ENTRIES = 128
 """Entries of a list that are validated at once."""
+_MAX_COMPARED = 16
+"""With more fields of a client's own in an object, none of them is taken for a misspelled one."""
+_NO_EFFECT: tuple[object, ...] = (None, False, "", [], {})
 
 AnyBody = TypeVar("AnyBody", bound=Body)
 Part = TypeVar("Part", bound=BodyPart)
@@ -87,11 +98,14 @@ def _validated_in_steps(kind: type[AnyBody], given: dict[str, object]) -> Steps[
 def _check_num_names(kind: type[BodyPart], given: object, where: str) -> None:
     """Raise InvalidRequestError for an object that has more names than fields.
 
-    pydantic would make an error for each unknown name, which takes long for thousands.
+    pydantic would make an error for each unknown name, which takes long for thousands. Of an open
+    part, the names are checked.
     """
     if not isinstance(given, dict):
         return
-    if len(given) > len(kind.model_fields):
+    if issubclass(kind, OpenPart):
+        _check_own_names(kind, given, where)
+    elif len(given) > len(kind.model_fields):
         _check_type(kind, given, where)
         known = names_of(kind)
         unknown = next(name for name in given if name not in known)
@@ -104,6 +118,23 @@ def _check_num_names(kind: type[BodyPart], given: object, where: str) -> None:
                     _check_num_names(part, one, f"{inside}.{index}")
         else:
             _check_num_names(part, value, inside)
+
+
+def _check_own_names(kind: type[OpenPart], given: dict[str, object], where: str) -> None:
+    """Raise InvalidRequestError for a field that would change the answer, or is misspelled."""
+    known = names_of(kind)
+    if given.keys() <= known:
+        return
+    own = [name for name in given if name not in known]
+    missing = known - given.keys()
+    for name in own:
+        is_text = isinstance(name, str)
+        if not is_text or (name in kind.rejected and given[name] not in _NO_EFFECT):
+            raise unsupported_field(str(name), kind, where)
+        if is_text and len(own) <= _MAX_COMPARED and given[name] is not None:
+            meant = misspelled_name(name, missing)
+            if meant is not None:
+                raise unsupported_field(name, kind, where)
 
 
 def _check_type(kind: type[BodyPart], given: dict[str, object], where: str) -> None:

@@ -7,7 +7,7 @@ import re
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from cluster.serving.schema.body import Body, BodyPart, names_of, part_at
+from cluster.serving.schema.body import Body, BodyPart, OpenPart, names_of, part_at
 from pagedray.errors import InvalidRequestError
 from pagedray.wording.nearest_name import nearest_name
 from pagedray.wording.shown_value import shown_json_value, shown_value
@@ -75,6 +75,8 @@ def unsupported_field(name: str, kind: type[BodyPart], where: str = "") -> Inval
     if _PLAIN_NAME.fullmatch(whole) is None:
         return InvalidRequestError(f"{shown_value(whole)} is not supported.")
     reason, nearest, known = None, None, names_of(kind)
+    if issubclass(kind, OpenPart):
+        reason = kind.rejected.get(name)
     if issubclass(kind, Body):
         reason, nearest = kind.rejected.get(name), kind.synonyms.get(name)
         known = known.union(kind.ignored, kind.defaults)

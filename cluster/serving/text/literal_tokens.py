@@ -182,7 +182,11 @@ class _Marker:
         """Return a message with marks, but none in its role, which is one of a few words."""
         content = self._mark(message.content)
         if content is message.content and not (
-            message.tool_calls or message.tool_call_id or message.name or message.reasoning
+            message.tool_calls
+            or message.tool_call_id
+            or message.name
+            or message.reasoning
+            or message.extra
         ):
             # The common case, thousands of times for a long conversation.
             return message
@@ -193,6 +197,7 @@ class _Marker:
             tool_call_id=self.mark_value(message.tool_call_id),
             name=self.mark_value(message.name),
             reasoning=self.mark_value(message.reasoning),
+            extra=self.mark_value(message.extra),
         )
 
     # Any: a value in JSON, whose type stays the same.

@@ -11,12 +11,15 @@ from cluster.structured.grammar.schemas.schema_keywords import STANDALONE
 from pagedray.errors import InvalidRequestError
 from pagedray.wording.shown_value import shown_value
 
-__all__ = ["MAX_TOOLS", "Tool"]
+__all__ = ["MAX_TOOLS", "NAME_PATTERN", "Tool"]
 
-MAX_TOOLS = 128
+MAX_TOOLS = 1024
+_MAX_NAME_LENGTH = 128
+"""This limit is Anthropic's; OpenAI's is 64."""
+NAME_PATTERN = f"^[A-Za-z0-9_.-]{{1,{_MAX_NAME_LENGTH}}}$"
 _MAX_BYTES = 2**16
 """Bytes of a tool's description and parameters as JSON."""
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_NAME = re.compile(NAME_PATTERN)
 _OBJECT = "object"
 
 
@@ -30,12 +33,15 @@ class Tool:
     """The JSON schema of its arguments; None for no arguments."""
     is_strict: bool = field(default=False, compare=False)
     """Whether arguments must follow the schema even if the model need not call a tool."""
+    extra: Mapping[str, object] | None = field(default=None, compare=False)
+    """Further fields that the chat template may read."""
 
     def check_limits(self, param: str, *, schema_param: str) -> None:
         """Raise InvalidRequestError for an invalid name or schema, or a tool that is too large."""
         if _NAME.fullmatch(self.name) is None:
             raise InvalidRequestError(
-                f"{param}.name must be 1 to 64 letters, digits, underscores, dashes or dots.",
+                f"{param}.name must be 1 to {_MAX_NAME_LENGTH} letters, digits, underscores, "
+                "dashes or dots.",
                 param=f"{param}.name",
             )
         kind = None if self.parameters is None else self.parameters.get("type")
@@ -50,6 +56,7 @@ class Tool:
         """Return the tool in the form that chat templates expect."""
         function: dict[str, object] = {"name": self.name, "description": self.description or ""}
         function["parameters"] = _NO_ARGUMENTS if self.parameters is None else self.parameters
+        function.update(self.extra or {})
         return {"type": "function", "function": function}
 
     def schema(self) -> Mapping[str, object]:

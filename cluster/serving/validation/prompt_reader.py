@@ -320,9 +320,10 @@ def _is_long_chat(prompt: ChatPrompt) -> bool:
         return True
     if sum(len(message.content) for message in messages) >= _LONG_CONTENT:
         return True
-    calls = (call for message in messages for call in message.tool_calls)
+    arguments = (call.arguments for message in messages for call in message.tool_calls)
+    extra = (message.extra for message in messages if message.extra)
     num_bytes = 0
-    for value in chain(prompt.tools, [prompt.variables], (call.arguments for call in calls)):
+    for value in chain(prompt.tools, [prompt.variables], arguments, extra):
         num_bytes += len(msgspec.json.encode(value))
         if num_bytes >= _LONG_VALUES:
             return True

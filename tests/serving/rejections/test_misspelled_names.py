@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 FREE = {"arguments", "input_schema", "logit_bias", "metadata", "parameters", "schema"}
 """Fields whose value has names of the client's own."""
+HINTS = {"annotations", "cache_control", "logprobs", "signature", "status", "summary"}
+"""Fields of messages and tools that are ignored, as any other name there."""
 MIN_LETTERS = 4
 Path = tuple[str | int, ...]
 BODIES = (
@@ -40,7 +42,8 @@ def names_in(value: object, path: Path = ()) -> Iterator[tuple[Path, str]]:
         return
     for name, inner in value.items():
         # A null is no parameter.
-        if inner is not None and len(name) >= MIN_LETTERS:
+        is_hint = bool(path) and name in HINTS
+        if inner is not None and len(name) >= MIN_LETTERS and not is_hint:
             yield path, name
         # The input of a call, unlike that of a response.
         if name not in FREE and not (name == "input" and isinstance(inner, dict)):
@@ -81,6 +84,7 @@ def test_misspelled_names_are_answered_with_the_right_ones(server: Server) -> No
             answer = client.post(endpoint, json=misspelled(body, path, name))
             wrong = ".".join(map(str, (*path, name[0] + name[2:])))
             expected = f"{wrong} is not supported: did you mean {name}?"
+            assert answer.status_code == 400, (kind, path, name)
             assert answer.json()["error"]["message"] == expected, (kind, path, name)
     assert len(endpoints) >= 9
 

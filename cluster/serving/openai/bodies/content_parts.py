@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from pydantic import Field
-
-from cluster.serving.schema.body import BodyPart
+from cluster.serving.schema.body import OpenPart
 from cluster.serving.schema.body_reader import read_part
 from cluster.serving.schema.field_errors import missing_field
 from pagedray.errors import InvalidRequestError
@@ -21,15 +19,12 @@ __all__ = [
     "CONTENT_PARTS",
     "MessageContent",
     "RefusalPart",
-    "TextFields",
     "TextPart",
-    "copied_field",
     "read_content",
 ]
 
 _STEP_PARTS = 64
 """Parts that are validated at once."""
-_TEXT_NAMES = frozenset(("type", "text", "cache_control", "prompt_cache_breakpoint"))
 _MEDIA = frozenset(
     (
         "audio_url",
@@ -43,40 +38,21 @@ _MEDIA = frozenset(
 )
 
 
-def copied_field() -> Any:  # Any: a pydantic field
-    """Return a field of a body that clients copy from responses, and that is ignored."""
-    return Field(None, description="Ignored; clients copy it from responses.")
-
-
-def _cache_hint() -> Any:  # Any: a pydantic field
-    """Return a field of a body that says which prefixes to cache, and that is ignored."""
-    return Field(None, description="Ignored; prefixes are always cached.")
-
-
-class TextFields(BodyPart):
-    """The fields of a part of a message's text, in chat completions and in the Responses API."""
+class TextPart(OpenPart):
+    """A part of a message's text."""
 
     type: Literal["text", "input_text", "output_text"]
     text: str
-    annotations: Any = copied_field()
-    logprobs: Any = copied_field()
-    prompt_cache_breakpoint: Any = _cache_hint()
 
 
-class TextPart(TextFields):
-    """A part of a message's text in chat completions."""
-
-    cache_control: Any = _cache_hint()
-
-
-class RefusalPart(BodyPart):
+class RefusalPart(OpenPart):
     """A refusal of the assistant, which is part of the message's text."""
 
     type: Literal["refusal"]
     refusal: str
 
 
-class ThinkingPart(BodyPart):
+class ThinkingPart(OpenPart):
     """The reasoning of the assistant; the chat template decides whether it is read."""
 
     type: Literal["thinking"]
@@ -138,12 +114,7 @@ def _plain_text(part: object) -> str | None:
     if type(part) is str:
         return part
     # As TextPart, whose validation would take ten times as long for each of thousands.
-    if (
-        type(part) is dict
-        and (len(part) == 2 or part.keys() <= _TEXT_NAMES)
-        and part.get("type") == "text"
-        and type(text := part.get("text")) is str
-    ):
+    if type(part) is dict and part.get("type") == "text" and type(text := part.get("text")) is str:
         return text
     return None
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, JsonValue
 
 from cluster.serving.json_bodies.call_arguments import read_arguments
 from cluster.serving.json_bodies.json_body import check_counts
 from cluster.serving.openai.bodies.content_parts import CONTENT_PARTS, read_content
-from cluster.serving.schema.body import BodyPart, named_schema
+from cluster.serving.schema.body import OpenPart, named_schema
 from cluster.serving.schema.body_reader import read_part
 from cluster.serving.text.templates.chat_prompt import ChatMessage, MessageToolCall
 from cluster.serving.tools.call_id import MAX_ID_LENGTH
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from cluster.serving.intake.steps import Steps
 
@@ -24,6 +25,8 @@ __all__ = ["CalledFunction", "Message", "MessageCall", "read_messages"]
 
 _MAX_CALLS = 128
 _STEP_MESSAGES = 256
+_ONLY_TEXT = "the model only reads text"
+_CONTINUED = "use continue_final_message = true and add_generation_prompt = false"
 _PLAIN_FIELDS = frozenset(("role", "content"))
 _PART_SCHEMAS: list[JsonValue] = [
     named_schema(name) for name in dict.fromkeys(part.__name__ for part in CONTENT_PARTS.values())
@@ -32,31 +35,32 @@ _ROLES = {"developer": "system", "function": "tool"}
 """Roles that chat templates know by another name."""
 
 
-def _parsed(what: str) -> Any:  # Any: a pydantic field
-    return Field(None, description=f"Ignored; OpenAI's client adds it to a message as {what}.")
-
-
-class CalledFunction(BodyPart):
+class CalledFunction(OpenPart):
     """The function of a tool call, and its arguments."""
 
     name: str
     arguments: str = Field(
         "{}", description="A JSON object as a string; an empty string is an empty object."
     )
-    parsed_arguments: Any = _parsed("the arguments that it parsed")
 
 
-class MessageCall(BodyPart):
+class MessageCall(OpenPart):
     """A tool call of an assistant message."""
 
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = Field(None, description="Ignored; clients copy it from streams.")
 
 
-class Message(BodyPart):
-    """One message of a conversation."""
+class Message(OpenPart):
+    """One message of a conversation; the chat template may read further fields."""
+
+    rejected: ClassVar[Mapping[str, str]] = {
+        "audio": _ONLY_TEXT,
+        "images": _ONLY_TEXT,
+        "partial": _CONTINUED,
+        "prefix": _CONTINUED,
+    }
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Any = Field(  # Any: an error names the invalid part
@@ -105,10 +109,6 @@ class Message(BodyPart):
         description="A refusal of the assistant, which is the message's text; requires that "
         "`content` is null or empty.",
     )
-    annotations: Any = Field(  # Any: only an empty list
-        None, json_schema_extra={"type": "array", "maxItems": 0}
-    )
-    parsed: Any = _parsed("the content that it parsed")
 
 
 def read_messages(given: Sequence[Message]) -> Steps[tuple[ChatMessage, ...]]:
@@ -150,7 +150,7 @@ def _calls_of(message: Message, index: int) -> tuple[MessageCall, ...]:
             raise InvalidRequestError(f"{where} cannot be combined with tool_calls.", param=where)
         called = read_part(CalledFunction, message.function_call, where)
         # Some templates require ids of nine letters and digits.
-        return (MessageCall(id=f"call{index:05}", function=called, index=None),)
+        return (MessageCall(id=f"call{index:05}", function=called),)
     if not has_calls:
         return ()
     where = f"messages.{index}.tool_calls"
@@ -175,7 +175,7 @@ def _message_of(
     reasoning = _reasoning_of(message, where)
     is_result = message.role == "function"
     content = yield from read_content(
-        message.content if message.refusal is None else message.refusal,
+        message.refusal or message.content,
         f"{where}.content",
         role=message.role,
         # As in a turn that was cut off while the model reasoned.
@@ -198,24 +198,23 @@ def _message_of(
             )
             for i, call in enumerate(calls)
         ),
-        tool_call_id=ids.get(message.name) if is_result else message.tool_call_id,
-        name=message.name,
+        tool_call_id=ids.get(message.name) if is_result else message.tool_call_id or None,
+        name=message.name or None,
         reasoning=reasoning if content.reasoning is None else content.reasoning,
+        extra=message.model_extra or None,
     )
 
 
 def _check_fields(message: Message, where: str) -> None:
-    if message.tool_call_id is not None:
+    # Clients may send each field of a message, empty if it is not set.
+    if message.tool_call_id:
         param = f"{where}.tool_call_id"
         if message.role != "tool":
             raise InvalidRequestError(f"{param} requires role = tool.", param=param)
         _check_length(message.tool_call_id, param)
     if message.name is not None:
         _check_length(message.name, f"{where}.name")
-    if message.annotations not in (None, []):
-        param = f"{where}.annotations"
-        raise InvalidRequestError(f"{param} is not supported.", param=param)
-    if message.refusal is not None:
+    if message.refusal:
         param = f"{where}.refusal"
         _check_assistant(message, param)
         if message.content not in (None, "", []):
@@ -234,9 +233,10 @@ def _reasoning_of(message: Message, where: str) -> str | None:
         "reasoning_content": message.reasoning_content,
         "reasoning": message.reasoning,
     }
-    found = {name: text for name, text in given.items() if text is not None}
+    found = {name: text for name, text in given.items() if text}
     if not found:
-        return None
+        is_empty = message.role == "assistant" and "" in given.values()
+        return "" if is_empty else None
     if message.role != "assistant":
         param = f"{where}.{next(iter(found))}"
         raise InvalidRequestError(f"{param} requires role = assistant.", param=param)

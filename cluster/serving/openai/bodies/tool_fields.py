@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, JsonValue
 
-from cluster.serving.schema.body import BodyPart, named_schema
+from cluster.serving.schema.body import BodyPart, OpenPart, named_schema
 from cluster.serving.schema.body_reader import read_part
-from cluster.serving.tools.tool import MAX_TOOLS, Tool
+from cluster.serving.tools.tool import MAX_TOOLS, NAME_PATTERN, Tool
 from cluster.serving.tools.tool_choice import ToolChoice, check_allowed, check_tools, read_each_tool
 from pagedray.errors import InvalidRequestError
 
@@ -34,10 +34,10 @@ __all__ = [
 ]
 
 
-class Function(BodyPart):
-    """A function as the model sees it."""
+class Function(OpenPart):
+    """A function as the model sees it; the chat template may read further fields."""
 
-    name: str = Field(json_schema_extra={"pattern": "^[A-Za-z0-9_.-]{1,64}$"})
+    name: str = Field(json_schema_extra={"pattern": NAME_PATTERN})
     description: str | None = None
     parameters: Any = Field(  # Any: a JSON schema
         None,
@@ -49,7 +49,7 @@ class Function(BodyPart):
     )
 
 
-class ToolObject(BodyPart):
+class ToolObject(OpenPart):
     """A function that the model may call."""
 
     type: Literal["function"]
@@ -212,6 +212,7 @@ def _function_of(given: object, where: str) -> Tool:
         description=function.description,
         parameters=function.parameters,
         is_strict=bool(function.strict),
+        extra=function.model_extra,
     )
     tool.check_limits(where, schema_param=f"{where}.parameters")
     return tool

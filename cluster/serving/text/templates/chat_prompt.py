@@ -31,6 +31,8 @@ class ChatMessage:
     """The name of the author; in a tool's turn, of the tool."""
     reasoning: str | None = None
     """The model's reasoning before an assistant's turn."""
+    extra: Mapping[str, object] | None = None
+    """Further fields that the chat template may read."""
 
 
 @dataclass(frozen=True, slots=True)

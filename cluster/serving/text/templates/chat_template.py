@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ChatTemplate"]
 
+_FUNCTION_FIELDS = frozenset(("name", "description", "parameters", "return"))
+"""The fields of a function as transformers describes it."""
+
 
 class ChatTemplate:
     """A compiled template and its special tokens."""
@@ -67,6 +70,7 @@ class ChatTemplate:
         own = {*special_tokens, "messages", "add_generation_prompt", "tools"}
         self.variables = code.variables - own
         """The variables that it reads and that a request may set."""
+        self._names = code.names
 
     def render(self, prompt: ChatPrompt, *, pauses: ThreadPauses | None = None) -> str:
         """Return the prompt for the next turn, or for the rest of the last one.
@@ -76,7 +80,7 @@ class ChatTemplate:
         """
         self._environment.start_rendering(pauses)
         messages = _in_channels(prompt.messages) if self._has_channels else prompt.messages
-        written = [_for_template(message) for message in messages]
+        written = [_for_template(message, self._names) for message in messages]
         mark = secrets.token_hex(16) if prompt.continues_final_message and written else None
         if mark is None:
             return self._render(prompt, written)
@@ -112,7 +116,7 @@ class ChatTemplate:
                     **prompt.variables,
                     "messages": messages,
                     "add_generation_prompt": prompt.adds_generation_prompt,
-                    "tools": list(prompt.tools) or None,
+                    "tools": [_read_fields(tool, self._names) for tool in prompt.tools] or None,
                     **self._special_tokens,
                 }
             )
@@ -167,8 +171,23 @@ def _in_channels(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     return written
 
 
-def _for_template(message: ChatMessage) -> dict[str, object]:
-    written: dict[str, object] = {"role": message.role, "content": message.content}
+def _read_fields(tool: Mapping[str, object], names: frozenset[str]) -> Mapping[str, object]:
+    """Return a tool without the fields of clients that a template does not name."""
+    function = tool.get("function")
+    if not isinstance(function, dict) or function.keys() <= _FUNCTION_FIELDS:
+        return tool
+    kept = {
+        name: one for name, one in function.items() if name in _FUNCTION_FIELDS or name in names
+    }
+    return {**tool, "function": kept}
+
+
+def _for_template(message: ChatMessage, names: frozenset[str]) -> dict[str, object]:
+    """Return a message, with those fields of the client that a template names."""
+    written: dict[str, object] = {
+        name: one for name, one in (message.extra or {}).items() if name in names
+    }
+    written |= {"role": message.role, "content": message.content}
     if message.tool_calls:
         written["tool_calls"] = [
             {

@@ -72,8 +72,8 @@ class TemplateCompilerClient:
                     raise ShuttingDownError from error
                 raise EngineError("The chat template compiler process died.") from error
         match found:
-            case Compiled(code, variables):
-                return TemplateCode(marshal.loads(code), frozenset(variables))
+            case Compiled(code, variables, names):
+                return TemplateCode(marshal.loads(code), frozenset(variables), frozenset(names))
             case Rejected(reason):
                 raise InvalidTemplateError(reason)
             case Died(number):

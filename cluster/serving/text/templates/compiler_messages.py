@@ -11,6 +11,7 @@ class Compiled(msgspec.Struct, frozen=True, tag="compiled"):
     code: bytes
     """Code of the template, in the format of Python's `marshal`."""
     variables: tuple[str, ...]
+    names: tuple[str, ...]
 
 
 class Rejected(msgspec.Struct, frozen=True, tag="rejected"):

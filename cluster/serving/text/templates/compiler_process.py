@@ -59,7 +59,9 @@ def _answer(connection: socket.socket, source: str, compile_s: float) -> None:
     limit_memory(_MEMORY_BYTES)
     try:
         found = compile_template(source)
-        answer: Compiled | Rejected = Compiled(marshal.dumps(found.code), tuple(found.variables))
+        answer: Compiled | Rejected = Compiled(
+            marshal.dumps(found.code), tuple(found.variables), tuple(found.names)
+        )
     except InvalidTemplateError as error:
         answer = Rejected(str(error))
     lift_memory_limit()

@@ -44,6 +44,8 @@ class TemplateCode:
     code: CodeType
     variables: frozenset[str]
     """The variables that it reads, except those of the environment."""
+    names: frozenset[str]
+    """The names of fields that it may read, and all other strings in it."""
 
 
 def compile_template(source: str) -> TemplateCode:
@@ -55,11 +57,15 @@ def compile_template(source: str) -> TemplateCode:
     environment.start_compiling()
     try:
         code = environment.compile(source)
-        variables = meta.find_undeclared_variables(environment.parse(source))
+        parsed = environment.parse(source)
+        variables = meta.find_undeclared_variables(parsed)
+        names = {node.attr for node in parsed.find_all(nodes.Getattr)}
+        names.update(n.value for n in parsed.find_all(nodes.Const) if isinstance(n.value, str))
     # Jinja also raises what Python's compiler does for the code that Jinja generates.
     except (jinja2.TemplateError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InvalidTemplateError(reason_of(error)) from error
-    return TemplateCode(code, frozenset(variables.difference(environment.globals)))
+    known = environment.globals
+    return TemplateCode(code, frozenset(variables.difference(known)), frozenset(names))
 
 
 def template_environment(cpu_s: float = MAX_CPU_S) -> LimitedEnvironment:
