@@ -78,8 +78,7 @@ def _result(file: PublishedFile) -> str:
             return _use(read_model_config(folder))
         except CheckpointError as error:
             problem = str(error).removeprefix(f"{folder / 'config.json'}: ")
-            # The list of all that is supported is in the table of families.
-            return f"rejected: {problem.partition('; supported architectures are')[0].rstrip('.')}"
+            return f"rejected: {problem.partition('. ')[0].rstrip('.')}"
 
 
 def _use(config: ModelConfig) -> str:

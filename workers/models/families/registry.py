@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -70,6 +71,19 @@ _ALL = (
 _FAMILIES = {word: family for family in _ALL for word in (family.architecture, *family.aliases)}
 # Each refers to Python code of the checkpoint, which is never imported.
 _CODE_KEYS = ("auto_map", "custom_pipelines")
+_HEAD = re.compile(r"(For[A-Z]\w*|LMHeadModel|Model)$")
+_OF_IMAGES = re.compile(r"ForConditionalGeneration$|VL|Llava|Vision|MM")
+# What widespread architectures need that no family has, by how their names start.
+_OBSTACLES = {
+    "multi-head latent attention (MLA)": (
+        *("DeepseekV", "Glm4MoeLite", "GlmMoeDsa", "KimiK", "LongcatFlash", "MiniCPM3"),
+    ),
+    "recurrent layers": (
+        *("Bamba", "FalconH1", "FalconMamba", "GraniteMoeHybrid", "Jamba", "KimiLinear", "Lfm2"),
+        *("Mamba", "NemotronH", "OlmoHybrid", "Qwen3Next", "Qwen3_5", "RecurrentGemma", "Rwkv"),
+        "Zamba",
+    ),
+}
 
 
 def families() -> tuple[Family, ...]:
@@ -204,19 +218,72 @@ def _with_head(architecture: str) -> str:
 
 
 def _family(file: ConfigFile) -> Family:
-    known = ", ".join(_FAMILIES)
     given = file.words("architectures")
     if not given:
-        raise file.rejection("architectures", f"is missing; supported architectures are {known}")
+        raise file.rejection(
+            "architectures",
+            "is missing; it must name one of the architectures in docs/models.md, such as "
+            "Qwen3ForCausalLM",
+        )
     for architecture in given:
         if architecture in _FAMILIES:
             return _FAMILIES[architecture]
         if _has_no_head(architecture):
             return _FAMILIES[_with_head(architecture)]
-    raise file.rejection(
-        "architectures",
-        f"names {given[0][:60]!r}, which is not supported; supported architectures are {known}",
+    raise CheckpointError(
+        f"{file.path}: {_shown_architecture(given[0])} is not supported{_obstacle(given[0])}. "
+        f"{_alternative(given[0])}; docs/models.md lists all."
     )
+
+
+def _shown_architecture(name: str) -> str:
+    return name if name.isidentifier() and len(name) <= 60 else f"{name[:60]!r}"
+
+
+def _obstacle(architecture: str) -> str:
+    """Return what an unsupported architecture requires, if it is widespread."""
+    for what, starts in _OBSTACLES.items():
+        if architecture.startswith(starts):
+            return f", because it has {what}"
+    return ""
+
+
+def _alternative(architecture: str) -> str:
+    """Return which supported family is nearest to an architecture, or which there are."""
+    nearest = _nearest_label(architecture)
+    if nearest is not None:
+        return f"The nearest supported family is {nearest}"
+    if _OF_IMAGES.search(architecture):
+        labels = [_label(one.architecture) for one in _ALL if _OF_IMAGES.search(one.architecture)]
+        return f"The supported multimodal families are {', '.join(labels)}, for text only"
+    return "The supported families include Llama, Qwen3, Gemma3 and GptOss"
+
+
+def _nearest_label(architecture: str) -> str | None:
+    letters = _leading_letters(architecture)
+    for part, label in (("roberta", "XLMRoberta"), ("camembert", "Roberta"), ("bert", "Bert")):
+        if part in letters:
+            return label
+    by_label = {_label(name): _leading_letters(name) for name in _FAMILIES}
+    related = {label: stem for label, stem in by_label.items() if letters.startswith(stem)}
+    longest = max(related.values(), key=len, default="")
+
+    def likeness(label: str) -> tuple[bool, int, int]:
+        digits = [int(digit) for digit in label if digit.isdigit()]
+        return ("Moe" in label) == ("Moe" in architecture), next(iter(digits), 0), -len(label)
+
+    return max((one for one in related if related[one] == longest), key=likeness, default=None)
+
+
+def _leading_letters(architecture: str) -> str:
+    """Return the letters before the version of a model, in lower case."""
+    label = _label(architecture)
+    return label[: next((i for i, one in enumerate(label) if not one.isalpha()), None)].lower()
+
+
+def _label(architecture: str) -> str:
+    """Return the name of a family, such as Qwen3 for Qwen3ForCausalLM."""
+    return _HEAD.sub("", architecture)
 
 
 def _with_generation_eos(config: ModelConfig) -> tuple[int, ...]:

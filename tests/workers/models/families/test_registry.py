@@ -192,7 +192,7 @@ def test_what_transformers_writes_is_read(name: str, tmp_path: Path) -> None:
     ("changes", "parts"),
     [
         ({"architectures": ...}, ["architectures", "is missing", "Qwen3ForCausalLM"]),
-        ({"architectures": ["GPT2LMHeadModel"]}, ["'GPT2LMHeadModel'", "LlamaForCausalLM"]),
+        ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel is not", "Llama"]),
         ({"architectures": "LlamaForCausalLM"}, ["architectures", "list of strings"]),
         ({"vocab_size": ...}, ["vocab_size is missing"]),
         ({"hidden_size": None}, ["hidden_size is missing"]),
@@ -266,6 +266,50 @@ def test_a_wrong_value_is_named(changes: dict[str, Any], parts: list[str], tmp_p
     assert str(tmp_path / "config.json") in message
     for part in parts:
         assert part in message
+
+
+@pytest.mark.parametrize(
+    ("architecture", "sentences"),
+    [
+        ("Qwen3_5ForConditionalGeneration", "has recurrent layers. nearest Qwen3;"),
+        ("Qwen3_5ForCausalLM", "has recurrent layers. nearest Qwen3;"),
+        ("Qwen3_5MoeForConditionalGeneration", "has recurrent layers. nearest Qwen3Moe;"),
+        ("Qwen3NextForCausalLM", "has recurrent layers. nearest Qwen3;"),
+        ("Qwen2MoeForCausalLM", "supported. nearest Qwen3Moe;"),
+        ("Qwen3VLMoeForConditionalGeneration", "supported. nearest Qwen3Moe;"),
+        ("Qwen2VLForConditionalGeneration", "supported. nearest Qwen3;"),
+        ("Gemma4ForConditionalGeneration", "supported. nearest Gemma3;"),
+        ("Gemma3nForConditionalGeneration", "supported. nearest Gemma3;"),
+        ("RecurrentGemmaForCausalLM", "has recurrent layers. The supported families include"),
+        ("Llama4ForConditionalGeneration", "supported. nearest Llama;"),
+        ("Glm4MoeForCausalLM", "supported. nearest Glm4;"),
+        ("PhiForCausalLM", "supported. nearest Phi3;"),
+        ("Phi4MMForCausalLM", "supported. nearest Phi3;"),
+        ("CohereForCausalLM", "supported. nearest Cohere2;"),
+        ("OlmoForCausalLM", "supported. nearest Olmo3;"),
+        ("GraniteMoeHybridForCausalLM", "has recurrent layers. nearest GraniteMoe;"),
+        ("ModernBertModel", "supported. nearest Bert;"),
+        ("DebertaV2ForSequenceClassification", "supported. nearest Bert;"),
+        ("DeepseekV2ForCausalLM", "attention (MLA). The supported families include Llama"),
+        ("DeepseekV3ForCausalLM", "attention (MLA). The supported families include Llama"),
+        ("MambaForCausalLM", "has recurrent layers. The supported families include"),
+        ("NemotronHForCausalLM", "has recurrent layers. The supported families include"),
+        ("LlavaForConditionalGeneration", "supported. The supported multimodal families are"),
+        ("InternVLChatModel", "supported. The supported multimodal families are Gemma3,"),
+        ("OPTForCausalLM", "supported. The supported families include Llama"),
+        ("x\ny", "supported. The supported families include Llama"),
+        ("x" * 500, "supported. The supported families include Llama"),
+    ],
+)
+def test_an_unsupported_architecture_is_named_with_the_nearest_family(
+    architecture: str, sentences: str, tmp_path: Path
+) -> None:
+    message = _message(written_llama(tmp_path, architectures=[architecture]))
+    problem = message.removeprefix(f"{tmp_path / 'config.json'}: ")
+    assert sentences.replace("nearest", "The nearest supported family is") in problem
+    assert problem.endswith("; docs/models.md lists all.")
+    assert problem.count(". ") == 1
+    assert len(problem) < 200
 
 
 @pytest.mark.parametrize(
