@@ -62,7 +62,8 @@ class GenerationCalls:
             self._admission.check_task("generate")
             tenant = self._admission.admit(given)
             if given.is_resumable:
-                self._resumables.check_allowed(tenant.name)
+                is_http = given.origin.frontend == "http"
+                self._resumables.check_allowed(tenant.name, repeats_body=is_http)
                 self._resumables.check_room(tenant.name)
             if given.priority < 0 and not tenant.is_admin:
                 raise ForbiddenError("A priority below 0 requires the API key of an admin.")

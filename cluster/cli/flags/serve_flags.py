@@ -185,8 +185,8 @@ def _add_reader_limits(group: _Group) -> None:
     group.add_argument(
         "--resume-anonymous",
         action="store_true",
-        help="Allow resumable streams without --api-keys; anyone who knows the id of a stream "
-        "can then read it.",
+        help="Without --api-keys, resume streams by their ids alone, also over gRPC; anyone who "
+        "knows the id of a stream can then read it.",
     )
 
 

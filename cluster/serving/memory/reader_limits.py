@@ -20,6 +20,6 @@ class ReaderLimits:
     resume_grace_s: float | None = None
     """How long a stream without a reader can be resumed; None disables resumable streams."""
     resumes_anonymous: bool = False
-    """Whether streams can be resumed if no API keys are required."""
+    """Whether an id is enough to resume a stream if no API keys are required."""
     resume_buffer: BufferLimits = field(default_factory=BufferLimits)
     """Memory for the messages of streams that can be resumed."""

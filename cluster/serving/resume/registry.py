@@ -98,17 +98,22 @@ class ResumableStreams:
         """Return whether a tenant has any stream."""
         return tenant in self._num_by_tenant
 
-    def check_allowed(self, tenant: str) -> None:
-        """Raise UnsupportedError or ForbiddenError if the tenant's streams cannot be resumed."""
+    def check_allowed(self, tenant: str, *, repeats_body: bool) -> None:
+        """Raise UnsupportedError or ForbiddenError if the tenant's streams cannot be resumed.
+
+        A client that `repeats_body` proves that it sent the request, which an id does not: without
+        keys, all ids are in `/loads`.
+        """
         if self._grace_s is None:
             raise UnsupportedError(
                 "This server does not support resumable streams: Ray Serve binds a stream to its "
                 "replica, and `pagedray serve` disables them with --resume-grace-s 0."
             )
-        if tenant == ANONYMOUS.name and not self._allows_anonymous:
+        if tenant == ANONYMOUS.name and not (repeats_body or self._allows_anonymous):
             raise ForbiddenError(
-                "Resumable streams require an API key, because anyone who knows its id could read "
-                "a stream; `pagedray serve --resume-anonymous` allows them without keys."
+                "Without API keys, a stream is only resumed over HTTP, by sending its POST again "
+                "with X-Request-Id and Last-Event-ID, because anyone can learn its id; `pagedray "
+                "serve --resume-anonymous` allows GET and gRPC."
             )
 
     def check_id(self, tenant: str, client_id: str) -> None:
@@ -164,7 +169,7 @@ class ResumableStreams:
         Without a format, any format of the protocol will do. Raises UnknownStreamError, or
         InvalidRequestError if the request is another one.
         """
-        self.check_allowed(tenant)
+        self.check_allowed(tenant, repeats_body=form is not None and bool(form.digest))
         entry = self._entries.get((tenant, client_id))
         if (
             entry is None

@@ -116,18 +116,23 @@ def test_stream_of_another_tenant_does_not_exist(serving: Serving, tmp_path: Pat
             assert len(list(stub.Generate(resumption("grpc", 0), metadata=ann_key))) > 1
 
 
-def test_anonymous_streams_are_rejected_unless_allowed(serving: Serving) -> None:
-    with serving(ReaderLimits(resume_grace_s=GRACE_S)) as server:
-        rejected = httpx.post(f"{server.url}/v1/completions", json=body())
-        assert rejected.status_code == 403
-        assert "--resume-anonymous" in rejected.text
-        assert httpx.get(f"{server.url}/v1/streams/x").status_code == 403
+def test_anonymous_stream_is_resumed_by_its_body_only(serving: Serving) -> None:
+    limits = ReaderLimits(resume_grace_s=GRACE_S)
+    with serving(limits) as server, httpx.Client(base_url=server.url) as http:
+        begin(http, "mine", num_events=2)
+        for name in ("mine", "unknown"):
+            rejected = rest(http, name, 1)
+            assert rejected.status_code == 403
+            assert "--resume-anonymous" in rejected.text
+        again = {"x-request-id": "mine", "last-event-id": "2"}
+        guessed = http.post("/v1/completions", json=body(prompt="y"), headers=again)
+        assert guessed.status_code == 400
+        assert numbers(http.post("/v1/completions", json=body(), headers=again).text)[0] == 3
         with grpc.insecure_channel(server.grpc_target) as channel:
-            assert (
-                code_of(Stub(channel), "Generate", messages("x"))
-                is grpc.StatusCode.PERMISSION_DENIED
-            )
-        assert server.engine.log.submitted == []
+            for message in (messages("x"), resumption("mine", 1)):
+                code = code_of(Stub(channel), "Generate", message)
+                assert code is grpc.StatusCode.PERMISSION_DENIED
+        assert len(server.engine.log.submitted) == 1
 
 
 def test_server_without_resumable_streams_says_so(serving: Serving) -> None:

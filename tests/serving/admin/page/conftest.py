@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from cluster.serving.memory.reader_limits import ReaderLimits
 from tests.serving.admin.page.chat_page import ChatPage
 from tests.serving.admin.page.chromium import CHROMIUM, Browser
+from tests.serving.conftest import Server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.serving.conftest import Server
+    from cluster.serving.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -21,6 +23,13 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         pytest.skip("Chromium is not installed; make test-page installs it.")
     with Browser(tmp_path_factory.mktemp("profile")) as browser:
         yield browser
+
+
+@pytest.fixture(scope="session")
+def running_server(tokenizer: Tokenizer) -> Iterator[Server]:
+    """A server that resumes streams, as those of `pagedray serve` do."""
+    with Server(tokenizer, reader_limits=ReaderLimits(resume_grace_s=3600.0)) as server:
+        yield server
 
 
 @pytest.fixture

@@ -9,16 +9,50 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cluster.serving.reasoning.formats import reasoning_of
+from tests.serving.admin.page.chat_page import ChatPage
+from tests.serving.conftest import Server
 from tests.serving.waiting import wait_until
 
 if TYPE_CHECKING:
-    from tests.serving.admin.page.chat_page import ChatPage
-    from tests.serving.conftest import Server
+    from cluster.serving.text.tokenizer import Tokenizer
+    from tests.serving.admin.page.chromium import Browser
     from tests.serving.fake_engine import FakeEngine
 
 pytestmark = pytest.mark.slow
 
 ATTACK = "<img src=x onerror=document.title=1>"
+# Cuts the next connections of chats, each after some reads, and then answers with a status.
+CUT = """
+(({ numCuts, numReads, then }) => {
+  const real = window.fetch;
+  let left = numCuts;
+  window.fetch = async (path, options) => {
+    if (!path.endsWith('completions')) return real(path, options);
+    left -= 1;
+    if (left < 0) {
+      if (then === 0) throw new TypeError('network error');
+      return then ? new Response(null, { status: then }) : real(path, options);
+    }
+    const { status, headers, body } = await real(path, options);
+    const reader = body.getReader();
+    let readsLeft = numReads;
+    return new Response(new ReadableStream({
+      async pull(stream) {
+        readsLeft -= 1;
+        if (readsLeft < 0) {
+          reader.cancel();
+          stream.error(new TypeError('network error'));
+          return;
+        }
+        const { value, done } = await reader.read();
+        if (done) stream.close();
+        else stream.enqueue(value);
+      },
+    }), { status, headers });
+  };
+})(%s)
+"""
+SHORT_PAUSES = "{ const set = setTimeout; window.setTimeout = (f, ms) => set(f, ms / 50); }"
 
 
 def test_answer_is_shown_while_it_is_streamed(page: ChatPage, engine: FakeEngine) -> None:
@@ -49,6 +83,56 @@ def test_stop_aborts_the_request(page: ChatPage, engine: FakeEngine, how: str) -
     page.wait_for("!document.getElementById('send').hidden")
     assert page.text(".timing").endswith("stopped")
     asyncio.run(wait_until(lambda: engine.num_sequences == 0))
+
+
+@pytest.mark.parametrize("cut", ["numReads: 0", "numReads: 3", "numReads: 3, then: 503"])
+def test_stream_that_is_cut_goes_on(page: ChatPage, engine: FakeEngine, cut: str) -> None:
+    engine.step_s = 0.02
+    page.speak("a b c d e f g h i j k l m n")
+    if "503" in cut:
+        page.evaluate(
+            "{ const real = window.fetch; setTimeout(() => { window.fetch = real; }, 1500); }"
+        )
+    page.evaluate(CUT % f"{{ numCuts: 2, {cut} }}")
+    page.ask("hello")
+    assert page.text(".markdown") == "a b c d e f g h i j k l m n"
+    assert len(engine.log.submitted) == 1
+    assert "interrupted" not in page.text(".timing")
+    assert page.count(".message :is(.problem, .reconnecting)") == 0
+
+
+@pytest.mark.parametrize("then", [0, 404])
+def test_stream_that_cannot_go_on_is_interrupted(
+    page: ChatPage, engine: FakeEngine, then: int
+) -> None:
+    engine.step_s = 0.05
+    page.evaluate(SHORT_PAUSES)
+    page.evaluate(CUT % f"{{ numCuts: 1, numReads: 3, then: {then} }}")
+    page.say("hello")
+    page.wait_for("document.querySelector('.message .problem') !== null")
+    assert page.text(".message .problem p") == (
+        "The connection to the server was lost; the answer is incomplete."
+    )
+    assert page.text(".timing").endswith("interrupted")
+    # The server goes on.
+    engine.step_s = 0.0
+
+
+def test_stream_is_not_resumed_where_the_server_cannot(
+    browser: Browser, tokenizer: Tokenizer
+) -> None:
+    with Server(tokenizer) as server, ChatPage(browser, server) as page:
+        page.speak("yes")
+        page.ask("one")
+        page.ask("two")
+        assert page.texts(".markdown") == ["yes", "yes"]
+        assert len(server.engine.log.submitted) == 2
+        server.engine.step_s = 0.05
+        page.speak("a longer answer")
+        page.evaluate(CUT % "{ numCuts: 1, numReads: 1 }")
+        page.say("hello")
+        page.wait_for("document.querySelector('.message .problem') !== null")
+        assert page.texts(".timing")[-1].endswith("interrupted")
 
 
 def test_conversation_continues(page: ChatPage) -> None:

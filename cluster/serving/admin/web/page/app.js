@@ -77,5 +77,8 @@ const poller = new Poller(server, {
 });
 const keys = new KeyDialog(server, () => poller.refresh());
 
+// A server would go on with the answer for half a minute.
+addEventListener("pagehide", () => chat.stop());
+
 chat.open();
 poller.start();

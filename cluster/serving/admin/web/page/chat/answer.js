@@ -10,6 +10,7 @@ export class Answer {
   #endedMs = 0;
   #usage = null;
   #reason = null;
+  #isStopped = false;
 
   get isEmpty() {
     return !this.content && !this.reasoning && this.toolCalls.length === 0;
@@ -46,8 +47,10 @@ export class Answer {
     return change;
   }
 
-  end() {
+  /** Note the time; `isStopped` says whether the user has ended the answer. */
+  end(isStopped) {
     this.#endedMs = performance.now();
+    this.#isStopped = isStopped;
   }
 
   /** Return the answer as a message of the conversation. */
@@ -77,7 +80,7 @@ export class Answer {
       seconds: seconds(this.#startedMs, this.#endedMs),
       firstSeconds: this.#firstMs ? seconds(this.#startedMs, this.#firstMs) : null,
       reasoningSeconds: this.reasoning && this.#contentMs ? this.reasoningSeconds : null,
-      reason: this.#reason,
+      reason: this.#reason ?? (this.#isStopped ? null : "interrupted"),
     };
   }
 }

@@ -138,8 +138,8 @@ export class Chat {
     } catch (error) {
       if (!running.signal.aborted) problem = error.message;
     }
-    answer.end();
-    view.isRunning = false;
+    answer.end(running.signal.aborted);
+    view.isRunning = view.isReconnecting = false;
     // The user may have opened another conversation.
     const isShown = conversation === this.#conversation;
     if (this.#running === running) this.#running = null;
@@ -174,6 +174,8 @@ export class Chat {
 
   async #receive(request, answer, view, signal) {
     for await (const chunk of this.#server.complete(request, signal)) {
+      view.isReconnecting = chunk === null;
+      if (chunk === null) continue;
       const { content, reasoning, hasCalls } = answer.add(chunk);
       if (reasoning) view.appendReasoning(reasoning);
       if (content) view.append(content);

@@ -74,6 +74,10 @@ export class AnswerView {
     this.node.classList.toggle("running", isRunning);
   }
 
+  set isReconnecting(isReconnecting) {
+    this.node.classList.toggle("reconnecting", isReconnecting);
+  }
+
   get calls() {
     return this.#calls;
   }

@@ -11,6 +11,7 @@ export function timingText({ tokens, seconds, firstSeconds, reason }) {
   const count = tokens === null ? "" : `${tokens} token${tokens === 1 ? "" : "s"} in `;
   parts.push(`${count}${formatSeconds(seconds)}`);
   if (reason === "length") parts.push("cut off at the token limit");
+  if (reason === "interrupted") parts.push(reason);
   if (reason === null) parts.push("stopped");
   return parts.join(" \u00b7 ");
 }
