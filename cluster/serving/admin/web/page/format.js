@@ -1,11 +1,16 @@
 // Numbers as people read them.
 
+export function formatCount(value) {
+  return value.toLocaleString("en");
+}
+
+/** Return a measured number; small ones have a decimal. */
 export function formatNumber(value) {
-  return value < 10 && value > 0 ? value.toFixed(1) : Math.round(value).toLocaleString("en");
+  return value < 10 && value > 0 ? value.toFixed(1) : formatCount(Math.round(value));
 }
 
 export function formatPercent(part, whole) {
-  return whole ? `${((100 * part) / whole).toFixed(1)}%` : "-";
+  return whole ? `${formatNumber((100 * part) / whole)}%` : "-";
 }
 
 export function formatSeconds(seconds) {

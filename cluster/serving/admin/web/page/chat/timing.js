@@ -1,6 +1,6 @@
 // What is said about the time that an answer took.
 
-import { formatNumber, formatSeconds } from "../format.js";
+import { formatCount, formatNumber, formatSeconds } from "../format.js";
 
 /** Return the speed and times of an answer as a text. */
 export function timingText({ tokens, seconds, firstSeconds, reason }) {
@@ -8,7 +8,7 @@ export function timingText({ tokens, seconds, firstSeconds, reason }) {
   const rate = rateOf(tokens, seconds, firstSeconds);
   if (rate !== null) parts.push(`${formatNumber(rate)} tokens/s`);
   if (firstSeconds !== null) parts.push(`first token ${formatSeconds(firstSeconds)}`);
-  const count = tokens === null ? "" : `${tokens} token${tokens === 1 ? "" : "s"} in `;
+  const count = tokens === null ? "" : `${formatCount(tokens)} token${tokens === 1 ? "" : "s"} in `;
   parts.push(`${count}${formatSeconds(seconds)}`);
   if (reason === "length") parts.push("cut off at the token limit");
   if (reason === "interrupted") parts.push(reason);

@@ -4,7 +4,8 @@ import { make } from "../dom.js";
 
 const WIDTH = 300;
 const HEIGHT = 64;
-const SPAN_S = 600;
+/** How far back charts go. */
+export const SPAN_S = 600;
 const SVG = "http://www.w3.org/2000/svg";
 
 export class LineChart {
@@ -18,6 +19,7 @@ export class LineChart {
   #format;
   #names;
   #points = [];
+  #emptyText = null;
   #pointerX = null;
 
   /** `names` are those of the series; `format` returns a value as text. */
@@ -56,12 +58,16 @@ export class LineChart {
     this.#point(null);
   }
 
-  /** Draw points `{ age, values }`, the oldest first; a value of null interrupts its line. */
-  draw(points, { top = null, leastTop = 1 } = {}) {
+  /**
+   * Draw points `{ age, values }`, the oldest first; a value of null interrupts its line. If all
+   * are 0 or null, `emptyText` is shown in place of values.
+   */
+  draw(points, { top = null, leastTop = 1, emptyText = null } = {}) {
     this.#points = points.filter(({ age }) => age <= SPAN_S);
     const values = this.#points.flatMap((point) => point.values).filter((value) => value !== null);
     const most = top ?? niceTop(Math.max(leastTop, ...values));
-    this.#top.textContent = this.#format(most);
+    this.#emptyText = values.some((value) => value > 0) ? null : emptyText;
+    this.#top.textContent = this.#emptyText === null ? this.#format(most) : "";
     this.#lines.forEach((line, index) => line.setAttribute("d", this.#path(index, most)));
     const [first, last] = [this.#points.at(0), this.#points.at(-1)];
     const isWhole = first && this.#points.every((point) => point.values[0] !== null);
@@ -69,7 +75,7 @@ export class LineChart {
       "d",
       isWhole ? `${this.#path(0, most)}L${xOf(last)} ${HEIGHT}L${xOf(first)} ${HEIGHT}Z` : "",
     );
-    const newest = last ? this.#text(last) : "no data yet";
+    const newest = this.#emptyText ?? (last ? this.#text(last) : "no data yet");
     this.#svg.setAttribute("aria-label", `${this.#title} over the last ten minutes; now ${newest}`);
     this.#showValue();
   }
@@ -100,7 +106,8 @@ export class LineChart {
   #showValue() {
     const found = this.#pointerX === null ? this.#points.at(-1) : this.#nearest();
     const age = this.#pointerX !== null && found ? ` \u00b7 ${Math.round(found.age)} s ago` : "";
-    this.#value.textContent = found ? this.#text(found) + age : "";
+    this.#value.classList.toggle("none", this.#emptyText !== null);
+    this.#value.textContent = this.#emptyText ?? (found ? this.#text(found) + age : "");
     this.#cursor.style.display = this.#pointerX !== null && found ? "" : "none";
     if (found) {
       this.#cursor.setAttribute("x1", xOf(found));

@@ -1,40 +1,40 @@
 // The current load of the server: sequences, blocks, counts, running calls.
 
 import { byId, make } from "../dom.js";
-import { formatNumber, formatPercent, formatSeconds } from "../format.js";
+import { formatCount, formatNumber, formatPercent, formatSeconds } from "../format.js";
 
 const MAX_CALLS = 20;
 
 export class LoadView {
   #last = null;
 
-  /** Show what the server reports; rates are those since the last report. */
+  /** Show what the server reports; return the generated tokens/s since the last report, or null. */
   show(loads) {
     const before = this.#last;
     this.#last = loads;
     const passed = before ? loads.uptime_s - before.uptime_s : 0;
     const rate = (name) => (passed > 0 ? Math.max(0, loads[name] - before[name]) / passed : 0);
     const texts = {
-      rate: formatNumber(rate("num_generated_tokens")),
       "prompt-rate": formatNumber(rate("num_prompt_tokens")),
-      running: loads.num_running,
-      waiting: loads.num_waiting,
-      swapped: loads.num_swapped,
+      running: formatCount(loads.num_running),
+      waiting: formatCount(loads.num_waiting),
+      swapped: formatCount(loads.num_swapped),
       step: formatSeconds(loads.last_step_s),
       hits: formatPercent(loads.num_hit_tokens, loads.num_queried_tokens),
-      preemptions: loads.num_preemptions,
+      preemptions: formatCount(loads.num_preemptions),
       uptime: formatSeconds(loads.uptime_s),
     };
     for (const [id, text] of Object.entries(texts)) byId(id).textContent = text;
     showPool("device", loads.num_blocks, loads.num_free_blocks, loads.num_cached_blocks);
     showPool("cpu", loads.num_cpu_blocks, loads.num_free_cpu_blocks, 0);
     showCalls(loads.calls);
+    return passed > 0 ? rate("num_generated_tokens") : null;
   }
 }
 
 function showPool(name, size, numFree, numCached) {
   const share = (part) => (size ? (100 * part) / size : 0);
-  byId(`${name}-text`).textContent = size ? `${size - numFree} of ${size}` : "none";
+  byId(`${name}-text`).textContent = size ? `${formatCount(size - numFree)} of ${formatCount(size)}` : "none";
   byId(`${name}-meter`).setAttribute("aria-valuenow", Math.round(share(size - numFree)));
   byId(`${name}-used`).style.width = `${share(size - numFree)}%`;
   byId(`${name}-cached`).style.width = `${share(numCached)}%`;
@@ -45,8 +45,8 @@ function showCalls(calls) {
     const texts = [
       call.id,
       formatSeconds(call.age_s),
-      call.num_prompt_tokens,
-      call.num_generated_tokens,
+      formatCount(call.num_prompt_tokens),
+      formatCount(call.num_generated_tokens),
     ];
     const cells = texts.map((text) => make("td", { textContent: text }));
     cells[0].title = call.id;
@@ -56,5 +56,5 @@ function showCalls(calls) {
   byId("calls").hidden = rows.length === 0;
   const numOthers = calls.length - rows.length;
   byId("no-calls").hidden = rows.length > 0 && numOthers === 0;
-  byId("no-calls").textContent = numOthers > 0 ? `${numOthers} more not shown.` : "No active requests.";
+  byId("no-calls").textContent = numOthers > 0 ? `${formatCount(numOthers)} more not shown.` : "No active requests.";
 }

@@ -10,7 +10,7 @@ export class Panel {
   #loads = new LoadView();
 
   showLoads(loads) {
-    this.#loads.show(loads);
+    this.#charts.drawSpeed(loads.uptime_s, this.#loads.show(loads));
   }
 
   /** Show a history; null if the key is not an admin's, whose totals would be 0. */
