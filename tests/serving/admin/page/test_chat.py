@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cluster.serving.reasoning.formats import reasoning_of
+from pagedray.errors import EngineError
 from tests.serving.admin.page.chat_page import ChatPage
 from tests.serving.conftest import Server
 from tests.serving.waiting import wait_until
@@ -256,14 +257,38 @@ def test_reasoning_is_folded(page: ChatPage, server: Server) -> None:
     assert page.console == []
 
 
-def test_error_is_shown_and_can_be_retried(page: ChatPage, engine: FakeEngine) -> None:
-    page.say("too long " * 400)
-    page.wait_for("document.querySelector('.message .problem') !== null")
-    assert "tokens" in page.text(".message .problem")
-    page.click(".retry")
-    page.wait_for("document.querySelector('.message .problem') !== null")
+FIELD = "document.getElementById('text').value"
+
+
+def test_failed_message_returns_to_its_field(page: ChatPage) -> None:
+    text = "too long " * 400
+    for is_retry in (False, True):
+        page.click(".retry") if is_retry else page.say(text)
+        page.wait_for("document.querySelector('.message .problem') !== null")
+        assert "tokens" in page.text(".message .problem")
+        assert page.evaluate(FIELD) == text.strip()
     # A message without an answer gives way to the next one.
     page.speak("yes")
+    page.evaluate(f"{FIELD} = ''")
     page.ask("short")
     assert page.texts(".bubble") == ["short"]
     assert page.count(".problem .retry") == 0
+    assert page.evaluate(FIELD) == ""
+
+
+@pytest.mark.parametrize("how", ["stopped", "invalid", "failed"])
+def test_message_without_an_answer_is_put_before_a_draft(
+    page: ChatPage, engine: FakeEngine, how: str
+) -> None:
+    engine.is_paused = True
+    if how == "invalid":
+        page.set(tools="[")
+    elif how == "failed":
+        engine.rejection = EngineError("A rank died.")
+    page.say("first")
+    page.browser.write("#text", "draft")
+    if how == "stopped":
+        page.browser.press("Escape")
+    page.wait_for(f"{FIELD}.startsWith('first') && !document.getElementById('send').hidden")
+    assert page.evaluate(FIELD).split("\n") in (["first", "draft"], ["firstdraft"])
+    assert page.texts(".bubble") == ["first"]

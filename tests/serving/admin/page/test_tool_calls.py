@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from cluster.serving.memory.reader_limits import ReaderLimits
 from tests.serving.admin.page.chat_page import ChatPage
 from tests.serving.conftest import Server
 from tests.serving.openai.tools.chats import AUTO, TEMPLATE, TOOLS
@@ -22,7 +23,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def tool_server(template_tokenizer: Callable[..., Tokenizer]) -> Iterator[Server]:
-    with Server(template_tokenizer(TEMPLATE), context=2048) as server:
+    limits = ReaderLimits(resume_grace_s=3600.0)
+    with Server(template_tokenizer(TEMPLATE), context=2048, reader_limits=limits) as server:
         yield server
 
 

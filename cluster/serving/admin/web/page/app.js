@@ -36,6 +36,7 @@ const chat = new Chat({
     composer.show(info?.is_encoder ? NO_CHAT : "");
     historyView.show(chat.id);
   },
+  onUnanswered: (text) => composer.putBack(text),
 });
 const composer = new Composer(chat);
 const historyView = new HistoryView(history, (found) => {

@@ -12,19 +12,24 @@ export class Chat {
   #scroll;
   #model;
   #onChange;
+  #onUnanswered;
   #conversation = new Conversation();
   /** The views of the messages; those of tools have none. */
   #views = [];
   #running = null;
 
-  /** `model` returns the name of the model; `onChange` is called after each change of state. */
-  constructor({ server, settings, history, scroll, model, onChange }) {
+  /**
+   * `model` returns the name of the model; `onChange` is called after each change of state, and
+   * `onUnanswered` with the text of a message that has got no answer.
+   */
+  constructor({ server, settings, history, scroll, model, onChange, onUnanswered }) {
     this.#server = server;
     this.#settings = settings;
     this.#history = history;
     this.#scroll = scroll;
     this.#model = model;
     this.#onChange = onChange;
+    this.#onUnanswered = onUnanswered;
   }
 
   get isRunning() {
@@ -144,7 +149,10 @@ export class Chat {
     const isShown = conversation === this.#conversation;
     if (this.#running === running) this.#running = null;
     if (answer.isEmpty && !answer.isComplete) {
-      if (isShown && problem === null) view.node.remove();
+      if (isShown && problem === null) {
+        view.node.remove();
+        this.#returnText();
+      }
       if (isShown && problem !== null) this.#fail(view, problem);
     } else {
       const message = answer.message();
@@ -194,6 +202,13 @@ export class Chat {
     view.showProblem(problem, () => {
       if (!this.isRunning) this.#answer();
     });
+    this.#returnText();
+  }
+
+  /** Return the last message of the user, which the next one replaces. */
+  #returnText() {
+    const last = this.#conversation.messages.at(-1);
+    if (last?.role === "user") this.#onUnanswered(last.content);
   }
 
   #askForResults() {

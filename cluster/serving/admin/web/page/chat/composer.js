@@ -4,6 +4,7 @@ import { byId } from "../dom.js";
 
 export class Composer {
   #field = byId("text");
+  #returned = "";
   #chat;
 
   constructor(chat) {
@@ -35,18 +36,31 @@ export class Composer {
 
   /** Show the state of the chat; `reason` says why nothing can be sent, if so. */
   show(reason = "") {
+    // It is being sent again.
+    if (this.#chat.isRunning && this.#field.value === this.#returned) this.#clear();
     byId("send").hidden = this.#chat.isRunning;
     byId("stop").hidden = !this.#chat.isRunning;
     this.#field.disabled = byId("send").disabled = reason !== "";
     this.#field.placeholder = reason || "Send a message";
   }
 
+  /** Put a message without an answer back into the field, before what the user has written since. */
+  putBack(text) {
+    this.#returned = text;
+    this.#field.value = [text, this.#field.value].filter(Boolean).join("\n");
+    this.#fit();
+  }
+
   #send() {
     const text = this.#field.value.trim();
     if (!text || this.#chat.isRunning) return;
-    this.#field.value = "";
-    this.#fit();
+    this.#clear();
     this.#chat.send(text);
+  }
+
+  #clear() {
+    this.#field.value = this.#returned = "";
+    this.#fit();
   }
 
   #fit() {
