@@ -73,7 +73,7 @@ class AsyncLLM:
         show_progress: bool = True,
         **options: Unpack[LLMOptions],
     ) -> None:
-        own = engine_options(options)
+        own = engine_options({"seed": seed, **options})
         with progress_reports(are_shown=show_progress) as report:
             config = engine_config(model, own, report)
             if config.model.task != "generate":
@@ -84,7 +84,7 @@ class AsyncLLM:
             # Each text waits for its turn: one that is rejected would be read again and again.
             text_pool = TextPool(max_waiting=sys.maxsize)
             self._validator = Validator(config, self._tokenizer, text_pool=text_pool)
-            self._requests = RequestMaker(self._validator, config, seed)
+            self._requests = RequestMaker(self._validator, config)
             self._queue_limits = config.scheduler
             self._sink = _Sink()
             self._freezer = CallFreezer()

@@ -87,18 +87,16 @@ class LLM:
         show_progress: bool = True,
         **options: Unpack[LLMOptions],
     ) -> None:
-        own = engine_options(options)
+        own = engine_options({"seed": seed, **options})
         with progress_reports(are_shown=show_progress) as report:
-            self._open(engine_config(model, own, report), report, seed)
+            self._open(engine_config(model, own, report), report)
 
-    def _open(
-        self, config: EngineConfig, report_progress: ReportProgress, seed: int | None
-    ) -> None:
+    def _open(self, config: EngineConfig, report_progress: ReportProgress) -> None:
         self._vocab_size = config.model.vocab_size
         self._tokenizer = Tokenizer.from_config(config)
         kind = _VALIDATORS[config.model.task]
         self._validator = kind(config, self._tokenizer)
-        self._requests = RequestMaker(self._validator, config, seed)
+        self._requests = RequestMaker(self._validator, config)
         self._sink = EventDispatcher()
         self._freezer = CallFreezer()
         self._engine = open_engine(config, self._sink, report_progress)

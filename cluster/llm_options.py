@@ -27,7 +27,10 @@ class LLMOptions(TypedDict, total=False):
     """Number of ranks, one per device, that the model is sharded over."""
     device: Device | None
     """None selects a GPU if there is one."""
-    dtype: Literal["auto", "half", "float", "float32", "bfloat16", "float16"] | None
+    dtype: (
+        Literal["auto", "half", "fp16", "float16", "bf16", "bfloat16", "float", "fp32", "float32"]
+        | None
+    )
     """Data type of weights and activations; None and `auto` use that of the checkpoint."""
     task: Task | None
     quantization: (
@@ -89,16 +92,31 @@ class LLMOptions(TypedDict, total=False):
     """Only affects servers; `chat` always accepts a template."""
     generation_config: str
     """`auto`, `none`, or a folder whose generation_config.json has the default parameters."""
+    override_generation_config: dict[str, object] | None
+    """Default parameters that take precedence over generation_config.json."""
+    revision: str | None
+    """Branch, tag or commit of a model on the Hub."""
+    tokenizer: str | None
+    """Must be the model."""
+    tokenizer_revision: str | None
+    """Must be the revision of the model."""
+    download_dir: str | None
+    """Folder of the Hub's cache on each node."""
+    hf_overrides: dict[str, object] | None
+    """Fields that replace those of config.json."""
 
     gpu_memory_utilization: float
     """The same as `memory_fraction`."""
     enable_prefix_caching: bool
     """The same as `enable_prefix_cache`."""
     distributed_executor_backend: Literal["ray", "mp", "uni"]
-    """The same as `executor`; `mp` and `uni` select `local`."""
-    trust_remote_code: Literal[False]
-    tokenizer: None
-    revision: None
+    """The same as `executor`; `uni` selects `local`, and so does `mp` for a single rank."""
+    rope_scaling: dict[str, object] | None
+    """The same as this field of `hf_overrides`."""
+    rope_theta: float | None
+    """The same as this field of `hf_overrides`."""
+    trust_remote_code: bool
+    """Ignored, with a warning: code from checkpoints is never run."""
     swap_space: float
     """Ignored; `num_cpu_blocks` sets the blocks for swapping."""
     disable_log_stats: bool

@@ -54,7 +54,6 @@ class RequestMaker:
         self,
         validator: Validator | EmbeddingValidator | ScoreValidator,
         config: EngineConfig,
-        seed: int | None,
     ) -> None:
         # Any: values of several fields.
         self.recommended: Mapping[str, Any] = dict(config.sampling_defaults)
@@ -62,7 +61,7 @@ class RequestMaker:
         self.default_params = SamplingParams(**self.recommended)
         """The parameters of requests without any: those that the model's file recommends."""
         self._validator = validator
-        self._seeds = None if seed in (None, -1) else random.Random(seed)
+        self._seeds = None if config.seed is None else random.Random(config.seed)
 
     def text_validator(self) -> Validator:
         """Return the validator. Raises InvalidRequestError if the model does not generate text."""

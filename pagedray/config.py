@@ -252,6 +252,8 @@ class EngineConfig:
     """Whether requests may bring a chat template of their own."""
     sampling_defaults: tuple[tuple[str, float], ...] = ()
     """Names and values of sampling parameters for requests that do not set them."""
+    seed: int | None = None
+    """Makes the seeds of requests without a seed; None is random."""
 
     def __post_init__(self) -> None:
         _check_at_least("max_graph_tokens", self.max_graph_tokens, 0)

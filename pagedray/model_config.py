@@ -201,6 +201,8 @@ class HubRevision:
     commit: str
     files: tuple[HubFile, ...]
     """All files of the repository."""
+    cache: Path | None = None
+    """Folder of the cache on each node; None is the one that the environment names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from cluster.cli.flags.engine_flags import engine_options
 from cluster.cli.flags.sampling_flags import sampling_fields
 from cluster.cli.flags.serve_flags import CONFIG_FLAG, DEFAULT_GRPC_PORT, DEFAULT_HTTP_PORT
+from cluster.cli.flags.vllm_flags import ignored_flags, log_ignored_flags
 from cluster.cli.interrupts import exiting_at_interrupt
 from cluster.cli.lost_output import discard_output, has_lost_reader, is_disk_full
 from cluster.cli.one_line_parser import USAGE_EXIT, command_parser
@@ -38,6 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parsed = parser.parse_args(_with_config(parser, words))
     except StartupError as error:
         command_parser(parser, words[0]).error(str(error))
+    if parsed.command != "serve":
+        for line in ignored_flags(parsed).values():
+            print(f"pagedray: {line}", file=sys.stderr)
     # The engine logs the death of a rank or a raylet in one line; Ray's paragraph of guesses, and
     # the end of the raylet's log, are filtered out.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", _RAY_DEATHS)
@@ -91,20 +95,21 @@ def _serve(parsed: argparse.Namespace) -> int:
     # log. Errors of the server itself are exceptions.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from cluster.serving.model_name import with_served_names
+    from cluster.serving.telemetry.log_lines import logging_to
 
     # Importing the server takes seconds on a slow disk, so mistakes are found before.
     set_ports(parsed)
-    config = with_served_names(_config(parsed), parsed.served_model_name or ())
-    with exiting_at_interrupt():
-        from cluster.cli.server import Server
-        from cluster.serving.auth.authenticator import Authenticator
-        from cluster.serving.connections.tls import certificate_store
-        from cluster.serving.telemetry.log_lines import logging_to
-        from cluster.serving.telemetry.tracing import otlp_tracer
-
-    # Before anything is started that inherits it.
-    raise_descriptor_limit()
     with logging_to(form=parsed.log_format, level=parsed.log_level):
+        log_ignored_flags(parsed)
+        config = with_served_names(_config(parsed), parsed.served_model_name or ())
+        with exiting_at_interrupt():
+            from cluster.cli.server import Server
+            from cluster.serving.auth.authenticator import Authenticator
+            from cluster.serving.connections.tls import certificate_store
+            from cluster.serving.telemetry.tracing import otlp_tracer
+
+        # Before anything is started that inherits it.
+        raise_descriptor_limit()
         server = Server(
             config,
             _frontend_options(parsed),

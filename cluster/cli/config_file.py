@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import yaml
 
+from cluster.cli.flags.flag import MergedObject
 from cluster.cli.flags.serve_flags import CONFIG_FLAG
-from cluster.cli.one_line_parser import dashed_flag
+from cluster.cli.one_line_parser import MODEL_FLAG, operands
 from pagedray.errors import StartupError
 from pagedray.wording.nearest_name import nearest_name
 from pagedray.wording.shown_value import shown_json_value
@@ -23,12 +25,18 @@ _MODEL = "model"
 _MAX_BYTES = 2**20
 
 
+class _Written(str):
+    """A number or date as it is written, unlike a quoted text."""
+
+    __slots__ = ()
+
+
 # Flags are text. As YAML reads numbers, the name 1.10 would be 1.1, and the key 012345670 another.
 class _FlagLoader(yaml.SafeLoader):
     """Reads numbers and dates as they are written."""
 
     def construct_written(self, node: yaml.ScalarNode) -> str:
-        return str(node.value)
+        return _Written(node.value)
 
 
 for _kind in ("int", "float", "timestamp"):
@@ -56,9 +64,10 @@ def apply_config(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> l
         words += _words(key, value, options, path)
     # Parsed alone, so that each value is checked and converted.
     parsed = vars(parser.parse_args([model or _MODEL, *words]))
-    named = {options[word.partition("=")[0]].dest for word in words if word.startswith("--")}
+    flags = [word.partition("=")[0].partition(".")[0] for word in words if word.startswith("--")]
+    named = {options[flag].dest for flag in flags}
     parser.set_defaults(**{name: parsed[name] for name in named if name in parsed})
-    if model is None or _has_operand(arguments, options):
+    if model is None or _names_model(arguments, options):
         return list(arguments)
     return [model, *arguments]
 
@@ -72,19 +81,10 @@ def _config_path(arguments: Sequence[str]) -> Path | None:
     return None
 
 
-def _has_operand(arguments: Sequence[str], options: Mapping[str, argparse.Action]) -> bool:
-    """Return whether one of the arguments is neither a flag nor the value of one."""
-    num_values = 0.0
-    for argument in arguments:
-        if argument.startswith("-"):
-            action = options.get(dashed_flag(argument))
-            has_one = action is not None and action.nargs in (None, "?")
-            num_values = float("inf") if action is not None and action.nargs == "+" else has_one
-        elif num_values < 1.0:
-            return True
-        else:
-            num_values -= 1.0
-    return False
+def _names_model(arguments: Sequence[str], options: Mapping[str, argparse.Action]) -> bool:
+    return bool(operands(arguments, options)) or any(
+        one.partition("=")[0] == MODEL_FLAG for one in arguments
+    )
 
 
 def _read(path: Path) -> dict[str, object]:
@@ -127,7 +127,8 @@ def _words(
 ) -> list[str]:
     """Return a key and its value as on the command line."""
     flag = f"--{key}"
-    action = options.get(flag)
+    # Such as `structured-outputs-config.backend`.
+    action = options.get(flag.partition(".")[0])
     if flag in (CONFIG_FLAG, "--help"):
         raise StartupError(f"{path}: {key} is only allowed on the command line.")
     if action is None:
@@ -139,6 +140,10 @@ def _words(
         return []
     if action.nargs == 0:
         return _switch(key, value, options, path)
+    if isinstance(value, dict) and (isinstance(action, MergedObject) or action.nargs == "?"):
+        return [f"{flag}={json.dumps(_plain(value))}"]
+    if action.nargs == "?" and isinstance(value, bool):
+        return [f"{flag}={value}"]
     values: list[str] = []
     for one in value if isinstance(value, list) else [value]:
         if not isinstance(one, str):
@@ -146,6 +151,15 @@ def _words(
             raise StartupError(f"{path}: {key} must be {what}, not {shown_json_value(one)}.")
         values.append(one)
     return [flag, *values] if action.nargs == "+" else [f"{flag}={','.join(values)}"]
+
+
+def _plain(value: object) -> object:
+    """Return the value of a field of a JSON object, in which numbers are not texts."""
+    if isinstance(value, dict):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    return yaml.safe_load(value) if isinstance(value, _Written) else value
 
 
 def _switch(

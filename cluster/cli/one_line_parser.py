@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
+import re
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+from cluster.cli.flags.flag_values import read_value
 
-__all__ = ["USAGE_EXIT", "OneLineParser", "command_parser", "dashed_flag"]
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+__all__ = ["MODEL_FLAG", "USAGE_EXIT", "OneLineParser", "command_parser", "operands"]
 
 USAGE_EXIT = 2
+MODEL_FLAG = "--model"
 _MAX_LIKELY = 3
+_FIELD = re.compile(r"(--?[A-Za-z][\w-]*)\.([\w.-]+\+?)(?:=(.*))?", re.DOTALL)
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -28,7 +34,8 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 class OneLineParser(argparse.ArgumentParser):
     """A parser whose error message is one line.
 
-    Flags may be written with `_` for `-`, as vLLM's. They are not abbreviated: a flag that is added
+    As in vLLM, flags may be written with `_` for `-`, a flag of a JSON object field by field
+    (`--flag.key VALUE`), and MODEL as `--model`. Flags are not abbreviated: a flag that is added
     later would make an abbreviation mean something else.
     """
 
@@ -38,12 +45,17 @@ class OneLineParser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Return the arguments; an error names the known flag that an unknown one is like."""
-        words = sys.argv[1:] if args is None else args
-        parsed, unknown = self.parse_known_args([*_with_dashes(words)], namespace)
+        words = [*_with_dashes(sys.argv[1:] if args is None else args)]
+        parser: argparse.ArgumentParser = self
+        num_commands = 0
+        for word in words:
+            command = command_parser(parser, word)
+            num_commands += command is not parser
+            parser = command
+        given = _with_objects(words[num_commands:], parser)
+        given = _with_model(given, parser)
+        parsed, unknown = self.parse_known_args([*words[:num_commands], *given], namespace)
         if unknown:
-            parser: argparse.ArgumentParser = self
-            for word in words:
-                parser = command_parser(parser, word)
             word = next((one for one in unknown if one.startswith("-")), unknown[0])
             parser.error(f"unrecognized arguments: {' '.join(unknown)}{_hint(word, parser)}")
         return parsed
@@ -82,10 +94,29 @@ def _unknown_command(word: str, commands: Sequence[str], program: str) -> str:
     return f"{what}; choose from {', '.join(commands)}"
 
 
-def dashed_flag(word: str) -> str:
+def operands(words: Sequence[str], options: Mapping[str, argparse.Action]) -> list[str]:
+    """Return the words of a command that are neither flags nor values of flags."""
+    found: list[str] = []
+    num_values = 0.0
+    for word in words:
+        if word.startswith("-"):
+            action = options.get(_dashed_flag(word.partition("=")[0]))
+            takes_one = action is not None and action.nargs in (None, "?") and "=" not in word
+            takes_all = action is not None and action.nargs in ("+", "*") and "=" not in word
+            num_values = float("inf") if takes_all else takes_one
+        elif num_values < 1.0:
+            found.append(word)
+        else:
+            num_values -= 1.0
+    return found
+
+
+def _dashed_flag(word: str) -> str:
     """Return a word, with dashes in the name if it is a flag."""
     name, *value = word.split("=", 1)
-    return "=".join((name.replace("_", "-"), *value)) if word.startswith("--") else word
+    flag, *keys = name.split(".", 1)
+    dashed = ".".join((flag.replace("_", "-"), *keys))
+    return "=".join((dashed, *value)) if word.startswith("--") else word
 
 
 def _with_dashes(words: Sequence[str]) -> Iterator[str]:
@@ -93,7 +124,71 @@ def _with_dashes(words: Sequence[str]) -> Iterator[str]:
     for word in words:
         # What follows a `--` is not a flag.
         is_flag_allowed = is_flag_allowed and word != "--"
-        yield dashed_flag(word) if is_flag_allowed else word
+        yield _dashed_flag(word) if is_flag_allowed else word
+
+
+def _with_model(words: list[str], parser: argparse.ArgumentParser) -> list[str]:
+    """Return the words with MODEL as the first operand, if it is given as `--model`."""
+    options = parser._option_string_actions
+    num_operands = sum(not action.option_strings for action in parser._actions)
+    if MODEL_FLAG not in options or options[MODEL_FLAG].help != argparse.SUPPRESS:
+        return words
+    rest: list[str] = []
+    model: str | None = None
+    remaining = iter(words)
+    for word in remaining:
+        name, is_joined, value = word.partition("=")
+        if name == MODEL_FLAG:
+            model = value if is_joined else next(remaining, None)
+            if not model:
+                parser.error(f"{MODEL_FLAG} requires a folder or a Hub id")
+        else:
+            rest.append(word)
+    found = operands(rest, options)
+    if model is None or model in found:
+        return rest
+    if len(found) >= num_operands:
+        parser.error(f"the model is given twice: {found[0]} and {MODEL_FLAG} {model}")
+    return [model, *rest]
+
+
+def _with_objects(words: list[str], parser: argparse.ArgumentParser) -> list[str]:
+    """Return the words, with flags such as `--config.key VALUE` merged to JSON objects."""
+    options = parser._option_string_actions
+    bases = {found[1] for word in words if (found := _FIELD.fullmatch(word))} & options.keys()
+    objects: dict[str, dict[str, Any]] = {}  # Any: JSON
+    rest: list[str] = []
+    remaining = iter(words)
+    for word in remaining:
+        name, is_joined, value = word.partition("=")
+        field = _FIELD.fullmatch(word)
+        flag = field[1] if field else name
+        if flag not in bases:
+            rest.append(word)
+            continue
+        text = value if is_joined else next(remaining, "")
+        whole = objects.setdefault(flag, {})
+        if field is not None:
+            _set_field(whole, field[2], read_value(text))
+        elif isinstance(one := read_value(text), dict):
+            whole |= one
+        else:
+            parser.error(f"{flag} must be a JSON object, because {flag}. fields are given, too")
+    return [*rest, *(f"{flag}={json.dumps(whole)}" for flag, whole in objects.items())]
+
+
+def _set_field(whole: dict[str, Any], path: str, value: object) -> None:  # Any: JSON
+    """Set a field of an object, such as `a.b`; `a.b+` appends to a list."""
+    *above, last = path.split(".")
+    for key in above:
+        inner = whole.setdefault(key, {})
+        if not isinstance(inner, dict):
+            inner = whole[key] = {}
+        whole = inner
+    if last.endswith("+"):
+        whole.setdefault(last[:-1], []).append(value)
+    else:
+        whole[last] = value
 
 
 def _hint(word: str, parser: argparse.ArgumentParser) -> str:
@@ -106,6 +201,7 @@ def _hint(word: str, parser: argparse.ArgumentParser) -> str:
         if flag.startswith(name)
         and len(name) > 2
         and parser._option_string_actions[flag].help != argparse.SUPPRESS
+        and parser._option_string_actions[flag].option_strings[0] == flag
     ]
     likely = begun[:_MAX_LIKELY] or difflib.get_close_matches(name, flags, n=1, cutoff=0.75)
     return f"; did you mean {' or '.join(likely)}?" if likely else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING
 
 from cluster.cli.bench.engine_flags import add_latency_flags, add_throughput_flags
 from cluster.cli.bench.flags import add_bench_flags
@@ -19,9 +19,8 @@ from cluster.cli.flags.flag_values import seconds
 from cluster.cli.flags.sampling_flags import add_sampling_flags
 from cluster.cli.flags.serve_flags import add_serve_flags
 from cluster.cli.flags.vllm_flags import add_vllm_flags
-from cluster.cli.one_line_parser import OneLineParser
+from cluster.cli.one_line_parser import MODEL_FLAG, OneLineParser
 from cluster.cli.simulate.flags import add_simulate_flags
-from cluster.engine.options.engine_options import REMOTE_CODE_REJECTION
 from pagedray.version import __version__
 
 __all__ = ["make_parser"]
@@ -63,6 +62,8 @@ def _add_serve(commands: _Commands) -> None:
     add_serve_flags(serve)
     add_engine_flags(serve, executor="ray")
     add_vllm_flags(serve)
+    version = f"pagedray {__version__}"
+    serve.add_argument("--version", action="version", version=version, help=argparse.SUPPRESS)
 
 
 def _add_generate(commands: _Commands) -> None:
@@ -75,6 +76,7 @@ def _add_generate(commands: _Commands) -> None:
     )
     add_sampling_flags(generate, max_tokens=64)
     add_engine_flags(generate, executor=None)
+    add_vllm_flags(generate)
 
 
 def _add_chat(commands: _Commands) -> None:
@@ -84,6 +86,7 @@ def _add_chat(commands: _Commands) -> None:
     )
     add_sampling_flags(chat, max_tokens=256)
     add_engine_flags(chat, executor=None)
+    add_vllm_flags(chat)
 
 
 def _add_keys(commands: _Commands) -> None:
@@ -127,10 +130,12 @@ def _add_bench(commands: _Commands) -> None:
     latency = _model_command(verbs, "latency", what, command="bench latency")
     add_latency_flags(latency)
     add_engine_flags(latency, executor=None)
+    add_vllm_flags(latency)
     what = "Measure the throughput of many requests that are submitted at once."
     throughput = _model_command(verbs, "throughput", what, command="bench throughput")
     add_throughput_flags(throughput)
     add_engine_flags(throughput, executor=None)
+    add_vllm_flags(throughput)
     what = (
         "Measure latency and throughput of an OpenAI-compatible server, or of PagedRay over gRPC."
     )
@@ -189,14 +194,5 @@ def _model_command(
         help="Folder of a Hugging Face checkpoint, or the id of a model on the Hub: ORG/NAME or "
         "ORG/NAME@REVISION.",
     )
-    # vLLM's flag, which people bring along.
-    parser.add_argument(
-        "--trust-remote-code", action=_RejectRemoteCode, nargs=0, help=argparse.SUPPRESS
-    )
+    parser.add_argument(MODEL_FLAG, dest=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return parser
-
-
-class _RejectRemoteCode(argparse.Action):
-    # Any: argparse's own arguments.
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        parser.error(REMOTE_CODE_REJECTION)

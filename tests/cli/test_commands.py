@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from attention.selector import BACKEND_NAMES
-from cluster.cli.commands import set_ports
+from cluster.cli.commands import main, set_ports
 from cluster.cli.flags.engine_flags import engine_options
 from cluster.cli.flags.sampling_flags import sampling_fields
 from cluster.cli.parser import make_parser
 from cluster.engine.options.engine_options import EngineOptions
 from cluster.engine.progress import ProgressLine
 from cluster.llm import LLM
-from pagedray.errors import DeviceError, StartupError
+from pagedray.errors import CheckpointError, DeviceError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -225,6 +225,8 @@ def test_every_option_has_a_flag() -> None:
             "enable-", "no-" if field.default is True else "enable-"
         )
         for field in fields(EngineOptions)
+        # They must be those of the model, so they choose nothing.
+        if not field.name.startswith("tokenizer")
     ]
     assert [name for name in names if f"--{name}" not in help_text] == []
 
@@ -304,10 +306,9 @@ def test_seed_is_passed_to_sampling_fields(command: str) -> None:
     assert sampling_fields(parsed(command, "folder", *text)).keys() == {"max_tokens"}
 
 
-def test_serve_has_no_sampling_seed(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parsed("serve", "folder", "--seed=5")
-    assert "--seed" in capsys.readouterr().err
+def test_seed_of_a_server_is_that_of_its_engine() -> None:
+    assert engine_options(parsed("serve", "folder", "--seed=5")).seed == 5
+    assert engine_options(parsed("serve", "folder")).seed is None
 
 
 def test_progress_is_silent_once_it_is_closed() -> None:
@@ -332,9 +333,15 @@ def test_progress_shows_a_speed_from_time_to_time(monkeypatch: pytest.MonkeyPatc
     assert stream.getvalue() == shown
 
 
-def test_trust_remote_code_is_rejected_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        parsed("serve", "folder", "--trust-remote-code")
-    assert "code from a checkpoint is never run, because" in capsys.readouterr().err
-    with pytest.raises(StartupError, match="code from a checkpoint is never run"):
-        LLM("folder", trust_remote_code=True)  # type: ignore[arg-type]  # what is rejected
+def test_trust_remote_code_has_no_effect_but_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    text = "has no effect: code from checkpoints is never run."
+    folder = str(tmp_path / "none")
+    for words in (["serve", folder, "--port", "0"], ["generate", folder, "text"], ["chat", folder]):
+        assert main([*words, "--trust-remote-code"]) == 2
+        assert f"--trust-remote-code {text}" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match="is not a folder"):
+        LLM(folder, trust_remote_code=True)
+    assert caplog.messages[-1] == f"trust_remote_code {text}"
+    assert caplog.records[-1].levelname == "WARNING"

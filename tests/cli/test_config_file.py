@@ -8,6 +8,7 @@ import pytest
 
 from cluster.cli.commands import main
 from cluster.cli.config_file import apply_config
+from cluster.cli.flags.vllm_flags import ignored_flags
 from cluster.cli.one_line_parser import command_parser
 from cluster.cli.parser import make_parser
 
@@ -65,6 +66,28 @@ def test_numbers_are_read_as_they_are_written(tmp_path: Path) -> None:
     assert (found.model, found.http_port) == ("1_0", 80)
 
 
+def test_objects_may_be_mappings(tmp_path: Path) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text(
+        "model: m\nhf_overrides:\n  rope_scaling: {rope_type: yarn, factor: 4.0, name: '8'}\n"
+        "  max_position_embeddings: 32768\n  list: [1, x, true]\n"
+        "rope-theta: 1e6\nenable_lora: false\ntrust_remote_code: true\nswap-space: 4\n"
+        "structured-outputs-config.backend: xgrammar\ncompilation-config: {mode: 3}\n"
+    )
+    found = parsed(path, "--async-scheduling", "--no-async-scheduling", "--model", "other")
+    assert found.hf_overrides == {
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "name": "8"},
+        "max_position_embeddings": 32768,
+        "list": [1, "x", True],
+        "rope_theta": 1e6,
+    }
+    assert [*ignored_flags(found)] == [
+        "trust_remote_code", "swap_space", "compilation_config", "async_scheduling"
+    ]  # fmt: skip
+    assert found.model == "other"
+    assert parsed(path, "--hf-overrides", "{}").hf_overrides == {}
+
+
 def test_the_command_line_has_priority(path: Path) -> None:
     own = ("--http_port", "9", "other", "--dtype=float32", "--api-key", "sk-abcdefgh")
     found = parsed(path, *own)
@@ -87,7 +110,11 @@ def test_the_command_line_has_priority(path: Path) -> None:
         ("http-port: yes", "http-port must be a value, not true"),
         ("http-port: {a: 1}", "http-port must be a value"),
         ("enforce-eager: 1", "enforce-eager must be true or false, not '1'"),
-        ("tokenizer: other", "--tokenizer is not supported"),
+        ("pipeline-parallel-size: 2", "--pipeline-parallel-size is not supported"),
+        ("enable-lora: true", "--enable-lora is not supported"),
+        ("structured-outputs-config: {backend: outlines}", "structures are always compiled by"),
+        ("structured-outputs-config.backend: outlines", "structures are always compiled by"),
+        ("hf-overrides: 3", "must be a JSON object"),
         ("model: [a]", "model must be a folder or a Hub id"),
         ("served-model-name: [a, null]", "served-model-name must be a list of values, not null"),
         ("allowed-hosts: [no]", "allowed-hosts must be a list of values, not false"),

@@ -90,7 +90,7 @@ def fetch_files(
     Uses neither network nor lock if it lacks none. `report_progress` is called with the bytes
     received, and of all files to download. Raises CheckpointError.
     """
-    settings = settings or HubSettings.from_environment()
+    settings = settings or HubSettings.from_environment(revision.cache)
     snapshot = Snapshot(settings.cache, revision.id, revision.commit)
     wanted = set(names)
     files = [file for file in revision.files if file.name in wanted]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,13 +12,14 @@ from pagedray.model_config import HubRevision
 from workers.hub.download_line import DownloadLine
 from workers.hub.fetch import fetch_files, find_revision, side_files
 from workers.hub.model_name import HubName, parse_model
+from workers.hub.settings import HubSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from workers.hub.settings import HubSettings
+__all__ = ["LocatedModel", "locate_model", "pin_model", "with_revision"]
 
-__all__ = ["LocatedModel", "locate_model", "pin_model"]
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +34,20 @@ def locate_model(
     model: str | Path,
     report_progress: Callable[[str, float], None] | None = None,
     settings: HubSettings | None = None,
+    *,
+    cache: Path | None = None,
 ) -> LocatedModel:
     """Return the model that a folder or a Hub id names, and download all but its weights.
 
-    `report_progress` is called with what is downloaded, and the part that is done. Raises
-    CheckpointError.
+    `report_progress` is called with what is downloaded, and the part that is done. `cache` replaces
+    the cache of the environment, on every node. Raises CheckpointError.
     """
     name = parse_model(model)
     if not isinstance(name, HubName):
         return LocatedModel(name)
-    hub = find_revision(name, settings)
+    if cache is not None:
+        settings = HubSettings.from_environment(cache)
+    hub = replace(find_revision(name, settings), cache=cache)
     files = side_files(hub)
     if "config.json" not in files:
         raise CheckpointError(
@@ -56,6 +62,26 @@ def locate_model(
             report_progress(line.text(done), done / max(total, 1))
 
     return LocatedModel(fetch_files(hub, files, report, settings), hub)
+
+
+def with_revision(model: str | Path, revision: str | None) -> str | Path:
+    """Return the name of a model with its revision, unless it is a folder.
+
+    Raises CheckpointError if the name has another revision.
+    """
+    if revision is None:
+        return model
+    try:
+        name = parse_model(model)
+    except CheckpointError:
+        # It may be a folder on other nodes.
+        return model
+    if not isinstance(name, HubName):
+        logger.info("revision %s has no effect: %s is a folder.", revision, model)
+        return model
+    if "@" in str(model) and name.revision != revision:
+        raise CheckpointError(f"{model} names another revision than revision {revision}; use one.")
+    return f"{name.id}@{revision}"
 
 
 def pin_model(model: str) -> str:

@@ -24,13 +24,16 @@ class HubSettings:
     """How long a download may receive nothing; the Hub's limits on requests last five minutes."""
 
     @classmethod
-    def from_environment(cls) -> HubSettings:
-        """Return what huggingface_hub reads from HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE and more."""
+    def from_environment(cls, cache: Path | None = None) -> HubSettings:
+        """Return what huggingface_hub reads from HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE and more.
+
+        `cache` is another folder for the cache than that of the environment.
+        """
         # Imported only if a model is on the Hub: it takes half a second.
         from huggingface_hub import constants
 
         return cls(
             endpoint=constants.ENDPOINT,
-            cache=Path(constants.HF_HUB_CACHE),
+            cache=cache or Path(constants.HF_HUB_CACHE),
             is_offline=constants.HF_HUB_OFFLINE,
         )

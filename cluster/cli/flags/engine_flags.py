@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import fields, replace
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
-from cluster.cli.flags.flag import Flag, add_flag
+from cluster.cli.flags.flag import Flag, MergedObject, add_flag
+from cluster.cli.flags.flag_values import read_object
 from cluster.engine.options.engine_options import EngineOptions
 from cluster.engine.options.vllm_options import context_length
 from pagedray.config import (
@@ -21,6 +22,9 @@ from pagedray.config import (
 )
 from pagedray.errors import StartupError
 from pagedray.model_config import Dtype, Task
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 __all__ = ["add_engine_flags", "engine_options"]
 
@@ -93,6 +97,33 @@ _GROUPS = {
             "FOLDER",
         ),
         Flag(
+            "override_generation_config",
+            "JSON object of these parameters, such as '{\"temperature\": 0.6}', which takes "
+            "precedence over the file.",
+            read_object,
+            "JSON",
+        ),
+        Flag(
+            "hf_overrides",
+            'JSON object of fields that replace those of config.json, such as \'{"rope_scaling": '
+            '{"rope_type": "yarn", "factor": 4.0}}\'.',
+            read_object,
+            "JSON",
+        ),
+        Flag(
+            "revision",
+            "Branch, tag or commit of a model on the Hub, as in ORG/NAME@REVISION.",
+            metavar="REVISION",
+        ),
+        Flag(
+            "download_dir",
+            "Folder of the Hub's cache on each node. (default: that of HF_HOME)",
+            metavar="FOLDER",
+        ),
+        Flag("tokenizer", argparse.SUPPRESS),
+        Flag("tokenizer_revision", argparse.SUPPRESS),
+        Flag("seed", "Random seed of requests that have no seed. (default: random)", int),
+        Flag(
             "attention_backend",
             "Attention backend: auto, hybrid, torch_sdpa, flashinfer or xformers; auto selects "
             "the fastest one that supports the model and the device.",
@@ -123,12 +154,12 @@ _GROUPS = {
             "enable_expert_parallel",
             "Give each rank some whole experts, instead of some columns of every expert.",
             bool,
+            aliases=("-ep",),
         ),
         Flag(
             "executor",
             "ray runs each rank as a Ray actor; local runs a single rank in this process.",
             ("ray", "local"),
-            aliases=("--distributed-executor-backend",),
         ),
         Flag("num_threads", "CPU threads per rank. (default: an equal share of the cores)", int),
         Flag(
@@ -162,7 +193,6 @@ _GROUPS = {
             "num_blocks",
             "Number of blocks on the device. (default: as many as fit in memory)",
             int,
-            aliases=("--num-gpu-blocks-override",),
         ),
         Flag(
             "num_cpu_blocks",
@@ -176,7 +206,6 @@ _GROUPS = {
             "Fraction of device memory for weights, activations and KV cache.",
             float,
             "FRACTION",
-            ("--gpu-memory-utilization",),
         ),
         Flag("enable_prefix_cache", "Disable prefix caching.", bool),
         Flag(
@@ -266,8 +295,23 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, executor: str | None) -
         for flag in flags:
             is_chosen = flag.field == "executor" and executor is None
             added = replace(flag, help=f"{flag.help} {_CHOSEN_EXECUTOR}") if is_chosen else flag
-            add_flag(group, added, getattr(default, flag.field))
+            # Some commands have a --seed of their own, which seeds all that they do.
+            if f"--{flag.field}" not in parser._option_string_actions:
+                add_flag(group, added, getattr(default, flag.field))
+    for name, kind in (("rope_scaling", read_object), ("rope_theta", float)):
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            dest="hf_overrides",
+            type=_override_of(name, kind),
+            action=MergedObject,
+            help=argparse.SUPPRESS,
+        )
     parser.set_defaults(executor=executor)
+
+
+def _override_of(name: str, kind: Callable[[str], object]) -> Callable[[str], Mapping[str, object]]:
+    """Return a converter of the values of a flag for one field of config.json."""
+    return lambda text: {name: kind(text)}
 
 
 def engine_options(parsed: argparse.Namespace) -> EngineOptions:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from cluster.cli.flags.flag_values import read_object
+from cluster.engine.options.vllm_option_notes import ALIASES
 from cluster.engine.options.vllm_options import own_value
 
-if TYPE_CHECKING:
-    import argparse
-
-__all__ = ["Flag", "add_flag"]
+__all__ = ["Flag", "MergedObject", "add_flag"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +25,21 @@ class Flag:
     """The type of its value, or its allowed values."""
     metavar: str | None = "N"
     aliases: tuple[str, ...] = ()
-    """Names of the same flag in vLLM."""
+    """Short names; vLLM's long names are in `ALIASES`."""
+
+
+class MergedObject(argparse.Action):
+    """Stores a JSON object; flags that are given together make one object."""
+
+    # Any: argparse's own arguments.
+    def __call__(self, _: Any, namespace: Any, values: Any, option: Any = None) -> None:
+        given = getattr(namespace, self.dest)
+        others = {} if given is self.default else given
+        setattr(namespace, self.dest, {**others, **values})
 
 
 class _OptionalChoices(tuple[str, ...]):
-    """Allowed values of a flag whose default is None, which some of vLLM's values are."""
+    """Allowed values of a flag, and None, which some of vLLM's values are."""
 
     __slots__ = ()
 
@@ -39,22 +49,31 @@ class _OptionalChoices(tuple[str, ...]):
 
 def add_flag(group: argparse._ArgumentGroup, flag: Flag, default: object) -> None:
     """Add a flag with the default of its field; vLLM's values of it are translated."""
-    name = f"--{flag.field.replace('_', '-')}"
+    name, *others = [
+        f"--{one.replace('_', '-')}"
+        for one in (flag.field, *(other for other, own in ALIASES.items() if own == flag.field))
+    ]
     # Any: argparse takes other arguments for each kind of flag.
     more: dict[str, Any] = {"dest": flag.field, "help": flag.help}
-    if default is True:
-        name = name.replace("--enable-", "--no-")
-        more["action"] = "store_false"
-    elif flag.kind is bool:
-        more["action"] = "store_true"
+    if flag.kind is bool:
+        opposite: list[str] = others if default is True else [f"--no-{name[2:]}"]
+        if default is True:
+            name = name.replace("--enable-", "--no-")
+            others = [f"--no-{other[2:]}" for other in others]
+        more |= {"action": "store_const", "const": not default, "default": default}
+        if opposite:
+            hidden = {**more, "const": default, "help": argparse.SUPPRESS}
+            group.add_argument(*opposite, **hidden)
+    elif flag.kind is read_object:
+        more |= {"action": MergedObject, "type": read_object, "metavar": flag.metavar}
     elif isinstance(flag.kind, tuple):
-        choices = flag.kind if default is not None else _OptionalChoices(flag.kind)
+        choices = _OptionalChoices(flag.kind)
         more |= {"choices": choices, "default": default, "type": _translation(flag.field)}
         more["metavar"] = f"{{{','.join(flag.kind)}}}"
     else:
         kind = _translation(flag.field) if flag.kind is str else flag.kind
         more |= {"type": kind, "default": default, "metavar": flag.metavar}
-    group.add_argument(name, *flag.aliases, **more)
+    group.add_argument(name, *flag.aliases, *others, **more)
 
 
 def _translation(field: str) -> Callable[[str], object]:

@@ -3,12 +3,35 @@
 from __future__ import annotations
 
 import argparse
+import json
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
-__all__ = ["count", "names", "number", "seconds"]
+__all__ = ["count", "names", "number", "read_object", "read_value", "seconds"]
+
+_WORDS: Mapping[str, object] = {"False": False, "None": None, "True": True}
+
+
+def read_value(text: str) -> object:
+    """Return the value of a word: JSON, True, False or None of Python, or else the word itself."""
+    if text in _WORDS:
+        return _WORDS[text]
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def read_object(text: str) -> dict[str, object]:
+    """Return a JSON object."""
+    value = read_value(text)
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(
+            f"must be a JSON object such as '{{\"key\": 1}}', not {text!r:.80}"
+        )
+    return value
 
 
 def names(text: str) -> tuple[str, ...]:

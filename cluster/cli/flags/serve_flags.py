@@ -96,6 +96,7 @@ def _add_ports(group: _Group) -> None:
     )
     group.add_argument(
         "--drain-s",
+        "--shutdown-timeout",
         type=seconds(0.0, 86400.0),
         default=30.0,
         metavar="SECONDS",

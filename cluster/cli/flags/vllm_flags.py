@@ -4,125 +4,76 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import re
 from typing import TYPE_CHECKING, Any
 
+from cluster.cli.flags.flag_values import read_value
 from cluster.engine.options.vllm_option_notes import (
     IGNORED,
     IGNORED_SWITCHES,
+    LISTS,
     REJECTED,
     WITHOUT_EFFECT,
-    has_no_effect,
+    ignored_reason,
+    is_our_behavior,
 )
+from cluster.engine.options.vllm_options import notice_level
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["add_vllm_flags", "flag_notes"]
+__all__ = ["add_vllm_flags", "flag_notes", "ignored_flags", "log_ignored_flags"]
 
-# Options of the engine are in `vllm_option_notes`; these are of the server alone.
-_SWITCHES_IGNORED: Mapping[str, str] = {
-    "disable_fastapi_docs": "/docs only shows the API of the server",
-    "disable_frontend_multiprocessing": "scheduler and frontends run in threads of the server",
-    "disable_uvicorn_access_log": "log_level warning omits the line of each call",
-    "enable_auto_tool_choice": "models may call tools whenever the request has tools",
-    "enable_offline_docs": "/docs does not need a network",
-    "enable_prompt_tokens_details": "usage always includes them",
-    "enable_reasoning": "reasoning_format says how the model marks its reasoning",
-    "enable_request_id_headers": "responses always return the X-Request-Id of the client",
-    "enable_server_load_tracking": "/load is always available",
-    "enable_ssl_refresh": "certificates are reloaded when they change",
-    "exclude_tools_when_tool_choice_none": "prompts never contain tools that may not be called",
-    "log_error_stack": "internal errors are always logged with their stack trace",
-}
-_VALUES_IGNORED: Mapping[str, str] = {
-    "api_server_count": "one event loop runs all frontends",
-    "disable_access_log_for_endpoints": "only requests to the model are logged",
-    "fingerprint_mode": "responses have no system_fingerprint",
-    "fingerprint_value": "responses have no system_fingerprint",
-    "h11_max_header_count": "heads of requests have fixed limits",
-    "h11_max_incomplete_event_size": "heads of requests have fixed limits",
-    "max_log_len": "the texts of requests are never logged",
-}
-_REJECTED: Mapping[str, str] = {
-    "allow_credentials": "clients send their API key in a header",
-    "allowed_headers": "only the headers of the API are allowed",
-    "allowed_methods": "only the methods of the API are allowed",
-    "chat_template_content_format": "content is passed to the chat template as text",
-    "default_chat_template_kwargs": "requests set chat_template_kwargs",
-    "enable_force_include_usage": "requests set stream_options.include_usage",
-    "enable_per_request_metrics": "the log and the traces contain the times of each call",
-    "enable_tokenizer_info_endpoint": "/tokenizer_info is not available",
-    "headless": "a server always runs its own frontends",
-    "log_config_file": "use --log-format and --log-level",
-    "lora_modules": "merge the adapter into the weights",
-    "middleware": "use a proxy in front of the server",
-    "model": "the model is the first argument: pagedray serve MODEL",
-    "otlp_traces_endpoint": "use --otlp-endpoint with the HTTP port of the collector",
-    "reasoning_parser_plugin": "third-party code is not loaded; see --reasoning-format",
-    "response_role": "the role is always assistant",
-    "return_tokens_as_token_ids": "requests set return_tokens_as_token_ids",
-    "root_path": "remove the prefix of the path in a proxy",
-    "seed": "requests set their own seed",
-    "ssl_ca_certs": "use --tls-client-ca, which requires client certificates",
-    "ssl_cert_reqs": "--tls-client-ca requires certificates of clients",
-    "ssl_ciphers": "the ciphers are OpenSSL's defaults for TLS 1.2 and 1.3",
-    "tokens_only": "all endpoints are always served",
-    "tool_parser_plugin": "third-party code is not loaded; see --tool-call-format",
-    "tool_server": "tools are run by the client",
-    "uds": "use --host and --http-port",
-    "uvicorn_log_level": "use --log-level",
-}
-_WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
-    "allow_credentials": (False,),
-    "allowed_headers": (["*"],),
-    "allowed_methods": (["*"],),
-    "chat_template_content_format": ("auto", "string"),
-    "default_chat_template_kwargs": ({},),
-    "enable_force_include_usage": (False,),
-    "enable_per_request_metrics": (False,),
-    "enable_tokenizer_info_endpoint": (False,),
-    "headless": (False,),
-    "response_role": ("assistant",),
-    "return_tokens_as_token_ids": (False,),
-    "ssl_cert_reqs": (0,),
-    "tokens_only": (False,),
-}
+logger = logging.getLogger(__name__)
+
 _SHORT: Mapping[str, str] = {
+    "api_server_count": "-asc",
     "attention_config": "-ac",
     "compilation_config": "-cc",
+    "data_parallel_address": "-dpa",
+    "data_parallel_backend": "-dpb",
+    "data_parallel_external_lb": "-dpe",
+    "data_parallel_hybrid_lb": "-dph",
+    "data_parallel_multi_port_external_lb": "-dpm",
+    "data_parallel_rank": "-dpn",
+    "data_parallel_rpc_port": "-dpp",
     "data_parallel_size": "-dp",
     "data_parallel_size_local": "-dpl",
+    "data_parallel_start_rank": "-dpr",
     "decode_context_parallel_size": "-dcp",
+    "kernel_config": "-kc",
+    "nnodes": "-n",
+    "node_rank": "-r",
     "optimization_level": "-O",
     "pipeline_parallel_size": "-pp",
+    "prefill_context_parallel_size": "-pcp",
+    "speculative_config": "-sc",
 }
-_OPTION = re.compile(r"\b(?:task|[a-z]+(?:_[a-z]+)+)\b")
-_WORDS: Mapping[str, object] = {"False": False, "None": None, "True": True}
-# Flags with other forms than their `--no-`.
-_OWN_SWITCHES: Mapping[str, str] = {"enable_prefix_caching": "prefix caching is on by default"}
+_OPTION = re.compile(r"(?<!-)\b(?:task|quantization|[a-z]+(?:_[a-z]+)+)\b")
+_DEST = "ignored_flags"
 
 
 def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
-    """Add them, hidden from the help."""
-    hidden = argparse.SUPPRESS
-    for name in (*IGNORED_SWITCHES, *_SWITCHES_IGNORED, *_OWN_SWITCHES):
-        flags = [_flag(name)] if name in _OWN_SWITCHES else [_flag(name), _flag(f"no_{name}")]
-        parser.add_argument(*flags, action=_Ignore, nargs=0, help=hidden)
-    parser.add_argument(
-        "--no-enable-prefix-caching", action="store_false", dest="enable_prefix_cache", help=hidden
-    )
-    for name in (*(IGNORED.keys() - IGNORED_SWITCHES.keys()), *_VALUES_IGNORED):
-        parser.add_argument(*_flags(name), action=_Ignore, nargs="?", help=hidden)
-    for name, reason in {**REJECTED, **_REJECTED}.items():
-        opposite = _flag(f"no_{name}")
-        if _has_no_effect(name, value=True):
-            parser.add_argument(_flag(name), action=_Ignore, nargs=0, help=hidden)
-            parser.add_argument(opposite, action=_Reject, reason=reason, name=None, help=hidden)
-            continue
-        parser.add_argument(*_flags(name), action=_Reject, reason=reason, name=name, help=hidden)
-        if _has_no_effect(name, value=False):
-            parser.add_argument(opposite, action=_Ignore, nargs=0, help=hidden)
+    """Add the flags that the parser lacks, hidden from the help."""
+    for name in (*IGNORED, *REJECTED):
+        if _is_switch(name):
+            _add(parser, name, _flags(name), nargs=0, const=True)
+            _add(parser, name, [_flag(f"no_{name}")], nargs=0, const=False)
+        else:
+            _add(parser, name, _flags(name), nargs="*" if name in LISTS else "?", const=True)
+
+
+def log_ignored_flags(parsed: argparse.Namespace) -> None:
+    """Log a line for each given flag that has no effect."""
+    for name, line in ignored_flags(parsed).items():
+        logger.log(notice_level(name), "%s", line)
+
+
+def ignored_flags(parsed: argparse.Namespace) -> Mapping[str, str]:
+    """Return the options of given flags that have no effect, with a line on each."""
+    found: Mapping[str, str] = getattr(parsed, _DEST, {})
+    return found
 
 
 def flag_notes(parser: argparse.ArgumentParser) -> list[tuple[str, str]]:
@@ -135,48 +86,51 @@ def flag_notes(parser: argparse.ArgumentParser) -> list[tuple[str, str]]:
         if action.help != argparse.SUPPRESS and action.dest != "help":
             own, *others = action.option_strings or ("",)
             notes |= dict.fromkeys(others, f"the same as `{own}`")
-    notes["--no-enable-prefix-caching"] = "the same as `--no-prefix-cache`"
-    notes["--trust-remote-code"] = "rejected: code from a checkpoint is never run"
-    ignored = {**IGNORED, **_SWITCHES_IGNORED, **_VALUES_IGNORED, **_OWN_SWITCHES}
-    for name, reason in ignored.items():
-        notes[_flag(name)] = f"no effect: {reason}"
-    for name, reason in {**REJECTED, **_REJECTED}.items():
-        if _has_no_effect(name, value=True):
-            notes[_flag(name)] = f"no effect: {reason}"
-            notes[_flag(f"no_{name}")] = f"rejected: {reason}"
-        else:
-            notes[_flag(name)] = f"rejected{_exceptions(name)}: {reason}"
+    notes["--enable-prefix-caching"] = "the default"
+    for name, reason in {**IGNORED, **REJECTED}.items():
+        if _flag(name) not in notes and isinstance(_action(parser, name), _VllmFlag):
+            kind = "no effect" if name in IGNORED else f"rejected{_exceptions(name)}"
+            if name in REJECTED and _is_switch(name) and is_our_behavior(name, value=True):
+                kind = "the default; its opposite is rejected"
+            notes[_flag(name)] = f"{kind}: {reason}"
     return sorted((flag, _with_flags(note, parser, mark="`")) for flag, note in notes.items())
+
+
+# Any: argparse's own arguments.
+def _add(parser: argparse.ArgumentParser, name: str, flags: list[str], **more: Any) -> None:
+    lacking = [flag for flag in flags if flag not in parser._option_string_actions]
+    if lacking:
+        parser.add_argument(
+            *lacking, action=_VllmFlag, dest=_DEST, name=name, help=argparse.SUPPRESS, **more
+        )
+
+
+def _action(parser: argparse.ArgumentParser, name: str) -> argparse.Action | None:
+    return parser._option_string_actions.get(_flag(name))
+
+
+def _is_switch(name: str) -> bool:
+    """Return whether an option is true or false, so that it has a `--no-` form."""
+    known = WITHOUT_EFFECT.get(name, ())
+    return name in IGNORED_SWITCHES or any(isinstance(value, bool) for value in known)
 
 
 def _with_flags(text: str, parser: argparse.ArgumentParser, *, mark: str = "") -> str:
     """Return a text with the names of options as the command line writes them."""
 
     def write(found: re.Match[str]) -> str:
-        flag = _flag(found[0])
-        action = parser._option_string_actions.get(flag)
+        action = _action(parser, found[0])
         is_ours = action is not None and action.help != argparse.SUPPRESS
-        return f"{mark}{flag}{mark}" if is_ours else found[0]
+        return f"{mark}{_flag(found[0])}{mark}" if is_ours else found[0]
 
     return _OPTION.sub(write, text)
 
 
 def _exceptions(name: str) -> str:
     """Return the values that are not rejected, if a user could write some."""
-    values = {**WITHOUT_EFFECT, **_WITHOUT_EFFECT}.get(name, ())
-    shown = [f"`{_text(value)}`" for value in values if value is not None and value is not False]
+    values = [value for value in WITHOUT_EFFECT.get(name, ()) if not isinstance(value, bool)]
+    shown = [f"`{value if isinstance(value, str) else json.dumps(value)}`" for value in values]
     return f", except for {' and '.join(shown)}" if shown else ""
-
-
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def _has_no_effect(name: str, value: object) -> bool:
-    # In Python, 1 equals True.
-    if isinstance(value, bool):
-        return any(one is value for one in {**WITHOUT_EFFECT, **_WITHOUT_EFFECT}.get(name, ()))
-    return has_no_effect(name, value) or value in _WITHOUT_EFFECT.get(name, ())
 
 
 def _flags(name: str) -> list[str]:
@@ -188,34 +142,26 @@ def _flag(name: str) -> str:
 
 
 # Any: argparse's own arguments, in both.
-class _Ignore(argparse.Action):
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **{**options, "dest": argparse.SUPPRESS})
+class _VllmFlag(argparse.Action):
+    """Notes a flag that has no effect, or ends the command with the reason to reject it."""
 
-    def __call__(self, *_: Any) -> None:
-        pass
-
-
-class _Reject(argparse.Action):
-    def __init__(self, *arguments: Any, reason: str, name: str | None, **options: Any) -> None:
-        super().__init__(*arguments, **{**options, "dest": argparse.SUPPRESS, "nargs": "?"})
-        self._reason = reason
+    def __init__(self, *arguments: Any, name: str, **options: Any) -> None:
+        super().__init__(*arguments, **{**options, "default": argparse.SUPPRESS})
         self._name = name
-        """The option whose values may have no effect, or None if each value is rejected."""
 
     def __call__(
-        self, parser: argparse.ArgumentParser, _: Any, value: Any, option: str | None = None
+        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: Any = None
     ) -> None:
-        if self._name is None or value is None or not _has_no_effect(self._name, _value(value)):
-            reason = _with_flags(self._reason, parser)
-            parser.error(f"{option} is not supported: {reason}")
+        value = self._value(values)
+        if reason := ignored_reason(self._name, value):
+            line = f"{option} has no effect: {_with_flags(reason, parser)}."
+            setattr(namespace, _DEST, {**getattr(namespace, _DEST, {}), self._name: line})
+        elif not is_our_behavior(self._name, value):
+            parser.error(f"{option} is not supported: {_with_flags(REJECTED[self._name], parser)}")
 
-
-def _value(text: str) -> object:
-    """Return what a word of the command line is in Python."""
-    if text in _WORDS:
-        return _WORDS[text]
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
+    def _value(self, values: Any) -> object:
+        if self.nargs == 0:
+            return self.const
+        if isinstance(values, list):
+            return [read_value(one) for one in values]
+        return read_value(values) if isinstance(values, str) else values

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -24,32 +26,32 @@ from pagedray.config import (
 )
 from pagedray.errors import CheckpointError, StartupError
 from pagedray.model_config import Dtype, Task
-from workers.hub.locate import locate_model
+from workers.hub.locate import locate_model, with_revision
 from workers.models.families.registry import check_parallel, read_model_config
 from workers.models.quantize_at_load import with_method
 from workers.weights.local_weights import check_weights_listed, hub_dtype
 from workers.weights.tensor_entries import folder_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container
+    from collections.abc import Callable
 
     from pagedray.model_config import ModelConfig
     from workers.hub.locate import LocatedModel
 
 __all__ = [
-    "REMOTE_CODE_REJECTION",
     "EngineOptions",
     "check_options",
     "default_device",
     "engine_config",
-    "reject_remote_code",
+    "full_name",
 ]
 
-REMOTE_CODE_REJECTION = (
-    "trust_remote_code is not supported: code from a checkpoint is never run, because it could do "
-    "whatever the server may do; models of the supported families need none."
-)
+logger = logging.getLogger(__name__)
 
+# A backend for chunks of long contexts would change the result.
+_FOREIGN_BACKEND = re.compile(
+    r"(?!dual_chunk)\w*(?:attn|attention|mla|pallas|ipex)\w*", re.IGNORECASE
+)
 Config = TypeVar("Config", CacheConfig, ParallelConfig, SchedulerConfig)
 
 # Any: a dataclass field does not state the type of its default.
@@ -107,6 +109,15 @@ class EngineOptions:
     chat_template: str | None = _DEFAULTS["chat_template"]
     trust_request_chat_template: bool = _DEFAULTS["trust_request_chat_template"]
     generation_config: str = "auto"
+    override_generation_config: dict[str, object] | None = None
+    revision: str | None = None
+    tokenizer: str | None = None
+    """Must be the model, whose tokenizer is always used."""
+    tokenizer_revision: str | None = None
+    """Must be the revision of the model."""
+    download_dir: str | None = None
+    hf_overrides: dict[str, object] | None = None
+    seed: int | None = None
 
 
 def engine_config(
@@ -120,7 +131,13 @@ def engine_config(
     downloaded, and the part that is done. Raises StartupError.
     """
     options = replace(options, device=options.device or default_device())
-    located = locate_model(model, report_progress)
+    cache = None if options.download_dir is None else Path(options.download_dir)
+    located = locate_model(
+        full_name(model, options),
+        report_progress,
+        # Ranks may have another working directory.
+        cache=None if cache is None else cache.expanduser().absolute(),
+    )
     model_config = _model_config(located, options)
     parallel = _config_from(ParallelConfig, options)
     if parallel.enable_expert_parallel:
@@ -137,7 +154,7 @@ def engine_config(
         scheduler=_config_from(SchedulerConfig, options),
         parallel=parallel,
         load_format=options.load_format,
-        attention_backend=options.attention_backend,
+        attention_backend=_own_backend(options.attention_backend),
         enforce_eager=options.enforce_eager,
         max_graph_tokens=options.max_graph_tokens,
         load_seed=options.load_seed,
@@ -145,8 +162,49 @@ def engine_config(
         message_special_tokens=options.message_special_tokens,
         chat_template=options.chat_template,
         trust_request_chat_template=options.trust_request_chat_template,
-        sampling_defaults=sampling_defaults(options.generation_config, located.folder),
+        sampling_defaults=sampling_defaults(
+            options.generation_config, located.folder, options.override_generation_config
+        ),
+        # vLLM's clients write -1 for a random seed.
+        seed=None if options.seed == -1 else options.seed,
     )
+
+
+def full_name(model: str | Path, options: EngineOptions) -> str | Path:
+    """Return the model with the revision of the options. Raises StartupError.
+
+    The tokenizer that they name must be that of the model.
+    """
+    named = with_revision(model, options.revision)
+    tokenizer = options.tokenizer
+    if tokenizer is not None and not _is_same(tokenizer, model) and tokenizer != str(named):
+        raise StartupError(
+            f"tokenizer {tokenizer} is not supported: the tokenizer is read from the model, "
+            f"{model}; copy the files of the tokenizer to the folder of the model."
+        )
+    revision = options.tokenizer_revision
+    if revision not in (None, options.revision, str(named).partition("@")[2] or "main"):
+        raise StartupError(
+            f"tokenizer_revision {revision} is not supported: the tokenizer is that of the "
+            "revision of the model, which revision sets."
+        )
+    return named
+
+
+def _own_backend(name: str) -> str:
+    """Return the name of an attention backend; vLLM's other ones are `auto`."""
+    if _FOREIGN_BACKEND.fullmatch(name) is None:
+        return name
+    logger.info(
+        "attention_backend %s has no effect: auto selects the fastest backend for the model and "
+        "the device.",
+        name,
+    )
+    return "auto"
+
+
+def _is_same(tokenizer: str, model: str | Path) -> bool:
+    return tokenizer == str(model) or Path(tokenizer).absolute() == Path(model).absolute()
 
 
 def _model_config(located: LocatedModel, options: EngineOptions) -> ModelConfig:
@@ -157,6 +215,7 @@ def _model_config(located: LocatedModel, options: EngineOptions) -> ModelConfig:
         dtype=options.dtype,
         task=options.task,
         stored_dtype=folder_dtype if hub is None else partial(hub_dtype, hub),
+        overrides=options.hf_overrides,
     )
     if options.quantization is not None:
         config = with_method(config, options.quantization)
@@ -177,12 +236,6 @@ def check_options(options: EngineOptions) -> None:
     _config_from(ParallelConfig, options)
     _config_from(CacheConfig, options)
     _config_from(SchedulerConfig, options)
-
-
-def reject_remote_code(options: Container[str]) -> None:
-    """Raise StartupError if one of the options' names is trust_remote_code."""
-    if "trust_remote_code" in options:
-        raise StartupError(REMOTE_CODE_REJECTION)
 
 
 def _config_from(kind: type[Config], options: EngineOptions) -> Config:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import re
+from contextlib import suppress
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from cluster.engine.options.engine_options import EngineOptions, reject_remote_code
+from cluster.engine.options.engine_options import EngineOptions
 from cluster.engine.options.option_values import checked_options
-from cluster.engine.options.vllm_option_notes import ALIASES, REJECTED, has_no_effect
+from cluster.engine.options.vllm_option_notes import (
+    ALIASES,
+    OVERRIDES,
+    REJECTED,
+    ignored_reason,
+    is_our_behavior,
+)
 from pagedray.errors import StartupError
 from pagedray.wording.nearest_name import nearest_name
 from pagedray.wording.shown_value import shown_value
@@ -16,7 +25,9 @@ from pagedray.wording.shown_value import shown_value
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["context_length", "engine_options", "own_options", "own_value"]
+__all__ = ["context_length", "engine_options", "notice_level", "own_options", "own_value"]
+
+logger = logging.getLogger(__name__)
 
 _VALUES: Mapping[str, Mapping[object, object]] = {
     "attention_backend": {
@@ -26,13 +37,23 @@ _VALUES: Mapping[str, Mapping[object, object]] = {
     },
     "device": {"auto": None},
     "task": {"auto": None, "embedding": "embed"},
-    "dtype": {"auto": None, "half": "float16", "float": "float32"},
+    "dtype": {
+        "auto": None,
+        "bf16": "bfloat16",
+        "float": "float32",
+        "fp16": "float16",
+        "fp32": "float32",
+        "half": "float16",
+    },
     "kv_cache_dtype": {"fp8": "fp8_e4m3"},
-    "load_format": {"safetensors": "auto"},
+    "load_format": dict.fromkeys(
+        ("safetensors", "fastsafetensors", "instanttensor", "runai_streamer"), "auto"
+    ),
     "quantization": {"awq_marlin": "awq", "gptq_marlin": "gptq"},
-    "executor": {"mp": "local", "uni": "local"},
+    "executor": {"mp": None, "uni": "local"},
 }
-"""vLLM's values of our options."""
+"""vLLM's values of our options; None selects the default."""
+_OBJECTS = ("hf_overrides", "override_generation_config")
 _LENGTH = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)([kKmMgG]?)")
 _UNITS = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
 
@@ -47,18 +68,27 @@ def engine_options(given: Mapping[str, object]) -> EngineOptions:
 
 def own_options(given: Mapping[str, object]) -> dict[str, object]:
     """Return options by our names and values. Raises StartupError for one that we do not have."""
-    if given.get("trust_remote_code"):
-        reject_remote_code(given)
     known = {field.name for field in fields(EngineOptions)}
     options: dict[str, object] = {}
+    overrides: dict[str, object] = {}
     for name, value in given.items():
         own = ALIASES.get(name, name)
         if own in known:
             if own in options:
                 raise StartupError(f"{name} and another name of {own} cannot be used together.")
             options[own] = own_value(own, value)
-        elif not has_no_effect(name, value):
-            raise StartupError(_rejection(name, value, known))
+            if own == "executor" and value == "mp":
+                ranks = str(given.get("tensor_parallel_size") or 1)
+                options[own] = "local" if ranks == "1" else "ray"
+        elif name in OVERRIDES:
+            overrides |= {} if value is None else {name: value}
+        elif reason := ignored_reason(name, value):
+            logger.log(notice_level(name), "%s has no effect: %s.", name, reason)
+        elif not is_our_behavior(name, value):
+            raise StartupError(_rejection(name, known))
+    if overrides:
+        others = options.get("hf_overrides") or {}
+        options["hf_overrides"] = {**others, **overrides} if isinstance(others, dict) else others
     return options
 
 
@@ -66,6 +96,9 @@ def own_value(name: str, value: object) -> object:
     """Return vLLM's value of one of our options as ours."""
     if name == "max_model_len":
         return context_length(value) if isinstance(value, str) else None if value == -1 else value
+    if name in _OBJECTS and isinstance(value, str):
+        with suppress(ValueError, RecursionError):
+            return json.loads(value)
     if isinstance(value, str):
         return _VALUES.get(name, {}).get(value, value)
     return value
@@ -88,8 +121,14 @@ def context_length(text: str) -> int | None:
     return int(number)
 
 
-def _rejection(name: str, value: object, known: set[str]) -> str:
+def notice_level(name: str) -> int:
+    """Return the level at which the log says that an option has no effect."""
+    # Users who set this flag expect a checkpoint's own code to run.
+    return logging.WARNING if name == "trust_remote_code" else logging.INFO
+
+
+def _rejection(name: str, known: set[str]) -> str:
     if name in REJECTED:
-        return f"{name} = {shown_value(value)} is not supported: {REJECTED[name]}."
+        return f"{name} is not supported: {REJECTED[name]}."
     nearest = nearest_name(name, known | ALIASES.keys())
     return f"{name} is not an option{'.' if nearest is None else f'; did you mean {nearest}?'}"

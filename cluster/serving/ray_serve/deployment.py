@@ -13,6 +13,7 @@ import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
+from cluster.engine.options.engine_options import full_name
 from cluster.serving.http_app import build_http_app
 from cluster.serving.memory.tenant_bytes import BufferLimits
 from cluster.serving.ray_serve.carried_body import receive_carried
@@ -263,7 +264,9 @@ def build_app(args: Mapping[str, object]) -> Application:
     """
     arguments = read_arguments(args)
     engine = replace(arguments.engine, device=arguments.engine.device or _available_device())
-    arguments = replace(arguments, engine=engine, model=pin_model(arguments.model))
+    model = pin_model(str(full_name(arguments.model, engine)))
+    engine = replace(engine, revision=None, tokenizer=None, tokenizer_revision=None)
+    arguments = replace(arguments, engine=engine, model=model)
     return serve.deployment(PagedRay, **deployment_options(arguments)).bind(arguments)  # type: ignore[attr-defined, no-any-return]  # Serve's decorator
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from cluster.engine.options.engine_options import EngineOptions, reject_remote_code
+from cluster.engine.options.engine_options import EngineOptions
 from cluster.engine.options.option_values import checked_options
 from cluster.engine.options.vllm_option_notes import VLLM_NAMES
 from cluster.engine.options.vllm_options import own_options
@@ -112,7 +112,6 @@ def read_arguments(given: Mapping[str, object]) -> ServeArguments:
         raise StartupError(
             "model is required: a Hub id, or the path of a checkpoint folder on every node."
         )
-    reject_remote_code(given)
     serve = {name: value for name, value in given.items() if name in _SERVE_NAMES}
     engine = {name: value for name, value in given.items() if name not in {"model", *serve}}
     for name in engine:

@@ -7,6 +7,7 @@ Frontends only parse their protocol. Limits and error messages are decided here 
 from __future__ import annotations
 
 import asyncio
+import random
 import secrets
 import time
 from typing import TYPE_CHECKING
@@ -105,6 +106,7 @@ class Validator:
         self._context = config.max_model_len
         self._queue_limits = config.scheduler
         self._sampling = SamplingReader(config)
+        self._seeds = secrets.SystemRandom() if config.seed is None else random.Random(config.seed)
         self._structures = StructureCompiler(
             lambda: vocabulary_of(
                 tokenizer.token_bytes, size=self._vocab_size, eos_token_ids=self._eos_token_ids
@@ -199,7 +201,7 @@ class Validator:
             id=secrets.token_hex(16),
             prompt_token_ids=token_ids,
             sampling=self._sampling.with_max_tokens(sampling, len(token_ids), given),
-            seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
+            seed=self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed,
             eos_token_ids=self._end_token_ids(prompt),
             tenant=given.tenant,
             cache_salt=given.cache_salt,

@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
+import argparse
 import re
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
 from cluster.cli.flags.engine_flags import engine_options
-from cluster.cli.flags.vllm_flags import flag_notes
-from cluster.cli.one_line_parser import command_parser
+from cluster.cli.flags.flag_values import read_object
+from cluster.cli.flags.vllm_flags import flag_notes, ignored_flags
+from cluster.cli.one_line_parser import OneLineParser, command_parser
 from cluster.cli.parser import make_parser
 from cluster.engine.options.vllm_option_notes import IGNORED, IGNORED_SWITCHES, REJECTED
 from cluster.serving.auth.authenticator import Authenticator
 from pagedray.errors import AuthenticationError, StartupError
+
+PARSER = make_parser()
+SERVE = command_parser(PARSER, "serve")
+FLAGS = (Path(__file__).parent / "vllm_flags.txt").read_text().split()
+"""The flags of vLLM 0.33, without `--no-` forms and fields of objects."""
+PLAUSIBLE = {
+    "--attention-backend": "FLASH_ATTN",
+    "--distributed-executor-backend": "mp",
+    "--dtype": "bfloat16",
+    "--generation-config": "auto",
+    "--hf-overrides": "{}",
+    "--override-generation-config": "{}",
+    "--pooler-config": "{}",
+    "--kv-cache-dtype": "fp8",
+    "--load-format": "auto",
+    "--log-level": "info",
+    "--model": "folder",
+    "--quantization": "fp8",
+    "--reasoning-parser": "qwen3",
+}
 
 GIVEN = (
     "serve folder --port 8001 --gpu-memory-utilization 0.8 --enable-prefix-caching -tp 2 "
@@ -32,7 +56,7 @@ def test_names_and_values_are_taken() -> None:
     assert (options.dtype, options.kv_cache_dtype) == ("float16", "fp8_e4m3")
     assert (options.max_model_len, options.load_format) == (32768, "auto")
     assert (options.enable_prefix_cache, options.quantization) == (True, "gptq")
-    assert options.executor == "local"
+    assert options.executor == "ray"
     assert (parsed.http_port, parsed.tool_call_format) == (8001, "hermes")
     assert [str(parsed.tls_cert), str(parsed.tls_key)] == ["c", "k"]
     assert parsed.api_key == ["sk-12345678", "sk-87654321"]
@@ -49,10 +73,89 @@ def test_what_cannot_change_a_token_is_taken() -> None:
     given = (
         "serve --async-scheduling folder --no-async-scheduling --max-logprobs 20 -O3 "
         '--guided-decoding-backend xgrammar --limit-mm-per-prompt {"image":0} '
-        "--no-calculate-kv-scales --no-enable-sleep-mode --hf-overrides {} --task auto "
-        "--compilation-config {} --stream-interval 4 --language-model-only --device auto"
+        "--no-calculate-kv-scales --no-enable-sleep-mode --task auto "
+        "--compilation-config {} --stream-interval 4 --language-model-only --device auto "
+        "-cc.mode=3 --compilation_config.pass_config.fuse_norm_quant true -ac.backend FLASH_ATTN "
+        "--structured-outputs-config.backend xgrammar --kv-cache-dtype-skip-layers"
     )
-    assert vars(make_parser().parse_args(given.split())) == vars(plain)
+    parsed = vars(make_parser().parse_args(given.split()))
+    lines = parsed.pop("ignored_flags")
+    assert parsed == vars(plain)
+    assert lines["async_scheduling"] == (
+        "--no-async-scheduling has no effect: a step is always planned while the previous one runs."
+    )
+    assert lines["optimization_level"] == (
+        "-O has no effect: --enforce-eager and --max-graph-tokens control what runs as CUDA graphs."
+    )
+    assert lines.keys() == {
+        "async_scheduling",
+        "attention_config",
+        "compilation_config",
+        "language_model_only",
+        "limit_mm_per_prompt",
+        "optimization_level",
+        "stream_interval",
+    }
+
+
+def outcome(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Return `done`, the line of a flag without effect, or the error of a rejected flag."""
+    parsed = argparse.Namespace()
+    with suppress(SystemExit):
+        parsed = PARSER.parse_args(["serve", "folder", *words])
+    return capsys.readouterr().err or " ".join(ignored_flags(parsed).values()) or "done"
+
+
+@pytest.mark.parametrize("flag", [flag for flag in FLAGS if flag != "--config"])
+def test_every_flag_of_vllm_is_known(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name = flag[2:].replace("-", "_")
+    value = PLAUSIBLE.get(flag, "1")
+    forms = [[flag, value], [f"--{name}={value}"]]
+    if SERVE._option_string_actions[flag].nargs == 0:
+        forms = [[flag], [f"--{name}"]]
+        if flag not in ("--help", "--version"):
+            forms.append([f"--no-{flag[2:]}"])
+    if flag.endswith("-config") and flag != "--generation-config":
+        forms += [[f"{flag}.key", "value"], [f"--{name}.a.b=1"], [flag, '{"key": [1]}']]
+    for words in forms:
+        found = outcome(words, capsys)
+        assert found.count("\n") <= 1
+        assert found == "done" or re.search(r" (has no effect|is not supported): \S.{9}", found)
+
+
+@pytest.mark.parametrize(
+    ("words", "model", "others"),
+    [
+        ("serve --model m", "m", {}),
+        ("serve --port 1 --model=m --host h", "m", {"host": "h", "http_port": 1}),
+        ("serve m --model m", "m", {}),
+        ("serve --served-model-name a b --model m", "m", {"served_model_name": ["a", "b"]}),
+        ("generate --model m text", "m", {"text": "text"}),
+        ("generate m text --model m", "m", {"text": "text"}),
+        ("chat --seed 1 --model m", "m", {"seed": 1}),
+        ("bench throughput --model m", "m", {}),
+    ],
+)
+def test_the_model_may_be_a_flag(words: str, model: str, others: dict[str, object]) -> None:
+    parsed = vars(PARSER.parse_args(words.split()))
+    assert parsed["model"] == model
+    assert others.items() <= parsed.items()
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        ("--compilation-config.a 1", {"a": 1}),
+        ("--compilation-config.a.b=x --compilation_config.a.c True", {"a": {"b": "x", "c": True}}),
+        ("-cc.a+ 1 -cc.a+ 2", {"a": [1, 2]}),
+        ('--compilation-config {"a":1,"b":2} --compilation-config.b 3', {"a": 1, "b": 3}),
+        ("--compilation-config.a_b-c null", {"a_b-c": None}),
+    ],
+)
+def test_fields_of_a_flag_are_one_object(words: str, value: object) -> None:
+    parser = OneLineParser()
+    parser.add_argument("--compilation-config", "-cc", type=read_object)
+    assert parser.parse_args(words.split()).compilation_config == value
 
 
 def test_flags_may_have_underscores() -> None:
@@ -74,15 +177,18 @@ def test_flags_may_have_underscores() -> None:
         ("--nnodes 2", "--placement-strategy PACK or SPREAD places ranks on several nodes"),
         ("--return-tokens-as-token-ids", "requests set return_tokens_as_token_ids"),
         ("--enable-lora", "merge the adapter into the weights"),
-        ("--revision main", "write the revision after the model: ORG/NAME@REVISION"),
         (
             "--max-modl-len 32K",
             "unrecognized arguments: --max-modl-len 32K; did you mean --max-model-len?",
         ),
         ("--frobnicate", "unrecognized arguments: --frobnicate (see pagedray serve --help)"),
-        ("--model m", "the model is the first argument"),
+        ("--model m", "the model is given twice: folder and --model m"),
+        ("--model", "--model requires a folder or a Hub id"),
+        ("--device-ids 0 1", "--device-ids is not supported: set CUDA_VISIBLE_DEVICES"),
+        ("--structured-outputs-config.disable_any_whitespace true", "compiled by xgrammar"),
+        ("--speculative-config.method ngram", "speculative decoding is not available"),
+        ("--spec-tokens 3", "speculative decoding is not available"),
         ("-dp 2", "use num_replicas of Ray Serve"),
-        ("--seed 1", "requests set their own seed"),
         ("--max-model-len many", "such as 32768, 32K or auto, not 'many'"),
         (
             "--max-num 3",
@@ -92,10 +198,12 @@ def test_flags_may_have_underscores() -> None:
         ("--max-logprobs 21", "at most 20 log-probabilities"),
         ("--calculate-kv-scales", "scales of keys and values are read from the checkpoint"),
         ("--guided-decoding-backend outlines", "structures are always compiled by xgrammar"),
-        ('--limit-mm-per-prompt {"image":4}', "requests with images, audio or video are rejected"),
         ("--no-enable-chunked-prefill", "long prompts are always computed in chunks"),
         ("--enable-sleep-mode m", "weights stay in memory"),
-        ("--hf-overrides " + 10_000 * "[", "edit config.json in the folder of the model"),
+        ("--hf-overrides " + 10_000 * "[", "must be a JSON object such as"),
+        ("--override-generation-config 1", "must be a JSON object such as"),
+        ("--seed x", "invalid int value: 'x'"),
+        ("--attention-backend", "expected one argument"),
         ("--dtype int4", "invalid choice: 'int4' (choose from "),
     ],
 )
@@ -116,7 +224,9 @@ def test_every_noted_flag_exists() -> None:
         for name in (flag, *re.findall(r"same as `(.+)`", note)):
             assert name in parser._option_string_actions, name
     assert notes["--gpu-memory-utilization"] == "the same as `--memory-fraction`"
-    assert notes["--enable-prefix-caching"].startswith("no effect: ")
+    assert notes["--enable-prefix-caching"] == "the default"
+    assert notes["--trust-remote-code"] == "no effect: code from checkpoints is never run"
+    assert notes["--enable-chunked-prefill"].startswith("the default; its opposite is rejected: ")
     assert notes["--runner"] == "rejected, except for `auto`: use `--task`"
 
 

@@ -58,7 +58,7 @@ def test_option_names_are_unique() -> None:
             "Unknown argument 'no_prefix_cache'; did you mean enable_prefix_cache = false?",
         ),
         ({"frobnicate": 1}, "Unknown argument 'frobnicate'; known arguments are model, "),
-        ({"enable_lora": True}, "enable_lora = True is not supported: merge the adapter"),
+        ({"enable_lora": True}, "enable_lora is not supported: merge the adapter"),
         (
             {"gpu_memory_utilization": "0.5", "memory_fraction": "0.5"},
             "memory_fraction and another name of memory_fraction cannot be used together.",

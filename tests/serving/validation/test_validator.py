@@ -180,3 +180,23 @@ async def test_beams_that_no_queue_has_room_for_are_rejected(
     one_beam = replace(given, prompts=((2,) * 15,), sampling={"n": 1, "max_tokens": 1})
     assert len(await validator.validate(one_beam)) == 1
     validator.close()
+
+
+async def test_seeds_of_requests_follow_that_of_the_engine(tokenizer: Tokenizer) -> None:
+    given = GenerationInput(prompts=("the", "the"), sampling={})
+    own = GenerationInput(prompts=("the",), sampling={"seed": 3})
+
+    async def seeds(seed: int | None) -> list[int]:
+        validator = Validator(replace(engine_config(64), seed=seed), tokenizer)
+        found = [
+            one.seed
+            for given_one in (given, own, given)
+            for one in await validator.validate(given_one)
+        ]
+        validator.close()
+        return found
+
+    first = await seeds(7)
+    assert first == await seeds(7)
+    assert first[2] == 3
+    assert len({*first, *await seeds(8), *await seeds(None), *await seeds(None)}) == 17

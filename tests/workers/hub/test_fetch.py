@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -23,6 +24,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from cluster.engine.options.engine_options import EngineOptions, engine_config
 from pagedray.config import EngineConfig
 from pagedray.errors import CheckpointError
 from tests.downloads.faulty_server import Fault
@@ -110,6 +112,24 @@ def test_a_header_that_the_hub_does_not_send_is_one_line(
     assert "\n" not in str(caught.value)
     with pytest.raises(CheckpointError, match=f"{WEIGHTS} of .* is not in the cache"):
         fetch_header(revision, WEIGHTS, replace(settings, is_offline=True))
+
+
+def test_download_dir_is_the_cache_of_every_process(
+    settings: HubSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert HubSettings.from_environment(Path("folder")).cache == Path("folder")
+    monkeypatch.setattr(
+        HubSettings,
+        "from_environment",
+        lambda cache=None: replace(settings, cache=cache or settings.cache),
+    )
+    folder = tmp_path / "downloads"
+    options = EngineOptions(download_dir=str(folder), revision="main", device="cpu")
+    config = engine_config("org/tiny", options)
+    assert config.model.folder.is_relative_to(folder / "models--org--tiny")
+    local = with_local_weights(pickle.loads(pickle.dumps(config)), lambda *_: None)
+    assert (local.model.folder / WEIGHTS).is_file()
+    assert not settings.cache.exists()
 
 
 def test_only_the_needed_files_are_downloaded(hub: SmallHub, settings: HubSettings) -> None:
@@ -408,7 +428,7 @@ def test_another_node_downloads_the_weights_by_the_index(
     revision, folder = fetched(settings)
     config = EngineConfig(model=replace(read_model_config(folder), hub=revision))
     elsewhere = replace(settings, cache=settings.cache.with_name("elsewhere"))
-    monkeypatch.setattr(HubSettings, "from_environment", lambda: elsewhere)
+    monkeypatch.setattr(HubSettings, "from_environment", lambda _=None: elsewhere)
     local = with_local_weights(config, lambda done, total: None).model.folder
     assert local.is_relative_to(elsewhere.cache)
     assert {path.name for path in local.glob("*.safetensors")} == set(index["weight_map"].values())

@@ -46,6 +46,12 @@ class ConfigFile:
             raise CheckpointError(f"{path} must contain a JSON object, not {_shown(values)}.")
         return cls(path, values)
 
+    def with_overrides(self, overrides: Mapping[str, object]) -> ConfigFile:
+        """Return the file with other values, as `hf_overrides` of vLLM gives them."""
+        if overrides.get("rope_parameters") and overrides.get("rope_scaling"):
+            raise self.rejection("rope_scaling", "cannot be overridden with rope_parameters")
+        return ConfigFile(self._path, _overridden(self._values, overrides), prefix=self._prefix)
+
     @classmethod
     def read_list(cls, path: Path) -> tuple[ConfigFile, ...]:
         """Read the list of JSON objects in a file."""
@@ -270,6 +276,29 @@ class ConfigFile:
         if default is MISSING:
             raise self.rejection(key, "is missing")
         return default
+
+
+def _overridden(
+    values: Mapping[str, object], overrides: Mapping[str, object]
+) -> Mapping[str, object]:
+    """Return values in which overrides win; rope has the keys of transformers 4 and of 5."""
+    merged = {**values, **overrides}
+    text, given_text = values.get("text_config"), overrides.get("text_config")
+    if isinstance(text, dict) and isinstance(given_text, dict):
+        merged["text_config"] = _overridden(text, given_text)
+    rope = values.get("rope_parameters")
+    if "rope_parameters" in overrides or (rope and "rope_scaling" in overrides):
+        given = overrides.get("rope_parameters", overrides.get("rope_scaling")) or {}
+        if isinstance(given, dict):
+            # The file may have no other place for these.
+            old = rope if isinstance(rope, dict) else {}
+            kept = {key: old[key] for key in ("rope_theta", "partial_rotary_factor") if key in old}
+            merged |= {"rope_parameters": {**kept, **given}, "rope_scaling": None}
+    for key in ("rope_parameters", "rope_scaling"):
+        section = merged.get(key)
+        if "rope_theta" in overrides and isinstance(section, dict) and section:
+            merged[key] = {**section, "rope_theta": overrides["rope_theta"]}
+    return merged
 
 
 def _shown(value: object) -> str:

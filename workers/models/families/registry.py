@@ -54,7 +54,7 @@ from workers.models.format_cuts import check_cuts
 from workers.weights.tensor_entries import folder_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from pagedray.model_config import Dtype, ExpertsConfig, ModelConfig, Task
@@ -102,13 +102,15 @@ def read_model_config(
     dtype: Dtype | None = None,
     task: Task | None = None,
     stored_dtype: Callable[[Path], Dtype | None] = folder_dtype,
+    overrides: Mapping[str, object] | None = None,
 ) -> ModelConfig:
     """Return the configuration of the checkpoint in a folder; `dtype` overrides that of the file.
 
     If neither says it, `stored_dtype` returns the dtype of the tensors, or None without tensors.
-    A `task` of None is the usual one: to score for a cross-encoder, to embed for other encoders and
-    for a checkpoint of sentence-transformers, else to generate. Raises CheckpointError, and
-    StartupError for a task that the model cannot do.
+    `overrides` replace fields of config.json before any of them is read. A `task` of None is the
+    usual one: to score for a cross-encoder, to embed for other encoders and for a checkpoint of
+    sentence-transformers, else to generate. Raises CheckpointError, and StartupError for a task
+    that the model cannot do.
     """
     path = folder / "config.json"
     if not has_folder(folder):
@@ -118,6 +120,8 @@ def read_model_config(
     if not has_file(path):
         raise CheckpointError(f"No config.json found in {folder}.")
     file = ConfigFile.read(path)
+    if overrides:
+        file = file.with_overrides(overrides)
     family = _family(file)
     for key in _CODE_KEYS:
         if file.value(key) and not family.may_name_code:
