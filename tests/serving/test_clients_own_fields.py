@@ -62,7 +62,8 @@ CHAT: Json = {
     "max_tokens": 4,
     "messages": [
         {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": [{"type": "text", "text": "hi"}, {"type": "text", "text": "."}]},
+        {"role": "user", "content": [
+            {"type": "text", "text": "hi"}, {"type": "text", "text": "."}]},
         {"role": "assistant", "content": "ho", "reasoning": "hm", "tool_calls": [
             {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}]},
         {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "5"}]},
