@@ -16,7 +16,7 @@ __all__ = ["with_vllm_arguments"]
 _ADAPTERS = "merge the adapter into the weights"
 _MEDIA = "requests with images, audio or video are rejected"
 _REJECTED: Mapping[str, str] = {
-    "chat_template_content_format": "templates always receive content as text",
+    "chat_template_content_format": "the form that the chat template reads is detected",
     "concurrency_limit": "the scheduler decides how many requests run at once",
     "data_parallel_rank": "use num_replicas of Ray Serve",
     "guided_options_request": "use structure of SamplingParams",

@@ -388,7 +388,7 @@ REJECTED: Mapping[str, str] = MappingProxyType(
                 "clients send their API key in a header": "allow_credentials",
                 "only the headers of the API are allowed": "allowed_headers",
                 "only the methods of the API are allowed": "allowed_methods",
-                "content is passed to the chat template as text": "chat_template_content_format",
+                "the form that the chat template reads is detected": "chat_template_content_format",
                 "requests set chat_template_kwargs": "default_chat_template_kwargs",
                 "requests set max_tokens": "max_tokens",
                 "requests set return_tokens_as_token_ids": "return_tokens_as_token_ids",

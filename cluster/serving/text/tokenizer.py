@@ -245,6 +245,11 @@ class Tokenizer:
         return self._templates is None or self._templates.keeps_system_messages(has_tools=has_tools)
 
     @property
+    def dropped_roles(self) -> tuple[str, ...]:
+        """The roles whose messages the chat template writes without their text."""
+        return () if self._templates is None else self._templates.dropped_roles
+
+    @property
     def template_source(self) -> str:
         """The source of the chat template for tools; empty without one."""
         return "" if self._templates is None else self._templates.tool_source

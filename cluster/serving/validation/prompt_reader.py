@@ -30,7 +30,13 @@ if TYPE_CHECKING:
     from cluster.serving.text.tokenizer import Tokenizer
     from pagedray.config import EngineConfig
 
-__all__ = ["PromptReader", "are_long", "check_unicode", "warn_of_unknown_tokens"]
+__all__ = [
+    "PromptReader",
+    "are_long",
+    "check_unicode",
+    "warn_of_dropped_texts",
+    "warn_of_unknown_tokens",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -352,6 +358,18 @@ def warn_of_unknown_tokens(config: EngineConfig, tokenizer: Tokenizer) -> None:
             config.model.name,
             tokenizer.vocab_size - 1,
             size,
+        )
+
+
+def warn_of_dropped_texts(config: EngineConfig, tokenizer: Tokenizer) -> None:
+    """Log a warning if the chat template leaves out the text of messages."""
+    roles = tokenizer.dropped_roles
+    if roles:
+        logger.warning(
+            "The chat template of %s leaves out the text of messages with the role %s: the model "
+            "will not read it. Check the template, or replace it with --chat-template.",
+            config.model.name,
+            " or ".join(roles),
         )
 
 

@@ -30,6 +30,7 @@ from cluster.serving.validation.call_checks import check_call, check_num_sequenc
 from cluster.serving.validation.prompt_reader import (
     PromptReader,
     are_long,
+    warn_of_dropped_texts,
     warn_of_unknown_tokens,
 )
 from cluster.serving.validation.sampling_reader import (
@@ -84,6 +85,7 @@ class Validator:
         """
         if not config.model.pools:
             warn_of_unknown_tokens(config, tokenizer)
+            warn_of_dropped_texts(config, tokenizer)
         self._note_compile = note_compile
         self._tokenizer = tokenizer
         self.reasoning = reasoning_of(

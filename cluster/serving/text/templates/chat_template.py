@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import jinja2
 
-from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
+from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt, MessageToolCall
 from cluster.serving.text.templates.rendering_budget import MAX_CPU_S, TemplateLimitError
 from cluster.serving.text.templates.template_code import (
     InvalidTemplateError,
@@ -33,6 +33,22 @@ __all__ = ["ChatTemplate"]
 
 _FUNCTION_FIELDS = frozenset(("name", "description", "parameters", "return"))
 """The fields of a function as transformers describes it."""
+_TEXT = "text"
+_PROBE = "pagedray"
+"""A text to look for in a rendered conversation."""
+_USER = ChatMessage("user", "x")
+_CALL = MessageToolCall(id="call00000", name="x", arguments={})
+_PROBES = {
+    "user": (ChatMessage("user", _PROBE),),
+    "assistant": (_USER, ChatMessage("assistant", _PROBE), _USER),
+    "system": (ChatMessage("system", _PROBE), _USER),
+    "tool": (
+        *(_USER, ChatMessage("assistant", "", tool_calls=(_CALL,))),
+        ChatMessage("tool", _PROBE, tool_call_id=_CALL.id, name=_CALL.name),
+    ),
+}
+"""A conversation for each role, with the text in a message of that role."""
+_ROLES = frozenset(_PROBES)
 
 
 class ChatTemplate:
@@ -80,14 +96,13 @@ class ChatTemplate:
         """
         self._environment.start_rendering(pauses)
         messages = _in_channels(prompt.messages) if self._has_channels else prompt.messages
-        written = [_for_template(message, self._names) for message in messages]
-        mark = secrets.token_hex(16) if prompt.continues_final_message and written else None
+        mark = secrets.token_hex(16) if prompt.continues_final_message and messages else None
         if mark is None:
-            return self._render(prompt, written)
-        content = str(written[-1]["content"])
+            return self._render(prompt, messages, self._roles_of_parts)
+        content = messages[-1].content
         # The space shows whether the template keeps spaces around messages.
-        written[-1]["content"] = f"{content}{mark} "
-        text = self._render(prompt, written)
+        marked = replace(messages[-1], content=f"{content}{mark} ")
+        text = self._render(prompt, (*messages[:-1], marked), self._roles_of_parts)
         begin = text.rfind(mark)
         if begin < 0 or content.strip() not in text:
             raise InvalidRequestError(
@@ -108,13 +123,47 @@ class ChatTemplate:
             return False
         return 0 <= text.find("text3") < text.find("text4")
 
-    def _render(self, prompt: ChatPrompt, messages: Sequence[Mapping[str, object]]) -> str:
+    @cached_property
+    def dropped_roles(self) -> tuple[str, ...]:
+        """The roles whose messages the template writes without their text."""
+        dropped = []
+        for role in _PROBES:
+            if role in self._roles_of_parts:
+                continue
+            self._environment.start_rendering()
+            if self._writes_text(role, frozenset()) is False:
+                dropped.append(role)
+        return tuple(dropped)
+
+    @cached_property
+    def _roles_of_parts(self) -> frozenset[str]:
+        """The roles whose content the template only reads as a list of parts."""
+        if _TEXT not in self._names:
+            # The name of a part's text.
+            return frozenset()
+        return frozenset(
+            role
+            for role in _PROBES
+            if not self._writes_text(role, frozenset()) and self._writes_text(role, _ROLES)
+        )
+
+    def _writes_text(self, role: str, roles_of_parts: frozenset[str]) -> bool | None:
+        """Return whether a role's text is in the prompt; None if the template rejects it."""
+        try:
+            return _PROBE in self._render(ChatPrompt(()), _PROBES[role], roles_of_parts)
+        except InvalidRequestError:
+            return None
+
+    def _render(
+        self, prompt: ChatPrompt, messages: Sequence[ChatMessage], roles_of_parts: frozenset[str]
+    ) -> str:
+        written = [_for_template(message, self._names, roles_of_parts) for message in messages]
         try:
             return self._template.render(
                 {
                     "documents": None,
                     **prompt.variables,
-                    "messages": messages,
+                    "messages": written,
                     "add_generation_prompt": prompt.adds_generation_prompt,
                     "tools": [_read_fields(tool, self._names) for tool in prompt.tools] or None,
                     **self._special_tokens,
@@ -182,12 +231,17 @@ def _read_fields(tool: Mapping[str, object], names: frozenset[str]) -> Mapping[s
     return {**tool, "function": kept}
 
 
-def _for_template(message: ChatMessage, names: frozenset[str]) -> dict[str, object]:
+def _for_template(
+    message: ChatMessage, names: frozenset[str], roles_of_parts: frozenset[str]
+) -> dict[str, object]:
     """Return a message, with those fields of the client that a template names."""
     written: dict[str, object] = {
         name: one for name, one in (message.extra or {}).items() if name in names
     }
-    written |= {"role": message.role, "content": message.content}
+    content: object = message.content
+    if message.role in roles_of_parts:
+        content = [{"type": _TEXT, _TEXT: message.content}]
+    written |= {"role": message.role, "content": content}
     if message.tool_calls:
         written["tool_calls"] = [
             {

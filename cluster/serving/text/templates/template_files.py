@@ -82,6 +82,12 @@ class ChatTemplates:
         return template is None or template.keeps_system_messages
 
     @property
+    def dropped_roles(self) -> tuple[str, ...]:
+        """The roles whose messages a template writes without their text."""
+        templates = [one for one in (self._default, self._tool_use) if one is not None]
+        return tuple(dict.fromkeys(role for one in templates for role in one.dropped_roles))
+
+    @property
     def tool_source(self) -> str:
         """The source of the template for conversations with tools."""
         assert self._tool_use is not None
