@@ -76,6 +76,12 @@ class KernelReport:
     replaced: tuple[str, ...] = ()
     """The kernels of matrix products that do not compile, so that slower ones replace them."""
 
+    @property
+    def attention(self) -> str:
+        """The attention backend, with the providers of its kernels if they have other names."""
+        names = {name for counts in self.providers.values() for name in counts} - {self.backend}
+        return f"{self.backend} ({', '.join(sorted(names))} kernels)" if names else self.backend
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:

@@ -9,6 +9,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cluster.serving.http.endpoint_table import ABSENT
 from cluster.serving.openai.bodies.chat_body import ChatBody
 from cluster.serving.openai.bodies.completion_body import CompletionBody
 
@@ -29,6 +30,7 @@ def document_with_tables(document: str) -> str:
         ("supported", _supported()),
         ("ignored", _ignored()),
         ("rejected", _rejected()),
+        ("absent endpoints", _absent()),
     ):
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
         before, _, rest = document.partition(begin)
@@ -74,6 +76,13 @@ def _rejected() -> Iterable[str]:
         values = ", ".join(f"`{_json(value)}`" for value in defaults.get(name, ()))
         table = "rejected" if name in reasons else "defaults"
         yield f"| `{name}` | {_endpoints(name, table)} | {values} | {reasons.get(name, '')} |"
+
+
+def _absent() -> Iterable[str]:
+    yield "| endpoint | alternative, or reason |"
+    yield "| --- | --- |"
+    for paths, reason in ABSENT:
+        yield f"| {', '.join(f'`{path}`' for path in paths)} | {reason} |"
 
 
 def _merged(table: str) -> list[tuple[str, Any]]:  # Any: what the tables hold

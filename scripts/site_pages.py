@@ -92,6 +92,12 @@ def _vllm() -> Iterator[str]:
         "of `LLM` have the same names with underscores. Flags such as `--max-model-len` that are "
         "the same here are not listed; the [command line](command-line.md) has them.\n"
     )
+    yield (
+        "Without API keys, a server only answers HTTP requests for an IP address or `localhost`, "
+        "so that pages of other sites cannot use it through a browser. If clients reach it by a "
+        "name, as in a compose file, start it with `--allowed-hosts NAME`, or with `--api-key`; "
+        "otherwise they get status 421.\n"
+    )
     yield "| flag of vLLM | in PagedRay |\n| --- | --- |"
     for flag, note in flag_notes(command_parser(make_parser(), "serve")):
         yield f"| `{flag}` | {note} |"

@@ -128,15 +128,17 @@ class DecoderWorker(Worker):
         if folder is not None and self._host_pool is not None:
             pool = self._host_pool
             self._disk_jobs = DiskJobs(folder, pool.blocks, checksums=pool.checksums)
-        if self._group.rank == 0 and not self._is_warm:
-            # The layers are the same on all ranks.
-            for sentence in self._runner.forward_pass.attention_provider_sentences:
-                logger.info("Attention: %s", sentence)
-        return KernelReport(
+        report = KernelReport(
             self._backend.get_name(),
             self._runner.forward_pass.attention_providers,
             replaced_kernels(self._device),
         )
+        if self._group.rank == 0 and not self._is_warm:
+            # The layers are the same on all ranks.
+            logger.info("Attention: %s", report.attention)
+            for sentence in self._runner.forward_pass.attention_provider_sentences:
+                logger.info("Attention: %s", sentence)
+        return report
 
     def warm_up(self) -> None:
         assert self._runner is not None

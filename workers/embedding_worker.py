@@ -104,13 +104,15 @@ class EmbeddingWorker(Worker):
     def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> KernelReport:
         assert num_blocks == num_cpu_blocks == 0
         assert self._builder is not None
-        if self._group.rank == 0:
-            # The layers are the same on all ranks.
-            for sentence in self._builder.provider_sentences():
-                logger.info("Attention: %s", sentence)
-        return KernelReport(
+        report = KernelReport(
             self._backend.get_name(), self._builder.providers(), replaced_kernels(self._device)
         )
+        if self._group.rank == 0:
+            # The layers are the same on all ranks.
+            logger.info("Attention: %s", report.attention)
+            for sentence in self._builder.provider_sentences():
+                logger.info("Attention: %s", sentence)
+        return report
 
     def warm_up(self) -> None:
         pass

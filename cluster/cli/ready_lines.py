@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ipaddress
 from typing import TYPE_CHECKING
 
 from cluster.serving.connections.listener import url_host
 from pagedray.wording.counted import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from cluster.engine.stats import EngineStats
     from pagedray.config import EngineConfig
@@ -43,10 +44,32 @@ def ready_lines(config: EngineConfig, stats: EngineStats) -> Iterator[str]:
 
 
 def address_lines(
-    model: str, host: str, *, http_port: int | None, grpc_port: int | None, has_tls: bool
+    model: str,
+    host: str,
+    *,
+    http_port: int | None,
+    grpc_port: int | None,
+    has_tls: bool,
+    allowed_hosts: Collection[str] | None = None,
 ) -> Iterator[str]:
-    """Yield the URLs of the frontends; the last line says that the server is ready."""
+    """Yield the URLs of the frontends; the last line says that the server is ready.
+
+    `allowed_hosts` are the names by which clients may reach a server without keys; None allows all.
+    """
+    if allowed_hosts is not None and "*" not in allowed_hosts and not _is_loopback(host):
+        names = ", ".join(("localhost", *allowed_hosts))
+        yield (
+            f"Without API keys, HTTP requests must name the server by an IP address, or by "
+            f"{names}; others get 421. Add names with --allowed-hosts, or keys with --api-key."
+        )
     s, host = "s" if has_tls else "", url_host(host)
     url = f"http{s}://{host}:{http_port}"
     yield f"Page {url}/  API {url}/docs  metrics {url}/metrics"
     yield f"Ready: {model} at {url}/v1 and grpc{s}://{host}:{grpc_port}. Press Ctrl-C to stop."
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

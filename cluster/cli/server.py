@@ -177,6 +177,9 @@ class Server:
             http_port=frontends.http_port,
             grpc_port=frontends.grpc_port,
             has_tls=self._certificates is not None,
+            allowed_hosts=(
+                None if self._authenticator.requires_keys else self._options.allowed_hosts
+            ),
         )
         try:
             print(*ready_lines(self._config, engine.stats()), *addresses, sep="\n", flush=True)

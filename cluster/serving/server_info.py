@@ -38,6 +38,7 @@ class ServerInfo:
     """`cuda` or `cpu`."""
     kv_cache_dtype: str
     attention_backend: str
+    """The attention backend, with the providers of its kernels: `torch_sdpa (native kernels)`."""
     num_ranks: int
     block_size: int
     num_blocks: int
@@ -112,7 +113,7 @@ def server_info(config: EngineConfig, stats: EngineStats) -> ServerInfo:
         quantization="" if model.quantization is None else model.quantization.method,
         device=config.parallel.device,
         kv_cache_dtype=model.dtype if kv_cache_dtype == "auto" else kv_cache_dtype,
-        attention_backend=stats.kernels.backend,
+        attention_backend=stats.kernels.attention,
         num_ranks=config.parallel.tensor_parallel_size,
         block_size=config.cache.block_size,
         num_blocks=stats.scheduler.num_blocks,

@@ -66,6 +66,36 @@ def test_defaults_of_the_model_are_shown() -> None:
     assert "temperature 0.6, top_k 20" in lines(config, 64)[-1]
 
 
+@pytest.mark.parametrize(
+    ("host", "allowed", "names"),
+    [
+        ("0.0.0.0", (), "localhost"),
+        ("::", (), "localhost"),
+        ("10.0.0.5", ("vllm", "box.local"), "localhost, vllm, box.local"),
+        ("myserver", (), "localhost"),
+        ("0.0.0.0", ("*",), None),
+        ("0.0.0.0", None, None),
+        ("127.0.0.1", (), None),
+        ("127.0.0.9", (), None),
+        ("::1", (), None),
+        ("localhost", (), None),
+    ],
+)
+def test_names_by_which_clients_reach_an_open_server_are_printed(
+    host: str, allowed: tuple[str, ...] | None, names: str | None
+) -> None:
+    first, *others = address_lines(
+        "tiny", host, http_port=1, grpc_port=2, has_tls=False, allowed_hosts=allowed
+    )
+    if names is None:
+        assert len(others) == 1
+        return
+    assert first == (
+        f"Without API keys, HTTP requests must name the server by an IP address, or by {names}; "
+        "others get 421. Add names with --allowed-hosts, or keys with --api-key."
+    )
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
 @pytest.mark.parametrize("scheme", ["http", "https"])
 def test_addresses_are_urls_of_the_frontends(host: str, scheme: str) -> None:

@@ -101,6 +101,7 @@ BLOCKS: Mapping[str, type[_Block]] = {
     "tool_result": ToolResultBlock,
     "tool_use": ToolUseBlock,
 }
+_MEDIA = frozenset(("audio", "container_upload", "document", "file", "image", "video"))
 _ROLES: Mapping[str, str] = {
     "redacted_thinking": "assistant",
     "thinking": "assistant",
@@ -182,6 +183,10 @@ def _block_of(given: object, where: str, role: str | None) -> _Block:
     if isinstance(given, dict) and kind is None:
         raise missing_field(("type",), given, where, BLOCKS.values())
     part = BLOCKS.get(kind) if isinstance(kind, str) else None
+    if isinstance(kind, str) and kind in _MEDIA:
+        raise InvalidRequestError(
+            f"{where} is not supported: the model only reads text, not {kind} blocks.", param=where
+        )
     if not isinstance(given, dict) or part is None:
         shown = kind[:40] if isinstance(kind, str) and kind.isidentifier() else "this kind"
         raise InvalidRequestError(

@@ -230,9 +230,7 @@ class HttpApp:
                 return preflight
         tenant = self._authorize(request, endpoint)
         if not methods:
-            near = self._table.near(_path_of(request.scope))
-            hint = "." if near is None else f"; did you mean {near}?"
-            raise HTTPException(404, f"Not found: no such endpoint{hint}")
+            raise HTTPException(404, self._not_found(_path_of(request.scope)))
         if endpoint is None:
             allowed = {"allow": ", ".join(sorted(methods))}
             raise HTTPException(405, f"Method not allowed; use {allowed['allow']}.", allowed)
@@ -253,6 +251,14 @@ class HttpApp:
             return await self._handle(endpoint, self._call(request, tenant, path_value, entered))
         finally:
             entered.leave()
+
+    def _not_found(self, path: str) -> str:
+        """Return the message for a path that does not exist."""
+        absent = self._table.absent(path)
+        if absent is not None:
+            return f"Not found: {absent}"
+        near = self._table.near(path)
+        return f"Not found: no such endpoint{'.' if near is None else f'; did you mean {near}?'}"
 
     async def _handle(self, endpoint: Endpoint, call: HttpCall) -> Response:
         response = await endpoint.handler(call)

@@ -46,8 +46,16 @@ CASES: list[tuple[dict[str, Any], str]] = [
      "messages.0.content must be a string or a list of content blocks."),
     ({"messages": [{"role": "user", "content": []}]},
      "messages.0.content must contain at least one content block."),
-    ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-     "messages.0.content.0 is not supported: content blocks of image; the model reads "
+    *(({"messages": [{"role": "user", "content": [{"type": kind, "source": {}}]}]},
+       f"messages.0.content.0 is not supported: the model only reads text, not {kind} blocks.")
+      for kind in ("image", "document", "container_upload", "video", "audio")),
+    ({"messages": [{"role": "user", "content": [{**RESULT, "content": [{"type": "image"}]}]}]},
+     "messages.0.content.0.content.0 is not supported: the model only reads text, not image "
+     "blocks."),
+    ({"system": [{"type": "image"}]},
+     "system.0 is not supported: the model only reads text, not image blocks."),
+    ({"messages": [{"role": "user", "content": [{"type": "server_tool_use"}]}]},
+     "messages.0.content.0 is not supported: content blocks of server_tool_use; the model reads "
      "redacted_thinking, text, thinking, tool_result, tool_use."),
     ({"messages": [{"role": "user", "content": [USE]}]},
      "messages.0.content.0 of type tool_use requires role = assistant."),

@@ -10,6 +10,8 @@ import pytest
 
 from cluster.serving.anthropic.count_body import CountBody
 from cluster.serving.anthropic.messages_body import MessagesBody
+from cluster.serving.http.endpoint_table import ABSENT
+from cluster.serving.http_app import build_http_app
 from cluster.serving.openai.bodies.chat_body import ChatBody
 from cluster.serving.openai.bodies.completion_body import CompletionBody
 from cluster.serving.openai.bodies.embedding_body import EmbeddingBody
@@ -122,6 +124,45 @@ def test_synonyms_are_parameters() -> None:
             assert known.split(".")[0] in body.model_fields
 
 
+PATHS_BELOW = [
+    ("/v1/audio/transcriptions", "/v1/audio/..."),
+    ("/v1/audio/speech/x", "/v1/audio/..."),
+    ("/v1/images/generations", "/v1/images/..."),
+    ("/v1/batches", "/v1/batches/..."),
+    ("/v1/batches/b_1/cancel", "/v1/batches/..."),
+    ("/v1/messages/batches", "/v1/messages/batches/..."),
+    ("/v1/files/f/content", "/v1/files/..."),
+    ("/v1/chat/completions/chatcmpl-1", "/v1/chat/completions/..."),
+    ("/v1/chat/completions/chatcmpl-1/messages", "/v1/chat/completions/..."),
+    ("/sleep/", "/sleep"),
+]
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+@pytest.mark.parametrize(
+    ("path", "entry"),
+    [
+        *((path, path) for paths, _ in ABSENT for path in paths if not path.endswith("...")),
+        *PATHS_BELOW,
+    ],
+)
+def test_absent_endpoints_of_other_servers_are_answered_with_an_alternative(
+    http: httpx.Client, method: str, path: str, entry: str
+) -> None:
+    [reason] = [reason for paths, reason in ABSENT if entry in paths]
+    answer = http.request(method, path)
+    expected = f"{entry.removesuffix('/...')} is not available: {reason.replace('`', '')}."
+    assert answer.status_code == 404
+    error = answer.json()["error"]
+    assert error["message"] == f"Not found: {expected}"
+
+
+def test_absent_endpoints_do_not_exist(server: Server) -> None:
+    app = build_http_app(server.frontends.servicer)
+    known = {endpoint.path for endpoint in app.endpoints}
+    assert not known.intersection(path for paths, _ in ABSENT for path in paths)
+
+
 @pytest.mark.parametrize(
     ("path", "known"),
     [
@@ -133,6 +174,7 @@ def test_synonyms_are_parameters() -> None:
         ("/responses", "/v1/responses"),
         ("/v1/chat/completion", "/v1/chat/completions"),
         ("/v1//chat/completions", "/v1/chat/completions"),
+        ("/v1/audi/speech", None),
         *(("/v1", None), ("/", None), ("/v1/none", None), (f"/v1/completions{'s' * 64}", None)),
     ],
 )

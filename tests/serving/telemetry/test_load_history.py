@@ -105,7 +105,7 @@ def test_history_is_served_with_the_properties_of_the_server(http: httpx.Client)
     info = http.get("/server_info").json()
     assert (info["model"], info["device"], info["context_length"]) == ("tiny", "cpu", 256)
     # What the ranks chose, not what the configuration asks for.
-    assert info["attention_backend"] == "torch_sdpa"
+    assert info["attention_backend"] == "torch_sdpa (native, torch kernels)"
 
 
 def test_larger_bins_have_the_same_durations() -> None:
