@@ -17,7 +17,7 @@ from cluster.engine.options.vllm_options import engine_options
 from cluster.engine.progress import progress_reports
 from cluster.exit_close import ExitClose
 from cluster.generation import Collector
-from cluster.llm_arguments import with_vllm_arguments
+from cluster.llm_arguments import PublicLLM, with_vllm_arguments
 from cluster.llm_beams import BeamSearches, BeamSearchParams, first_logprobs
 from cluster.llm_prompts import read_conversations, read_prompts
 from cluster.llm_requests import RequestMaker, check_params
@@ -57,13 +57,15 @@ _SHUT_DOWN = "The AsyncLLM is shut down; create another one."
 _HELD_POLL_S = 0.05
 
 
-class AsyncLLM:
+class AsyncLLM(PublicLLM):
     """A model and its engine for one event loop, with continuous batching of concurrent requests.
 
     Accepts the same model and options as `LLM`, and loads the model before it returns. The first
     request binds it to its event loop. Raises StartupError for an option that is not supported, or
     a model that does not generate text.
     """
+
+    _CLOSE = "shutdown"
 
     def __init__(
         self,
@@ -80,6 +82,7 @@ class AsyncLLM:
                 raise StartupError(
                     "AsyncLLM generates text; use LLM for models that embed or score."
                 )
+            self._config = config
             self._tokenizer = Tokenizer.from_config(config)
             # Each text waits for its turn: one that is rejected would be read again and again.
             text_pool = TextPool(max_waiting=sys.maxsize)

@@ -17,7 +17,7 @@ from cluster.engine.options.vllm_options import engine_options
 from cluster.engine.progress import progress_reports
 from cluster.exit_close import ExitClose
 from cluster.generation import Collector, Completion, Generation
-from cluster.llm_arguments import with_vllm_arguments
+from cluster.llm_arguments import PublicLLM, with_vllm_arguments
 from cluster.llm_beams import BeamSearches, BeamSearchOutput, BeamSearchParams, first_logprobs
 from cluster.llm_pooling import embed_prompts, read_pairs, score_pairs
 from cluster.llm_prompts import (
@@ -68,7 +68,7 @@ _LARGEST_PART = 256
 """Maximum number of prompts that are validated before the tokens of running ones are collected."""
 
 
-class LLM:
+class LLM(PublicLLM):
     """A model and its engine, which runs in this process or on Ray actors.
 
     `model` is a folder, or a Hub id such as `org/name` or `org/name@revision`. The options are the
@@ -92,6 +92,7 @@ class LLM:
             self._open(engine_config(model, own, report), report)
 
     def _open(self, config: EngineConfig, report_progress: ReportProgress) -> None:
+        self._config = config
         self._vocab_size = config.model.vocab_size
         self._tokenizer = Tokenizer.from_config(config)
         kind = _VALIDATORS[config.model.task]

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from pagedray.errors import InvalidRequestError
 from pagedray.field_checks import MAX_COUNT, check_bool
 from pagedray.sampling_params import SamplingParams as EngineSamplingParams
+from pagedray.wording.nearest_name import nearest_name
 from pagedray.wording.shown_value import shown_value
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 __all__ = ["RequestOutputKind", "SamplingParams", "engine_fields"]
 
@@ -45,7 +44,70 @@ class RequestOutputKind(IntEnum):
     """All tokens, in a single result."""
 
 
-class SamplingParams(EngineSamplingParams, frozen=True, kw_only=True, omit_defaults=True):
+_STRUCTURE = "use structure, a Structure"
+_REJECTED: Mapping[str, str] = {
+    "best_of": "it is a parameter of requests over HTTP",
+    "early_stopping": "it is a field of BeamSearchParams",
+    "extra_args": "third-party code is not loaded",
+    "guided_decoding": _STRUCTURE,
+    "length_penalty": "it is a field of BeamSearchParams",
+    "logits_processors": "third-party code is not loaded; logit_bias, allowed_token_ids and "
+    "bad_words change logits",
+    "repetition_detection": "use repetition_penalty, frequency_penalty or presence_penalty",
+    "structured_outputs": _STRUCTURE,
+    "truncate_prompt_tokens": "truncate prompts in the program, or over HTTP with this parameter",
+    "use_beam_search": "call beam_search()",
+}
+"""Fields of vLLM's class that this one lacks, and what to use instead."""
+_WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
+    "best_of": (1,),
+    "early_stopping": (False,),
+    "extra_args": ({},),
+    "flat_logprobs": (False, True),
+    "length_penalty": (1.0,),
+    "logits_processors": ([],),
+    "skip_clone": (False, True),
+    "skip_reading_prefix_cache": (False, True),
+    "spaces_between_special_tokens": (True,),
+    "use_beam_search": (False,),
+}
+"""Values of vLLM's fields that ask for what happens anyway; so does None."""
+
+
+class _FieldNames(msgspec.StructMeta):
+    """Makes parameters, and names the field that an unknown one stands for."""
+
+    # Any: fields of all types.
+    def __call__(self, *args: Any, **fields: Any) -> Any:
+        for name in fields.keys() - set(self.__struct_fields__):
+            _check_unknown(name, fields.pop(name), self.__struct_fields__)
+        return super().__call__(*args, **fields)
+
+
+def _check_unknown(name: str, value: object, known: Sequence[str]) -> None:
+    """Raise an error unless a field of vLLM asks for what happens anyway."""
+    allowed = _WITHOUT_EFFECT.get(name, ())
+    if name in (*_REJECTED, *_WITHOUT_EFFECT) and (value is None or value in allowed):
+        return
+    if name in _REJECTED:
+        raise InvalidRequestError(f"{name} is not supported: {_REJECTED[name]}.", param=name)
+    if name in _WITHOUT_EFFECT:
+        raise InvalidRequestError(
+            f"{name} must be {' or '.join(map(str, allowed))}, not {shown_value(value)}.",
+            param=name,
+        )
+    nearest = nearest_name(name, known)
+    hint = "" if nearest is None else f"; did you mean {nearest!r}?"
+    raise TypeError(f"Unexpected keyword argument {name!r}{hint}")
+
+
+class SamplingParams(
+    EngineSamplingParams,
+    metaclass=_FieldNames,
+    frozen=True,
+    kw_only=True,
+    omit_defaults=True,
+):
     """How tokens are sampled, when generation stops, and what the text contains.
 
     Raises InvalidRequestError, which names the field and its allowed values.

@@ -57,10 +57,28 @@ _HOMES = {
     "PagedRayLLM": "cluster.serving.ray_serve.llm",
     "build_app": "cluster.serving.ray_serve.deployment",
 }
+_VLLM_NAMES = {
+    **dict.fromkeys(
+        ("AsyncEngineArgs", "EngineArgs"),
+        "pass the options to LLM or AsyncLLM as keyword arguments",
+    ),
+    **dict.fromkeys(("AsyncLLMEngine", "LLMEngine"), "use AsyncLLM"),
+    **dict.fromkeys(("GuidedDecodingParams", "StructuredOutputsParams"), "use Structure"),
+    **dict.fromkeys(("PoolingParams", "PoolingOutput"), "use embed() and score() of LLM"),
+    **dict.fromkeys(
+        ("PromptType", "TextPrompt", "TokensPrompt"),
+        "a prompt is a text, a list of token ids, or a dictionary with one of them",
+    ),
+    "CompletionOutput": "use Completion",
+    "RequestOutput": "use Generation",
+}
 _NEIGHBORS = ("attention", "cluster", "workers")
 
 
 def __getattr__(name: str) -> object:
+    if name in _VLLM_NAMES:
+        # The message of an AttributeError would be lost in `from pagedray import NAME`.
+        raise ImportError(f"pagedray has no {name}: {_VLLM_NAMES[name]}.", name=__name__)
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

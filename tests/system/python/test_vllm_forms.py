@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import pickle
+import re
 from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,7 +19,7 @@ import pagedray
 from cluster.engine.options.engine_options import EngineOptions
 from cluster.engine.options.vllm_options import context_length, own_options
 from cluster.llm_options import LLMOptions
-from pagedray import LLM, SamplingParams
+from pagedray import LLM, AsyncLLM, SamplingParams
 from pagedray.errors import InvalidRequestError, StartupError
 from tests.system.server_process import TINY_LLAMA
 
@@ -381,3 +384,97 @@ def test_editors_know_every_option() -> None:
 
 def test_public_names_are_listed() -> None:
     assert dir(pagedray) == sorted(pagedray.__all__)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("sleep", "close() frees all memory"),
+        ("wake_up", "close() frees all memory"),
+        ("reset_prefix_cache", "another cache_salt"),
+        ("collective_rpc", "counters are in stats()"),
+        ("get_metrics", "use stats()"),
+        ("llm_engine", "the engine is private"),
+        ("model_config", "GET /server_info"),
+        ("encode", "use embed() or score()"),
+        ("classify", "use score()"),
+        ("start_profile", "py-spy"),
+        ("enqueue", "pass all prompts to generate()"),
+        ("add_lora", "merge the adapter"),
+        ("update_weights", "weights are loaded once"),
+        ("generat", "did you mean 'generate'?"),
+        ("vocabulary_size", "did you mean 'vocab_size'?"),
+    ],
+)
+def test_methods_of_vllm_name_an_alternative(llm: LLM, name: str, text: str) -> None:
+    with pytest.raises(AttributeError) as caught:
+        getattr(llm, name)
+    assert str(caught.value).startswith(f"'LLM' object has no attribute '{name}'")
+    assert text in str(caught.value)
+
+
+def test_asynchronous_class_has_its_own_names() -> None:
+    one = object.__new__(AsyncLLM)
+    for name, text in (("sleep", "shutdown() frees"), ("is_running", "await check_health()")):
+        with pytest.raises(AttributeError, match=re.escape(text)):
+            getattr(one, name)
+
+
+def test_classes_are_shown_as_they_are_imported(llm: LLM) -> None:
+    assert repr(llm) == (
+        f"LLM({TINY_LLAMA.name!r}, device='cpu', dtype='float32', tensor_parallel_size=1, "
+        "executor='local')"
+    )
+    assert repr(object.__new__(AsyncLLM)) == "<AsyncLLM without a model>"
+    assert str(LLM) == "<class 'pagedray.LLM'>"
+    assert {LLM.generate.__module__, AsyncLLM.chat.__module__} == {"pagedray"}
+    assert "temperature: float = 1.0" in str(inspect.signature(SamplingParams))
+    assert pickle.loads(pickle.dumps(GREEDY)) == GREEDY
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("max_token", 1, "Unexpected keyword argument 'max_token'; did you mean 'max_tokens'?"),
+        ("temprature", 1, "did you mean 'temperature'?"),
+        ("frobnicate", 1, "Unexpected keyword argument 'frobnicate'"),
+        ("guided_decoding", {}, "guided_decoding is not supported: use structure, a Structure."),
+        ("structured_outputs", {"json": {}}, "is not supported: use structure, a Structure."),
+        ("logits_processors", [print], "logits_processors is not supported: third-party code"),
+        ("best_of", 2, "best_of is not supported: it is a parameter of requests over HTTP."),
+        ("use_beam_search", True, "call beam_search()"),
+        ("truncate_prompt_tokens", 8, "truncate prompts in the program"),
+        ("extra_args", {"a": 1}, "extra_args is not supported"),
+        ("repetition_detection", {"a": 1}, "use repetition_penalty"),
+        ("spaces_between_special_tokens", False, "must be True, not False"),
+    ],
+)
+def test_parameters_that_are_not_there_name_an_alternative(
+    name: str, value: object, text: str
+) -> None:
+    given: dict[str, Any] = {name: value}  # Any: a field that the class lacks
+    with pytest.raises((TypeError, InvalidRequestError), match=re.escape(text)):
+        SamplingParams(**given)
+
+
+def test_parameters_that_ask_for_nothing_are_taken() -> None:
+    given: dict[str, Any] = {  # Any: fields that the class lacks
+        **dict.fromkeys(("guided_decoding", "structured_outputs", "logits_processors", "best_of")),
+        **{"use_beam_search": False, "skip_clone": True, "flat_logprobs": False},
+        **{"spaces_between_special_tokens": True, "extra_args": {}, "best_of": 1},
+    }
+    assert SamplingParams(top_k=3, **given) == SamplingParams(top_k=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("AsyncEngineArgs", "pass the options to LLM or AsyncLLM"),
+        ("LLMEngine", "use AsyncLLM"),
+        ("RequestOutput", "use Generation"),
+        ("StructuredOutputsParams", "use Structure"),
+    ],
+)
+def test_imports_name_an_alternative(name: str, text: str) -> None:
+    with pytest.raises(ImportError, match=f"pagedray has no {name}: {text}"):
+        exec(f"from pagedray import {name}")
