@@ -50,10 +50,15 @@ class Fp8Format:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Int4Format:
-    """Weights of four bits; a group of inputs of an output channel has a scale and a zero."""
+    """Weights of four bits; a group of inputs of an output channel has a scale and a zero.
+
+    GPTQ stores weights of eight bits in the same way.
+    """
 
     packing: Literal["compressed-tensors", "gptq", "awq"]
-    """How eight numbers are packed into an int32, and along which dimension."""
+    """How numbers are packed into an int32, and along which dimension."""
+    num_bits: Literal[4, 8] = 4
+    """The bits of each number; 8 requires the packing of GPTQ."""
     group_size: int | None
     """Inputs of a group; None is all."""
     has_zeros: bool = True
@@ -66,7 +71,12 @@ class Int4Format:
     @property
     def in_step(self) -> int:
         """Input channels, of which a rank has a multiple."""
-        return self.group_size or 8
+        return self.group_size or self.per_word
+
+    @property
+    def per_word(self) -> int:
+        """Numbers in an int32."""
+        return 32 // self.num_bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Weights of four bits, packed as each format packs them."""
+"""Weights of four or eight bits, packed as each format packs them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight columns is in each place of a word, from the lowest bits on."""
 
 
-def packed(numbers: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
+def packed(
+    numbers: torch.Tensor, order: tuple[int, ...] = tuple(range(8)), num_bits: int = 4
+) -> torch.Tensor:
     """Return rows of numbers as rows of int32."""
-    words = torch.zeros(len(numbers), numbers.shape[1] // 8, dtype=torch.int64)
-    for place, index in enumerate(order):
-        words |= numbers[:, index::8].long() << 4 * place
+    per_word = 32 // num_bits
+    words = torch.zeros(len(numbers), numbers.shape[1] // per_word, dtype=torch.int64)
+    for place, index in enumerate(order[:per_word]):
+        words |= numbers[:, index::per_word].long() << num_bits * place
     return words.where(words < 2**31, words - 2**32).int()
 
 
@@ -40,12 +43,13 @@ class Int4Tensors:
             # The same for all layers with these inputs.
             groups = groups[torch.randperm(in_size, generator=torch.Generator().manual_seed(1))]
         shape = (out_size, int(groups.max()) + 1)
+        count = 2**format.num_bits
         zeros = torch.full(shape, 8)
         if format.has_zeros:
-            zeros = torch.randint(format.zero_offset, 16, shape)
+            zeros = torch.randint(format.zero_offset, count, shape)
         return cls(
             format=format,
-            numbers=torch.randint(0, 16, (out_size, in_size)),
+            numbers=torch.randint(0, count, (out_size, in_size)),
             scales=(torch.rand(shape) + 0.1).half(),
             zeros=zeros,
             groups=groups,
@@ -60,12 +64,13 @@ class Int4Tensors:
             torch.zeros(found.scales.shape).scatter_reduce_(1, groups, weight, reduce)
             for reduce in ("amin", "amax")
         )
+        most = 2**format.num_bits - 1
         if format.has_zeros:
-            scales = ((high - low) / 15).half()
-            zeros = (-low / scales).round().clamp(format.zero_offset, 15)
+            scales = ((high - low) / most).half()
+            zeros = (-low / scales).round().clamp(format.zero_offset, most)
         else:
             scales, zeros = (torch.maximum(high, -low) / 7.5).half(), torch.full_like(low, 8)
-        numbers = (weight / scales[:, found.groups] + zeros[:, found.groups]).round().clamp(0, 15)
+        numbers = (weight / scales[:, found.groups] + zeros[:, found.groups]).round().clamp(0, most)
         return cls(
             format=format,
             numbers=numbers.long(),
@@ -93,8 +98,8 @@ class Int4Tensors:
                 tensors["weight_zero_point"] = packed(zeros.t()).t()
         elif kind == "gptq":
             tensors = {
-                "qweight": packed(self.numbers).t(),
-                "qzeros": packed(zeros.t()),
+                "qweight": packed(self.numbers, num_bits=self.format.num_bits).t(),
+                "qzeros": packed(zeros.t(), num_bits=self.format.num_bits),
                 "scales": self.scales.t(),
                 "g_idx": self.groups.int(),
             }

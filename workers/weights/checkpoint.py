@@ -50,6 +50,7 @@ _STORED_AS: dict[torch.dtype, tuple[str, ...]] = {
     # As bytes.
     SCALE: ("U8",),
 }
+_PROJECTIONS = {"k_scale": "k_proj", "v_scale": "v_proj"}
 # Older checkpoints store rotary frequencies or position ids, which are computed here, and encoders
 # store the pooler of a training task.
 _IGNORED_SUFFIXES = (
@@ -191,10 +192,13 @@ class Checkpoint:
             yield from self._reader.chunks(entry, part, target)
 
     def _stored_name(self, name: str) -> str:
-        """Return a tensor's name in the files; a model saved without its head lacks the prefix."""
-        if name in self._entries:
-            return name
-        return self._stored_names.get(name, name.partition(".")[2])
+        """Return the name in the files, or that of a missing tensor."""
+        for spelling in (name, *_spellings_of_scale(name)):
+            if spelling in self._entries:
+                return spelling
+            if spelling in self._stored_names:
+                return self._stored_names[spelling]
+        return name.partition(".")[2]
 
     def _check_shard(self, shard: WeightShard) -> None:
         entry = self._entries.get(self._stored_name(shard.name))
@@ -230,6 +234,16 @@ def device_of(shard: WeightShard) -> AbstractContextManager[object]:
     """Make the GPU of a shard, if any, the current one of this thread, for pinned memory."""
     device = shard.target.device
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _spellings_of_scale(name: str) -> Iterator[str]:
+    """Yield other names of a layer's scale of keys or values, as libraries store them."""
+    attention, _, scale = name.rpartition(".")
+    if projection := _PROJECTIONS.get(scale):
+        yield f"{attention}.{projection}.{scale}"
+        yield f"{attention}.{projection}.output_scale"
+        # AutoFP8 stores the larger one of the two for both.
+        yield f"{attention}.kv_scale"
 
 
 def _stored_names(names: Iterable[str], text_tensors: TextTensors | None) -> dict[str, str]:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from attention.cpu.torch_sdpa import TorchSDPABackend
 from pagedray.config import EngineConfig
 from pagedray.errors import CheckpointError
-from tests.small_models.quantized_checkpoints import save_compressed, save_wide
+from tests.small_models.quantized_checkpoints import save_compressed, save_replaced, save_wide
 from tests.workers.reference import CPU, run
 from workers.models.decoder import Decoder
 from workers.models.families.registry import read_model_config
@@ -83,6 +83,63 @@ def test_scales_of_the_checkpoint_are_applied(tmp_path: Path) -> None:
     # Numbers in fp8 have three bits behind the first one.
     assert with_scales < 0.1
     assert without > 0.4
+
+
+SPELLINGS = {
+    "names of layers": ("k_scale", "v_scale"),
+    "one for both": ("kv_scale", "kv_scale"),
+    "names of projections": ("k_proj.k_scale", "v_proj.v_scale"),
+    "outputs of projections": ("k_proj.output_scale", "v_proj.output_scale"),
+}
+
+
+@pytest.mark.parametrize("shape", [(1,), ()])
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_scales_of_autofp8_are_applied_in_every_spelling(
+    spelling: str, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    save(tmp_path, scales_of(FACTOR / 64, FACTOR / 64))
+    expected = logits(tmp_path, "fp8_e4m3")
+    path = tmp_path / "model" / "model.safetensors"
+    names = dict(zip(("k_scale", "v_scale"), SPELLINGS[spelling], strict=True))
+    tensors = {}
+    for name, tensor in load_file(path).items():
+        attention, _, scale = name.rpartition(".")
+        is_scale = scale in names
+        tensors[f"{attention}.{names[scale]}" if is_scale else name] = (
+            tensor.reshape(shape) if is_scale else tensor
+        )
+    save_file(tensors, path, metadata={"format": "pt"})
+    assert torch.equal(logits(tmp_path, "fp8_e4m3"), expected)
+
+
+def test_autofp8_with_a_static_scheme_has_scales_of_the_cache(tmp_path: Path) -> None:
+    section = {
+        "quant_method": "fp8",
+        "activation_scheme": "static",
+        "ignored_layers": ["lm_head"],
+        "kv_cache_scheme": "static",
+    }
+    plain = tmp_path / "plain"
+    save_wide(plain)
+    save_replaced(plain, tmp_path / "model", as_autofp8, section)
+    path = tmp_path / "model" / "model.safetensors"
+    scales = {f"model.layers.{layer}.self_attn.kv_scale": torch.tensor(2.0) for layer in range(3)}
+    save_file(load_file(path) | scales, path, metadata={"format": "pt"})
+    exact, found = logits(tmp_path, "auto"), logits(tmp_path, "fp8_e4m3")
+    assert 0 < (found - exact).norm() < 0.1 * exact.norm()
+    save_file(load_file(path) | {"model.layers.0.kv_scale": torch.ones(1)}, path)
+    with pytest.raises(CheckpointError, match=r"unexpected tensor model\.layers\.0\.kv_scale"):
+        logits(tmp_path, "auto")
+
+
+def as_autofp8(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    scale = weight.abs().amax() / 448.0
+    return {
+        f"{name}.weight": (weight / scale).to(torch.float8_e4m3fn),
+        f"{name}.weight_scale": scale,
+        f"{name}.input_scale": torch.tensor(1.0),
+    }
 
 
 @pytest.mark.parametrize(

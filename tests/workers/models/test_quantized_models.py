@@ -204,6 +204,24 @@ INT4_METHODS: dict[str, tuple[Int4Format, dict[str, Any]]] = {
             "checkpoint_format": "gptq_v2",
         },
     ),
+    "gptq-8": (
+        Int4Format(packing="gptq", num_bits=8, group_size=32, zero_offset=1),
+        {"quant_method": "gptq", "bits": 8, "group_size": 32, "desc_act": False, "sym": True},
+    ),
+    "gptq-8-ordered": (
+        Int4Format(packing="gptq", num_bits=8, group_size=32, is_ordered=True, zero_offset=1),
+        {
+            "quant_method": "gptq",
+            "bits": 8,
+            "group_size": 32,
+            "desc_act": True,
+            "format": "gptq",
+            "method": "gptq",
+            "pack_dtype": "int32",
+            "lm_head": False,
+            "meta": {"quantizer": ["gptqmodel:4.0.0"]},
+        },
+    ),
     "awq": (
         Int4Format(packing="awq", group_size=32),
         {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"},

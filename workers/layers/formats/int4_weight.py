@@ -1,4 +1,4 @@
-"""A weight of four bits: numbers from 0 to 15, with a scale and a zero for each group of inputs."""
+"""A weight of four or eight bits: numbers from 0, a scale and a zero for each group of inputs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pagedray.errors import CheckpointError
-from workers.layers.formats.int4_packing import PER_WORD, unpacked
+from workers.layers.formats.int4_packing import unpacked
 from workers.layers.formats.stored_weight import StoredWeight
 from workers.layers.weight import MatrixPart, WeightShard
 
@@ -37,7 +37,7 @@ class _Part:
 
 
 class Int4Weight(StoredWeight):
-    """A weight of four bits.
+    """A weight of four bits, or of eight bits in GPTQ.
 
     Numbers are `[out_size, in_size]`, scales and zeros `[out_size, groups]`.
     """
@@ -71,8 +71,9 @@ class Int4Weight(StoredWeight):
         if self._format.group_size is not None:
             num_groups = in_size // self._format.group_size
             groups = _divided(in_part, in_size, self._format.group_size)
-        words_out = _divided(out_part, out_size, PER_WORD)
-        words_in = _divided(in_part, in_size, PER_WORD)
+        per_word = self._format.per_word
+        words_out = _divided(out_part, out_size, per_word)
+        words_in = _divided(in_part, in_size, per_word)
 
         def shard(
             name: str,
@@ -84,7 +85,7 @@ class Int4Weight(StoredWeight):
             name = f"{source.name}.{name}"
             return WeightShard(name=name, shape=shape, part=part, target=target, dummy=dummy)
 
-        out_words, in_words = out_size // PER_WORD, in_size // PER_WORD
+        out_words, in_words = out_size // per_word, in_size // per_word
         if self._format.packing == "compressed-tensors":
             yield shard("weight_packed", (out_size, in_words), (out_part, words_in), part.numbers)
             yield shard(
@@ -137,19 +138,19 @@ class Int4Weight(StoredWeight):
 
     def _new_part(self, source: MatrixPart, num_rows: int) -> _Part:
         """Return uninitialized tensors for what the checkpoint has of some rows."""
-        in_size = self._size[1]
-        if num_rows % PER_WORD or in_size % PER_WORD or in_size % self.group_size:
+        in_size, per_word = self._size[1], self._format.per_word
+        if num_rows % per_word or in_size % per_word or in_size % self.group_size:
             raise CheckpointError(
                 f"{source.name} has {num_rows} outputs and {in_size} inputs on each rank, but "
-                f"int4 weights need multiples of {PER_WORD}, and of inputs multiples of "
-                f"{self.group_size}; use fewer ranks."
+                f"int{self._format.num_bits} weights need multiples of {per_word}, and of inputs "
+                f"multiples of {self.group_size}; use fewer ranks."
             )
         packing = self._format.packing
         shape = (num_rows, in_size)
         packed = 0 if packing == "awq" else 1
-        words = [size // PER_WORD if dim == packed else size for dim, size in enumerate(shape)]
+        words = [size // per_word if dim == packed else size for dim, size in enumerate(shape)]
         scales = [num_rows, in_size // self.group_size]
-        zeros = [num_rows // PER_WORD, scales[1]]
+        zeros = [num_rows // per_word, scales[1]]
         if packing != "compressed-tensors":
             words, scales, zeros = words[::-1], scales[::-1], zeros[::-1]
 
@@ -174,9 +175,10 @@ class Int4Weight(StoredWeight):
                 zeros = unpacked(part.zeros, 0)
             return numbers, scales, zeros
         assert part.zeros is not None
-        is_awq = packing == "awq"
-        numbers = unpacked(part.numbers, 1 if is_awq else 0, is_awq=is_awq)
-        zeros = unpacked(part.zeros, 1, is_awq=is_awq).add_(self._format.zero_offset)
+        is_awq, num_bits = packing == "awq", self._format.num_bits
+        numbers = unpacked(part.numbers, 1 if is_awq else 0, is_awq=is_awq, num_bits=num_bits)
+        zeros = unpacked(part.zeros, 1, is_awq=is_awq, num_bits=num_bits)
+        zeros.add_(self._format.zero_offset)
         return numbers.t(), part.scales.t(), zeros.t()
 
     def _common_order(self, parts: list[_Part]) -> torch.Tensor | None:
@@ -209,7 +211,7 @@ def _divided(part: slice, size: int, step: int) -> slice:
     first, end, _ = part.indices(size)
     if first % step or end % step:
         raise CheckpointError(
-            f"int4 weights are stored in units of {step}, but a rank's part would be {first} to "
+            f"Packed weights are stored in units of {step}, but a rank's part would be {first} to "
             f"{end}; use fewer ranks."
         )
     return slice(first // step, end // step)

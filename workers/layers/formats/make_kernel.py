@@ -50,9 +50,9 @@ def make_format_kernel(
     bias = torch.empty(out_size, dtype=dtype, device=device) if has_bias else None
     if isinstance(format, Int4Format):
         int4 = Int4Weight(format, out_size, in_size, device=device)
-        if device.type == "cuda":
+        if format.num_bits == 4 and device.type == "cuda":
             return GpuInt4Linear(int4, bias, device)
-        if CpuInt4Linear.supports(dtype):
+        if format.num_bits == 4 and CpuInt4Linear.supports(dtype):
             return CpuInt4Linear(int4, bias, device)
         return DequantizedLinear(int4, bias, dtype=dtype, device=device)
     if isinstance(format, Int8Format):

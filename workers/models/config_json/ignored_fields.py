@@ -49,6 +49,8 @@ _BY_REASON = {
     _TASK: (
         *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task"),
         *("task_specific_params", "classifier_dropout", "summary_type", "tie_encoder_decoder"),
+        *("directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_type"),
+        *("pooler_num_fc_layers", "pooler_size_per_head", "matryoshka_dimensions"),
     ),
     _SPECIAL: (
         *("bos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "mask_token_id"),
@@ -66,13 +68,14 @@ _BY_REASON = {
         *("transformers_version", "name_or_path", "model_name", "tokenizer_class", "prefix"),
         *("unsloth_version", "unsloth_fixed", "is_llama_config", "max_sequence_length"),
         *("model_max_length", "training_args", "language", "tokenizer_name", "model_version"),
-        *("version",),
+        *("version", "export_model_type"),
     ),
 }
 IGNORED_FIELDS: Mapping[str, str] = MappingProxyType(
     {field: reason for reason, fields in _BY_REASON.items() for field in fields}
 )
 """The reason to ignore each field, at the top level or in a section."""
+_OF_WINDOWS = ("sliding_window", "max_window_layers")
 _DROPOUT_SUFFIXES = ("dropout", "dropout_prob", "pdrop", "drop_prob")
 
 
@@ -88,6 +91,8 @@ def reason_to_ignore(field: str) -> str | None:
 def check_all_read(file: ConfigFile, architecture: str) -> None:
     """Raise CheckpointError for a field that was not read and may change the result."""
     for section, key in file.unread():
+        if key in _OF_WINDOWS and section.value("use_sliding_window") is False:
+            continue
         # By convention null, false, 0 and what is empty leave an option off.
         if section.value(key) and reason_to_ignore(key) is None:
             raise section.rejection(

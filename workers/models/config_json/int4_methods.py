@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pagedray.weight_format import Int4Format
 
@@ -26,12 +26,18 @@ _AWQ_RECORDS = ("do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_confi
 def gptq_format(section: ConfigFile) -> Int4Format:
     """Return the format of a section. Raises CheckpointError."""
     section.note_read(*_GPTQ_RECORDS, "sym")
-    section.integer("bits", least=4, most=4)
+    bits = section.integer("bits", least=4, most=8)
+    if bits not in (4, 8):
+        raise section.rejection("bits", f"must be 4 or 8, not {bits}")
+    num_bits: Literal[4, 8] = 4 if bits == 4 else 8
+    section.choice("method", ("gptq",), "gptq")
     section.choice("pack_dtype", ("int32",), "int32")
     # The first one stores zeros less one.
-    version = section.choice("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    key = section.first_of("checkpoint_format", "format")
+    version = section.choice(key, ("gptq", "gptq_v2"), "gptq")
     return Int4Format(
         packing="gptq",
+        num_bits=num_bits,
         group_size=group_size(section, "group_size"),
         zero_offset=1 if version == "gptq" else 0,
         is_ordered=section.flag("desc_act", False),
@@ -42,7 +48,11 @@ def awq_format(section: ConfigFile) -> Int4Format:
     """Return the format of a section. Raises CheckpointError."""
     section.note_read(*_AWQ_RECORDS)
     section.integer(section.first_of("w_bit", "bits"), least=4, most=4)
-    section.choice("version", ("gemm", "GEMM"), "gemm")
+    section.choice("method", ("awq",), "awq")
+    section.choice("pack_dtype", ("int32",), "int32")
+    # GPTQModel names the same packing by another key.
+    for key in ("version", "checkpoint_format", "format"):
+        section.choice(key, ("gemm", "GEMM"), "gemm")
     section.reject_unless("zero_point", True)
     size = group_size(section, section.first_of("q_group_size", "group_size"))
     return Int4Format(packing="awq", group_size=size)

@@ -72,8 +72,14 @@ def _fp8(section: ConfigFile) -> Quantization:
     else:
         format = Fp8Format(scales="tensor", has_input_scale=is_static)
     key = section.first_of("modules_to_not_convert", "ignored_layers")
+    has_scales = "kv_cache_scheme" in section
+    if has_scales:
+        section.choice("kv_cache_scheme", ("static",))
     return Quantization(
-        method="fp8", rules=(FormatRule(_ALL, format),), ignored=_not_converted(section, key)
+        method="fp8",
+        rules=(FormatRule(_ALL, format),),
+        has_cache_scales=has_scales,
+        ignored=_not_converted(section, key),
     )
 
 

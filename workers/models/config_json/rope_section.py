@@ -27,6 +27,8 @@ _KEYS_OF_KINDS = (
     *("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     *("short_factor", "long_factor", "finetuned", "type", "rope_type"),
+    # The authors' name of a factor of yarn, which transformers reads as attention_factor only.
+    "attn_factor",
     # How images and videos divide the pairs of a head among their three positions, which are equal
     # for text.
     *("mrope_section", "mrope_interleaved"),

@@ -25,9 +25,12 @@ FORMATS = {
     "gptq": Int4Format(packing="gptq", group_size=32, zero_offset=1),
     "gptq-v2": Int4Format(packing="gptq", group_size=None),
     "gptq-ordered": Int4Format(packing="gptq", group_size=32, is_ordered=True),
+    "gptq-8": Int4Format(packing="gptq", num_bits=8, group_size=32, zero_offset=1),
+    "gptq-8-channels": Int4Format(packing="gptq", num_bits=8, group_size=None),
+    "gptq-8-ordered": Int4Format(packing="gptq", num_bits=8, group_size=32, is_ordered=True),
     "awq": Int4Format(packing="awq", group_size=32),
 }
-CUT = [name for name in FORMATS if name != "gptq-ordered"]
+CUT = [name for name in FORMATS if not name.endswith("ordered")]
 
 
 def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -65,6 +68,17 @@ def test_each_rank_has_its_part(name: str, tmp_path: Path) -> None:
         sums.append(row(x[:, 64 * rank :][:, :64]))
     assert_near(torch.cat(columns, 1), exact)
     assert_near(sums[0] + sums[1], exact)
+
+
+def test_a_zero_of_eight_bits_that_is_stored_less_one_wraps(tmp_path: Path) -> None:
+    format = FORMATS["gptq-8"]
+    tensors = Int4Tensors.random(64, 128, format)
+    tensors.zeros[:, 0] = 0
+    stored = tensors.stored("a")
+    save_file(stored, tmp_path / "model.safetensors")
+    layer = loaded(column_layer({"a": 64}, 128, format), tmp_path)
+    x = torch.randn(3, 128)
+    assert_near(layer(x), functional.linear(x.double(), tensors.exact))
 
 
 def test_parts_that_cut_words_are_rejected() -> None:

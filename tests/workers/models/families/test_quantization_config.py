@@ -186,6 +186,9 @@ def test_integers_are_read(
 def test_scales_of_the_cache_are_announced(tmp_path: Path) -> None:
     assert not quantization_of(tmp_path, COMPRESSED).has_cache_scales
     assert quantization_of(tmp_path, COMPRESSED | {"kv_cache_scheme": CACHE}).has_cache_scales
+    static = {"quant_method": "fp8", "activation_scheme": "static", "kv_cache_scheme": "static"}
+    assert quantization_of(tmp_path, static).has_cache_scales
+    assert not quantization_of(tmp_path, static | {"kv_cache_scheme": None}).has_cache_scales
 
 
 def test_output_head_has_a_format_if_the_checkpoint_says_so(tmp_path: Path) -> None:
@@ -273,7 +276,16 @@ def test_output_head_has_a_format_if_the_checkpoint_says_so(tmp_path: Path) -> N
             ),
             "input_activations.num_bits must be an integer from 8 to 8, not 9",
         ),
-        (GPTQ | {"bits": 3}, "quantization_config.bits must be an integer from 4 to 4, not 3"),
+        (GPTQ | {"bits": 3}, "quantization_config.bits must be an integer from 4 to 8, not 3"),
+        (
+            {"quant_method": "fp8", "kv_cache_scheme": "dynamic"},
+            "quantization_config.kv_cache_scheme must be one of static",
+        ),
+        (GPTQ | {"bits": 6}, "quantization_config.bits must be 4 or 8, not 6"),
+        (GPTQ | {"bits": None}, "quantization_config.bits is missing"),
+        (GPTQ | {"format": "marlin"}, "format must be one of gptq, gptq_v2"),
+        (GPTQ | {"method": "qqq"}, "method must be one of gptq"),
+        (AWQ | {"format": "gemv"}, "format must be one of gemm"),
         (GPTQ | {"group_size": 100}, "group_size must be one of -1, 32, 64, 128, 256, not 100"),
         (GPTQ | {"lm_head": 1}, "lm_head must be"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format must be one of gptq, gptq_v2"),

@@ -109,6 +109,79 @@ def test_dtype_is_read_in_both_spellings(
     assert read_llama(tmp_path, **spelling).dtype == dtype
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0}
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"]}
+QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 7,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 21,
+}
+BERT = {
+    "architectures": ["BertModel"],
+    "hidden_act": "gelu",
+    "num_key_value_heads": ...,
+    "rms_norm_eps": ...,
+}
+ROBERTA = BERT | {"architectures": ["XLMRobertaModel"], "pad_token_id": 1}
+
+
+@pytest.mark.parametrize(
+    ("base", "field"),
+    [
+        ({}, {"activation": "swiglu"}),
+        ({}, {"_attn_implementation": "eager", "_name_or_path": "x"}),
+        ({}, {"mlp_bias": False, "pretraining_tp": 1, "use_cache": True}),
+        ({}, {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 3}),
+        ({}, {"unsloth_fixed": True, "rope_interleaved": False, "is_llama_config": True}),
+        (QWEN3, {"use_qk_norm": True}),
+        (QWEN3, {"sliding_window": 32768, "max_window_layers": 28, "use_sliding_window": False}),
+        (QWEN3_MOE, {"use_qk_norm": True, "qkv_bias": False}),
+        (QWEN3_MOE, {"shared_expert_intermediate_size": 0, "router_aux_loss_coef": 0.001}),
+        (BERT, {"export_model_type": "transformer"}),
+        (BERT, {"matryoshka_dimensions": [256], "classifier_dropout": None}),
+        (BERT, {"directionality": "bidi", "pooler_type": "first_token_transform"}),
+        (ROBERTA, {"export_model_type": "transformer", "output_past": True}),
+    ],
+)
+def test_fields_without_effect_are_accepted(
+    base: dict[str, Any], field: dict[str, Any], tmp_path: Path
+) -> None:
+    assert read_llama(tmp_path, **base, **field) == read_llama(tmp_path, **base)
+
+
+@pytest.mark.parametrize("factor", [0.8782488562869419, 2.0])
+def test_the_authors_factor_of_yarn_has_no_effect_as_in_transformers(
+    factor: float, tmp_path: Path
+) -> None:
+    config = read_llama(tmp_path, rope_scaling=YARN | {"attn_factor": factor})
+    assert config.rope == read_llama(tmp_path, rope_scaling=YARN).rope
+
+
+@pytest.mark.parametrize(
+    ("base", "field"),
+    [
+        ({}, {"activation": "geglu"}),
+        ({}, {"use_qk_norm": True}),
+        (QWEN3, {"use_qk_norm": False}),
+        (QWEN3, {"qkv_bias": True}),
+        (QWEN3_MOE, {"use_qk_norm": False}),
+        (QWEN3_MOE, {"shared_expert_intermediate_size": 512}),
+        (BERT, {"use_qk_norm": True}),
+        ({}, {"rope_interleaved": True}),
+        ({}, {"sliding_window": 4096}),
+        ({}, {"sliding_window": 4096, "use_sliding_window": True}),
+        ({}, {"dual_chunk_attention_config": {"chunk_size": 4}}),
+    ],
+)
+def test_fields_that_could_change_the_result_are_rejected_by_name(
+    base: dict[str, Any], field: dict[str, Any], tmp_path: Path
+) -> None:
+    assert f": {next(iter(field))} " in _message(written_llama(tmp_path, **base, **field)).replace(
+        "dual_chunk_attention_config.chunk_size", "dual_chunk_attention_config"
+    )
+
+
 def test_a_given_dtype_overrules_the_file(tmp_path: Path) -> None:
     assert read_model_config(written_llama(tmp_path), dtype="float32").dtype == "float32"
 

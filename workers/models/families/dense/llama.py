@@ -17,6 +17,8 @@ __all__ = ["LLAMA"]
 
 def _read(file: ConfigFile) -> ModelConfig:
     has_attention_bias = file.flag("attention_bias", False)
+    # Falcon3 also names the activation and the gate of its MLP together.
+    file.choice("activation", ("swiglu", "silu"), "swiglu")
     return replace(
         with_rope(base_config(file, LLAMA.architecture), file),
         has_qkv_bias=has_attention_bias,

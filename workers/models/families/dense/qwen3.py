@@ -22,6 +22,7 @@ __all__ = ["QWEN3"]
 
 def _read(file: ConfigFile) -> ModelConfig:
     has_attention_bias = file.flag("attention_bias", False)
+    file.reject_unless("use_qk_norm", True)
     config = base_config(file, QWEN3.architecture, default_num_kv_heads=32, default_head_size=128)
     config = replace(
         with_rope(config, file),

@@ -19,6 +19,7 @@ __all__ = ["QWEN3_MOE"]
 
 def _read(file: ConfigFile) -> ModelConfig:
     has_attention_bias = file.flag("attention_bias", False)
+    file.reject_unless("use_qk_norm", True)
     config = base_config(file, QWEN3_MOE.architecture, default_num_kv_heads=4)
     return replace(
         with_rope(config, file),
