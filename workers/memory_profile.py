@@ -63,32 +63,29 @@ class MemoryProfile:
         return step_bytes
 
     def _graph_bytes(self, sizes: GraphSizes) -> int:
-        """Return the bytes of the captured graphs, estimated from the two largest of each kind.
+        """Return the bytes of the captured graphs, estimated from three sizes of each kind.
 
-        The largest holds the memory pool that all share; each of the others adds its own nodes.
+        The largest holds the memory pool that all share; each of the others adds its own nodes,
+        more for larger sizes.
         """
-        decodes, pieces = sizes
-        num_bytes = 0
-        for two_largest, count in (
-            (GraphSizes(decodes[-2:], []), len(decodes)),
-            (GraphSizes([], pieces[-2:]), len(pieces)),
-        ):
-            if count:
-                shared, each = self._bytes_of_graphs(two_largest)
-                num_bytes += shared + each * (count - 1)
-        return num_bytes
+        return self._bytes_of_kind(
+            sizes.decodes, lambda tried: GraphSizes(tried, [])
+        ) + self._bytes_of_kind(sizes.pieces, lambda tried: GraphSizes([], tried))
 
-    def _bytes_of_graphs(self, sizes: GraphSizes) -> tuple[int, int]:
-        """Return the bytes of a runner with the largest graph, and those that one more adds."""
+    def _bytes_of_kind(self, sizes: list[int], of_kind: Callable[[list[int]], GraphSizes]) -> int:
+        if not sizes:
+            return 0
+        tried = sorted({sizes[0], *sizes[-2:]})
         before, _ = torch.cuda.mem_get_info(self._device)
-        runner = self._make_runner(sizes)
+        runner = self._make_runner(of_kind(tried))
         runner.forward_pass.capture_graphs(only_largest=True)
         with_largest, _ = torch.cuda.mem_get_info(self._device)
         runner.forward_pass.capture_graphs()
         with_all, _ = torch.cuda.mem_get_info(self._device)
         del runner
         release_gpu_memory()
-        return before - with_largest, max(0, with_largest - with_all)
+        others = max(0, with_largest - with_all) / max(1, len(tried) - 1)
+        return before - with_largest + int(others * (len(sizes) - 1))
 
 
 def largest_steps(config: EngineConfig) -> list[StepPlan]:

@@ -21,7 +21,7 @@ from workers.sampling.bad_words import BadWords
 from workers.sampling.choice import Draws
 from workers.sampling.edits import LogitEdits
 from workers.sampling.logprobs import LogprobReports, RawLogprobs
-from workers.sampling.masks import apply_masks
+from workers.sampling.masks import apply_masks, num_mask_bytes
 from workers.sampling.numpy_choice import NumpyChoice
 from workers.sampling.penalties import Penalties
 from workers.sampling.prompt_logprobs import PromptChunk, PromptReport, describe_prompts
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Sampled", "Sampler"]
 
+_MAX_SCORE_BYTES = 2**26
 _Ints: TypeAlias = "Sequence[int] | IntArray"
 
 
@@ -46,19 +47,18 @@ class Sampled:
 
     token_ids: Tensor
     """int64 `[num_rows]`; -1 where the logits hold NaN or +inf, or nothing but -inf."""
-    reports: LogprobReports | None = None
-    """Log-probabilities of the rows that requested them."""
-    reported: IntArray | None = None
-    """The rows that requested them."""
+    reports: tuple[tuple[IntArray, LogprobReports], ...] = ()
+    """Log-probabilities, with the indices of their rows."""
 
     @property
     def logprobs(self) -> list[TokenLogprobs | None]:
         """Reports by row; empty if no row requested them. Waits for their copies to the host."""
-        if self.reports is None or self.reported is None:
+        if not self.reports:
             return []
         logprobs: list[TokenLogprobs | None] = [None] * len(self.token_ids)
-        for index, report in zip(self.reported.tolist(), self.reports.as_list(), strict=True):
-            logprobs[index] = report
+        for indices, reports in self.reports:
+            for index, report in zip(indices.tolist(), reports.as_list(), strict=True):
+                logprobs[index] = report
         return logprobs
 
 
@@ -75,9 +75,15 @@ class Sampler:
         vocab_size: int,
         device: torch.device,
         choice: Choice | None = None,
+        max_score_bytes: int = _MAX_SCORE_BYTES,
     ) -> None:
-        """Choose by `choice`, or by what is fastest on the device."""
+        """Choose by `choice`, or by what is fastest on the device.
+
+        Rows that need more than their most likely token are sampled in parts of `max_score_bytes`
+        of float32 scores, since each kind of edit and report allocates as much again.
+        """
         self._vocab_size = vocab_size
+        self._max_part = max(1, max_score_bytes // (4 * vocab_size))
         self._device = device
         self._uploader = Uploader(device)
         self._choice = choice or _fastest_choice(self._uploader)
@@ -90,7 +96,6 @@ class Sampler:
         """Start a sequence in its row, and drop all state of the former sequence of the row."""
         self._rows.start(start)
         self._edits.end(start.row)
-        self._penalties.end(start.row)
         self._bad_words.end(start.row)
         needs = self._rows.needs(np.array([start.row]))[0]
         if needs & Need.EDIT:
@@ -169,19 +174,35 @@ class Sampler:
         needs = self._rows.needs_at(row_ids, row_positions)
         if not needs.any():
             return Sampled(self._choice.greedy(logits, np.arange(len(row_ids))))
+        masked = np.flatnonzero(needs & Need.MASK)
+        mask_bytes = num_mask_bytes(self._vocab_size)
+        token_ids, reports = [], []
+        num_parts = -(-len(row_ids) // self._max_part)
+        for indices in np.array_split(np.arange(len(row_ids)), num_parts):
+            part = slice(indices[0], indices[-1] + 1)
+            first, end = np.searchsorted(masked, (part.start, part.stop)) * mask_bytes
+            sampled = self._sample_part(
+                logits[part], row_ids[part], row_positions[part], needs[part], masks[first:end]
+            )
+            token_ids.append(sampled.token_ids)
+            reports += [(part.start + reported, report) for reported, report in sampled.reports]
+        if released:
+            self._rows.release(row_ids[masked[list(released)]])
+        return Sampled(token_ids[0] if num_parts == 1 else torch.cat(token_ids), tuple(reports))
+
+    def _sample_part(
+        self, logits: Tensor, rows: IntArray, positions: IntArray, needs: IntArray, masks: bytes
+    ) -> Sampled:
         reported = np.flatnonzero(needs & Need.LOGPROBS)
         # Their log-probabilities are taken from the logits while these are whole.
-        raw_logprobs = self._raw_logprobs(logits, row_ids, reported)
-        scores = self._edited(logits, row_ids, row_positions, needs, masks)
-        token_ids = self._chosen(scores, row_ids, row_positions, needs)
-        self._count(token_ids, row_ids, needs)
-        if released:
-            masked = np.flatnonzero(needs & Need.MASK)
-            self._rows.release(row_ids[masked[list(released)]])
+        raw_logprobs = self._raw_logprobs(logits, rows, reported)
+        scores = self._edited(logits, rows, positions, needs, masks)
+        token_ids = self._chosen(scores, rows, positions, needs)
+        self._count(token_ids, rows, needs)
         if raw_logprobs is None:
             return Sampled(token_ids)
         chosen = token_ids[self._uploader.upload(reported)]
-        return Sampled(token_ids, raw_logprobs.report(chosen), reported)
+        return Sampled(token_ids, ((reported, raw_logprobs.report(chosen)),))
 
     def _raw_logprobs(
         self, logits: Tensor, rows: IntArray, indices: IntArray

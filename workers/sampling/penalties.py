@@ -1,8 +1,8 @@
 """Repetition, presence and frequency penalties, and the token counts that they need.
 
 The repetition penalty is that of CTRL (Keskar et al., 2019), with the sign rule of transformers;
-the others are those of OpenAI's API. Only rows with a penalty have counts, in slots
-`[num_slots, vocab_size]` on the device, which grow by doubling and are reused by later rows.
+the others are those of OpenAI's API. Counts of all rows are allocated on the device when the first
+row has a penalty: tables that grow would leave the allocator with fragments of their former sizes.
 `penalize` computes the penalties of the whole vocabulary; on a CPU, `penalize_seen` computes those
 of the tokens that were seen only.
 """
@@ -33,22 +33,25 @@ class Penalties:
     def __init__(self, max_num_rows: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._slot_by_row: dict[int, int] = {}
-        self._free_slots: list[int] = []
         self._output_counts = self._zeros(0, torch.int32)
+        """`[max_num_rows, vocab_size]`, or empty before any row has had a penalty."""
         self._is_seen = self._zeros(0, torch.bool)
         self._strengths: Strengths = np.zeros((max_num_rows, 3), dtype=np.float32)
 
     def start(self, start: SequenceStart) -> None:
         """Replace the penalties of the row, and count the tokens with which it starts."""
-        sampling, slot = start.sampling, self._slot_of(start.row)
+        sampling = start.sampling
+        if not len(self._is_seen):
+            self._output_counts = self._zeros(len(self._strengths), torch.int32)
+            self._is_seen = self._zeros(len(self._strengths), torch.bool)
         self._strengths[start.row] = (
             sampling.repetition_penalty,
             sampling.presence_penalty,
             sampling.frequency_penalty,
         )
         token_ids = np.frombuffer(start.token_ids, np.int32)
-        counts, is_seen = self._output_counts[slot].zero_(), self._is_seen[slot].zero_()
+        counts = self._output_counts[start.row].zero_()
+        is_seen = self._is_seen[start.row].zero_()
         seen_ids = self._known(token_ids)
         if len(seen_ids):
             is_seen.index_fill_(0, upload(seen_ids, self._device), True)
@@ -57,54 +60,25 @@ class Penalties:
             output_ids, times = np.unique(output_ids, return_counts=True)
             counts[upload(output_ids, self._device)] = upload(times.astype(np.int32), self._device)
 
-    def end(self, row: int) -> None:
-        """Forget the row."""
-        slot = self._slot_by_row.pop(row, None)
-        if slot is not None:
-            self._free_slots.append(slot)
-
     def apply(self, scores: Tensor, indices: IntArray, rows: IntArray) -> None:
         """Penalize `scores[indices]`, which belong to these rows, in place."""
-        strengths, slots = self._strengths[rows], self._slots(rows)
+        strengths = self._strengths[rows]
         if self._device.type == "cpu":
-            penalize_seen(scores, indices, self._is_seen, self._output_counts, slots, strengths)
+            penalize_seen(scores, indices, self._is_seen, self._output_counts, rows, strengths)
         else:
-            penalize(scores, indices, self._is_seen, self._output_counts, slots, strengths)
+            penalize(scores, indices, self._is_seen, self._output_counts, rows, strengths)
 
     def count(self, rows: IntArray, token_ids: Tensor) -> None:
         """Count the tokens just sampled for these rows, `[num_rows]`; -1 is none."""
-        slots = upload(self._slots(rows), self._device)
+        slots = upload(rows, self._device)
         is_token, token_ids = token_ids >= 0, token_ids.clamp(min=0)
         self._output_counts[slots, token_ids] += is_token
         self._is_seen[slots, token_ids] |= is_token
 
-    def _slots(self, rows: IntArray) -> IntArray:
-        return np.array([self._slot_by_row[row] for row in rows.tolist()], dtype=np.int64)
-
-    def _slot_of(self, row: int) -> int:
-        if row not in self._slot_by_row:
-            if not self._free_slots:
-                self._grow()
-            self._slot_by_row[row] = self._free_slots.pop()
-        return self._slot_by_row[row]
-
-    def _grow(self) -> None:
-        num_slots = len(self._output_counts)
-        num_added = min(max(num_slots, 1), len(self._strengths) - num_slots)
-        assert num_added > 0
-        self._free_slots += range(num_slots, num_slots + num_added)
-        self._output_counts = self._extended(self._output_counts, num_added)
-        self._is_seen = self._extended(self._is_seen, num_added)
-
-    def _extended(self, slots: Tensor, num_added: int) -> Tensor:
-        extended = self._zeros(len(slots) + num_added, slots.dtype)
-        extended[: len(slots)] = slots
-        return extended
-
-    def _zeros(self, num_slots: int, dtype: torch.dtype) -> Tensor:
+    def _zeros(self, num_rows: int, dtype: torch.dtype) -> Tensor:
         # Made in inference mode, it could not be written to outside of it.
         with torch.inference_mode(mode=False):
-            return torch.zeros(num_slots, self._vocab_size, dtype=dtype, device=self._device)
+            return torch.zeros(num_rows, self._vocab_size, dtype=dtype, device=self._device)
 
     def _known(self, token_ids: NDArray[np.int32]) -> IntArray:
         # A placeholder, such as that of an image, has an id but no logit.
