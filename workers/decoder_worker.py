@@ -163,10 +163,6 @@ class DecoderWorker(Worker):
         finally:
             self._idle_lock.release()
 
-    def start_pinning(self) -> None:
-        if self._host_pool is not None:
-            self._host_pool.start_pinning()
-
     def end_epoch(self) -> None:
         self._close_jobs()
         if self._device.type == "cuda":
@@ -183,7 +179,8 @@ class DecoderWorker(Worker):
         assert self._runner is not None
         if plan.swap_outs or plan.evictions:
             # There may have been too little idle time.
-            self.start_pinning()
+            assert self._host_pool is not None
+            self._host_pool.start_pinning()
         if self._checksum_jobs is not None:
             self._checksum_jobs.begin(plan)
         if self._disk_jobs is not None:

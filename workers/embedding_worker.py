@@ -120,9 +120,6 @@ class EmbeddingWorker(Worker):
     def capture_graphs(self, *, only_largest: bool = False) -> None:
         pass
 
-    def start_pinning(self) -> None:
-        pass
-
     def end_epoch(self) -> None:
         if self._device.type == "cuda":
             # Raises if the device has failed; without graphs nothing holds the collectives.

@@ -147,10 +147,6 @@ class Worker(ABC):
         return False
 
     @abstractmethod
-    def start_pinning(self) -> None:
-        """Pin the CPU pool while steps run, for a caller that does not call `use_idle_time`."""
-
-    @abstractmethod
     def end_epoch(self) -> None:
         """Drop all but the weights, and leave the group, of which other ranks are gone.
 

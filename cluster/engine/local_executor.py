@@ -6,6 +6,7 @@ cache. What ends the process, such as a segmentation fault, ends the engine with
 
 from __future__ import annotations
 
+import logging
 import threading
 import traceback
 from collections import deque
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 from cluster.engine.executor import Executor, RankHealth
 from cluster.engine.faults.rank_monitor import RankMonitor
 from cluster.engine.faults.start_limit import StartLimit
-from cluster.engine.rank_thread import RankThread
+from cluster.engine.rank_thread import IDLE_S, RankThread
 from pagedray.batch import EmbedOutput, EmbedPlan, StepOutput
 from pagedray.errors import HungRankError, PagedRayError, StartupError, WorkerError
 from pagedray.rank_progress import MAX_INDEX, Phase, ProgressWord, RankReport
@@ -39,6 +40,7 @@ __all__ = ["LocalExecutor"]
 
 Result = TypeVar("Result")
 
+logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 5.0
 _POLL_S = 0.25
@@ -71,6 +73,7 @@ class LocalExecutor(Executor):
             raise
         self._worker, self._cache_size, self._kernels = started
         self._monitor.begin_steps()
+        self._thread.use_idle_time(self._use_idle_time)
 
     @property
     def cache_size(self) -> CacheSize:
@@ -178,8 +181,7 @@ class LocalExecutor(Executor):
         cache_size = worker.available_cache(limits)
         kernels = worker.allocate_cache(cache_size.num_blocks, cache_size.num_cpu_blocks)
         worker.warm_up()
-        worker.capture_graphs()
-        worker.start_pinning()
+        worker.capture_graphs(only_largest=True)
         return worker, cache_size, kernels
 
     def _are_first_copied(self) -> bool:
@@ -204,7 +206,19 @@ class LocalExecutor(Executor):
         self._worker.allocate_cache(size.num_blocks, size.num_cpu_blocks)
         self._worker.warm_up()
         self._worker.capture_graphs(only_largest=True)
-        self._worker.start_pinning()
+
+    def _use_idle_time(self) -> float | None:
+        """Let the worker pin memory and capture graphs, which would delay steps."""
+        if self._running or self._copying:
+            return IDLE_S
+        try:
+            has_more = self._worker.use_idle_time()
+        except Exception:
+            # The thread would end otherwise. A device that has failed fails the next step, too.
+            logger.warning("Preparing for steps in idle time failed.", exc_info=True)
+            return None
+        self._progress.enter(Phase.IDLE)
+        return 0.0 if has_more else None
 
     def _report_download(self, done: int, total: int) -> None:
         if self._is_given_up:

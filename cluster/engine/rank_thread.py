@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["RankThread"]
+__all__ = ["IDLE_S", "RankThread"]
 
 Result = TypeVar("Result")
+
+IDLE_S = 0.05
+"""Time without a call after which idle time is used; shorter pauses are between steps."""
 
 
 class RankThread:
@@ -25,6 +28,7 @@ class RankThread:
     def __init__(self) -> None:
         # Any: calls of any result.
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._use_idle_time: Callable[[], float | None] = lambda: None
         self._thread = threading.Thread(target=self._run, name="pagedray-rank", daemon=True)
         self._thread.start()
 
@@ -33,6 +37,13 @@ class RankThread:
         future: Future[Result] = Future()
         self._calls.put((future, call))
         return future
+
+    def use_idle_time(self, call: Callable[[], float | None]) -> None:
+        """Run `call` in the thread when no other call has arrived for `IDLE_S`.
+
+        It returns the seconds after which it is to run again if no other call arrives, or None.
+        """
+        self.submit(lambda: setattr(self, "_use_idle_time", call))
 
     def close(self, timeout_s: float) -> bool:
         """Cancel the calls that have not begun; return whether the thread ended in time."""
@@ -45,8 +56,17 @@ class RankThread:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    # Any: as above.
+    def _next_entry(self) -> tuple[Future[Any], Callable[[], Any]] | None:
+        wait_s: float | None = IDLE_S
+        while True:
+            try:
+                return self._calls.get(timeout=wait_s)
+            except Empty:
+                wait_s = self._use_idle_time()
+
     def _run(self) -> None:
-        while (entry := self._calls.get()) is not None:
+        while (entry := self._next_entry()) is not None:
             future, call = entry
             # The result would otherwise live until the next call.
             del entry

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
+from concurrent.futures import Future
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -141,3 +143,39 @@ def test_loading_ends_soon_after_it_is_interrupted() -> None:
     with pytest.raises(KeyboardInterrupt):
         LocalExecutor(config(), report)
     assert len(reported) == 1
+
+
+class IdleWorker(CopyingWorker):
+    """A worker that has something to do in idle time, a few times."""
+
+    def __init__(self, executor: LocalExecutor, num_times: int) -> None:
+        super().__init__()
+        self._executor = executor
+        self._num_left = num_times
+        self.were_running: list[bool] = []
+        self.has_ended = threading.Event()
+
+    def use_idle_time(self) -> bool:
+        self.were_running.append(bool(self._executor._running))
+        self._num_left -= 1
+        if self._num_left == 0:
+            self.has_ended.set()
+            raise RuntimeError("a defect")
+        return True
+
+
+def test_worker_prepares_for_steps_while_none_runs(caplog: pytest.LogCaptureFixture) -> None:
+    executor = LocalExecutor(config(), lambda what, fraction: None)
+    executor._worker.close()
+    executor._running.append(Future())
+    executor._worker = worker = IdleWorker(executor, num_times=3)  # type: ignore[assignment]  # as above
+    executor._thread.use_idle_time(executor._use_idle_time)
+    assert not worker.has_ended.wait(0.3)
+    executor._running.clear()
+    assert worker.has_ended.wait(60.0)
+    assert worker.were_running == [False] * 3
+    # A failure does not end the thread.
+    executor.submit_plan(StepPlan(0, []))
+    executor.collect_output()
+    executor.close()
+    assert "Preparing for steps in idle time failed." in caplog.text
