@@ -10,8 +10,9 @@ from attention.kernels.quantized_rows import QuantizedRows
 from attention.kernels.triton.launches.dependent_launch import dependent_launch, wait_for_inputs
 from attention.kernels.triton.tuning import next_power_of_two
 
-__all__ = ["empty_quantized", "quantize_blocks", "quantize_rows", "store_quantized"]
+__all__ = ["ROW_STEP", "empty_quantized", "quantize_blocks", "quantize_rows", "store_quantized"]
 
+ROW_STEP = 128
 _FP8_MAX = tl.constexpr(448.0)
 _BLOCKS_PER_PROGRAM = 32
 
@@ -81,9 +82,15 @@ def _quantize_rows(
 def empty_quantized(
     num_rows: int, size: int, *, dtype: torch.dtype, device: torch.device
 ) -> QuantizedRows:
-    """Return uninitialized rows of this size, of inputs in `dtype`."""
+    """Return uninitialized rows of this size, of inputs in `dtype`.
+
+    Memory of more rows follows, up to a multiple of `ROW_STEP`, so that tiles of this many rows can
+    be loaded whole: bulk copies of tiles that end outside a tensor take longer.
+    """
+    num_allocated = -(-num_rows // ROW_STEP) * ROW_STEP
+    values = torch.empty((num_allocated, size), dtype=torch.float8_e4m3fn, device=device)
     return QuantizedRows(
-        torch.empty((num_rows, size), dtype=torch.float8_e4m3fn, device=device),
+        values[:num_rows],
         torch.empty((num_rows, 1), dtype=torch.float32, device=device),
         dtype,
     )

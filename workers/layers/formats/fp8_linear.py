@@ -34,6 +34,7 @@ class Fp8Linear(QuantizedLinear):
     ) -> None:
         super().__init__(stored, bias, device)
         # Triton is absent on machines without a GPU.
+        from attention.kernels.triton.gemm.fp8_tiles import new_arrivals
         from attention.kernels.triton.gemm.gemv import default_gemv_tuning
         from attention.kernels.triton.gemm.skinny import fp8_skinny_tuning
         from attention.kernels.triton.gemm.trials import failed_trials
@@ -57,7 +58,8 @@ class Fp8Linear(QuantizedLinear):
             self._tuning = self._gated_tuning = None
         if "gemv" in failed:
             self._gemv_tuning = self._gated_gemv_tuning = None
-        self._has_fp8_tiles = "fp8_tiles" not in failed
+        can_tile = bias is None and "fp8_tiles" not in failed
+        self._arrivals = new_arrivals(out_size, device) if can_tile else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         from attention.kernels.triton.gemm.gemv import gemv
@@ -80,12 +82,14 @@ class Fp8Linear(QuantizedLinear):
         return num_rows > MAX_ROWS and self._fp8.input_scale is None
 
     def of_quantized(self, rows: QuantizedRows) -> torch.Tensor:
-        from attention.kernels.triton.gemm.fp8_tiles import fp8_tiles_gemm, takes_one_turn
+        from attention.kernels.triton.gemm.fp8_tiles import fp8_tiles_gemm, fp8_tiling
 
         fp8 = self._fp8
-        can_tile = self._has_fp8_tiles and self.bias is None
-        if can_tile and takes_one_turn(len(rows), len(fp8.values), self._num_multiprocessors):
-            return fp8_tiles_gemm(rows, fp8.values, fp8.scales)
+        if self._arrivals is not None:
+            out_size, in_size = fp8.values.shape
+            tiling = fp8_tiling(len(rows), out_size, in_size, self._num_multiprocessors)
+            if tiling is not None:
+                return fp8_tiles_gemm(rows, fp8.values, fp8.scales, tiling, self._arrivals)
         return torch._scaled_mm(
             rows.values,
             fp8.values.t(),

@@ -16,7 +16,7 @@ import torch
 
 from attention.kernels.new_tokens import Rotary
 from attention.kernels.quantized_rows import QuantizedRows
-from attention.kernels.triton.gemm.fp8_tiles import fp8_tiles_gemm
+from attention.kernels.triton.gemm.fp8_tiles import Fp8Tiling, fp8_tiles_gemm, new_arrivals
 from attention.kernels.triton.gemm.gemv import GemvTuning, gemv
 from attention.kernels.triton.gemm.normed_gemv import normed_gemv
 from attention.kernels.triton.gemm.persistent_gated import persistent_gated
@@ -68,7 +68,9 @@ def _try_persistent_rotated(device: torch.device) -> None:
 
 def _try_fp8_tiles(device: torch.device) -> None:
     values, scales = _ones(16, device).to(torch.float8_e4m3fn), torch.ones(16, 1, device=device)
-    fp8_tiles_gemm(QuantizedRows(values, scales, torch.bfloat16), values, scales)
+    rows = QuantizedRows(values, scales, torch.bfloat16)
+    tiling = Fp8Tiling(tile_rows=32, tile_depth=64, num_stages=3, num_parts=2)
+    fp8_tiles_gemm(rows, values, scales, tiling, new_arrivals(16, device))
 
 
 TRIALS: Mapping[str, Callable[[torch.device], None]] = {

@@ -17,7 +17,7 @@ from attention.kernels.triton.experts import choose_experts, expert_sums, mxfp4_
 from attention.kernels.triton.fp8_rows import quantize_blocks, quantize_rows
 from attention.kernels.triton.gate import quantized_gated
 from attention.kernels.triton.gemm.block_fp8 import block_fp8_gemm
-from attention.kernels.triton.gemm.fp8_tiles import fp8_tiles_gemm
+from attention.kernels.triton.gemm.fp8_tiles import fp8_tiles_gemm, fp8_tiling, new_arrivals
 from attention.kernels.triton.gemm.gemv import add_gemv, default_gemv_tuning, gemv, gemv_gated
 from attention.kernels.triton.gemm.int4 import (
     MAX_GATED_ROWS,
@@ -127,11 +127,22 @@ def many_rotated_rows() -> None:
 
 
 def fp8_tiles() -> None:
-    """Multiply fp8 rows in one turn of small tiles."""
-    values, scales = tensor(256, 14336, dtype=FP8), tensor(256, 1, dtype=torch.float32)
+    """Multiply fp8 rows in small tiles of each size."""
     weight_scales = tensor(4096, 1, dtype=torch.float32)
-    rows = QuantizedRows(values, scales, BF16)
-    fp8_tiles_gemm(rows, tensor(4096, 14336, dtype=FP8), weight_scales)
+    for num_rows in (256, 192, 128, 64, 32):
+        values, scales = (
+            tensor(num_rows, 14336, dtype=FP8),
+            tensor(num_rows, 1, dtype=torch.float32),
+        )
+        tiling = fp8_tiling(num_rows, 4096, 14336, 132)
+        assert tiling is not None
+        fp8_tiles_gemm(
+            QuantizedRows(values, scales, BF16),
+            tensor(4096, 14336, dtype=FP8),
+            weight_scales,
+            tiling,
+            new_arrivals(4096, values.device),
+        )
 
 
 def skinny(scale_depth: int | None) -> None:
