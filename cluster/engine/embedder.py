@@ -145,7 +145,7 @@ class Embedder(StepLoop):
 
     def _turn(self) -> None:
         try:
-            if self._suspects.needs_proof:
+            if self._suspects.accused is not None:
                 self._prove_ranks()
             else:
                 self._step()
@@ -153,10 +153,14 @@ class Embedder(StepLoop):
             self._replace_ranks(error)
 
     def _prove_ranks(self) -> None:
-        """Embed a text of the engine itself: if it finishes, the ranks work without the accused."""
-        self._run(EmbedPlan(self._next_step, [[0]], "mean", is_normalized=True))
+        """Embed a text of the engine itself until the ranks work longer than with the accused."""
+        for _ in range(self._suspects.num_probe_tokens):
+            self._run(EmbedPlan(self._next_step, [[0]], "mean", is_normalized=True))
         with self._wake:
-            self._examine(is_proven=True)
+            culprit = self._suspects.convict()
+            for job in [job for job in self._jobs if job.id == culprit]:
+                self._end_culprit(job)
+            self._examine(has_changed=True)
 
     def _step(self) -> None:
         with self._wake:
@@ -175,11 +179,12 @@ class Embedder(StepLoop):
             for (job, index), vector in zip(batch, vectors, strict=True):
                 job.vectors[index] = _cut(vector, job.request)
             for job in {job: None for job, _ in batch}:
+                job.num_steps += 1
                 # The engine may have failed meanwhile, which ends all jobs.
                 if not job.undone and job in self._jobs:
                     self._leave(job, None)
             if self._suspects.are_any:
-                self._examine(is_proven=True)
+                self._examine()
 
     def _drop_ended(self, now_s: float) -> None:
         """Drop cancelled requests, and end those past their deadline."""
@@ -236,46 +241,41 @@ class Embedder(StepLoop):
         job.resolve(error)
 
     def _note_death(self) -> bool:
-        has_narrowed = self._suspects.note_death(self._put_back())
-        self._examine(has_died=True)
+        has_narrowed = self._suspects.note_death(self._put_back(), self._next_step)
+        self._examine(has_changed=True)
         return has_narrowed
 
     def _begin_epoch(self, damaged: Sequence[int] | None) -> None:
         self._next_step = 0
 
     def _put_back(self) -> dict[str, dict[int, int]]:
-        """Make the texts of the running step wait again; return them, by job and index."""
+        """Make the texts of the running step wait again; return their jobs' steps."""
         batch, self._batch = self._batch, []
         ran: dict[str, dict[int, int]] = {}
         for job, index in batch:
             if job not in self._jobs:
                 continue
-            ran.setdefault(job.id, {})[index] = 0
+            ran[job.id] = {0: job.num_steps}
             if not job.undone and not job.is_barred:
                 self._waiting.insert(job)
             job.put_back(index)
         return ran
 
-    def _examine(self, *, has_died: bool = False, is_proven: bool = False) -> None:
-        """Note which suspects are left, end culprits, and decide which jobs run.
+    def _end_culprit(self, job: EmbeddingJob) -> None:
+        logger.error(
+            "A request to embed %s ended with an error: the ranks died whenever it ran, and work "
+            "without it.",
+            counted(len(job.undone), "text"),
+        )
+        self._num_culprits += 1
+        self._lethal.note_request(job.request.texts, job.request.tenant, self._clock.now_s())
+        self._leave(job, LethalRequestError())
 
-        A suspect survives once the texts that ran at a death are embedded. `is_proven` is true if a
-        step finished since the death.
-        """
+    def _examine(self, *, has_changed: bool = False) -> None:
+        """Note how far the suspects are, and decide which jobs run."""
         suspects = self._suspects
-        undone = {job.id: dict.fromkeys(job.undone, 0) for job in self._jobs}
-        has_changed = suspects.note_lengths(undone)
-        for culprit in suspects.take_culprits(is_proven=is_proven):
-            logger.error(
-                "A request to embed %s ended with an error: the ranks died whenever it ran, "
-                "and work without it.",
-                counted(len(undone[culprit]), "text"),
-            )
-            job = next(job for job in self._jobs if job.id == culprit)
-            self._num_culprits += 1
-            self._lethal.note_request(job.request.texts, job.request.tenant, self._clock.now_s())
-            self._leave(job, LethalRequestError())
-        if has_changed or has_died:
+        num_steps = {job.id: {0: job.num_steps} for job in self._jobs}
+        if suspects.note_lengths(num_steps) or has_changed:
             for job in self._jobs:
                 self._bar(job, is_barred=not suspects.may_run(job.id))
 

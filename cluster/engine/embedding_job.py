@@ -51,6 +51,7 @@ class EmbeddingJob:
         "has_started",
         "id",
         "is_barred",
+        "num_steps",
         "order",
         "request",
         "share",
@@ -69,6 +70,8 @@ class EmbeddingJob:
         texts = request.texts
         self.undone = sorted(range(len(texts)), key=lambda i: len(texts[i]), reverse=True)
         self.has_started = False
+        self.num_steps = 0
+        """Steps that embedded some of its texts."""
         self.is_barred = False
         """Whether it may not run at present."""
 

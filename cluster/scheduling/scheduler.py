@@ -203,6 +203,11 @@ class Scheduler:
         """Return the request with an id, which must be open."""
         return self._table.requests[request_id].request
 
+    @property
+    def num_epoch_steps(self) -> int:
+        """The number of plans since the ranks started."""
+        return self._step
+
     def lengths_in_flight(self) -> dict[str, dict[int, int]]:
         """Return the known tokens of the sequences in the plans in flight, by request and index.
 

@@ -225,16 +225,18 @@ LETHAL = 49
 
 
 class PoisonedExecutor(CountingExecutor):
-    """Ranks that die of texts with one token, or always."""
+    """Ranks that die of texts with one token from a step after each start on, or always."""
 
-    def __init__(self, *, dies_always: bool = False) -> None:
+    def __init__(self, *, dies_always: bool = False, step: int = 0) -> None:
         super().__init__(is_open=False)
         self.dies_always = dies_always
+        self.step = step
         self.num_deaths = 0
 
     def embed_texts(self, plan: EmbedPlan) -> EmbedOutput:
         output = super().embed_texts(plan)
-        if self.dies_always or any(LETHAL in ids for ids in plan.token_ids):
+        is_lethal = plan.step >= self.step and any(LETHAL in ids for ids in plan.token_ids)
+        if self.dies_always or is_lethal:
             self.num_deaths += 1
             raise WorkerError("A rank died.")
         return output
@@ -259,6 +261,21 @@ def test_texts_that_kill_their_ranks_fail_alone(
     assert executor.num_deaths <= len(poisons) * (3 + 4)
     assert embedder.stats().num_lethal_requests == len(poisons)
     assert embedder.stats().scheduler.num_queued_requests == 0
+
+
+@pytest.mark.parametrize("step", range(1, 6))
+def test_texts_that_kill_some_steps_after_each_start_fail_alone(
+    opened: Callable[..., Embedder], step: int
+) -> None:
+    executor = PoisonedExecutor(step=step)
+    embedder = opened(executor, max_num_seqs=4)
+    held(embedder, executor)
+    innocent = [embedder.submit_request(request(*[[7]] * 30)) for _ in range(3)]
+    lethal = embedder.submit_request(request(*[[LETHAL]] * 200))
+    executor.gate.set()
+    assert isinstance(lethal.exception(TIMEOUT_S), LethalRequestError)
+    assert all(answer.exception(TIMEOUT_S) is None for answer in innocent)
+    assert executor.num_deaths <= 4 + 2
 
 
 def test_a_lethal_request_that_is_alone_fails_after_three_deaths(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cluster.engine.controller import Controller
+from cluster.engine.faults.death_inquiry import DeathInquiry
 from cluster.engine.faults.suspects import Suspects
 from cluster.engine.ranks.disk_reports import DiskReports
 from cluster.engine.ranks.pool_memories import PoolMemories
@@ -310,10 +311,17 @@ PLANTED_BUGS = (
     ),
     _bug(
         "a request that kills its ranks is never ended",
+        DeathInquiry,
+        "examine",
+        "self._end(suspects.convict())",
+        "[]",
+    ),
+    _bug(
+        "a request that kills its ranks some steps after each start is never found",
         Suspects,
-        "take_culprits",
-        "return culprits",
-        "return []",
+        "_note_margin",
+        "if not self._are_steady:",
+        "if True:",
     ),
     _bug(
         "a stream does not end with its request",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -143,6 +144,11 @@ class _Run:
         self._outcome.num_read_blocks = stats.num_read_blocks
         self._outcome.num_kept_hit_tokens = stats.num_kept_hit_tokens
         self._outcome.num_deaths = self._ranks.num_deaths
+        clients = self._scenario.clients
+        if not self._scenario.faults:
+            num_lethal = sum(client.is_lethal for client in clients)
+            most_deaths = num_lethal * (4 + math.ceil(math.log2(len(clients))))
+            assert self._ranks.num_deaths <= most_deaths, "a search takes too many deaths"
         self._outcome.num_preemptions = stats.num_swap_preemptions + stats.num_recompute_preemptions
 
     async def _serve(self, plan: ClientPlan) -> None:
@@ -233,7 +239,7 @@ class _Client:
     @property
     def _may_be_accused(self) -> bool:
         """Whether the ranks have died, twice by chance, whenever it ran alone."""
-        return self._plan.lethal_length is not None or self._chance_deaths[self._id] >= 2
+        return self._plan.is_lethal or self._chance_deaths[self._id] >= 2
 
     @property
     def _id(self) -> str:

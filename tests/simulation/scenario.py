@@ -44,6 +44,16 @@ class ClientPlan:
     """The length at which its logits are not finite."""
     lethal_length: int | None = None
     """The length at which its ranks die, each time."""
+    lethal_step: int | None = None
+    """The step after each start, from 1, from which its ranks die if it runs."""
+    lethal_s: float | None = None
+    """The time after each start from which its ranks die if it runs."""
+
+    @property
+    def is_lethal(self) -> bool:
+        """Whether it kills its ranks."""
+        lethal = (self.lethal_length, self.lethal_step, self.lethal_s)
+        return any(one is not None for one in lethal)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +91,8 @@ class Scenario:
 
 _RETURNING = 4
 """In one scenario of so many, prompts come back."""
+_LETHAL = 16
+"""In one scenario of so many, requests kill their ranks."""
 
 
 def make_scenario(seed: int) -> Scenario:
@@ -88,6 +100,8 @@ def make_scenario(seed: int) -> Scenario:
     draws = random.Random(seed)
     if seed % _RETURNING == 0:
         return _make_returning(seed, draws)
+    if seed % _LETHAL == 1:
+        return _make_lethal(seed, draws)
     block_size = draws.choice((1, 2, 4))
     num_blocks = draws.randint(16, 40) // block_size + 2
     max_model_len = num_blocks * block_size - draws.randint(0, 9)
@@ -162,6 +176,47 @@ def _make_returning(seed: int, draws: random.Random) -> Scenario:
         max_num_batched_tokens=draws.choice((5, 30)),
         max_model_len=20,
         preemption=draws.choice(("swap", "auto")),
+        step_s=step_s,
+        channel_delay_s=draws.choice((0.0, 0.002)),
+    )
+
+
+def _make_lethal(seed: int, draws: random.Random) -> Scenario:
+    """Return a scenario of requests among which one or two kill their ranks."""
+    step_s = draws.choice((0.001, 0.01))
+    num_clients = draws.choice((1, 2, 7, 32))
+    clients = []
+    for number in range(1, num_clients + 1):
+        prompt = tuple(draws.randint(0, 6) for _ in range(draws.choice((1, 6, 30))))
+        clients.append(
+            ClientPlan(
+                number=number,
+                arrival_s=draws.choice((0.0, draws.random() * 30 * step_s)),
+                prompt=prompt,
+                max_tokens=draws.choice((1, 20, 60)),
+            )
+        )
+    for _ in range(min(num_clients, draws.choice((1, 1, 2)))):
+        index = draws.randrange(num_clients)
+        length = len(clients[index].prompt)
+        lethal: dict[str, Any] = draws.choice(  # Any: one field of several types
+            (
+                {"lethal_length": length + draws.choice((0, 1, 10))},
+                {"lethal_step": draws.randint(1, 10)},
+                {"lethal_s": draws.choice((0.0, 3.0, 10.0, 20.0)) * step_s},
+            )
+        )
+        clients[index] = replace(clients[index], max_tokens=60, **lethal)
+    return Scenario(
+        seed=seed,
+        clients=tuple(clients),
+        num_ranks=draws.choice((1, 2)),
+        block_size=4,
+        num_blocks=draws.choice((60, 800)),
+        num_cpu_blocks=draws.choice((0, 40)),
+        max_num_seqs=draws.choice((5, 40)),
+        max_num_batched_tokens=draws.choice((8, 64, 400)),
+        max_model_len=100,
         step_s=step_s,
         channel_delay_s=draws.choice((0.0, 0.002)),
     )

@@ -19,11 +19,10 @@ from tests.simulation.virtual_socket import connect_sockets
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Mapping
 
-    from pagedray.batch import ControllerMessage, WorkerMessage
+    from pagedray.batch import ControllerMessage, SequencePlan, WorkerMessage
     from tests.scheduling.fake_worker import Block, FakeWorker
-    from tests.simulation.scenario import Scenario
+    from tests.simulation.scenario import ClientPlan, Scenario
     from tests.simulation.world import World
 
 __all__ = ["SimulatedRank"]
@@ -45,11 +44,8 @@ class SimulatedRank:
         self._draws = draws
         self._worker = worker
         self._step_s = scenario.step_s
-        self._lethal: Mapping[int, int] = {
-            client.number: client.lethal_length
-            for client in scenario.clients
-            if client.lethal_length is not None
-        }
+        self._lethal = {client.number: client for client in scenario.clients if client.is_lethal}
+        self._started_s = world.now_s()
         one, other = connect_sockets(world, draws, delay_s=scenario.channel_delay_s)
         self.controller_end = ControllerEnd(world, one)
         other.on_arrival = self._serve
@@ -173,8 +169,8 @@ class SimulatedRank:
         if self._is_dead or self.is_hung:
             return
         for one in plan.sequences:
-            length = one.first_position + one.num_tokens
-            if self._lethal.get(self._seeds[one.row]) == length:
+            client = self._lethal.get(self._seeds[one.row])
+            if client is not None and self._dies_of(client, plan, one):
                 self.is_killed = True
                 self.die()
                 return
@@ -197,6 +193,15 @@ class SimulatedRank:
             self._world.call_later(delay_s, lambda: self._end_copies(plan.step))
         self._is_busy = False
         self._begin_step()
+
+    def _dies_of(self, client: ClientPlan, plan: StepPlan, sequence: SequencePlan) -> bool:
+        """Return whether a step with a sequence of a lethal request kills the rank."""
+        alive_s = self._world.now_s() - self._started_s
+        return (
+            sequence.first_position + sequence.num_tokens == client.lethal_length
+            or (client.lethal_step is not None and plan.step + 1 >= client.lethal_step)
+            or (client.lethal_s is not None and alive_s >= client.lethal_s)
+        )
 
     def _end_copies(self, step: int) -> None:
         """Acknowledge steps up to `step`; copies run in order."""

@@ -24,8 +24,8 @@ __all__ = ["DeathInquiry"]
 
 logger = logging.getLogger(__name__)
 
-_PROBE = make_engine_request("probe", max_tokens=4)
-"""If this request finishes, the ranks work without the accused requests."""
+
+_PROBE_ID = "engine-probe"
 
 
 class DeathInquiry:
@@ -41,7 +41,7 @@ class DeathInquiry:
         self._lethal = LethalRequests()
         self._has_probe = False
         self._has_died = False
-        """Whether ranks died since the last call of `examine`."""
+        """Whether ranks died, or a culprit ended, since the last call of `examine`."""
         self.is_active = False
         """Whether `examine` is to be called before each plan."""
         self.num_culprits = 0
@@ -56,11 +56,13 @@ class DeathInquiry:
         """Note a death, before the scheduler is reset; return whether it narrowed a search."""
         suspects = self._suspects
         was_searching = suspects.is_searching
-        has_narrowed = suspects.note_death(self._scheduler.lengths_in_flight())
+        has_narrowed = suspects.note_death(
+            self._scheduler.lengths_in_flight(), self._scheduler.num_epoch_steps
+        )
         self._has_died = self.is_active = True
         if suspects.is_searching and not was_searching:
             logger.warning(
-                "Ranks died twice at the same tokens. The requests that ran then are examined in "
+                "Ranks died twice in a short time. The requests that ran then are examined in "
                 "groups to find the cause; other requests wait meanwhile."
             )
         return has_narrowed
@@ -68,25 +70,31 @@ class DeathInquiry:
     def examine(self) -> list[TokenEvent]:
         """Note how far the suspects are, decide who runs, and return the ends of culprits."""
         suspects, scheduler = self._suspects, self._scheduler
-        if self._has_probe and _PROBE.id in suspects.accused:
-            # The ranks do not work; whether the engine ends is up to its budget of deaths.
-            scheduler.abort_request(_PROBE.id)
+        events: list[TokenEvent] = []
+        if self._has_probe and suspects.accused is None:
+            # The accused request has left, or the ranks die without it too.
+            scheduler.abort_request(_PROBE_ID)
             self._has_probe = False
-        if suspects.note_lengths(scheduler.lengths_of(suspects.ids)) or self._has_died:
-            scheduler.recovery.restrict(suspects.may_run)
+        elif self._has_probe and not scheduler.is_open(_PROBE_ID):
+            events = self._end(suspects.convict())
+            self._has_probe, self._has_died = False, True
+        has_changed = suspects.note_lengths(scheduler.lengths_of(suspects.ids))
+        if has_changed or self._has_died:
+            scheduler.recovery.restrict(self._may_run)
             self._has_died = False
-        is_proven = self._has_probe and not scheduler.is_open(_PROBE.id)
-        events = [
-            event
-            for culprit in suspects.take_culprits(is_proven=is_proven)
-            for event in self._end(culprit)
-        ]
-        self._has_probe = self._has_probe and not is_proven
-        if suspects.needs_proof and not self._has_probe:
-            scheduler.add_request(_PROBE)
-            self._has_probe = True
-        self.is_active = suspects.are_any
+        if suspects.accused is not None and not self._has_probe:
+            self._add_probe(scheduler.request_of(suspects.accused))
+        self.is_active = self._has_probe or suspects.are_any
         return events
+
+    def _may_run(self, request_id: str) -> bool:
+        return request_id == _PROBE_ID or self._suspects.may_run(request_id)
+
+    def _add_probe(self, accused: Request) -> None:
+        """Run a request that gets as far as the accused request, if the ranks work."""
+        max_tokens = min(self._suspects.num_probe_tokens, accused.sampling.max_tokens)
+        self._scheduler.add_request(make_engine_request("probe", max_tokens=max_tokens))
+        self._has_probe = True
 
     def _end(self, culprit: str) -> list[TokenEvent]:
         self.num_culprits += 1

@@ -1,13 +1,16 @@
 """Finds the requests that kill their ranks, from which requests ran at each death.
 
-A request that kills its ranks does so whenever it reaches the same token. Hence a request that gets
-beyond the tokens that it had at a death did not cause it, and deaths with another cause, such as a
-signal, clear every request within a few steps. Requests that saw two deaths without getting beyond
-the first are examined: half of them run, without any other request. The half that dies is halved
-again, and a request that dies alone runs once more: if it dies alone again it is accused, since the
-first of these deaths may have had another cause. One such request among n costs 3 + log2(n) deaths.
-An accused request waits until another one survives, which proves that the ranks work; then it is a
-culprit.
+A request may kill its ranks at the same token each time, or the same number of steps or the same
+time after each start. Either way the next death follows soon, so a request that gets a margin of
+tokens beyond a death did not cause the death. The margin is three times the number of steps from
+the start of the ranks to the death. Hence deaths with another cause, such as a signal, clear every
+request within a few steps. Requests that saw two deaths without getting beyond the margin are
+examined: half of them run, without any other request. The half that dies is halved again, and a
+request that dies alone runs once more: if it dies alone again it is accused, since the first of
+these deaths may have had another cause. Then a probe runs alone, a request of the engine itself. If
+it survives, the ranks work and the accused request is the culprit; if it dies twice, the ranks die
+whatever runs, and only deaths without progress count until they run for longer. One such request
+among n costs at most 4 + log2(n) deaths.
 
 Requests may die only together. Then each half survives and the search finds none. After two such
 searches among the same requests, half of them wait until the others have ended.
@@ -16,20 +19,41 @@ It has no clock, and knows requests only by their ids and numbers of tokens.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 __all__ = ["Lengths", "Suspects"]
 
 Lengths = Mapping[str, Mapping[int, int]]
-"""The number of known tokens of unfinished sequences, by request and index."""
+"""The number of known tokens of unfinished sequences, by request and index.
+
+For texts to embed it is the number of steps that a request has run.
+"""
 
 _DEATHS_TO_EXAMINE = 2
 _SOLITARY_DEATHS = 2
-"""Deaths of a request that ran alone after which it is accused."""
-_MARGIN = 3
-"""Tokens beyond those known at a death that clear a sequence: two steps were in flight."""
+"""Deaths of a request that ran alone after which it is accused, or acquitted by the probe."""
+_LEAST_MARGIN = 3
+"""Tokens without which there was no progress since a death: two steps were in flight."""
+_MARGIN_PER_STEP = 3
+"""Fewer requests run faster: when half run, ranks may get further in the same time."""
+_EARLY_STEPS = 200
+"""Steps from a start to a death that the start may have led to."""
+_LATE_MARGIN = 51
+"""The margin after a later death, before it is known how soon the next death follows."""
 _VAIN_SEARCHES = 2
 """Number of searches without a result after which requests are separated."""
+
+
+@dataclass(slots=True)
+class _Suspect:
+    """A request that ran at a death and did not get beyond it."""
+
+    num_deaths: int = 0
+    num_solitary: int = 0
+    """Deaths at which no other request ran."""
+    marks: dict[int, int] = field(default_factory=dict)
+    """The number of tokens that clears each sequence."""
 
 
 class _Separation(NamedTuple):
@@ -44,12 +68,14 @@ class Suspects:
     """The open requests that may have caused a death, and the search among them."""
 
     def __init__(self) -> None:
-        self._num_deaths: dict[str, int] = {}
-        """Deaths that a request has not got beyond."""
-        self._num_solitary: dict[str, int] = {}
-        """The number of these deaths at which no other request ran."""
-        self._marks: dict[str, dict[int, int]] = {}
-        """The number of tokens that clears each sequence of a suspect."""
+        self.accused: str | None = None
+        """A request that died alone twice: only the probe runs."""
+        self._num_probe_deaths = 0
+        self._suspects: dict[str, _Suspect] = {}
+        self._margin = 0
+        """Tokens beyond the last death that clear a sequence."""
+        self._are_steady = True
+        """Whether the ranks may die soon after a start because of a request."""
         self._is_searching = False
         self._examined: set[str] = set()
         """The requests that run during a search."""
@@ -61,12 +87,8 @@ class Suspects:
         """The requests that ran at the last death of the search."""
         self._survivors: set[str] = set()
         """Open requests that survived the search."""
-        self._accused: list[str] = []
-        """Requests that died alone twice, until it is proven that the ranks work without them."""
-        self._is_proven = False
-        """Whether a request has survived since the search began."""
         self._has_culprit = False
-        """Whether the search has accused a request."""
+        """Whether the search has found a culprit."""
         self._num_vain: dict[str, int] = {}
         """Searches without a result that an open request survived."""
         self._separations: list[_Separation] = []
@@ -74,12 +96,13 @@ class Suspects:
     @property
     def are_any(self) -> bool:
         """Whether `note_lengths` may change what runs."""
-        return bool(self._marks or self._accused or self._separations)
+        return bool(self._suspects or self.accused or self._separations)
 
     @property
     def ids(self) -> set[str]:
         """The requests whose lengths `note_lengths` needs."""
-        return {*self._marks, *self._num_vain, *self._accused}
+        accused = () if self.accused is None else (self.accused,)
+        return {*self._suspects, *self._num_vain, *accused}
 
     @property
     def is_searching(self) -> bool:
@@ -87,45 +110,43 @@ class Suspects:
         return self._is_searching
 
     @property
-    def accused(self) -> list[str]:
-        """Requests that died alone twice and are not proven to be the cause."""
-        return list(self._accused)
+    def num_probe_tokens(self) -> int:
+        """Tokens after which the probe has survived longer than the accused request.
 
-    @property
-    def num_examined(self) -> int:
-        """Suspects that run at present."""
-        return len(self._examined)
-
-    @property
-    def needs_proof(self) -> bool:
-        """Whether requests are accused, and no suspect is left that could prove it."""
-        return bool(self._accused) and not self._is_searching and not self._is_proven
+        It keeps its tokens at a death.
+        """
+        return max(self._margin, _LATE_MARGIN) + 1
 
     def may_run(self, request_id: str) -> bool:
-        """Return whether a request may run now."""
+        """Return whether a request other than the probe may run now."""
         if self._is_searching:
             return request_id in self._examined
-        if request_id in self._accused:
-            return False
         return not any(request_id in one.second for one in self._separations)
 
-    def note_death(self, lengths: Lengths) -> bool:
-        """Note the sequences that ran at a death; return whether it narrowed a search."""
+    def note_death(self, lengths: Lengths, num_steps: int) -> bool:
+        """Note the sequences that ran at a death; return whether it narrowed a search.
+
+        `num_steps` counts the steps since the ranks started.
+        """
+        if self.accused is not None:
+            self._num_probe_deaths += 1
+            if self._num_probe_deaths == _SOLITARY_DEATHS:
+                self._acquit()
+            return False
+        self._note_margin(num_steps)
         for request_id, known in lengths.items():
-            marks = self._marks.setdefault(request_id, {})
-            for index, length in known.items():
-                marks.setdefault(index, length + _MARGIN)
-            self._num_deaths[request_id] = self._num_deaths.get(request_id, 0) + 1
-        if len(lengths) == 1:
-            (alone,) = lengths
-            self._num_solitary[alone] = self._num_solitary.get(alone, 0) + 1
+            suspect = self._suspects.setdefault(request_id, _Suspect())
+            suspect.marks |= {index: length + self._margin for index, length in known.items()}
+            suspect.num_deaths += 1
+            suspect.num_solitary += len(lengths) == 1
         if self._is_searching:
-            # Sequences of those examined before may be in flight; then it is not known who died.
-            is_known = bool(lengths) and self._examined.issuperset(lengths)
-            return is_known and self._narrow(list(lengths))
-        guilty = [one for one in lengths if self._num_deaths[one] >= _DEATHS_TO_EXAMINE]
+            # Other sequences may be in flight; then it is not known who died.
+            ran = [one for one in lengths if one in self._examined]
+            is_known = bool(ran) and (self._examined | self._survivors).issuperset(lengths)
+            return is_known and self._narrow(ran)
+        guilty = [one for one in lengths if self._suspects[one].num_deaths >= _DEATHS_TO_EXAMINE]
         if guilty:
-            self._is_searching, self._is_proven = True, False
+            self._is_searching = True
             self._died = guilty
             self._halve(guilty)
         return False
@@ -138,24 +159,38 @@ class Suspects:
         for request_id in self.ids:
             if not lengths.get(request_id):
                 self._forget(request_id)
-        for request_id in list(self._examined if self._is_searching else self._marks):
-            known, marks = lengths[request_id], self._marks[request_id].items()
+        for request_id in list(self._examined if self._is_searching else self._suspects):
+            known, marks = lengths[request_id], self._suspects[request_id].marks.items()
             if all(index not in known or known[index] >= mark for index, mark in marks):
                 self._clear(request_id)
                 if self._is_searching:
                     self._survivors.add(request_id)
-                    self._is_proven = True
         return self._go_on()
 
-    def take_culprits(self, *, is_proven: bool = False) -> list[str]:
-        """Return the accused requests, once, if it is proven that the ranks work without them.
+    def convict(self) -> str:
+        """Return the accused request, without which the ranks work, and continue the search."""
+        assert self.accused is not None
+        culprit, self.accused = self.accused, None
+        self._has_culprit = True
+        self._go_on()
+        return culprit
 
-        A survivor of the search proves it; `is_proven` is true if something else does.
-        """
-        if not (is_proven or self._is_proven):
-            return []
-        culprits, self._accused = self._accused, []
-        return culprits
+    def _acquit(self) -> None:
+        """End the search: the ranks die without the accused request too."""
+        self.accused, self._are_steady = None, False
+        self._is_searching = self._has_culprit = False
+        self._examined, self._other_half, self._rest, self._died = set(), [], [], []
+        self._survivors.clear()
+        self._suspects.clear()
+
+    def _note_margin(self, num_steps: int) -> None:
+        is_early = num_steps <= _EARLY_STEPS
+        self._are_steady = self._are_steady or not is_early
+        margin = _MARGIN_PER_STEP * (num_steps + 1) if is_early else _LATE_MARGIN
+        if not self._are_steady:
+            margin = _LEAST_MARGIN
+        # Requests that survived may have run since the start.
+        self._margin = max(margin, self._margin) if self._is_searching else margin
 
     def _narrow(self, ran: list[str]) -> bool:
         """Continue the search after a death of examined requests only.
@@ -168,16 +203,14 @@ class Suspects:
         self._rest += (one for one in self._examined if one not in ran)
         self._other_half = []
         self._died = ran
-        if len(ran) > 1 or self._num_solitary[ran[0]] < _SOLITARY_DEATHS:
+        if len(ran) > 1 or self._suspects[ran[0]].num_solitary < _SOLITARY_DEATHS:
             self._halve(ran)
             return len(self._examined) < num_examined or len(ran) == 1
-        (accused,) = ran
         self._examined = set()
-        self._forget(accused)
-        self._accused.append(accused)
-        self._has_culprit = True
-        self._go_on()
-        return 0 < len(self._examined) < num_examined
+        (self.accused,) = ran
+        self._clear(self.accused)
+        self._num_probe_deaths = 0
+        return False
 
     def _halve(self, guilty: list[str]) -> None:
         """Examine half of some requests that include a culprit."""
@@ -187,7 +220,7 @@ class Suspects:
     def _go_on(self) -> bool:
         """Examine the next suspects if no examined one is left; return whether any changed."""
         has_ended = self._end_separations()
-        if not self._is_searching:
+        if not self._is_searching or self.accused is not None:
             return has_ended
         if self._examined:
             return False
@@ -223,9 +256,7 @@ class Suspects:
 
     def _clear(self, request_id: str) -> None:
         """Stop suspecting a request."""
-        self._num_deaths.pop(request_id, None)
-        self._num_solitary.pop(request_id, None)
-        self._marks.pop(request_id, None)
+        self._suspects.pop(request_id, None)
         self._examined.discard(request_id)
 
     def _forget(self, request_id: str) -> None:
@@ -233,7 +264,9 @@ class Suspects:
         self._clear(request_id)
         self._num_vain.pop(request_id, None)
         self._survivors.discard(request_id)
-        for requests in (self._other_half, self._rest, self._accused):
+        if request_id == self.accused:
+            self.accused = None
+        for requests in (self._other_half, self._rest):
             if request_id in requests:
                 requests.remove(request_id)
         for one in self._separations:

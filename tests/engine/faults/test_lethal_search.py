@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -21,12 +22,17 @@ if TYPE_CHECKING:
 
 
 class PoisonedExecutor(FakeExecutor):
-    """Ranks that die when a row reaches the length at which its seed is poisonous."""
+    """Ranks that die when a row reaches the length at which its seed is poisonous.
 
-    def __init__(self, poisons: dict[int, int]) -> None:
+    They also die when a row runs in a step after their start in which its seed is poisonous.
+    """
+
+    def __init__(self, poisons: dict[int, int], lethal_steps: dict[int, int] | None = None) -> None:
         super().__init__()
         self.poisons = poisons
         """Lengths by seed."""
+        self.lethal_steps = lethal_steps or {}
+        """Steps by seed, from 1."""
         self.num_deaths = 0
         self._seeds: dict[int, int] = {}
         self.num_running: list[int] = []
@@ -36,7 +42,9 @@ class PoisonedExecutor(FakeExecutor):
         self._seeds |= {start.row: start.seed for start in plan.starts}
         self.num_running.append(len(plan.sequences))
         for one in plan.sequences:
-            if one.first_position + one.num_tokens == self.poisons.get(self._seeds[one.row]):
+            seed = self._seeds[one.row]
+            is_lethal_step = plan.step + 1 >= self.lethal_steps.get(seed, sys.maxsize)
+            if is_lethal_step or one.first_position + one.num_tokens == self.poisons.get(seed):
                 self.num_deaths += 1
                 raise WorkerError("A rank died.")
         return super().collect_output()
@@ -61,6 +69,22 @@ def test_poison_ends_alone_within_the_bound(number: int, poison: int, length: in
     assert rig.controller.stats().num_lethal_requests == 1
     rig.submit("later", seed=99, max_tokens=7)
     assert rig.ends()["later", 0] is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("step", range(1, 11))
+@pytest.mark.parametrize(("number", "poisons"), [(1, [0]), (32, [31]), (32, [3, 20])])
+def test_poison_that_kills_some_steps_after_each_start_ends_alone(
+    number: int, poisons: list[int], step: int
+) -> None:
+    executor = PoisonedExecutor({}, {poison + 1: step for poison in poisons})
+    rig = Rig(executor)
+    for index in range(number):
+        rig.submit(f"r{index}", max_tokens=100, seed=index + 1)
+    rig.controller.start_steps()
+    ends = rig.ends()
+    failed = {name for (name, _), end in ends.items() if end is not FinishReason.LENGTH}
+    assert failed == {f"r{poison}" for poison in poisons}
+    assert executor.num_deaths <= len(poisons) * (4 + math.ceil(math.log2(number)))
 
 
 def test_several_poisons_end_and_no_other_request(caplog: pytest.LogCaptureFixture) -> None:
