@@ -83,7 +83,8 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
     which takes far less time than a list. Empty if it has a donor."""
     num_prompt_tokens: int
     block_ids: list[int]
-    """The block table so far, cached and swapped-in blocks included."""
+    """The block table so far, cached and swapped-in blocks included. If it has a donor, only the
+    block of the last token of the prompt: the donor's blocks before that block precede it."""
     sampling: SamplingParams
     seed: int
     index: int

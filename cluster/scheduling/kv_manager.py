@@ -4,6 +4,7 @@ Methods that allocate blocks allocate all that they need or none. The scheduler 
 sequence runs or is preempted; `prefixes` finds and registers its blocks in the prefix cache.
 """
 
+from array import array
 from bisect import bisect_left
 from collections.abc import Collection
 
@@ -143,7 +144,7 @@ class KvManager:
         blocks.awaits_copies = self.restores.are_arriving(hits)
         restored = self.restores.restore_blocks(sequence, len(hits))
         num_missing = self.blocks_for(num_tokens) - len(hits) - len(restored)
-        blocks.ids = hits + restored
+        blocks.ids = array("i", hits + restored)
         blocks.num_slots = len(blocks.ids) * self.block_size
         blocks.reserved_ids = [self.pool.allocate() for _ in range(num_missing)]
         blocks.num_proven = self.prefix_cache.num_proven(blocks.ids)
@@ -168,12 +169,12 @@ class KvManager:
         if num_missing + num_spare > self.pool.num_free:
             return None
         shared = donor.blocks.ids[:num_shared]
-        for block in shared:
-            self.pool.share(block)
+        self.pool.share_owned(shared)
         blocks = sequence.blocks
         blocks.reserved_ids = [self.pool.allocate() for _ in range(num_missing)]
         target = blocks.reserved_ids.pop()
-        blocks.ids = [*shared, target]
+        blocks.ids = shared
+        blocks.ids.append(target)
         blocks.num_slots = len(blocks.ids) * self.block_size
         blocks.keys = donor.blocks.keys[:num_shared]
         blocks.keys_revision = donor.blocks.keys_revision
@@ -202,7 +203,7 @@ class KvManager:
         blocks = sequence.blocks
         num_added = self.blocks_for(num_tokens) - len(blocks.ids)
         added = [blocks.reserved_ids.pop() for _ in range(num_added)]
-        blocks.ids += added
+        blocks.ids.extend(added)
         blocks.num_slots = len(blocks.ids) * self.block_size
         return added
 
@@ -210,8 +211,7 @@ class KvManager:
         """Release all blocks of a sequence, in both pools."""
         # The end of a prefix is useless without its beginning, so it is evicted first.
         blocks = sequence.blocks
-        for block in reversed(blocks.ids):
-            self.pool.release(block)
+        self.pool.release_all(blocks.ids)
         for block in blocks.reserved_ids:
             self.pool.release(block)
         for block in blocks.cpu_ids:
@@ -254,7 +254,7 @@ class KvManager:
         The others are looked up again when it is swapped in.
         """
         num_shared = self.num_shared(sequence)
-        sources = sequence.blocks.ids[num_shared:]
+        sources = sequence.blocks.ids[num_shared:].tolist()
         targets = [self.cpu_pool.allocate() for _ in sources]
         for source, target in zip(sources, targets, strict=True):
             self.pool.pin(source)
@@ -298,7 +298,7 @@ class KvManager:
             self.pool.pin(target)
         self._swaps.add_blocks(step, targets, sources)
         self.release(sequence)
-        blocks.ids = hits + targets
+        blocks.ids = array("i", hits + targets)
         blocks.num_slots = len(blocks.ids) * self.block_size
         blocks.reserved_ids = [self.pool.allocate() for _ in range(num_blocks - len(blocks.ids))]
         num_proven = self.prefix_cache.num_proven(hits)

@@ -265,7 +265,12 @@ class FakeWorker:
             assert start.token_ids == b""
             assert donor.start.seed == start.seed
             prompt = donor.token_ids[: start.num_prompt_tokens]
-            start = msgspec.structs.replace(start, token_ids=pack_token_ids(prompt))
+            num_shared = (start.num_prompt_tokens - 1) // self.block_size
+            start = msgspec.structs.replace(
+                start,
+                token_ids=pack_token_ids(prompt),
+                block_ids=donor.block_ids[:num_shared] + start.block_ids,
+            )
         self.rows[start.row] = _Row(start, self._seeds.tenants[start.seed])
 
     def _copy_blocks(self, plan: StepPlan) -> None:

@@ -268,7 +268,7 @@ def _check_pool(pool: BlockPool, *, references: Iterable[int], pins: Iterable[in
     """Check that each block has one state, and as many references as owners."""
     num_references, num_pins = Counter(references), Counter(pins)
     blocks = range(pool.num_blocks)
-    assert [num_references[block] for block in blocks] == pool._num_references
+    assert [num_references[block] for block in blocks] == list(pool._num_references)
     assert [num_pins[block] for block in blocks] == pool._num_pins
     free = [*pool._free, *pool._idle]
     assert len(free) == len(set(free))

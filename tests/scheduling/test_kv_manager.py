@@ -22,7 +22,7 @@ def test_rejected_admission_changes_nothing() -> None:
     (sequence,) = make_sequences(17)
     assert not kv.admit(sequence, num_tokens=17, num_spare=0)
     assert state_of(kv.pool) == before
-    assert sequence.blocks.ids == []
+    assert list(sequence.blocks.ids) == []
 
 
 def test_spare_blocks_stay_free() -> None:
@@ -196,7 +196,7 @@ def test_shared_blocks_are_found_again_when_a_sequence_returns() -> None:
     ins = kv.swap_in(second, 1, num_tokens=10, num_spare=0)
     assert ins is not None
     assert [copy.source for copy in ins] == [copy.target for copy in outs]
-    assert second.blocks.ids == [*first.blocks.ids[:2], ins[0].target]
+    assert list(second.blocks.ids) == [*first.blocks.ids[:2], ins[0].target]
     assert second.num_computed == 10
 
 
@@ -239,7 +239,7 @@ def test_swapped_in_blocks_hold_what_was_swapped_out() -> None:
     ins = kv.swap_in(sequence, 1, num_tokens=10, num_spare=0)
     assert ins is not None
     assert [copy.source for copy in ins] == [copy.target for copy in outs]
-    assert [copy.target for copy in ins] == sequence.blocks.ids
+    assert [copy.target for copy in ins] == list(sequence.blocks.ids)
     assert kv.cpu_pool.num_in_transit == 3
     kv.acknowledge(1)
     assert kv.cpu_pool.num_free == 8

@@ -86,7 +86,9 @@ class InputBatch:
         """Start the rows of new sequences and append new blocks to block tables."""
         if plan.starts:
             self._table.start_rows(
-                [start.row for start in plan.starts], [start.token_ids for start in plan.starts]
+                [start.row for start in plan.starts],
+                [start.token_ids for start in plan.starts],
+                [start.donor_row for start in plan.starts],
             )
         for start in plan.starts:
             self._start(start)
@@ -194,7 +196,12 @@ class InputBatch:
         # Other sequences of a request have the same prompt.
         number = start.sampling.prompt_logprobs if start.index == 0 else None
         self._num_prompt_logprobs[start.row] = _NO_LOGPROBS if number is None else number
-        self._num_blocks[start.row] = 0
+        num_shared = 0
+        if start.donor_row >= 0:
+            num_shared = (start.num_prompt_tokens - 1) // self._block_size
+            donor = self._block_tables[start.donor_row, :num_shared]
+            self._block_tables[start.row, :num_shared] = donor
+        self._num_blocks[start.row] = num_shared
         self._append_blocks(start.row, start.block_ids)
 
     def _prompt_chunk(self, row: int, position: int, num_tokens: int) -> PromptChunk | None:

@@ -35,5 +35,5 @@ class Prompts:
                 completed.append(start)
                 continue
             prompt = self._by_row[start.row] = self._by_row[start.donor_row]
-            completed.append(msgspec.structs.replace(start, token_ids=prompt, donor_row=-1))
+            completed.append(msgspec.structs.replace(start, token_ids=prompt))
         return completed

@@ -58,16 +58,33 @@ class TokenTable:
         """Return tokens of a row, from position `first` to before `end`, as `[end - first]`."""
         return self._tokens[row, first:end]
 
-    def start_rows(self, rows: Sequence[int], prompts: Sequence[bytes]) -> None:
-        """Write the first tokens of rows, packed as in `SequenceStart`."""
-        token_ids = np.frombuffer(b"".join(prompts), np.int32)
-        sizes = [len(prompt) // token_ids.itemsize for prompt in prompts]
-        with self._prompts.next_buffer(sum(sizes)) as words:
-            words.numpy()[:] = token_ids
-            uploaded = torch.empty(sum(sizes), dtype=torch.int64, device=self._device)
-            copy_from_host(uploaded, words)
-        for row, part in zip(rows, uploaded.split(sizes), strict=True):
-            self._tokens[row, : len(part)] = part
+    def start_rows(
+        self, rows: Sequence[int], prompts: Sequence[bytes], donor_rows: Sequence[int]
+    ) -> None:
+        """Write the first tokens of rows, packed as in `SequenceStart`.
+
+        A row with a donor copies them from the donor's row; the others have -1 as donor row.
+        """
+        donated = [donor_row >= 0 for donor_row in donor_rows]
+        own = [
+            b"" if is_donated else prompt
+            for prompt, is_donated in zip(prompts, donated, strict=True)
+        ]
+        token_ids = np.frombuffer(b"".join(own), np.int32)
+        sizes = [len(prompt) // token_ids.itemsize for prompt in own]
+        uploaded = torch.empty(sum(sizes), dtype=torch.int64, device=self._device)
+        if len(uploaded):
+            with self._prompts.next_buffer(len(uploaded)) as words:
+                words.numpy()[:] = token_ids
+                copy_from_host(uploaded, words)
+        parts = uploaded.split(sizes)
+        # In order, since a later start may take the row of a donor.
+        for row, donor_row, prompt, part in zip(rows, donor_rows, prompts, parts, strict=True):
+            if donor_row >= 0:
+                num_tokens = len(prompt) // token_ids.itemsize
+                self._tokens[row, :num_tokens] = self._tokens[donor_row, :num_tokens]
+            else:
+                self._tokens[row, : len(part)] = part
 
     def begin_step(
         self, rows: _Ints, positions: _Ints, *others: _Ints

@@ -7,10 +7,17 @@ content is kept is idle: idle blocks are allocated last, in order of release.
 The content of blocks is the prefix cache's concern.
 """
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, KeysView, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from pagedray.errors import PagedRayError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 __all__ = ["BlockError", "BlockPool"]
 
@@ -20,7 +27,7 @@ class BlockError(PagedRayError):
 
 
 class BlockPool:
-    """Allocates and frees blocks `0 .. num_blocks - 1`; every operation is O(1)."""
+    """Allocates and frees blocks `0 .. num_blocks - 1`; operations on one block are O(1)."""
 
     __slots__ = (
         "_free",
@@ -50,7 +57,7 @@ class BlockPool:
         self._free = [
             block for block in reversed(range(self.num_blocks)) if block not in self._idle
         ]
-        self._num_references = [0] * self.num_blocks
+        self._num_references = array("i", [0]) * self.num_blocks
         self._num_pins = [0] * self.num_blocks
         self._is_kept = bytearray(self.num_blocks)
         for block in idle:
@@ -115,12 +122,25 @@ class BlockPool:
         if not self._num_references[self._checked(block)]:
             raise BlockError(f"Block {block} is released but has no owner.")
         self._num_references[block] -= 1
-        if self._num_references[block]:
+        if not self._num_references[block]:
+            self._end_ownership(block)
+
+    def share_owned(self, blocks: "array[int]") -> None:
+        """Add an owner to each of several blocks that are owned."""
+        # A long prompt has thousands of blocks, which a loop takes a millisecond to count.
+        self._references()[np.frombuffer(blocks, np.int32)] += 1
+
+    def release_all(self, blocks: "array[int]") -> None:
+        """Take one owner from each of several blocks, the last block first."""
+        if not blocks:
             return
-        if self._num_pins[block]:
-            self.num_in_transit += 1
-        else:
-            self._set_free(block)
+        ids, references = np.frombuffer(blocks, np.int32), self._references()
+        num_left = references[ids] - 1
+        if num_left.min() < 0:
+            raise BlockError(f"Block {ids[num_left.argmin()]} is released but has no owner.")
+        references[ids] = num_left
+        for block in ids[num_left == 0][::-1].tolist():
+            self._end_ownership(block)
 
     def pin(self, block: int) -> None:
         """Keep an owned block from being freed until `unpin`, because a copy uses it."""
@@ -159,6 +179,15 @@ class BlockPool:
         """Make an idle block the least recently used one."""
         if block in self._idle:
             self._idle.move_to_end(block, last=False)
+
+    def _references(self) -> "NDArray[np.int32]":
+        return np.frombuffer(self._num_references, np.int32)
+
+    def _end_ownership(self, block: int) -> None:
+        if self._num_pins[block]:
+            self.num_in_transit += 1
+        else:
+            self._set_free(block)
 
     def _set_free(self, block: int) -> None:
         if self._is_kept[block]:

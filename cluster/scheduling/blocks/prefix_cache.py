@@ -12,12 +12,13 @@ no new sequence finds what others computed on top of its values.
 Ownership of blocks is the pool's concern.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from hashlib import blake2b
 from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
+import numpy as np
 
 if TYPE_CHECKING:
     from array import array
@@ -26,6 +27,7 @@ __all__ = ["BlockKey", "PrefixCache", "PromptKeys"]
 
 _MAX_RENEWED = 4096
 _DIGEST_BYTES = 32
+_MANY_BLOCKS = 64
 
 
 # There is one for each block: never part of a reference cycle, it need not be tracked.
@@ -184,9 +186,13 @@ class PrefixCache:
         self._keys[block] = key
         return True
 
-    def prove_blocks(self, blocks: Iterable[int]) -> None:
+    def prove_blocks(self, blocks: Collection[int]) -> None:
         """Record that logits which depend on blocks were finite; those not cached are ignored."""
         keys, is_proven = self._keys, self._is_proven
+        if len(blocks) > _MANY_BLOCKS:
+            # Those that siblings share are proven by the first of them.
+            ids = np.asarray(blocks, np.int32)
+            blocks = ids[np.frombuffer(is_proven, np.uint8)[ids] == 0].tolist()
         for block in blocks:
             if keys[block] is not None:
                 is_proven[block] = True

@@ -3,6 +3,7 @@
 Only a record: the KV manager allocates and releases the blocks.
 """
 
+from array import array
 from typing import NamedTuple
 
 from cluster.scheduling.blocks.prefix_cache import BlockKey
@@ -54,7 +55,7 @@ class SequenceBlocks:
 
     def clear(self) -> None:
         """Forget all blocks; the keys of their tokens stay."""
-        self.ids: list[int] = []
+        self.ids = array("i")
         """The block table, as in the worker."""
         self.num_slots = 0
         """Capacity of the block table in tokens."""

@@ -28,6 +28,7 @@ class PlanDraft:
         "disk_writes",
         "evictions",
         "first_share",
+        "fork_cost",
         "growing_rows",
         "is_held",
         "new_block_ids",
@@ -74,6 +75,8 @@ class PlanDraft:
         """Sequences that compute known tokens."""
         self.first_share: Share[Sequence] | None = None
         """The tenant whose prompt ends in this step first."""
+        self.fork_cost = 0
+        """The cost of the forks so far, in tokens."""
         self.num_other_tokens = 0
         """Tokens of prompts of other tenants since then."""
         self.is_held = False
@@ -94,14 +97,14 @@ class PlanDraft:
 
     def add_start(self, sequence: Sequence) -> None:
         """Start a sequence that has a row."""
-        request = sequence.active.request
+        request, ids = sequence.active.request, sequence.blocks.ids
         has_donor = sequence.donor_row >= 0
         self.starts.append(
             SequenceStart(
                 sequence.row,
                 b"" if has_donor else sequence.token_ids.tobytes(),
                 sequence.num_prompt_tokens,
-                list(sequence.blocks.ids),
+                ids[-1:].tolist() if has_donor else ids.tolist(),
                 request.sampling,
                 request.seed,
                 sequence.index,

@@ -24,6 +24,10 @@ __all__ = ["Planner"]
 
 _MAX_FEW = 8
 """Waiting sequences of a tenant whose prompts are to end in short steps."""
+_FORK_COST = 2**14
+"""The fixed cost of a fork, in tokens of a prompt that it copies."""
+_MAX_FORK_COST = 5 * 2**17
+"""The cost after which a plan has no more forks, so that it takes less than a millisecond."""
 
 
 class Planner:
@@ -190,6 +194,9 @@ class Planner:
         budget = self._budget_for(sequence, draft)
         if sequence.num_pending or not budget or self._awaits_disk(sequence, draft.step):
             return False
+        is_full = draft.fork_cost + sequence.num_prompt_tokens > _MAX_FORK_COST
+        if draft.fork_cost and is_full and self._donor_for(sequence, draft.step) is not None:
+            return False
         if not self._admit(sequence, draft):
             self._table.passing.note_shortage(sequence)
             return False
@@ -321,6 +328,7 @@ class Planner:
             if copies is None:
                 return False
             draft.copies += copies
+            draft.fork_cost += _FORK_COST + sequence.num_prompt_tokens
             sequence.donor_row = donor.row
             return True
         if not self._kv.admit(sequence, num_tokens=num_tokens, num_spare=num_spare):

@@ -1,3 +1,4 @@
+from array import array
 from collections.abc import Callable
 
 import pytest
@@ -131,3 +132,22 @@ def test_block_is_not_freed_twice() -> None:
     with pytest.raises(BlockError, match="has no owner"):
         pool.release(block)
     assert pool.num_free == 2
+
+
+def test_several_blocks_are_shared_and_released_together() -> None:
+    pool = BlockPool(4, on_evict=None)
+    blocks = array("i", (pool.allocate() for _ in range(3)))
+    pool.keep(blocks[1])
+    pool.share_owned(blocks[:2])
+    pool.release_all(blocks)
+    assert (pool.num_free, pool.num_idle) == (2, 0)
+    pool.release_all(blocks[:2])
+    assert (pool.num_free, pool.num_idle) == (4, 1)
+    # The end of a table is free first.
+    assert [pool.allocate() for _ in range(4)][-1] == blocks[1]
+    pool.release(blocks[0])
+    before = state_of(pool)
+    with pytest.raises(BlockError, match=f"Block {blocks[0]} is released but has no owner"):
+        pool.release_all(blocks)
+    pool.release_all(array("i"))
+    assert state_of(pool) == before

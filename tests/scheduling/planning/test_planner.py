@@ -30,6 +30,25 @@ def run_until_preemption(harness: Harness) -> StepPlan:
         harness.settle()
 
 
+def test_many_siblings_of_a_long_prompt_start_in_several_plans() -> None:
+    num_tokens = 2**18
+    harness = Harness(
+        block_size=256,
+        num_blocks=num_tokens // 256 + 40,
+        max_model_len=2 * num_tokens,
+        max_num_batched_tokens=2 * num_tokens,
+        max_num_seqs=10,
+    )
+    harness.add([1] * num_tokens, n=10, max_tokens=20)
+    num_starts: list[int] = []
+    while sum(num_starts) < 10:
+        plan = harness.schedule()
+        assert plan is not None
+        num_starts.append(len(plan.starts))
+        harness.settle()
+    assert num_starts == [1, 2, 2, 2, 2, 1]
+
+
 def test_siblings_share_full_prompt_blocks_and_copy_the_last() -> None:
     harness = Harness(block_size=4)
     harness.add([1] * 6, n=3)
@@ -39,12 +58,13 @@ def test_siblings_share_full_prompt_blocks_and_copy_the_last() -> None:
     second = harness.schedule()
     assert second is not None
     leader = harness.sequences[0]
+    # Neither their tokens nor the blocks that they share are sent again.
     tables = [start.block_ids for start in second.starts]
-    assert [table[0] for table in tables] == [leader.blocks.ids[0]] * 2
-    # Their tokens are not sent again.
+    assert tables == [sibling.blocks.ids[1:2].tolist() for sibling in harness.sequences[1:]]
+    assert all(sibling.blocks.ids[0] == leader.blocks.ids[0] for sibling in harness.sequences)
     starts = [(start.donor_row, start.token_ids) for start in second.starts]
     assert starts == [(leader.row, b"")] * 2
-    assert second.copies == [BlockCopy(leader.blocks.ids[1], table[1]) for table in tables]
+    assert second.copies == [BlockCopy(leader.blocks.ids[1], table[0]) for table in tables]
     assert [s.first_position for s in second.sequences] == [5, 5, 6]
     harness.drain()
 

@@ -35,7 +35,7 @@ def test_evicted_prefix_is_copied_back() -> None:
     assert second.num_computed == 8
     _, restores = kv.take_copies(1)
     assert {copy.source for copy in restores} == {copy.target for copy in evictions}
-    assert [copy.target for copy in restores] == second.blocks.ids[:2]
+    assert [copy.target for copy in restores] == list(second.blocks.ids[:2])
     # Its beginning was evicted last.
     assert [copy.source for copy in restores] == [copy.target for copy in reversed(evictions)]
 
@@ -146,6 +146,6 @@ def test_no_block_is_copied_back_that_the_device_has_behind_a_missing_one() -> N
         kv.pool.discard(block)
     assert kv.admit(second, num_tokens=13, num_spare=0)
     _, restores = kv.take_copies(1)
-    assert [copy.target for copy in restores] == second.blocks.ids
+    assert [copy.target for copy in restores] == list(second.blocks.ids)
     assert len(second.blocks.ids) == 1
     assert kv.prefix_cache.find_block(keys[1]) == blocks[1]

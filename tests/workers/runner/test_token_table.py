@@ -31,7 +31,15 @@ def test_steps_read_prompts_and_sampled_tokens_of_many_rows(device: str) -> None
         started = [row for row in range(NUM_ROWS) if row not in rows or rng.random() < 0.1]
         prompts = [[rng.randrange(1000) for _ in range(rng.randint(1, 20))] for _ in started]
         if started:
-            table.start_rows(started, [pack_token_ids(prompt) for prompt in prompts])
+            donors = [
+                rng.choice(sorted(truth)) if truth and rng.random() < 0.3 else -1 for _ in started
+            ]
+            before = dict(truth)
+            for number, (row, donor) in enumerate(zip(started, donors, strict=True)):
+                if donor >= 0:
+                    prompts[number] = before[donor][: rng.randint(1, 20)]
+                before[row] = prompts[number]
+            table.start_rows(started, [pack_token_ids(prompt) for prompt in prompts], donors)
         truth.update(zip(started, (list(p) for p in prompts), strict=True))
         used = rng.sample(sorted(truth), rng.randint(1, len(truth))) if truth else []
         if not used:
