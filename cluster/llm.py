@@ -208,13 +208,7 @@ class LLM(PublicLLM):
         self, prompt: GivenPrompt | Conversation, sampling_params: SamplingParams
     ) -> Generator[str]:
         """Yield the text of one completion as it is generated; `sampling_params.n` must be 1."""
-        params = sampling_params
-        check_params(params, SamplingParams, "sampling_params")
-        if params.n != 1:
-            raise InvalidRequestError(f"n must be 1 for streaming, not {params.n}.", param="n")
-        given = self._requests.sample([read_stream_prompt(prompt)], params)
-        (request,) = self._validated(given)
-        yield from self._runner.stream(Collector(request, self._tokenizer, params=params))
+        yield from self._runner.stream(self._stream_collector(prompt, sampling_params))
 
     @with_vllm_arguments
     def embed(
@@ -321,6 +315,16 @@ class LLM(PublicLLM):
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _stream_collector(
+        self, prompt: GivenPrompt | Conversation, params: SamplingParams
+    ) -> Collector:
+        check_params(params, SamplingParams, "sampling_params")
+        if params.n != 1:
+            raise InvalidRequestError(f"n must be 1 for streaming, not {params.n}.", param="n")
+        given = self._requests.sample([read_stream_prompt(prompt)], params)
+        (request,) = self._validated(given)
+        return Collector(request, self._tokenizer, params=params)
 
     @property
     def _controller(self) -> Controller:

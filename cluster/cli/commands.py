@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import closing
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from cluster.cli.flags.engine_flags import engine_options
@@ -14,7 +16,7 @@ from cluster.cli.interrupts import exiting_at_interrupt
 from cluster.cli.lost_output import discard_output, has_lost_reader, is_disk_full
 from cluster.cli.one_line_parser import USAGE_EXIT, command_parser
 from cluster.cli.parser import make_parser
-from cluster.engine.options.engine_options import engine_config
+from cluster.engine.options.engine_options import EngineOptions, engine_config
 from cluster.engine.progress import progress_reports
 from pagedray.errors import InvalidRequestError, PagedRayError, StartupError
 from pagedray.system.descriptor_limit import raise_descriptor_limit
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
+    from cluster.cli.remote_model import RemoteModel
+    from cluster.cli.text_llm import LocalModel
     from cluster.serving.frontend_options import FrontendOptions
     from pagedray.config import EngineConfig
 
@@ -183,20 +187,39 @@ def _frontend_options(parsed: argparse.Namespace) -> FrontendOptions:
 def _generate(parsed: argparse.Namespace) -> int:
     from cluster.cli.terminal import generate
 
-    return generate(
-        parsed.model, engine_options(parsed), parsed.text, sampling_fields(parsed), parsed.json
-    )
+    if parsed.text is None:
+        # A single operand is the text.
+        parsed.model, parsed.text = None, parsed.model
+    if parsed.text is None:
+        raise StartupError("A prompt is required: pagedray generate [MODEL] TEXT.")
+    with closing(_text_model(parsed)) as model:
+        return generate(model, parsed.text, is_json=parsed.json)
 
 
 def _chat(parsed: argparse.Namespace) -> int:
     from cluster.cli.terminal import chat
 
-    return chat(
-        parsed.model,
-        engine_options(parsed),
-        sampling_fields(parsed),
-        system_prompt=parsed.system_prompt,
-    )
+    with closing(_text_model(parsed)) as model:
+        return chat(model, system_prompt=parsed.system_prompt)
+
+
+def _text_model(parsed: argparse.Namespace) -> LocalModel | RemoteModel:
+    """Return a model of a server if there is a URL or no model to load. Raises PagedRayError."""
+    given, options = sampling_fields(parsed), engine_options(parsed)
+    if parsed.url is None and parsed.model is not None:
+        from cluster.cli.text_llm import LocalModel
+
+        return LocalModel(parsed.model, options, given)
+    from cluster.cli.flags.client_flags import read_key
+    from cluster.cli.remote_model import RemoteModel
+
+    for name, value in asdict(replace(options, executor="ray")).items():
+        if value != getattr(EngineOptions(), name):
+            raise StartupError(
+                f"{name} cannot be set for a running server; it is an option of `pagedray serve`."
+            )
+    key = read_key(parsed.api_key_file)
+    return RemoteModel(parsed.url, parsed.model, given, key=key, ca_file=parsed.tls_ca)
 
 
 def _new_key(parsed: argparse.Namespace) -> int:
@@ -268,6 +291,7 @@ def _completion(parsed: argparse.Namespace) -> int:
 _COMMANDS = {
     "serve": _serve,
     "generate": _generate,
+    "complete": _generate,
     "chat": _chat,
     "keys": _new_key,
     "top": _top,

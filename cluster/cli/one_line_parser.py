@@ -69,7 +69,14 @@ class OneLineParser(argparse.ArgumentParser):
         if not words and any(one.choices for one in self._get_positional_actions()):
             self.print_help()
             self.exit()
-        return super().parse_known_args(words, namespace)
+        parsed, unknown = super().parse_known_args(words, namespace)
+        # argparse takes an optional operand to be missing if a flag precedes it and follows another
+        # operand.
+        for action in self._get_positional_actions():
+            is_missing = action.nargs == "?" and getattr(parsed, action.dest) is None
+            if is_missing and unknown and not unknown[0].startswith("-"):
+                setattr(parsed, action.dest, unknown.pop(0))
+        return parsed, unknown
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:

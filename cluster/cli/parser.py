@@ -26,6 +26,8 @@ from pagedray.version import __version__
 __all__ = ["make_parser"]
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     _Commands = argparse._SubParsersAction[OneLineParser]
 
 
@@ -68,25 +70,49 @@ def _add_serve(commands: _Commands) -> None:
 
 def _add_generate(commands: _Commands) -> None:
     generate = _model_command(
-        commands, "generate", "Generate a completion for one prompt.", "MODEL TEXT"
+        commands,
+        "generate",
+        "Generate a completion for one prompt, with a running server or a model that is loaded.",
+        "[MODEL] TEXT",
+        aliases=["complete"],
     )
-    generate.add_argument("text", metavar="TEXT", help="The prompt.")
+    generate.add_argument("text", nargs="?", metavar="TEXT", help="The prompt.")
     generate.add_argument(
         "--json", action="store_true", help="Print the result as one JSON object."
     )
+    _add_server(generate)
     add_sampling_flags(generate, max_tokens=64)
     add_engine_flags(generate, executor=None)
     add_vllm_flags(generate)
 
 
 def _add_chat(commands: _Commands) -> None:
-    chat = _model_command(commands, "chat", "Chat with a model in the terminal.")
+    chat = _model_command(
+        commands,
+        "chat",
+        "Chat in the terminal, with a running server or a model that is loaded.",
+        "[MODEL]",
+    )
     chat.add_argument(
         "--system-prompt", metavar="TEXT", help="System message that conversations begin with."
     )
+    _add_server(chat)
     add_sampling_flags(chat, max_tokens=256)
     add_engine_flags(chat, executor=None)
     add_vllm_flags(chat)
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
+    """Add which running server generates the text."""
+    group = parser.add_argument_group("server")
+    group.add_argument(
+        "--url",
+        metavar="URL",
+        help="URL of a running server, PagedRay's or another one with an OpenAI-compatible API, in "
+        "which case MODEL is a name that it serves. (default: http://127.0.0.1:8000 if there is "
+        "no MODEL)",
+    )
+    add_client_flags(group, variables="PAGEDRAY_API_KEY")
 
 
 def _add_keys(commands: _Commands) -> None:
@@ -184,12 +210,14 @@ def _model_command(
     operands: str = "MODEL",
     *,
     command: str | None = None,
+    aliases: Sequence[str] = (),
 ) -> OneLineParser:
     """Add a command that takes a model; `command` is its name with that of a command above it."""
     usage = f"pagedray {command or name} {operands} [flags]"
-    parser = commands.add_parser(name, help=what, description=what, usage=usage)
+    parser = commands.add_parser(name, help=what, description=what, usage=usage, aliases=aliases)
     parser.add_argument(
         "model",
+        nargs="?" if operands.startswith("[") else None,
         metavar="MODEL",
         help="Folder of a Hugging Face checkpoint, or the id of a model on the Hub: ORG/NAME or "
         "ORG/NAME@REVISION.",

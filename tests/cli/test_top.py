@@ -141,8 +141,11 @@ def test_a_key_that_may_not_read_the_history_is_not_tried_again() -> None:
         ),
         (b'{"error": {"message": "a\\u001b[2Jb"}}', 403, r"status 403: a\?\[2Jb$"),
         (b"<html>", 502, "status 502."),
-        (b"{}", 200, "not that of a PagedRay server of this version"),
-        (b"\xff", 200, "not that of a PagedRay server of this version"),
+        (b"<html>", 404, r"^http://[\d.:]+ is not a PagedRay server: GET /loads returned 404\.$"),
+        (b"", 405, r"is not a PagedRay server: GET /loads returned 405\.$"),
+        (b'{"error": {"message": "Not Found"}}', 404, "is not a PagedRay server: GET /loads"),
+        (b"{}", 200, "is not a PagedRay server of this version: GET /loads returned an"),
+        (b"\xff", 200, "is not a PagedRay server of this version: GET /loads returned an"),
     ],
 )
 def test_client_reports_why_it_has_no_loads(body: bytes, status: int, text: str) -> None:

@@ -2,125 +2,21 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import pty
 import socket
-import struct
-import subprocess
-import sys
-import termios
 import threading
 from typing import TYPE_CHECKING
 
 import msgspec
-import pyte
 import pytest
 
 from tests.cli.loads_server import HISTORY, LOADS, serving
+from tests.cli.terminal_emulator import Terminal
 from tests.fakes import wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from types import TracebackType
+    from collections.abc import Iterator
 
 LEAVE_OWN_SCREEN = b"\x1b[?1049l"
-# Ctrl-C sends SIGINT only from the controlling terminal.
-PROGRAM = """
-import fcntl, signal, sys, termios
-from cluster.cli.__main__ import main
-from cluster.cli.top import loads_client
-loads_client._TIMEOUT_S = float(sys.argv.pop(1))
-# The parent process may ignore SIGINT.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-sys.exit(main())
-"""
-
-
-class Terminal:
-    """A program in a terminal of its own."""
-
-    def __init__(
-        self,
-        arguments: Sequence[str],
-        *,
-        columns: int = 100,
-        lines: int = 40,
-        variables: Mapping[str, str] | None = None,
-        patience_s: float = 5.0,
-    ) -> None:
-        """A server may take `patience_s` to respond."""
-        self._screen = pyte.Screen(columns, lines)
-        self._stream = pyte.ByteStream(self._screen)
-        self._lock = threading.Lock()
-        self.written = b""
-        self._master, slave = pty.openpty()
-        self._set_size(columns, lines)
-        # These would take precedence over the terminal's size.
-        fixed = ("COLUMNS", "LINES")
-        environment = {name: value for name, value in os.environ.items() if name not in fixed}
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(patience_s), *arguments],
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            env={**environment, "TERM": "xterm-256color", **(variables or {})},
-            start_new_session=True,
-        )
-        os.close(slave)
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-
-    def __enter__(self) -> Terminal:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.process.kill()
-        self.process.wait()
-        self.join()
-        os.close(self._master)
-
-    @property
-    def text(self) -> str:
-        with self._lock:
-            return "\n".join(self._screen.display)
-
-    @property
-    def cells(self) -> tuple[pyte.screens.Char, ...]:
-        with self._lock:
-            return tuple(cell for line in self._screen.buffer.values() for cell in line.values())
-
-    def join(self) -> None:
-        """Wait until all output of the program is read."""
-        self._reader.join()
-
-    def press(self, keys: bytes) -> None:
-        os.write(self._master, keys)
-
-    def resize(self, columns: int, lines: int) -> None:
-        with self._lock:
-            self._screen.resize(lines, columns)
-        self._set_size(columns, lines)
-
-    def _set_size(self, columns: int, lines: int) -> None:
-        fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
-
-    def _read(self) -> None:
-        while True:
-            try:
-                written = os.read(self._master, 65536)
-            except OSError:
-                # Every process that had it open has ended.
-                return
-            self.written += written
-            with self._lock:
-                self._stream.feed(written)
 
 
 @pytest.fixture

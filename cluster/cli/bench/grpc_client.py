@@ -136,7 +136,14 @@ class GrpcClient(BenchClient):
 
 
 def _rejection(error: grpc.aio.AioRpcError) -> BenchError:
-    message = f"{error.code().name}: {error.details()}"
+    details = error.details() or ""
+    # What another protocol's answer or status is to a gRPC client.
+    if "HTTP/2" in details or "http2 header" in details:
+        return BenchError(
+            "The server does not respond in gRPC; --base-url must have its gRPC port, not that of "
+            "HTTP."
+        )
+    message = f"{error.code().name}: {details}"
     if error.code() is grpc.StatusCode.UNAUTHENTICATED:
         message = with_key_hint(message, variables=KEY_VARIABLES)
     return BenchError(message)

@@ -25,6 +25,7 @@ _MAX_ERROR_BYTES = 2**16
 _MAX_EVENT_BYTES = 2**23
 _MAX_ANSWER_BYTES = 2**26
 _CONNECT_S = 30.0
+_NO_SUCH_PATH = (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED, HTTPStatus.NOT_IMPLEMENTED)
 
 Answer = TypeVar("Answer")
 
@@ -175,7 +176,7 @@ class HttpClient(BenchClient):
         headers = {"content-type": "application/json"}
         try:
             async with self._session.post(self._target.url, data=body, headers=headers) as answer:
-                await _check_status(answer)
+                await self._check_status(answer)
                 kept = b""
                 async for part in answer.content.iter_any():
                     *lines, kept = (kept + part).split(b"\n")
@@ -205,21 +206,30 @@ class HttpClient(BenchClient):
         assert self._session is not None
         try:
             async with self._session.request(method, self._target.root + path, json=body) as answer:
-                await _check_status(answer)
+                await self._check_status(answer)
                 data = await answer.content.read(_MAX_ANSWER_BYTES)
                 while not answer.content.at_eof() and len(data) < _MAX_ANSWER_BYTES:
                     data += await answer.content.read(_MAX_ANSWER_BYTES - len(data))
             return msgspec.json.decode(data, type=kind)
         except msgspec.MsgspecError as error:
-            raise BenchError(f"{path} returned an unexpected response: {error}.") from error
+            raise BenchError(
+                f"{self._target.root} is not an OpenAI-compatible server: {method} {path} returned "
+                f"an unexpected response: {error}."
+            ) from error
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise _failure(error) from error
 
-
-async def _check_status(answer: aiohttp.ClientResponse) -> None:
-    if answer.status != 200:
-        body = await answer.content.read(_MAX_ERROR_BYTES)
-        message = f"Status {answer.status}: {_reason(body) or answer.reason}"
+    async def _check_status(self, answer: aiohttp.ClientResponse) -> None:
+        if answer.status == HTTPStatus.OK:
+            return
+        reason = _reason(await answer.content.read(_MAX_ERROR_BYTES))
+        path = answer.url.path
+        if reason is None and answer.status in _NO_SUCH_PATH and not path.endswith("tokenize"):
+            raise BenchError(
+                f"{self._target.root} is not an OpenAI-compatible server: {answer.method} {path} "
+                f"returned {answer.status}."
+            )
+        message = f"Status {answer.status}: {reason or answer.reason}"
         if answer.status == HTTPStatus.UNAUTHORIZED:
             message = with_key_hint(message, variables=KEY_VARIABLES)
         raise BenchError(message)

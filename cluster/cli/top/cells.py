@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from rich.text import Text
 
-__all__ = ["number_text", "part_text", "plain_text", "printable", "seconds_text"]
+from cluster.cli.server_connection import printable
+
+__all__ = ["number_text", "part_text", "plain_text", "seconds_text"]
 
 
 def number_text(value: float) -> str:
@@ -20,11 +22,6 @@ def part_text(part: int, whole: int) -> str:
 def plain_text(text: str, style: str = "") -> Text:
     """Return a styled text without control characters."""
     return Text(printable(text), style)
-
-
-def printable(text: str) -> str:
-    """Return a text without control characters, which could move the cursor."""
-    return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def seconds_text(seconds: float | None) -> str:

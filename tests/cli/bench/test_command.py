@@ -9,11 +9,12 @@ import pytest
 
 from cluster.cli.commands import main
 from tests.cli.bench.other_server import NUM_TOKENS, OtherServer, serving
+from tests.cli.loads_server import serving as not_found
 from tests.load.tenant_keys import write_keys
 from tests.serving.conftest import Server
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from cluster.serving.text.tokenizer import Tokenizer
@@ -181,6 +182,39 @@ def test_rejections_are_one_line(
     assert "It broke." in one_error(run(capsys, url, local, *SHORT))
     # It cannot count tokens.
     assert "Status 404" in one_error(run(capsys, url, *SHORT))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((), "{url} is not an OpenAI-compatible server: GET /v1/models returned 404."),
+        (
+            ("--base-url={url}/loads",),
+            "compatible server: GET /loads/v1/models returned 404",
+        ),
+        (
+            ("--model=m", "--tokenizer={folder}"),
+            "{url} is not an OpenAI-compatible server: POST /v1/completions returned 501.",
+        ),
+        (
+            ("--model=m", "--tokenizer={folder}", "--backend=openai-chat"),
+            "OpenAI-compatible server: POST /v1/chat/completions returned 501.",
+        ),
+        (("--model=m",), "The server cannot tokenize the prompts. Status 501: "),
+        (
+            ("--backend=grpc", "--base-url={grpc}"),
+            "The server does not respond in gRPC; ",
+        ),
+    ],
+)
+def test_a_server_of_something_else_is_recognized(
+    flags: Sequence[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with not_found(b"<html>", 404) as (url, _):
+        words = {"url": url, "folder": folder, "grpc": url.replace("http:", "grpc:")}
+        given = (one.format_map(words) for one in flags)
+        error = one_error(run(capsys, f"--base-url={url}", *SHORT, *given))
+        assert message.format_map(words) in error
 
 
 def test_failures_amid_the_test_are_counted(

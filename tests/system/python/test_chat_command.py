@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.cli.commands import main
 from pagedray import LLM, SamplingParams
+from tests.cli.terminal_emulator import Terminal
+from tests.fakes import wait_for
 
 if TYPE_CHECKING:
     import pytest
@@ -36,7 +39,9 @@ def test_output_has_only_the_answers_to_the_conversation(
     for flags, answer in (((), plain), (("--system-prompt", SYSTEM["content"]), with_system)):
         monkeypatch.setattr("sys.stdin", io.StringIO(f"{QUESTION['content']}\n"))
         assert main(["chat", TINY_LLAMA, *FLAGS, *flags]) == 0
-        assert capsys.readouterr().out == f"{answer}\n"
+        printed = capsys.readouterr()
+        assert printed.out == f"{answer}\n"
+        assert re.search(r"\[8 tokens, [\d.]+ tokens/s, first after \d+ ms, cut at", printed.err)
 
 
 def test_input_that_is_closed_or_not_text_ends_without_a_trace(
@@ -47,6 +52,21 @@ def test_input_that_is_closed_or_not_text_ends_without_a_trace(
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8"))
     assert main(["chat", TINY_LLAMA, *FLAGS]) == 2
     assert capsys.readouterr().err.endswith("pagedray: error: The message is not UTF-8.\n")
+
+
+def test_ctrl_c_stops_an_answer_and_keeps_the_model() -> None:
+    flags = ("--dtype=float32", "--executor=local", "--max-tokens=900", "--temperature=1")
+    with Terminal(["chat", TINY_LLAMA, *flags]) as terminal:
+        wait_for(lambda: "/help lists commands" in terminal.text, 120.0)
+        for number in (1, 2):
+            terminal.press(b"What does open do?\r")
+            wait_for(lambda: terminal.written.count(b"do?") == number)  # noqa: B023
+            size = len(terminal.written)
+            wait_for(lambda: len(terminal.written) > size + 50)  # noqa: B023
+            terminal.press(b"\x03")
+            wait_for(lambda: terminal.written.count(b"Stopped after ") == number)  # noqa: B023
+        terminal.press(b"\x04")
+        assert terminal.process.wait(60.0) == 0
 
 
 def test_a_model_without_chat_template_is_rejected(
