@@ -72,11 +72,11 @@ class LLM(PublicLLM):
     """A model and its engine, which runs in this process or on Ray actors.
 
     `model` is a folder, or a Hub id such as `org/name` or `org/name@revision`. The options are the
-    flags of `pagedray serve --help` in the groups model, ranks, KV cache and scheduling, with
-    underscores, such as `tensor_parallel_size`, `executor`, `num_blocks` and `dtype`; a flag such
-    as `--no-prefix-cache` is `enable_prefix_cache=False`. vLLM's names and values of these options
-    are accepted, too. If `seed` is set, it seeds requests whose parameters have no seed. Raises
-    StartupError for an option that is not supported; the error names an alternative.
+    flags of `pagedray serve --help` before the group clients, with underscores, such as
+    `tensor_parallel_size`, `executor`, `num_blocks` and `dtype`; a flag such as `--no-prefix-cache`
+    is `enable_prefix_cache=False`. vLLM's names and values of these options are accepted, too. If
+    `seed` is set, it seeds requests whose parameters have no seed. Raises StartupError for an
+    option that is not supported; the error names an alternative.
     """
 
     def __init__(

@@ -23,7 +23,19 @@ _FIELD = re.compile(r"(--?[A-Za-z][\w-]*)\.([\w.-]+\+?)(?:=(.*))?", re.DOTALL)
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Adds the default of a flag to its help, unless it is None or a switch."""
+    """Shows the default of a flag unless it is None or a switch, and no long names of vLLM's."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        first, *others = action.option_strings or ("",)
+        if not first:
+            return super()._format_action_invocation(action)
+        shown = ", ".join((first, *(one for one in others if first[:2] != "--" or one[:2] != "--")))
+        if action.nargs == 0:
+            return shown
+        return f"{shown} {self._format_args(action, action.dest.upper())}"
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default is None or isinstance(action.default, bool):

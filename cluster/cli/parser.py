@@ -61,8 +61,9 @@ def make_parser() -> argparse.ArgumentParser:
 def _add_serve(commands: _Commands) -> None:
     what = "Start a server with an OpenAI-compatible HTTP API and gRPC."
     serve = _model_command(commands, "serve", what)
-    add_serve_flags(serve)
+    serve.epilog = "The flags of vllm serve are accepted, too; docs/compatibility.md has more."
     add_engine_flags(serve, executor="ray")
+    add_serve_flags(serve)
     add_vllm_flags(serve)
     version = f"pagedray {__version__}"
     serve.add_argument("--version", action="version", version=version, help=argparse.SUPPRESS)

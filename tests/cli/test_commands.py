@@ -238,6 +238,26 @@ def _parser_of(command: str) -> argparse.ArgumentParser:
     return found
 
 
+def test_help_of_serve_has_the_groups_of_the_document() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
+    table = text.partition("## Options by purpose")[2]
+    named = [
+        name for name in re.findall(r"^\| ([^|]*?) ?\| .+ \| .+ \|$", table, re.MULTILINE) if name
+    ]
+    groups = [group.title for group in _parser_of("serve")._action_groups[2:]]
+    assert named[0] == "group"
+    assert named[2:] == groups
+
+
+def test_help_of_serve_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    lines = _parser_of("serve").format_help().splitlines()
+    assert len(lines) <= 170
+    # Names of vLLM and lists of values are not repeated.
+    assert not [line for line in lines if line.count("{") > 1 and "rope" not in line]
+    assert not [line for line in lines if "--gpu-memory-utilization" in line]
+
+
 def test_help_names_every_attention_backend() -> None:
     help_text = " ".join(_parser_of("serve").format_help().split())
     found = re.search(r"Attention backend: ([a-z_, ]+);", help_text)

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, get_args
 
-from cluster.cli.flags.flag import Flag, MergedObject, add_flag
+from cluster.cli.flags.flag import Flag, MergedObject, add_flag, group_of
 from cluster.cli.flags.flag_values import read_object
 from cluster.engine.options.engine_options import EngineOptions
 from cluster.engine.options.vllm_options import context_length
@@ -38,70 +38,14 @@ def _length(text: str) -> int | None:
 
 _GROUPS = {
     "model": (
+        Flag("revision", "Branch, tag or commit of a model on the Hub.", metavar="REVISION"),
         Flag(
-            "dtype",
-            "Data type of weights and activations. (default: the checkpoint's)",
-            get_args(Dtype),
+            "download_dir", "The Hub's cache on each node. (default: HF_HOME's)", metavar="FOLDER"
         ),
+        Flag("tokenizer", argparse.SUPPRESS),
+        Flag("tokenizer_revision", argparse.SUPPRESS),
         Flag(
-            "quantization",
-            "fp8 quantizes plain weights while they are loaded; the other values name the "
-            "format of a quantized checkpoint. (default: read from the checkpoint)",
-            get_args(QuantizationMethod),
-            aliases=("-q",),
-        ),
-        Flag(
-            "load_format",
-            "auto loads the weights of the checkpoint; dummy initializes random weights.",
-            get_args(LoadFormat),
-        ),
-        Flag("load_seed", "Random seed of dummy weights.", int),
-        Flag(
-            "message_special_tokens",
-            "How special tokens in the chat messages of clients are encoded: text encodes "
-            "them as ordinary text; parse encodes them as special tokens, which lets "
-            "clients forge roles.",
-            get_args(MessageSpecialTokens),
-        ),
-        Flag(
-            "chat_template",
-            "File with a Jinja chat template, or the template itself, that replaces the model's.",
-            str,
-            "TEMPLATE",
-        ),
-        Flag(
-            "trust_request_chat_template",
-            "Accept chat_template in requests: clients may send Jinja templates, which are "
-            "programs that run in a sandbox.",
-            bool,
-        ),
-        Flag(
-            "max_model_len",
-            "Context length in tokens, such as 32768 or 32K. (default: the model's)",
-            _length,
-        ),
-        Flag(
-            "task",
-            "What the model does: generate text; embed texts for Embed and /v1/embeddings; "
-            "or score pairs of texts for /v1/rerank and /score. (default: score for a "
-            "cross-encoder, embed for other encoders and for models with modules.json, "
-            "otherwise generate)",
-            get_args(Task),
-        ),
-        Flag(
-            "generation_config",
-            "Source of temperature, top_p, top_k, min_p and repetition_penalty for "
-            "requests that do not set them: auto reads the model's generation_config.json, "
-            "none reads no file.",
-            str,
-            "FOLDER",
-        ),
-        Flag(
-            "override_generation_config",
-            "JSON object of these parameters, such as '{\"temperature\": 0.6}', which takes "
-            "precedence over the file.",
-            read_object,
-            "JSON",
+            "max_model_len", "Context length, such as 32768 or 32K. (default: the model's)", _length
         ),
         Flag(
             "hf_overrides",
@@ -110,51 +54,140 @@ _GROUPS = {
             read_object,
             "JSON",
         ),
+        Flag("dtype", "Data type of the model. (default: the checkpoint's)", get_args(Dtype)),
         Flag(
-            "revision",
-            "Branch, tag or commit of a model on the Hub, as in ORG/NAME@REVISION.",
-            metavar="REVISION",
+            "quantization",
+            "fp8 quantizes plain weights; others name the format of a checkpoint. (default: "
+            "the checkpoint's)",
+            get_args(QuantizationMethod),
+            aliases=("-q",),
         ),
         Flag(
-            "download_dir",
-            "Folder of the Hub's cache on each node. (default: that of HF_HOME)",
-            metavar="FOLDER",
+            "load_format",
+            "auto reads the checkpoint; dummy initializes random weights.",
+            get_args(LoadFormat),
         ),
-        Flag("tokenizer", argparse.SUPPRESS),
-        Flag("tokenizer_revision", argparse.SUPPRESS),
-        Flag("seed", "Random seed of requests that have no seed. (default: random)", int),
+        Flag("load_seed", "Random seed of dummy weights.", int),
         Flag(
-            "attention_backend",
-            "Attention backend: auto, hybrid, torch_sdpa, flashinfer or xformers; auto selects "
-            "the fastest one that supports the model and the device.",
+            "task",
+            "Generate texts, embed texts, or score pairs of texts. (default: the one that the "
+            "checkpoint is for)",
+            get_args(Task),
+        ),
+        Flag(
+            "chat_template",
+            "File of a Jinja chat template, or its text, in place of the model's.",
             str,
-            "NAME",
+            "TEMPLATE",
         ),
-        Flag("enforce_eager", "Disable CUDA graphs, which saves memory and slows decoding.", bool),
         Flag(
-            "max_graph_tokens",
-            "Maximum number of tokens in a step with prompts that runs as CUDA graphs; 0 "
-            "disables graphs for steps with prompts.",
-            int,
+            "trust_request_chat_template",
+            "Accept chat_template in requests: a program, which runs in a sandbox.",
+            bool,
+        ),
+        Flag(
+            "message_special_tokens",
+            "Encode special tokens in messages as text, or as special tokens (parse), which lets "
+            "clients forge roles.",
+            get_args(MessageSpecialTokens),
         ),
     ),
-    "ranks": (
+    "sampling defaults": (
+        Flag(
+            "generation_config",
+            "Where temperature, top_p, top_k, min_p and repetition_penalty come from if a request "
+            "does not set them: auto (the model), none, or a folder.",
+            str,
+            "FOLDER",
+        ),
+        Flag(
+            "override_generation_config",
+            "JSON object of these defaults, such as '{\"temperature\": 0.6}'.",
+            read_object,
+            "JSON",
+        ),
+        Flag("seed", "Seeds requests without a seed. (default: random)", int),
+    ),
+    "memory and KV cache": (
+        Flag(
+            "memory_fraction",
+            "Fraction of device memory for weights, activations and KV cache.",
+            float,
+            "FRACTION",
+        ),
+        Flag("kv_cache_dtype", "Data type of keys and values.", get_args(KVCacheDtype)),
+        Flag("block_size", "Tokens per block, 1 to 256.", int),
+        Flag("num_blocks", "Blocks on the device. (default: as many as fit)", int),
+        Flag(
+            "num_cpu_blocks",
+            "CPU blocks, for swapping and for evicted prefixes. (default: up to 1 GiB; with "
+            "GPUs, a quarter of the available memory)",
+            int,
+        ),
+        Flag("enable_prefix_cache", "Disable prefix caching.", bool),
+        Flag("enable_cpu_prefix_cache", "Do not keep evicted prefixes in CPU blocks.", bool),
+        Flag("enable_kept_cpu_pool", "Do not keep CPU blocks when a rank is replaced.", bool),
+        Flag(
+            "cpu_pool_checksums",
+            "Drop CPU blocks whose checksum is wrong when a rank is replaced.",
+            bool,
+        ),
+        Flag(
+            "disk_cache_folder",
+            "Folder on a fast local disk for prefixes evicted from CPU blocks. (default: none)",
+            str,
+            "FOLDER",
+        ),
+        Flag("disk_cache_bytes", "Maximum size of this folder, for all ranks together.", int),
+    ),
+    "scheduling": (
+        Flag(
+            "max_num_seqs",
+            "Maximum sequences per step. (default: 256, or 1024 on GPUs of 70 GiB or more)",
+            int,
+        ),
+        Flag(
+            "max_num_batched_tokens",
+            "Maximum tokens per step. (default: 2048, or 8192 on GPUs of 70 GiB or more)",
+            int,
+        ),
+        Flag("max_queued_requests", "Maximum waiting requests; others are rejected.", int),
+        Flag("max_queued_tokens", "Maximum waiting prompt tokens; more are rejected.", int),
+        Flag(
+            "itl_target_ms",
+            "Target for the time between tokens while prompts are processed. (default: none)",
+            float,
+            "MS",
+        ),
+        Flag(
+            "preemption",
+            "Swap preempted sequences to CPU blocks or recompute them; auto selects the cheaper.",
+            get_args(Preemption),
+        ),
+        Flag(
+            "structure_compile_s",
+            "CPU time limit for compiling a schema, regular expression or grammar.",
+            float,
+            "SECONDS",
+        ),
+    ),
+    "ranks and kernels": (
         Flag(
             "tensor_parallel_size",
-            "Number of ranks, one per device, that the model is sharded over.",
+            "Ranks, one per device, that the model is sharded over.",
             int,
             aliases=("-tp",),
         ),
         Flag(
-            "device",
-            "Device of the ranks. (default: cuda if there is an NVIDIA GPU, else cpu)",
-            get_args(Device),
-        ),
-        Flag(
             "enable_expert_parallel",
-            "Give each rank some whole experts, instead of some columns of every expert.",
+            "Give each rank whole experts, not columns of every expert.",
             bool,
             aliases=("-ep",),
+        ),
+        Flag(
+            "device",
+            "Device of ranks. (default: cuda if there is an NVIDIA GPU, else cpu)",
+            get_args(Device),
         ),
         Flag(
             "executor",
@@ -164,123 +197,36 @@ _GROUPS = {
         Flag("num_threads", "CPU threads per rank. (default: an equal share of the cores)", int),
         Flag(
             "placement_strategy",
-            "Ray placement strategy of the ranks; STRICT_PACK places all of them on one node.",
+            "Ray placement of the ranks; STRICT_PACK uses a single node.",
             get_args(PlacementStrategy),
         ),
         Flag(
             "spare_ranks",
-            "Number of spare processes per node, with which a rank that dies is replaced "
-            "in less time. (default: 1 on GPUs, 0 on CPUs)",
+            "Spare processes per node that replace dead ranks. (default: 1 on GPUs, 0 on CPUs)",
             int,
-        ),
-        Flag(
-            "all_reduce",
-            "How results are summed over the GPUs of a node: auto uses a single kernel "
-            "that also adds the residual and normalizes, and falls back to NCCL; nccl "
-            "always uses NCCL.",
-            get_args(AllReduce),
         ),
         Flag(
             "allow_unauthenticated_ray",
-            "Start Ray although RAY_AUTH_MODE=disabled is set, so that every user of this machine "
-            "can run code through Ray.",
-            bool,
-        ),
-    ),
-    "KV cache": (
-        Flag("block_size", "Tokens per block, 1 to 256.", int),
-        Flag(
-            "num_blocks",
-            "Number of blocks on the device. (default: as many as fit in memory)",
-            int,
-        ),
-        Flag(
-            "num_cpu_blocks",
-            "Number of CPU blocks, for swapping and for prefixes evicted from the device. "
-            "(default: up to 1 GiB; with GPUs, a quarter of the available memory for all "
-            "ranks together)",
-            int,
-        ),
-        Flag(
-            "memory_fraction",
-            "Fraction of device memory for weights, activations and KV cache.",
-            float,
-            "FRACTION",
-        ),
-        Flag("enable_prefix_cache", "Disable prefix caching.", bool),
-        Flag(
-            "enable_cpu_prefix_cache",
-            "Do not keep prefixes that are evicted from the device in CPU blocks.",
+            "Start Ray with RAY_AUTH_MODE=disabled: every user of the machine can run code.",
             bool,
         ),
         Flag(
-            "enable_kept_cpu_pool",
-            "Allocate the CPU blocks in the rank itself; the prefixes in them are lost "
-            "when the rank is replaced.",
-            bool,
-        ),
-        Flag(
-            "cpu_pool_checksums",
-            "Compute checksums of the CPU blocks; when a rank is replaced, blocks whose "
-            "checksum does not match are dropped.",
-            bool,
-        ),
-        Flag(
-            "disk_cache_folder",
-            "Folder for files of prefixes evicted from the CPU blocks, which should be on "
-            "a fast local disk. (default: no disk cache)",
+            "attention_backend",
+            "Attention backend: auto, hybrid, torch_sdpa, flashinfer or xformers; auto selects "
+            "the fastest.",
             str,
-            "FOLDER",
+            "NAME",
         ),
         Flag(
-            "disk_cache_bytes",
-            "Maximum size of the files in --disk-cache-folder, in bytes for all ranks together.",
+            "all_reduce",
+            "auto sums over GPUs with one kernel where possible; nccl always uses NCCL.",
+            get_args(AllReduce),
+        ),
+        Flag("enforce_eager", "Disable CUDA graphs: less memory, slower decoding.", bool),
+        Flag(
+            "max_graph_tokens",
+            "Maximum tokens of a step with prompts that runs as CUDA graphs; 0 is none.",
             int,
-        ),
-        Flag(
-            "kv_cache_dtype",
-            "Data type of keys and values; auto uses that of the model.",
-            get_args(KVCacheDtype),
-        ),
-    ),
-    "scheduling": (
-        Flag(
-            "max_num_seqs",
-            "Maximum number of sequences per step. (default: 256, or 1024 on GPUs of 70 GiB or "
-            "more)",
-            int,
-        ),
-        Flag(
-            "max_num_batched_tokens",
-            "Maximum number of tokens per step. (default: 2048, or 8192 on GPUs of 70 GiB or more)",
-            int,
-        ),
-        Flag(
-            "max_queued_requests", "Maximum number of waiting requests; others are rejected.", int
-        ),
-        Flag(
-            "max_queued_tokens",
-            "Maximum number of waiting prompt tokens; more are rejected.",
-            int,
-        ),
-        Flag(
-            "preemption",
-            "Whether preempted sequences are swapped to CPU blocks or recomputed; auto "
-            "selects the cheaper one.",
-            get_args(Preemption),
-        ),
-        Flag(
-            "itl_target_ms",
-            "Target for the time between tokens while prompts are processed; the chunks of "
-            "prompts are sized by the measured duration of steps. (default: no limit)",
-            float,
-            "MS",
-        ),
-        Flag(
-            "structure_compile_s",
-            "CPU time limit for compiling a JSON schema, regular expression or grammar.",
-            float,
-            "SECONDS",
         ),
     ),
 }
@@ -291,7 +237,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, executor: str | None) -
     """Add the engine's flags to a command; without `executor`, the number of ranks decides it."""
     default = EngineOptions()
     for title, flags in _GROUPS.items():
-        group = parser.add_argument_group(title)
+        group = group_of(parser, title)
         for flag in flags:
             is_chosen = flag.field == "executor" and executor is None
             added = replace(flag, help=f"{flag.help} {_CHOSEN_EXECUTOR}") if is_chosen else flag

@@ -11,7 +11,7 @@ from cluster.cli.flags.flag_values import read_object
 from cluster.engine.options.vllm_option_notes import ALIASES
 from cluster.engine.options.vllm_options import own_value
 
-__all__ = ["Flag", "MergedObject", "add_flag"]
+__all__ = ["Flag", "MergedObject", "add_flag", "group_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,14 @@ class _OptionalChoices(tuple[str, ...]):
 
     def __contains__(self, value: object) -> bool:
         return value is None or super().__contains__(value)
+
+
+def group_of(parser: argparse.ArgumentParser, title: str) -> argparse._ArgumentGroup:
+    """Return the group of flags with a title, which is added if the parser lacks it."""
+    for group in parser._action_groups:
+        if group.title == title:
+            return group
+    return parser.add_argument_group(title)
 
 
 def add_flag(group: argparse._ArgumentGroup, flag: Flag, default: object) -> None:
