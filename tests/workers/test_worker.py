@@ -49,11 +49,12 @@ def test_worker_logs_its_providers_once(
     worker: DecoderWorker, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="workers"):
-        worker.allocate_cache(8, 0)
+        report = worker.allocate_cache(8, 0)
     lines = [line for line in caplog.messages if line.startswith("Attention:")]
-    assert len(lines) == 2
-    assert " kernels compute prefill of " in lines[0]
-    assert " kernels compute decode of " in lines[1]
+    assert len(lines) == 3
+    assert lines[0] == f"Attention: {report.attention}"
+    assert " kernels compute prefill of " in lines[1]
+    assert " kernels compute decode of " in lines[2]
 
 
 def test_worker_reports_the_backend_that_was_chosen(worker: DecoderWorker) -> None:
