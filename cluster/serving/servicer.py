@@ -23,7 +23,7 @@ from cluster.serving.memory.output_buffer import OutputBuffers
 from cluster.serving.pooling_calls import PoolingCalls
 from cluster.serving.resume.registry import ResumableStreams
 from cluster.serving.server_info import own_loads, server_info, server_loads
-from cluster.serving.telemetry.call_log import log_call
+from cluster.serving.telemetry.call_log import RejectedCalls, log_call
 from cluster.serving.telemetry.call_watch import CallObserver
 from cluster.serving.telemetry.ignored_parameters import IgnoredParameters
 from cluster.serving.telemetry.load_history import LoadRecorder
@@ -96,6 +96,8 @@ class Servicer:
             self.metrics.count_ignored, is_strict=options.strict_parameters
         )
         """What HTTP clients send and is ignored."""
+        self.rejected_calls = RejectedCalls()
+        """Logs the calls that frontends reject."""
         self._recorder = LoadRecorder(self.metrics.times.between_tokens)
         self.observer = self._make_observer(tracer)
         self.validator = self._make_validator(options)

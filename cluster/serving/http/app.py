@@ -207,12 +207,29 @@ class HttpApp:
         self, request: Request, body: Json, status: int, headers: Mapping[str, str] | None
     ) -> Response:
         """Return an error, given in the format of OpenAI, as a response of the path's API."""
-        form = self._table.errors_of(_path_of(request.scope))
+        path = _path_of(request.scope)
+        self._log_rejection(request.method, path, body["error"], status)
+        form = self._table.errors_of(path)
         request_id = _id_of(request)
         given = dict(headers or {})
         if form.id_header is not None:
             given[form.id_header] = request_id
         return json_response(form.write(body, status, request_id), status=status, headers=given)
+
+    def _log_rejection(self, method: str, path: str, error: object, status: int) -> None:
+        endpoint = self._table.find(path)[0].get(method)
+        if endpoint is not None and endpoint.is_healthy is not None:
+            # A health check fails every few seconds while the server starts.
+            return
+        assert isinstance(error, dict)
+        self._servicer.rejected_calls.note(
+            "http",
+            status=status,
+            method=method,
+            path=path,
+            param=error["param"],
+            error=error["message"],
+        )
 
     async def _dispatch(self, request: Request) -> Response:
         _check_head(request.scope)

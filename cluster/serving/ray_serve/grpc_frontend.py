@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2
 from cluster.serving.ray_serve.proxied_grpc.message import TIMEOUT_KEY, ProxiedMessage
 from cluster.serving.rpc.call import RpcCall
 from cluster.serving.rpc.context import metadata_of
-from cluster.serving.rpc.entry import enter_call
+from cluster.serving.rpc.entry import enter_call, log_rejection
 from cluster.serving.rpc.health import UNKNOWN_SERVICE, service_of
 from cluster.serving.rpc.methods import python_name
 from cluster.serving.rpc.requests import parse
@@ -68,7 +68,7 @@ class ServeGrpc:
                             yield answer
                             await stream.pause()
         except Exception as error:
-            yield _rejection(context, error)
+            yield self._rejection(method, context, error)
 
     async def unary(self, method: str, request: Incoming, context: RayServegRPCContext) -> Message:
         """Return the response of a unary method."""
@@ -76,7 +76,7 @@ class ServeGrpc:
             async with self._received(method, request, context) as (message, call):
                 answer = await getattr(self._service, python_name(method))(message, call)
         except Exception as error:
-            return _rejection(context, error)
+            return self._rejection(method, context, error)
         assert isinstance(answer, Message)
         return answer
 
@@ -91,7 +91,7 @@ class ServeGrpc:
             tenant = self._servicer.authenticate(call.authorization)
             await broadcast(tenant.name, list(message.request_ids))
         except Exception as error:
-            return _rejection(context, error)
+            return self._rejection("Abort", context, error)
         return answer
 
     def health(self, request: Incoming, context: RayServegRPCContext) -> Message:
@@ -106,6 +106,10 @@ class ServeGrpc:
             context.set_details(UNKNOWN_SERVICE)
             return Empty()
         return status(status=status.SERVING if self._servicer.is_ready else status.NOT_SERVING)  # type: ignore[no-any-return]  # the library has no types
+
+    def _rejection(self, method: str, context: RayServegRPCContext, error: Exception) -> Message:
+        log_rejection(self._servicer, method, error, frontend="ray")
+        return _rejection(context, error)
 
     @asynccontextmanager
     async def _received(

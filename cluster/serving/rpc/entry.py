@@ -11,6 +11,7 @@ from cluster.serving.rpc.call import AUTHORIZATION, RpcCall
 from cluster.serving.rpc.context import Context, abort_call, metadata_of
 from cluster.serving.rpc.health import HEALTH
 from cluster.serving.rpc.service import COUNTED, OPERATIONS, SERVICE
+from cluster.serving.rpc.status import field_of
 from pagedray.errors import OverloadedError, PagedRayError
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from cluster.serving.inputs import Frontend
     from cluster.serving.servicer import Servicer
 
-__all__ = ["EntryInterceptor", "enter_call"]
+__all__ = ["EntryInterceptor", "enter_call", "log_rejection"]
 
 _OPEN_PREFIX = f"/{HEALTH}/"
 # Their handlers admit calls themselves.
@@ -53,6 +54,7 @@ class EntryInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
                 with self._servicer.metrics.counting_rejections("grpc"):
                     self._servicer.authenticate(metadata.get(AUTHORIZATION))
             except PagedRayError as error:
+                log_rejection(self._servicer, method, error)
                 return _rejection(error)
         return await continuation(handler_call_details)
 
@@ -86,6 +88,24 @@ def enter_call(
         servicer.note_rejected(error, arrival, frontend)
         raise
     return tenant, entered
+
+
+def log_rejection(
+    servicer: Servicer, method: str, error: Exception, *, frontend: Frontend = "grpc"
+) -> None:
+    """Log a call that is rejected; `method` is the path, or the name of one of our methods."""
+    # gRPC's own errors, and defects, are logged elsewhere.
+    if not isinstance(error, PagedRayError):
+        return
+    path = method if method.startswith("/") else f"/{SERVICE.full_name}/{method}"
+    servicer.rejected_calls.note(
+        frontend,
+        status=error.grpc_status,
+        method=path.rpartition("/")[2],
+        path=path,
+        param=field_of(error),
+        error=str(error),
+    )
 
 
 def _rejection(error: PagedRayError) -> grpc.RpcMethodHandler[Any, Any]:

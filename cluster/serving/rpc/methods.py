@@ -19,6 +19,7 @@ from cluster.serving.auth.tenant import ANONYMOUS
 from cluster.serving.intake.loop_shares import MAX_WAITING, LoopTimer, TooManyWaitError
 from cluster.serving.rpc.call import AUTHORIZATION
 from cluster.serving.rpc.context import Context, abort_call, drop_frames, host_of, metadata_of
+from cluster.serving.rpc.entry import log_rejection
 from cluster.serving.rpc.message_reader import MessageReader
 from cluster.serving.rpc.service import OPERATIONS, SERVICE, GrpcService
 from cluster.serving.rpc.stalled_writes import StalledWrites, StreamWriter
@@ -67,9 +68,9 @@ def method_handlers(servicer: Servicer) -> grpc.GenericRpcHandler[Any, Any]:
         run = getattr(service, python_name(method.name))
         if not method.server_streaming:
             run = _one_message(run)
-        answer = _answering(run, reader, servicer, writes)
+        answer = _answering(run, reader, servicer, writes, name=method.name)
         handlers[method.name] = grpc.stream_stream_rpc_method_handler(
-            _handler(answer, servicer, uses_engine=method.name in OPERATIONS),
+            _handler(answer, servicer, name=method.name),
             response_serializer=_serialize,
         )
     return grpc.method_handlers_generic_handler(SERVICE.full_name, handlers)
@@ -94,6 +95,8 @@ def _answering(
     reader: MessageReader[Message],
     servicer: Servicer,
     writes: StalledWrites,
+    *,
+    name: str,
 ) -> _Answer:
     async def answer(context: Context, timer: LoopTimer) -> None:
         message: Message | bytes | None = None
@@ -119,6 +122,8 @@ def _answering(
             message = None
             await _abort_stalled(context, error, num_bytes, servicer)
         except Exception as error:
+            if message is None:
+                log_rejection(servicer, name, error)
             await abort_call(context, error)
 
     return answer
@@ -141,11 +146,13 @@ async def _write_first(message: Message | bytes, context: Context, writer: Strea
 
 
 def _handler(
-    answer: _Answer, servicer: Servicer, *, uses_engine: bool
+    answer: _Answer, servicer: Servicer, *, name: str
 ) -> Callable[[object, Context], Awaitable[None]]:
+    uses_engine = name in OPERATIONS
+
     async def handle(_requests: object, context: Context) -> None:
         try:
-            client, tenant = await _wait_turn(context, servicer)
+            client, tenant = await _wait_turn(context, servicer, name)
             timer = LoopTimer()
             is_complete = False
             try:
@@ -172,12 +179,14 @@ def _handler(
     return handle
 
 
-async def _wait_turn(context: Context, servicer: Servicer) -> tuple[str, str]:
+async def _wait_turn(context: Context, servicer: Servicer, name: str) -> tuple[str, str]:
     """Wait for the turn of a call's client, and return the client and the tenant."""
     shares = servicer.intake.loop_shares
     client, tenant = _client_of(context, servicer)
     if shares.num_waiting(client) >= MAX_WAITING:
-        await abort_call(context, TooManyWaitError(shares.wait_s(client)))
+        error = TooManyWaitError(shares.wait_s(client))
+        log_rejection(servicer, name, error)
+        await abort_call(context, error)
     await shares.wait_turn(client)
     return client, tenant
 

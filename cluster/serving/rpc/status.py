@@ -24,7 +24,7 @@ from pagedray.v1 import pagedray_pb2 as pb
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
-__all__ = ["DETAILS_KEY", "DOMAIN", "code_of", "status_of"]
+__all__ = ["DETAILS_KEY", "DOMAIN", "code_of", "field_of", "status_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def status_of(error: Exception) -> Status:
     if not isinstance(error, PagedRayError):
         logger.error("A gRPC call failed.", exc_info=error)
         error = InternalError()
-    field = _field_of(error)
+    field = field_of(error)
     details: list[Message] = [
         ErrorInfo(
             reason=error.grpc_reason, domain=DOMAIN, metadata={"field": field} if field else {}
@@ -78,7 +78,8 @@ def _status(name: str, text: str, details: list[Message]) -> Status:
     return status
 
 
-def _field_of(error: PagedRayError) -> str | None:
+def field_of(error: PagedRayError) -> str | None:
+    """Return the field of the message that an error is about, if any."""
     if not isinstance(error, InvalidRequestError | UnknownModelError):
         return None
     # The servicer knows no messages and gives a sampling parameter its bare name.

@@ -1,21 +1,30 @@
-"""One log line for each call that ends: tenant, times, tokens and outcome.
+"""One log line for each call that ends: tenant, times, tokens and outcome; or for its rejection.
 
-It contains no text of a client except the call's id, which is quoted, and no key.
+A line contains no text of a client except the call's id, and no key. The error of a rejected call
+may quote the beginning of an invalid value.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
+from cluster.serving.telemetry.line_limit import LineRate
 from cluster.serving.telemetry.trace_parent import trace_id_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cluster.serving.inputs import Frontend
     from cluster.serving.telemetry.call_report import CallReport
 
-__all__ = ["log_call"]
+__all__ = ["RejectedCalls", "log_call"]
 
 logger = logging.getLogger(__name__)
+
+_MAX_CHARACTERS = 300
+"""Characters of a field of a rejected call."""
 
 
 def log_call(report: CallReport) -> None:
@@ -49,3 +58,35 @@ def _fields(report: CallReport) -> dict[str, str | int | float]:
     if trace_id is not None:
         fields["trace_id"] = trace_id
     return fields
+
+
+class RejectedCalls:
+    """Writes a line for each call that a frontend rejects, up to a rate for each status."""
+
+    def __init__(self, make_rate: Callable[[], LineRate] = LineRate) -> None:
+        # Statuses are few, and none hides the lines of another.
+        self._rates: defaultdict[object, LineRate] = defaultdict(make_rate)
+
+    def note(
+        self,
+        frontend: Frontend,
+        *,
+        status: int | str,
+        method: str,
+        path: str,
+        param: object,
+        error: str,
+    ) -> None:
+        """Write the line of a rejected call, unless there are too many of its status."""
+        if not logger.isEnabledFor(logging.INFO):
+            return
+        num_omitted = self._rates[frontend, status].count_event()
+        if num_omitted is None:
+            return
+        fields: dict[str, str | int] = {"frontend": frontend, "status": status}
+        given = {"method": method, "path": path, "param": param, "error": error}
+        # Formatters quote the fields and escape what begins a line.
+        fields |= {name: str(one)[:_MAX_CHARACTERS] for name, one in given.items() if one}
+        if num_omitted:
+            fields["omitted"] = num_omitted
+        logger.info("rejected", extra={"fields": fields})

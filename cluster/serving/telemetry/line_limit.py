@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["LineLimit"]
+__all__ = ["LineLimit", "LineRate"]
 
 _INTERVAL_S = 60.0
+_MAX_LINES = 20
+_PERIOD_S = 1.0
 
 
 class LineLimit:
@@ -33,3 +35,26 @@ class LineLimit:
         self._next_s = now_s + self._interval_s
         num_events, self._num_events = self._num_events, 0
         return num_events
+
+
+class LineRate:
+    """Allows 20 log lines at once, and one more each second."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last_s = clock()
+        self._num_allowed = float(_MAX_LINES)
+        self._num_omitted = 0
+
+    def count_event(self) -> int | None:
+        """Count an event; return how many had no line before it, or None if it has none either."""
+        now_s = self._clock()
+        allowed = self._num_allowed + (now_s - self._last_s) / _PERIOD_S
+        self._last_s = now_s
+        self._num_allowed = min(float(_MAX_LINES), allowed)
+        if self._num_allowed < 1:
+            self._num_omitted += 1
+            return None
+        self._num_allowed -= 1
+        num_omitted, self._num_omitted = self._num_omitted, 0
+        return num_omitted
