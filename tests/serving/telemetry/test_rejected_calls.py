@@ -162,8 +162,12 @@ def test_a_client_cannot_write_lines_of_its_own(own_server: Server) -> None:
 def test_lines_are_limited_for_each_status() -> None:
     now_s = 100.0
     records: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append(record)
+
+    handler = Kept()
     logger = logging.getLogger("cluster.serving.telemetry.call_log")
     before = logger.level
     logger.addHandler(handler)
