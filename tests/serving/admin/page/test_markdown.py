@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 import pytest
@@ -30,6 +31,13 @@ A **bold** and *slanted* `code` [link](https://example.com "t") &amp; more.
 ```python
 x = 1
 ```
+
+Energy is $E = mc^2$:
+
+$$
+x^2\\,dx
+- y
+$$
 
 ---
 """
@@ -248,6 +256,13 @@ def test_images_of_models_are_links_that_the_user_may_follow(page: ChatPage) -> 
         pytest.param("'- a\\n'.repeat(20_000)", marks=pytest.mark.slow),
         "'```'.repeat(3_001) + '\\n'.repeat(5_000)",
         "'> - '.repeat(200) + 'a'",
+        "'$a$ '.repeat(20_000)",
+        "'$a'.repeat(20_000) + '$$b'.repeat(20_000)",
+        pytest.param("'\\\\(a'.repeat(20_000)", marks=pytest.mark.slow),
+        "'$' + '{'.repeat(20_000) + 'a' + '}'.repeat(20_000) + '$'",
+        "'$' + 'a^'.repeat(1_000) + 'b$'",
+        "'$' + '\\\\hat'.repeat(500) + '{a}$'",
+        "'$a' + \"'\".repeat(1_000) + '$'",
     ],
 )
 def test_hostile_text_makes_few_nodes_and_loses_nothing(page: ChatPage, text: str) -> None:
@@ -273,7 +288,7 @@ def test_hostile_text_makes_few_nodes_and_loses_nothing(page: ChatPage, text: st
 def test_text_that_the_parser_cannot_finish_is_shown_as_it_is(page: ChatPage) -> None:
     # Without an answer of the worker, the limit ends it.
     page.evaluate(
-        "import('/page/markdown/lexer.js').then(({ lexer }) => { lexer.lex = async () => null; })"
+        "import('/page/markdown/lexer.js').then(({ lexer }) => { lexer.ask = async () => null; })"
     )
     page.speak("a **b**\n\nc")
     page.ask("hello")
@@ -291,10 +306,58 @@ def test_worker_that_takes_too_long_is_replaced(page: ChatPage) -> None:
     page.load(keeps_limits=True)
     slow = (
         "import('/page/markdown/lexer.js').then(async ({ lexer }) => {"
-        " const found = await lexer.lex('*a'.repeat(1_000_000));"
-        " const next = await lexer.lex('*a*');"
+        " const found = await lexer.ask('*a'.repeat(1_000_000));"
+        " const next = await lexer.ask('*a*');"
         " window.outcome = [found, next?.tokens[0].type]; })"
     )
     page.evaluate(slow)
     page.wait_for("window.outcome !== undefined")
     assert page.evaluate("window.outcome") == [None, "paragraph"]
+
+
+@pytest.mark.parametrize(
+    ("text", "formulas"),
+    [
+        ("$E = mc^2$ and $x_1$, *a $b*c$ d*", ["E=mc2", "x1", "b\u2217c"]),
+        (r"\(a \le b\) and \[x^2\,dx\]", ["a\u2264b", "x2dx"]),
+        ("**$x_1$** _and $a_{1}$ b_", ["x1", "a1"]),
+        ("- a\n- b $\\alpha$\n\n| $x$ |\n|---|\n| $y$ |", ["\u03b1", "x", "y"]),
+        ("text\n$$\na\n- b\n= c\n$$\nmore $$d$$", ["a\u2212b=c", "d"]),
+        ("\\[\n\\frac{1}{2}\n\\]\n\n1. a\n   $$\n   b\n   $$", ["12", "b"]),
+        (r"$$\begin{aligned} a &= b \\ &= c \end{aligned}$$", ["a=b=c"]),
+        (r"$\sqrt[3]{x} \ne \boxed{42}$ $\text{if } \mathbb{R}$", ["x3\u226042", "if\xa0\u211d"]),
+        # Money, variables of a shell, code and escapes.
+        ("costs $5 and $10, US$5-$6, $HOME:$PATH", []),
+        ("`$x$` \\$5 is $ 5 $ and 3$", []),
+        ("```\n$x$\n```", []),
+    ],
+)
+def test_formulas_are_drawn(page: ChatPage, text: str, formulas: list[str]) -> None:
+    for draw in (put, grow):
+        page.evaluate("document.getElementById('messages').replaceChildren()")
+        draw(page, json.dumps(text))
+        assert page.texts(".markdown math") == formulas
+        assert page.count(".markdown .plain") == 0
+    assert page.console == []
+
+
+@pytest.mark.parametrize(
+    "formula",
+    [
+        r"$x^2\,dx + \unknown_a*b*$",
+        r"\(a\;b \{c\} \unknown\)",
+        "$$\n\\unknown{a}\n* b\n$$",
+        r"\[a\\b \tag{1}\]",
+        r"$\frac{a}$",
+        r"$\left( a$",
+        r"$a}$",
+        r"$^{" + "{" * 20 + "}" * 20 + "}$",
+        "$$\na\n* b\\,c",
+        "\\[ a_b_c \\, *d*",
+    ],
+)
+def test_formula_that_cannot_be_drawn_is_its_source(page: ChatPage, formula: str) -> None:
+    put(page, json.dumps(f"Before\n\n{formula}"))
+    assert page.count("math") == 0
+    assert page.text(".markdown").removeprefix("Before") == formula
+    assert page.console == []

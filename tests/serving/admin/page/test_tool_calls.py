@@ -69,10 +69,10 @@ def test_an_answer_that_is_drawn_late_asks_for_no_results_of_another_chat(
 ) -> None:
     hold = (
         "import('/page/markdown/lexer.js').then(({ lexer }) => {"
-        " const held = []; const lex = lexer.lex.bind(lexer);"
-        " lexer.lex = async (text) => { await new Promise((wake) => held.push(wake));"
+        " const held = []; const lex = lexer.ask.bind(lexer);"
+        " lexer.ask = async (text) => { await new Promise((wake) => held.push(wake));"
         " return lex(text); };"
-        " window.release = () => { lexer.lex = lex; held.forEach((wake) => wake()); }; })"
+        " window.release = () => { lexer.ask = lex; held.forEach((wake) => wake()); }; })"
     )
     with ChatPage(browser, tool_server) as page:
         page.set(tools=json.dumps(TOOLS))

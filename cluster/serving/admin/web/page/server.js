@@ -1,7 +1,5 @@
 // The server's API. It alone has the API key, in memory: a key is never stored.
 
-import { eventsOf } from "./event_stream.js";
-
 const TIMEOUT_MS = 5000;
 const UNREACHABLE = "The server cannot be reached.";
 const LOST = "The connection to the server was lost; the answer is incomplete.";
@@ -109,4 +107,26 @@ async function errorOf(response) {
     // The body is not JSON, such as that of a proxy.
   }
   return new ServerError(message, response.status);
+}
+
+/** Yield the events `{ id, data }` in the body of a response; the id is that of the last `id:` line. */
+async function* eventsOf(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  try {
+    let rest = "";
+    let id = null;
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      const lines = (rest + value).split(/\r?\n/);
+      rest = lines.pop();
+      for (const line of lines) {
+        if (line.startsWith("id:")) id = line.slice(3).trim();
+        if (line.startsWith("data:")) yield { id, data: line.slice(5).trim() };
+      }
+    }
+  } finally {
+    // Events after the last that was read are not wanted.
+    reader.cancel().catch(() => {});
+  }
 }

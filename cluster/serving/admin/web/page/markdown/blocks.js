@@ -4,6 +4,7 @@ import { make } from "../dom.js";
 import { MAX_DEPTH, isLargeTable } from "./budget.js";
 import { CodeBlock } from "./code_block.js";
 import { inlineNodes } from "./inline.js";
+import { mathNode } from "./math.js";
 
 /** Return the nodes of block tokens. */
 export function blockNodes(tokens, budget, depth = 0) {
@@ -46,6 +47,8 @@ function blockNode(token, budget, depth) {
       return list(token, budget, depth);
     case "table":
       return table(token, budget);
+    case "math":
+      return mathNode(token, budget);
     case "hr":
       return make("hr");
     case "text":

@@ -2,6 +2,7 @@
 
 import { make } from "../dom.js";
 import { MAX_DEPTH } from "./budget.js";
+import { mathNode } from "./math.js";
 
 const SAFE_LINK = /^(https?:|mailto:)/i;
 const LINE_BREAK = /^<br\s*\/?>$/i;
@@ -38,6 +39,8 @@ function nodeOf(token, budget, depth) {
       return make(TAGS[token.type], {}, ...inlineNodes(token.tokens, budget, depth + 1));
     case "codespan":
       return make("code", { textContent: token.text });
+    case "math":
+      return mathNode(token, budget);
     case "br":
       return make("br");
     case "html":

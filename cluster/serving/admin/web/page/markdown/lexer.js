@@ -1,17 +1,6 @@
-// Has texts parsed by a worker.
+// Has texts parsed by a worker, which returns their tokens, or null after a limit.
 
 import { TimedWorker } from "./timed_worker.js";
 
-const LIMIT_MS = 3000;
-
-class Lexer {
-  #worker = new TimedWorker("lexer", LIMIT_MS);
-
-  /** Return the tokens of a text; null if it cannot be parsed within the limit. */
-  lex(text) {
-    return this.#worker.ask(text);
-  }
-}
-
 /** The lexer of all messages. */
-export const lexer = new Lexer();
+export const lexer = new TimedWorker("lexer", 3000);

@@ -59,7 +59,7 @@ export class MarkdownView {
       const isLast = this.#isEnded;
       const text = this.#text;
       const from = isLast ? 0 : this.#numFinalChars;
-      const parsed = this.#plain ? null : await lexer.lex(text.slice(from));
+      const parsed = this.#plain ? null : await lexer.ask(text.slice(from));
       const startedMs = performance.now();
       this.#onDraw(() => {
         if (parsed === null) this.#showPlain(text);
