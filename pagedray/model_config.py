@@ -15,6 +15,7 @@ from pagedray.weight_format import CacheScales, Quantization
 __all__ = [
     "Activation",
     "ClampedGate",
+    "DenseModule",
     "Dtype",
     "ExpertsConfig",
     "HubFile",
@@ -170,6 +171,19 @@ class ExpertsConfig:
     """Whether a rank has whole experts, instead of some columns of each."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseModule:
+    """A linear layer that follows the pooling of a sentence-transformers checkpoint."""
+
+    folder: str
+    """The name of its folder in that of the checkpoint."""
+    in_size: int
+    out_size: int
+    has_bias: bool
+    activation: Literal["identity", "tanh"]
+    """What is applied to its output."""
+
+
 @dataclass(frozen=True, slots=True)
 class TextTensors:
     """Where the checkpoint of a multimodal model keeps the tensors of its text model."""
@@ -280,6 +294,10 @@ class ModelConfig:
     """What layers have instead of an MLP, or None."""
     is_encoder: bool = False
     """Whether tokens attend to all others of their text, as in BERT."""
+    is_bidirectional: bool = False
+    """Whether tokens of a decoder attend to all others of their text; it only embeds."""
+    dense_modules: tuple[DenseModule, ...] = ()
+    """What changes pooled vectors, in this order."""
     task: Task = "generate"
     """What the model is used for; an encoder embeds, or scores if it has a head for it."""
     score_activation: ScoreActivation = "sigmoid"
@@ -333,7 +351,9 @@ class ModelConfig:
     @property
     def vector_size(self) -> int:
         """The length of what becomes of a text: a vector, or one score."""
-        return 1 if self.task == "score" else self.hidden_size
+        if self.task == "score":
+            return 1
+        return self.dense_modules[-1].out_size if self.dense_modules else self.hidden_size
 
     def with_context(self, length: int) -> ModelConfig:
         """Return the configuration for sequences of this length, if the model has a longer one."""

@@ -6,11 +6,12 @@ It has no KV cache.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from attention.abstract import AttentionBatch
 from pagedray.batch import EmbedOutput, EmbedPlan, StepPlan
@@ -21,7 +22,7 @@ from workers.models.bert import Bert, encoder_spec
 from workers.models.decoder import Decoder
 from workers.models.self_attention import attention_spec
 from workers.models.text_positions import text_positions
-from workers.pooling import pooled
+from workers.pooling import Dense, pooled
 from workers.weights.load_weights import load_weights
 from workers.weights.stored_experts import with_stored_experts
 from workers.weights.stored_head import with_stored_head
@@ -88,6 +89,7 @@ class EmbeddingWorker(Worker):
         self._model: Bert | Decoder | None = kind(
             config.model, group, backend=self._backend, device=self._device
         )
+        self._dense = [Dense(module, self._device) for module in config.model.dense_modules]
         if isinstance(self._model, Decoder):
             # A longer text has a step of its own.
             most = max(config.max_num_batched_tokens, config.max_model_len)
@@ -96,7 +98,13 @@ class EmbeddingWorker(Worker):
 
     def load_weights(self, report_progress: Callable[[int, int], None]) -> dict[str, str]:
         assert self._model is not None
-        return load_weights(self._model, self._config, report_progress)
+        digests = load_weights(self._model, self._config, report_progress)
+        for dense in self._dense:
+            model = self._config.model
+            own = replace(model, folder=model.folder / dense.folder, text_tensors=None)
+            files = load_weights(dense, replace(self._config, model=own))
+            digests |= {f"{dense.folder}/{name}": digest for name, digest in files.items()}
+        return digests
 
     def available_cache(self, limits: StepLimits) -> CacheSize:
         return CacheSize(num_blocks=0, num_cpu_blocks=0, block_bytes=0, limits=limits)
@@ -155,8 +163,12 @@ class EmbeddingWorker(Worker):
                 hidden,
                 torch.from_numpy(lengths.astype(np.int64)).to(self._device),
                 plan.pooling,
-                normalize=plan.is_normalized,
+                normalize=plan.is_normalized and not self._dense,
             )
+            for dense in self._dense:
+                vectors = dense(vectors)
+            if self._dense and plan.is_normalized:
+                vectors = functional.normalize(vectors, dim=1)
             if self._config.model.task == "score":
                 vectors = self._model.scores(vectors)
         return PendingVectors(step=plan.step, vectors=vectors)

@@ -28,7 +28,10 @@ _NAMES = frozenset(
     }
 )
 # More templates, and the modules of sentence-transformers, such as 1_Pooling.
-_PATTERN = re.compile(r"additional_chat_templates/[^/]+\.jinja|\d+_\w+/config\.json", re.ASCII)
+_PATTERN = re.compile(
+    r"additional_chat_templates/[^/]+\.jinja|\d+_\w+/config\.json|\d+_Dense/model\.safetensors",
+    re.ASCII,
+)
 
 
 def is_side_file(name: str) -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attention.abstract import AttentionParams, AttentionSpec
+from attention.abstract import AttentionParams, AttentionSpec, AttentionType
 from attention.layer import Attention
 from pagedray.rank_roofline import WeightWork
 from workers.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -51,6 +51,8 @@ def attention_params(
         has_sinks=config.has_sinks,
         kv_cache_dtype=config.kv_cache_dtype,
     )
+    if config.is_bidirectional:
+        params = replace(params, attention_type=AttentionType.ENCODER_ONLY)
     if config.cache_scales:
         scales = config.cache_scales[layer_index]
         params = replace(params, k_scale=scales.keys, v_scale=scales.values)

@@ -183,8 +183,10 @@ def _inside(folder: Path, name: str) -> Path:
     except (OSError, ValueError):
         raise CheckpointError(f"{folder} has no file {name!r:.{_MAX_SHOWN}}.") from None
     roots = [root]
-    if root.parent.name == "snapshots":
-        model = root.parent.parent
+    # The folder of a module is in that of the model.
+    snapshot = next((one for one in (root, root.parent) if one.parent.name == "snapshots"), None)
+    if snapshot is not None:
+        model = snapshot.parent.parent
         # The cache keeps blobs of one model, and some that several models share.
         roots += [model / "blobs", model.parent / "blobs"]
     if Path(name).name != name or not any(target.is_relative_to(place) for place in roots):

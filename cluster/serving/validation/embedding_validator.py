@@ -10,7 +10,7 @@ from cluster.engine.embedding_job import EmbeddingRequest
 from cluster.serving.model_name import check_model_name
 from cluster.serving.validation.call_checks import check_truncation
 from cluster.serving.validation.prompt_reader import PromptReader, are_long, warn_of_unknown_tokens
-from cluster.serving.validation.sentence_modules import check_modules, longest_text
+from cluster.serving.validation.sentence_modules import longest_text
 from cluster.serving.validation.sentence_prompts import SentencePrompts
 from cluster.serving.validation.truncation import truncated
 from pagedray.batch import Pooling
@@ -52,12 +52,12 @@ class EmbeddingValidator:
         self._context = config.max_model_len
         self._prompts = SentencePrompts({})
         if config.model.task == "embed":
-            check_modules(config.model.folder)
             self._prompts = SentencePrompts.from_folder(config.model.folder)
             self._context = longest_text(config.model.folder, config.max_model_len)
-        self._hidden_size = config.model.hidden_size
-        # The last token of a decoder is the only one that attends to all others.
-        default: Pooling = "mean" if config.model.is_encoder else "last"
+        self._size = config.model.vector_size
+        # The last token of a causal decoder is the only one that attends to all others.
+        attends_to_all = config.model.is_encoder or config.model.is_bidirectional
+        default: Pooling = "mean" if attends_to_all else "last"
         self._pooling = _read_pooling(config.model.folder, default)
 
     async def validate(self, given: EmbeddingInput) -> EmbeddingRequest:
@@ -70,9 +70,9 @@ class EmbeddingValidator:
                 param="pooling",
             )
         size = given.dimensions
-        if size is not None and not 1 <= size <= self._hidden_size:
+        if size is not None and not 1 <= size <= self._size:
             raise InvalidRequestError(
-                f"dimensions must be from 1 to {self._hidden_size}, not {size!s:.40}.",
+                f"dimensions must be from 1 to {self._size}, not {size!s:.40}.",
                 param="dimensions",
             )
         if not 1 <= len(given.prompts) <= MAX_PROMPTS:
@@ -97,7 +97,7 @@ class EmbeddingValidator:
             texts=tuple(texts),
             pooling=given.pooling or self._pooling,
             is_normalized=given.is_normalized,
-            size=self._hidden_size if size is None else size,
+            size=self._size if size is None else size,
             tenant=given.tenant,
             deadline_s=given.deadline_s,
         )

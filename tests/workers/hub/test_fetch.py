@@ -37,6 +37,7 @@ from workers.hub.settings import HubSettings
 from workers.hub.snapshot import Snapshot
 from workers.models.families.registry import read_model_config
 from workers.weights.local_weights import check_weights_listed, hub_dtype, with_local_weights
+from workers.weights.tensor_entries import read_entries
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -140,6 +141,18 @@ def test_only_the_needed_files_are_downloaded(hub: SmallHub, settings: HubSettin
     hub.requested.clear()
     fetched(settings, WEIGHTS)
     assert [each.path for each in hub.requested] == ["/api/models/org/tiny/revision/main"]
+
+
+def test_the_linear_layers_of_an_embedding_model_are_downloaded(
+    hub: SmallHub, settings: HubSettings
+) -> None:
+    linear = safetensors.torch.save({"linear.weight": torch.ones(2**8, 2**9)})
+    more = {"2_Dense/config.json": b"{}", "2_Dense/model.safetensors": linear}
+    hub.push("org/tiny", folder_files(TINY_LLAMA) | more | {"2_Dense/pytorch_model.bin": b"x"})
+    _, folder = fetched(settings)
+    assert (folder / "2_Dense" / "model.safetensors").is_symlink()
+    assert read_entries(folder / "2_Dense")["linear.weight"].shape == (2**8, 2**9)
+    assert not (folder / "2_Dense" / "pytorch_model.bin").exists()
 
 
 def test_the_token_of_the_environment_is_sent(

@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from torch.nn import functional
+from transformers import AutoModel, AutoModelForCausalLM, Gemma3TextConfig, Gemma3TextModel
 
 from cluster.engine.options.engine_options import EngineOptions, engine_config
 from pagedray.batch import EmbedPlan, Pooling
 from pagedray.errors import CheckpointError, StartupError
+from tests.workers.models.encoder_reference import save_bert
 from tests.workers.reference import save_checkpoint, token_ids
 from workers.embedding_worker import EmbeddingWorker
 from workers.models.families.registry import read_model_config
@@ -35,6 +38,9 @@ NAMES = (
 )
 
 
+IDENTITY = "torch.nn.modules.linear.Identity"
+
+
 def texts() -> list[list[int]]:
     ids = token_ids().tolist()
     return [ids[:9], ids[3:4], ids, ids[::-1][:16]]
@@ -50,13 +56,15 @@ def save_body(folder: Path) -> None:
     body.save_pretrained(folder)
 
 
-def vectors(folder: Path, pooling: Pooling, task: Task | None = None) -> torch.Tensor:
+def vectors(
+    folder: Path, pooling: Pooling, task: Task | None = None, *, is_normalized: bool = False
+) -> torch.Tensor:
     """Return the vectors of all texts, which one step computes."""
     options = EngineOptions(device="cpu", num_threads=1, dtype="float32", task=task)
     worker = EmbeddingWorker(engine_config(folder, options), SoloGroup())
     worker.load_weights(lambda done, total: None)
     worker.allocate_cache(0, 0)
-    output = worker.launch(EmbedPlan(0, texts(), pooling, is_normalized=False)).output()
+    output = worker.launch(EmbedPlan(0, texts(), pooling, is_normalized=is_normalized)).output()
     worker.close()
     flat = np.frombuffer(output.vectors, dtype=np.float32)
     return torch.from_numpy(flat.copy()).view(len(texts()), -1)
@@ -84,6 +92,101 @@ def test_vectors_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert torch.allclose(
         vectors(tmp_path, "last"), reference(tmp_path, "last"), atol=1e-4, rtol=1e-4
     )
+
+
+def save_embedding_gemma(folder: Path, *, window: int) -> None:
+    """Save a small EmbeddingGemma with two linear layers after the mean of its tokens."""
+    torch.manual_seed(5)
+    config = Gemma3TextConfig(
+        vocab_size=131,
+        hidden_size=48,
+        intermediate_size=84,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+        sliding_window=window,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        query_pre_attn_scalar=8,
+        use_bidirectional_attention=True,
+        initializer_range=0.4,
+        pad_token_id=0,
+    )
+    Gemma3TextModel(config).save_pretrained(folder)
+    modules = ("Transformer", "Pooling", "Dense", "Dense", "Normalize")
+    listed = [
+        {"idx": index, "path": f"{index}_{one}", "type": f"sentence_transformers.models.{one}"}
+        for index, one in enumerate(modules)
+    ]
+    (folder / "modules.json").write_text(json.dumps(listed))
+    save_dense(folder / "2_Dense", (48, 80), bias=False, activation_function=IDENTITY)
+    save_dense(folder / "3_Dense", (80, 20), bias=True)
+
+
+def save_dense(folder: Path, sizes: tuple[int, int], **settings: Any) -> None:
+    in_size, out_size = sizes
+    folder.mkdir()
+    settings |= {"in_features": in_size, "out_features": out_size}
+    (folder / "config.json").write_text(json.dumps(settings))
+    linear = torch.nn.Linear(in_size, out_size, bias=settings["bias"])
+    tensors = {f"linear.{name}": tensor for name, tensor in linear.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors")
+
+
+def with_dense(folder: Path, pooled: torch.Tensor) -> torch.Tensor:
+    """Return what plain torch makes of pooled vectors."""
+    first, second = (load_file(folder / f"{name}_Dense" / "model.safetensors") for name in (2, 3))
+    hidden = functional.linear(pooled, first["linear.weight"])
+    return functional.linear(hidden, second["linear.weight"], second["linear.bias"]).tanh()
+
+
+@pytest.mark.parametrize("window", [4, 6, 9, 200])
+def test_embedding_gemma_attends_in_both_directions_and_has_linear_layers(
+    window: int, tmp_path: Path
+) -> None:
+    save_embedding_gemma(tmp_path, window=window)
+    found = vectors(tmp_path, "mean")
+    expected = with_dense(tmp_path, reference(tmp_path, "mean"))
+    assert found.shape == (len(texts()), 20)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    config = read_model_config(tmp_path)
+    assert (config.task, config.vector_size) == ("embed", 20)
+    with pytest.raises(StartupError, match="cannot generate; its task can be embed"):
+        read_model_config(tmp_path, task="generate")
+    (tmp_path / "2_Dense" / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"No model\.safetensors .* found in .*2_Dense"):
+        vectors(tmp_path, "mean")
+
+
+def test_vectors_are_normalized_after_the_linear_layers(tmp_path: Path) -> None:
+    save_embedding_gemma(tmp_path, window=6)
+    plain, normalized = (
+        vectors(tmp_path, "mean", is_normalized=is_normalized) for is_normalized in (False, True)
+    )
+    torch.testing.assert_close(normalized, functional.normalize(plain, dim=1))
+
+
+def test_a_tensor_of_a_linear_layer_that_is_wrong_is_named(tmp_path: Path) -> None:
+    save_embedding_gemma(tmp_path, window=6)
+    save_file({"linear.weight": torch.ones(3, 48)}, tmp_path / "2_Dense" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"linear\.weight has shape \[3, 48\]"):
+        vectors(tmp_path, "mean")
+
+
+def test_a_bert_with_a_linear_layer_embeds(tmp_path: Path) -> None:
+    save_bert(tmp_path)
+    hidden_size = read_model_config(tmp_path).hidden_size
+    plain = vectors(tmp_path, "cls")
+    listed = [
+        {"path": f"{index}_{one}", "type": f"sentence_transformers.models.{one}"}
+        for index, one in enumerate(("Transformer", "Pooling", "Dense", "Normalize"))
+    ]
+    (tmp_path / "modules.json").write_text(json.dumps(listed))
+    save_dense(tmp_path / "2_Dense", (hidden_size, hidden_size), bias=True)
+    dense = load_file(tmp_path / "2_Dense" / "model.safetensors")
+    expected = functional.linear(plain, dense["linear.weight"], dense["linear.bias"]).tanh()
+    torch.testing.assert_close(vectors(tmp_path, "cls"), expected)
 
 
 def test_a_checkpoint_of_sentence_transformers_embeds_by_default(tmp_path: Path) -> None:

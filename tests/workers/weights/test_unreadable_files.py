@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -14,10 +15,10 @@ import pytest
 
 from cluster.engine.options.generation_config import sampling_defaults
 from cluster.serving.text.tokenizer import Tokenizer
-from cluster.serving.validation.sentence_modules import check_modules
 from cluster.serving.validation.sentence_prompts import SentencePrompts
 from pagedray.errors import CheckpointError
 from tests.system.server_process import TINY_LLAMA
+from workers.models.config_json.sentence_modules import dense_modules
 from workers.models.families.registry import read_model_config
 from workers.weights.tensor_entries import read_entries
 
@@ -60,7 +61,7 @@ def test_a_folder_without_permission_is_named(folder: Path, forbid: Callable[[Pa
         read_model_config(folder)
 
 
-@pytest.mark.parametrize("read", [SentencePrompts.from_folder, check_modules])
+@pytest.mark.parametrize("read", [SentencePrompts.from_folder, partial(dense_modules, size=8)])
 def test_optional_settings_without_permission_are_not_ignored(
     read: Callable[[Path], object], folder: Path, forbid: Callable[[Path], None]
 ) -> None:

@@ -14,6 +14,7 @@ from workers.models.config_json.config_file import ConfigFile
 from workers.models.config_json.family import model_dtype
 from workers.models.config_json.ignored_fields import check_all_read
 from workers.models.config_json.quantization import read_quantization, with_quantization
+from workers.models.config_json.sentence_modules import dense_modules
 from workers.models.families.alibi.bloom import BLOOM
 from workers.models.families.alibi.mpt import MPT
 from workers.models.families.bert import BERT, ROBERTA
@@ -139,6 +140,8 @@ def read_model_config(
         raise StartupError(
             f"The model {config.name} cannot {task}; its task can be {' or '.join(tasks)}."
         )
+    if (task or tasks[0]) == "embed":
+        config = replace(config, dense_modules=dense_modules(folder, config.hidden_size))
     config = replace(
         config,
         dtype=dtype or declared or stored_dtype(folder) or _default_dtype(file),
@@ -218,7 +221,7 @@ def _has_no_head(architecture: str) -> bool:
 
 def _with_head(architecture: str) -> str:
     """Return the name of a decoder with its head, such as Qwen3ForCausalLM for Qwen3Model."""
-    return f"{architecture.removesuffix('Model')}ForCausalLM"
+    return f"{architecture.removesuffix('Model').removesuffix('Text')}ForCausalLM"
 
 
 def _family(file: ConfigFile) -> Family:

@@ -38,7 +38,6 @@ def gemma_config(
     )
     # A second spelling, which transformers ignores.
     file.note_read("sliding_window_size")
-    file.reject_unless("use_bidirectional_attention", False)
     has_bias = file.flag("attention_bias", False)
     return replace(
         config,
@@ -56,6 +55,7 @@ def gemma_config(
 
 def _read(file: ConfigFile) -> ModelConfig:
     config = gemma_config(file, GEMMA2.architecture, default_logit_cap=30.0)
+    file.reject_unless("use_bidirectional_attention", False)
     every_other = [layer % 2 == 0 for layer in range(config.num_layers)]
     return replace(
         with_rope(config, file),

@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 
 from cluster.engine.options.generation_config import sampling_defaults
-from cluster.serving.validation.sentence_modules import check_modules, longest_text
+from cluster.serving.validation.sentence_modules import longest_text
 from cluster.serving.validation.sentence_prompts import SentencePrompts
 from pagedray.errors import CheckpointError
 from tests.hostile.fuzz.scratch import scratch_folder
 from tests.hostile.fuzz.target import Target, check_message
+from workers.models.config_json.sentence_modules import dense_modules
 
 _FOLDER = scratch_folder()
 _NAMES = (
@@ -29,7 +30,7 @@ def run(data: bytes) -> None:
     path.write_bytes(data[1:])
     try:
         sampling_defaults("auto", _FOLDER)
-        check_modules(_FOLDER)
+        dense_modules(_FOLDER, 8)
         assert 0 < longest_text(_FOLDER, 512) <= 512
         SentencePrompts.from_folder(_FOLDER).prompt(None)
     except CheckpointError as error:
