@@ -64,11 +64,8 @@ def _input(text: str) -> object:
 
     A client that reads the stream with Anthropic's library gets the same.
     """
-    try:
-        given = from_json(text or "{}", allow_partial=True)
-    except ValueError:
-        return {}
-    return given if isinstance(given, dict) else {}
+    given: object = from_json(text or "{}", allow_partial=True)
+    return given
 
 
 class MessagesResponse(EventResponse):

@@ -7,7 +7,7 @@ call, all else is content.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from cluster.serving.text.marks import overlap
 from cluster.serving.tools.channel_headers import (
@@ -19,24 +19,26 @@ from cluster.serving.tools.channel_headers import (
     is_cut_header,
     read_header,
 )
-from cluster.serving.tools.object_end import ObjectEnd
-from cluster.serving.tools.turn_reader import TurnReader
+from cluster.serving.tools.turn_reader import NO_ARGUMENTS, ArgumentsReader
 from pagedray.reasoning import WHITESPACE
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from cluster.serving.tools.turn_reader import ToolSchemas, TurnDelta
+    from cluster.serving.tools.turn_reader import ToolSchemas, TurnDelta, TurnReader
 
 __all__ = ["ChannelReader", "ChannelTexts"]
 
+_Where: TypeAlias = Literal["start", "between", "header", "reasoning", "call", "behind", "content"]
 _REASONING_ENDS = END_MARKS[:1]
 _REASONING_END = re.compile(re.escape(END_MARKS[0]))
 _ANY_END = re.compile("|".join(map(re.escape, END_MARKS)))
 
 
-class ChannelReader(TurnReader):
+class ChannelReader(ArgumentsReader):
     """Messages with headers; the first one may lack `<|start|>assistant`, which ends a prompt."""
+
+    _marks = END_MARKS
 
     def __init__(
         self,
@@ -53,7 +55,7 @@ class ChannelReader(TurnReader):
         """
         super().__init__(tools, is_parallel=is_parallel, has_short_ids=has_short_ids)
         self._answer = answer
-        self._where: Literal["start", "between", "header", "reasoning", "call", "content"]
+        self._where: _Where
         self._where = "reasoning" if is_open else "start"
         self._ends: tuple[str, ...] = _REASONING_ENDS if is_open else END_MARKS
         """The marks that end the message."""
@@ -61,7 +63,6 @@ class ChannelReader(TurnReader):
         """The mark that ended content, which is text unless a header follows it."""
         self._name = ""
         """The function of a call that has not begun."""
-        self._arguments = ObjectEnd()
         self._has_reasoning = False
         """Whether a message had reasoning, so that another one needs a line of its own."""
         self._is_next_line = False
@@ -82,19 +83,14 @@ class ChannelReader(TurnReader):
             return self._begin_message(is_end=is_end)
         if self._where == "header":
             return self._step_header(is_end=is_end)
+        if self._where == "call":
+            return self._step_call(is_end=is_end)
         place, mark = self._first_end()
         if mark is None:
             num_held = 0 if is_end else max(overlap(self._buffer, end) for end in self._ends)
             self._write_body(self._take(len(self._buffer) - num_held))
-            if is_end and not self._is_cut_off:
-                # The token that ends a call may be missing from the text.
-                self._end_call()
             return False
         self._write_body(self._take(place))
-        if self._where == "call" and self._arguments.is_in_string:
-            self._write_body(self._take(len(mark)))
-            return True
-        self._end_call()
         if mark != START_MARK:
             self._take(len(mark))
             self._held_mark = mark if self._where == "content" else ""
@@ -139,7 +135,7 @@ class ChannelReader(TurnReader):
         header = read_header(text, self._tools)
         self._where = header.kind
         if header.kind == "call":
-            self._name, self._arguments = header.function, ObjectEnd()
+            self._name = header.function
         elif header.kind == "reasoning":
             self._is_next_line = self._has_reasoning
             if not header.has_recipient:
@@ -158,12 +154,23 @@ class ChannelReader(TurnReader):
         mark, self._held_mark = self._held_mark, ""
         return mark
 
-    def _end_call(self) -> None:
-        """Write a call without arguments if none have come."""
-        if self._where == "call" and self._name:
+    def _step_call(self, *, is_end: bool) -> bool:
+        if self._name:
+            begun = self._buffer.lstrip()
+            words = (*NO_ARGUMENTS, *END_MARKS)
+            if not is_end and any(word.startswith(begun) for word in words):
+                return False
+            if begun and not begun.startswith(("{", *words)):
+                self._where = "content"
+                return True
+            if not begun and self._is_cut_off:
+                return False
             self._begin_call(self._name)
-            self._write_arguments("{}")
             self._name = ""
+        if not self._step_arguments(is_end=is_end):
+            return False
+        self._where = "behind"
+        return bool(self._buffer)
 
     def _write_body(self, text: str) -> None:
         if self._where == "reasoning":
@@ -171,24 +178,8 @@ class ChannelReader(TurnReader):
                 text, self._is_next_line = f"\n{text}", False
             self._has_reasoning = self._has_reasoning or bool(text)
             self._delta.add_text("reasoning", text)
-        elif self._where == "call":
-            self._write_call(text)
         else:
             self._write_content(text)
-
-    def _write_call(self, text: str) -> None:
-        if self._name:
-            text = text.lstrip()
-            if not text:
-                return
-            if text[0] != "{":
-                self._where = "content"
-                self._write_content(text)
-                return
-            self._begin_call(self._name)
-            self._name = ""
-        if not self._arguments.is_closed:
-            self._write_arguments(text[: self._arguments.read_object(text)])
 
     def _write_content(self, text: str) -> None:
         if self._answer is None:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+import re
+from typing import Literal
 
-from cluster.serving.text.marks import overlap
-from cluster.serving.tools.object_end import ObjectEnd
-from cluster.serving.tools.turn_reader import TurnReader
-
-if TYPE_CHECKING:
-    from cluster.serving.tools.turn_reader import ToolSchemas
+from cluster.serving.tools.turn_reader import ArgumentsReader
 
 __all__ = [
     "DEEPSEEK_BEGIN",
@@ -25,69 +21,76 @@ DEEPSEEK_END = "<\uff5ctool\u2581calls\u2581end\uff5c>"
 DEEPSEEK_CALL_BEGIN = "<\uff5ctool\u2581call\u2581begin\uff5c>"
 DEEPSEEK_CALL_END = "<\uff5ctool\u2581call\u2581end\uff5c>"
 DEEPSEEK_SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
+_MARKS = (DEEPSEEK_CALL_BEGIN, DEEPSEEK_CALL_END, DEEPSEEK_END, DEEPSEEK_BEGIN)
 _MAX_HEAD_LENGTH = 256
+_FENCE = "```"
+_HEAD_END = re.compile("|".join(map(re.escape, ("{", *_MARKS))))
+_FUNCTION_NAME = re.compile(r"\s*([^\s`{]+)")
+_FENCE_BEGIN = re.compile(r"\s*(?:```(?:json)?)?")
 
 
-class DeepSeekReader(TurnReader):
+class DeepSeekReader(ArgumentsReader):
     """Content, then marked calls: `function`, a separator and the name, then JSON in a fence (V3).
 
     Since V3.1 it is the name, the separator and JSON.
     """
 
-    _where: Literal["content", "between", "head", "arguments"] = "content"
-
-    def __init__(self, tools: ToolSchemas, *, is_parallel: bool, has_short_ids: bool) -> None:
-        super().__init__(tools, is_parallel=is_parallel, has_short_ids=has_short_ids)
-        self._object = ObjectEnd()
+    _marks = _MARKS
+    _where: Literal["content", "between", "head", "arguments", "behind"] = "content"
 
     def _step(self, *, is_end: bool) -> bool:
         match self._where:
-            case "content":
-                if not self._write_until(DEEPSEEK_BEGIN, is_end=is_end):
-                    return False
-                self._where = "between"
-                return True
-            case "between":
-                return self._step_between()
+            case "content" | "between":
+                marks = _MARKS if self._where == "between" else (_MARKS[0], _MARKS[-1])
+                found = self._write_until(*marks, is_end=is_end)
+                if found == DEEPSEEK_END:
+                    self._where = "content"
+                elif found:
+                    self._where = "head" if found == DEEPSEEK_CALL_BEGIN else "between"
+                    self._head += "" if found == DEEPSEEK_CALL_END else found
+                return bool(found)
             case "head":
                 return self._step_head(is_end=is_end)
             case "arguments":
-                self._write_arguments(self._take(self._object.read_object(self._buffer)))
-                if not self._object.is_closed:
+                if self._step_arguments(is_end=is_end):
+                    self._where = "behind"
+                    return True
+                return False
+            case "behind":
+                begun = self._buffer.lstrip()
+                if not is_end and _FENCE.startswith(begun):
                     return False
+                self._buffer = begun.removeprefix(_FENCE)
                 self._where = "between"
                 return True
 
-    def _step_between(self) -> bool:
-        found = [
-            (place, mark)
-            for mark in (DEEPSEEK_CALL_BEGIN, DEEPSEEK_END)
-            if (place := self._buffer.find(mark)) >= 0
-        ]
-        if found:
-            place, mark = min(found)
-            self._take(place + len(mark))
-            self._where = "head" if mark == DEEPSEEK_CALL_BEGIN else "content"
-            return True
-        num_held = max(overlap(self._buffer, mark) for mark in (DEEPSEEK_CALL_BEGIN, DEEPSEEK_END))
-        self._take(len(self._buffer) - num_held)
-        return False
+    def _write(self, content: str) -> None:
+        if self._head:
+            # A mark of calls precedes the content.
+            self._head += content
+            if not content.strip():
+                return
+            content, self._head = self._head, ""
+        super()._write(content)
 
     def _step_head(self, *, is_end: bool) -> bool:
-        length = self._buffer.find("{", 0, _MAX_HEAD_LENGTH)
-        if length < 0 and not is_end and len(self._buffer) < _MAX_HEAD_LENGTH:
+        found = _HEAD_END.search(self._buffer, 0, _MAX_HEAD_LENGTH)
+        if found is None and not is_end and len(self._buffer) < _MAX_HEAD_LENGTH:
             return False
-        head = self._buffer[:length] if length >= 0 else ""
-        first, _, second = head.partition(DEEPSEEK_SEPARATOR)
-        name = first.strip()
-        if name == "function" and second.strip():
-            name = second.split("\n")[0].strip()
-        if name not in self._tools:
-            self._write(DEEPSEEK_BEGIN + DEEPSEEK_CALL_BEGIN)
+        is_known = found is not None or (is_end and not self._is_cut_off)
+        head = self._buffer if found is None else self._buffer[: found.start()]
+        first, separator, second = head.partition(DEEPSEEK_SEPARATOR)
+        name, length = first.strip(), len(first) + len(separator)
+        function = _FUNCTION_NAME.match(second)
+        if name == "function" and function is not None:
+            name, length = function[1], length + function.end()
+        if not is_known or name not in self._tools:
+            self._write_head()
             self._where = "content"
-            return True
-        self._take(length)
+            return bool(self._buffer)
+        fence = _FENCE_BEGIN.match(self._buffer, length)
+        assert fence is not None
+        self._take(fence.end())
         self._begin_call(name)
-        self._object = ObjectEnd()
         self._where = "arguments"
         return True

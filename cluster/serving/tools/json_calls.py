@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+import re
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
-from cluster.serving.text.marks import overlap
-from cluster.serving.tools.object_end import ObjectEnd
 from cluster.serving.tools.tool_call_object import ToolCallObject
-from cluster.serving.tools.turn_reader import TurnReader
+from cluster.serving.tools.turn_reader import ArgumentsReader, TurnReader
 
 if TYPE_CHECKING:
     from cluster.serving.tools.turn_reader import ToolSchemas
@@ -29,13 +28,22 @@ HERMES_BEGIN = "<tool_call>"
 HERMES_END = "</tool_call>"
 LLAMA_BEGIN = "<|python_tag|>"
 MISTRAL_BEGIN = "[TOOL_CALLS]"
-_MISTRAL_ARGUMENTS = "[ARGS]"
-_MISTRAL_ID = "[CALL_ID]"
+_MISTRAL_HEAD = re.compile(
+    r"\s*([^\s\[{]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\]|(?=\{|\[TOOL_CALLS\]))"
+)
 _MAX_NAME_LENGTH = 128
+_ListPlace: TypeAlias = Literal[
+    "content", "begun", "between", "call", "behind", "name", "arguments"
+]
+_EXCESS = re.compile(r"(?:\s*[}\]),;])+")
+"""What models write behind a call in excess."""
 
 
 class _ObjectsReader(TurnReader):
-    """Base of the formats that write calls as JSON objects."""
+    """Base of the formats that write calls as objects."""
+
+    _marks: ClassVar[tuple[str, ...]] = ()
+    """The marks that end an object outside of its strings."""
 
     def __init__(self, tools: ToolSchemas, *, is_parallel: bool, has_short_ids: bool) -> None:
         super().__init__(tools, is_parallel=is_parallel, has_short_ids=has_short_ids)
@@ -48,56 +56,82 @@ class _ObjectsReader(TurnReader):
         The text of content is put back into the buffer.
         """
         if self._object is None:
-            self._object = ToolCallObject()
+            self._object = ToolCallObject(marks=self._marks)
             self._has_begun = False
         found = self._object
-        self._take(found.read_object(self._buffer))
+        is_last = is_end and not self._is_cut_off
+        self._take(found.read_object(self._buffer, is_end=is_last))
         if not self._has_begun and found.name in self._tools:
             self._has_begun = True
             self._begin_call(found.name or "")
-        is_unknown = found.name is not None and not self._has_begun
         if self._has_begun:
+            if is_end and not found.is_closed:
+                (found.cut if self._is_cut_off else found.close)()
             self._write_arguments(found.take_arguments())
-        if not (found.is_done or found.is_broken or is_unknown or is_end):
+        is_content = found.is_broken or (found.name is not None and not self._has_begun)
+        if not (found.is_closed or is_content or is_end):
             return "open"
         self._object = None
         if self._has_begun:
+            self._buffer = self._buffer if found.is_closed else ""
             return "call"
         self._buffer = found.raw + self._buffer
         return "content"
+
+    def _drop_excess(self) -> None:
+        """Drop brackets and separators behind a call."""
+        found = _EXCESS.match(self._buffer)
+        if found is not None:
+            self._take(found.end())
 
 
 class HermesReader(_ObjectsReader):
     """`<tool_call>{"name": ..., "arguments": ...}</tool_call>`, any number among content."""
 
-    _where: Literal["content", "call", "end"] = "content"
+    _marks = (HERMES_BEGIN, HERMES_END)
+    _where: Literal["content", "begun", "call", "behind"] = "content"
+    _is_open = False
+    """Whether the end mark of a call is missing."""
 
     def _step(self, *, is_end: bool) -> bool:
-        if self._where == "content":
-            if self._write_until(HERMES_BEGIN, is_end=is_end):
+        match self._where:
+            case "content":
+                marks = self._marks if self._is_open else (HERMES_BEGIN,)
+                found = self._write_until(*marks, is_end=is_end)
+                self._is_open = self._is_open and not found
+                if found == HERMES_BEGIN:
+                    self._head, self._where = found, "begun"
+                return bool(found)
+            case "begun":
+                begun = self._buffer.lstrip()
+                if begun.startswith(HERMES_BEGIN):
+                    self._buffer = begun[len(HERMES_BEGIN) :]
+                    return True
+                if not is_end and HERMES_BEGIN.startswith(begun):
+                    return False
                 self._where = "call"
                 return True
-            return False
-        if self._where == "call":
-            found = self._step_object(is_end=is_end)
-            if found == "content":
-                self._write(HERMES_BEGIN)
-            if found != "open":
-                self._where = "end" if found == "call" else "content"
-            return found != "open" and bool(self._buffer)
-        before, mark, after = self._buffer.partition(HERMES_END)
-        if mark:
-            # Text between a call and its end tag is dropped: it is not content.
-            self._buffer = after
-            self._where = "content"
-            return True
-        self._buffer = before[len(before) - overlap(before, HERMES_END) :]
-        return False
+            case "call":
+                found = self._step_object(is_end=is_end)
+                if found == "open":
+                    return False
+                self._is_open = found == "call"
+                self._where = "behind" if found == "call" else "content"
+                self._write_head()
+                return bool(self._buffer)
+            case "behind":
+                self._drop_excess()
+                begun = self._buffer.lstrip()
+                if not begun and not is_end:
+                    return False
+                self._where = "call" if begun.startswith("{") else "content"
+                return bool(begun)
 
 
 class LlamaReader(_ObjectsReader):
     """`{"name": ..., "parameters": ...}` alone, or several separated by semicolons."""
 
+    _marks = (LLAMA_BEGIN,)
     _where: Literal["start", "call", "between", "content"] = "start"
 
     def _step(self, *, is_end: bool) -> bool:
@@ -112,7 +146,9 @@ class LlamaReader(_ObjectsReader):
         return self._step_between(is_end=is_end)
 
     def _step_between(self, *, is_end: bool) -> bool:
-        begun = self._buffer.lstrip() if self._where == "start" else self._buffer.lstrip(" \t\r\n;")
+        if self._where == "between":
+            self._drop_excess()
+        begun = self._buffer.lstrip()
         if not begun:
             return False
         if begun.startswith(LLAMA_BEGIN):
@@ -131,106 +167,112 @@ class LlamaReader(_ObjectsReader):
 class ListReader(_ObjectsReader):
     """A JSON list of `{"name": ..., "parameters": ...}`."""
 
-    _where: Literal["start", "between", "call", "content", "end"] = "start"
+    _where: _ListPlace = "begun"
 
     def _step(self, *, is_end: bool) -> bool:
-        if self._where == "content":
-            self._write(self._take(len(self._buffer)))
-            return False
-        if self._where == "end":
-            self._buffer = ""
-            return False
-        if self._where == "call":
-            found = self._step_object(is_end=is_end)
-            if found != "open":
+        match self._where:
+            case "begun":
+                return self._step_begun(is_end=is_end)
+            case "between":
+                return self._step_between()
+            case "call":
+                found = self._step_object(is_end=is_end)
+                if found == "open":
+                    return False
                 self._where = "between" if found == "call" else "content"
-            return found != "open" and bool(self._buffer)
-        return self._step_between()
+                self._write_head()
+                return bool(self._buffer)
+            case "behind":
+                self._drop_excess()
+                if not self._buffer.strip() and not is_end:
+                    return False
+                self._where = "content"
+                return True
+            case _:
+                self._write(self._take(len(self._buffer)))
+                return False
+
+    def _step_begun(self, *, is_end: bool) -> bool:
+        """Read the beginning of calls."""
+        begun = self._buffer.lstrip()
+        if not begun:
+            return False
+        if begun[0] == "[":
+            self._head += self._take(len(self._buffer) - len(begun) + 1)
+        self._where = "between" if begun[0] in "[{" else "content"
+        return True
 
     def _step_between(self) -> bool:
-        self._take_space()
-        if not self._buffer:
+        begun = self._buffer.lstrip()
+        if not begun:
             return False
-        first = self._buffer[0]
-        if self._where == "start" and first == "[":
-            self._where = "between"
-            self._take(1)
-        elif self._where == "between" and first == "{":
+        if begun[0] == "{":
             self._where = "call"
-        elif self._where == "between" and first == ",":
-            self._take(1)
-        elif self._where == "between" and first == "]":
-            self._where = "end"
+        elif begun[0] == "]" and not self._head:
+            self._where = "behind"
+        elif begun[0] == ",":
+            self._buffer = begun[1:]
         else:
             self._where = "content"
+            self._write_head()
         return True
 
 
-class MistralReader(TurnReader):
+class MistralReader(ListReader, ArgumentsReader):
     """Content, then `[TOOL_CALLS]` and a list, or `[TOOL_CALLS]name[ARGS]{...}` for each call."""
 
-    _where: Literal["content", "begun", "list", "name", "arguments"] = "content"
-
-    def __init__(self, tools: ToolSchemas, *, is_parallel: bool, has_short_ids: bool) -> None:
-        super().__init__(tools, is_parallel=is_parallel, has_short_ids=has_short_ids)
-        self._list = ListReader(tools, is_parallel=is_parallel, has_short_ids=has_short_ids)
-        self._arguments = ObjectEnd()
+    _marks = (MISTRAL_BEGIN,)
+    _where: _ListPlace = "content"
 
     def _step(self, *, is_end: bool) -> bool:
         match self._where:
             case "content":
-                if self._write_until(MISTRAL_BEGIN, is_end=is_end):
-                    self._where = "begun"
-                    return True
-                return False
-            case "begun":
-                self._take_space()
-                if not self._buffer:
-                    return False
-                self._where = "list" if self._buffer[0] == "[" else "name"
-                # Calls with names may precede the list.
-                self._list.num_calls = self.num_calls
-                return True
-            case "list":
-                self._step_list(is_end=is_end)
-                return False
+                self._head = self._write_until(MISTRAL_BEGIN, is_end=is_end)
+                self._where = "begun" if self._head else "content"
+                return bool(self._head)
             case "name":
                 return self._step_name(is_end=is_end)
             case "arguments":
-                return self._step_arguments()
+                if not self._step_arguments(is_end=is_end):
+                    return False
+                # The mark of another call may be missing.
+                self._where = "name"
+                return True
+            case _:
+                return super()._step(is_end=is_end)
 
-    def _step_list(self, *, is_end: bool) -> None:
-        text = self._take(len(self._buffer))
-        deltas = [self._list.read_piece(text), *([self._list.flush()] if is_end else [])]
-        for delta in deltas:
-            self._delta.add_delta(delta)
-        self.num_calls = self._list.num_calls
+    def _step_begun(self, *, is_end: bool) -> bool:
+        begun = self._buffer.lstrip()
+        if begun[:1] in ("[", "{"):
+            return super()._step_begun(is_end=is_end)
+        self._where = "name" if begun or is_end else "begun"
+        return self._where == "name"
 
     def _step_name(self, *, is_end: bool) -> bool:
-        length = self._buffer.find("{", 0, _MAX_NAME_LENGTH)
-        if length < 0:
-            if not is_end and len(self._buffer) < _MAX_NAME_LENGTH:
-                return False
-            self._write(MISTRAL_BEGIN + self._take(_MAX_NAME_LENGTH))
-            self._where = "content"
-            return bool(self._buffer)
-        head = self._take(length)
-        name = head.partition(_MISTRAL_ARGUMENTS)[0].partition(_MISTRAL_ID)[0].strip()
-        if name not in self._tools:
-            self._write(MISTRAL_BEGIN + head)
-            self._where = "content"
+        if not self._head:
+            self._drop_excess()
+        begun = self._buffer.lstrip()
+        found = _MISTRAL_HEAD.match(begun)
+        is_last = is_end and self._head and not self._is_cut_off
+        name = found[1] if found is not None else begun.strip() if is_last else ""
+        if name in self._tools:
+            self._buffer = begun[len(begun) if found is None else found.end() :]
+            self._begin_call(name)
+            self._where = "arguments"
             return True
-        self._begin_call(name)
-        self._arguments = ObjectEnd()
-        self._where = "arguments"
-        return True
-
-    def _step_arguments(self) -> bool:
-        self._write_arguments(self._take(self._arguments.read_object(self._buffer)))
-        if not self._arguments.is_closed:
+        if found is None and not is_end and self._may_be_head(begun):
             return False
         self._where = "content"
+        self._write_head()
         return bool(self._buffer)
+
+    def _may_be_head(self, begun: str) -> bool:
+        """Return whether a text may be the beginning of a call."""
+        word = re.split(r"[\s\[{]", begun, maxsplit=1)[0]
+        if word == begun:
+            return any(name.startswith(word) for name in self._tools)
+        rest = begun[len(word) :].lstrip()
+        return word in self._tools and rest[:1] in ("", "[") and len(begun) < _MAX_NAME_LENGTH
 
 
 class ChoiceReader(_ObjectsReader):
@@ -270,13 +312,18 @@ class ChoiceReader(_ObjectsReader):
                 return False
 
 
-class NamedReader(TurnReader):
+class NamedReader(ArgumentsReader):
     """The arguments of a tool that must be called."""
 
+    _is_complete = False
+
     def _step(self, *, is_end: bool) -> bool:
-        if self._buffer and not self.num_calls:
-            # Not before: the turn's reasoning comes first.
-            (name,) = self._tools
-            self._begin_call(name)
-        self._write_arguments(self._take(len(self._buffer)))
+        if not self._is_complete and (self.num_calls or self._buffer.strip()):
+            if not self.num_calls:
+                # Not before: the turn's reasoning comes first.
+                (name,) = self._tools
+                self._begin_call(name)
+            self._is_complete = self._step_arguments(is_end=is_end)
+        if self._is_complete or is_end:
+            self._write(self._take(len(self._buffer)))
         return False

@@ -147,7 +147,9 @@ class ToolUse:
                 is_parallel=is_parallel,
                 has_short_ids=has_short_ids,
             )
-        return turn_reader(self._tool_format, schemas, is_parallel=is_parallel)
+        reader = turn_reader(self._tool_format, schemas, is_parallel=is_parallel)
+        reader.has_grammar = any(tool.is_strict for tool in self._tools)
+        return reader
 
     def channel_reader(self, *, is_open: bool) -> ChannelReader:
         """Return a reader of one turn in channels; `is_open` is true if it begins in reasoning."""

@@ -7,15 +7,26 @@ import string
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 from cluster.serving.text.marks import overlap
+from cluster.serving.tools.object_text import ObjectText
 
-__all__ = ["TextDelta", "ToolCallDelta", "ToolSchemas", "TurnDelta", "TurnReader"]
+__all__ = [
+    "NO_ARGUMENTS",
+    "ArgumentsReader",
+    "TextDelta",
+    "ToolCallDelta",
+    "ToolSchemas",
+    "TurnDelta",
+    "TurnReader",
+]
 
 ToolSchemas: TypeAlias = Mapping[str, Mapping[str, object]]
 """The JSON schemas of the arguments of tools, by their names."""
 
+NO_ARGUMENTS = ("null", "None", '""', "''")
+"""How models write that a call has no arguments, beside an empty object."""
 _LETTERS = string.ascii_letters + string.digits
 
 
@@ -99,11 +110,15 @@ class TurnReader(ABC):
     def __init__(self, tools: ToolSchemas, *, is_parallel: bool, has_short_ids: bool) -> None:
         self.num_calls = 0
         """Number of calls that have begun."""
+        self.has_grammar = False
+        """Whether a grammar ensures that no mark of a call is missing."""
         self._tools = tools
         self._is_parallel = is_parallel
         self._has_short_ids = has_short_ids
         self._buffer = ""
         self._held_space = ""
+        self._head = ""
+        """Marks before a call that has not begun, which are content if there is none."""
         self._has_content = False
         self._is_cut_off = False
         """Whether the turn ended, but not because the model ended it."""
@@ -124,6 +139,8 @@ class TurnReader(ABC):
         # Each step consumes some of the buffer or is the last.
         while self._step(is_end=is_end):
             pass
+        if is_end:
+            self._write_head()
         if is_end and not self.num_calls:
             self._delta.add_text("content", self._held_space)
         return self._delta
@@ -135,9 +152,6 @@ class TurnReader(ABC):
     def _take(self, length: int) -> str:
         taken, self._buffer = self._buffer[:length], self._buffer[length:]
         return taken
-
-    def _take_space(self) -> None:
-        self._buffer = self._buffer.lstrip()
 
     def _write(self, content: str) -> None:
         """Add content, without the space around calls."""
@@ -151,20 +165,25 @@ class TurnReader(ABC):
         self._delta.add_text("content", self._held_space + kept)
         self._held_space = content[len(kept) :]
 
-    def _write_until(self, mark: str, *, is_end: bool) -> bool:
-        """Add content up to a mark and consume the mark; return whether it was found."""
-        before, found, after = self._buffer.partition(mark)
+    def _write_head(self) -> None:
+        """Add the marks that no call follows to the content."""
+        head, self._head = self._head, ""
+        self._write(head)
+
+    def _write_until(self, *marks: str, is_end: bool) -> str:
+        """Add content up to the first of several marks, which is consumed and returned."""
+        found = [(place, mark) for mark in marks if (place := self._buffer.find(mark)) >= 0]
         if found:
-            self._write(before)
-            self._buffer = after
-            return True
-        num_held = 0 if is_end else overlap(self._buffer, mark)
+            place, mark = min(found)
+            self._write(self._take(place))
+            return self._take(len(mark))
+        num_held = 0 if is_end else max(overlap(self._buffer, mark) for mark in marks)
         self._write(self._take(len(self._buffer) - num_held))
-        return False
+        return ""
 
     def _begin_call(self, name: str) -> None:
         self.num_calls += 1
-        self._held_space = ""
+        self._held_space = self._head = ""
         if not self._is_dropped():
             self._delta.add_call(
                 ToolCallDelta(index=self.num_calls - 1, id=self._new_id(), name=name)
@@ -182,3 +201,39 @@ class TurnReader(ABC):
         if self._has_short_ids:
             return "".join(secrets.choice(_LETTERS) for _ in range(9))
         return f"call_{secrets.token_hex(12)}"
+
+
+class ArgumentsReader(TurnReader):
+    """Base of the formats that write the arguments of a call after its name, as a JSON object."""
+
+    _marks: ClassVar[tuple[str, ...]] = ()
+    """The marks that end arguments."""
+    _arguments: ObjectText | None = None
+    """The arguments that are being read."""
+
+    def _step_arguments(self, *, is_end: bool) -> bool:
+        """Read the arguments of the last call; return whether they are complete."""
+        if self._arguments is None:
+            begun = self._buffer.lstrip()
+            may_be_empty = any(one.startswith(begun) for one in NO_ARGUMENTS)
+            if may_be_empty and not (is_end or begun in NO_ARGUMENTS):
+                return False
+            if not begun.startswith("{"):
+                written = next((one for one in NO_ARGUMENTS if begun.startswith(one)), "")
+                if written or begun or not self._is_cut_off:
+                    self._buffer = begun[len(written) :]
+                    self._write_arguments("{}")
+                return True
+            self._buffer = begun
+            self._arguments = ObjectText(marks=self._marks)
+        found = self._arguments
+        is_last = is_end and not self._is_cut_off
+        self._take(found.read_object(self._buffer, is_end=is_last))
+        if is_end and not found.is_closed:
+            (found.cut if self._is_cut_off else found.close)()
+        self._write_arguments(found.take_text())
+        if not (found.is_closed or is_end):
+            return False
+        self._buffer = self._buffer if found.is_closed else ""
+        self._arguments = None
+        return True

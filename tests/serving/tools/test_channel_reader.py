@@ -95,12 +95,12 @@ CASES = [
     ("<|channel|>commentary to=functions.add<|message|>[1]<|call|>", ("", "[1]", [])),
     ("<|channel|>commentary to=functions.add<|message|><|call|>", ("", "", [["add", "{}"]])),
     ("<|channel|>commentary to=functions.add<|message|>{\"a\": 1} and",
-     ("", "", [["add", '{"a": 1}']])),
+     ("", "and", [["add", '{"a": 1}']])),
     # A tool of the model's own, which it uses while it reasons.
     ("<|channel|>analysis to=python code<|message|>1 + 1<|call|>", ("1 + 1", "", [])),
-    # Cut off inside of a header, and of arguments.
+    # Cut off inside of a header, and an object without its end.
     ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assist", ("Hm.", "", [])),
-    ("<|channel|>commentary to=functions.add<|message|>{\"a", ("", "", [["add", '{"a']])),
+    ("<|channel|>commentary to=functions.add<|message|>{\"a", ("", "", [["add", '{"a": null}']])),
     ("<|channel|>" + "x" * 600, ("", "<|channel|>" + "x" * 600, [])),
     ("to=functions.add<|channel|>comm", ("", "", [])),
     ("<|channel|>final<|message|>Hi.<|end|>\n<|sta", ("", "Hi.", [])),

@@ -21,7 +21,7 @@ def read_value(text: str, kinds: Set[str]) -> object:
     if kinds == {"string"}:
         return text
     written = text.strip()
-    if "boolean" in kinds and written in ("True", "False"):
+    if "boolean" in kinds and written.lower() in ("true", "false"):
         written = written.lower()
     try:
         value = json.loads(written, parse_constant=_reject)
