@@ -226,8 +226,8 @@ class _Handlers:
         messages = asked.messages
         try:
             messages += finish(read_items(items))
-        except InvalidRequestError:
-            problem = "a tool call in it is cut off or invalid."
+        except InvalidRequestError as error:
+            problem = str(error)
         num_given = len(asked.messages)
         turn = StoredTurn(body, messages, asked.previous, num_given=num_given, problem=problem)
         self._store.keep(tenant, response_id, turn)

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
 from cluster.serving.intake.limits import check_num_messages
-from cluster.serving.json_bodies.json_body import read_json
+from cluster.serving.json_bodies.call_arguments import read_arguments
+from cluster.serving.json_bodies.json_body import check_counts, read_json
 from cluster.serving.rpc.requests import generation_input, tokenize_input
 from cluster.serving.rpc.responses import finish_reason, logprobs_of, stop_reason, write_frame
 from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt, MessageToolCall
@@ -237,12 +238,13 @@ def _read_message(message: pb.ChatMessage, place: int) -> Steps[ChatMessage]:
         raise InvalidRequestError(
             f"{where}.role must be one of {names}, not {message.role}.", param=f"{where}.role"
         )
+    written = "".join(call.arguments for call in message.tool_calls)
+    yield from check_counts(written.encode(), f"{where}.tool_calls")
     calls: list[MessageToolCall] = []
     for number, call in enumerate(message.tool_calls):
-        arguments = yield from _read_object(
-            call.arguments, f"{where}.tool_calls.{number}.arguments"
-        )
+        arguments = read_arguments(call.arguments, f"{where}.tool_calls.{number}.arguments")
         calls.append(MessageToolCall(id=call.id, name=call.name, arguments=arguments))
+        yield
     return ChatMessage(
         role,
         message.content,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from cluster.serving.json_bodies.call_arguments import read_arguments
@@ -27,7 +29,36 @@ def test_numbers_beyond_a_double_are_rejected(text: str, number: str) -> None:
         read_arguments(text % number, "arguments")
 
 
-@pytest.mark.parametrize("text", ["[1]", "null", "{", '{"a": NaN}', '{"a": Infinity}'])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        *((text, {}) for text in ("null", " null\n", '""', "{", '{"a', '{"a"', '{"a":')),
+        ('{"a": tr', {}),
+        ('{"a": 1, "b": [2, {"c": "x', {"a": 1, "b": [2, {"c": "x"}]}),
+        ('{"a": "x\\', {"a": "x"}),
+        ('{"a": "x\\u00', {"a": "x"}),
+        ('{"a": 1, "a": 2}', {"a": 2}),
+        (r'{"a": "x\ud83d"}', {"a": "x\ufffd"}),
+        (r'{"\uDE00": ["\ud83d\ude00", "\ude00\ud83d", "\\ud83d", "\n"]}',
+         {"\ufffd": ["\U0001f600", "\ufffd\ufffd", "\\ud83d", "\n"]}),
+        (r'{"a": "\ud83d", "b": "x', {"a": "\ufffd", "b": "x"}),
+        (f'{{"a": {"[" * 150}1{"]" * 150}}}', None),
+    ],
+)  # fmt: skip
+def test_arguments_that_a_response_may_have_are_read(
+    text: str, expected: dict[str, object] | None
+) -> None:
+    found = read_arguments(text, "arguments")
+    assert found == (json.loads(text) if expected is None else expected)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("[1]", "nul", "5", '"x"', "{'a': 1}", '{"a": NaN}', '{"a": Infinity}', '{"a": 1} x'),
+        *('{"a" 1', '{"a": 1]', "[", '"{', r'{"a": "\ud83d", b}', r"\ud83d"),
+    ],
+)
 def test_other_texts_are_rejected(text: str) -> None:
     with pytest.raises(InvalidRequestError, match=r"^arguments must be a JSON object as a string"):
         read_arguments(text, "arguments")

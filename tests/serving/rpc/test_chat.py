@@ -217,7 +217,7 @@ def test_bad_tools_are_rejected(fields: dict[str, Any], param: str) -> None:
          "The model's chat template has no known format"),
         (pb.ChatRequest(messages=[pb.ChatMessage(role=pb.CHAT_ROLE_ASSISTANT, tool_calls=[
             pb.ToolCall(name="x", arguments="nonsense")])]),
-         "messages.0.tool_calls.0.arguments is not valid JSON: expected"),
+         "messages.0.tool_calls.0.arguments must be a JSON object as a string."),
         (pb.ChatRequest(messages=[USER], tools=[pb.Tool(name="x", parameters="[1]")]),
          "tools.0.parameters must be a JSON object."),
         (pb.ChatRequest(messages=[USER], chat_template_kwargs='{"a": 1, "a": 2}'),
