@@ -121,16 +121,19 @@ class ChannelReader(ArgumentsReader):
         return True
 
     def _step_header(self, *, is_end: bool) -> bool:
-        text, mark, rest = self._buffer.partition(MESSAGE_MARK)
-        if not mark:
-            if not is_end and len(text) <= MAX_HEADER_LENGTH:
+        most = MAX_HEADER_LENGTH + len(MESSAGE_MARK)
+        place = self._buffer.find(MESSAGE_MARK, 0, most)
+        if place < 0:
+            if not is_end and len(self._buffer) < most:
                 return False
-            self._buffer = ""
-            if not is_cut_header(text):
-                self._where, self._ends = "content", END_MARKS
-                self._write_content(self._take_held_mark() + text)
-            return False
-        self._buffer = rest
+            is_cut = is_cut_header(self._buffer)
+            text = self._take(MAX_HEADER_LENGTH)
+            if is_cut:
+                return False
+            self._where, self._ends = "content", END_MARKS
+            self._write_content(self._take_held_mark() + text)
+            return True
+        text, mark = self._take(place), self._take(len(MESSAGE_MARK))
         self._held_mark, self._ends = "", END_MARKS
         header = read_header(text, self._tools)
         self._where = header.kind

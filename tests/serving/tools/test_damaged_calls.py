@@ -433,24 +433,27 @@ def test_valid_json_is_passed_on_as_it_is_written() -> None:
         assert not reader.is_damaged
 
 
-WRITTEN: dict[str, list[str]] = {}
-for _arguments, _ in [
-    *JSON_ARGUMENTS,
-    (r'{"where": "\ud83d\ude00 \u00e4", "tags": [1, {"a": null}]}', {}),
-]:
-    for _format, _text in in_json(_arguments):
-        WRITTEN.setdefault(_format, []).append(deepseek(_text * 2))
-for _format, _text, _, _ in TURNS:
-    WRITTEN.setdefault(_format, []).append(deepseek(_text))
-for _key, _text, _ in VALUES:
-    WRITTEN.setdefault("glm45", []).append(glm(where="a") + glm(**{_key: _text}))
-    for _format in ("qwen3_coder", "qwen3_xml"):
-        WRITTEN.setdefault(_format, []).append(qwen(where="a") + qwen(**{_key: _text}))
-for _arguments, _ in PYTHON:
-    for _format in ("pythonic", "llama4_pythonic"):
-        WRITTEN.setdefault(_format, []).append(f"[look({_arguments}), now()]")
-WRITTEN["list"] = [f"[{OBJECT}, {NOW}]", *WRITTEN["llama3_json"]]
-WRITTEN["named"] = [arguments for arguments, _ in JSON_ARGUMENTS]
+def written_turns() -> dict[str, list[str]]:
+    """Return turns of every format and of forced calls, to be damaged."""
+    found: dict[str, list[str]] = {}
+    valid = rf'{{"where": "{PAIR} \u00e4", "tags": [1, {{"a": null}}]}}'
+    objects = [valid, *(arguments for arguments, _ in JSON_ARGUMENTS)]
+    for arguments in objects:
+        for tool_format, text in in_json(arguments):
+            found.setdefault(tool_format, []).append(deepseek(text * 2))
+    for tool_format, text, _, _ in TURNS:
+        found.setdefault(tool_format, []).append(deepseek(text))
+    for key, text, _ in VALUES:
+        found.setdefault("glm45", []).append(glm(where="a") + glm(**{key: text}))
+        for name in ("qwen3_coder", "qwen3_xml"):
+            found.setdefault(name, []).append(qwen(where="a") + qwen(**{key: text}))
+    for arguments, _ in PYTHON:
+        for name in ("pythonic", "llama4_pythonic"):
+            found.setdefault(name, []).append(f"[look({arguments}), now()]")
+    return found | {"list": [f"[{OBJECT}, {NOW}]", *found["llama3_json"]], "named": objects}
+
+
+WRITTEN = written_turns()
 NOISE = (
     *("\\", '"', "'", '"""', "{", "}", "[", "]", "(", ")", ",", ":", "=", "\n", "\x00", "\x1f"),
     *("\\ud83d", "\\ude00", "\\u12", "\\x4", "null", "None", "True", "NaN", "1e999", "-", "\u2028"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 from cluster.serving.tools.json_calls import ListReader, NamedReader
@@ -55,6 +56,8 @@ def _read(reader: TurnReader, pieces: list[str]) -> tuple[str, dict[int, list[st
     for piece in pieces:
         add(reader.read_piece(piece))
     add(reader.flush())
+    for name, arguments in calls.values():
+        assert isinstance(json.loads(arguments), dict), f"{name} has {arguments}"
     return content, calls
 
 
@@ -128,6 +131,7 @@ TARGET = Target(
         *(b"<arg_key>", b"</arg_key>", b"<arg_value>", b"</arg_value>", b"[look(", b"x=1", b")]"),
         *(b"<|channel|>", b"<|message|>", b"<|start|>", b"<|end|>", b"<|call|>", b"<|return|>"),
         *(b"analysis", b"commentary", b"final", b" to=functions.look", b"<|constrain|>json"),
+        *(b"'", b'"""', b"\\ud83d", b"\\ude00", b"null", b"None", b"True", b"NaN", b"1e999", b"\n"),
         *_DEEPSEEK.values(),
     ),
 )
