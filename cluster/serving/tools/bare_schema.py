@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from cluster.structured.grammar.schemas.schema_keywords import ANNOTATIONS
+from cluster.structured.grammar.schemas.schema_keywords import ANNOTATIONS, KNOWN
 
 __all__ = ["bare_schema"]
 
@@ -24,7 +24,8 @@ def bare_schema(schema: Mapping[str, object]) -> dict[str, object]:
 
 
 def _bare_part(keyword: str, part: object) -> object:
-    if keyword in _OF_VALUES:
+    # Keywords that are not known may have definitions by names.
+    if keyword in _OF_VALUES or keyword not in KNOWN:
         return part
     if keyword in _OF_SCHEMAS and isinstance(part, Mapping):
         return {name: _bare(schema) for name, schema in part.items()}

@@ -37,7 +37,7 @@ Ranges = tuple[tuple[int, int], ...]
 """First and last code points, ascending and disjoint."""
 
 MAX_SIZE = 10_000
-"""Characters of one rule or expression, with repetitions expanded."""
+"""Characters of the repetitions of one rule or expression when they are expanded."""
 _MAX_CODE_POINT = 0x10FFFF
 _SURROGATES = (0xD800, 0xDFFF)
 
@@ -155,11 +155,23 @@ def size_of(expression: Expression) -> int:
     return 1
 
 
+def _repeated_size(expression: Expression) -> int:
+    """Return the number of characters of all repetitions; other characters cost little."""
+    match expression:
+        case Concat(parts) | Alternation(parts):
+            return sum(map(_repeated_size, parts))
+        case Repeat(part, _, 1):
+            return _repeated_size(part)
+        case Repeat():
+            return size_of(expression)
+    return 0
+
+
 def write_ebnf(rules: dict[str, Expression], start: Expression) -> str:
     """Return a grammar in EBNF. Raises InvalidRequestError if a rule is too large."""
     lines = []
     for name, expression in {"root": start, **rules}.items():
-        size = size_of(expression)
+        size = _repeated_size(expression)
         if size > MAX_SIZE:
             raise invalid_structure(
                 f"structure expands to {size} characters, more than the maximum of {MAX_SIZE}; "

@@ -21,7 +21,7 @@ from pagedray.structure import Structure
 
 __all__ = ["MAX_TEXT_BYTES", "MAX_TEXT_LENGTH", "grammar_text"]
 
-MAX_TEXT_LENGTH = 65_536
+MAX_TEXT_LENGTH = 262_144
 """Maximum number of characters of a structure."""
 MAX_TEXT_BYTES = 4 * MAX_TEXT_LENGTH
 """The most bytes that this many characters take."""

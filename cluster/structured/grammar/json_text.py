@@ -25,6 +25,7 @@ __all__ = [
     "BOOLEAN",
     "COMMA",
     "CONTENT",
+    "ESCAPE",
     "INTEGER",
     "JSON_RULES",
     "NULL",
@@ -51,9 +52,9 @@ OBJECT = Rule("object")
 VALUE = Rule("value")
 
 _QUOTE = Text('"')
-_SPACES = Repeat(Characters(((0x09, 0x0A), (0x20, 0x20))), 0, None)
 _AFTER_STRING = Characters(tuple((ord(c), ord(c)) for c in ",:]}"))
-STRING_END = Concat((_QUOTE, Lookahead(Concat((_SPACES, _AFTER_STRING)))))
+# xgrammar relies on it if the rule is used once, so it must not allow other whitespace.
+STRING_END = Concat((_QUOTE, Lookahead(Concat((SPACE, _AFTER_STRING)))))
 """The closing quote of a string."""
 COMMA = Concat((Text(","), SPACE))
 _DIGIT = Characters(((0x30, 0x39),))
@@ -73,12 +74,13 @@ def _one_of(characters: str) -> Expression:
     return Characters(tuple((ord(c), ord(c)) for c in sorted(characters)))
 
 
+ESCAPE = Concat((Text("\\"), _one_of('"\\/bfnrt')))
 # xgrammar precomputes the tokens that may follow within a rule but not across rules: text that one
 # token may span is not split into rules.
 CONTENT = Concat(
     (
         Repeat(PLAIN, 0, None),
-        Repeat(Concat((Text("\\"), _one_of('"\\/bfnrt'), Repeat(PLAIN, 0, None))), 0, None),
+        Repeat(Concat((*ESCAPE.parts, Repeat(PLAIN, 0, None))), 0, None),
     )
 )
 
@@ -122,11 +124,13 @@ def _characters(expression: Characters) -> Expression:
     # The intersection of two sets is the complement of their complements' union.
     plain = complement((*complement(expression.ranges).ranges, *_ESCAPED))
     parts: list[Expression] = [plain] if plain.ranges else []
-    parts += (
-        Text(json.dumps(character)[1:-1])
+    escapes = "".join(
+        json.dumps(character)[2:-1]
         for character in _SHORT_ESCAPES
         if any(low <= ord(character) <= high for low, high in expression.ranges)
     )
+    if escapes:
+        parts.append(Concat((Text("\\"), _one_of(escapes))))
     if not parts:
         # Control characters are allowed only if the expression allows nothing else.
         controls = {c for low, high in expression.ranges for c in range(low, high + 1)}

@@ -4,6 +4,11 @@ xgrammar turns a loop into a rule, and checks tokens that cross the end of a rul
 mask: in a loop over words that takes milliseconds. Here a loop becomes a right-recursive rule that
 includes everything after the loop. Such rules are one automaton, for which xgrammar precomputes the
 tokens when it compiles; a mask takes microseconds.
+
+Of long repetitions of characters, xgrammar counts a part in its parser, for which its masks allow
+tokens that its parser then rejects. Here blocks of characters are counted, and the characters that
+follow them are a chain of rules longer than a block and a token: at the end of a block, the chain
+allows the tokens that span it.
 """
 
 from cluster.structured.grammar.expressions import (
@@ -11,16 +16,25 @@ from cluster.structured.grammar.expressions import (
     Characters,
     Concat,
     Expression,
+    Lookahead,
     Repeat,
     Rule,
     Text,
     size_of,
 )
 
-__all__ = ["with_loops_as_rules"]
+__all__ = ["MAX_CHAIN", "counted_letters", "with_loops_as_rules"]
 
 _MAX_UNROLLED = 256
 """A repetition that expands to more characters is not unrolled."""
+MAX_CHAIN = 64
+"""A repetition of more characters has blocks."""
+_MAX_LETTERS = 16
+"""Characters in all alternatives of a part that is counted in blocks."""
+_BLOCK = 16
+_LARGE_BLOCK = 32
+_MOST_PER_TOKEN = 32
+"""Characters of almost all tokens."""
 
 
 def with_loops_as_rules(
@@ -51,6 +65,15 @@ class _LoopRewriter:
             case Alternation(parts):
                 rest = self._named(rest)
                 return Alternation(tuple(self.followed(part, rest) for part in parts))
+            case Repeat(part, minimum, maximum) if _is_long(expression):
+                return counted_letters(
+                    part.parts if isinstance(part, Alternation) else (part,),
+                    minimum,
+                    maximum,
+                    () if rest == Concat(()) else (self._named(rest),),
+                    prefix=f"{self._new_rule().name}x",
+                    rules=self.rules,
+                )
             case Repeat(part, minimum, int(maximum)) if maximum * size_of(part) <= _MAX_UNROLLED:
                 return self._counted(part, minimum, maximum, rest)
             case Repeat(part, minimum, None) if self._may_unfold(expression):
@@ -101,6 +124,103 @@ class _LoopRewriter:
         return rule
 
 
+def counted_letters(
+    letters: tuple[Expression, ...],
+    minimum: int,
+    maximum: int | None,
+    end: tuple[Expression, ...],
+    *,
+    prefix: str,
+    rules: dict[str, Expression],
+) -> Expression:
+    """Return `minimum` to `maximum` letters and the end after them.
+
+    A letter is any of `letters`, each of which matches one. The rules that are added to `rules`
+    have names that begin with `prefix`; calls with the same letters and end may share it.
+    """
+    chain = _LetterChain(letters, end, prefix, rules)
+    if maximum is not None and maximum <= MAX_CHAIN:
+        return chain.letters(minimum, maximum)
+    if maximum is None and minimum <= MAX_CHAIN:
+        return chain.letters(minimum, None)
+    size = _BLOCK if minimum < 2 * _BLOCK else _LARGE_BLOCK
+    num_required, num_left = divmod(minimum, size)
+    if minimum < 2 * _BLOCK:
+        num_required, num_left = 0, minimum
+    num_blocks, most = num_required, None
+    if maximum is not None:
+        num_blocks = max(num_required, (maximum - size - _MOST_PER_TOKEN) // size)
+        most = maximum - size * num_blocks
+    block = chain.block(size)
+    blocks = Repeat(block, num_required, num_blocks)
+    whole = Concat((blocks, chain.letters(num_left, most)))
+    if not num_required:
+        return whole
+    # Nothing follows a required block but another one, so the same letters are in blocks that
+    # begin half a block later, too.
+    half = size // 2
+    if most is not None and num_blocks == num_required:
+        most += half
+    rest = chain.letters(num_left + half, most)
+    later = Repeat(block, num_required - 1, num_required - 1)
+    return Alternation((whole, Concat((chain.block(half), later, rest))))
+
+
+class _LetterChain:
+    """Rules of a number of letters, each of which refers to the rule of one letter less."""
+
+    def __init__(
+        self,
+        letters: tuple[Expression, ...],
+        end: tuple[Expression, ...],
+        prefix: str,
+        rules: dict[str, Expression],
+    ) -> None:
+        self._letters = letters
+        self._end = end
+        self._prefix = prefix
+        self._rules = rules
+
+    def block(self, size: int) -> Rule:
+        """Return exactly this many letters."""
+        for number in range(1, size + 1):
+            following = (self._rule("block", number - 1),) if number > 1 else ()
+            self._add(self._rule("block", number), following, None)
+        return self._rule("block", size)
+
+    def letters(self, minimum: int, maximum: int | None) -> Rule:
+        """Return `minimum` to `maximum` letters, and the end."""
+        rule = self._rule("upto", "any" if maximum is None else 0)
+        self._add(rule, (rule,) if maximum is None else None, self._end)
+        for number in range(1, 1 if maximum is None else maximum - minimum + 1):
+            following, rule = rule, self._rule("upto", number)
+            self._add(rule, (following,), self._end)
+        for number in range(1, minimum + 1):
+            following, rule = rule, Rule(f"{rule.name.partition('from')[0]}from{number}")
+            self._add(rule, (following,), None)
+        return rule
+
+    def _rule(self, kind: str, number: int | str) -> Rule:
+        return Rule(f"{self._prefix}{kind}{number}")
+
+    def _add(
+        self,
+        rule: Rule,
+        following: tuple[Expression, ...] | None,
+        end: tuple[Expression, ...] | None,
+    ) -> None:
+        """Add a rule of a letter and what follows it, or the end, unless they are None."""
+        choices: list[Expression] = []
+        ahead: tuple[Expression, ...] = ()
+        if following is not None:
+            choices += (Concat((letter, *following)) for letter in self._letters)
+        if end is not None:
+            ahead = tuple(part for part in end if isinstance(part, Lookahead))
+            choices.append(Concat(end[: len(end) - len(ahead)]))
+        choice = Alternation(tuple(choices))
+        self._rules[rule.name] = Concat((choice, *ahead)) if ahead else choice
+
+
 def _joined(expression: Expression, rest: Expression) -> Expression:
     if rest == Concat(()):
         return expression
@@ -114,9 +234,20 @@ def _has_loop(expression: Expression) -> bool:
     match expression:
         case Concat(parts) | Alternation(parts):
             return any(map(_has_loop, parts))
-        case Repeat(part, _, maximum):
-            return maximum is not None or not isinstance(part, Characters)
+        case Repeat(part, minimum, maximum):
+            return maximum is not None or minimum > MAX_CHAIN or not isinstance(part, Characters)
     return False
+
+
+def _is_long(repeat: Repeat) -> bool:
+    """Return whether short parts are repeated so often that they are counted as letters."""
+    most = max(repeat.minimum, repeat.maximum or 0)
+    return (
+        (most > MAX_CHAIN or most * size_of(repeat.part) > _MAX_UNROLLED)
+        and size_of(repeat.part) <= _MAX_LETTERS
+        and not _has_loop(repeat.part)
+        and not _may_be_empty(repeat.part)
+    )
 
 
 def _may_be_empty(expression: Expression) -> bool:

@@ -17,13 +17,13 @@ from pagedray.system.thread_priority import lower_priority
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from cluster.structured.grammar.expressions import Expression
     from cluster.structured.matchers.xgrammar_library import XGrammarLibrary
 
 __all__ = ["NICENESS", "WarmUp"]
 
-_MAX_LENGTH = 128
-"""Up to this length xgrammar has a state for each character, which all lengths share."""
-_STEP = 2
+_LENGTHS = (*((0, most) for most in range(2, 65, 2)), (0, 128), (32, 256))
+"""Limits of strings whose rules all strings share."""
 NICENESS = 10
 """Priority of compilations, below that of masks and ranks."""
 
@@ -54,6 +54,7 @@ class WarmUp:
             self.is_done = True
 
     def _grammars(self) -> Iterator[str]:
-        for length in range(_STEP, _MAX_LENGTH + 1, _STEP):
-            name, rule = limited_string(0, length)
-            yield write_ebnf({name.name: rule}, name)
+        for minimum, maximum in _LENGTHS:
+            rules: dict[str, Expression] = {}
+            start = limited_string(rules, minimum, maximum)
+            yield write_ebnf(rules, start)

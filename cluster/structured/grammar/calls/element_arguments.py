@@ -163,7 +163,7 @@ def _one_of(characters: str) -> Characters:
 
 
 _ESCAPED_ANGLE = "\\u003c"
-_AFTER_STRING = Lookahead(Concat((Repeat(_one_of("\t\n "), 0, None), _one_of(",:<]}"))))
+_AFTER_STRING = Lookahead(Concat((SPACE, _one_of(",:<]}"))))
 _ESCAPE = Concat((Text("\\"), _one_of('"\\/bfnrt')))
 _CONTROLS = ((0x00, 0x1F), (0x22, 0x22), (0x5C, 0x5C))
 _ANGLES = Repeat(_one_of("<"), 1, None)

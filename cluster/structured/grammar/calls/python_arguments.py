@@ -20,8 +20,10 @@ from cluster.structured.grammar.expressions import (
 from cluster.structured.grammar.json_text import (
     BOOLEAN,
     CONTENT,
+    ESCAPE,
     JSON_RULES,
     NULL,
+    SPACE,
     STRING,
     VALUE,
     separated,
@@ -41,7 +43,7 @@ _NULL = Alternation((Text("None"), Text("null")))
 _AFTER_STRING = Lookahead(
     Concat(
         (
-            Repeat(Characters(((0x09, 0x0A), (0x20, 0x20))), 0, None),
+            SPACE,
             Characters(tuple((ord(c), ord(c)) for c in "),:]}")),
         )
     )
@@ -51,8 +53,12 @@ _AFTER_STRING = Lookahead(
 def _content(quote: str) -> Expression:
     """Return the content of a string; a slash is not escaped, unlike in JSON."""
     plain = Repeat(complement(((0x00, 0x1F), (ord(quote), ord(quote)), (0x5C, 0x5C))), 0, None)
-    escaped = Characters(tuple((ord(c), ord(c)) for c in sorted(quote + "\\bfnrt")))
-    return Concat((plain, Repeat(Concat((Text("\\"), escaped, plain)), 0, None)))
+    return Concat((plain, Repeat(Concat((*_escape(quote).parts, plain)), 0, None)))
+
+
+def _escape(quote: str) -> Concat:
+    characters = Characters(tuple((ord(c), ord(c)) for c in sorted(quote + "\\bfnrt")))
+    return Concat((Text("\\"), characters))
 
 
 _CONTENT = _content('"')
@@ -92,6 +98,8 @@ def _as_python(expression: Expression) -> Expression | None:
         return _NULL
     if expression == CONTENT:
         return _CONTENT
+    if expression == ESCAPE:
+        return _escape('"')
     return _AFTER_STRING if isinstance(expression, Lookahead) else None
 
 

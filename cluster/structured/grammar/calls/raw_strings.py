@@ -7,12 +7,12 @@ from cluster.structured.grammar.expressions import (
     Concat,
     Expression,
     Repeat,
-    Rule,
     Text,
     complement,
     invalid_structure,
     replaced,
 )
+from cluster.structured.grammar.loops import counted_letters
 from cluster.structured.grammar.schemas.schema_strings import SchemaStrings, found_in
 
 __all__ = ["RawStrings", "without_angle"]
@@ -24,11 +24,11 @@ _LETTER = complement((_ANGLE,))
 class RawStrings(SchemaStrings):
     """Makes strings without `<`, so that no mark can be in them."""
 
+    any_string = Repeat(_LETTER, 0, None)
     _rule_prefix = "raw"
 
-    def limited_string(self, minimum: int, maximum: int | None) -> tuple[Rule, Expression]:
-        rule = Rule(f"raw{minimum}to{'' if maximum is None else maximum}")
-        return rule, Repeat(_LETTER, minimum, maximum)
+    def limited_string(self, minimum: int, maximum: int | None) -> Expression:
+        return counted_letters((_LETTER,), minimum, maximum, (), prefix="raw", rules=self._rules)
 
     def string_of_pattern(self, pattern: str) -> Expression:
         before, expression, after = found_in(pattern, Repeat(_LETTER, 0, None))

@@ -1,32 +1,63 @@
-"""Parts of the expressions of arrays, and the limit on their size."""
+"""Lists of parts, of which there may be many, and the leading items of arrays."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from cluster.structured.grammar.expressions import (
-    MAX_SIZE,
     Concat,
     Expression,
+    Rule,
     Text,
     optional,
     size_of,
 )
-from cluster.structured.grammar.json_text import SPACE
-from cluster.structured.grammar.schemas.schema_keywords import Schema, fail
+from cluster.structured.grammar.json_text import COMMA, SPACE, separated, surrounded
+from cluster.structured.grammar.loops import MAX_CHAIN, counted_letters
 
-__all__ = ["checked_array", "leading_items"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["enclosed_list", "leading_items", "more_items"]
+
+_MAX_COPIED = 128
+"""Characters of a part that is written twice, which takes less memory than a rule."""
 
 
-def checked_array(array: Expression, schema: Schema, path: str) -> Expression:
-    """Return an array's expression if it is small enough to be repeated as an item."""
-    size = size_of(array)
-    if size > MAX_SIZE:
-        keyword = "maxItems" if "maxItems" in schema else "minItems"
-        fail(
-            f"{path}/{keyword}" if keyword in schema else path,
-            f"expands to {size} characters, more than the maximum of {MAX_SIZE}; an item counts as "
-            "often as it may occur",
-        )
-    return array
+def enclosed_list(
+    left: str,
+    part: Expression,
+    right: str,
+    *,
+    minimum: int,
+    maximum: int | None,
+    rules: dict[str, Expression],
+) -> Expression:
+    """Return `minimum` to `maximum` parts separated by commas, between two brackets."""
+    part = _short(part, rules)
+    if max(minimum, maximum or 0) <= MAX_CHAIN:
+        return surrounded(left, separated(part, minimum, maximum), right)
+    more = more_items(part, max(minimum - 1, 0), None if maximum is None else maximum - 1, rules)
+    some = Concat((part, more))
+    return surrounded(left, some if minimum else optional(some), right)
+
+
+def more_items(
+    item: Expression, minimum: int, maximum: int | None, rules: dict[str, Expression]
+) -> Expression:
+    """Return `minimum` to `maximum` items, each after a comma."""
+    following = Concat((*COMMA.parts, _short(item, rules)))
+    prefix = f"list{len(rules)}x"
+    return counted_letters((following,), minimum, maximum, (), prefix=prefix, rules=rules)
+
+
+def _short(part: Expression, rules: dict[str, Expression]) -> Expression:
+    """Return a part, as a rule if it is long."""
+    if size_of(part) <= _MAX_COPIED:
+        return part
+    rule = Rule(f"item{len(rules)}")
+    rules[rule.name] = part
+    return rule
 
 
 def leading_items(items: Sequence[Expression], minimum: int, more: Expression) -> Expression:

@@ -16,19 +16,22 @@ from cluster.structured.grammar.expressions import (
     Rule,
     Text,
 )
-from cluster.structured.grammar.json_text import SPACE, VALUE, separated, surrounded
-from cluster.structured.grammar.schemas.arrays import checked_array, leading_items
+from cluster.structured.grammar.json_text import SPACE, VALUE, surrounded
+from cluster.structured.grammar.schemas.arrays import (
+    enclosed_list,
+    leading_items,
+    more_items,
+)
 from cluster.structured.grammar.schemas.disjoint import are_disjoint
 from cluster.structured.grammar.schemas.loaded_schema import load_schema
 from cluster.structured.grammar.schemas.members import Member, members_in_order
 from cluster.structured.grammar.schemas.multiples import Multiples
 from cluster.structured.grammar.schemas.number_ranges import number_of
 from cluster.structured.grammar.schemas.schema_keywords import (
-    ANNOTATIONS,
     KEYWORDS,
-    KNOWN,
     STANDALONE,
     Schema,
+    check_keywords,
     count_limits_of,
     escaped_pointer,
     fail,
@@ -46,7 +49,7 @@ from cluster.structured.grammar.single_uses import without_single_uses
 __all__ = ["read_json_schema", "read_members"]
 
 _MAX_DEPTH = 64
-_MAX_NODES = 4096
+_MAX_NODES = 16_384
 _MAX_ONE_OF = 128
 _MAX_PROPERTIES = 256
 """Properties of one object. The time and memory to compile grow with the square of their number."""
@@ -94,7 +97,7 @@ class _SchemaReader:
         schema = self._root
         if not isinstance(schema, dict) or STANDALONE.intersection(schema):
             fail("#", f"must be an object with properties{_BY_FORMAT}")
-        _check_keywords(schema, "#")
+        check_keywords(schema, "#")
         if (members := self._members(schema, "#", 0)) is not None:
             return members
         for keyword in ("maxProperties", "minProperties", "patternProperties", "propertyNames"):
@@ -124,11 +127,11 @@ class _SchemaReader:
             return VALUE
         if not isinstance(schema, dict):
             fail(path, "must be an object or true")
-        keywords = _check_keywords(schema, path)
+        keywords = check_keywords(schema, path)
         whole = STANDALONE.intersection(schema)
         if not whole:
             return self._of_types(schema, path, depth)
-        if len(whole) > 1 or not keywords <= {*whole, "type", *ANNOTATIONS}:
+        if len(whole) > 1 or not keywords <= {*whole, "type"}:
             fail(path, f"combines {sorted(whole)[0]} with other keywords")
         (keyword,) = whole
         if keyword in ("const", "enum"):
@@ -245,15 +248,10 @@ class _SchemaReader:
             return surrounded("[", leading_items(first, minimum, Repeat(SPACE, 0, 0)), "]")
         item = self.read(items, f"{path}/items", depth=depth + 1, unguarded=())
         if not first:
-            return checked_array(
-                surrounded("[", separated(item, minimum, maximum), "]"), schema, path
-            )
-        following = Concat((Text(","), SPACE, item))
+            return enclosed_list("[", item, "]", minimum=minimum, maximum=maximum, rules=self.rules)
         num_left = None if maximum is None else maximum - len(first)
-        more = Repeat(following, max(0, minimum - len(first)), num_left)
-        return checked_array(
-            surrounded("[", leading_items(first, minimum, more), "]"), schema, path
-        )
+        more = more_items(item, max(0, minimum - len(first)), num_left, self.rules)
+        return surrounded("[", leading_items(first, minimum, more), "]")
 
     def _object(self, schema: Schema, path: str, depth: int) -> Expression:
         members = self._members(schema, path, depth)
@@ -315,7 +313,7 @@ class _SchemaReader:
             fail(f"{path}/minProperties", "must be 0 or 1 without properties")
         value = self.read(given, value_path, depth=depth + 1, unguarded=())
         member = Concat((name, Text(":"), SPACE, value))
-        return surrounded("{", separated(member, minimum, maximum), "}")
+        return enclosed_list("{", member, "}", minimum=minimum, maximum=maximum, rules=self.rules)
 
     def _name(self, schema: Schema, path: str, depth: int) -> Expression:
         """Return the names of properties that propertyNames allows."""
@@ -341,15 +339,6 @@ class _SchemaReader:
             fail(f"{path}/patternProperties", "must have exactly one pattern")
         ((pattern, value),) = patterns.items()
         return self._strings.string_of({"pattern": pattern}, f"{path}/patternProperties"), value
-
-
-def _check_keywords(schema: Schema, path: str) -> set[str]:
-    """Return the keywords of a schema, each of which is known."""
-    # Extensions, as in OpenAPI, do not restrict values.
-    keywords = {keyword for keyword in schema if not keyword.startswith("x-")}
-    for keyword in sorted(keywords - KNOWN):
-        fail(f"{path}/{keyword}", "is not a supported keyword")
-    return keywords
 
 
 def _properties_of(schema: Schema, path: str) -> tuple[Schema, frozenset[str]]:

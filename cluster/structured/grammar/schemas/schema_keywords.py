@@ -1,4 +1,4 @@
-"""The supported keywords of JSON Schema, and how the simplest of them are read."""
+"""The keywords of JSON Schema, and how the simplest of them are read."""
 
 import re
 from collections.abc import Mapping
@@ -6,6 +6,7 @@ from typing import NoReturn, cast
 from urllib.parse import unquote
 
 from cluster.structured.grammar.expressions import invalid_structure
+from pagedray.wording.nearest_name import nearest_name
 
 __all__ = [
     "ANNOTATIONS",
@@ -13,6 +14,7 @@ __all__ = [
     "KNOWN",
     "STANDALONE",
     "Schema",
+    "check_keywords",
     "count_limits_of",
     "escaped_pointer",
     "fail",
@@ -23,20 +25,25 @@ __all__ = [
 ]
 
 MAX_COUNT = 4096
-"""The largest minLength, maxLength, minItems, maxItems, minProperties and maxProperties."""
+"""The largest minLength, minItems and minProperties."""
+_MOST = 2**17
 
 _INDEX = re.compile("0|[1-9][0-9]{0,4}")
 """What a JSON pointer to an item of a list contains."""
 
 Schema = Mapping[str, object]
 
-# Keywords that do not restrict values.
 ANNOTATIONS = frozenset(
     (
         *("title", "description", "default", "examples", "$comment", "$schema", "$id"),
         *("deprecated", "readOnly", "writeOnly", "discriminator", "$defs", "definitions"),
+        *("$anchor", "$dynamicAnchor", "$recursiveAnchor", "$vocabulary", "id", "example"),
+        *("contentEncoding", "contentMediaType", "contentSchema", "externalDocs", "xml"),
+        *("nullable", "enumNames", "enumDescriptions", "markdownDescription", "~standard"),
+        *("isRequired", "ref", "tsType"),
     )
 )
+"""Usual keywords that do not restrict values; all that are not known do not, either."""
 _NUMBERS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
 KEYWORDS: Mapping[str, frozenset[str]] = {
     "null": frozenset(),
@@ -52,9 +59,18 @@ KEYWORDS: Mapping[str, frozenset[str]] = {
         )
     ),
 }
+_UNSUPPORTED = frozenset(
+    (
+        *("not", "if", "then", "else", "contains", "minContains", "maxContains"),
+        *("dependentRequired", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef"),
+        *("formatMinimum", "formatMaximum", "formatExclusiveMinimum", "formatExclusiveMaximum"),
+    )
+)
+"""Keywords that restrict values and cannot be enforced."""
 STANDALONE = frozenset(("$ref", "const", "enum", "anyOf", "oneOf", "allOf"))
 """Keywords that define a schema on their own and cannot be combined with others."""
-KNOWN = frozenset(("type",)).union(ANNOTATIONS, STANDALONE, *KEYWORDS.values())
+_RESTRICTING = frozenset(("type",)).union(STANDALONE, *KEYWORDS.values())
+KNOWN = _RESTRICTING | ANNOTATIONS
 _TYPES_OF_VALUES: Mapping[type, set[str]] = {
     type(None): {"null"},
     bool: {"boolean"},
@@ -67,17 +83,36 @@ _TYPES_OF_VALUES: Mapping[type, set[str]] = {
 
 def fail(path: str, what: str) -> NoReturn:
     """Raise InvalidRequestError for the part of a schema at a JSON pointer."""
-    raise invalid_structure(f"structure has an unsupported JSON Schema: {path[:200]} {what}.")
+    end = "" if what.endswith("?") else "."
+    raise invalid_structure(f"structure has an unsupported JSON Schema: {path[:200]} {what}{end}")
+
+
+def check_keywords(schema: Schema, path: str) -> set[str]:
+    """Return the keywords of a schema that restrict values.
+
+    Raises InvalidRequestError for a keyword that cannot be enforced, and for a misspelled one.
+    """
+    for keyword in sorted(schema.keys() - KNOWN):
+        if keyword in _UNSUPPORTED:
+            fail(f"{path}/{keyword}", "is not a supported keyword")
+        # As the standard requires, other keywords are ignored. A misspelled keyword is rejected,
+        # or the model would ignore a limit that the client has set.
+        if not keyword.startswith("x-") and (nearest := nearest_name(keyword, _RESTRICTING)):
+            fail(f"{path}/{keyword}", f"is not a supported keyword; did you mean {nearest}?")
+    return {keyword for keyword in schema if keyword in _RESTRICTING}
 
 
 def count_limits_of(schema: Schema, path: str, low: str, high: str) -> tuple[int, int | None]:
     """Return the minimum and the maximum that two keywords set."""
-    for keyword in (low, high):
+    for keyword, most in ((low, MAX_COUNT), (high, 2**63 - 1)):
         value = schema.get(keyword, 0)
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_COUNT:
-            fail(f"{path}/{keyword}", f"must be an integer from 0 to {MAX_COUNT}")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+            fail(f"{path}/{keyword}", f"must be an integer from 0 to {most}")
     minimum = cast("int", schema.get(low, 0))
     maximum = cast("int | None", schema.get(high))
+    if maximum is not None:
+        # No output is as long as the upper of these.
+        maximum = None if maximum > 8 * _MOST else min(maximum, _MOST)
     if maximum is not None and maximum < minimum:
         fail(path, f"has {high} below {low}")
     return minimum, maximum

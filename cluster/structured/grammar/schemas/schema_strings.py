@@ -5,13 +5,18 @@ from cluster.structured.grammar.compile_cost import MAX_COST, cost_of
 from cluster.structured.grammar.expressions import (
     Concat,
     Expression,
-    Repeat,
     Rule,
     Text,
     invalid_structure,
 )
-from cluster.structured.grammar.json_text import CONTENT, PLAIN, STRING_END, as_json_string
-from cluster.structured.grammar.loops import with_loops_as_rules
+from cluster.structured.grammar.json_text import (
+    CONTENT,
+    ESCAPE,
+    PLAIN,
+    STRING_END,
+    as_json_string,
+)
+from cluster.structured.grammar.loops import counted_letters, with_loops_as_rules
 from cluster.structured.grammar.regex import ends_with_anchor, read_regex
 from cluster.structured.grammar.schemas.schema_keywords import Schema, count_limits_of, fail
 from cluster.structured.grammar.schemas.string_formats import STRING_FORMATS, StringFormat
@@ -23,6 +28,7 @@ __all__ = ["SchemaStrings", "found_in", "limited_string"]
 class SchemaStrings:
     """Makes the rules of all strings of one schema, and limits their total cost."""
 
+    any_string: Expression = json_text.STRING
     _rule_prefix = ""
 
     def __init__(self, rules: dict[str, Expression]) -> None:
@@ -35,27 +41,28 @@ class SchemaStrings:
         """Return the strings that a schema allows. Raises InvalidRequestError."""
         limits = [key for key in ("pattern", "format", "minLength", "maxLength") if key in schema]
         if not limits:
-            return json_text.STRING
+            return self.any_string
         keyword = limits[0]
         if keyword == "pattern":
+            limits = [key for key in limits if key != "format" or _format_of(schema, path)]
             if len(limits) > 1:
                 fail(f"{path}/{limits[1]}", "cannot be combined with pattern")
             if not isinstance(schema["pattern"], str):
                 fail(f"{path}/pattern", "must be a regular expression")
             return self._pattern(schema["pattern"], f"{path}/pattern")
-        if keyword == "format":
-            return self._pattern(_format_of(schema, path).pattern, f"{path}/format")
-        rule, expression = self.limited_string(
-            *count_limits_of(schema, path, "minLength", "maxLength")
-        )
-        if rule.name not in self._rules:
-            self._add_cost(cost_of(expression), f"{path}/{limits[-1]}")
-            self._rules[rule.name] = expression
-        return rule
+        if keyword == "format" and (found := _format_of(schema, path)) is not None:
+            return self._pattern(found.pattern, f"{path}/format")
+        minimum, maximum = count_limits_of(schema, path, "minLength", "maxLength")
+        if not minimum and maximum is None:
+            return self.any_string
+        num_rules = len(self._rules)
+        limited = self.limited_string(minimum, maximum)
+        self._add_cost(len(self._rules) - num_rules, f"{path}/{limits[-1]}")
+        return limited
 
-    def limited_string(self, minimum: int, maximum: int | None) -> tuple[Rule, Expression]:
-        """Return a rule of strings of `minimum` to `maximum` characters, and its expression."""
-        return limited_string(minimum, maximum)
+    def limited_string(self, minimum: int, maximum: int | None) -> Expression:
+        """Return strings of `minimum` to `maximum` characters."""
+        return limited_string(self._rules, minimum, maximum)
 
     def string_of_pattern(self, pattern: str) -> Expression:
         """Return strings in which a regular expression matches. Raises InvalidRequestError."""
@@ -90,13 +97,15 @@ class SchemaStrings:
             )
 
 
-def limited_string(minimum: int, maximum: int | None) -> tuple[Rule, Expression]:
-    """Return a rule of JSON strings of `minimum` to `maximum` characters, and its expression.
+def limited_string(rules: dict[str, Expression], minimum: int, maximum: int | None) -> Expression:
+    """Return JSON strings of `minimum` to `maximum` characters, whose rules are added to `rules`.
 
-    It is a separate rule because it is slow to compile: all strings of these limits share it.
+    All strings share them, as they are slow to compile.
     """
-    rule = Rule(f"string{minimum}to{'' if maximum is None else maximum}")
-    return rule, Concat((Text('"'), Repeat(PLAIN, minimum, maximum), *STRING_END.parts))
+    found = counted_letters(
+        (PLAIN, ESCAPE), minimum, maximum, STRING_END.parts, prefix="string", rules=rules
+    )
+    return Concat((Text('"'), found))
 
 
 _Parts = tuple[Expression, ...]
@@ -115,12 +124,17 @@ def found_in(pattern: str, text: Expression) -> tuple[_Parts, Expression, _Parts
     return before, expression, after
 
 
-def _format_of(schema: Schema, path: str) -> StringFormat:
-    """Return the format of strings, which must be within their limits of length."""
+def _format_of(schema: Schema, path: str) -> StringFormat | None:
+    """Return the format of strings, which must be within their limits of length.
+
+    Other formats are annotations, as the standard allows; None stands for them.
+    """
     name = schema["format"]
-    found = STRING_FORMATS.get(name) if isinstance(name, str) else None
+    if not isinstance(name, str):
+        fail(f"{path}/format", "must be the name of a format")
+    found = STRING_FORMATS.get(name)
     if found is None:
-        fail(f"{path}/format", f"must be one of {', '.join(STRING_FORMATS)}")
+        return None
     minimum, maximum = count_limits_of(schema, path, "minLength", "maxLength")
     shown = f"the format {name}, whose strings have {found.min_length} to {found.max_length}"
     if minimum > found.min_length:

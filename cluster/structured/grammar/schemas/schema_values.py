@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from cluster.structured.grammar.schemas.schema_keywords import (
     ANNOTATIONS,
+    KNOWN,
     pointer_of,
     resolve,
     types_of_value,
@@ -70,7 +71,7 @@ def _is_unrestricted(schema: object, root: object, depth: int) -> bool:
         return True
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return False
-    keywords = {name for name in schema if not name.startswith("x-")} - ANNOTATIONS
+    keywords = schema.keys() & KNOWN - ANNOTATIONS
     for keyword in ("anyOf", "oneOf"):
         if keywords == {keyword} and isinstance(branches := schema[keyword], list):
             return all(_is_unrestricted(branch, root, depth + 1) for branch in branches)
