@@ -181,7 +181,7 @@ class LocalExecutor(Executor):
         cache_size = worker.available_cache(limits)
         kernels = worker.allocate_cache(cache_size.num_blocks, cache_size.num_cpu_blocks)
         worker.warm_up()
-        worker.capture_graphs(only_largest=True)
+        worker.capture_graphs()
         return worker, cache_size, kernels
 
     def _are_first_copied(self) -> bool:
@@ -205,10 +205,14 @@ class LocalExecutor(Executor):
         size = self._cache_size
         self._worker.allocate_cache(size.num_blocks, size.num_cpu_blocks)
         self._worker.warm_up()
-        self._worker.capture_graphs(only_largest=True)
+        self._worker.capture_graphs()
 
     def _use_idle_time(self) -> float | None:
-        """Let the worker pin memory and capture graphs, which would delay steps."""
+        """Let the worker pin memory, which would delay steps.
+
+        All graphs are captured before: while a graph is captured, CUDA rejects some calls of other
+        threads, which may be those of the program.
+        """
         if self._running or self._copying:
             return IDLE_S
         try:
