@@ -6,6 +6,7 @@ python -m scripts.published_models
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +21,18 @@ if TYPE_CHECKING:
 
     from pagedray.model_config import ModelConfig
 
-__all__ = ["PublishedFile", "document_with_table", "published_files", "written_config"]
+__all__ = [
+    "PublishedFile",
+    "document_with_table",
+    "more_published_files",
+    "published_files",
+    "written_config",
+]
 
 _ROOT = Path(__file__).parent.parent
 DOCUMENT = _ROOT / "docs" / "models.md"
 _FOLDER = _ROOT / "tests" / "workers" / "models" / "families" / "published"
+_MORE = _FOLDER.with_name("more_published.jsonl")
 _BEGIN, _END = "<!-- published -->\n", "<!-- end of published -->"
 _USES = {"generate": "text", "embed": "embeddings", "score": "scores"}
 
@@ -37,7 +45,17 @@ class PublishedFile:
     model: str
     source: str
     """Where the copy is from."""
+    sha256: str | None
+    """The digest of the published text, without the line break at its end, or None."""
+    changed: str
+    """What is known to differ from the published text; empty if nothing does."""
     config: dict[str, Any]  # Any: parsed JSON
+
+    @property
+    def digest(self) -> str:
+        """The digest of this copy, as transformers would write it."""
+        text = json.dumps(self.config, indent=2, ensure_ascii=False)
+        return hashlib.sha256(text.encode()).hexdigest()
 
 
 def published_files() -> list[PublishedFile]:
@@ -47,6 +65,12 @@ def published_files() -> list[PublishedFile]:
         for path in _FOLDER.glob("*.json")
     ]
     return sorted(files, key=lambda file: file.model.lower())
+
+
+def more_published_files() -> list[PublishedFile]:
+    """Return files that are only read, and not compared with transformers at full size."""
+    lines = _MORE.read_text().splitlines()
+    return [PublishedFile(**json.loads(line)) for line in lines]
 
 
 def written_config(file: PublishedFile, folder: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,6 +16,7 @@ from scripts.published_models import (
     DOCUMENT,
     PublishedFile,
     document_with_table,
+    more_published_files,
     published_files,
     written_config,
 )
@@ -33,6 +35,8 @@ REJECTED = {
     "glm-4-9b",
 }
 FILES = {file.name: file for file in published_files()}
+MORE = {file.name: file for file in more_published_files()}
+ALL = FILES | MORE
 LOADED = [name for name in FILES if name not in REJECTED]
 DECODERS = [name for name in LOADED if not name.startswith("bge-")]
 
@@ -115,7 +119,54 @@ def test_the_committed_table_is_that_of_the_generator() -> None:
     assert document_with_table(document) == document
 
 
-@pytest.mark.parametrize("file", FILES.values(), ids=list(FILES))
-def test_every_file_names_its_source(file: PublishedFile) -> None:
-    assert file.source.endswith((".", ".json"))
-    assert file.config["model_type"]
+@pytest.mark.parametrize("name", ALL)
+def test_every_file_names_its_source(name: str) -> None:
+    assert ALL[name].source.endswith((".", ".json"))
+    assert ALL[name].config["model_type"]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_copy_is_the_published_text_or_says_what_was_changed(name: str) -> None:
+    file = ALL[name]
+    if file.changed:
+        assert file.changed.endswith(".")
+        assert file.sha256 != file.digest
+    else:
+        assert file.sha256 == file.digest
+
+
+def test_a_changed_copy_has_another_digest() -> None:
+    file = FILES["gpt-oss-20b"]
+    assert "torch_dtype" not in file.config
+    copy = replace(file, config=file.config | {"torch_dtype": "bfloat16"})
+    assert copy.digest != file.sha256
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_more_published_files_are_accepted(name: str, tmp_path: Path) -> None:
+    config = read_model_config(written_config(MORE[name], tmp_path))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path).get_text_config()
+    assert (config.num_layers, config.hidden_size) == (
+        theirs.num_hidden_layers,
+        theirs.hidden_size,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("gpt-oss-20b", "bfloat16"),
+        ("gpt-oss-120b", "bfloat16"),
+        ("all-minilm-l6-v2", "float32"),
+        ("bge-m3", "float32"),
+        ("qwen3-8b", "bfloat16"),
+        ("qwen3-8b-fp8", "bfloat16"),
+        ("e5-mistral-7b", "float16"),
+        ("mistral-small-24b", "bfloat16"),
+        ("qwen3-vl-4b", "bfloat16"),
+    ],
+)
+def test_the_dtype_of_published_files_without_tensors(
+    name: str, dtype: str, tmp_path: Path
+) -> None:
+    assert read_model_config(written_config(ALL[name], tmp_path)).dtype == dtype
