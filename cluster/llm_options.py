@@ -32,7 +32,11 @@ class LLMOptions(TypedDict, total=False):
         | None
     )
     """Data type of weights and activations; None and `auto` use that of the checkpoint."""
-    task: Task | None
+    task: Task | Literal["pooling"] | None
+    runner: Literal["auto", "generate", "pooling"]
+    """The same as `task`; `pooling` embeds or scores, whichever the model is for."""
+    convert: Literal["auto", "none", "embed"]
+    """The same as `task`."""
     quantization: (
         Literal["fp8", "compressed-tensors", "gptq", "awq", "gptq_marlin", "awq_marlin"] | None
     )

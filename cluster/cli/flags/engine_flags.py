@@ -70,9 +70,9 @@ _GROUPS = {
         Flag("load_seed", "Random seed of dummy weights.", int),
         Flag(
             "task",
-            "Generate texts, embed texts, or score pairs of texts. (default: the one that the "
-            "checkpoint is for)",
-            get_args(Task),
+            "Generate texts, embed texts, score pairs of texts, or embed or score (pooling). "
+            "(default: the one that the checkpoint is for)",
+            (*get_args(Task), "pooling"),
         ),
         Flag(
             "chat_template",

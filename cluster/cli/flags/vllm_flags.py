@@ -153,6 +153,8 @@ class _VllmFlag(argparse.Action):
         self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: Any = None
     ) -> None:
         value = self._value(values)
+        # A short name says little.
+        option = self.option_strings[0] if option.count("-") == 1 else option
         if reason := ignored_reason(self._name, value):
             line = f"{option} has no effect: {_with_flags(reason, parser)}."
             setattr(namespace, _DEST, {**getattr(namespace, _DEST, {}), self._name: line})

@@ -72,7 +72,8 @@ class EngineOptions:
     tensor_parallel_size: int = _DEFAULTS["tensor_parallel_size"]
     device: Device | None = None
     dtype: Dtype | None = None
-    task: Task | None = None
+    task: Task | Literal["pooling"] | None = None
+    """`pooling`, vLLM's runner, is the usual task of the model, or `embed` if it generates text."""
     quantization: QuantizationMethod | None = None
     enable_expert_parallel: bool = _DEFAULTS["enable_expert_parallel"]
     executor: Literal["ray", "local"] = _DEFAULTS["executor"]
@@ -210,13 +211,16 @@ def _is_same(tokenizer: str, model: str | Path) -> bool:
 def _model_config(located: LocatedModel, options: EngineOptions) -> ModelConfig:
     """Return the configuration of a model as options change it. Raises StartupError."""
     hub = None if options.load_format == "dummy" else located.hub
-    config = read_model_config(
+    read = partial(
+        read_model_config,
         located.folder,
         dtype=options.dtype,
-        task=options.task,
         stored_dtype=folder_dtype if hub is None else partial(hub_dtype, hub),
         overrides=options.hf_overrides,
     )
+    config = read(task=None if options.task == "pooling" else options.task)
+    if options.task == "pooling" and config.task == "generate":
+        config = read(task="embed")
     if options.quantization is not None:
         config = with_method(config, options.quantization)
     if hub is not None:

@@ -25,6 +25,7 @@ __all__ = [
 
 ALIASES: Mapping[str, str] = MappingProxyType(
     {
+        "convert": "task",
         "device_memory_utilization": "memory_fraction",
         "distributed_executor_backend": "executor",
         "enable_prefix_caching": "enable_prefix_cache",
@@ -32,6 +33,7 @@ ALIASES: Mapping[str, str] = MappingProxyType(
         "max_num_queued_reqs": "max_queued_requests",
         "max_num_queued_tokens": "max_queued_tokens",
         "num_gpu_blocks_override": "num_blocks",
+        "runner": "task",
     }
 )
 """vLLM's names of our options."""
@@ -227,7 +229,6 @@ WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "calculate_kv_scales": (False,),
         "chat_template_content_format": ("auto", "string"),
         "config_format": ("auto", "hf"),
-        "convert": ("auto", "none"),
         "cpu_offload_gb": (0,),
         "data_parallel_external_lb": (False,),
         "data_parallel_hybrid_lb": (False,),
@@ -280,7 +281,6 @@ WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "response_role": ("assistant",),
         "return_sampling_mask": (False,),
         "return_tokens_as_token_ids": (False,),
-        "runner": ("auto",),
         "scheduling_policy": ("fcfs", "priority"),
         "skip_tokenizer_init": (False,),
         "ssl_cert_reqs": (0,),
@@ -345,7 +345,6 @@ REJECTED: Mapping[str, str] = MappingProxyType(
                 _SPECULATION: "num_lookahead_slots spec_method spec_model spec_tokens "
                 "speculative_config",
                 "the tokenizer is always the model's tokenizer.json": "tokenizer_mode",
-                "use task": "convert runner",
                 "the pooling is read from modules.json in the folder of the model": (
                     "override_pooler_config pooler_config"
                 ),

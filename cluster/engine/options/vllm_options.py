@@ -36,7 +36,7 @@ _VALUES: Mapping[str, Mapping[object, object]] = {
         "XFORMERS": "xformers",
     },
     "device": {"auto": None},
-    "task": {"auto": None, "embedding": "embed"},
+    "task": {"auto": None, "none": None, "embedding": "embed"},
     "dtype": {
         "auto": None,
         "bf16": "bfloat16",
@@ -74,6 +74,10 @@ def own_options(given: Mapping[str, object]) -> dict[str, object]:
     for name, value in given.items():
         own = ALIASES.get(name, name)
         if own in known:
+            if own == "task" and options.get("task") in (None, "pooling"):
+                options.pop("task", None)
+            if own == "task" and "task" in options and own_value(own, value) in (None, "pooling"):
+                continue
             if own in options:
                 raise StartupError(f"{name} and another name of {own} cannot be used together.")
             options[own] = own_value(own, value)

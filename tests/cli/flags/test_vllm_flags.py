@@ -24,6 +24,7 @@ FLAGS = (Path(__file__).parent / "vllm_flags.txt").read_text().split()
 """The flags of vLLM 0.33, without `--no-` forms and fields of objects."""
 PLAUSIBLE = {
     "--attention-backend": "FLASH_ATTN",
+    "--convert": "embed",
     "--distributed-executor-backend": "mp",
     "--dtype": "bfloat16",
     "--generation-config": "auto",
@@ -36,6 +37,7 @@ PLAUSIBLE = {
     "--model": "folder",
     "--quantization": "fp8",
     "--reasoning-parser": "qwen3",
+    "--runner": "pooling",
 }
 
 GIVEN = (
@@ -85,7 +87,8 @@ def test_what_cannot_change_a_token_is_taken() -> None:
         "--no-async-scheduling has no effect: a step is always planned while the previous one runs."
     )
     assert lines["optimization_level"] == (
-        "-O has no effect: --enforce-eager and --max-graph-tokens control what runs as CUDA graphs."
+        "--optimization-level has no effect: --enforce-eager and --max-graph-tokens control what "
+        "runs as CUDA graphs."
     )
     assert lines.keys() == {
         "async_scheduling",
@@ -173,7 +176,7 @@ def test_flags_may_have_underscores() -> None:
     [
         ("--quantization int3", "invalid choice: 'int3'"),
         ("--pipeline-parallel-size 2", "use --tensor-parallel-size"),
-        ("--runner pooling", "use --task"),
+        ("--convert classify", "invalid choice: 'classify'"),
         ("--nnodes 2", "--placement-strategy PACK or SPREAD places ranks on several nodes"),
         ("--return-tokens-as-token-ids", "requests set return_tokens_as_token_ids"),
         ("--enable-lora", "merge the adapter into the weights"),
@@ -227,7 +230,8 @@ def test_every_noted_flag_exists() -> None:
     assert notes["--enable-prefix-caching"] == "the default"
     assert notes["--trust-remote-code"] == "no effect: code from checkpoints is never run"
     assert notes["--enable-chunked-prefill"].startswith("the default; its opposite is rejected: ")
-    assert notes["--runner"] == "rejected, except for `auto`: use `--task`"
+    assert notes["--runner"] == "the same as `--task`"
+    assert notes["--tokenizer-mode"].startswith("rejected, except for `auto`: ")
 
 
 def test_a_typing_error_behind_two_commands_is_found(capsys: pytest.CaptureFixture[str]) -> None:

@@ -164,6 +164,22 @@ def test_other_defaults_are_rejected(given: dict[str, Any], text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"runner": "auto", "convert": "auto"}, "generate"),
+        ({"runner": "generate"}, "generate"),
+        ({"runner": "pooling"}, "embed"),
+        ({"runner": "pooling", "convert": "embed"}, "embed"),
+        ({"convert": "embed", "runner": "pooling"}, "embed"),
+        ({"convert": "none", "task": "embedding"}, "embed"),
+    ],
+)
+def test_runner_and_convert_are_the_task(given: dict[str, object], expected: str) -> None:
+    options = replace(engine_options(given), device="cpu")
+    assert engine_config(TINY_LLAMA, options).model.task == expected
+
+
+@pytest.mark.parametrize(
     ("name", "expected"),
     [
         ("FLASH_ATTN", "auto"),
