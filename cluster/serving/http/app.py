@@ -10,6 +10,7 @@ import logging
 import math
 import secrets
 from contextlib import suppress
+from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
@@ -120,9 +121,14 @@ class HttpApp:
         """Count a client that did not read."""
         self._servicer.metrics.count_stalled_reader("http")
 
-    def count_unreadable(self) -> None:
+    def note_unreadable(self, status: HTTPStatus, error: str) -> None:
         """Count a request that was rejected before its path was known."""
         self._servicer.metrics.count_outcome("invalid", "http")
+        # The connection logs those that are not valid HTTP.
+        if status is not HTTPStatus.BAD_REQUEST:
+            self._servicer.rejected_calls.note(
+                "http", status=status.value, method="", path="", param=None, error=error
+            )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":

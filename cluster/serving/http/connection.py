@@ -59,8 +59,8 @@ class ConnectionOptions:
     """How long a request's head may take to arrive."""
     write_timeout_s: float
     """How long the client may leave what was written unread."""
-    note_rejection: Callable[[], None]
-    """Called for a request that is rejected before it reaches the application."""
+    note_rejection: Callable[[HTTPStatus, str], None]
+    """Called with the status and the error of a request that does not reach the application."""
     note_stall: Callable[[], None]
     """Called for a client that is disconnected because it does not read."""
     read_turns: ReadTurns
@@ -296,7 +296,7 @@ class HttpConnection(HttpToolsProtocol):
     def _reject(self, status: HTTPStatus, text: str) -> None:
         """Respond instead of the application, and close."""
         self._head_timer.stop()
-        self.options.note_rejection()
+        self.options.note_rejection(status, text)
         if self._has_head and self.cycle is not None and self.cycle.response_started:
             # The request has its response, and the client would take another one for the next's.
             self.transport.close()

@@ -65,7 +65,7 @@ class HttpServer:
             ConnectionOptions(
                 read_timeout_s=self._app.read_timeout_s,
                 write_timeout_s=self._app.write_timeout_s,
-                note_rejection=self._app.count_unreadable,
+                note_rejection=self._app.note_unreadable,
                 note_stall=self._app.count_stalled,
                 read_turns=self._app.read_turns,
             )

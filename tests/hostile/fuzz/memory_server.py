@@ -120,5 +120,5 @@ async def _run_loop() -> None:
         await asyncio.sleep(0)
 
 
-def _ignore() -> None:
+def _ignore(*_given: object) -> None:
     pass

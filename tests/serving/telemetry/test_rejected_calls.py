@@ -96,6 +96,13 @@ def test_rejected_request_has_one_line(
     assert line["level"] == "info"
 
 
+def test_a_head_that_is_too_large_has_a_line(own_server: Server) -> None:
+    headers = {"x-long": "y" * 2**17}
+    [line] = rejections(own_server, posted(own_server, CHAT, json=TURN, headers=headers))
+    assert line["status"] == 431
+    assert line["error"].startswith("The head or trailers of the request exceed")
+
+
 def test_accepted_requests_and_health_checks_have_no_line(own_server: Server) -> None:
     def send() -> None:
         httpx.post(f"{own_server.url}{CHAT}", json=TURN | {"max_tokens": 2})
