@@ -45,10 +45,19 @@ def change(path: Path, values: dict[str, Any]) -> None:  # Any: JSON
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-def test_configuration_that_names_code_is_rejected(folder: Path, tmp_path: Path) -> None:
-    change(folder / "config.json", {"auto_map": {"AutoConfig": "configuration_evil.Evil"}})
-    with pytest.raises(CheckpointError, match="auto_map"):
-        read_model_config(folder)
+def test_configuration_that_names_code_runs_none(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = read_model_config(folder)
+    names = {
+        "auto_map": {
+            "AutoConfig": "configuration_evil.Evil",
+            "AutoModelForCausalLM": "modeling_evil.Evil",
+        }
+    }
+    change(folder / "config.json", names)
+    assert read_model_config(folder) == expected
+    assert "auto_map is not run; PagedRay computes LlamaForCausalLM itself" in caplog.text
     assert not (tmp_path / "canary").exists()
 
 

@@ -150,15 +150,11 @@ BROKEN: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     ),
     "unknown number of bits": (
         lambda folder: edit_config(folder, quantization_config=GPTQ | {"bits": 3}),
-        ("quantization_config.bits must be an integer from 4 to 4, not 3",),
+        ("quantization_config.bits must be an integer from 4 to 8, not 3",),
     ),
     "unknown size of groups": (
         lambda folder: edit_config(folder, quantization_config=GPTQ | {"group_size": 100}),
         ("quantization_config.group_size must be one of -1, 32, 64, 128, 256, not 100",),
-    ),
-    "code of the checkpoint": (
-        lambda folder: edit_config(folder, auto_map={"AutoModelForCausalLM": "modeling.Model"}),
-        ("auto_map", "requires code from the checkpoint, which is never run"),
     ),
 }
 

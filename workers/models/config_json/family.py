@@ -47,8 +47,6 @@ class Family:
     read: Callable[[ConfigFile], ModelConfig]
     aliases: tuple[str, ...] = ()
     """Other names of the same architecture."""
-    may_name_code: bool = False
-    """Whether a checkpoint may refer to code of its own; it is never run."""
     reads_quantization: bool = False
     """Whether it reads `quantization_config` itself."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -62,6 +63,8 @@ if TYPE_CHECKING:
     from workers.models.config_json.family import Family
 
 __all__ = ["check_parallel", "families", "read_model_config", "supported_architectures"]
+
+logger = logging.getLogger(__name__)
 
 _ALL = (
     *(BERT, BLOOM, COHERE2, ERNIE4_5, GEMMA, GEMMA2, GEMMA3, GLM, GLM4, GPT_OSS, GRANITE),
@@ -124,9 +127,12 @@ def read_model_config(
     if overrides:
         file = file.with_overrides(overrides)
     family = _family(file)
-    for key in _CODE_KEYS:
-        if file.value(key) and not family.may_name_code:
-            raise file.rejection(key, "requires code from the checkpoint, which is never run")
+    file.note_read(*_CODE_KEYS)
+    if any(file.value(key) for key in _CODE_KEYS):
+        logger.warning(
+            "The code that config.json names in auto_map is not run; PagedRay computes %s itself.",
+            family.architecture,
+        )
     quantization = None if family.reads_quantization else read_quantization(file)
     file.choice("model_type", family.model_types, family.model_types[0])
     file.reject_unless("is_encoder_decoder", False)
@@ -263,7 +269,7 @@ def _alternative(architecture: str) -> str:
     if _OF_IMAGES.search(architecture):
         labels = [_label(one.architecture) for one in _ALL if _OF_IMAGES.search(one.architecture)]
         return f"The supported multimodal families are {', '.join(labels)}, for text only"
-    return "The supported families include Llama, Qwen3, Gemma3 and GptOss"
+    return "Supported architectures include LlamaForCausalLM and Qwen3ForCausalLM"
 
 
 def _nearest_label(architecture: str) -> str | None:

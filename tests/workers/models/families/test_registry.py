@@ -130,6 +130,8 @@ ROBERTA = BERT | {"architectures": ["XLMRobertaModel"], "pad_token_id": 1}
     ("base", "field"),
     [
         ({}, {"activation": "swiglu"}),
+        ({}, {"auto_map": {"AutoModelForCausalLM": "modeling_flash_llama.LlamaForCausalLM"}}),
+        ({}, {"custom_pipelines": {"feature-extraction": {"impl": "x.Y"}}}),
         ({}, {"_attn_implementation": "eager", "_name_or_path": "x"}),
         ({}, {"mlp_bias": False, "pretraining_tp": 1, "use_cache": True}),
         ({}, {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 3}),
@@ -312,7 +314,6 @@ def test_what_transformers_writes_is_read(name: str, tmp_path: Path) -> None:
         ),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1}}}, ["full_attention"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor must be 1, not 0.5"]),
-        ({"auto_map": {"AutoConfig": "x.Y"}}, ["auto_map", "never run"]),
         (
             {
                 "architectures": ["Qwen2ForCausalLM"],
@@ -353,7 +354,7 @@ def test_a_wrong_value_is_named(changes: dict[str, Any], parts: list[str], tmp_p
         ("Qwen2VLForConditionalGeneration", "supported. nearest Qwen3;"),
         ("Gemma4ForConditionalGeneration", "supported. nearest Gemma3;"),
         ("Gemma3nForConditionalGeneration", "supported. nearest Gemma3;"),
-        ("RecurrentGemmaForCausalLM", "has recurrent layers. The supported families include"),
+        ("RecurrentGemmaForCausalLM", "has recurrent layers. Supported architectures include"),
         ("Llama4ForConditionalGeneration", "supported. nearest Llama;"),
         ("Glm4MoeForCausalLM", "supported. nearest Glm4;"),
         ("PhiForCausalLM", "supported. nearest Phi3;"),
@@ -363,15 +364,15 @@ def test_a_wrong_value_is_named(changes: dict[str, Any], parts: list[str], tmp_p
         ("GraniteMoeHybridForCausalLM", "has recurrent layers. nearest GraniteMoe;"),
         ("ModernBertModel", "supported. nearest Bert;"),
         ("DebertaV2ForSequenceClassification", "supported. nearest Bert;"),
-        ("DeepseekV2ForCausalLM", "attention (MLA). The supported families include Llama"),
-        ("DeepseekV3ForCausalLM", "attention (MLA). The supported families include Llama"),
-        ("MambaForCausalLM", "has recurrent layers. The supported families include"),
-        ("NemotronHForCausalLM", "has recurrent layers. The supported families include"),
+        ("DeepseekV2ForCausalLM", "attention (MLA). Supported architectures include Llama"),
+        ("DeepseekV3ForCausalLM", "attention (MLA). Supported architectures include Llama"),
+        ("MambaForCausalLM", "has recurrent layers. Supported architectures include"),
+        ("NemotronHForCausalLM", "has recurrent layers. Supported architectures include"),
         ("LlavaForConditionalGeneration", "supported. The supported multimodal families are"),
         ("InternVLChatModel", "supported. The supported multimodal families are Gemma3,"),
-        ("OPTForCausalLM", "supported. The supported families include Llama"),
-        ("x\ny", "supported. The supported families include Llama"),
-        ("x" * 500, "supported. The supported families include Llama"),
+        ("OPTForCausalLM", "supported. Supported architectures include Llama"),
+        ("x\ny", "supported. Supported architectures include Llama"),
+        ("x" * 500, "supported. Supported architectures include Llama"),
     ],
 )
 def test_an_unsupported_architecture_is_named_with_the_nearest_family(

@@ -84,5 +84,4 @@ MPT = Family(
     model_types=("mpt",),
     read=_read,
     aliases=("MPTForCausalLM",),
-    may_name_code=True,
 )

@@ -44,5 +44,4 @@ ERNIE4_5 = Family(
     model_types=("ernie4_5",),
     read=_read,
     aliases=("Ernie4_5_ForCausalLM",),
-    may_name_code=True,
 )

@@ -42,4 +42,4 @@ def _read(file: ConfigFile) -> ModelConfig:
     )
 
 
-PHI3 = Family(architecture="Phi3ForCausalLM", model_types=("phi3",), read=_read, may_name_code=True)
+PHI3 = Family(architecture="Phi3ForCausalLM", model_types=("phi3",), read=_read)
