@@ -23,7 +23,7 @@ import msgspec
 import torch
 
 from bench.records.command import command_and_date
-from cluster.scheduling.kv_factory import KvOptions
+from cluster.scheduling.kv_manager import KvOptions
 from cluster.scheduling.scheduler import MAX_PLANS_IN_FLIGHT, Scheduler
 from pagedray.batch import ControllerMessage, StepOutput, StepPlan
 from pagedray.config import SchedulerConfig

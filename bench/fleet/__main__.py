@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.fleet.line_chart import Chart, draw_charts
 from bench.records.command import command_and_date
-from cluster.scheduling.kv_factory import KvOptions
+from cluster.scheduling.kv_manager import KvOptions
 from cluster.serving.ray_serve.routing.affinity import prefix_key
 from cluster.serving.ray_serve.routing.placement import Placement
 from cluster.simulation.fleet import Fleet

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 from bench.scheduler.replica import BLOCK_S, STEP_S, TOKEN_S, make_replica
-from cluster.scheduling.kv_factory import KvOptions
+from cluster.scheduling.kv_manager import KvOptions
 from cluster.simulation.step_cost import LLAMA_8B_H200
 from cluster.simulation.virtual_replica import VirtualCall, VirtualReplica, distinct_prompt
 from pagedray.config import SchedulerConfig

@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cluster.scheduling.kv_factory import KvOptions
+from cluster.scheduling.kv_manager import KvOptions
 from cluster.scheduling.stats import SchedulerStats
 from cluster.simulation.step_cost import LLAMA_8B_H200
 from cluster.simulation.virtual_replica import EOS, VirtualReplica, distinct_prompt

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cluster.scheduling.kv_factory import KvOptions
+from cluster.scheduling.kv_manager import KvOptions
 from cluster.simulation.step_cost import StepCost
 from cluster.simulation.virtual_replica import VirtualReplica
 from pagedray.config import SchedulerConfig

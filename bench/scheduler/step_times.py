@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from cluster.scheduling.kv_factory import KvOptions
-from cluster.scheduling.queues.fair_queue import FairQueue, Share
+from cluster.scheduling.fair_queue import FairQueue, Share
+from cluster.scheduling.kv_manager import KvOptions
 from cluster.scheduling.scheduler import Scheduler
 from pagedray.batch import StepOutput
 from pagedray.config import SchedulerConfig

@@ -17,7 +17,7 @@ from cluster.engine.faults.output_watch import OutputWatch
 from cluster.engine.mask_patience import MaskPatience
 from cluster.engine.stats import EngineStats
 from cluster.engine.step_loop import StepLoop
-from cluster.scheduling.kv_factory import KvOptions
+from cluster.scheduling.kv_manager import KvOptions
 from cluster.scheduling.scheduler import MAX_PLANS_IN_FLIGHT, Scheduler
 from pagedray.errors import WorkerError
 

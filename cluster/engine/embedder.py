@@ -17,8 +17,8 @@ from cluster.engine.faults.lethal_requests import LethalRequests
 from cluster.engine.faults.suspects import Suspects
 from cluster.engine.stats import EngineStats
 from cluster.engine.step_loop import StepLoop
-from cluster.scheduling.queues.backlog import Backlog
-from cluster.scheduling.queues.fair_queue import FairQueue
+from cluster.scheduling.backlog import Backlog
+from cluster.scheduling.fair_queue import FairQueue
 from cluster.scheduling.stats import SchedulerStats
 from pagedray.batch import EmbedPlan
 from pagedray.errors import (

@@ -13,7 +13,7 @@ from pagedray.batch import Pooling
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from cluster.scheduling.queues.fair_queue import Share
+    from cluster.scheduling.fair_queue import Share
     from pagedray.errors import PagedRayError
 
 __all__ = ["EmbeddingJob", "EmbeddingRequest"]

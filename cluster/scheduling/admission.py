@@ -1,16 +1,28 @@
 """Which requests the scheduler accepts."""
 
-from array import array
+from __future__ import annotations
 
-from cluster.scheduling.kv_manager import KvManager
-from cluster.scheduling.queues.backlog import Backlog
+import heapq
+from array import array
+from typing import TYPE_CHECKING
+
 from pagedray.errors import CapacityError, InvalidRequestError
-from pagedray.request import Request
 from pagedray.wording.counted import counted
 
-__all__ = ["Admission"]
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from cluster.scheduling.backlog import Backlog
+    from cluster.scheduling.kv_manager import KvManager
+    from cluster.scheduling.sequence import ActiveRequest
+    from pagedray.request import Request
+
+__all__ = ["Admission", "Deadlines"]
 
 _MAX_TOKEN_ID = 2**31 - 1
+
+_FEW = 64
+"""Entries of ended requests that are kept without a search for them."""
 
 
 class Admission:
@@ -23,7 +35,7 @@ class Admission:
         self._backlog = backlog
         self._max_model_len = max_model_len
 
-    def read_prompt(self, request: Request) -> "array[int]":
+    def read_prompt(self, request: Request) -> array[int]:
         """Return the tokens of a prompt, uint32. Raises InvalidRequestError.
 
         May be called from any thread.
@@ -76,3 +88,39 @@ class Admission:
                 )
             if token_ids and (min(token_ids) < 0 or max(token_ids) > _MAX_TOKEN_ID):
                 raise InvalidRequestError(f"Token ids must be from 0 to {_MAX_TOKEN_ID}.")
+
+
+class Deadlines:
+    """The deadlines of open requests, the earliest first."""
+
+    def __init__(self, requests: Mapping[str, ActiveRequest]) -> None:
+        """`requests` has the open requests by id; it is read whenever a deadline is."""
+        self._requests = requests
+        self._heap: list[tuple[float, str]] = []
+
+    def __len__(self) -> int:
+        """Return the number of kept deadlines, including those of ended requests."""
+        return len(self._heap)
+
+    def add_request(self, request: Request) -> None:
+        """Note the deadline of an open request, if it has one."""
+        if request.deadline_s is None:
+            return
+        heapq.heappush(self._heap, (request.deadline_s, request.id))
+        if len(self._heap) > 2 * len(self._requests) + _FEW:
+            self._heap = [entry for entry in self._heap if self._is_open(*entry)]
+            heapq.heapify(self._heap)
+
+    def take_due(self, now_s: float) -> list[str]:
+        """Return the ids of the open requests whose deadline has passed, and forget them."""
+        due: list[str] = []
+        while self._heap and self._heap[0][0] <= now_s:
+            deadline_s, request_id = heapq.heappop(self._heap)
+            if self._is_open(deadline_s, request_id):
+                due.append(request_id)
+        return due
+
+    def _is_open(self, deadline_s: float, request_id: str) -> bool:
+        # An id may be used again, with another deadline.
+        active = self._requests.get(request_id)
+        return active is not None and active.request.deadline_s == deadline_s

@@ -4,23 +4,39 @@ Methods that allocate blocks allocate all that they need or none. The scheduler 
 sequence runs or is preempted; `prefixes` finds and registers its blocks in the prefix cache.
 """
 
+from __future__ import annotations
+
+import secrets
 from array import array
 from bisect import bisect_left
-from collections.abc import Collection
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
-from cluster.scheduling.blocks.block_pool import BlockPool
-from cluster.scheduling.blocks.copies_in_flight import CopiesInFlight
-from cluster.scheduling.blocks.cpu_prefix_cache import CpuPrefixCache
-from cluster.scheduling.blocks.disk_prefix_cache import DiskPrefixCache
-from cluster.scheduling.blocks.prefix_cache import PrefixCache
-from cluster.scheduling.prefixes.prefix_finder import PrefixFinder
-from cluster.scheduling.prefixes.prefix_registry import PrefixRegistry
-from cluster.scheduling.prefixes.restores import Restores
-from cluster.scheduling.prefixes.shortages import Shortages
-from cluster.scheduling.sequence import Sequence
+from cluster.scheduling.block_pool import BlockPool
+from cluster.scheduling.cpu_prefix_cache import CpuPrefixCache
+from cluster.scheduling.disk_prefix_cache import DiskPrefixCache
+from cluster.scheduling.prefix_cache import PrefixCache
+from cluster.scheduling.prefix_finder import (
+    PrefixFinder,
+    PrefixRegistry,
+    Restores,
+    Shortages,
+)
+from cluster.scheduling.swap_costs import CopyWorth
 from pagedray.batch import BlockCopy
 
-__all__ = ["KvManager"]
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+    from cluster.scheduling.sequence import Sequence
+    from cluster.scheduling.swap_costs import SwapCosts
+    from pagedray.config import SchedulerConfig
+
+__all__ = ["CopiesInFlight", "KvManager", "KvOptions", "cache_counts", "make_kv_manager"]
+
+_SAVED_TOKENS = 4
+"""Evicted tokens that a step copies to the CPU pool at most, for each that it may compute."""
 
 
 class KvManager:
@@ -351,3 +367,123 @@ class KvManager:
             assert key is not None
             self.cpu_cache.save_block(key, block)
         self.prefix_cache.forget_block(block)
+
+
+def cache_counts(kv: KvManager) -> dict[str, int]:
+    """Return the fields of `SchedulerStats` that count blocks and cached tokens, by name."""
+    pool, cpu_pool = kv.pool, kv.cpu_pool
+    counts = {
+        "num_blocks": pool.num_blocks,
+        "num_free_blocks": pool.num_free,
+        "num_cached_blocks": pool.num_idle,
+        "num_transit_blocks": pool.num_in_transit,
+        "num_cpu_blocks": cpu_pool.num_blocks,
+        "num_free_cpu_blocks": cpu_pool.num_free,
+        "num_cached_cpu_blocks": cpu_pool.num_idle,
+        "num_transit_cpu_blocks": cpu_pool.num_in_transit,
+        "num_queried_tokens": kv.num_queried_tokens,
+        "num_hit_tokens": kv.num_hit_tokens,
+    }
+    if (cpu_cache := kv.cpu_cache) is not None:
+        counts |= {
+            "num_saved_blocks": cpu_cache.num_saved_blocks,
+            "num_restored_blocks": cpu_cache.num_restored_blocks,
+            "num_cpu_hit_tokens": cpu_cache.num_restored_blocks * kv.block_size,
+            "num_kept_cpu_blocks": cpu_cache.num_kept_blocks,
+            "num_kept_hit_tokens": cpu_cache.num_kept_hit_blocks * kv.block_size,
+            "num_damaged_cpu_blocks": cpu_cache.num_damaged_blocks,
+        }
+    if (disk_cache := kv.disk_cache) is not None:
+        counts |= {
+            "num_disk_blocks": disk_cache.pool.num_blocks,
+            "num_cached_disk_blocks": disk_cache.pool.num_idle,
+            "num_disk_hit_tokens": disk_cache.num_read_blocks * kv.block_size,
+            "num_written_blocks": disk_cache.num_written_blocks,
+            "num_read_blocks": disk_cache.num_read_blocks,
+            "num_failed_writes": disk_cache.num_failed_writes,
+            "num_failed_reads": disk_cache.num_failed_reads,
+        }
+    return counts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvOptions:
+    """The pools of blocks, and the tiers of the prefix cache in them."""
+
+    block_size: int
+    """Tokens per block."""
+    num_blocks: int
+    """Number of blocks on the device."""
+    num_cpu_blocks: int
+    """Number of blocks in CPU memory."""
+    num_disk_blocks: int = 0
+    """Number of blocks on a disk."""
+    enable_prefix_cache: bool = True
+    enable_cpu_prefix_cache: bool = True
+    hash_key: bytes | None = None
+    """The key of the digests of blocks; None is a random one."""
+
+
+def make_kv_manager(
+    config: SchedulerConfig,
+    swap_costs: SwapCosts,
+    options: KvOptions,
+) -> KvManager:
+    """Return a manager of empty pools.
+
+    A tier needs the one above it: without a prefix cache there is none in the CPU pool, and without
+    that one none on a disk.
+    """
+    hash_key = options.hash_key or secrets.token_bytes(32)
+    block_size, num_cpu_blocks = options.block_size, options.num_cpu_blocks
+    cpu_cache = disk_cache = None
+    if options.enable_prefix_cache and options.enable_cpu_prefix_cache and num_cpu_blocks:
+        costs = None if config.preemption == "swap" else swap_costs
+        num_tokens = _SAVED_TOKENS * config.limits().max_num_batched_tokens
+        cpu_cache = CpuPrefixCache(
+            num_cpu_blocks,
+            worth=CopyWorth(costs, num_blocks=num_cpu_blocks, block_size=block_size),
+            max_saved=-(-num_tokens // block_size),
+        )
+        if options.num_disk_blocks:
+            disk_cache = DiskPrefixCache(options.num_disk_blocks, cpu_cache)
+    return KvManager(
+        block_size=block_size,
+        num_blocks=options.num_blocks,
+        num_cpu_blocks=num_cpu_blocks,
+        prefix_cache=PrefixCache(
+            hash_key, num_blocks=options.num_blocks, is_enabled=options.enable_prefix_cache
+        ),
+        cpu_cache=cpu_cache,
+        disk_cache=disk_cache,
+    )
+
+
+class CopiedBlocks(NamedTuple):
+    """The blocks of both pools that the plan of a step copies, whose direction does not matter."""
+
+    step: int
+    block_ids: list[int]
+    cpu_block_ids: list[int]
+
+
+class CopiesInFlight:
+    """Copied blocks in the order of their steps."""
+
+    __slots__ = ("_copied",)
+
+    def __init__(self) -> None:
+        self._copied: deque[CopiedBlocks] = deque()
+
+    def add_blocks(self, step: int, block_ids: list[int], cpu_block_ids: list[int]) -> None:
+        """Add the pinned blocks of copies in the plan of `step`."""
+        self._copied.append(CopiedBlocks(step, block_ids, cpu_block_ids))
+
+    def take_ended(self, step: int) -> Iterator[CopiedBlocks]:
+        """Yield and forget the blocks of copies up to `step`."""
+        while self._copied and self._copied[0].step <= step:
+            yield self._copied.popleft()
+
+    def clear(self) -> None:
+        """Forget all copies, as after the ranks were replaced."""
+        self._copied.clear()

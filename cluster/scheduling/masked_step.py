@@ -6,8 +6,7 @@ Needs no lock of the scheduler: the token of a sequence that ends meanwhile is d
 from collections.abc import Sequence as AnySequence
 from typing import NamedTuple
 
-from cluster.scheduling.sequence import Sequence, SequenceState
-from cluster.scheduling.sequence_masks import SequenceMasks
+from cluster.scheduling.sequence import Sequence, SequenceMasks, SequenceState
 from pagedray.batch import StepMasks
 from pagedray.request import FinishReason, Grammar, Matcher
 

@@ -3,19 +3,26 @@
 It does not know which plans are in flight: the scheduler passes the one that an output is of.
 """
 
+from __future__ import annotations
+
 from itertools import repeat
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from cluster.scheduling.event import TokenEvent
-from cluster.scheduling.fault_recovery import FaultRecovery
-from cluster.scheduling.flight import Flight
-from cluster.scheduling.prefixes.prefix_registry import PrefixRegistry
-from cluster.scheduling.prompt_logprobs_buffer import PromptLogprobsBuffer
-from cluster.scheduling.sequence import Sequence, SequenceState
-from cluster.scheduling.sequence_table import SequenceTable
-from pagedray.batch import StepOutput
+from cluster.scheduling.sequence import ActiveRequest, Sequence, SequenceState
+from pagedray.batch import PromptLogprobs, StepOutput, StepPlan
 from pagedray.request import FinishReason
 
-__all__ = ["OutputReader"]
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from cluster.scheduling.fault_recovery import FaultRecovery
+    from cluster.scheduling.prefix_finder import PrefixRegistry
+    from cluster.scheduling.sequence_table import SequenceTable
+
+__all__ = ["Flight", "OutputReader", "PromptLogprobsBuffer"]
 
 
 class OutputReader:
@@ -131,3 +138,72 @@ class OutputReader:
             is_ended = token_id < 0 and sequence.state is SequenceState.FINISHED
             if is_ended and sequence not in flight.late:
                 self._registry.forget_blocks(sequence)
+
+
+class Flight(msgspec.Struct, frozen=True):
+    """A plan without an output yet."""
+
+    plan: StepPlan
+    sampled: list[Sequence]
+    prefilled: list[Sequence]
+    """Sequences that compute known tokens, whether they sample or not."""
+    late: list[Sequence]
+    """Sampled sequences whose masks were not made in time; they sample no token."""
+    described: dict[int, Sequence]
+    """Sequences by row, of whose prompts the step computes log-probabilities."""
+    masked: list[Sequence]
+    """Sampled sequences whose token is masked."""
+
+
+class PromptLogprobsBuffer:
+    """Log-probabilities of prompts that were requested and that no event contains yet."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, ActiveRequest] = {}
+        """The requests, by id. While there is none, nothing else needs to be called."""
+
+    def add_request(self, active: ActiveRequest) -> None:
+        """Expect log-probabilities of a prompt, if its request has `prompt_logprobs`."""
+        if active.prompt_logprobs is not None:
+            self.requests[active.request.id] = active
+
+    def forget_sequence(self, sequence: Sequence) -> None:
+        """Drop those of a request whose first sequence, which computes them, has ended."""
+        if sequence.index == 0:
+            self.requests.pop(sequence.request_id, None)
+
+    def described(self, prefilled: Iterable[Sequence]) -> dict[int, Sequence]:
+        """Return the sequences of a plan that compute the log-probabilities of prompts, by row."""
+        return {
+            sequence.row: sequence
+            for sequence in prefilled
+            if sequence.index == 0 and sequence.active.prompt_logprobs is not None
+        }
+
+    def keep(self, described: dict[int, Sequence], computed: Iterable[PromptLogprobs]) -> None:
+        """Keep what a step has computed for the `described` sequences of its plan."""
+        for found in computed:
+            sequence = described.get(found.row)
+            kept = None if sequence is None else sequence.active.prompt_logprobs
+            if kept is None:
+                continue
+            if found.first_position == 1:
+                # The prompt is computed again if the sequence was preempted.
+                kept.clear()
+            kept.append(found)
+
+    def add_to(self, event: TokenEvent) -> TokenEvent:
+        """Return the first event of a request with the log-probabilities of its prompt.
+
+        It is that of another sequence if the mask of the first one is late.
+        """
+        active = self.requests.get(event.request_id)
+        if active is None:
+            return event
+        kept = active.prompt_logprobs or []
+        # Others may also have computed the prompt, after the first one was preempted.
+        if event.index and (kept[-1].end if kept else 1) < event.num_prompt_tokens:
+            return event
+        del self.requests[event.request_id]
+        active.prompt_logprobs = None
+        return msgspec.structs.replace(event, prompt_logprobs=tuple(kept))

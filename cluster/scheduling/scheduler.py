@@ -11,26 +11,20 @@ from collections import deque
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
-from cluster.scheduling.admission import Admission
-from cluster.scheduling.blocks.prefix_cache import PromptKeys
-from cluster.scheduling.cache_counts import cache_counts
-from cluster.scheduling.costs.cost_meter import CostMeter
-from cluster.scheduling.costs.pace import StepPace
-from cluster.scheduling.costs.step_times import StepTimes
-from cluster.scheduling.costs.swap_costs import SwapCosts
-from cluster.scheduling.deadlines import Deadlines
+from cluster.scheduling.admission import Admission, Deadlines
+from cluster.scheduling.backlog import Backlog
 from cluster.scheduling.event import TokenEvent
 from cluster.scheduling.fault_recovery import FaultRecovery
-from cluster.scheduling.flight import Flight
-from cluster.scheduling.kv_factory import KvOptions, make_kv_manager
+from cluster.scheduling.kv_manager import KvOptions, cache_counts, make_kv_manager
 from cluster.scheduling.masked_step import MadeMasks, MaskedStep
-from cluster.scheduling.output_reader import OutputReader
-from cluster.scheduling.planning.planner import Planner
-from cluster.scheduling.prompt_logprobs_buffer import PromptLogprobsBuffer
-from cluster.scheduling.queues.backlog import Backlog
+from cluster.scheduling.output_reader import Flight, OutputReader, PromptLogprobsBuffer
+from cluster.scheduling.planner import Planner
+from cluster.scheduling.prefix_cache import PromptKeys
 from cluster.scheduling.sequence import ActiveRequest, Sequence, SequenceState
 from cluster.scheduling.sequence_table import SequenceTable
 from cluster.scheduling.stats import SchedulerStats
+from cluster.scheduling.step_times import StepPace, StepTimes
+from cluster.scheduling.swap_costs import CostMeter, SwapCosts
 from pagedray.batch import DiskReport, StepOutput, StepPlan
 from pagedray.config import SchedulerConfig
 from pagedray.errors import InvalidRequestError, WorkerError

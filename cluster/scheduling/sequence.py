@@ -1,19 +1,23 @@
 """The scheduler's state of a sequence and of its request."""
 
-import sys
-from enum import Enum, auto
-from typing import TYPE_CHECKING
+from __future__ import annotations
 
-from cluster.scheduling.blocks.sequence_blocks import SequenceBlocks
-from cluster.scheduling.queues.fair_queue import Share
-from cluster.scheduling.sequence_masks import SequenceMasks
+import sys
+from array import array
+from enum import Enum, auto
+from typing import TYPE_CHECKING, NamedTuple
+
+from cluster.scheduling.fair_queue import Share
+from cluster.scheduling.prefix_cache import BlockKey
 from pagedray.batch import PromptLogprobs
-from pagedray.request import Request
 
 if TYPE_CHECKING:
-    from array import array
+    from pagedray.request import Matcher, Request
 
-__all__ = ["ActiveRequest", "Sequence", "SequenceState"]
+__all__ = ["ActiveRequest", "Sequence", "SequenceMasks", "SequenceState", "Shortage"]
+
+_NUM_DEFERRED = 8
+"""Tokens of a sequence for whose masks no step waits, after one that was late or costly."""
 
 
 class SequenceState(Enum):
@@ -54,7 +58,7 @@ class ActiveRequest:
     )
 
     def __init__(
-        self, request: Request, *, prompt: "array[int]", arrival: int, max_model_len: int
+        self, request: Request, *, prompt: array[int], arrival: int, max_model_len: int
     ) -> None:
         """`prompt` are the tokens of the request's prompt, uint32."""
         sampling = request.sampling
@@ -215,7 +219,7 @@ class Sequence:
         return self.order[0]
 
     @property
-    def share(self) -> "Share[Sequence]":
+    def share(self) -> Share[Sequence]:
         """The share of its tenant."""
         return self.active.share
 
@@ -265,3 +269,92 @@ class Sequence:
         self.is_prefill = True
         self.num_prefilled = sys.maxsize
         self.prompt_step = None
+
+
+class SequenceMasks:
+    """When a sequence needs masks, and whether steps wait for them."""
+
+    __slots__ = ("is_made", "matcher", "num_deferred", "start")
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+        """Number of generated tokens after which the sequence samples under masks."""
+        self.matcher: Matcher | None = None
+        """The state of the sequence in the grammar, from its first mask on."""
+        self.num_deferred = 0
+        """Tokens that are planned only once their masks are made, since its masks were late."""
+        self.is_made = False
+        """Whether the mask of the next token is made, if that token is deferred."""
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a step waits for the mask of the next token, or has it."""
+        return not self.num_deferred or self.is_made
+
+    def note_made(self, *, is_late: bool) -> None:
+        """Note a mask, after which no step waits for the next ones if it was late."""
+        if is_late:
+            self.num_deferred = _NUM_DEFERRED
+        elif self.num_deferred:
+            self.num_deferred -= 1
+
+
+class Shortage(NamedTuple):
+    """The state of the prefix cache when a sequence that shares blocks found too few free ones."""
+
+    next_key: BlockKey | None
+    """Key of the first block that was not cached; None if all that it can share were."""
+    num_shared: int
+    """Cached blocks that need no free block, since they were not idle."""
+    num_changes: int
+    """Events so far that may let it share one more of them."""
+    revision: int
+    """The revision of the prefix cache."""
+
+
+class SequenceBlocks:
+    """The blocks of a sequence in both pools; the KV manager and its `prefixes` change them."""
+
+    __slots__ = (
+        "awaits_copies",
+        "cpu_ids",
+        "disk_step",
+        "ids",
+        "keys",
+        "keys_revision",
+        "num_left_behind",
+        "num_proven",
+        "num_registered",
+        "num_slots",
+        "reserved_ids",
+        "shortage",
+    )
+
+    def __init__(self) -> None:
+        self.keys = list[BlockKey]()
+        """Keys of the leading full blocks, as far as hashed."""
+        self.keys_revision = 0
+        """The revision of the prefix cache when the first key was hashed."""
+        self.num_registered = 0
+        """Leading blocks that were registered with the prefix cache."""
+        self.num_proven = 0
+        """Leading blocks that gave finite logits."""
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all blocks; the keys of their tokens stay."""
+        self.ids = array("i")
+        """The block table, as in the worker."""
+        self.num_slots = 0
+        """Capacity of the block table in tokens."""
+        self.reserved_ids: list[int] = []
+        """Blocks allocated in advance; the last is used first."""
+        self.cpu_ids: list[int] = []
+        self.awaits_copies = False
+        """Whether some of its blocks are copied to the device when it starts."""
+        self.disk_step: int | None = None
+        """The step whose reads from the disk it waits for, or -1; None if it needs a look-up."""
+        self.num_left_behind = 0
+        """Blocks before these that were not swapped out, since others shared them."""
+        self.shortage: Shortage | None = None
+        """The shortage at its last attempt to start, if it has waited since then."""

@@ -1,15 +1,28 @@
 """The sequences by state: queues and rows, and the transitions between them."""
 
-from collections.abc import Collection, Iterator
+from __future__ import annotations
 
-from cluster.scheduling.kv_manager import KvManager
-from cluster.scheduling.passing import Passing
-from cluster.scheduling.queues.backlog import Backlog
-from cluster.scheduling.queues.fair_queue import FairQueue
+from bisect import bisect_left, insort
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from cluster.scheduling.fair_queue import FairQueue
 from cluster.scheduling.sequence import ActiveRequest, Sequence, SequenceState
-from cluster.scheduling.sequence_queue import SequenceQueue
 
-__all__ = ["SequenceTable"]
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+    from cluster.scheduling.backlog import Backlog
+    from cluster.scheduling.kv_manager import KvManager
+
+__all__ = ["GRACE_STEPS", "MAX_PASSED", "Passing", "SequenceQueue", "SequenceTable"]
+
+MAX_PASSED = 4
+"""Sequences that may be passed in one step, which bounds the time to find one that has room."""
+GRACE_STEPS = 16
+"""Steps for which borrowers may continue, since many end by themselves."""
+
+_order = attrgetter("order")
 
 
 class SequenceTable:
@@ -232,3 +245,102 @@ class SequenceTable:
             case state:
                 assert state is SequenceState.ARRIVING
                 return self.arriving
+
+
+class Passing:
+    """The sequence that has lacked room for the longest time, and those that borrow its room."""
+
+    __slots__ = ("_due_step", "_num_starts", "_running", "claimant")
+
+    def __init__(self, running: SequenceQueue) -> None:
+        self._running = running
+        self._num_starts = 0
+        self._due_step = -1
+        self.claimant: Sequence | None = None
+        """The sequence that has lacked room for the longest time."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether no sequence may pass the claimant."""
+        return self._due_step >= 0
+
+    def note_shortage(self, sequence: Sequence) -> None:
+        """Note that a sequence found too few free blocks."""
+        if sequence.shortage_number < 0:
+            sequence.shortage_number = self._num_starts
+        if self.claimant is None:
+            self.claimant = sequence
+
+    def note_start(self, sequence: Sequence) -> None:
+        """Note that a sequence got a row and blocks."""
+        self._num_starts += 1
+        sequence.start_number = self._num_starts
+        sequence.shortage_number = -1
+        if sequence is self.claimant:
+            self.clear()
+
+    def find_claimant(self) -> Sequence | None:
+        """Return the claimant, which is forgotten if it has ended or may not run."""
+        claimant = self.claimant
+        if claimant is None or claimant.state in (SequenceState.WAITING, SequenceState.SWAPPED):
+            return claimant
+        self.clear()
+        return None
+
+    def borrowers(self, claimant: Sequence) -> list[Sequence]:
+        """Return the running sequences that passed the claimant, those to preempt first first."""
+        return [
+            sequence
+            for sequence in reversed(self._running)
+            if sequence.start_number > claimant.shortage_number
+            and sequence.order > claimant.order
+            and not sequence.is_ending
+        ]
+
+    def note_due(self, step: int, *, is_due: bool) -> bool:
+        """Note whether borrowers hold what the claimant lacks; return whether it may take that."""
+        if not is_due:
+            self._due_step = -1
+        elif self._due_step < 0:
+            self._due_step = step
+        return is_due and step - self._due_step >= GRACE_STEPS
+
+    def clear(self) -> None:
+        """Forget the claimant."""
+        self.claimant = None
+        self._due_step = -1
+
+
+class SequenceQueue:
+    """Sequences sorted by `order`."""
+
+    __slots__ = ("_sequences",)
+
+    def __init__(self) -> None:
+        self._sequences: list[Sequence] = []
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences)
+
+    def __reversed__(self) -> Iterator[Sequence]:
+        return reversed(self._sequences)
+
+    def __getitem__(self, index: int) -> Sequence:
+        return self._sequences[index]
+
+    def clear(self) -> None:
+        """Remove all sequences."""
+        self._sequences.clear()
+
+    def insert(self, sequence: Sequence) -> None:
+        """Add a sequence at the place of its `order`."""
+        insort(self._sequences, sequence, key=_order)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a sequence, which must be in the queue."""
+        index = bisect_left(self._sequences, sequence.order, key=_order)
+        assert self._sequences[index] is sequence
+        del self._sequences[index]

@@ -24,7 +24,7 @@ from pagedray.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cluster.scheduling.kv_factory import KvOptions
+    from cluster.scheduling.kv_manager import KvOptions
     from cluster.simulation.step_cost import StepCost
     from cluster.simulation.virtual_disk import VirtualDisk
     from pagedray.batch import StepPlan

@@ -10,9 +10,9 @@ import pytest
 from cluster.engine.controller import Controller
 from cluster.engine.local_executor import LocalExecutor
 from cluster.engine.options.engine_options import EngineOptions, engine_config
-from cluster.scheduling.blocks.prefix_cache import PrefixCache
 from cluster.scheduling.kv_manager import KvManager
-from cluster.scheduling.prefixes.prefix_registry import PrefixRegistry
+from cluster.scheduling.prefix_cache import PrefixCache
+from cluster.scheduling.prefix_finder import PrefixRegistry
 from cluster.scheduling.sequence import Sequence
 from pagedray.batch import SequenceStart
 from pagedray.request import FinishReason, Request

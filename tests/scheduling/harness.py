@@ -4,8 +4,8 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from cluster.scheduling.event import TokenEvent
-from cluster.scheduling.kv_factory import KvOptions
-from cluster.scheduling.planning.policy import MAX_PREEMPTIONS
+from cluster.scheduling.kv_manager import KvOptions
+from cluster.scheduling.preemptor import MAX_PREEMPTIONS
 from cluster.scheduling.scheduler import MAX_PLANS_IN_FLIGHT, Scheduler
 from pagedray.batch import DiskReport, StepPlan
 from pagedray.config import Preemption, SchedulerConfig

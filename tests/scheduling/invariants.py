@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from cluster.scheduling.blocks.block_pool import BlockPool
+from cluster.scheduling.block_pool import BlockPool
 from cluster.scheduling.scheduler import MAX_PLANS_IN_FLIGHT, Scheduler
 from cluster.scheduling.sequence import Sequence as ScheduledSequence
 from cluster.scheduling.sequence import SequenceState

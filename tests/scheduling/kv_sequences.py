@@ -2,8 +2,8 @@
 
 from array import array
 
-from cluster.scheduling.blocks.prefix_cache import PrefixCache
 from cluster.scheduling.kv_manager import KvManager
+from cluster.scheduling.prefix_cache import PrefixCache
 from cluster.scheduling.sequence import ActiveRequest, Sequence
 from pagedray.request import Request
 from pagedray.sampling_params import SamplingParams

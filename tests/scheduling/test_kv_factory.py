@@ -2,9 +2,9 @@
 
 import pytest
 
-from cluster.scheduling.costs.step_times import StepTimes
-from cluster.scheduling.costs.swap_costs import SwapCosts
-from cluster.scheduling.kv_factory import KvOptions, make_kv_manager
+from cluster.scheduling.kv_manager import KvOptions, make_kv_manager
+from cluster.scheduling.step_times import StepTimes
+from cluster.scheduling.swap_costs import SwapCosts
 from pagedray.config import SchedulerConfig
 
 

@@ -6,8 +6,7 @@ import pytest
 
 from bench.scheduler.cases import wait_behind_large
 from bench.scheduler.replica import make_replica
-from cluster.scheduling.passing import GRACE_STEPS, Passing
-from cluster.scheduling.sequence_queue import SequenceQueue
+from cluster.scheduling.sequence_table import GRACE_STEPS, Passing, SequenceQueue
 from cluster.simulation.virtual_replica import VirtualCall, distinct_prompt
 from pagedray.config import Preemption
 from tests.scheduling.harness import Harness

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from cluster.scheduling.kv_factory import KvOptions
+from cluster.scheduling.kv_manager import KvOptions
 from cluster.scheduling.scheduler import Scheduler
 from pagedray.batch import PromptLogprobs, StepOutput, StepPlan
 from pagedray.config import SchedulerConfig

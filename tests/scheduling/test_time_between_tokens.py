@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from bench.scheduler.cases import decodes_beside_prompt
-from cluster.scheduling.kv_factory import KvOptions
+from cluster.scheduling.kv_manager import KvOptions
 from cluster.simulation.step_cost import LLAMA_8B_H200
 from cluster.simulation.virtual_replica import VirtualReplica, distinct_prompt
 from pagedray.config import SchedulerConfig

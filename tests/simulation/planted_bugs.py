@@ -16,17 +16,14 @@ from cluster.engine.faults.death_inquiry import DeathInquiry
 from cluster.engine.faults.suspects import Suspects
 from cluster.engine.ranks.disk_reports import DiskReports
 from cluster.engine.ranks.pool_memories import PoolMemories
-from cluster.scheduling.blocks.copies_in_flight import CopiesInFlight
-from cluster.scheduling.blocks.cpu_prefix_cache import CpuPrefixCache
-from cluster.scheduling.blocks.disk_prefix_cache import DiskPrefixCache
-from cluster.scheduling.blocks.keyed_blocks import KeyedBlocks
-from cluster.scheduling.blocks.prefix_cache import PrefixCache
-from cluster.scheduling.kv_manager import KvManager
+from cluster.scheduling.cpu_prefix_cache import CpuPrefixCache, KeyedBlocks
+from cluster.scheduling.disk_prefix_cache import DiskPrefixCache
+from cluster.scheduling.kv_manager import CopiesInFlight, KvManager
 from cluster.scheduling.output_reader import OutputReader
-from cluster.scheduling.planning.planner import Planner
-from cluster.scheduling.planning.preemptor import Preemptor
-from cluster.scheduling.prefixes.prefix_finder import PrefixFinder
-from cluster.scheduling.prefixes.restores import Restores
+from cluster.scheduling.planner import Planner
+from cluster.scheduling.preemptor import Preemptor
+from cluster.scheduling.prefix_cache import PrefixCache
+from cluster.scheduling.prefix_finder import PrefixFinder, Restores
 from cluster.scheduling.scheduler import Scheduler
 from cluster.scheduling.sequence_table import SequenceTable
 from cluster.serving.engine_stream import EngineStream

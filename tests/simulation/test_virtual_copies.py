@@ -1,6 +1,6 @@
 """Copies between the pools in `pagedray simulate`; the expected times are worked out by hand."""
 
-from cluster.scheduling.kv_factory import KvOptions
+from cluster.scheduling.kv_manager import KvOptions
 from cluster.simulation.step_cost import StepCost
 from cluster.simulation.virtual_copies import VirtualCopies
 from cluster.simulation.virtual_replica import VirtualCall, VirtualReplica, distinct_prompt

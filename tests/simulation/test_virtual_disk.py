@@ -2,7 +2,7 @@
 
 from math import inf
 
-from cluster.scheduling.kv_factory import KvOptions
+from cluster.scheduling.kv_manager import KvOptions
 from cluster.simulation.step_cost import StepCost
 from cluster.simulation.virtual_disk import VirtualDisk
 from cluster.simulation.virtual_replica import VirtualReplica, distinct_prompt

@@ -15,7 +15,7 @@ from cluster.cli.flags.noted_flag import noted_flags
 from cluster.cli.simulate.flags import COSTS
 from cluster.cli.simulate.plot import draw_samples
 from cluster.cli.simulate.report import PERCENTILES, make_report
-from cluster.scheduling.kv_factory import KvOptions
+from cluster.scheduling.kv_manager import KvOptions
 from cluster.simulation.fleet import Fleet
 from cluster.simulation.step_cost import LLAMA_8B_H200, read_step_cost
 from cluster.simulation.virtual_disk import VirtualDisk

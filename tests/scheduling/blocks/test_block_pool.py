@@ -3,7 +3,7 @@ from collections.abc import Callable
 
 import pytest
 
-from cluster.scheduling.blocks.block_pool import BlockError, BlockPool
+from cluster.scheduling.block_pool import BlockError, BlockPool
 
 
 def state_of(pool: BlockPool) -> tuple[object, ...]:

@@ -1,8 +1,8 @@
 from array import array
 
-from cluster.scheduling.blocks.cpu_prefix_cache import CpuPrefixCache
-from cluster.scheduling.blocks.prefix_cache import BlockKey, PrefixCache
-from cluster.scheduling.costs.copy_worth import CopyWorth
+from cluster.scheduling.cpu_prefix_cache import CpuPrefixCache
+from cluster.scheduling.prefix_cache import BlockKey, PrefixCache
+from cluster.scheduling.swap_costs import CopyWorth
 from pagedray.batch import BlockCopy
 
 PREFIXES = PrefixCache(b"key", num_blocks=0, is_enabled=True)

@@ -1,6 +1,6 @@
-from cluster.scheduling.blocks.cpu_prefix_cache import CpuPrefixCache
-from cluster.scheduling.blocks.disk_prefix_cache import DiskPrefixCache
-from cluster.scheduling.blocks.prefix_cache import BlockKey
+from cluster.scheduling.cpu_prefix_cache import CpuPrefixCache
+from cluster.scheduling.disk_prefix_cache import DiskPrefixCache
+from cluster.scheduling.prefix_cache import BlockKey
 from pagedray.batch import BlockCopy, DiskReport
 from tests.scheduling.blocks.test_cpu_prefix_cache import key_of, make_cpu_cache, save
 

@@ -5,7 +5,7 @@ from array import array
 import hypothesis.strategies as st
 from hypothesis import given
 
-from cluster.scheduling.blocks.prefix_cache import BlockKey, PrefixCache
+from cluster.scheduling.prefix_cache import BlockKey, PrefixCache
 
 BLOCK_SIZE = 2
 ROOT = b"root"

@@ -4,8 +4,8 @@ from array import array
 
 import pytest
 
-from cluster.scheduling.blocks.prefix_cache import PrefixCache, PromptKeys
-from cluster.scheduling.kv_factory import KvOptions
+from cluster.scheduling.kv_manager import KvOptions
+from cluster.scheduling.prefix_cache import PrefixCache, PromptKeys
 from cluster.scheduling.scheduler import Scheduler
 from pagedray.batch import StepOutput
 from pagedray.config import SchedulerConfig

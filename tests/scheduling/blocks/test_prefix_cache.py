@@ -1,6 +1,6 @@
 from array import array
 
-from cluster.scheduling.blocks.prefix_cache import BlockKey, PrefixCache
+from cluster.scheduling.prefix_cache import BlockKey, PrefixCache
 
 KEY = b"k" * 32
 

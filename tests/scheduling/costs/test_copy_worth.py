@@ -1,6 +1,5 @@
-from cluster.scheduling.costs.copy_worth import CopyWorth
-from cluster.scheduling.costs.step_times import StepTimes
-from cluster.scheduling.costs.swap_costs import SwapCosts
+from cluster.scheduling.step_times import StepTimes
+from cluster.scheduling.swap_costs import CopyWorth, SwapCosts
 
 BLOCK_SIZE = 16
 

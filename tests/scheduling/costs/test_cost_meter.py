@@ -2,9 +2,8 @@
 
 import pytest
 
-from cluster.scheduling.costs.cost_meter import CostMeter
-from cluster.scheduling.costs.step_times import StepTimes
-from cluster.scheduling.costs.swap_costs import SwapCosts
+from cluster.scheduling.step_times import StepTimes
+from cluster.scheduling.swap_costs import CostMeter, SwapCosts
 from pagedray.batch import SequencePlan, StepOutput, StepPlan
 from pagedray.decodes import Decodes
 

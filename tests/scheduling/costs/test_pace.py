@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from cluster.scheduling.costs.pace import StepPace
-from cluster.scheduling.costs.step_times import StepTimes
+from cluster.scheduling.step_times import StepPace, StepTimes
 
 TARGET_S = 0.030
 NUM_DECODES = 32

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from cluster.scheduling.costs.step_times import StepTimes
+from cluster.scheduling.step_times import StepTimes
 
 
 def steps(number: int) -> list[tuple[int, int]]:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from cluster.scheduling.costs.step_times import StepTimes
-from cluster.scheduling.costs.swap_costs import SwapCosts
+from cluster.scheduling.step_times import StepTimes
+from cluster.scheduling.swap_costs import SwapCosts
 
 
 def measured(*, blocks_per_s: float, tokens_per_s: float) -> SwapCosts:

@@ -145,7 +145,7 @@ def test_what_continues_a_proven_prefix_is_still_found() -> None:
 
 
 def test_many_renewals_use_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.scheduling.blocks.prefix_cache._MAX_RENEWED", 3)
+    monkeypatch.setattr("cluster.scheduling.prefix_cache._MAX_RENEWED", 3)
     harness = Harness(block_size=2)
     for first in range(10):
         harness.add([first, 1, 1, 1, 1], bad_position=0)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cluster.scheduling.kv_factory import KvOptions
-from cluster.scheduling.prefixes.prefix_registry import PrefixRegistry
+from cluster.scheduling.kv_manager import KvOptions
+from cluster.scheduling.prefix_finder import PrefixRegistry
 from cluster.scheduling.scheduler import Scheduler
 from pagedray.batch import StepOutput
 from pagedray.config import SchedulerConfig

@@ -1,12 +1,12 @@
 from array import array
 
-from cluster.scheduling.planning.policy import (
+from cluster.scheduling.preemptor import (
     MAX_PREEMPTIONS,
     choose_displaced,
     choose_victim,
 )
 from cluster.scheduling.sequence import ActiveRequest, Sequence
-from cluster.scheduling.sequence_queue import SequenceQueue
+from cluster.scheduling.sequence_table import SequenceQueue
 from pagedray.request import Request
 from pagedray.sampling_params import SamplingParams
 

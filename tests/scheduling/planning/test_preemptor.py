@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.scheduling.planning.preemptor import Preemptor
+from cluster.scheduling.preemptor import Preemptor
 from cluster.scheduling.sequence import Sequence, SequenceState
 from tests.scheduling.harness import Harness
 

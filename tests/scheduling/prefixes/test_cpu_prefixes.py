@@ -1,7 +1,7 @@
 """Prefixes that come back from the CPU pool, seen from plans and in virtual time."""
 
 from bench.scheduler.conversations import ConversationShape, run_conversations
-from cluster.scheduling.kv_factory import KvOptions
+from cluster.scheduling.kv_manager import KvOptions
 from cluster.scheduling.sequence import SequenceState
 from cluster.simulation.step_cost import StepCost
 from cluster.simulation.virtual_replica import VirtualReplica, distinct_prompt

@@ -5,8 +5,8 @@ from array import array
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from cluster.scheduling.blocks.prefix_cache import BlockKey, PrefixCache
 from cluster.scheduling.kv_manager import KvManager
+from cluster.scheduling.prefix_cache import BlockKey, PrefixCache
 from cluster.scheduling.sequence import ActiveRequest, Sequence
 from pagedray.request import Request
 from pagedray.sampling_params import SamplingParams

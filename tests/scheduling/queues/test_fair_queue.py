@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from cluster.scheduling.queues.fair_queue import FairQueue, Share
+from cluster.scheduling.fair_queue import FairQueue, Share
 
 MAX_COST = 50
 FEW = settings(max_examples=50)

@@ -5,7 +5,7 @@ import weakref
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from cluster.scheduling.queues.least_first import LeastFirst
+from cluster.scheduling.fair_queue import LeastFirst
 
 
 class Member:

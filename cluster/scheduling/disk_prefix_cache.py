@@ -9,9 +9,8 @@ one of them could not.
 from collections import deque
 from itertools import islice
 
-from cluster.scheduling.blocks.cpu_prefix_cache import CpuPrefixCache
-from cluster.scheduling.blocks.keyed_blocks import KeyedBlocks
-from cluster.scheduling.blocks.prefix_cache import BlockKey
+from cluster.scheduling.cpu_prefix_cache import CpuPrefixCache, KeyedBlocks
+from cluster.scheduling.prefix_cache import BlockKey
 from pagedray.batch import BlockCopy, DiskReport
 
 __all__ = ["DiskPrefixCache"]

@@ -6,19 +6,23 @@ Hence the first running sequence always progresses, and eventually all do. `pass
 may pass a sequence that finds too few blocks, and `preemptor` who loses its row for whom.
 """
 
-from collections import deque
+from __future__ import annotations
 
-from cluster.scheduling.costs.pace import StepPace
-from cluster.scheduling.costs.swap_costs import SwapCosts
-from cluster.scheduling.kv_manager import KvManager
-from cluster.scheduling.passing import MAX_PASSED
-from cluster.scheduling.planning.passed_items import PassedItems
-from cluster.scheduling.planning.plan_draft import PlanDraft
-from cluster.scheduling.planning.preemptor import Preemptor
-from cluster.scheduling.planning.room_rule import RoomRule
+from collections import deque
+from typing import TYPE_CHECKING
+
+from cluster.scheduling.plan_draft import PlanDraft
+from cluster.scheduling.preemptor import Preemptor, RoomRule
 from cluster.scheduling.sequence import Sequence, SequenceState
-from cluster.scheduling.sequence_table import SequenceTable
-from pagedray.config import SchedulerConfig
+from cluster.scheduling.sequence_table import MAX_PASSED
+
+if TYPE_CHECKING:
+    from cluster.scheduling.fair_queue import FairQueue, Share
+    from cluster.scheduling.kv_manager import KvManager
+    from cluster.scheduling.sequence_table import SequenceTable
+    from cluster.scheduling.step_times import StepPace
+    from cluster.scheduling.swap_costs import SwapCosts
+    from pagedray.config import SchedulerConfig
 
 __all__ = ["Planner"]
 
@@ -28,6 +32,10 @@ _FORK_COST = 2**14
 """The fixed cost of a fork, in tokens of a prompt that it copies."""
 _MAX_FORK_COST = 5 * 2**17
 """The cost after which a plan has no more forks, so that it takes less than a millisecond."""
+
+_MAX_PASSED = 8
+_MAX_PASSED_OF_TENANT = 4
+"""More than one, so that a large prompt does not stop its own tenant either."""
 
 
 class Planner:
@@ -367,3 +375,37 @@ class Planner:
 def _is_before(prefill: Sequence, head: Sequence) -> bool:
     """Return whether the rest of a prompt comes before a waiting sequence."""
     return head.share is prefill.share or head.share.time > prefill.share.time
+
+
+class PassedItems:
+    """Takes sequences from a fair queue, to find others behind them, and puts them back."""
+
+    __slots__ = ("_counts", "_items", "_queue")
+
+    def __init__(self, queue: FairQueue[Sequence]) -> None:
+        self._queue = queue
+        self._items: list[Sequence] = []
+        self._counts: dict[Share[Sequence], int] = {}
+
+    @property
+    def are_any(self) -> bool:
+        """Whether a sequence was passed and not yet put back."""
+        return bool(self._items)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more may be passed, which bounds the time of a step."""
+        return len(self._items) >= _MAX_PASSED
+
+    def pass_item(self, sequence: Sequence) -> None:
+        """Take a sequence from the queue; the fourth of a tenant hides all others of it."""
+        self._items.append(sequence)
+        count = self._counts[sequence.share] = self._counts.get(sequence.share, 0) + 1
+        self._queue.remove(sequence)
+        if count == _MAX_PASSED_OF_TENANT:
+            self._queue.hide_share(sequence.share)
+
+    def put_back(self) -> None:
+        """Put all passed sequences back into the queue."""
+        for sequence in self._items:
+            self._queue.insert(sequence)

@@ -5,19 +5,30 @@ row, and blocks, of a tenant that has more rows than its own, and of a lower pri
 tenant. A sequence that others passed takes back what they borrowed, as `passing` says.
 """
 
-from cluster.scheduling.costs.swap_costs import SwapCosts
-from cluster.scheduling.kv_manager import KvManager
-from cluster.scheduling.planning.plan_draft import PlanDraft
-from cluster.scheduling.planning.policy import choose_displaced, choose_victim
-from cluster.scheduling.planning.room_rule import RoomRule
-from cluster.scheduling.sequence import Sequence, SequenceState
-from cluster.scheduling.sequence_table import SequenceTable
-from pagedray.config import Preemption
+from __future__ import annotations
 
-__all__ = ["Preemptor"]
+from typing import TYPE_CHECKING
+
+from cluster.scheduling.sequence import Sequence, SequenceState
+
+if TYPE_CHECKING:
+    from cluster.scheduling.kv_manager import KvManager
+    from cluster.scheduling.plan_draft import PlanDraft
+    from cluster.scheduling.sequence_table import SequenceQueue, SequenceTable
+    from cluster.scheduling.swap_costs import SwapCosts
+    from pagedray.config import Preemption
+
+__all__ = ["MAX_PREEMPTIONS", "Preemptor", "RoomRule", "choose_displaced", "choose_victim"]
 
 _STEPS_PER_CHECK = 4
 """Steps between two looks at the blocks of sequences that passed another one."""
+_SPARE_BLOCKS = 4
+"""Blocks for each running sequence that those which pass another one leave free."""
+_MAX_HEADROOM = 16
+"""The most blocks that a preempted sequence gets for its next tokens when it starts again."""
+
+MAX_PREEMPTIONS = 3
+"""Preemptions after which a sequence is protected."""
 
 
 class Preemptor:
@@ -156,3 +167,76 @@ def _precedes(swapped: Sequence, head: Sequence) -> bool:
     if swapped.share is head.share:
         return swapped.priority <= head.priority
     return swapped.share.time <= head.share.time
+
+
+class RoomRule:
+    """Says what room a sequence needs to start."""
+
+    __slots__ = ("_kv", "_table")
+
+    def __init__(self, kv: KvManager, sequence_table: SequenceTable) -> None:
+        self._kv = kv
+        self._table = sequence_table
+
+    def num_tokens_to_hold(self, sequence: Sequence) -> int:
+        """Return the number of tokens that a sequence gets blocks for when it starts."""
+        num_tokens = sequence.length
+        if sequence.num_preemptions:
+            # The more often it lost its blocks, the longer it runs before it needs another one.
+            num_blocks = min(2**sequence.num_preemptions, _MAX_HEADROOM)
+            num_tokens += num_blocks * self._kv.block_size
+        # The last token is never computed.
+        return max(min(num_tokens, sequence.max_length - 1), sequence.length)
+
+    def num_spare_blocks(self, sequence: Sequence) -> int:
+        """Return the blocks to leave free, so that a new sequence is not preempted at once."""
+        num_rows = len(self._table.running) + len(self._table.arriving)
+        is_passing = self._table.passing.claimant not in (None, sequence)
+        return num_rows * (_SPARE_BLOCKS if is_passing else 1)
+
+    def num_lacking(self, sequence: Sequence) -> int:
+        """Return the blocks that a sequence lacks beyond those free or in transit."""
+        return self._kv.num_lacking(
+            sequence,
+            num_tokens=self.num_tokens_to_hold(sequence),
+            num_spare=self.num_spare_blocks(sequence),
+        )
+
+
+def choose_victim(running: SequenceQueue, needy: Sequence) -> Sequence | None:
+    """Return the sequence to preempt for `needy`, or None if there is none behind it."""
+    victim: Sequence | None = None
+    last_protected: Sequence | None = None
+    for sequence in reversed(running):
+        if sequence is needy:
+            break
+        if sequence.is_ending:
+            continue
+        if sequence.num_preemptions >= MAX_PREEMPTIONS:
+            last_protected = last_protected or sequence
+        elif victim is None or sequence.share.time > victim.share.time:
+            victim = sequence
+    return victim or last_protected
+
+
+def choose_displaced(running: SequenceQueue, head: Sequence, *, num_own: int) -> Sequence | None:
+    """Return the sequence whose row a waiting one may take, or None.
+
+    It is one of its own tenant with lower priority that is not protected, or the last one of the
+    most served tenant that has at least two rows more than the `num_own` of the waiting one's
+    tenant. Hence the first sequence of a tenant keeps its row.
+    """
+    share, victim = head.share, None
+    for sequence in reversed(running):
+        if sequence.is_ending:
+            continue
+        if sequence.share is share:
+            if sequence.priority > head.priority and sequence.num_preemptions < MAX_PREEMPTIONS:
+                return sequence
+        elif (
+            sequence.share.num_rows >= num_own + 2
+            and sequence.share.time > share.time
+            and (victim is None or sequence.share.time > victim.share.time)
+        ):
+            victim = sequence
+    return victim

@@ -8,7 +8,7 @@ from pagedray.batch import BlockCopy, SequencePlan, SequenceStart, StepPlan
 from pagedray.decodes import Decodes
 
 if TYPE_CHECKING:
-    from cluster.scheduling.queues.fair_queue import Share
+    from cluster.scheduling.fair_queue import Share
     from cluster.scheduling.sequence import Sequence
 
 __all__ = ["PlanDraft"]

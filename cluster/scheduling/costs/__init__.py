@@ -1,1 +1,0 @@
-"""The measured times of steps and copies, and the choices that depend on them."""

@@ -1,1 +1,0 @@
-"""The order in which tenants and their requests wait, and how many may wait."""
