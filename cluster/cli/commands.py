@@ -1,4 +1,4 @@
-"""The command `pagedray`: serve, generate, chat, keys, top, bench, simulate, deploy, completion."""
+"""The command `pagedray`: its commands, each of which imports what it runs."""
 
 from __future__ import annotations
 
@@ -203,6 +203,22 @@ def _chat(parsed: argparse.Namespace) -> int:
         return chat(model, system_prompt=parsed.system_prompt)
 
 
+def _run_batch(parsed: argparse.Namespace) -> int:
+    from cluster.serving.model_name import with_served_names
+
+    # The file is checked before the model is loaded.
+    with exiting_at_interrupt():
+        from cluster.cli.run_batch import read_batch, run_batch
+        from cluster.serving.call_options import CallOptions
+
+    lines = read_batch(parsed.input_file)
+    config = with_served_names(_config(parsed), parsed.served_model_name or ())
+    options = CallOptions(
+        tool_format=parsed.tool_call_format, reasoning_format=parsed.reasoning_format
+    )
+    return run_batch(config, options, lines, parsed.output_file)
+
+
 def _text_model(parsed: argparse.Namespace) -> LocalModel | RemoteModel:
     """Return a model of a server if there is a URL or no model to load. Raises PagedRayError."""
     given, options = sampling_fields(parsed), engine_options(parsed)
@@ -281,6 +297,13 @@ def _deploy(parsed: argparse.Namespace) -> int:
     return fetch_command(parsed.model, folder=parsed.folder, is_waiting=parsed.wait)
 
 
+def _collect_env(parsed: argparse.Namespace) -> int:
+    from cluster.cli.environment import print_environment
+    from cluster.cli.flags.client_flags import read_key
+
+    return print_environment(parsed.url, key=read_key(parsed.api_key_file), ca_file=parsed.tls_ca)
+
+
 def _completion(parsed: argparse.Namespace) -> int:
     from cluster.cli.completion import completion_script
 
@@ -293,10 +316,12 @@ _COMMANDS = {
     "generate": _generate,
     "complete": _generate,
     "chat": _chat,
+    "run-batch": _run_batch,
     "keys": _new_key,
     "top": _top,
     "bench": _bench,
     "simulate": _simulate,
     "deploy": _deploy,
+    "collect-env": _collect_env,
     "completion": _completion,
 }

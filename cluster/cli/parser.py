@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.cli.bench.engine_flags import add_latency_flags, add_throughput_flags
@@ -15,9 +16,10 @@ from cluster.cli.deploy.flags import (
 )
 from cluster.cli.flags.client_flags import add_client_flags
 from cluster.cli.flags.engine_flags import add_engine_flags
+from cluster.cli.flags.flag import group_of
 from cluster.cli.flags.flag_values import seconds
 from cluster.cli.flags.sampling_flags import add_sampling_flags
-from cluster.cli.flags.serve_flags import add_serve_flags
+from cluster.cli.flags.serve_flags import add_model_names, add_serve_flags
 from cluster.cli.flags.vllm_flags import add_vllm_flags
 from cluster.cli.one_line_parser import MODEL_FLAG, OneLineParser
 from cluster.cli.simulate.flags import add_simulate_flags
@@ -49,11 +51,13 @@ def make_parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_generate(commands)
     _add_chat(commands)
+    _add_run_batch(commands)
     _add_keys(commands)
     _add_top(commands)
     _add_bench(commands)
     _add_simulate(commands)
     _add_deploy(commands)
+    _add_collect_env(commands)
     _add_completion(commands)
     return parser
 
@@ -101,6 +105,19 @@ def _add_chat(commands: _Commands) -> None:
     add_sampling_flags(chat, max_tokens=256)
     add_engine_flags(chat, executor=None)
     add_vllm_flags(chat)
+
+
+def _add_run_batch(commands: _Commands) -> None:
+    what = "Answer the requests of a file in OpenAI's batch format, without a server."
+    batch = _model_command(commands, "run-batch", what, "MODEL -i FILE -o FILE")
+    for flags, whose in (
+        (("-i", "--input-file"), "Requests in JSON lines, each with custom_id, url and body."),
+        (("-o", "--output-file"), "Where the results are written, in the order of the requests."),
+    ):
+        batch.add_argument(*flags, type=Path, required=True, metavar="FILE", help=whose)
+    add_model_names(group_of(batch, "model"))
+    add_engine_flags(batch, executor=None)
+    add_vllm_flags(batch)
 
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
@@ -194,6 +211,18 @@ def _add_deploy(commands: _Commands) -> None:
         "drained."
     )
     add_hold_flags(verbs.add_parser("hold", help=what, description=what))
+
+
+def _add_collect_env(commands: _Commands) -> None:
+    what = "Print versions, hardware and settings for a bug report, without keys and tokens."
+    collect = commands.add_parser("collect-env", help=what, description=what)
+    collect.add_argument(
+        "--url",
+        metavar="URL",
+        default="http://127.0.0.1:8000",
+        help="Running server to print the options of.",
+    )
+    add_client_flags(collect, variables="PAGEDRAY_API_KEY")
 
 
 def _add_completion(commands: _Commands) -> None:

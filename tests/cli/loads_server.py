@@ -70,6 +70,7 @@ def serving(
     status: int = 200,
     *,
     history: bytes | None = None,
+    info: bytes | None = None,
     until: threading.Event | None = None,
 ) -> Iterator[tuple[str, list[tuple[str, str | None]]]]:
     """Yield the URL of a server with this response, and the paths and keys that it received.
@@ -81,6 +82,9 @@ def serving(
         "/loads": (status, body),
         "/loads/history": (403, b"") if history is None else (200, history),
     }
+
+    if info is not None:
+        answers["/server_info"] = (200, info)
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

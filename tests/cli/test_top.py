@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import socket
 import threading
+from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from rich.console import Console
 
 from cluster.cli.commands import main
 from cluster.cli.flags.client_flags import read_key
-from cluster.cli.top.loads_client import LoadsClient
+from cluster.cli.top.loads_client import LoadsClient, ServerName
 from cluster.cli.top.loads_poller import LoadsPoller
 from cluster.cli.top.plot import draw_plot
 from cluster.cli.top.view import TopView, rates_of
@@ -63,6 +64,63 @@ def test_view_shows_ten_minutes_and_latencies() -> None:
     ]
     assert "call-2" in "".join(lines)
     assert "require the API key" not in "".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("changes", "row", "highest"),
+    [
+        # The rate since the last reading is above those of all samples.
+        ({"num_generated_tokens": 209_000}, "generated tokens/s", "100,000"),
+        ({"num_prompt_tokens": 25_000}, "prompt tokens/s", "10,000"),
+        ({"num_running": 7}, "running", "7"),
+        ({"num_running": 2}, "running", "3"),
+        ({"num_waiting": 12}, "waiting", "12"),
+        ({"num_free_blocks": 20}, "blocks in use", "90.0%"),
+        ({"num_free_blocks": 190}, "blocks in use", "25.0%"),
+    ],
+)
+def test_the_highest_value_includes_the_current_one(
+    changes: dict[str, int], row: str, highest: str
+) -> None:
+    loads = replace(LATER, **changes)  # type: ignore[arg-type]  # counts
+    lines = drawn(TopView("http://x", loads, before=LOADS, history=HISTORY))
+    (line,) = (one for one in lines if one.startswith(f"\u2502 {row} "))
+    assert line.rstrip("\u2502 ").endswith(f" {highest}")
+
+
+def test_the_title_names_the_model_and_the_version() -> None:
+    name = ServerName(model="Qwen/Qwen3-8B", version="0.1.0")
+    title = drawn(TopView("http://x", LATER, name=name))[0]
+    assert " PagedRay 0.1.0 Qwen/Qwen3-8B http://x " in title
+    assert " PagedRay http://x " in drawn(TopView("http://x", LATER, name=ServerName()))[0]
+    body = b'{"version": "0.1.0", "model": "m", "num_ranks": 2}'
+    for info, expected in ((body, ServerName(model="m", version="0.1.0")), (None, ServerName())):
+        with (
+            serving(msgspec.json.encode(LOADS), info=info) as (url, _),
+            closing(LoadsClient(url)) as client,
+        ):
+            assert client.read_name() == expected
+
+
+@pytest.mark.parametrize("width", range(40, 100, 5))
+def test_fields_without_room_are_left_out(width: int) -> None:
+    first, second = (line.strip("\u2502 ") for line in drawn(TopView("x", LATER), width=width)[1:3])
+    assert first.startswith("ready  up 1 min 42 s")
+    assert second.startswith("queued 2 (700 tokens)")
+    assert not {"\u2026"} & {*first, *second}
+    # A field has its value.
+    assert {*"0123456789%s"} >= {first[-1], second[-1].replace(")", "0")}
+
+
+def test_a_server_without_calls_says_so() -> None:
+    empty = replace(HISTORY, samples=())
+    loads = replace(LOADS, num_generated_tokens=0, calls=())
+    text = "\n".join(drawn(TopView("http://x", loads, history=empty)))
+    assert "No calls yet." in text
+    assert "p50" not in text
+    text = "\n".join(drawn(TopView("http://x", LOADS, history=empty)))
+    assert "No calls yet." not in text
+    assert "p50" in text
 
 
 @pytest.mark.parametrize("history", [None, HISTORY, replace(HISTORY, samples=())])

@@ -17,7 +17,13 @@ if TYPE_CHECKING:
 
     _Group = argparse._ArgumentGroup
 
-__all__ = ["CONFIG_FLAG", "DEFAULT_GRPC_PORT", "DEFAULT_HTTP_PORT", "add_serve_flags"]
+__all__ = [
+    "CONFIG_FLAG",
+    "DEFAULT_GRPC_PORT",
+    "DEFAULT_HTTP_PORT",
+    "add_model_names",
+    "add_serve_flags",
+]
 
 CONFIG_FLAG = "--config"
 DEFAULT_GRPC_PORT = 9000
@@ -40,7 +46,7 @@ def add_serve_flags(serve: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="YAML file of flags, such as `max-model-len: 32K`, and optionally `model`.",
     )
-    _add_model_names(group_of(serve, "model"))
+    add_model_names(group_of(serve, "model"))
     _add_ports(group_of(serve, "clients"))
     _add_request_limits(group_of(serve, "limits on requests"))
     _add_reader_limits(group_of(serve, "streams and stored responses"))
@@ -179,7 +185,7 @@ def _add_reader_limits(group: _Group) -> None:
     )
 
 
-def _add_model_names(group: _Group) -> None:
+def add_model_names(group: _Group) -> None:
     """Add how clients call the model, and how the model writes tool calls and reasoning."""
     group.add_argument(
         "--served-model-name",

@@ -37,7 +37,9 @@ def top(url: str, *, key: str | None, ca_file: Path | None, every_s: float, is_o
     client = LoadsClient(url, key=key, ca_file=ca_file)
     if is_once:
         with closing(client):
-            view = TopView(url, client.read_loads(), history=client.read_history())
+            view = TopView(
+                url, client.read_loads(), history=client.read_history(), name=client.read_name()
+            )
             console.print(view, height=_PRINTED_LINES)
         return 0
     if not (sys.stdin.isatty() and console.is_terminal) or console.is_dumb_terminal:
@@ -58,7 +60,12 @@ def _show(console: Console, poller: LoadsPoller, url: str, keys: int) -> None:
                 if reading.loads is not None:
                     before, loads = loads, reading.loads
                 view = TopView(
-                    url, loads, before=before, history=reading.history, error=reading.error
+                    url,
+                    loads,
+                    before=before,
+                    history=reading.history,
+                    name=reading.name,
+                    error=reading.error,
                 )
                 live.update(view, refresh=True)
             # The terminal may be resized between readings.

@@ -29,11 +29,14 @@ class _Row(NamedTuple):
     """A row of the table of plots."""
 
     name: str
-    current: str
+    current: float | None
     value_of: Callable[[LoadSample], float | None]
     write: Callable[[float], str]
     top: float = 0.0
     """The least value at the top of its plot."""
+
+    def text(self, value: float | None) -> str:
+        return "-" if value is None else self.write(value)
 
 
 def plot_table(
@@ -57,17 +60,19 @@ def plot_table(
     table.columns[2].style = "cyan"
     for row in _rows(loads, rates, history):
         values = [row.value_of(sample) for sample in history.samples]
-        highest = max((value for value in values if value is not None), default=None)
+        # The current value covers less time than a sample, and may be higher.
+        known = [value for value in (*values, row.current) if value is not None]
+        highest = max(known, default=None)
         plot = draw_plot(
             values,
             num_places=num_places,
             width=plot_width,
             height=max(1, row_height - 1),
-            top=row.top,
+            top=max(row.top, highest or 0.0),
             is_ascii=is_ascii,
         )
         plot += "\n" if row_height > 1 else ""
-        table.add_row(row.name, row.current, plot, "-" if highest is None else row.write(highest))
+        table.add_row(row.name, row.text(row.current), plot, row.text(highest))
     return table
 
 
@@ -77,7 +82,6 @@ def _rows(
     """Return the rows of the table of plots, `NUM_PLOTS` of them."""
     generated, prompt, _ = rates
     last = history.samples[-1].first_token_p95_s if history.samples else None
-    used = part_text(loads.num_blocks - loads.num_free_blocks, loads.num_blocks)
 
     def write_blocks(num_blocks: float) -> str:
         return part_text(round(num_blocks), history.num_blocks)
@@ -85,27 +89,27 @@ def _rows(
     return (
         _Row(
             "generated tokens/s",
-            number_text(generated),
+            generated,
             lambda sample: sample.generated_tokens_per_s,
             number_text,
         ),
         _Row(
             "prompt tokens/s",
-            number_text(prompt),
+            prompt,
             lambda sample: sample.prompt_tokens_per_s,
             number_text,
         ),
         _Row(
             "first token, p95",
-            seconds_text(last),
+            last,
             lambda sample: sample.first_token_p95_s,
             seconds_text,
         ),
-        _Row("running", str(loads.num_running), lambda sample: sample.num_running, _count_text),
-        _Row("waiting", str(loads.num_waiting), lambda sample: sample.num_waiting, _count_text),
+        _Row("running", loads.num_running, lambda sample: sample.num_running, _count_text),
+        _Row("waiting", loads.num_waiting, lambda sample: sample.num_waiting, _count_text),
         _Row(
             "blocks in use",
-            used,
+            loads.num_blocks - loads.num_free_blocks,
             lambda sample: sample.num_used_blocks,
             write_blocks,
             float(history.num_blocks),

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from cluster.cli.server_connection import ForbiddenError, ServerConnection
 from cluster.serving.server_info import ServerLoads
 from cluster.serving.telemetry.load_history import LoadHistory
+from pagedray.errors import EngineError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["LoadsClient"]
+__all__ = ["LoadsClient", "ServerName"]
+
+
+class ServerName(msgspec.Struct, frozen=True):
+    """Which model and version of PagedRay a server runs."""
+
+    model: str = ""
+    version: str = ""
 
 
 class LoadsClient(ServerConnection):
@@ -34,3 +44,10 @@ class LoadsClient(ServerConnection):
             return self.get("/loads/history", LoadHistory)
         except ForbiddenError:
             return None
+
+    def read_name(self) -> ServerName:
+        """Return the model and version of the server, which are empty if that fails."""
+        try:
+            return self.get("/server_info", ServerName)
+        except EngineError:
+            return ServerName()

@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cluster.cli.top.loads_client import ServerName
 from cluster.serving.server_info import ServerLoads
 from cluster.serving.telemetry.load_history import LoadHistory
 from pagedray.errors import EngineError
@@ -27,6 +28,7 @@ class Reading:
     loads: ServerLoads | None
     history: LoadHistory | None
     """The latest one, or None if the key may not read it or none was read."""
+    name: ServerName
     error: str = ""
 
 
@@ -38,6 +40,7 @@ class LoadsPoller:
         self._client = client
         self._every_s = every_s
         self._history: LoadHistory | None = None
+        self._name = ServerName()
         # A server takes a sample every five seconds.
         self._next_history_s = 0.0
         self._readings: queue.SimpleQueue[Reading] = queue.SimpleQueue()
@@ -68,6 +71,8 @@ class LoadsPoller:
         error = ""
         try:
             loads = self._client.read_loads()
+            if not self._name.model:
+                self._name = self._client.read_name()
             if time.monotonic() >= self._next_history_s:
                 self._history = self._client.read_history()
                 # A key that may not read it is not tried again.
@@ -75,4 +80,4 @@ class LoadsPoller:
                 self._next_history_s = time.monotonic() + wait_s
         except EngineError as caught:
             error = str(caught)
-        return Reading(loads=loads, history=self._history, error=error)
+        return Reading(loads=loads, history=self._history, name=self._name, error=error)

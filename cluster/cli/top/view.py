@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
+    from cluster.cli.top.loads_client import ServerName
     from cluster.serving.server_info import CallInfo, ServerLoads
     from cluster.serving.telemetry.load_history import LoadHistory
 
@@ -40,10 +41,12 @@ class TopView:
         *,
         before: ServerLoads | None = None,
         history: LoadHistory | None = None,
+        name: ServerName | None = None,
         error: str = "",
     ) -> None:
         """`before` is an earlier reading; without `history` there are no plots and latencies."""
-        self._url = url
+        words = ("PagedRay", name.version, name.model) if name is not None else ("PagedRay",)
+        self._title = " ".join(word for word in (*words, url) if word)
         self._loads = loads
         self._before = before
         self._history = history
@@ -54,7 +57,7 @@ class TopView:
         is_ascii = not options.encoding.startswith("utf")
         panel = Panel(
             self._body(options.max_width - 4, height, is_ascii=is_ascii),
-            title=Text(f" PagedRay {self._url} ", style="bold"),
+            title=plain_text(f" {self._title} ", "bold"),
             subtitle=Text(" q quits ", style="dim"),
             title_align="left",
             subtitle_align="right",
@@ -76,7 +79,7 @@ class TopView:
             return Group(*(problem or [Text("Connecting ...", style="dim")]))
         rates = rates_of(loads, self._before)
         parts: list[RenderableType] = [
-            Group(*problem, _state(loads, rates)),
+            Group(*problem, _state(loads, rates, width)),
             _pools(loads, width),
         ]
         num_blank = 1 if height >= _MIN_SPACED_HEIGHT else 0
@@ -86,8 +89,11 @@ class TopView:
             parts.append(_speeds(rates, "" if problem else _NO_HISTORY))
             room -= 3
         else:
-            latencies = latency_table(self._history)
-            room -= NUM_PLOTS + 1 + latencies.row_count + 1 + num_blank
+            latencies: RenderableType = Text("No calls yet.", style="dim")
+            room -= NUM_PLOTS + 1 + 1 + num_blank
+            if loads.num_generated_tokens or loads.calls:
+                latencies = table = latency_table(self._history)
+                room -= table.row_count
             row_height = 1 + max(0, min(_MAX_ROW_HEIGHT - 1, (room - _MIN_CALLS) // NUM_PLOTS))
             room -= NUM_PLOTS * (row_height - 1)
             plots = plot_table(
@@ -104,23 +110,40 @@ class TopView:
         return Group(parts[0], *(one for part in parts[1:] for one in (*blanks, part)))
 
 
-def _state(loads: ServerLoads, rates: tuple[float, float, float]) -> Group:
+def _state(loads: ServerLoads, rates: tuple[float, float, float], width: int) -> Group:
+    """Return two lines, without the fields for which there is no room."""
     state = ("ready", "bold green") if loads.is_ready else ("not ready", "bold red")
-    first = Text.assemble(state, no_wrap=True, overflow="ellipsis")
-    second = Text(no_wrap=True, overflow="ellipsis")
-    for line, name, value in (
-        (first, "  up", seconds_text(loads.uptime_s)),
-        (first, "  running", str(loads.num_running)),
-        (first, "  waiting", str(loads.num_waiting)),
-        (first, "  swapped", str(loads.num_swapped)),
-        (first, "  preemptions", str(loads.num_preemptions)),
-        (second, "queued", f"{loads.num_queued_requests} ({loads.num_queued_tokens} tokens)"),
-        (second, "  steps/s", number_text(rates[2])),
-        (second, "  last step", seconds_text(loads.last_step_s)),
-        (second, "  prefix hits", part_text(loads.num_hit_tokens, loads.num_queried_tokens)),
-    ):
-        line.append(f"{name} ", "dim").append(value, "bold")
-    return Group(first, second)
+    lines = (
+        [
+            Text.assemble(state),
+            _field("up", seconds_text(loads.uptime_s)),
+            _field("running", str(loads.num_running)),
+            _field("waiting", str(loads.num_waiting)),
+            _field("swapped", str(loads.num_swapped)),
+            _field("preemptions", str(loads.num_preemptions)),
+        ],
+        [
+            _field("queued", f"{loads.num_queued_requests} ({loads.num_queued_tokens} tokens)"),
+            _field("steps/s", number_text(rates[2])),
+            _field("last step", seconds_text(loads.last_step_s)),
+            _field("prefix hits", part_text(loads.num_hit_tokens, loads.num_queried_tokens)),
+        ],
+    )
+    return Group(*(_joined(fields, width) for fields in lines))
+
+
+def _field(name: str, value: str) -> Text:
+    return Text.assemble((f"{name} ", "dim"), (value, "bold"))
+
+
+def _joined(fields: Sequence[Text], width: int) -> Text:
+    line = fields[0]
+    for field in fields[1:]:
+        if line.cell_len + 2 + field.cell_len > width:
+            break
+        line = Text.assemble(line, "  ", field)
+    line.no_wrap, line.overflow = True, "ellipsis"
+    return line
 
 
 def _speeds(rates: tuple[float, float, float], note: str) -> Group:
