@@ -9,8 +9,8 @@ import ast
 import json
 import re
 from dataclasses import dataclass
-from enum import Enum, auto
 from math import isfinite
+from typing import Literal, TypeAlias
 
 __all__ = ["MAX_DEPTH", "ObjectText"]
 
@@ -48,14 +48,8 @@ _OPEN_LOW = re.compile(r"(?:\\(?:u(?:[dD](?:[c-fC-F][0-9a-fA-F]?)?)?)?)?")
 _REPLACEMENT = "\\ufffd"
 
 
-class _Where(Enum):
-    """What may follow in the innermost container."""
-
-    KEY = auto()
-    COLON = auto()
-    VALUE = auto()
-    ITEM = auto()
-    COMMA = auto()
+_Where: TypeAlias = Literal["key", "colon", "value", "item", "comma"]
+"""What may follow in the innermost container."""
 
 
 @dataclass(slots=True)
@@ -81,9 +75,10 @@ class ObjectText:
         self.is_damaged = False
         """Whether the text is neither JSON nor Python literals, so that some of it was guessed."""
         self._marks = marks
+        self._mark_starts = frozenset(mark[0] for mark in marks)
         self._is_python = is_python
         self._open: list[_Container] = []
-        self._where = _Where.VALUE
+        self._where: _Where = "value"
         self._quote = ""
         """The quotation mark that ends the string that is open."""
         self._is_raw = False
@@ -95,11 +90,6 @@ class ObjectText:
         self._written: list[str] = []
         if is_python:
             self._begin_container("(", "{")
-
-    @property
-    def _is_key(self) -> bool:
-        """Whether the text that is written belongs to a key."""
-        return self._where is _Where.KEY
 
     @property
     def is_in_string(self) -> bool:
@@ -151,7 +141,7 @@ class ObjectText:
         self._write(text)
 
     def _end_value(self) -> None:
-        self._where = _Where.COMMA
+        self._where = "comma"
 
     def _damage(self) -> None:
         self.is_damaged = True
@@ -163,12 +153,8 @@ class ObjectText:
 
     def _read_outside(self, text: str, at: int, is_end: bool) -> int:
         character = text[at]
-        for mark in self._marks:
-            if text.startswith(mark, at):
-                self.close()
-                return 0
-            if not is_end and mark.startswith(text[at : at + len(mark)]):
-                return 0
+        if character in self._mark_starts and self._is_mark(text, at, is_end):
+            return 0
         if self._word:
             return self._read_word(text, at, is_end)
         if character.isspace():
@@ -182,15 +168,15 @@ class ObjectText:
             return self._read_closing(character)
         if character == ",":
             return self._read_comma()
-        if self._where is _Where.COLON and character in ":=":
+        if self._where == "colon" and character in ":=":
             self._write_between(self._take_space() + (":" if character == ":" else ": "))
-            self._where = _Where.VALUE
+            self._where = "value"
             return 1
         if character in "\"'":
             return self._read_quote(text, at, is_end)
-        if self._where is _Where.KEY:
+        if self._where == "key":
             return self._read_key(text, at, is_end)
-        if self._where is _Where.COMMA:
+        if self._where == "comma":
             return self._skip()
         found = _PREFIX.match(text, at) if self._is_python else None
         if found is not None:
@@ -199,21 +185,33 @@ class ObjectText:
             if text[found.end() : found.end() + 1] in ("'", '"'):
                 return self._read_prefixed(text, found, is_end)
         self._begin_entry()
-        self._word = character
-        return 1
+        word = _WORD.match(text, at)
+        self._word = character if word is None else word[0]
+        return len(self._word)
+
+    def _is_mark(self, text: str, at: int, is_end: bool) -> bool:
+        """Return whether there is a mark, which ends the object, or what may become one."""
+        for mark in self._marks:
+            if text.startswith(mark, at):
+                self.close()
+                return True
+            if not is_end and mark.startswith(text[at : at + len(mark)]):
+                return True
+        return False
 
     def _begin_entry(self) -> None:
         """Write what is before a key or a value."""
-        if self._where is _Where.COMMA:
+        if self._where == "comma":
             self._damage()
             self._space = f",{self._space or ' '}"
             self._open[-1].has_comma = True
-            self._where = _Where.ITEM if self._open[-1].is_list else _Where.KEY
-        elif self._where is _Where.COLON:
+            self._where = "item" if self._open[-1].is_list else "key"
+        elif self._where == "colon":
             self._damage()
             self._space = f":{self._space or ' '}"
-            self._where = _Where.VALUE
-        self._write_between(self._take_space())
+            self._where = "value"
+        if self._space:
+            self._write_between(self._take_space())
 
     def _take_space(self) -> str:
         taken, self._space = self._space, ""
@@ -221,8 +219,8 @@ class ObjectText:
 
     def _read_opening(self, bracket: str) -> int:
         if self._open:
-            is_key = self._where is _Where.COMMA and not self._open[-1].is_list
-            if is_key or self._where is _Where.KEY:
+            is_key = self._where == "comma" and not self._open[-1].is_list
+            if is_key or self._where == "key":
                 return self._skip()
             self._begin_entry()
         self._begin_container(bracket, "[" if bracket == "(" else bracket)
@@ -233,7 +231,7 @@ class ObjectText:
         place = len(self._written)
         self._write("null" if len(self._open) == MAX_DEPTH else written)
         self._open.append(_Container(_OPENING[bracket], is_list, place))
-        self._where = _Where.ITEM if is_list else _Where.KEY
+        self._where = "item" if is_list else "key"
 
     def _read_closing(self, bracket: str) -> int:
         if all(container.end != bracket for container in self._open):
@@ -249,7 +247,7 @@ class ObjectText:
         self._complete_member()
         ended = self._open[-1]
         is_group = self._is_python and ended.end == ")" and ended.is_list
-        if is_group and not ended.has_comma and self._where is _Where.COMMA:
+        if is_group and not ended.has_comma and self._where == "comma":
             # Parentheses around a value that is no tuple.
             if len(self._open) <= MAX_DEPTH:
                 self._written[ended.place] = ""
@@ -262,21 +260,21 @@ class ObjectText:
 
     def _complete_member(self) -> None:
         """Write null for a key without a value."""
-        if self._where in (_Where.COLON, _Where.VALUE):
+        if self._where in ("colon", "value"):
             self._damage()
-            if self._where is _Where.COLON:
+            if self._where == "colon":
                 self._begin_entry()
             self._write("null")
             self._end_value()
 
     def _read_comma(self) -> int:
         self._complete_member()
-        if self._where is not _Where.COMMA:
+        if self._where != "comma":
             self._damage()
             return 1
         self._open[-1].has_comma = True
         self._space += ","
-        self._where = _Where.ITEM if self._open[-1].is_list else _Where.KEY
+        self._where = "item" if self._open[-1].is_list else "key"
         return 1
 
     def _read_key(self, text: str, at: int, is_end: bool) -> int:
@@ -291,7 +289,7 @@ class ObjectText:
             self._damage()
         self._begin_entry()
         self._write(json.dumps(found[0], ensure_ascii=False))
-        self._where = _Where.COLON
+        self._where = "colon"
         return len(found[0])
 
     def _read_word(self, text: str, at: int, is_end: bool) -> int:
@@ -329,11 +327,11 @@ class ObjectText:
         is_triple = text.startswith(quote * 3, at)
         if not (is_triple or is_end) and (quote * 3).startswith(text[at:]):
             return 0
-        if self._is_python and self._where is _Where.COMMA and self._written[-1] == '"':
+        if self._is_python and self._where == "comma" and self._written[-1] == '"':
             # Python joins strings that follow each other.
             self._written.pop()
             self._space = ""
-            self._where = _Where.ITEM if self._open[-1].is_list else _Where.VALUE
+            self._where = "item" if self._open[-1].is_list else "value"
         else:
             self._begin_entry()
             self._write('"')
@@ -361,8 +359,8 @@ class ObjectText:
     def _end_string(self) -> None:
         self._write('"')
         self._quote = ""
-        if self._where is _Where.KEY:
-            self._where = _Where.COLON
+        if self._where == "key":
+            self._where = "colon"
         else:
             self._end_value()
 

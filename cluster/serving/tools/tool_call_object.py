@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from cluster.serving.tools.object_text import ObjectText
+from cluster.serving.tools.object_text import MAX_DEPTH, ObjectText
 
 __all__ = ["ToolCallObject"]
 
@@ -52,19 +52,17 @@ class ToolCallObject(ObjectText):
         return taken
 
     def _write(self, text: str) -> None:
-        if not self._open:
+        if len(self._open) > MAX_DEPTH:
             return
-        if len(self._open) == 1 and self._is_key:
-            self._key += text
-            return
-        if not self._value and text == "{" and not self._has_arguments:
-            self._is_argument = self._has_arguments = json.loads(self._key) in _ARGUMENTS
-        super()._write(text)
-        text = super().take_text()
         if self._is_argument:
             self._arguments += text
-        else:
+        elif len(self._open) == 1 and self._where == "key":
+            self._key += text
+        elif self._open:
             self._value += text
+            if self._value == "{" and not self._has_arguments:
+                self._is_argument = self._has_arguments = json.loads(self._key) in _ARGUMENTS
+                self._arguments = self._value if self._is_argument else ""
 
     def _write_between(self, text: str) -> None:
         if len(self._open) > 1:

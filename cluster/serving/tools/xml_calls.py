@@ -29,7 +29,7 @@ _FUNCTION_BEGIN = "<function="
 _FUNCTION_END = "</function>"
 _MAX_HEAD_LENGTH = 512
 """Characters of a name or a key with its marks."""
-_MAX_LITERAL_LENGTH = 2**16
+_MAX_LITERAL_LENGTH = 2**15
 """Characters of a literal of Python; to read longer ones would hold the event loop."""
 _Answer = bool | None
 """None if more text is needed."""
