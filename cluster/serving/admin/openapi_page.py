@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from html import escape
 from typing import Any
 
@@ -24,9 +25,12 @@ pre { background: #f4f5f7; padding: 1rem; overflow: auto; border-radius: 6px; }
 details { border: 1px solid #d8dce2; border-radius: 6px; margin: .5rem 0; padding: .5rem 1rem; }
 summary { cursor: pointer; } table { border-collapse: collapse; width: 100%; margin: .5rem 0; }
 td { border-top: 1px solid #e4e7eb; padding: .3rem .6rem .3rem 0; vertical-align: top; }
-.method { display: inline-block; min-width: 3.2rem; font-weight: 700; }
+.method { display: inline-block; width: 4.8rem; font-weight: 700; }
+:not(pre) > code { background: #f4f5f7; padding: .1em .3em; border-radius: 4px;
+  overflow-wrap: anywhere; }
 @media (prefers-color-scheme: dark) { body { color: #e3e6ea; background: #14171b; }
-  pre { background: #1d2126; } details, td { border-color: #343a42; } a { color: #7fb2ff; } }
+  pre, :not(pre) > code { background: #1d2126; } details, td { border-color: #343a42; }
+  a { color: #7fb2ff; } }
 """
 
 _Document = dict[str, Any]  # Any: JSON
@@ -57,8 +61,8 @@ def openapi_page(document: _Document) -> bytes:
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{title}</title><style>{_STYLE}</style></head><body><h1>{title}</h1>"
-        f"<p>{escape(info['description'])}</p>"
-        '<p><a href="openapi.json">openapi.json</a></p>'
+        f"<p>{_text(info['description'])}</p>"
+        '<p><a href="./">Chat</a> | <a href="openapi.json">openapi.json</a></p>'
         f"{''.join(parts)}<section><h2>Schemas</h2>{schemas}</section></body></html>"
     )
     return page.encode()
@@ -67,22 +71,27 @@ def openapi_page(document: _Document) -> bytes:
 def _operation(path: str, method: str, operation: _Document) -> str:
     body = operation.get("requestBody")
     rows = [
-        f"<tr><td><code>{escape(status)}</code></td><td>{escape(response['description'])}</td>"
+        f"<tr><td><code>{escape(status)}</code></td><td>{_text(response['description'])}</td>"
         f"<td>{_contents(response.get('content', {}))}</td></tr>"
         for status, response in operation["responses"].items()
     ]
     parameters = "".join(
         f"<p>{escape(one['in'].capitalize())} <code>{escape(one['name'])}</code>: "
-        f"{escape(one['description'])}</p>"
+        f"{_text(one['description'])}</p>"
         for one in operation.get("parameters", ())
         if "description" in one
     )
     request = "" if body is None else f"<p>Request body: {_contents(body['content'])}</p>"
     return (
         f'<details><summary><span class="method">{escape(method.upper())}</span> '
-        f"<code>{escape(path)}</code> {escape(operation['summary'])}</summary>"
+        f"<code>{escape(path)}</code> {_text(operation['summary'])}</summary>"
         f"{parameters}{request}<table>{''.join(rows)}</table></details>"
     )
+
+
+def _text(text: str) -> str:
+    """Return a text as HTML; its code stands between backticks."""
+    return re.sub("`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
 def _contents(content: _Document) -> str:
@@ -102,5 +111,5 @@ def _schema(name: str, schema: _Document) -> str:
     text = json.dumps(schema, indent=2, ensure_ascii=False)
     return (
         f'<details id="{escape(name)}"><summary><code>{escape(name)}</code> '
-        f"{escape(schema.get('description', ''))}</summary><pre>{escape(text)}</pre></details>"
+        f"{_text(schema.get('description', ''))}</summary><pre>{escape(text)}</pre></details>"
     )
