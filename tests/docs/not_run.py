@@ -19,7 +19,7 @@ _MINUTES = "takes minutes, and most benchmarks need a GPU"
 
 NOT_RUN: Mapping[str, str] = {
     "CONTRIBUTING.md: make setup*": "runs the tests",
-    "README.md: make demo": "makes an environment",
+    "README.md: make demo*": "makes an environment",
     "README.md: pip install *": _INSTALLS,
     "docs/*: *python *bench*": _MINUTES,
     "docs/benchmarks.md: pagedray bench *": _GPU,
