@@ -40,7 +40,7 @@ def ready_lines(config: EngineConfig, stats: EngineStats) -> Iterator[str]:
         )
     if config.sampling_defaults:
         values = ", ".join(f"{name} {value:g}" for name, value in config.sampling_defaults)
-        yield f"Requests that set nothing else use {values} (generation_config.json)"
+        yield f"Requests that set nothing else use {values}"
 
 
 def address_lines(

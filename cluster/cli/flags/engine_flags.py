@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, get_args
 from cluster.cli.flags.flag import Flag, MergedObject, add_flag, group_of
 from cluster.cli.flags.flag_values import read_object
 from cluster.engine.options.engine_options import EngineOptions
-from cluster.engine.options.vllm_options import context_length
+from cluster.engine.options.vllm_options import token_count
 from pagedray.config import (
     AllReduce,
     Device,
@@ -29,11 +29,16 @@ if TYPE_CHECKING:
 __all__ = ["add_engine_flags", "engine_options"]
 
 
-def _length(text: str) -> int | None:
-    try:
-        return context_length(text)
-    except StartupError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+def _tokens(name: str) -> Callable[[str], int | None]:
+    """Return a converter of numbers of tokens, such as 32K."""
+
+    def convert(text: str) -> int | None:
+        try:
+            return token_count(text, name)
+        except StartupError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return convert
 
 
 _GROUPS = {
@@ -45,7 +50,9 @@ _GROUPS = {
         Flag("tokenizer", argparse.SUPPRESS),
         Flag("tokenizer_revision", argparse.SUPPRESS),
         Flag(
-            "max_model_len", "Context length, such as 32768 or 32K. (default: the model's)", _length
+            "max_model_len",
+            "Context length, such as 32768 or 32K. (default: the model's)",
+            _tokens("max_model_len"),
         ),
         Flag(
             "hf_overrides",
@@ -149,10 +156,14 @@ _GROUPS = {
         Flag(
             "max_num_batched_tokens",
             "Maximum tokens per step. (default: 2048, or 8192 on GPUs of 70 GiB or more)",
-            int,
+            _tokens("max_num_batched_tokens"),
         ),
         Flag("max_queued_requests", "Maximum waiting requests; others are rejected.", int),
-        Flag("max_queued_tokens", "Maximum waiting prompt tokens; more are rejected.", int),
+        Flag(
+            "max_queued_tokens",
+            "Maximum waiting prompt tokens; more are rejected.",
+            int,
+        ),
         Flag(
             "itl_target_ms",
             "Target for the time between tokens while prompts are processed. (default: none)",

@@ -35,8 +35,10 @@ def read_object(text: str) -> dict[str, object]:
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Return the names in a list that is separated by commas."""
-    found = tuple(name.strip() for name in text.split(","))
+    """Return the names in a list that is separated by commas, or in a JSON list as in vLLM."""
+    listed = read_value(text)
+    given = listed if isinstance(listed, list) else text.split(",")
+    found = tuple(name.strip() if isinstance(name, str) else "" for name in given)
     if not all(found):
         raise argparse.ArgumentTypeError(f"must be names separated by commas, not {text!r}")
     return found

@@ -192,7 +192,8 @@ IGNORED: Mapping[str, str] = MappingProxyType(
                     _REPLACED: "cpu_distributed_timeout_seconds distributed_timeout_seconds "
                     "fault_tolerance_config watchdog_config",
                     _SLEEP: "sleep_mode_backend sleep_preserve_parameter_names",
-                    _SPECULATION: "per_request_spec_decode_metrics",
+                    _SPECULATION: "num_lookahead_slots per_request_spec_decode_metrics "
+                    "spec_method spec_model spec_tokens speculative_config",
                     "the operating system places threads; numactl can bind the server": (
                         "numa_bind_cpus numa_bind_nodes"
                     ),
@@ -207,6 +208,7 @@ IGNORED: Mapping[str, str] = MappingProxyType(
                     _FINGERPRINTS: "fingerprint_mode fingerprint_value",
                     _HEADS: "h11_max_header_count h11_max_incomplete_event_size",
                     _LOGGING: "max_log_len",
+                    "log_level is the minimum level of all lines": "uvicorn_log_level",
                     "streams of /v1/messages have a ping every 15 seconds, other streams none": (
                         "sse_keep_alive_interval"
                     ),
@@ -251,6 +253,7 @@ WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "enable_per_request_metrics": (False,),
         "enable_prompt_embeds": (False,),
         "enable_prompt_tokens_details": (True,),
+        "enable_reasoning": (True,),
         "enable_request_id_headers": (True,),
         "enable_return_routed_experts": (False,),
         "enable_server_load_tracking": (True,),
@@ -342,8 +345,6 @@ REJECTED: Mapping[str, str] = MappingProxyType(
                 "only the Hugging Face format is supported": "config_format",
                 "docs/models.md lists the supported model families": "model_impl",
                 "the server needs the model's tokenizer": "skip_tokenizer_init",
-                _SPECULATION: "num_lookahead_slots spec_method spec_model spec_tokens "
-                "speculative_config",
                 "the tokenizer is always the model's tokenizer.json": "tokenizer_mode",
                 "the pooling is read from modules.json in the folder of the model": (
                     "override_pooler_config pooler_config"
@@ -410,7 +411,6 @@ REJECTED: Mapping[str, str] = MappingProxyType(
                 "all endpoints are always served": "tokens_only",
                 "tools are run by the client": "tool_server",
                 "use --host and --http-port": "uds",
-                "use log_level": "uvicorn_log_level",
             }
         )
     )

@@ -25,7 +25,7 @@ from pagedray.wording.shown_value import shown_value
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["context_length", "engine_options", "notice_level", "own_options", "own_value"]
+__all__ = ["engine_options", "notice_level", "own_options", "own_value", "token_count"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,12 +47,13 @@ _VALUES: Mapping[str, Mapping[object, object]] = {
     },
     "kv_cache_dtype": {"fp8": "fp8_e4m3"},
     "load_format": dict.fromkeys(
-        ("safetensors", "fastsafetensors", "instanttensor", "runai_streamer"), "auto"
+        ("safetensors", "hf", "fastsafetensors", "instanttensor", "runai_streamer"), "auto"
     ),
     "quantization": {"awq_marlin": "awq", "gptq_marlin": "gptq"},
     "executor": {"mp": None, "uni": "local"},
 }
 """vLLM's values of our options; None selects the default."""
+_COUNTS = ("max_model_len", "max_num_batched_tokens")
 _OBJECTS = ("hf_overrides", "override_generation_config")
 _LENGTH = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)([kKmMgG]?)")
 _UNITS = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
@@ -98,8 +99,10 @@ def own_options(given: Mapping[str, object]) -> dict[str, object]:
 
 def own_value(name: str, value: object) -> object:
     """Return vLLM's value of one of our options as ours."""
-    if name == "max_model_len":
-        return context_length(value) if isinstance(value, str) else None if value == -1 else value
+    if name in _COUNTS:
+        if isinstance(value, str):
+            return token_count(value, name)
+        return None if value == -1 else value
     if name in _OBJECTS and isinstance(value, str):
         with suppress(ValueError, RecursionError):
             return json.loads(value)
@@ -108,7 +111,7 @@ def own_value(name: str, value: object) -> object:
     return value
 
 
-def context_length(text: str) -> int | None:
+def token_count(text: str, name: str) -> int | None:
     """Return a number of tokens such as 32768, 32K (1024 each) or 32k; None for `auto`.
 
     Raises StartupError.
@@ -119,7 +122,7 @@ def context_length(text: str) -> int | None:
     number = float(found[1]) * _UNITS[found[2]] if found else 0.5
     if not number.is_integer():
         raise StartupError(
-            f"max_model_len must be a number of tokens such as 32768, 32K or auto, "
+            f"{name} must be a number of tokens such as 32768, 32K or auto, "
             f"not {shown_value(text)}."
         )
     return int(number)
@@ -127,8 +130,9 @@ def context_length(text: str) -> int | None:
 
 def notice_level(name: str) -> int:
     """Return the level at which the log says that an option has no effect."""
-    # Users who set this flag expect a checkpoint's own code to run.
-    return logging.WARNING if name == "trust_remote_code" else logging.INFO
+    # Users who set these expect more than speed.
+    is_missed = name == "trust_remote_code" or name.startswith("spec")
+    return logging.WARNING if is_missed else logging.INFO
 
 
 def _rejection(name: str, known: set[str]) -> str:

@@ -14,6 +14,7 @@ from cluster.cli.flags.flag_values import read_object
 from cluster.cli.flags.vllm_flags import flag_notes, ignored_flags
 from cluster.cli.one_line_parser import OneLineParser, command_parser
 from cluster.cli.parser import make_parser
+from cluster.engine.options.engine_options import EngineOptions
 from cluster.engine.options.vllm_option_notes import IGNORED, IGNORED_SWITCHES, REJECTED
 from cluster.serving.auth.authenticator import Authenticator
 from pagedray.errors import AuthenticationError, StartupError
@@ -161,6 +162,89 @@ def test_fields_of_a_flag_are_one_object(words: str, value: object) -> None:
     assert parser.parse_args(words.split()).compilation_config == value
 
 
+# As model cards, recipes and blogs write them, after the name of the model.
+RECIPES = (
+    (
+        "--enable-reasoning --reasoning-parser deepseek_r1 --trust-remote-code -tp 4",
+        "trust_remote_code",
+    ),
+    (
+        "--tensor-parallel-size 8 --enable-expert-parallel --max-model-len 262144 "
+        "--enable-auto-tool-choice --tool-call-parser qwen3_coder",
+        "",
+    ),
+    (
+        "--async-scheduling --no-enable-prefix-caching --cuda-graph-sizes 2048 "
+        "--tool-call-parser openai --max-num-batched-tokens 8K --stream-interval 20 "
+        "--gpu-memory-utilization=0.95",
+        "cuda_graph_sizes stream_interval",
+    ),
+    (
+        '--rope-scaling {"rope_type":"yarn","factor":4.0,'
+        '"original_max_position_embeddings":32768} --max-model-len 131072',
+        "",
+    ),
+    ("--hf-overrides.rope_scaling.rope_type yarn --hf-overrides.rope_scaling.factor 4.0", ""),
+    (
+        "--host 0.0.0.0 --port 8000 --dtype auto --api-key token-abc123 --generation-config vllm ",
+        "",
+    ),
+    (
+        "--limit-mm-per-prompt.image 2 --limit-mm-per-prompt.video 0 --mm-encoder-tp-mode data "
+        "--mm-processor-cache-type shm",
+        "limit_mm_per_prompt mm_encoder_tp_mode mm_processor_cache_type",
+    ),
+    (
+        '-O.mode=3 --compilation-config {"cudagraph_mode":"FULL_AND_PIECEWISE"} '
+        "--cudagraph-capture-sizes 1 2 4 8",
+        "optimization_level compilation_config cudagraph_capture_sizes",
+    ),
+    ('--speculative-config {"method":"ngram","num_speculative_tokens":3}', "speculative_config"),
+    ("--spec-method mtp --spec-tokens 2", "spec_method spec_tokens"),
+    (
+        '--allowed-origins ["*"] --allowed-methods ["*"] --uvicorn-log-level warning '
+        "--disable-access-log-for-endpoints /health,/metrics",
+        "uvicorn_log_level disable_access_log_for_endpoints",
+    ),
+    (
+        "--kv-cache-dtype fp8 --block-size 64 --swap-space 16 --max-seq-len-to-capture 32768 "
+        "--disable-log-requests",
+        "swap_space max_seq_len_to_capture",
+    ),
+    ("--runner pooling --max-model-len 8k --enforce-eager", ""),
+    (
+        "--distributed-executor-backend mp -pp 1 -dp 1 -tp=2 --disable-custom-all-reduce",
+        "disable_custom_all_reduce",
+    ),
+    ("--attention-backend FLASHMLA --load-format fastsafetensors --max-model-len -1", ""),
+    (
+        "--model-impl vllm --tokenizer-mode auto --config-format hf --task generate --device auto",
+        "",
+    ),
+    (
+        "--numa-bind --numa-bind-nodes 0 1 --renderer-num-workers 4 --api-server-count 4",
+        "numa_bind numa_bind_nodes renderer_num_workers api_server_count",
+    ),
+    (
+        "--max-num-queued-reqs 64 --max-num-queued-tokens 65536 --shutdown-timeout 60 "
+        "--sse-keep-alive-interval 15",
+        "sse_keep_alive_interval",
+    ),
+    (
+        "--structured-outputs-config.backend xgrammar --guided-decoding-backend xgrammar "
+        "--structured-outputs-config.disable_fallback True",
+        "",
+    ),
+)
+
+
+@pytest.mark.parametrize(("words", "ignored"), RECIPES)
+def test_recipes_of_vllm_start(words: str, ignored: str) -> None:
+    parsed = PARSER.parse_args(["serve", "org/name", *words.split()])
+    assert ignored_flags(parsed).keys() == set(ignored.split())
+    assert isinstance(engine_options(parsed), EngineOptions)
+
+
 def test_flags_may_have_underscores() -> None:
     given = (
         "serve folder --max_model_len=32K --served_model_name a_b c_d --num_gpu_blocks_override 7"
@@ -189,8 +273,7 @@ def test_flags_may_have_underscores() -> None:
         ("--model", "--model requires a folder or a Hub id"),
         ("--device-ids 0 1", "--device-ids is not supported: set CUDA_VISIBLE_DEVICES"),
         ("--structured-outputs-config.disable_any_whitespace true", "compiled by xgrammar"),
-        ("--speculative-config.method ngram", "speculative decoding is not available"),
-        ("--spec-tokens 3", "speculative decoding is not available"),
+        ("--max-num-batched-tokens many", "max_num_batched_tokens must be a number of tokens"),
         ("-dp 2", "use num_replicas of Ray Serve"),
         ("--max-model-len many", "such as 32768, 32K or auto, not 'many'"),
         (

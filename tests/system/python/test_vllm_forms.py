@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 import pagedray
 from cluster.engine.options.engine_options import EngineOptions
-from cluster.engine.options.vllm_options import context_length, own_options
+from cluster.engine.options.vllm_options import own_options, token_count
 from cluster.llm_options import LLMOptions
 from pagedray import LLM, AsyncLLM, SamplingParams
 from pagedray.errors import InvalidRequestError, StartupError
@@ -339,7 +339,8 @@ def test_seed_makes_results_repeat() -> None:
     [
         ("pipeline_parallel_size", 2, "use tensor_parallel_size"),
         ("enable_lora", True, "^enable_lora is not supported: merge the adapter"),
-        ("speculative_config", {"a": 1}, "^speculative_config is not supported: speculative"),
+        ("weight_transfer_config", {"a": 1}, "^weight_transfer_config is not supported: weights"),
+        ("max_num_batched_tokens", "many", "^max_num_batched_tokens must be a number of tokens"),
         ("tensor_paralel_size", 2, "did you mean tensor_parallel_size"),
         ("max_model_len", "many", "such as 32768, 32K or auto, not 'many'"),
     ],
@@ -362,7 +363,7 @@ def test_values_are_translated() -> None:
         "max_model_len": 32768,
         "quantization": "awq",
     }
-    assert [context_length(text) for text in ("1000", "1k", "auto")] == [1000, 1000, None]
+    assert [token_count(text, "a") for text in ("1000", "1k", "auto")] == [1000, 1000, None]
 
 
 def test_options_that_cannot_change_a_token_are_taken() -> None:
