@@ -1,7 +1,7 @@
 """The grammar of JSON as rules that schemas refer to, and strings that match an expression.
 
-Strings contain no unnecessary escapes and so no half of a surrogate pair, numbers are short enough
-for every parser, and there is at most one line feed between two tokens of JSON, with an indentation
+Strings contain no unnecessary escapes and so no half of a surrogate pair, numbers fit in the usual
+types of parsers, and there is at most one line feed between two tokens of JSON, with an indentation
 of limited length.
 """
 
@@ -26,8 +26,10 @@ __all__ = [
     "COMMA",
     "CONTENT",
     "ESCAPE",
+    "FRACTION",
     "INTEGER",
     "JSON_RULES",
+    "MORE_DIGITS",
     "NULL",
     "NUMBER",
     "OBJECT",
@@ -138,22 +140,72 @@ def _characters(expression: Characters) -> Expression:
     return parts[0] if len(parts) == 1 else Alternation(tuple(parts))
 
 
-_INTEGER = Concat(
+def _at_most(bound: str) -> list[Expression]:
+    """Return the integers with the same number of digits that are at most this."""
+    found: list[Expression] = [Text(bound)]
+    for place, digit in enumerate(bound):
+        least = "0" if place else "1"
+        if least < digit:
+            below = Characters(((ord(least), ord(digit) - 1),))
+            num_left = len(bound) - place - 1
+            found.append(Concat((Text(bound[:place]), below, _digits(num_left, num_left))))
+    return found
+
+
+_SIGN = optional(Text("-"))
+_NOT_ZERO = Characters(((0x31, 0x39),))
+MORE_DIGITS = Rule("digits")
+FRACTION = Rule("fraction")
+_INTEGER = Alternation(
     (
-        optional(Text("-")),
-        Alternation((Text("0"), Concat((Characters(((0x31, 0x39),)), _digits(0, 17))))),
+        Concat((_SIGN, Text("0"))),
+        Concat((_SIGN, _NOT_ZERO, MORE_DIGITS)),
+        *(Concat((_SIGN, one)) for one in _at_most(str(2**63 - 1))),
+        Text(str(-(2**63))),
     )
 )
-_FRACTION = Concat((Text("."), _digits(1, 18)))
-_EXPONENT = Concat((_one_of("eE"), optional(_one_of("+-")), _digits(1, 2)))
+"""Integers of 64 bits."""
+_E = _one_of("eE")
+# Numbers are finite as doubles, and may have more digits than those.
+_NUMBER = Concat(
+    (
+        _SIGN,
+        Alternation(
+            (
+                Concat(
+                    (
+                        Alternation((Text("0"), Concat((_NOT_ZERO, _digits(0, 3), MORE_DIGITS)))),
+                        FRACTION,
+                        optional(Concat((_E, optional(_one_of("+-")), _digits(1, 2)))),
+                    )
+                ),
+                *(
+                    Concat((_NOT_ZERO, FRACTION, _E, sign, one))
+                    for sign, most in ((optional(Text("+")), "307"), (Text("-"), "324"))
+                    for one in _at_most(most)
+                ),
+                *(
+                    Concat((*mantissa, _E, optional(Text("+")), Text("308")))
+                    for mantissa in (
+                        (Text("1"),),
+                        (Text("1."), Characters(((0x30, 0x36),)), MORE_DIGITS),
+                        (Text("1.7976931348623157"),),
+                    )
+                ),
+            )
+        ),
+    )
+)
 _MEMBER = Concat((STRING, Text(":"), SPACE, VALUE))
 _INDENT = Concat((Text("\n"), Repeat(_one_of("\t "), 0, _MAX_INDENT)))
 
 JSON_RULES: dict[str, Expression] = {
     "space": optional(Alternation((Text(" "), _INDENT))),
     "string": Concat((_QUOTE, CONTENT, *STRING_END.parts)),
+    MORE_DIGITS.name: _digits(0, 17),
+    FRACTION.name: optional(Concat((Text("."), _digits(1, 3), MORE_DIGITS))),
     "integer": _INTEGER,
-    "number": Concat((_INTEGER, optional(_FRACTION), optional(_EXPONENT))),
+    "number": _NUMBER,
     "array": surrounded("[", separated(VALUE, 0, None), "]"),
     "object": surrounded("{", separated(_MEMBER, 0, None), "}"),
     "value": Alternation((OBJECT, ARRAY, STRING, NUMBER, BOOLEAN, NULL)),

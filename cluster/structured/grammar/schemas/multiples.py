@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Multiples"]
 
-_MAX_RULES = 256
+_MAX_RULES = 384
 """Rules of one schema. The time to compile grows with the square of their number."""
 _ZERO = 0x30
 

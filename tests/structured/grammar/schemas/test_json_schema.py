@@ -118,7 +118,7 @@ def test_texts_of_random_schemas_are_valid(
         ({"type": "string", "minLength": 3, "maxLength": 2}, "below"),
         ({"type": "integer", "minimum": 5, "maximum": 3}, "bounds that allow no number"),
         ({"type": "integer", "minimum": "5"}, "#/minimum"),
-        ({"type": "integer", "minimum": 1e300}, "#/minimum"),
+        ({"type": "integer", "minimum": 10**309}, "#/minimum must be in the range of a double"),
         ({"type": "nope"}, "#/type"),
         ({"type": None}, "#/type must be one or several of"),
         ({"type": []}, "#/type must be one or several of"),
