@@ -11,6 +11,7 @@ import openai
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch.nn import functional
 from transformers import AutoModel, PreTrainedTokenizerFast
 
 from pagedray import LLM
@@ -18,7 +19,14 @@ from pagedray.errors import CheckpointError, InvalidRequestError
 from pagedray.v1 import pagedray_pb2, pagedray_pb2_grpc
 from tests.system.rank_processes import rank_processes
 from tests.system.server_process import TINY_LLAMA, ServerProcess
-from tests.workers.models.encoder_reference import TEXTS, VOCAB_SIZE, bert_reference, save_bert
+from tests.workers.models.encoder_reference import (
+    TEXTS,
+    VOCAB_SIZE,
+    bert_reference,
+    save_bert,
+    save_embedding_gemma,
+    with_dense,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -261,3 +269,16 @@ def test_served_encoder_does_not_generate_and_describes_itself(server: ServerPro
         info = stub.GetServerInfo(pagedray_pb2.GetServerInfoRequest(), timeout=60.0)
     assert "BertModel" in str(info)
     assert server.metrics()["pagedray_healthy"] == 1.0
+
+
+def test_linear_layers_after_pooling_change_the_size_of_vectors(tmp_path: Path) -> None:
+    save_embedding_gemma(tmp_path, window=6)
+    tokenizer = Tokenizer(models.WordLevel({f"w{index}": index for index in range(VOCAB_SIZE)}))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    model = AutoModel.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
+    with torch.inference_mode():
+        pooled = [model(torch.tensor([ids])).last_hidden_state[0].mean(0) for ids in PROMPTS]
+    vectors = functional.normalize(with_dense(tmp_path, torch.stack(pooled)), dim=1)
+    with opened(tmp_path, executor="local", dtype="float32") as engine:
+        found = torch.tensor(engine.embed(PROMPTS))
+        torch.testing.assert_close(found, vectors, rtol=1e-4, atol=1e-4)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional
 from transformers import (
     AutoModel,
     BartConfig,
@@ -13,6 +16,8 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     BertModel,
+    Gemma3TextConfig,
+    Gemma3TextModel,
     PreTrainedModel,
     XLMRobertaConfig,
     XLMRobertaForSequenceClassification,
@@ -40,6 +45,7 @@ if TYPE_CHECKING:
     from workers.parallel.group import ParallelGroup
 
 CPU = torch.device("cpu")
+IDENTITY = "torch.nn.modules.linear.Identity"
 BLOCK_SIZE = 4
 VOCAB_SIZE = 131
 TEXTS = [
@@ -266,3 +272,50 @@ def _save(model: PreTrainedModel, folder: Path) -> None:
                 deviation = 0.3 if "out_proj" in name or "output.dense" in name else 2.0
                 parameter.normal_(0.0, deviation * parameter.shape[-1] ** -0.5)
     model.save_pretrained(folder)
+
+
+def save_embedding_gemma(folder: Path, *, window: int) -> None:
+    """Save a small EmbeddingGemma with two linear layers after the mean of its tokens."""
+    torch.manual_seed(5)
+    config = Gemma3TextConfig(
+        vocab_size=131,
+        hidden_size=48,
+        intermediate_size=84,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+        sliding_window=window,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        query_pre_attn_scalar=8,
+        use_bidirectional_attention=True,
+        initializer_range=0.4,
+        pad_token_id=0,
+    )
+    Gemma3TextModel(config).save_pretrained(folder)
+    modules = ("Transformer", "Pooling", "Dense", "Dense", "Normalize")
+    listed = [
+        {"idx": index, "path": f"{index}_{one}", "type": f"sentence_transformers.models.{one}"}
+        for index, one in enumerate(modules)
+    ]
+    (folder / "modules.json").write_text(json.dumps(listed))
+    save_dense(folder / "2_Dense", (48, 80), bias=False, activation_function=IDENTITY)
+    save_dense(folder / "3_Dense", (80, 20), bias=True)
+
+
+def save_dense(folder: Path, sizes: tuple[int, int], **settings: Any) -> None:
+    in_size, out_size = sizes
+    folder.mkdir()
+    settings |= {"in_features": in_size, "out_features": out_size}
+    (folder / "config.json").write_text(json.dumps(settings))
+    linear = torch.nn.Linear(in_size, out_size, bias=settings["bias"])
+    tensors = {f"linear.{name}": tensor for name, tensor in linear.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors")
+
+
+def with_dense(folder: Path, pooled: torch.Tensor) -> torch.Tensor:
+    """Return what plain torch makes of pooled vectors."""
+    first, second = (load_file(folder / f"{name}_Dense" / "model.safetensors") for name in (2, 3))
+    hidden = functional.linear(pooled, first["linear.weight"])
+    return functional.linear(hidden, second["linear.weight"], second["linear.bias"]).tanh()

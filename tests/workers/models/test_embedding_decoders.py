@@ -10,12 +10,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
-from transformers import AutoModel, AutoModelForCausalLM, Gemma3TextConfig, Gemma3TextModel
+from transformers import AutoModel, AutoModelForCausalLM
 
 from cluster.engine.options.engine_options import EngineOptions, engine_config
 from pagedray.batch import EmbedPlan, Pooling
 from pagedray.errors import CheckpointError, StartupError
-from tests.workers.models.encoder_reference import save_bert
+from tests.workers.models.encoder_reference import (
+    save_bert,
+    save_dense,
+    save_embedding_gemma,
+    with_dense,
+)
 from tests.workers.reference import save_checkpoint, token_ids
 from workers.embedding_worker import EmbeddingWorker
 from workers.models.families.registry import read_model_config
@@ -36,9 +41,6 @@ NAMES = (
     "mpt-clipped",
     "phi3-longrope-partial",
 )
-
-
-IDENTITY = "torch.nn.modules.linear.Identity"
 
 
 def texts() -> list[list[int]]:
@@ -92,53 +94,6 @@ def test_vectors_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert torch.allclose(
         vectors(tmp_path, "last"), reference(tmp_path, "last"), atol=1e-4, rtol=1e-4
     )
-
-
-def save_embedding_gemma(folder: Path, *, window: int) -> None:
-    """Save a small EmbeddingGemma with two linear layers after the mean of its tokens."""
-    torch.manual_seed(5)
-    config = Gemma3TextConfig(
-        vocab_size=131,
-        hidden_size=48,
-        intermediate_size=84,
-        num_hidden_layers=3,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=64,
-        sliding_window=window,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-        query_pre_attn_scalar=8,
-        use_bidirectional_attention=True,
-        initializer_range=0.4,
-        pad_token_id=0,
-    )
-    Gemma3TextModel(config).save_pretrained(folder)
-    modules = ("Transformer", "Pooling", "Dense", "Dense", "Normalize")
-    listed = [
-        {"idx": index, "path": f"{index}_{one}", "type": f"sentence_transformers.models.{one}"}
-        for index, one in enumerate(modules)
-    ]
-    (folder / "modules.json").write_text(json.dumps(listed))
-    save_dense(folder / "2_Dense", (48, 80), bias=False, activation_function=IDENTITY)
-    save_dense(folder / "3_Dense", (80, 20), bias=True)
-
-
-def save_dense(folder: Path, sizes: tuple[int, int], **settings: Any) -> None:
-    in_size, out_size = sizes
-    folder.mkdir()
-    settings |= {"in_features": in_size, "out_features": out_size}
-    (folder / "config.json").write_text(json.dumps(settings))
-    linear = torch.nn.Linear(in_size, out_size, bias=settings["bias"])
-    tensors = {f"linear.{name}": tensor for name, tensor in linear.state_dict().items()}
-    save_file(tensors, folder / "model.safetensors")
-
-
-def with_dense(folder: Path, pooled: torch.Tensor) -> torch.Tensor:
-    """Return what plain torch makes of pooled vectors."""
-    first, second = (load_file(folder / f"{name}_Dense" / "model.safetensors") for name in (2, 3))
-    hidden = functional.linear(pooled, first["linear.weight"])
-    return functional.linear(hidden, second["linear.weight"], second["linear.bias"]).tanh()
 
 
 @pytest.mark.parametrize("window", [4, 6, 9, 200])
