@@ -273,3 +273,18 @@ def test_arguments_of_other_servers_are_accepted(served: tuple[str, Server]) -> 
         tool_calls = [pb.ToolCall(id="c1", **function)]
         turn = pb.ChatMessage(role=pb.CHAT_ROLE_ASSISTANT, tool_calls=tool_calls)
         RpcClient(server).send_back(turn)
+
+
+def test_any_number_of_calls_can_be_sent_back(served: tuple[str, Server]) -> None:
+    _, server = served
+    server.say("ok")
+    ids = [f"call{number:05}" for number in range(300)]
+    function = {"name": "now", "arguments": "{}"}
+    calls = [{"id": one, "type": "function", "function": function} for one in ids]
+    ChatClient(server).send_back({"role": "assistant", "content": None, "tool_calls": calls})
+    items = [{"type": "function_call", "call_id": one, **function} for one in ids]
+    ResponsesClient(server).send_back(items)
+    blocks = [{"type": "tool_use", "id": one, "name": "now", "input": {}} for one in ids]
+    MessagesClient(server).send_back(blocks)
+    tool_calls = [pb.ToolCall(id=one, **function) for one in ids]
+    RpcClient(server).send_back(pb.ChatMessage(role=pb.CHAT_ROLE_ASSISTANT, tool_calls=tool_calls))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CalledFunction", "Message", "MessageCall", "read_messages"]
 
-_MAX_CALLS = 128
+_STEP_CALLS = 64
 _STEP_MESSAGES = 256
 _ONLY_TEXT = "the model only reads text"
 _CONTINUED = "use continue_final_message = true and add_generation_prompt = false"
@@ -84,7 +84,6 @@ class Message(OpenPart):
         json_schema_extra={
             "type": "array",
             "items": named_schema("MessageCall"),
-            "maxItems": _MAX_CALLS,
         },
     )
     function_call: Any = Field(  # Any: as above
@@ -115,7 +114,7 @@ def read_messages(given: Sequence[Message]) -> Steps[tuple[ChatMessage, ...]]:
     """Return the messages of a conversation. Raises InvalidRequestError."""
     calls: list[tuple[MessageCall, ...]] = []
     for index, message in enumerate(given):
-        calls.append(_calls_of(message, index))
+        calls.append((yield from _calls_of(message, index)))
         if calls[-1] or index % _STEP_MESSAGES == 0:
             yield
     arguments = "".join(call.function.arguments for found in calls for call in found)
@@ -137,7 +136,7 @@ def read_messages(given: Sequence[Message]) -> Steps[tuple[ChatMessage, ...]]:
     return tuple(messages)
 
 
-def _calls_of(message: Message, index: int) -> tuple[MessageCall, ...]:
+def _calls_of(message: Message, index: int) -> Steps[tuple[MessageCall, ...]]:
     if message.role == "function" and message.name is None:
         where = f"messages.{index}.name"
         raise InvalidRequestError(f"{where} is required with role = function.", param=where)
@@ -155,11 +154,14 @@ def _calls_of(message: Message, index: int) -> tuple[MessageCall, ...]:
         return ()
     where = f"messages.{index}.tool_calls"
     _check_assistant(message, where)
-    if not isinstance(given, list) or len(given) > _MAX_CALLS:
-        raise InvalidRequestError(
-            f"{where} must be a list of at most {_MAX_CALLS} entries.", param=where
-        )
-    return tuple(read_part(MessageCall, one, f"{where}.{i}") for i, one in enumerate(given))
+    if not isinstance(given, list):
+        raise InvalidRequestError(f"{where} must be a list.", param=where)
+    calls: list[MessageCall] = []
+    for number, one in enumerate(given):
+        calls.append(read_part(MessageCall, one, f"{where}.{number}"))
+        if number % _STEP_CALLS == _STEP_CALLS - 1:
+            yield
+    return tuple(calls)
 
 
 def _check_assistant(message: Message, where: str) -> None:
@@ -186,18 +188,17 @@ def _message_of(
             f"{where}.reasoning and thinking parts must be equal if both are given.",
             param=f"{where}.reasoning",
         )
+    read_calls: list[MessageToolCall] = []
+    for number, call in enumerate(calls):
+        is_older = message.function_call is not None
+        place = "function_call" if is_older else f"tool_calls.{number}.function"
+        read_calls.append(_call_of(call, f"{where}.{place}"))
+        if number % _STEP_CALLS == _STEP_CALLS - 1:
+            yield
     return ChatMessage(
         role=_role_of(message),
         content=content.text,
-        tool_calls=tuple(
-            _call_of(
-                call,
-                f"{where}.tool_calls.{i}.function"
-                if message.function_call is None
-                else f"{where}.function_call",
-            )
-            for i, call in enumerate(calls)
-        ),
+        tool_calls=tuple(read_calls),
         tool_call_id=ids.get(message.name) if is_result else message.tool_call_id or None,
         name=message.name or None,
         reasoning=reasoning if content.reasoning is None else content.reasoning,
