@@ -110,6 +110,10 @@ class _Progress:
         """Whether there was an output since `clear`."""
         return self._last is not None
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self._token_ids)
+
     def add(self, output: SequenceOutput, logprobs: Iterable[Mapping[int, Logprob]]) -> None:
         text = output.text if self._has_text else ""
         content = text
@@ -194,6 +198,11 @@ class Collector:
     def is_finished(self) -> bool:
         """Whether all completions have ended."""
         return all(stream.is_finished for stream in self._streams)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of all completions so far."""
+        return sum(one.num_tokens for one in self._progress)
 
     def push_events(self, events: Sequence[TokenEvent]) -> SequenceOutput:
         """Add the next events of one sequence and return their output."""

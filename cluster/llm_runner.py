@@ -102,6 +102,11 @@ class _Call:
         """Places of the collectors, by the ids of their requests."""
         self._waiting: deque[Request] = deque()
         self._num_finished = 0
+        self._num_input = 0
+        """Prompt tokens of the requests that have ended."""
+        self._num_output = 0
+        """Generated tokens of the requests that have ended."""
+        self._started_s = time.monotonic()
 
     def add_requests(self, collectors: Sequence[Collector]) -> None:
         """Submit the requests of these collectors once they may run."""
@@ -127,8 +132,22 @@ class _Call:
             if collector.is_finished:
                 self._num_finished += 1
                 self._width.end(index)
-                self._bar.update()
+                self._show(collector)
         self._submit_waiting()
+
+    def _show(self, collector: Collector) -> None:
+        """Show in the bar that a request has ended, and tokens per second of all that have."""
+        if self._bar.disable:
+            return
+        self._num_input += len(collector.request.prompt_token_ids)
+        self._num_output += collector.num_tokens
+        seconds = max(time.monotonic() - self._started_s, 1e-9)
+        self._bar.set_postfix_str(
+            f"est. speed input: {self._num_input / seconds:.2f} toks/s, "
+            f"output: {self._num_output / seconds:.2f} toks/s",
+            refresh=False,
+        )
+        self._bar.update()
 
     def finish(self) -> list[Generation]:
         """Wait for the ends of all requests, and return their results. Raises EngineError."""

@@ -13,6 +13,7 @@ from pagedray.errors import StartupError
 from pagedray.model_config import ModelConfig
 
 __all__ = [
+    "LARGE_LIMITS",
     "AllReduce",
     "CacheConfig",
     "CacheSize",
@@ -51,6 +52,10 @@ class StepLimits:
     """Maximum number of sequences in a step."""
     max_num_batched_tokens: int = 2048
     """Maximum number of tokens in a step."""
+
+
+LARGE_LIMITS = StepLimits(max_num_seqs=1024, max_num_batched_tokens=8192)
+"""The limits of GPUs of 70 GiB or more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,8 @@
 
     .venv/bin/python scripts/demo.py
 
-Exits with 0 only if both prompts were answered and the server stopped cleanly.
+Exits with 0 only if both calls were answered, the second one with blocks of the first, and the
+server stopped cleanly.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -32,7 +34,15 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "examples" / "tiny-llama"
 SEED = 1
-PROMPT = 'def parse_date(text):\n    """'
+# Several blocks, which the second call finds in the cache.
+PROMPT = '''def parse_date(text):
+    """Return the date in a text such as 2024-05-17.
+
+    Raise ValueError if the text is not a date.
+    """
+    parts = text.split("-")
+    if len(parts) != 3:
+        raise ValueError('''
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 10.0
 SIGNALS = {signal.SIGHUP, signal.SIGINT, signal.SIGTERM}
@@ -73,8 +83,8 @@ def _demo(num_ranks: int, max_tokens: int) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         _wait_until_ready(server, grpc_port)
         _ask_over_grpc(grpc_port, max_tokens)
-        _ask_over_http(http_port, max_tokens)
-        _show_cache(http_port)
+        num_prompt_tokens = _ask_over_http(http_port, max_tokens)
+        _show_cache(http_port, num_prompt_tokens)
     except BaseException:
         # The first error counts.
         with contextlib.suppress(DemoError):
@@ -139,10 +149,12 @@ def _ask_over_grpc(port: int, max_tokens: int) -> None:
     clock.report()
 
 
-def _ask_over_http(port: int, max_tokens: int) -> None:
+def _ask_over_http(port: int, max_tokens: int) -> int:
+    """Print a completion; return the number of tokens of its prompt."""
     print("\n--- HTTP: /v1/completions with the openai client " + "-" * 20)
     print(PROMPT, end="", flush=True)
     clock = _TokenClock()
+    num_prompt_tokens = 0
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
     with client.completions.create(
         model=client.models.list().data[0].id,
@@ -160,8 +172,10 @@ def _ask_over_http(port: int, max_tokens: int) -> None:
                 print(chunk.choices[0].text, end="", flush=True)
             if chunk.usage is not None:
                 clock.count(chunk.usage.completion_tokens)
+                num_prompt_tokens = chunk.usage.prompt_tokens
     client.close()
     clock.report()
+    return num_prompt_tokens
 
 
 class _TokenClock:
@@ -194,16 +208,25 @@ class _TokenClock:
         )
 
 
-def _show_cache(port: int) -> None:
+def _show_cache(port: int, num_prompt_tokens: int) -> None:
+    """Print what the cache did. Raises DemoError if the second call found nothing in it."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10.0) as answer:
         text = answer.read().decode()
-    print("\n--- KV cache " + "-" * 56)
+    values: Counter[str] = Counter()
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            if "block" in sample.name or "prefix" in sample.name:
-                labels = ",".join(f"{key}={value}" for key, value in sample.labels.items())
-                name = f"{sample.name}{{{labels}}}" if labels else sample.name
-                print(f"{name} {sample.value:g}")
+            if sample.labels.get("pool") != "cpu":
+                values[sample.name] += int(sample.value)
+    num_hits = values["pagedray_prefix_hit_tokens_total"]
+    print("\n--- KV cache " + "-" * 56)
+    print(f"Of the {num_prompt_tokens} prompt tokens of the second call, {num_hits} were cached.")
+    print(
+        f"{values['pagedray_cached_blocks']} of {values['pagedray_blocks']} blocks are kept for "
+        "prompts with the same beginning."
+    )
+    print(f"{values['pagedray_preemptions_total']} calls had to wait for free blocks.")
+    if not num_hits:
+        raise DemoError("The second call found no block of the first one in the prefix cache.")
 
 
 def _stop(server: subprocess.Popen[bytes]) -> None:

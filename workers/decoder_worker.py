@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pagedray.batch import EmbedPlan, StepPlan
-from pagedray.config import KernelReport
+from pagedray.config import LARGE_LIMITS, KernelReport
 from pagedray.errors import DeviceError, StartupError
 from pagedray.pool_report import PoolReport
 from pagedray.system.usable_cores import num_usable_cores
@@ -41,7 +41,7 @@ from workers.weights.cache_format import with_cache_format
 from workers.weights.load_weights import load_weights
 from workers.weights.stored_experts import with_stored_experts
 from workers.weights.stored_head import with_stored_head
-from workers.worker import LARGE_LIMITS, Worker, release_gpu_memory
+from workers.worker import Worker, release_gpu_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from attention.selector import select_backend
-from pagedray.config import StepLimits
+from pagedray.config import LARGE_LIMITS, StepLimits
 from pagedray.errors import DeviceError, StartupError
 from pagedray.pool_report import PoolReport
 from pagedray.system.usable_cores import num_usable_cores
@@ -29,12 +29,10 @@ if TYPE_CHECKING:
     from workers.runner.disk_jobs import DiskJobs
     from workers.runner.host_pool import HostPool
 
-__all__ = ["LARGE_LIMITS", "PendingStep", "Worker", "rank_device", "release_gpu_memory"]
-
+__all__ = ["PendingStep", "Worker", "rank_device", "release_gpu_memory"]
 
 _LARGE_GPU_BYTES = 70 * 2**30
-LARGE_LIMITS = StepLimits(max_num_seqs=1024, max_num_batched_tokens=8192)
-"""The default limits on GPUs of at least this memory."""
+"""GPUs of at least this memory have LARGE_LIMITS by default."""
 
 
 class PendingStep(Protocol):

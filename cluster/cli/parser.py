@@ -191,7 +191,8 @@ def _add_bench(commands: _Commands) -> None:
 
 def _add_simulate(commands: _Commands) -> None:
     what = "Predict throughput, latencies and memory use of replicas under a load without a GPU."
-    add_simulate_flags(commands.add_parser("simulate", help=what, description=what))
+    usage = "pagedray simulate [flags]"
+    add_simulate_flags(commands.add_parser("simulate", help=what, description=what, usage=usage))
 
 
 def _add_deploy(commands: _Commands) -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from cluster.cli.bench.latencies import METRICS
 from cluster.cli.bench.table import latency_table, total_table
 from cluster.cli.flags.noted_flag import noted_flags
-from cluster.cli.simulate.flags import COSTS
+from cluster.cli.simulate.flags import COSTS, set_sizes
 from cluster.cli.simulate.plot import draw_samples
 from cluster.cli.simulate.report import PERCENTILES, make_report
 from cluster.scheduling.kv_manager import KvOptions
@@ -42,6 +42,7 @@ def simulate(parsed: argparse.Namespace) -> int:
     Raises PagedRayError.
     """
     arrivals = _arrivals(parsed)
+    set_sizes(parsed)
     fleet = _fleet(parsed)
     fleet.run(arrivals)
     report = make_report(fleet)
@@ -121,8 +122,8 @@ def _print_tables(report: Report) -> None:
     totals.add_row("Preemptions by swapping", str(report.num_swap_preemptions))
     totals.add_row("Preemptions by recomputing", str(report.num_recompute_preemptions))
     totals.add_row("Prefix cache hits", f"{report.hit_rate:.1%}")
-    totals.add_row("of which in the CPU pool", f"{report.cpu_hit_rate:.1%}")
-    totals.add_row("of these read from the disk", f"{report.disk_hit_rate:.1%}")
+    totals.add_row("  in the CPU pool", f"{report.cpu_hit_rate:.1%}")
+    totals.add_row("    read from the disk", f"{report.disk_hit_rate:.1%}")
     totals.add_row("Peak blocks in use", f"{report.peak_kv_use:.1%}")
     console.print(totals)
     console.print(latency_table(report.summary, tuple(METRICS), PERCENTILES))

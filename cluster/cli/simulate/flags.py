@@ -9,17 +9,21 @@ from cluster.cli.flags.flag_values import count, number
 from cluster.cli.flags.noted_flag import NotedFlag
 from cluster.cli.flags.random_request_flags import add_random_requests, add_request_rate
 from cluster.simulation.step_cost import MOST_TOKENS
-from pagedray.config import Preemption, SchedulerConfig, StepLimits
+from pagedray.config import LARGE_LIMITS, Preemption, SchedulerConfig, StepLimits
 
 if TYPE_CHECKING:
     import argparse
 
-__all__ = ["COSTS", "add_simulate_flags"]
+__all__ = ["COSTS", "add_simulate_flags", "set_sizes"]
 
-COSTS = ("llama-8b-h200",)
-"""Names of built-in costs of steps."""
+COSTS = {"llama-8b-h200": (LARGE_LIMITS, 16_384)}
+"""Built-in costs of steps, with the limits and the CPU blocks that `pagedray serve` would have.
+
+The CPU blocks are a quarter of 128 GiB.
+"""
 _CONFIG = SchedulerConfig()
-_LIMITS = StepLimits()
+_FILE_SIZES = (StepLimits(), 512)
+"""The limits and the CPU blocks with a cost from a file, which may be of any device."""
 
 
 def add_simulate_flags(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +34,18 @@ def add_simulate_flags(parser: argparse.ArgumentParser) -> None:
     _add_sizes(replicas)
     _add_limits(replicas)
     _add_output(parser.add_argument_group("output"))
+
+
+def set_sizes(parsed: argparse.Namespace) -> None:
+    """Set the limits of steps and the CPU blocks that are not given to those of the cost."""
+    limits, num_cpu_blocks = COSTS.get(parsed.cost, _FILE_SIZES)
+    for name, value in (
+        ("max_num_seqs", limits.max_num_seqs),
+        ("max_num_batched_tokens", limits.max_num_batched_tokens),
+        ("num_cpu_blocks", num_cpu_blocks),
+    ):
+        if getattr(parsed, name) is None:
+            setattr(parsed, name, value)
 
 
 def _add_requests(group: argparse._ArgumentGroup) -> None:
@@ -74,7 +90,7 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
     """Add how long steps and reads take, and how sequences and prefixes are handled."""
     group.add_argument(
         "--cost",
-        default=COSTS[0],
+        default=next(iter(COSTS)),
         metavar="NAME_OR_FILE",
         help=f"How long steps take: {', '.join(COSTS)}, or a JSON file (docs/simulation.md).",
     )
@@ -129,10 +145,11 @@ def _add_sizes(group: argparse._ArgumentGroup) -> None:
     _add_count(
         group,
         "--num-cpu-blocks",
-        "Number of blocks in CPU memory, for swapping and prefixes.",
+        "Number of blocks in CPU memory, for swapping and prefixes. (default: as `pagedray serve` "
+        "on the GPU of --cost with 128 GiB of memory, 16384; with a file, 512)",
         low=0,
         high=10**8,
-        default=512,
+        default=None,
     )
     _add_count(
         group,
@@ -150,16 +167,18 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
     _add_count(
         group,
         "--max-num-seqs",
-        "Maximum number of sequences per step.",
+        "Maximum number of sequences per step. (default: as `pagedray serve` on the GPU of "
+        "--cost, 1024; with a file, 256)",
         high=10**5,
-        default=_LIMITS.max_num_seqs,
+        default=None,
     )
     _add_count(
         group,
         "--max-num-batched-tokens",
-        "Maximum number of tokens per step.",
+        "Maximum number of tokens per step. (default: as `pagedray serve` on the GPU of --cost, "
+        "8192; with a file, 2048)",
         high=MOST_TOKENS,
-        default=_LIMITS.max_num_batched_tokens,
+        default=None,
     )
     _add_count(
         group,
@@ -204,7 +223,7 @@ def _add_count(
     *,
     low: int = 1,
     high: int,
-    default: int,
+    default: int | None,
     action: type[argparse.Action] | str = "store",
 ) -> None:
     """Add a flag whose value is an integer in a range."""

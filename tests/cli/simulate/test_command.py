@@ -9,6 +9,8 @@ import pytest
 from bench.engine import WORKLOADS
 from bench.simulation import measured_figure, simulated_figure
 from cluster.cli.commands import main
+from cluster.cli.parser import make_parser
+from cluster.cli.simulate.flags import set_sizes
 from cluster.simulation.step_cost import LLAMA_8B_H200, StepCost
 
 COST = '{"points": [[0, 0.01], [1, 0.01]]}'
@@ -50,6 +52,29 @@ def test_replicas_share_the_load_and_keep_prefixes(capsys: pytest.CaptureFixture
     # 20 prompts find no prefix of their tenant; if each replica had all prefixes, 80 would not.
     assert rates[0] == pytest.approx(180 / 200 * 512 / 532, rel=0.01)
     assert rates[1] > 1.2 * 120 / 200 * 512 / 532
+
+
+def test_unset_sizes_are_those_of_a_server_on_the_device_of_the_cost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "cost.json").write_text(COST)
+    load = ["--num-prompts=1024", "--random-input-len=8", "--random-output-len=64", "--json"]
+    peaks = []
+    for flags in ([], ["--max-num-seqs=1024"], [f"--cost={tmp_path / 'cost.json'}"]):
+        assert main(["simulate", *load, *flags]) == 0
+        samples = json.loads(capsys.readouterr().out)["samples"]
+        peaks.append(max(sample["num_running"] for sample in samples))
+    assert peaks == [1024, 1024, 256]
+    parsed = make_parser().parse_args(["simulate", "--num-cpu-blocks=0"])
+    set_sizes(parsed)
+    assert (parsed.num_cpu_blocks, parsed.max_num_batched_tokens) == (0, 8192)
+
+
+def test_parts_of_a_figure_are_indented_below_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--num-prompts=2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    names = [line.rstrip("0123456789.% ") for line in lines if "%" in line]
+    assert names[:3] == ["Prefix cache hits", "  in the CPU pool", "    read from the disk"]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -68,6 +69,14 @@ def test_results_are_in_the_order_of_the_prompts(llm: LLM) -> None:
     assert [len(found) for found in together] == lengths
     alone = [tokens(llm, [one], given)[0] for one, given in zip(prompts, params, strict=True)]
     assert together == alone
+
+
+def test_progress_has_tokens_per_second(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate(["import os", "class Queue:"], SAMPLED)
+    shown = capsys.readouterr().err
+    rates = re.findall(r"est\. speed input: ([\d.]+) toks/s, output: ([\d.]+) toks/s", shown)
+    num_output, num_input = (float(rate) for rate in reversed(rates[-1]))
+    assert num_output > num_input > 0.0
 
 
 def test_longest_requests_begin_first_and_few_run_at_once(
