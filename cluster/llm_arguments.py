@@ -34,7 +34,7 @@ _REJECTED: Mapping[str, str] = {
 }
 """Arguments, and what to use instead or why not."""
 _WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
-    "chat_template_content_format": (None, "auto", "string"),
+    "chat_template_content_format": (None, "auto", "openai", "string"),
     "priority": (None, 0),
 }
 """Values that ask for nothing, if it is not only None."""

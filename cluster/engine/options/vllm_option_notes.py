@@ -229,7 +229,7 @@ WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "async_scheduling": (True,),
         "aux_output_config": ({},),
         "calculate_kv_scales": (False,),
-        "chat_template_content_format": ("auto", "string"),
+        "chat_template_content_format": ("auto", "openai", "string"),
         "config_format": ("auto", "hf"),
         "cpu_offload_gb": (0,),
         "data_parallel_external_lb": (False,),

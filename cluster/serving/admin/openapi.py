@@ -115,8 +115,8 @@ def openapi_document() -> Json:
             "title": "PagedRay",
             "version": __version__,
             "description": "OpenAI's API with vLLM's additional parameters. Parameters that are "
-            "not listed are rejected. If the server has a key file, requests need the header "
-            "`Authorization: Bearer KEY`.",
+            "not listed are rejected; other fields of messages and tools are ignored. If the "
+            "server has a key file, requests need the header `Authorization: Bearer KEY`.",
         },
         "servers": [{"url": "/"}],
         "paths": paths,

@@ -307,7 +307,7 @@ def test_arguments_of_vllm_that_are_not_there_name_an_alternative(llm: LLM, meth
         ({"lora_request": object()}, "is not supported: merge the adapter into the weights"),
         ({"priority": [1]}, "priority = a list is not supported: only requests to a server"),
         ({"priority": False}, "priority = False is not supported"),
-        ({"chat_template_content_format": "openai"}, "'openai' is not supported: the form"),
+        ({"chat_template_content_format": "parts"}, "'parts' is not supported: the form"),
     ):
         with pytest.raises(InvalidRequestError, match=text) as caught:
             call(TEXT, **given)
