@@ -209,7 +209,7 @@ def test_other_conversations_are_rejected(llm: LLM, messages: Any) -> None:  # A
         ({"tools": [5]}, "tools.0 must be an object"),
         ({"chat_template": 5}, "chat_template must be a string"),
         ({"chat_template_kwargs": 5}, "chat_template_kwargs must be a dictionary"),
-        ({"messages": [{"role": "user", "content": "x", 5: 1}]}, "messages.0.5 is not supported"),
+        ({"messages": [{"role": "user", "images": [b"x"]}]}, "messages.0.images is not supported"),
         ({"tools": [TOOL, TOOL]}, "tools must have unique names"),
         ({"continue_final_message": "no"}, "continue_final_message must be true or false"),
         ({"add_generation_prompt": 1}, "add_generation_prompt must be true or false"),
