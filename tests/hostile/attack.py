@@ -40,6 +40,8 @@ class Attack(ABC):
     """In words, as in the report."""
     arguments: ClassVar[tuple[str, ...]] = ()
     """Further arguments of `pagedray serve`."""
+    is_bounded: ClassVar[bool] = True
+    """Whether the server bounds the time and memory that it costs; otherwise a gateway must."""
     has_keys: ClassVar[bool] = True
     """Whether the server requires keys."""
     max_descriptors: ClassVar[int | None] = None

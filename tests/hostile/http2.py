@@ -69,14 +69,25 @@ def call_headers(path: str, metadata: Mapping[str, str] | None = None) -> bytes:
 class Http2Connection:
     """A connection that has sent its preface and settings. A context manager."""
 
-    def __init__(self, port: int, *, host: str = "127.0.0.1", source: str = "127.0.0.1") -> None:
-        """`source` is the address to connect from; all of 127.0.0.0/8 is the loopback."""
+    def __init__(
+        self,
+        port: int,
+        *,
+        host: str = "127.0.0.1",
+        source: str = "127.0.0.1",
+        acknowledges: bool = True,
+    ) -> None:
+        """`source` is the address to connect from; all of 127.0.0.0/8 is the loopback.
+
+        A server's settings apply once they are acknowledged.
+        """
         self.is_open = True
         self.num_received = 0
         """Bytes from the server, which are not kept."""
         self._socket = socket.create_connection((host, port), 10.0, (source, 0))
         self._socket.setblocking(False)
-        self.send_frames(PREFACE + frame(SETTINGS, 0, 0) + frame(SETTINGS, ACK, 0))
+        ack = frame(SETTINGS, ACK, 0) if acknowledges else b""
+        self.send_frames(PREFACE + frame(SETTINGS, 0, 0) + ack)
 
     def send_frames(self, data: bytes, timeout_s: float = 10.0) -> bool:
         """Send bytes, reading meanwhile; return whether the server took them in time."""

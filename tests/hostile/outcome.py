@@ -63,10 +63,10 @@ class Outcome:
         found = list(self.findings.broken)
         found += [f"The honest tenant lost a request: {text}" for text in self._lost()[:3]]
         failed = self.beside.probed.failed
-        if len(failed) > attack.max_failed_checks:
+        if len(failed) > attack.max_failed_checks and attack.is_bounded:
             found.append(f"{len(failed)} health checks failed, such as: {failed[0]}")
         growth_mib = self.rss_peak_mib - self.rss_before_mib
-        if growth_mib > attack.max_growth_mib:
+        if growth_mib > attack.max_growth_mib and attack.is_bounded:
             found.append(f"Memory grew by {growth_mib:.0f} MiB.")
         if self.num_log_lines > attack.max_log_lines:
             found.append(f"The server logged {self.num_log_lines} lines.")
@@ -76,7 +76,9 @@ class Outcome:
 
     def excesses(self) -> list[str]:
         """Return what health checks took, and memory held, beyond their limits, as sentences."""
-        found = []
+        found = list[str]()
+        if not self.attack.is_bounded:
+            return found
         if self.beside.health_p99_ms() > _MAX_HEALTH_P99_MS:
             found.append(f"Health checks took {self.beside.health_p99_ms()} ms (p99).")
         left_mib = self.rss_after_mib - self.rss_before_mib
@@ -91,7 +93,7 @@ class Outcome:
     def delays(self) -> list[str]:
         """Return a sentence if the time between tokens did not hold."""
         before, beside = self.before.gap_p99_ms(), self.beside.gap_p99_ms()
-        if self.gap_ratio() <= _MAX_GAP_RATIO:
+        if self.gap_ratio() <= _MAX_GAP_RATIO or not self.attack.is_bounded:
             return []
         text = f"The time between tokens rose from {before} to {beside} ms (p99)."
         if self.engine is None:

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from cluster.serving.connections.tls import Certificates, CertificateStore
     from cluster.serving.servicer import Servicer
 
-__all__ = ["MIN_STREAMS", "GrpcServer"]
+__all__ = ["CHANNEL_OPTIONS", "MIN_STREAMS", "GrpcServer"]
 
 MIN_STREAMS = 1024
 """Concurrent calls of one connection. Further calls wait in the client, but gRPC also counts
 streams that have ended and are not freed yet: near the limit it rejects calls that did not wait
 long enough."""
-_OPTIONS = (
+CHANNEL_OPTIONS = (
     # Otherwise a fast connection may send much more of a message than is being read.
     ("grpc.http2.bdp_probe", 0),
     # gRPC delays its own rejections by 0.1 to 1 s to slow abusers down, but meanwhile a call keeps
@@ -37,6 +37,8 @@ _OPTIONS = (
     # Metadata may be rejected above the first limit and always is above the second.
     ("grpc.max_metadata_size", 8 * 2**10),
     ("grpc.absolute_max_metadata_size", 16 * 2**10),
+    # Until a client acknowledges the settings, gRPC accepts 16 MiB of metadata.
+    ("grpc.http2.settings_timeout", 10_000),
     # Otherwise a second server could bind the same port and receive half of the calls.
     ("grpc.so_reuseport", 0),
     # Only identity: a compressed message may be small on the wire and huge in memory.
@@ -78,7 +80,7 @@ class GrpcServer:
         await self.set_serving(False)
         num_streams = max(MIN_STREAMS, 2 * self._servicer.config.max_num_seqs)
         options = (
-            *_OPTIONS,
+            *CHANNEL_OPTIONS,
             ("grpc.max_concurrent_streams", num_streams),
             # Calls that wait for the event loop; above the first limit some are cancelled, above
             # the second all. Some connections may fill their streams at once without harm to

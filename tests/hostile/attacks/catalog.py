@@ -35,11 +35,13 @@ from tests.hostile.attacks.connections.dns_rebinding import DnsRebinding
 from tests.hostile.attacks.connections.held_heads import HeldHeads
 from tests.hostile.attacks.connections.http2.continuation_flood import ContinuationFlood
 from tests.hostile.attacks.connections.http2.header_bomb import HeaderBomb
+from tests.hostile.attacks.connections.http2.header_bombs import HeaderBombs
 from tests.hostile.attacks.connections.http2.header_name_bomb import HeaderNameBomb
 from tests.hostile.attacks.connections.http2.held_headers import HeldHeaders
 from tests.hostile.attacks.connections.http2.ping_flood import PingFlood
 from tests.hostile.attacks.connections.http2.rapid_reset import RapidReset
 from tests.hostile.attacks.connections.http2.settings_flood import SettingsFlood
+from tests.hostile.attacks.connections.http2.unacknowledged_bombs import UnacknowledgedBombs
 from tests.hostile.attacks.connections.idle_connections import IdleConnections
 from tests.hostile.attacks.connections.keyless_calls import KeylessCalls
 from tests.hostile.attacks.connections.keyless_requests import KeylessRequests
@@ -73,6 +75,7 @@ ATTACKS: dict[str, type[Attack]] = {
         EscapedText,
         ForgedRoles,
         HeaderBomb,
+        HeaderBombs,
         HeaderNameBomb,
         HeldHeaders,
         HeldHeads,
@@ -104,6 +107,7 @@ ATTACKS: dict[str, type[Attack]] = {
         SmallChunks,
         Smuggling,
         TemplateVariables,
+        UnacknowledgedBombs,
         UnendingBodies,
         UnendingMessages,
         ValidCalls,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -15,6 +16,14 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
 from tests.fakes import wait_for
+from tests.hostile.http2 import (
+    END_HEADERS,
+    END_STREAM,
+    HEADERS,
+    Http2Connection,
+    call_headers,
+    frame,
+)
 from tests.serving.checkpoint import TEXT
 from tests.serving.defects.failing_sequence import failing_sequence
 
@@ -250,3 +259,16 @@ def test_defect_reveals_no_details(
     assert caught.value.code() is grpc.StatusCode.INTERNAL
     assert caught.value.details() == "Internal server error; see the server log."
     assert "A gRPC call failed." in caplog.text
+
+
+@pytest.mark.slow
+def test_a_client_that_does_not_acknowledge_the_settings_is_disconnected(server: Server) -> None:
+    port = int(server.grpc_target.rpartition(":")[2])
+    check = call_headers("/grpc.health.v1.Health/Check")
+    with Http2Connection(port, acknowledges=False) as connection:
+        connection.send_frames(frame(HEADERS, END_HEADERS | END_STREAM, 1, check))
+        # Ten seconds; by default, gRPC waits a minute.
+        end_s = time.monotonic() + 40.0
+        while connection.is_open and time.monotonic() < end_s:
+            connection.read_for(0.1)
+        assert not connection.is_open
