@@ -106,6 +106,47 @@ def test_overrides_are_as_if_the_file_had_them(
     assert replace(found, folder=Path(), name="") == replace(expected, folder=Path(), name="")
 
 
+PUBLISHED = Path(__file__).parents[2] / "workers" / "models" / "families" / "published"
+MROPE_YARN = {
+    "mrope_interleaved": True,
+    "mrope_section": [24, 20, 20],
+    "rope_type": "yarn",
+    "factor": 3.0,
+    "original_max_position_embeddings": 262144,
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides", "max_positions"),
+    [
+        ("qwen3-vl-4b", {"rope_scaling": MROPE_YARN}, 3 * 262144),
+        ("qwen3-vl-4b", {"rope_parameters": MROPE_YARN}, 3 * 262144),
+        ("qwen3-vl-4b", {"rope_theta": 1e7}, 262144),
+        ("qwen3-vl-4b", {"max_position_embeddings": 4096}, 4096),
+        ("gemma-3-27b", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, 131072),
+        ("gemma-3-27b", {"rope_theta": 5e5}, 131072),
+        ("gemma-3-27b", {"sliding_window": 512}, 131072),
+    ],
+)
+def test_overrides_of_the_text_model(
+    tmp_path: Path, model: str, overrides: dict[str, Any], max_positions: int
+) -> None:
+    text = json.loads((PUBLISHED / f"{model}.json").read_text())["config"]
+    folder = folder_with(tmp_path / "a", text)
+    given = read_model_config(folder, overrides={"text_config": overrides})
+    if "rope" in "".join(overrides):
+        assert given == read_model_config(folder, overrides=overrides)
+    edited = overrides | {"rope_scaling": overrides.get("rope_parameters")}
+    if "rope_parameters" not in overrides:
+        edited = overrides
+    text["text_config"] |= edited
+    text["text_config"].pop("rope_parameters", None)
+    expected = read_model_config(folder_with(tmp_path / "b", text))
+    assert replace(given, folder=Path(), name="") == replace(expected, folder=Path(), name="")
+    assert given.max_positions == max_positions
+    assert given != read_model_config(tmp_path / "a")
+
+
 def test_yarn_extends_the_context() -> None:
     found = [
         engine_config(TINY_LLAMA, options)

@@ -18,6 +18,7 @@ __all__ = ["MISSING", "ConfigFile"]
 _MAX_BYTES = 4 * 2**20
 _MAX_KEY = 100
 """Characters of a key in a message."""
+_ROPE_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta")
 _NO_DEFAULTS: Mapping[str, object] = MappingProxyType({})
 
 
@@ -282,10 +283,14 @@ def _overridden(
     values: Mapping[str, object], overrides: Mapping[str, object]
 ) -> Mapping[str, object]:
     """Return values in which overrides win; rope has the keys of transformers 4 and of 5."""
-    merged = {**values, **overrides}
-    text, given_text = values.get("text_config"), overrides.get("text_config")
+    text, given_text = values.get("text_config"), overrides.get("text_config", {})
     if isinstance(text, dict) and isinstance(given_text, dict):
-        merged["text_config"] = _overridden(text, given_text)
+        # Rope is a field of the text model, for which vLLM's flags are meant.
+        moved = {key for key in _ROPE_FIELDS if key in overrides and key not in values}
+        given_text = {**{key: overrides[key] for key in moved}, **given_text}
+        overrides = {key: value for key, value in overrides.items() if key not in moved}
+        overrides["text_config"] = _overridden(text, given_text)
+    merged = {**values, **overrides}
     rope = values.get("rope_parameters")
     if "rope_parameters" in overrides or (rope and "rope_scaling" in overrides):
         given = overrides.get("rope_parameters", overrides.get("rope_scaling")) or {}
