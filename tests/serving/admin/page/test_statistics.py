@@ -153,15 +153,16 @@ def test_large_numbers_have_separators(page: ChatPage, http: httpx.Client) -> No
 def test_pointer_shows_the_values_of_a_moment(page: ChatPage) -> None:
     page.evaluate(
         "import('/page/statistics/line_chart.js').then(({ LineChart }) => {"
-        " const chart = new LineChart('Test', [''], String);"
+        " const chart = new LineChart('Test', ['p50', 'p95'], String);"
         " document.getElementById('charts').prepend(chart.node);"
-        " chart.draw([{age: 590, values: [7]}, {age: 10, values: [9]}]); window.isDone = true; })"
+        " chart.draw([{age: 590, values: [null, null]}, {age: 10, values: [9, null]}]);"
+        " window.isDone = true; })"
     )
     page.wait_for("window.isDone")
-    assert page.text(".chart .value") == "9"
+    assert page.text(".chart .value") == "p50 9, p95 -"
     box = page.evaluate(
         "(({x, y, width, height}) => ({x, y, width, height}))"
         "(document.querySelector('.chart svg').getBoundingClientRect())"
     )
     page.browser.send("Input.dispatchMouseEvent", type="mouseMoved", x=box["x"] + 4, y=box["y"] + 9)
-    page.wait_for("document.querySelector('.chart .value').textContent === '7 \u00b7 590 s ago'")
+    page.wait_for("document.querySelector('.chart .value').textContent === '- \u00b7 590 s ago'")

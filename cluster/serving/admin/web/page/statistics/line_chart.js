@@ -125,6 +125,7 @@ export class LineChart {
   }
 
   #text(point) {
+    if (point.values.every((value) => value === null)) return "-";
     return this.#names
       .map((name, index) => {
         const value = point.values[index];
