@@ -40,7 +40,7 @@ TEMPLATE: dict[str, Any] = {  # Any: functions
 REQUIRED = pb.ToolChoice(mode=pb.TOOL_CHOICE_MODE_REQUIRED)
 LARGE_TOOLS = [
     pb.Tool(name=f"tool{i}", parameters=json.dumps({"properties": {"x" * 20_000: {}}}))
-    for i in range(4)
+    for i in range(16)
 ]
 
 
