@@ -190,7 +190,7 @@ class ObjectText:
         return len(self._word)
 
     def _is_mark(self, text: str, at: int, is_end: bool) -> bool:
-        """Return whether there is a mark, which ends the object, or what may become one."""
+        """Return whether a mark or its beginning follows; a mark ends the object."""
         for mark in self._marks:
             if text.startswith(mark, at):
                 self.close()
@@ -234,6 +234,10 @@ class ObjectText:
         self._where = "item" if is_list else "key"
 
     def _read_closing(self, bracket: str) -> int:
+        if self._is_python and bracket == "]" and len(self._open) == 1:
+            # The end of the list of calls, before which a parenthesis is missing.
+            self.close()
+            return 0
         if all(container.end != bracket for container in self._open):
             return self._skip()
         while self._open[-1].end != bracket:

@@ -118,7 +118,7 @@ class TurnReader(ABC):
         self._buffer = ""
         self._held_space = ""
         self._head = ""
-        """Marks before a call that has not begun, which are content if there is none."""
+        """Marks of a call that has not begun; content if no call follows."""
         self._has_content = False
         self._is_cut_off = False
         """Whether the turn ended, but not because the model ended it."""

@@ -10,9 +10,11 @@ import pytest
 from pydantic_core import from_json
 
 from cluster.serving.json_bodies.call_arguments import read_arguments
-from cluster.serving.tools.json_calls import ListReader, NamedReader
+from cluster.serving.tools.json_calls import ChoiceReader, ListReader, NamedReader
 from cluster.serving.tools.object_text import ObjectText
+from cluster.serving.tools.tool import Tool
 from cluster.serving.tools.tool_calls import TOOL_CALL_FORMATS, ToolCallFormat, turn_reader
+from cluster.serving.tools.tool_choice import ToolChoice, ToolUse
 from tests.serving.tools.test_tool_calls import deepseek
 
 if TYPE_CHECKING:
@@ -260,6 +262,8 @@ TURNS: list[tuple[ToolCallFormat, str, str, Calls]] = [
     ("pythonic", "[look(where='a')]\n[now()]", "", BOTH),
     ("pythonic", "[look(where='a') now()]", "", BOTH),
     ("pythonic", "[look(where='a'), now(", "", BOTH),
+    ("pythonic", "[look(where='a'), now(]", "", BOTH),
+    ("pythonic", "[look(tags=[1]] Done", "Done", [("look", {"tags": [1]})]),
     ("pythonic", "[look(where='a')], [now()]", ", [now()]", LOOKED),
     ("llama4_pythonic", "<|python_start|>[now()]<|python_end|>", "", CALLED_NOW),
     # Marks of elements.
@@ -376,6 +380,22 @@ def test_deep_values_of_elements_can_be_sent_back(tool_format: ToolCallFormat) -
     assert read_arguments(given, "") == from_json(given)
 
 
+@pytest.mark.parametrize(
+    ("tool_format", "text"),
+    [
+        ("qwen3_coder", "a\n</function>\n</tool_call>\n<parameter=count>\n<tool_call>"),
+        ("qwen3_coder", "<tool_call>\n<function=now>"),
+        ("glm45", "a</tool_call><arg_key><tool_call>now\n"),
+    ],
+)
+def test_strict_calls_have_all_marks(tool_format: ToolCallFormat, text: str) -> None:
+    tool = Tool(name="look", parameters=LOOK, is_strict=True)
+    reader = ToolUse([tool], ToolChoice(), tool_format=tool_format).reader()
+    write = glm if tool_format == "glm45" else qwen
+    _, [(_, given)] = read(reader, write(where=text, note="None"), random.Random(1))
+    assert json.loads(given) == {"where": text, "note": "None"}
+
+
 PYTHON: list[tuple[str, dict[str, Any] | None]] = [
     (f"where='smile {PAIR} {HALF} here'", {"where": f"smile {SMILE} {LOST} here"}),
     (
@@ -437,7 +457,8 @@ def written_turns() -> dict[str, list[str]]:
     """Return turns of every format and of forced calls, to be damaged."""
     found: dict[str, list[str]] = {}
     valid = rf'{{"where": "{PAIR} \u00e4", "tags": [1, {{"a": null}}]}}'
-    objects = [valid, *(arguments for arguments, _ in JSON_ARGUMENTS)]
+    # An object may have only so many characters before its name.
+    objects = [valid, *(given for given, _ in JSON_ARGUMENTS if len(given) < 4000)]
     for arguments in objects:
         for tool_format, text in in_json(arguments):
             found.setdefault(tool_format, []).append(deepseek(text * 2))
@@ -450,6 +471,7 @@ def written_turns() -> dict[str, list[str]]:
     for arguments, _ in PYTHON:
         for name in ("pythonic", "llama4_pythonic"):
             found.setdefault(name, []).append(f"[look({arguments}), now()]")
+    found["choice"] = found["hermes"]
     return found | {"list": [f"[{OBJECT}, {NOW}]", *found["llama3_json"]], "named": objects}
 
 
@@ -477,12 +499,14 @@ def damaged(text: str, generator: random.Random) -> str:
 def reader_of(name: str) -> TurnReader:
     if name == "list":
         return ListReader(TOOLS, is_parallel=True, has_short_ids=False)
+    if name == "choice":
+        return ChoiceReader(TOOLS, mark="<tool_call>", is_parallel=True, has_short_ids=False)
     if name == "named":
         return NamedReader({"look": LOOK}, is_parallel=False, has_short_ids=True)
     return turn_reader(name, TOOLS, is_parallel=True)  # type: ignore[arg-type]  # a format
 
 
-@pytest.mark.parametrize("name", [*TOOL_CALL_FORMATS, "list", "named"])
+@pytest.mark.parametrize("name", [*TOOL_CALL_FORMATS, "choice", "list", "named"])
 def test_any_damage_gives_valid_calls(name: str) -> None:
     generator = random.Random(name)
     for number in range(600):
