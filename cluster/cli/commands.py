@@ -188,6 +188,8 @@ def _generate(parsed: argparse.Namespace) -> int:
     from cluster.cli.terminal import generate
 
     if parsed.text is None:
+        parsed.text = parsed.quick
+    if parsed.text is None:
         # A single operand is the text.
         parsed.model, parsed.text = None, parsed.model
     if parsed.text is None:
@@ -200,7 +202,7 @@ def _chat(parsed: argparse.Namespace) -> int:
     from cluster.cli.terminal import chat
 
     with closing(_text_model(parsed)) as model:
-        return chat(model, system_prompt=parsed.system_prompt)
+        return chat(model, system_prompt=parsed.system_prompt, quick=parsed.quick)
 
 
 def _run_batch(parsed: argparse.Namespace) -> int:
@@ -234,8 +236,9 @@ def _text_model(parsed: argparse.Namespace) -> LocalModel | RemoteModel:
             raise StartupError(
                 f"{name} cannot be set for a running server; it is an option of `pagedray serve`."
             )
-    key = read_key(parsed.api_key_file)
-    return RemoteModel(parsed.url, parsed.model, given, key=key, ca_file=parsed.tls_ca)
+    key = parsed.api_key or read_key(parsed.api_key_file)
+    name = parsed.model or parsed.model_name
+    return RemoteModel(parsed.url, name, given, key=key, ca_file=parsed.tls_ca)
 
 
 def _new_key(parsed: argparse.Namespace) -> int:

@@ -82,6 +82,7 @@ def _add_generate(commands: _Commands) -> None:
         aliases=["complete"],
     )
     generate.add_argument("text", nargs="?", metavar="TEXT", help="The prompt.")
+    generate.add_argument("--quick", help=argparse.SUPPRESS)
     generate.add_argument(
         "--json", action="store_true", help="Print the result as one JSON object."
     )
@@ -101,6 +102,7 @@ def _add_chat(commands: _Commands) -> None:
     chat.add_argument(
         "--system-prompt", metavar="TEXT", help="System message that conversations begin with."
     )
+    chat.add_argument("--quick", metavar="TEXT", help="Answer only this message, and exit.")
     _add_server(chat)
     add_sampling_flags(chat, max_tokens=256)
     add_engine_flags(chat, executor=None)
@@ -131,6 +133,9 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
         "no MODEL)",
     )
     add_client_flags(group, variables="PAGEDRAY_API_KEY")
+    # vLLM's flags, of which --api-key shows the key to other users of the machine.
+    for flag in ("--model-name", "--api-key"):
+        group.add_argument(flag, help=argparse.SUPPRESS)
 
 
 def _add_keys(commands: _Commands) -> None:

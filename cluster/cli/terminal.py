@@ -70,17 +70,26 @@ def generate(model: TextModel, text: str, *, is_json: bool) -> int:
     return 0
 
 
-def chat(model: TextModel, *, system_prompt: str | None = None) -> int:
-    """Chat until end-of-file; in a terminal, Ctrl-C stops an answer, and a second one leaves."""
+def chat(model: TextModel, *, system_prompt: str | None = None, quick: str | None = None) -> int:
+    """Chat until end-of-file; in a terminal, Ctrl-C stops an answer, and a second one leaves.
+
+    With `quick`, only answer that message.
+    """
     if not model.has_chat_template:
         raise InvalidRequestError(
             "The model has no chat template; use `pagedray generate`, or --chat-template."
         )
     conversation = _Conversation(model, system_prompt)
+    if quick is not None:
+        conversation.ask(quick)
+        return 0
     if not _is_terminal(sys.stdin):
         # Messages of a program are lines.
         while line := _next_line():
-            conversation.ask(line)
+            try:
+                conversation.ask(line)
+            except InvalidRequestError as error:
+                conversation.begin_again(error)
         return 0
     if _is_terminal(sys.stdout):
         # Importing it gives `input` line editing and a history; pasted lines are one message.
@@ -133,7 +142,11 @@ class _Conversation:
         return False
 
     def ask(self, message: str) -> None:
-        """Print the answer to a message. Raises KeyboardInterrupt and EngineError."""
+        """Print the answer to a message.
+
+        Raises KeyboardInterrupt, EngineError, and InvalidRequestError for a message that cannot be
+        answered.
+        """
         question = {"role": "user", "content": message}
         answer, clock = "", _Clock()
         is_reasoning = False
@@ -146,16 +159,17 @@ class _Conversation:
                         answer += piece
                     elif _is_terminal(sys.stdout):
                         print(_dimmed(piece, sys.stdout), end="", flush=True)
-        except InvalidRequestError as error:
-            print(f"{error} Starting a new conversation.", file=sys.stderr)
-            self._begin(self._system_prompt)
-            return
         except KeyboardInterrupt:
             self._keep(question, answer)
             raise
         print()
         self._keep(question, answer)
         clock.report(self._model)
+
+    def begin_again(self, error: InvalidRequestError) -> None:
+        """Forget the messages, which may be too long, and say why."""
+        print(f"{error} Starting a new conversation.", file=sys.stderr)
+        self._begin(self._system_prompt)
 
     def _try(self, message: str) -> bool:
         """Print the answer to a message, or why there is none; return whether it was stopped."""
@@ -165,6 +179,8 @@ class _Conversation:
             print()
             _note(f"Stopped after {counted(self._model.num_tokens, 'token')}.")
             return True
+        except InvalidRequestError as error:
+            self.begin_again(error)
         except EngineError as error:
             print(f"\n{error} /retry sends the message again.", file=sys.stderr)
             self._messages.append({"role": "user", "content": message})

@@ -193,6 +193,25 @@ def test_without_a_url_the_server_of_this_machine_is_used(
         assert "No server is running at http://127.0.0.1:1. Start one" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("command", "answer"), [("chat", "one two\n"), ("complete", "one twoone two\n")]
+)
+def test_vllms_flags_are_accepted(
+    server: EchoServer, command: str, answer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--url", f"{server.url}/v1", "--model-name", "m", "--api-key", "k"]
+    assert main([command, *flags, "--quick", "one two"]) == 0
+    assert (server.bodies[0]["model"], server.keys) == ("m", ["Bearer k"])
+    assert capsys.readouterr().out == answer
+
+
+def test_a_single_message_that_is_rejected_is_a_failure(
+    server: EchoServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["chat", f"--url={server.url}", "--quick=400"]) == 2
+    assert capsys.readouterr().err == "pagedray: error: It says 400.\n"
+
+
 def test_messages_of_a_script_are_lines(
     server: EchoServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
