@@ -30,7 +30,7 @@ from pagedray.config import SchedulerConfig
 from pagedray.request import Request
 from pagedray.sampling_params import SamplingParams
 from workers.runner.input_batch import InputBatch
-from workers.runner.prompts import Prompts
+from workers.runner.model_runner import Prompts
 from workers.runner.token_table import TokenTable
 
 _BLOCK_SIZE = 16

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Protocol
 from cluster.engine.faults.death_inquiry import DeathInquiry
 from cluster.engine.faults.engine_request import client_events
 from cluster.engine.faults.output_watch import OutputWatch
-from cluster.engine.mask_patience import MaskPatience
 from cluster.engine.stats import EngineStats
 from cluster.engine.step_loop import StepLoop
 from cluster.scheduling.kv_manager import KvOptions
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from pagedray.rank_roofline import RankRoofline
     from pagedray.request import Request
 
-__all__ = ["Controller", "EventSink"]
+__all__ = ["Controller", "EventSink", "MaskPatience"]
 
 _ACK_POLL_S = 0.001
 _DEADLINE_POLL_S = 0.05
@@ -43,6 +42,11 @@ _STEP_BOUNDS_S = (
     *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
     *(0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0, 60.0),
 )
+
+_MIN_S = 0.003
+_MAX_S = 0.02
+_SHARE = 0.75
+"""Share of the duration of a step; less than one, so that waiting does not extend the wait."""
 
 
 class EventSink(Protocol):
@@ -294,3 +298,29 @@ class _Outlet:
         with self._lock:
             self._has_failed = True
             self._sink.fail_all(error)
+
+
+class MaskPatience:
+    """Derives the wait from the duration of earlier steps, since masks are made during a step."""
+
+    def __init__(self) -> None:
+        self._step_s = 0.0
+        self._may_delay_step = False
+
+    def wait_s(self, *, delays_others: bool) -> float:
+        """Return the seconds to wait for the masks of the next step.
+
+        `delays_others` is true if a wait may delay sequences whose masks are not late.
+        """
+        if not delays_others:
+            return _MAX_S
+        return min(max(_MIN_S, _SHARE * self._step_s), _MAX_S)
+
+    def note_masks(self, *, may_delay_step: bool) -> None:
+        """Note whether masks of the step in flight were late, or awaited for longer than usual."""
+        self._may_delay_step = may_delay_step
+
+    def note_step(self, step_s: float) -> None:
+        """Note the duration of a step."""
+        if not self._may_delay_step:
+            self._step_s = step_s

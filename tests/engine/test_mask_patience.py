@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.engine.mask_patience import MaskPatience
+from cluster.engine.controller import MaskPatience
 
 
 def test_the_wait_follows_the_duration_of_steps_within_bounds() -> None:

@@ -5,7 +5,7 @@ from array import array
 
 import pytest
 
-from cluster.scheduling.admission import Deadlines
+from cluster.scheduling.scheduler import Deadlines
 from cluster.scheduling.sequence import ActiveRequest
 from pagedray.request import Request
 from pagedray.sampling_params import SamplingParams

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from cluster.engine.controller import Controller
 from cluster.engine.faults.death_inquiry import DeathInquiry
 from cluster.engine.faults.suspects import Suspects
-from cluster.engine.ranks.disk_reports import DiskReports
 from cluster.engine.ranks.pool_memories import PoolMemories
+from cluster.engine.ranks.rank_channels import DiskReports
 from cluster.scheduling.cpu_prefix_cache import CpuPrefixCache, KeyedBlocks
 from cluster.scheduling.disk_prefix_cache import DiskPrefixCache
 from cluster.scheduling.kv_manager import CopiesInFlight, KvManager

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from cluster.engine.executor import Executor, RankHealth
-from cluster.engine.ranks.disk_reports import DiskReports
 from cluster.engine.ranks.pool_memories import PoolMemories
+from cluster.engine.ranks.rank_channels import DiskReports
 from pagedray.config import CacheSize, KernelReport
 from pagedray.errors import HungRankError
 from pagedray.pool_report import PoolReport

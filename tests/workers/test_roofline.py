@@ -9,9 +9,9 @@ import torch
 
 from pagedray.errors import DeviceError
 from tests.workers.reference import BLOCK_SIZE, CPU, loaded_model, save_checkpoint
+from workers.decoder_worker import attention_work, measure_roofline, product_speed
 from workers.models.self_attention import attention_spec
 from workers.parallel.group import SoloGroup
-from workers.roofline import attention_work, measure_roofline, product_speed
 from workers.runner.kv_cache import block_bytes
 
 if TYPE_CHECKING:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import array
+import fcntl
 import logging
 import os
+import socket
+import struct
 from datetime import timedelta
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +20,6 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from pagedray.errors import DeviceError
 from pagedray.rank_progress import Phase, ProgressWord
 from workers.parallel.group import GroupBrokenError, ParallelGroup
-from workers.parallel.network_interface import interface_of
 from workers.parallel.one_shot import OneShotAllReduce
 from workers.parallel.peer_memory import PeerMemoryError
 from workers.parallel.pending_sum import PendingSum
@@ -36,6 +40,14 @@ logger = logging.getLogger(__name__)
 
 _NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 _NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+_SIOCGIFCONF = 0x8912
+_NAME_BYTES = 16
+_ENTRY_BYTES = 40
+"""Size of `struct ifreq` on 64-bit Linux."""
+_ADDRESS = slice(_NAME_BYTES + 4, _NAME_BYTES + 8)
+"""Offset of the IPv4 address: after the name, and the family and port of `sockaddr_in`."""
+_MAX_ENTRIES = 256
 
 
 class ProcessGroup(ParallelGroup):
@@ -286,3 +298,37 @@ def _choose_nccl_interface(host: str) -> None:
     if interface is not None:
         # Without the equals sign NCCL takes it for a prefix of a name.
         os.environ.setdefault(_NCCL_INTERFACE, f"={interface}")
+
+
+def interface_of(host: str) -> str | None:
+    """Return the name of this node's interface that has the address `host`, or None."""
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return None
+    names = _ipv4_names() if address.version == 4 else _ipv6_names()
+    return names.get(address.packed)
+
+
+def _ipv4_names() -> dict[bytes, str]:
+    entries = array.array("B", bytes(_MAX_ENTRIES * _ENTRY_BYTES))
+    begin, size = entries.buffer_info()
+    request = struct.pack("iP", size, begin)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
+        filled, _ = struct.unpack("iP", fcntl.ioctl(query, _SIOCGIFCONF, request))
+    found = entries.tobytes()[:filled]
+    names = {}
+    for start in range(0, filled, _ENTRY_BYTES):
+        entry = found[start : start + _ENTRY_BYTES]
+        # An additional address of an interface has a label such as eth0:1.
+        name = entry[:_NAME_BYTES].partition(b"\0")[0].partition(b":")[0].decode()
+        names[entry[_ADDRESS]] = name
+    return names
+
+
+def _ipv6_names() -> dict[bytes, str]:
+    table = Path("/proc/net/if_inet6")
+    if not table.exists():
+        return {}
+    lines = [line.split() for line in table.read_text(encoding="ascii").splitlines()]
+    return {bytes.fromhex(fields[0]): fields[-1] for fields in lines}

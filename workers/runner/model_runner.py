@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
+from pagedray.batch import TOKEN_ID_BYTES
 from pagedray.rank_progress import Phase, ProgressWord
 from workers.device_event import record_event
 from workers.runner.block_swaps import BlockSwaps, SwapStreams
 from workers.runner.device_stream import CudaStream, HostStream, StepStream
 from workers.runner.graphs.dropped_capture import dropped_capture
 from workers.runner.pending_tokens import PendingTokens
-from workers.runner.prompts import Prompts
 from workers.runner.staging_blocks import StagingBlocks
 
 if TYPE_CHECKING:
-    from pagedray.batch import StepMasks, StepPlan
+    from pagedray.batch import SequenceStart, StepMasks, StepPlan
     from workers.runner.forward_pass import ForwardPass
     from workers.runner.input_batch import InputBatch, StepInputs
     from workers.runner.kept_pool.checksum_jobs import ChecksumJobs, Fence
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from workers.sampler import Sampled, Sampler
     from workers.sampling.prompt_logprobs import PromptReport
 
-__all__ = ["ModelRunner"]
+__all__ = ["ModelRunner", "Prompts"]
 
 
 class ModelRunner:
@@ -152,3 +152,28 @@ def _make_swaps(cache: KVCache) -> BlockSwaps:
         streams = SwapStreams(steps=HostStream(), outward=HostStream(), inward=HostStream())
     staging = StagingBlocks(first_block=len(cache.device_pool), num_blocks=cache.num_staging)
     return BlockSwaps(cache, streams, staging)
+
+
+class Prompts:
+    """Keeps the prompt of each row, packed as in its start, until another starts there.
+
+    Rows that have it from a donor share its copy.
+    """
+
+    def __init__(self) -> None:
+        self._by_row: dict[int, bytes] = {}
+
+    def complete_starts(self, starts: list[SequenceStart]) -> list[SequenceStart]:
+        """Return starts in which those with a donor have its prompt as their tokens."""
+        completed: list[SequenceStart] = []
+        # In order, since a later one may take the row of a donor.
+        for start in starts:
+            if start.donor_row < 0:
+                self._by_row[start.row] = start.token_ids[
+                    : start.num_prompt_tokens * TOKEN_ID_BYTES
+                ]
+                completed.append(start)
+                continue
+            prompt = self._by_row[start.row] = self._by_row[start.donor_row]
+            completed.append(msgspec.structs.replace(start, token_ids=prompt))
+        return completed

@@ -8,17 +8,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from workers.sampling.choice import Draws
-from workers.sampling.randomness import generator_start, uniforms
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from pagedray.batch import SequenceStart
     from workers.sampling.arrays import FloatArray, IntArray
 
-__all__ = ["Need", "SamplingRows"]
+__all__ = ["Need", "SamplingRows", "finalize", "generator_start", "uniforms"]
 
 # At this temperature any difference of float32 logits gives the lower one probability 0.
 LOWEST_TEMPERATURE = 1e-20
 _NO_POSITION = np.iinfo(np.int64).max
+
+GAMMA = 0x9E3779B97F4A7C15
 
 
 class Need(IntFlag):
@@ -137,3 +140,23 @@ class SamplingRows:
         if start.bad_token_ids:
             need |= Need.BAD_WORDS
         return need
+
+
+def generator_start(seed: int, index: int) -> int:
+    """Return where the generator of a request's `index`-th sequence starts, in [0, 2**64)."""
+    words = np.array([seed % 2**64], dtype=np.uint64)
+    words = finalize(words + np.uint64(GAMMA)) ^ np.uint64(index)
+    return int(finalize(words + np.uint64(GAMMA))[0])
+
+
+def uniforms(starts: NDArray[np.uint64], positions: IntArray) -> FloatArray:
+    """Return a number in [0, 1) of 53 random bits for each position of its generator."""
+    words = finalize(starts + positions.astype(np.uint64) * np.uint64(GAMMA))
+    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def finalize(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return the words, each mixed so that every bit depends on every bit."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))

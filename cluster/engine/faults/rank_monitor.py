@@ -6,22 +6,201 @@ It knows the plans that they have and the limits of each phase and device; `rank
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from collections import defaultdict, deque
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from cluster.engine.executor import RankHealth
-from cluster.engine.faults.rank_watch import RankWatch, WatchLimits, WorkInFlight
 from pagedray.batch import EmbedPlan, StepPlan
 from pagedray.errors import HungRankError
+from pagedray.rank_progress import Phase, RankReport
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Container, Hashable, Sequence
 
     from cluster.engine.faults.start_limit import StartLimit
     from pagedray.batch import StepMasks
-    from pagedray.rank_progress import RankReport
 
-__all__ = ["RankMonitor", "ReportSource"]
+__all__ = ["RankMonitor", "RankWatch", "ReportSource", "WatchLimits", "WorkInFlight"]
+
+_MAX_TICK_S = 0.5
+"""The longest time that one observation can add."""
+_FADING = 0.9
+"""Factor of the longest interval at each new word: single slow steps are soon forgotten."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchLimits:
+    """How long a rank may be silent."""
+
+    beat_s: float = 6.0
+    """Limit without a heartbeat, which comes twice a second."""
+    start_s: float = 60.0
+    """Limit until the first heartbeat."""
+    stopped_s: float = 6.0
+    """Limit without a heartbeat from when the process is first seen to be stopped."""
+    word_s: float = 6.0
+    """The lowest limit without a new word."""
+    factor: float = 4.0
+    """Limit without a new word, as a multiple of the longest time between words of such steps."""
+    first_s: float = 60.0
+    """Limit without a new word during the first step of a kind, which may compile."""
+    compiling_s: float = 600.0
+    """Limit without a new word while a compiler runs."""
+    copying_s: float = 30.0
+    """Limit from the end of a step to that of its block copies, which take seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stand:
+    """The last observed state of a rank, and for how long it has lasted."""
+
+    report: RankReport
+    word_s: float = 0.0
+    """Observed time since its word changed."""
+    alive_s: float = 0.0
+    """The part of it with heartbeats: not even a stopped process computes for longer."""
+    beat_s: float = 0.0
+    """Observed time since its heartbeat."""
+    stopped_s: float = 0.0
+    """The part of it in which the process was always seen to be stopped."""
+    copy_s: float = 0.0
+    """Observed time since it waits for the block copies of the same step."""
+
+
+class WorkInFlight:
+    """The plans that ranks have not finished. One thread adds plans, another one observes."""
+
+    def __init__(self) -> None:
+        self._kinds: deque[tuple[int, Hashable]] = deque()
+        self.num_plans = 0
+        """Plans sent, finished ones included."""
+
+    def add_plan(self, step: int, kind: Hashable) -> None:
+        """Note that a plan was sent; plans of one kind take about the same time."""
+        self._kinds.append((step, kind))
+        self.num_plans = step + 1
+
+    def take_finished(self, num_finished: int) -> list[Hashable]:
+        """Return and forget the kinds of finished plans."""
+        finished = []
+        while self._kinds and self._kinds[0][0] < num_finished:
+            finished.append(self._kinds.popleft()[1])
+        return finished
+
+    def kinds(self) -> list[Hashable]:
+        """Return the kinds of unfinished plans."""
+        return [kind for _, kind in self._kinds.copy()]
+
+
+class RankWatch:
+    """Observes the ranks of one epoch, several times a second."""
+
+    def __init__(self, limits: WatchLimits) -> None:
+        self._limits = limits
+        self._stands: list[_Stand] = []
+        self._observed_s: float | None = None
+        self._longest_s: defaultdict[Hashable, float] = defaultdict(float)
+        """The longest time between two words in steps of a kind."""
+        self._known: set[Hashable] = set()
+        """Kinds of steps of which at least one has finished."""
+        self.longest_start_s = 0.0
+        """The longest time until the first heartbeat of a rank."""
+
+    def hung_ranks(
+        self,
+        now_s: float,
+        reports: Sequence[RankReport],
+        work: WorkInFlight,
+        stopped: Container[int] = (),
+    ) -> list[int]:
+        """Return the ranks that hang, or none. Those that wait for others are not named.
+
+        `stopped` has the ranks whose processes are known to be stopped.
+        """
+        elapsed_s = 0.0
+        if self._observed_s is not None:
+            elapsed_s = min(max(now_s - self._observed_s, 0.0), _MAX_TICK_S)
+        self._observed_s = now_s
+        if not self._stands:
+            self._stands = [_Stand(report=report) for report in reports]
+        kinds = work.kinds()
+        for rank, report in enumerate(reports):
+            self._observe(rank, report, elapsed_s, kinds, work, is_stopped=rank in stopped)
+        self._known.update(work.take_finished(min(report.num_finished for report in reports)))
+        limits, limit_s = self._limits, self._word_limit_s(kinds)
+        silent = [
+            rank
+            for rank, stand in enumerate(self._stands)
+            if stand.word_s > (limits.compiling_s if stand.report.is_compiling else limit_s)
+        ]
+        beatless = [
+            rank
+            for rank, stand in enumerate(self._stands)
+            if stand.beat_s > (limits.beat_s if stand.report.num_beats else limits.start_s)
+            or stand.stopped_s > limits.stopped_s
+        ]
+        copying = [rank for rank, one in enumerate(self._stands) if one.copy_s > limits.copying_s]
+        return beatless or self._culprits(silent) or copying
+
+    def silence_s(self, rank: int) -> float:
+        """Return for how long a rank has shown no sign of progress or life."""
+        stand = self._stands[rank]
+        return max(stand.word_s, stand.beat_s, stand.copy_s)
+
+    def _observe(
+        self,
+        rank: int,
+        report: RankReport,
+        elapsed_s: float,
+        kinds: list[Hashable],
+        work: WorkInFlight,
+        *,
+        is_stopped: bool,
+    ) -> None:
+        before = self._stands[rank]
+        has_beaten = report.num_beats != before.report.num_beats
+        beat_s = 0.0 if has_beaten else before.beat_s + elapsed_s
+        stopped_s = before.stopped_s + elapsed_s if is_stopped and not has_beaten else 0.0
+        is_same = report.copying and report.copying == before.report.copying
+        copy_s = before.copy_s if is_same else 0.0
+        if is_same and report.phase in (Phase.IDLE, Phase.DEVICE):
+            # In other phases, the rank does not look whether they have ended.
+            copy_s += elapsed_s
+        if has_beaten and not before.report.num_beats:
+            self.longest_start_s = max(self.longest_start_s, before.beat_s + elapsed_s)
+        if report.word != before.report.word:
+            for kind in kinds:
+                self._longest_s[kind] = max(self._longest_s[kind] * _FADING, before.alive_s)
+            self._stands[rank] = _Stand(
+                report=report, beat_s=beat_s, stopped_s=stopped_s, copy_s=copy_s
+            )
+            return
+        word_s = before.word_s + elapsed_s
+        if report.num_finished >= work.num_plans or report.phase.is_blameless:
+            word_s = 0.0
+        self._stands[rank] = _Stand(
+            report=report,
+            word_s=word_s,
+            alive_s=word_s if has_beaten else before.alive_s,
+            beat_s=beat_s,
+            stopped_s=stopped_s,
+            copy_s=copy_s,
+        )
+
+    def _word_limit_s(self, kinds: list[Hashable]) -> float:
+        if not self._known.issuperset(kinds):
+            return self._limits.first_s
+        longest_s = max((self._longest_s[kind] for kind in kinds), default=0.0)
+        return max(self._limits.word_s, self._limits.factor * longest_s)
+
+    def _culprits(self, silent: list[int]) -> list[int]:
+        """Return those of the silent ranks for which the others wait."""
+        alone = [rank for rank in silent if not self._stands[rank].report.phase.is_collective]
+        # A rank may wait for the device, and the device for another rank.
+        on_host = [rank for rank in alone if self._stands[rank].report.phase is not Phase.DEVICE]
+        return on_host or alone or silent
+
 
 _TICK_S = 0.25
 _START_LIMITS = WatchLimits(beat_s=60.0, first_s=300.0)

@@ -10,16 +10,8 @@ import select
 from collections import deque
 from typing import TYPE_CHECKING
 
-from cluster.engine.ranks.disk_reports import DiskReports
 from cluster.engine.ranks.rank_lines import log_rank_line
-from pagedray.batch import (
-    DiskReport,
-    EmbedOutput,
-    RankLogLine,
-    Shutdown,
-    StepOutput,
-    WorkerFailure,
-)
+from pagedray.batch import DiskReport, EmbedOutput, RankLogLine, Shutdown, StepOutput, WorkerFailure
 from pagedray.channel import ChannelClosedError
 from pagedray.errors import WorkerError
 
@@ -29,7 +21,7 @@ if TYPE_CHECKING:
     from pagedray.batch import EmbedPlan, StepMasks, StepPlan, WorkerMessage
     from pagedray.channel import ControllerChannel
 
-__all__ = ["RankChannels"]
+__all__ = ["DiskReports", "RankChannels"]
 
 
 class RankChannels:
@@ -111,3 +103,28 @@ class RankChannels:
             self.acknowledged[rank] = message.step
         if isinstance(message, StepOutput | EmbedOutput):
             self.outputs.append(message)
+
+
+class DiskReports:
+    """Joins the reports of all ranks for the same plan."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._by_kind = {
+            is_read: [deque[DiskReport]() for _ in range(num_ranks)] for is_read in (True, False)
+        }
+
+    def add_report(self, rank: int, report: DiskReport) -> None:
+        """Add the report of one rank; each sends those of a kind in the order of plans."""
+        self._by_kind[report.is_read][rank].append(report)
+
+    def take_joined(self) -> list[DiskReport]:
+        """Return the reports that every rank has sent."""
+        joined = []
+        for is_read, by_rank in self._by_kind.items():
+            while by_rank and all(by_rank):
+                parts = [reports.popleft() for reports in by_rank]
+                assert len({part.step for part in parts}) == 1
+                failed = sorted({block for part in parts for block in part.failed})
+                seconds = max(part.seconds for part in parts)
+                joined.append(DiskReport(parts[0].step, is_read, failed, seconds))
+        return joined

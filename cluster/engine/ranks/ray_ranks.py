@@ -7,21 +7,20 @@ has a secret, so that ranks of an older epoch cannot connect to a newer one.
 from __future__ import annotations
 
 import logging
+import re
 import secrets
+import time
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from cluster.engine.executor import RankHealth
 from cluster.engine.faults.rank_monitor import RankMonitor
-from cluster.engine.ranks.epoch_end import end_actors
 from cluster.engine.ranks.rank_channels import RankChannels
-from cluster.engine.ranks.rank_death import cause_of, find_cause
 from cluster.engine.ranks.rank_lines import log_rank_line
 from cluster.engine.ranks.ray_reports import RayReports
-from cluster.engine.ranks.same_weights import check_same_weights
 from pagedray.channel import ChannelClosedError
 from pagedray.config import CacheSize, StepLimits
 from pagedray.errors import DeviceError, HungRankError, StartupError, WorkerError
@@ -30,7 +29,8 @@ from pagedray.step_listener import StepListener
 from pagedray.wording.counted import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from cluster.engine.executor import ReportProgress
     from cluster.engine.faults.start_limit import StartLimit
@@ -44,15 +44,23 @@ if TYPE_CHECKING:
     from pagedray.rank_roofline import RankRoofline
     from workers.parallel.rendezvous import GroupAddress
 
-__all__ = ["RayRanks"]
+__all__ = ["RayRanks", "cause_of", "check_same_weights"]
 
 logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 2.0
 _POLL_S = 0.2
-
 # Any: the type of Ray's references depends on how Ray was built.
 Reference = Any
+_LEAVE_TIMEOUT_S = 4.0
+"""How long a rank may take to leave an epoch before it is ended."""
+_ANSWER_TIMEOUT_S = 2.0
+"""How long Ray may take beyond that to pass its answer on."""
+# Any: the type of Ray's references depends on how Ray was built.
+_Reference = Any
+_CAUSE_TIMEOUT_S = 1.0
+"""Ray reports the cause of a death shortly after the rank's socket closes."""
+_EXIT_DETAIL = re.compile(r"Worker exit detail: (.+?\.)(?:\s|$)")
 
 
 class RayRanks:
@@ -385,3 +393,104 @@ class RayRanks:
 def _at(what: str) -> Callable[[], tuple[str, float]]:
     """Return the progress of what has no parts."""
     return lambda: (what, 0.0)
+
+
+def end_actors(
+    actors: Sequence[Actor], *, hung: Sequence[int], reports: RayReports
+) -> dict[int, Actor]:
+    """End the ranks of an epoch but for those that can join another; return these by rank.
+
+    Ranks that are `hung` are killed at once. All are ended if no rank is found dead: then it is
+    unknown what is wrong. Closes `reports`.
+    """
+    # A process that is stopped would not answer Ray, and would end only when it continues.
+    reports.kill_processes(hung)
+    for rank in hung:
+        ray.kill(actors[rank])
+    leaving: dict[int, _Reference] = {}
+    if len(actors) > 1:
+        leaving = {
+            rank: actor.leave_epoch.remote(_LEAVE_TIMEOUT_S)
+            for rank, actor in enumerate(actors)
+            if rank not in hung
+        }
+    if leaving:
+        ray.wait(
+            list(leaving.values()),
+            num_returns=len(leaving),
+            timeout=_LEAVE_TIMEOUT_S + _ANSWER_TIMEOUT_S,
+        )
+    reports.kill_processes(
+        [rank for rank, reference in leaving.items() if not _has_answered(reference)]
+    )
+    reports.close()
+    survivors = {rank: actors[rank] for rank, reference in leaving.items() if _has_left(reference)}
+    if len(survivors) == len(actors):
+        survivors = {}
+    for rank, actor in enumerate(actors):
+        if rank not in survivors:
+            ray.kill(actor)
+    return survivors
+
+
+def _has_answered(reference: _Reference) -> bool:
+    finished, _ = ray.wait([reference], timeout=0)
+    return bool(finished)
+
+
+def _has_left(leaving: _Reference) -> bool:
+    """Return whether a rank has left its epoch and can join another."""
+    try:
+        problem = ray.get([leaving], timeout=0)[0]
+    except GetTimeoutError:
+        problem = "it did not answer."
+    except RayError:
+        # It has died, and why is known from the end of its steps.
+        return False
+    if problem is not None:
+        logger.warning("Also replacing a rank that was still alive: %s", problem)
+    return problem is None
+
+
+# Any: the type of Ray's references depends on how Ray was built.
+def find_cause(running: Sequence[Any]) -> str | None:
+    """Return why one of the ranks of `running` has died; None if Ray gives no reason."""
+    deadline_s = time.monotonic() + _CAUSE_TIMEOUT_S
+    cause: RayError | None = None
+    waiting = list(running)
+    while waiting and (left_s := deadline_s - time.monotonic()) > 0.0:
+        finished, waiting = ray.wait(waiting, timeout=left_s)
+        for reference in finished:
+            try:
+                ray.get(reference)
+            except RayActorError as death:
+                return cause_of(death)
+            except RayError as failure:
+                # Its steps failed, which may be because another rank has died.
+                cause = failure
+    return None if cause is None else cause_of(cause)
+
+
+def cause_of(error: RayError) -> str:
+    """Return Ray's cause of death in one sentence."""
+    text = str(error)
+    if found := _EXIT_DETAIL.search(text):
+        return found[1]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return f"{lines[-1].rstrip('.') if lines else type(error).__name__}."
+
+
+def check_same_weights(digests: Sequence[Mapping[str, str]], folder: Path) -> None:
+    """Raise StartupError for a file of which two ranks have loaded different versions.
+
+    `digests` has one of each file, for each rank.
+    """
+    first = digests[0]
+    for rank, other in enumerate(digests):
+        for name in sorted(first.keys() | other.keys()):
+            if first.get(name) != other.get(name):
+                raise StartupError(
+                    f"{folder / name} differs between rank 0 and rank {rank}: the file has "
+                    "changed since one of them loaded it, or their nodes have different copies. "
+                    "All ranks need the same weights."
+                )

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import socket
+import tempfile
 from concurrent.futures import wait
-from typing import TYPE_CHECKING
+from contextlib import contextmanager, suppress
+from typing import IO, TYPE_CHECKING
 
 import ray
 from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
 from ray._private.utils import read_ray_address
 
-from cluster.engine.ray_cluster.disk_reserve import DiskReserve
 from cluster.engine.ray_cluster.ray_calls import start_call
 from cluster.engine.ray_cluster.ray_environment import RayEnvironment, warn_if_unauthenticated
 from cluster.engine.ray_cluster.ray_health import RayHealth
@@ -24,6 +25,9 @@ from cluster.engine.ray_cluster.ray_start import join_ray, ray_folder, reconnect
 from pagedray.errors import DeviceError, StartupError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
     from cluster.engine.executor import ReportProgress
     from pagedray.config import EngineConfig
 
@@ -34,6 +38,8 @@ _STOP_TIMEOUT_S = 10.0
 """How long Ray may take to stop its processes; on a busy machine it takes seconds."""
 _RECONNECT_S = 90_000
 """Longer than any drain; a GCS that was started here and has ended does not return."""
+
+_NUM_BYTES = 16 * 2**20
 
 
 class RayConnection:
@@ -142,3 +148,39 @@ def _num_gpus() -> int:
     number = NvidiaGPUAcceleratorManager.get_current_node_num_accelerators()
     visible = NvidiaGPUAcceleratorManager.get_current_process_visible_accelerator_ids()
     return number if visible is None else min(number, len(visible))
+
+
+class DiskReserve:
+    """An unnamed file that takes 16 MiB, which is more than the logs of starting ranks.
+
+    A process that Ray starts exits if it cannot write its log.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Reserve space on the disk of `folder`, as far as there is any."""
+        self._file: IO[bytes] | None = None
+        with suppress(OSError):
+            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  # open until `close`
+        self._fill()
+
+    @contextmanager
+    def released(self) -> Iterator[None]:
+        """Give the space back for a while."""
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.truncate(0)
+        try:
+            yield
+        finally:
+            self._fill()
+
+    def close(self) -> None:
+        """Give the space back. May be called twice."""
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+    def _fill(self) -> None:
+        if self._file is not None:
+            with suppress(OSError):
+                os.posix_fallocate(self._file.fileno(), 0, _NUM_BYTES)

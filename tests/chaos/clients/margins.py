@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from workers.sampling.randomness import generator_start, uniforms
+from workers.sampling.rows import generator_start, uniforms
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,7 +12,7 @@ from tests.chaos.clients.margins import NUM_LOGPROBS, least_margin
 from tests.chaos.clients.requests import Spec
 from workers.sampling.choice import Draws
 from workers.sampling.numpy_choice import NumpyChoice
-from workers.sampling.randomness import generator_start, uniforms
+from workers.sampling.rows import generator_start, uniforms
 
 VOCAB_SIZE = 64
 PLACE, INDEX = 17, 2

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from cluster.engine.faults.rank_watch import RankWatch, WatchLimits, WorkInFlight
+from cluster.engine.faults.rank_monitor import RankWatch, WatchLimits, WorkInFlight
 from pagedray.rank_progress import Phase, RankReport
 
 TICK_S = 0.25

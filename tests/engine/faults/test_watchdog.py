@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from cluster.engine.controller import Controller
 from cluster.engine.executor import RankHealth
 from cluster.engine.faults import rank_monitor
-from cluster.engine.faults.rank_watch import WatchLimits
+from cluster.engine.faults.rank_monitor import WatchLimits
 from cluster.engine.faults.watchdog import ProgressClock
 from cluster.engine.local_executor import LocalExecutor
 from cluster.engine.options.engine_options import EngineOptions, engine_config
@@ -299,7 +299,7 @@ def test_local_rank_that_hangs_while_it_starts_again_ends_the_engine(
 
 def test_process_ends_although_its_rank_hangs() -> None:
     program = (
-        "import threading; from cluster.engine.rank_thread import RankThread; "
+        "import threading; from cluster.engine.local_executor import RankThread; "
         "thread, begun = RankThread(), threading.Event(); "
         "thread.submit(lambda: begun.set() or threading.Event().wait()); "
         "raise SystemExit(not begun.wait(30.0) or thread.close(0.1))"

@@ -1,4 +1,4 @@
-from cluster.engine.ranks.disk_reports import DiskReports
+from cluster.engine.ranks.rank_channels import DiskReports
 from pagedray.batch import DiskReport
 
 

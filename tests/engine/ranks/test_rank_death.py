@@ -3,7 +3,7 @@
 import pytest
 from ray.exceptions import RayError
 
-from cluster.engine.ranks.rank_death import cause_of
+from cluster.engine.ranks.ray_ranks import cause_of
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.engine.ranks.same_weights import check_same_weights
+from cluster.engine.ranks.ray_ranks import check_same_weights
 from pagedray.errors import StartupError
 
 FOLDER = Path("/models/m")

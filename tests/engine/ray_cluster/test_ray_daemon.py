@@ -11,8 +11,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2_grpc
 
-from cluster.engine.ray_cluster import ray_daemon
-from cluster.engine.ray_cluster.ray_daemon import RayDaemon
+from cluster.engine.ray_cluster import ray_health
+from cluster.engine.ray_cluster.ray_health import RayDaemon
 from tests.fakes import wait_for
 from tests.thread_limit import no_more_threads
 
@@ -79,8 +79,8 @@ def test_calls_that_fail_in_this_process_are_logged_once_and_made_again(
     no_timeout = Timeout(fail)
     wait_for(lambda: daemon.has_answered(1))
     with monkeypatch.context() as patch:
-        patch.setattr(ray_daemon, "_CALL_TIMEOUT_S", no_timeout)
-        patch.setattr(ray_daemon, "_CALL_PERIOD_S", 0.01)
+        patch.setattr(ray_health, "_CALL_TIMEOUT_S", no_timeout)
+        patch.setattr(ray_health, "_CALL_PERIOD_S", 0.01)
         wait_for(lambda: no_timeout.num_uses >= 3)
     num_answers = daemon._num_answers
     wait_for(lambda: daemon.has_answered(num_answers + 1))
@@ -94,7 +94,7 @@ def test_calls_end_without_a_log_line_when_the_channel_is_closed(
 ) -> None:
     wait_for(lambda: daemon.has_answered(1))
     (thread,) = call_threads()
-    monkeypatch.setattr(ray_daemon, "_CALL_TIMEOUT_S", Timeout(daemon.close))
+    monkeypatch.setattr(ray_health, "_CALL_TIMEOUT_S", Timeout(daemon.close))
     thread.join(60.0)
     assert not thread.is_alive()
     assert not caplog.records

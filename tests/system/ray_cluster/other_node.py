@@ -22,7 +22,7 @@ import psutil
 import ray
 from ray.cluster_utils import Cluster
 
-from cluster.engine.ranks import epoch_end, ray_executor, ray_reports
+from cluster.engine.ranks import ray_executor, ray_ranks, ray_reports
 from pagedray import LLM, SamplingParams
 from pagedray.errors import DeviceError
 from pagedray.node_memory import MemoryAddress
@@ -126,7 +126,7 @@ def disturb(folder: str, fault: Callable[[LLM], None]) -> None:
 
         undisturbed, undisturbed_s = generate()
         watched = WatchedRay(psutil.Process(ranks_of(llm)._reports.read()[1].pid))
-        epoch_end.ray = watched  # type: ignore[assignment,attr-defined]  # in its place
+        ray_ranks.ray = watched  # type: ignore[assignment,attr-defined]  # in its place
         disturbed = threads.submit(generate)
         time.sleep(0.5)
         fault(llm)

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from pagedray.batch import BlockCopy, DiskReport, StepPlan
-from workers.runner.disk_file import DiskFile
-from workers.runner.disk_jobs import DiskJobs
+from workers.runner.disk_jobs import DiskFile, DiskJobs
 from workers.runner.kept_pool.block_checksums import BYTES_PER_BLOCK, BlockChecksums
 
 BLOCK_BYTES = 2 * 3 * 64 * 2

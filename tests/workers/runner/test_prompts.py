@@ -8,7 +8,7 @@ import torch
 from pagedray.batch import SequencePlan, SequenceStart, StepPlan, pack_token_ids
 from pagedray.sampling_params import SamplingParams
 from workers.runner.input_batch import InputBatch, StepInputs
-from workers.runner.prompts import Prompts
+from workers.runner.model_runner import Prompts
 from workers.runner.token_table import TokenTable
 
 

@@ -31,7 +31,7 @@ from tests.workers.sampling.sampler_rig import (
 )
 from workers.sampling.choice import Choice, Draws
 from workers.sampling.numpy_choice import NumpyChoice
-from workers.sampling.randomness import generator_start, uniforms
+from workers.sampling.rows import generator_start, uniforms
 from workers.sampling.torch_choice import TorchChoice
 
 if TYPE_CHECKING:

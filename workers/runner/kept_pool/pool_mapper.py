@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from workers.runner.kept_pool.block_checksums import BYTES_PER_BLOCK
 from workers.runner.kept_pool.mapped_pool import MappedPool
-from workers.runner.kept_pool.pool_origin import PoolOrigin
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     import torch
 
     from pagedray.config import EngineConfig
     from pagedray.node_memory import MemoryAddress
 
-__all__ = ["PoolMapper"]
+__all__ = ["PoolMapper", "PoolOrigin"]
 
 logger = logging.getLogger(__name__)
 
@@ -49,3 +51,31 @@ class PoolMapper:
             reason = error.strerror or error
             logger.warning("The CPU pool of rank %s will not outlive it: %s.", self._rank, reason)
             return None
+
+
+class PoolOrigin:
+    """What a CPU pool was computed from: the rank's part of the model, and its weights.
+
+    Weights count as the same if their files have the same names, sizes and times.
+    """
+
+    def __init__(self, config: EngineConfig, *, rank: int) -> None:
+        """Make it before the weights are loaded: a file that is replaced later is another one."""
+        files = () if config.load_format == "dummy" else _weight_files(config.model.folder)
+        parallel = config.parallel.tensor_parallel_size, config.parallel.enable_expert_parallel
+        seed = config.load_format, config.load_seed
+        self._parts = config.model, rank, parallel, seed, files
+
+    def digest(self, layout: Sequence[object]) -> bytes:
+        """Return 32 bytes for a pool of this layout."""
+        return hashlib.sha256(repr((self._parts, tuple(layout))).encode()).digest()
+
+
+def _weight_files(folder: Path) -> tuple[tuple[str, int, int], ...]:
+    files = []
+    for path in sorted(folder.glob("*.safetensors")):
+        # One that cannot be read is none of the weights, or these cannot be loaded.
+        with suppress(OSError):
+            status = path.stat()
+            files.append((path.name, status.st_size, status.st_mtime_ns))
+    return tuple(files)
