@@ -67,7 +67,7 @@ def read_regex(text: str) -> Expression:
     # The whole text must match, so anchors at the ends are redundant.
     start = 1 if text.startswith("^") else 0
     end = len(text) - ends_with_anchor(text)
-    parser = _RegexParser(text, start, end)
+    parser = _RegexParser(text, start, end, is_anchored=start > 0 and end < len(text))
     expression = parser.parse_alternatives(depth=0)
     if not parser.is_at_end:
         raise parser.error("unbalanced parenthesis")
@@ -88,10 +88,11 @@ def ends_with_anchor(text: str) -> bool:
 class _RegexParser:
     """Parses recursively, from left to right."""
 
-    def __init__(self, text: str, start: int, end: int) -> None:
+    def __init__(self, text: str, start: int, end: int, *, is_anchored: bool) -> None:
         self._text = text
         self._at = start
         self._end = end
+        self._is_anchored = is_anchored
 
     @property
     def is_at_end(self) -> bool:
@@ -114,7 +115,13 @@ class _RegexParser:
 
     def _sequence(self, depth: int) -> Expression:
         parts: list[Expression] = []
+        # If the whole expression is anchored, anchors of its alternatives are redundant.
+        may_have_anchors = self._is_anchored and depth == 0
+        self._at += may_have_anchors and self._peek() == "^"
         while self._peek() not in ("", "|", ")"):
+            if may_have_anchors and self._text[self._at : self._at + 2] == "$|":
+                self._at += 1
+                break
             parts.append(self._repeated(self._atom(depth)))
         return parts[0] if len(parts) == 1 else Concat(tuple(parts))
 

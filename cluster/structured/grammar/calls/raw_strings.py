@@ -13,7 +13,7 @@ from cluster.structured.grammar.expressions import (
     replaced,
 )
 from cluster.structured.grammar.loops import counted_letters
-from cluster.structured.grammar.schemas.schema_strings import SchemaStrings, found_in
+from cluster.structured.grammar.schemas.schema_strings import SchemaStrings
 
 __all__ = ["RawStrings", "without_angle"]
 
@@ -24,15 +24,14 @@ _LETTER = complement((_ANGLE,))
 class RawStrings(SchemaStrings):
     """Makes strings without `<`, so that no mark can be in them."""
 
-    any_string = Repeat(_LETTER, 0, None)
+    any_string = any_text = Repeat(_LETTER, 0, None)
     _rule_prefix = "raw"
 
     def limited_string(self, minimum: int, maximum: int | None) -> Expression:
         return counted_letters((_LETTER,), minimum, maximum, (), prefix="raw", rules=self._rules)
 
-    def string_of_pattern(self, pattern: str) -> Expression:
-        before, expression, after = found_in(pattern, Repeat(_LETTER, 0, None))
-        return replaced(Concat((*before, expression, *after)), _without_angle)
+    def string_of_pattern(self, parts: tuple[Expression, ...]) -> Expression:
+        return replaced(Concat(parts), _without_angle)
 
 
 def without_angle(characters: Characters) -> Characters:

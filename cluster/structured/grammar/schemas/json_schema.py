@@ -30,11 +30,14 @@ from cluster.structured.grammar.schemas.number_ranges import number_of
 from cluster.structured.grammar.schemas.schema_keywords import (
     KEYWORDS,
     STANDALONE,
+    VALUE_LIMITS,
     Schema,
     check_keywords,
     count_limits_of,
     escaped_pointer,
     fail,
+    is_found,
+    is_within_limits,
     pointer_of,
     resolve,
     types_of,
@@ -131,11 +134,11 @@ class _SchemaReader:
         whole = STANDALONE.intersection(schema)
         if not whole:
             return self._of_types(schema, path, depth)
+        if whole <= {"const", "enum"} and len(whole) == 1 and keywords <= VALUE_LIMITS | whole:
+            return self._values(schema, path)
         if len(whole) > 1 or not keywords <= {*whole, "type"}:
             fail(path, f"combines {sorted(whole)[0]} with other keywords")
         (keyword,) = whole
-        if keyword in ("const", "enum"):
-            return self._values(schema, path)
         if "type" in schema:
             fail(path, f"combines {keyword} with type")
         if keyword == "$ref":
@@ -186,7 +189,11 @@ class _SchemaReader:
         if not isinstance(values, list):
             fail(f"{path}/enum", "must be a list of values")
         types = types_of(schema, path) or tuple(KEYWORDS)
-        allowed = [value for value in values if types_of_value(value) & set(types)]
+        allowed = [
+            value
+            for value in values
+            if types_of_value(value) & set(types) and is_within_limits(value, schema, path)
+        ]
         if not allowed:
             fail(path, "allows no value")
         try:
@@ -270,8 +277,9 @@ class _SchemaReader:
         minimum, maximum = count_limits_of(schema, path, "minProperties", "maxProperties")
         if not properties:
             return None
-        if schema.get("patternProperties"):
-            fail(f"{path}/patternProperties", "cannot be combined with properties")
+        for pattern in cast("Schema", schema.get("patternProperties", {})):
+            if any(is_found(pattern, name, f"{path}/patternProperties") for name in properties):
+                fail(f"{path}/patternProperties", f"has {pattern[:40]!r}, which a property matches")
         if _restricts_names(schema):
             fail(f"{path}/propertyNames", "cannot be combined with properties")
         if minimum > len(required) or (maximum is not None and maximum < len(properties)):

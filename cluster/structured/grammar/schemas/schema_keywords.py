@@ -1,8 +1,10 @@
 """The keywords of JSON Schema, and how the simplest of them are read."""
 
+import operator
 import re
-from collections.abc import Mapping
-from typing import NoReturn, cast
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import Any, NoReturn, cast
 from urllib.parse import unquote
 
 from cluster.structured.grammar.expressions import invalid_structure
@@ -13,11 +15,14 @@ __all__ = [
     "KEYWORDS",
     "KNOWN",
     "STANDALONE",
+    "VALUE_LIMITS",
     "Schema",
     "check_keywords",
     "count_limits_of",
     "escaped_pointer",
     "fail",
+    "is_found",
+    "is_within_limits",
     "pointer_of",
     "resolve",
     "types_of",
@@ -69,6 +74,10 @@ _UNSUPPORTED = frozenset(
 """Keywords that restrict values and cannot be enforced."""
 STANDALONE = frozenset(("$ref", "const", "enum", "anyOf", "oneOf", "allOf"))
 """Keywords that define a schema on their own and cannot be combined with others."""
+VALUE_LIMITS = frozenset(("type", "minimum", "maximum", "pattern", "format")).union(
+    ("minLength", "maxLength", "exclusiveMinimum", "exclusiveMaximum")
+)
+"""Keywords that the values of `enum` and `const` are compared with."""
 _RESTRICTING = frozenset(("type",)).union(STANDALONE, *KEYWORDS.values())
 KNOWN = _RESTRICTING | ANNOTATIONS
 _TYPES_OF_VALUES: Mapping[type, set[str]] = {
@@ -138,6 +147,39 @@ def types_of_value(value: object) -> set[str]:
     if isinstance(value, float):
         return {"number", "integer"} if value.is_integer() else {"number"}
     return _TYPES_OF_VALUES[type(value)]
+
+
+def is_within_limits(value: object, schema: Schema, path: str) -> bool:
+    """Return whether a listed value is within the limits of a schema for its type."""
+    if isinstance(value, str):
+        low, high = count_limits_of(schema, path, "minLength", "maxLength")
+        pattern = schema.get("pattern", "")
+        if not isinstance(pattern, str):
+            fail(f"{path}/pattern", "must be a regular expression")
+        is_long = high is not None and len(value) > high
+        return len(value) >= low and not is_long and is_found(pattern, value, f"{path}/pattern")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return True
+    # Any: numbers of several types
+    compared: tuple[tuple[str, Callable[[Any, Any], bool]], ...] = (
+        *(("minimum", operator.ge), ("maximum", operator.le)),
+        *(("exclusiveMinimum", operator.gt), ("exclusiveMaximum", operator.lt)),
+    )
+    for keyword, compare in compared:
+        bound = schema.get(keyword, value)
+        if isinstance(bound, bool) or not isinstance(bound, int | float | Fraction):
+            fail(f"{path}/{keyword}", "must be a number")
+        if keyword in schema and not compare(value, bound):
+            return False
+    return True
+
+
+def is_found(pattern: str, text: str, path: str) -> bool:
+    """Return whether a regular expression of a client matches anywhere in a text."""
+    try:
+        return re.search(pattern, text) is not None
+    except re.error:
+        fail(path, "has a regular expression that is not supported")
 
 
 def escaped_pointer(name: str) -> str:

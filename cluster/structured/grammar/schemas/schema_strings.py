@@ -3,10 +3,13 @@
 from cluster.structured.grammar import json_text
 from cluster.structured.grammar.compile_cost import MAX_COST, cost_of
 from cluster.structured.grammar.expressions import (
+    Alternation,
     Concat,
     Expression,
+    Repeat,
     Rule,
     Text,
+    complement,
     invalid_structure,
 )
 from cluster.structured.grammar.json_text import (
@@ -19,7 +22,7 @@ from cluster.structured.grammar.json_text import (
 from cluster.structured.grammar.loops import counted_letters, with_loops_as_rules
 from cluster.structured.grammar.regex import ends_with_anchor, read_regex
 from cluster.structured.grammar.schemas.schema_keywords import Schema, count_limits_of, fail
-from cluster.structured.grammar.schemas.string_formats import STRING_FORMATS, StringFormat
+from cluster.structured.grammar.schemas.string_formats import STRING_FORMATS
 from pagedray.errors import InvalidRequestError
 
 __all__ = ["SchemaStrings", "found_in", "limited_string"]
@@ -29,12 +32,13 @@ class SchemaStrings:
     """Makes the rules of all strings of one schema, and limits their total cost."""
 
     any_string: Expression = json_text.STRING
+    any_text: Expression = CONTENT
     _rule_prefix = ""
 
     def __init__(self, rules: dict[str, Expression]) -> None:
         """Rules are added to `rules`."""
         self._rules = rules
-        self._patterns: dict[str, Rule] = {}
+        self._patterns: dict[tuple[str, int, int | None], Rule] = {}
         self._cost = 0
 
     def string_of(self, schema: Schema, path: str) -> Expression:
@@ -42,16 +46,17 @@ class SchemaStrings:
         limits = [key for key in ("pattern", "format", "minLength", "maxLength") if key in schema]
         if not limits:
             return self.any_string
-        keyword = limits[0]
-        if keyword == "pattern":
-            limits = [key for key in limits if key != "format" or _format_of(schema, path)]
-            if len(limits) > 1:
-                fail(f"{path}/{limits[1]}", "cannot be combined with pattern")
+        if "pattern" in schema:
             if not isinstance(schema["pattern"], str):
                 fail(f"{path}/pattern", "must be a regular expression")
-            return self._pattern(schema["pattern"], f"{path}/pattern")
-        if keyword == "format" and (found := _format_of(schema, path)) is not None:
-            return self._pattern(found.pattern, f"{path}/format")
+            try:
+                return self._pattern(schema["pattern"], schema, path, "pattern")
+            except InvalidRequestError:
+                # What has no grammar, such as a lookahead, usually belongs to the format.
+                if "format" not in schema or _format_of(schema, path) is None:
+                    raise
+        if "format" in schema and (found := _format_of(schema, path)) is not None:
+            return self._pattern(found, schema, path, "format")
         minimum, maximum = count_limits_of(schema, path, "minLength", "maxLength")
         if not minimum and maximum is None:
             return self.any_string
@@ -64,28 +69,35 @@ class SchemaStrings:
         """Return strings of `minimum` to `maximum` characters."""
         return limited_string(self._rules, minimum, maximum)
 
-    def string_of_pattern(self, pattern: str) -> Expression:
-        """Return strings in which a regular expression matches. Raises InvalidRequestError."""
-        before, expression, after = found_in(pattern, CONTENT)
-        string = as_json_string(expression)
-        assert isinstance(string, Concat)
-        left, content, right = string.parts
-        return Concat((left, *before, content, *after, right))
+    def string_of_pattern(self, parts: tuple[Expression, ...]) -> Expression:
+        """Return strings of an expression, with the text that may be before and after it."""
+        written = [
+            (Text('"'),),
+            *((one,) if one is CONTENT else _content_of(one) for one in parts),
+            (Text('"'),),
+        ]
+        return Concat(tuple(part for one in written for part in one))
 
-    def _pattern(self, pattern: str, path: str) -> Rule:
-        if pattern not in self._patterns:
+    def _pattern(self, pattern: str, schema: Schema, path: str, keyword: str) -> Rule:
+        limits = count_limits_of(schema, path, "minLength", "maxLength")
+        key = (pattern, *limits)
+        path = f"{path}/{keyword}"
+        if key not in self._patterns:
             try:
-                expression = self.string_of_pattern(pattern)
+                parts = found_in(pattern, self.any_text)
+                if limits != (0, None):
+                    parts = _limited(parts, *limits, self.any_text, path)
+                expression = self.string_of_pattern(parts)
             except InvalidRequestError as error:
                 raise invalid_structure(
                     f"{str(error).removesuffix('.')}, in {path[:200]}."
                 ) from None
             self._add_cost(cost_of(expression), path)
             rule = Rule(f"{self._rule_prefix}pattern{len(self._patterns)}")
-            self._patterns[pattern] = rule
+            self._patterns[key] = rule
             loops, self._rules[rule.name] = with_loops_as_rules(expression, prefix=f"{rule.name}x")
             self._rules |= loops
-        return self._patterns[pattern]
+        return self._patterns[key]
 
     def _add_cost(self, cost: int, path: str) -> None:
         self._cost += cost
@@ -108,10 +120,7 @@ def limited_string(rules: dict[str, Expression], minimum: int, maximum: int | No
     return Concat((Text('"'), found))
 
 
-_Parts = tuple[Expression, ...]
-
-
-def found_in(pattern: str, text: Expression) -> tuple[_Parts, Expression, _Parts]:
+def found_in(pattern: str, text: Expression) -> tuple[Expression, ...]:
     """Return a regular expression, with the text that may be before and after it.
 
     Raises InvalidRequestError.
@@ -119,26 +128,120 @@ def found_in(pattern: str, text: Expression) -> tuple[_Parts, Expression, _Parts
     expression = read_regex(pattern)
     # Without an anchor the pattern may match anywhere in the string. One that belongs to the first
     # or last alternative only is applied to all of them, which allows no other strings.
-    before: _Parts = () if pattern.startswith("^") else (text,)
-    after: _Parts = () if ends_with_anchor(pattern) else (text,)
-    return before, expression, after
+    before = () if pattern.startswith("^") else (text,)
+    after = () if ends_with_anchor(pattern) else (text,)
+    return (*before, expression, *after)
 
 
-def _format_of(schema: Schema, path: str) -> StringFormat | None:
-    """Return the format of strings, which must be within their limits of length.
+def _content_of(expression: Expression) -> tuple[Expression, ...]:
+    string = as_json_string(expression)
+    assert isinstance(string, Concat)
+    return string.parts[1:-1]
 
-    Other formats are annotations, as the standard allows; None stands for them.
-    """
+
+def _format_of(schema: Schema, path: str) -> str | None:
+    """Return the pattern of a format; None for other formats, which are annotations."""
     name = schema["format"]
     if not isinstance(name, str):
         fail(f"{path}/format", "must be the name of a format")
     found = STRING_FORMATS.get(name)
-    if found is None:
-        return None
-    minimum, maximum = count_limits_of(schema, path, "minLength", "maxLength")
-    shown = f"the format {name}, whose strings have {found.min_length} to {found.max_length}"
-    if minimum > found.min_length:
-        fail(f"{path}/minLength", f"cannot be combined with {shown} characters here")
-    if maximum is not None and maximum < found.max_length:
-        fail(f"{path}/maxLength", f"cannot be combined with {shown} characters here")
-    return found
+    return None if found is None else found.pattern
+
+
+def _limited(
+    parts: tuple[Expression, ...],
+    minimum: int,
+    maximum: int | None,
+    text: Expression,
+    path: str,
+) -> tuple[Expression, ...]:
+    """Return strings of parts of an allowed length, but not all of them if several parts vary."""
+    # Text around a pattern is limited like the pattern.
+    whole: Expression = Concat(tuple(_ANY_CHARACTERS if part is text else part for part in parts))
+    least, most = _lengths_of(whole)
+    if minimum > least:
+        whole = _at_least(whole, minimum - least, path)
+    if maximum is not None and (most is None or most > maximum):
+        if _lengths_of(whole)[0] > maximum:
+            fail(path, f"has no strings of at most {maximum} characters")
+        whole = _at_most(whole, maximum)
+    return (whole,)
+
+
+def _lengths_of(expression: Expression) -> tuple[int, int | None]:
+    """Return the fewest and the most characters of a regular expression."""
+    match expression:
+        case Text(text):
+            return len(text), len(text)
+        case Concat(parts):
+            found = [_lengths_of(part) for part in parts]
+            highs = [high for _, high in found if high is not None]
+            return sum(low for low, _ in found), sum(highs) if len(highs) == len(found) else None
+        case Alternation(parts):
+            found = [_lengths_of(part) for part in parts]
+            highs = [high for _, high in found if high is not None]
+            return min(low for low, _ in found), max(highs) if len(highs) == len(found) else None
+        case Repeat(part, minimum, maximum):
+            low, high = _lengths_of(part)
+            most = None if maximum is None or high is None else maximum * high
+            return minimum * low, 0 if high == 0 else most
+    return 1, 1
+
+
+def _at_most(expression: Expression, most: int) -> Expression:
+    """Return strings of an expression with at most this many characters, of which it has some."""
+    least, highest = _lengths_of(expression)
+    assert least <= most
+    if highest is not None and highest <= most:
+        return expression
+    match expression:
+        case Concat(parts):
+            lengths = [_lengths_of(part) for part in parts]
+            left = most - least
+            num_varying = sum(low != high for low, high in lengths)
+            limited: list[Expression] = []
+            for part, (low, high) in zip(parts, lengths, strict=True):
+                if low == high:
+                    limited.append(part)
+                    continue
+                limited.append(_at_most(part, low + left // num_varying))
+                used = _lengths_of(limited[-1])[1]
+                assert used is not None
+                left -= used - low
+                num_varying -= 1
+            return Concat(tuple(limited))
+        case Alternation(parts):
+            fitting = [part for part in parts if _lengths_of(part)[0] <= most]
+            return Alternation(tuple(_at_most(part, most) for part in fitting))
+        case Repeat(part, minimum, maximum):
+            low, high = _lengths_of(part)
+            if minimum:
+                part = _at_most(part, most // minimum)
+            elif low > most:
+                return Concat(())
+            else:
+                part = _at_most(part, most if high is None else min(most, high))
+            length = _lengths_of(part)[1] or 1
+            number = most // length
+            return Repeat(part, minimum, number if maximum is None else min(number, maximum))
+    return expression
+
+
+def _at_least(expression: Expression, num_more: int, path: str) -> Expression:
+    """Return strings of an expression that are longer than the shortest."""
+    parts = expression.parts if isinstance(expression, Concat) else (expression,)
+    for place in range(len(parts) - 1, -1, -1):
+        match parts[place]:
+            case Concat():
+                changed = _at_least(parts[place], num_more, path)
+            case Repeat(part, minimum, maximum) if _lengths_of(part) == (1, 1) and (
+                maximum is None or maximum - minimum >= num_more
+            ):
+                changed = Repeat(part, minimum + num_more, maximum)
+            case _:
+                continue
+        return Concat((*parts[:place], changed, *parts[place + 1 :]))
+    fail(path, "has shorter strings than minLength; use a pattern of the same length")
+
+
+_ANY_CHARACTERS = Repeat(complement(()), 0, None)

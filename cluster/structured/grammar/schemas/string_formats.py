@@ -20,7 +20,7 @@ _BYTE = r"(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 # Each character costs time to compile, so labels, atoms and paths are shorter than the standards
 # allow.
 _LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,18}[A-Za-z0-9])?"
-_ATOM = "[A-Za-z0-9_%+-]"
+_ATOM = "[A-Za-z0-9_+-]"
 _HEX = "[0-9a-fA-F]"
 _GROUP = f"{_HEX}{{1,4}}"
 _URI_TEXT = "[A-Za-z0-9._~!$&'()*+,;=:@/-]"
@@ -43,7 +43,9 @@ STRING_FORMATS: Mapping[str, StringFormat] = {
         rf"^P(?:{_DURATION_DATE}(?:{_DURATION_TIME})?|{_DURATION_TIME}|{_NUMBER}W)$", 3, 32
     ),
     "email": StringFormat(
-        rf"^{_ATOM}{{1,20}}(?:\.{_ATOM}{{1,12}}){{0,2}}@{_LABEL}(?:\.{_LABEL}){{1,2}}$", 5, 109
+        rf"^{_ATOM}{{1,20}}(?:\.{_ATOM}{{1,12}}){{0,2}}@{_LABEL}(?:\.{_LABEL})?\.[A-Za-z]{{2,12}}$",
+        6,
+        101,
     ),
     "hostname": StringFormat(rf"^{_LABEL}(?:\.{_LABEL}){{0,3}}$", 1, 83),
     "ipv4": StringFormat(rf"^{_BYTE}\.{_BYTE}\.{_BYTE}\.{_BYTE}$", 7, 15),
