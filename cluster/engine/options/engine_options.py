@@ -72,7 +72,7 @@ class EngineOptions:
     tensor_parallel_size: int = _DEFAULTS["tensor_parallel_size"]
     device: Device | None = None
     dtype: Dtype | None = None
-    task: Task | Literal["pooling"] | None = None
+    task: Literal[Task, "pooling"] | None = None
     """`pooling`, vLLM's runner, is the usual task of the model, or `embed` if it generates text."""
     quantization: QuantizationMethod | None = None
     enable_expert_parallel: bool = _DEFAULTS["enable_expert_parallel"]
@@ -110,14 +110,14 @@ class EngineOptions:
     chat_template: str | None = _DEFAULTS["chat_template"]
     trust_request_chat_template: bool = _DEFAULTS["trust_request_chat_template"]
     generation_config: str = "auto"
-    override_generation_config: dict[str, object] | None = None
+    override_generation_config: dict[str, Any] | None = None  # Any: JSON
     revision: str | None = None
     tokenizer: str | None = None
     """Must be the model, whose tokenizer is always used."""
     tokenizer_revision: str | None = None
     """Must be the revision of the model."""
     download_dir: str | None = None
-    hf_overrides: dict[str, object] | None = None
+    hf_overrides: dict[str, Any] | None = None  # Any: JSON
     seed: int | None = None
 
 
