@@ -102,10 +102,10 @@ def _serve(parsed: argparse.Namespace) -> int:
     from cluster.serving.telemetry.log_lines import logging_to
 
     # Importing the server takes seconds on a slow disk, so mistakes are found before.
-    set_ports(parsed)
     with logging_to(form=parsed.log_format, level=parsed.log_level):
         log_ignored_flags(parsed)
         config = with_served_names(_config(parsed), parsed.served_model_name or ())
+        set_ports(parsed)
         with exiting_at_interrupt():
             from cluster.cli.server import Server
             from cluster.serving.auth.authenticator import Authenticator
