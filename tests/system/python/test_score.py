@@ -181,7 +181,7 @@ def test_pairs_are_scored_in_order(client: httpx.Client, folder: Path, path: str
         ("/rerank", {"query": "w1", "documents": ["w1", ""]}, "documents.1"),
         ("/rerank", {"query": "w1", "documents": [{"text": "w1", "x": 1}]}, "documents.0.x"),
         ("/rerank", {"query": "w1", "documents": ["w1"] * 2049}, "documents"),
-        ("/rerank", {"query": "w1", "documents": ["w1"], "top_n": 0}, "top_n"),
+        ("/rerank", {"query": "w1", "documents": ["w1"], "top_n": "1"}, "top_n"),
         ("/rerank", {"query": "w1", "documents": ["w1"], "instruction": "w2"}, "instruction"),
         ("/rerank", {"query": "w1", "documents": ["w1"], "rank_fields": ["x"]}, "rank_fields"),
         ("/rerank", {"query": "w1 " * 60, "documents": ["w1"]}, "documents"),
