@@ -69,9 +69,12 @@ _UNSUPPORTED = frozenset(
         *("not", "if", "then", "else", "contains", "minContains", "maxContains"),
         *("dependentRequired", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef"),
         *("formatMinimum", "formatMaximum", "formatExclusiveMinimum", "formatExclusiveMaximum"),
+        *("propertyDependencies", "divisibleBy", "disallow"),
     )
 )
 """Keywords that restrict values and cannot be enforced."""
+_UNEVALUATED = {"unevaluatedProperties": "properties", "unevaluatedItems": "prefixItems"}
+"""Keywords that have no effect beside others, which allow nothing more."""
 STANDALONE = frozenset(("$ref", "const", "enum", "anyOf", "oneOf", "allOf"))
 """Keywords that define a schema on their own and cannot be combined with others."""
 VALUE_LIMITS = frozenset(("type", "minimum", "maximum", "pattern", "format")).union(
@@ -102,7 +105,9 @@ def check_keywords(schema: Schema, path: str) -> set[str]:
     Raises InvalidRequestError for a keyword that cannot be enforced, and for a misspelled one.
     """
     for keyword in sorted(schema.keys() - KNOWN):
-        if keyword in _UNSUPPORTED:
+        beside = _UNEVALUATED.get(keyword, keyword)
+        is_free = beside in schema or schema[keyword] in (True, {})
+        if keyword in _UNSUPPORTED or (keyword in _UNEVALUATED and not is_free):
             fail(f"{path}/{keyword}", "is not a supported keyword")
         # As the standard requires, other keywords are ignored. A misspelled keyword is rejected,
         # or the model would ignore a limit that the client has set.

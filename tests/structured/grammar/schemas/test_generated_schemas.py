@@ -15,7 +15,7 @@ from pagedray.errors import InvalidRequestError
 from pagedray.structure import Structure
 
 LINES = Path(__file__).with_name("generated_schemas.jsonl").read_text().splitlines()
-"""A schema in each line, with a valid value and, unless all values are valid, an invalid one."""
+"""A schema in each line, with a valid and an invalid value."""
 LEAST_SHARE = 0.97
 
 
@@ -30,18 +30,18 @@ def problem_of(entry: dict[str, Any]) -> str:
     grammar = Grammar.from_ebnf(text)
     if not _is_grammar_accept_string(grammar, json.dumps(entry["good"])):
         return "the valid value is rejected"
-    if "bad" in entry and _is_grammar_accept_string(grammar, json.dumps(entry["bad"])):
+    if _is_grammar_accept_string(grammar, json.dumps(entry["bad"])):
         return "the invalid value is accepted"
     return ""
 
 
 def test_the_values_are_what_they_are_said_to_be() -> None:
-    assert len(LINES) == 250
+    assert len({json.dumps(json.loads(line)["schema"], sort_keys=True) for line in LINES}) == 250
     for line in LINES:
         entry = json.loads(line)
         validator = jsonschema.Draft202012Validator(entry["schema"])
         assert validator.is_valid(entry["good"]), line
-        assert "bad" not in entry or not validator.is_valid(entry["bad"]), line
+        assert not validator.is_valid(entry["bad"]), line
 
 
 def test_almost_all_schemas_of_generators_are_enforced() -> None:
