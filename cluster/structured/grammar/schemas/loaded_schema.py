@@ -6,6 +6,7 @@ from math import isinf
 from typing import NoReturn
 
 from cluster.structured.grammar.expressions import invalid_structure
+from cluster.structured.grammar.schemas.schema_rewrites import rewritten
 
 __all__ = ["load_schema"]
 
@@ -14,7 +15,7 @@ _MAX_EXPONENT = 400
 
 
 def load_schema(text: str) -> tuple[object, object]:
-    """Return a schema with fractions where it has floats, and with the floats.
+    """Return a schema, rewritten, with fractions where it has floats, and with the floats.
 
     Raises InvalidRequestError.
     """
@@ -24,7 +25,7 @@ def load_schema(text: str) -> tuple[object, object]:
         raise invalid_structure(f"structure is not valid JSON: {error}.") from error
     except RecursionError:
         raise invalid_structure("structure is a JSON Schema that is nested too deeply.") from None
-    return schema, json.loads(text)
+    return rewritten(schema), rewritten(json.loads(text))
 
 
 def _fraction(text: str) -> Fraction:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 from typing import TYPE_CHECKING
 
 import jsonschema
 import pytest
+from xgrammar import Grammar
+from xgrammar.testing import _is_grammar_accept_string
 
 from cluster.serving.tools.bare_schema import bare_schema
 from cluster.structured.grammar.grammar_text import grammar_text
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 
 # For the other formats it checks another standard, or nothing.
 FORMATS = jsonschema.FormatChecker(["date", "ipv4", "uuid"])
+VALIDATOR = jsonschema.Draft202012Validator
 
 
 def structure(schema: object) -> Structure:
@@ -103,9 +107,9 @@ def test_texts_of_random_schemas_are_valid(
         ({"type": "object", "propertyNames": {"$ref": "#"}}, "#/propertyNames must be a schema"),
         ({"type": "object", "propertyNames": {"type": "integer"}}, "#/propertyNames/type"),
         ({"type": "object", "propertyNames": {"enum": [1]}}, "#/propertyNames allows no value"),
-        ({"type": "object", "propertyNames": {"not": {}}}, "#/propertyNames/not"),
+        ({"type": "object", "propertyNames": {"not": {}}}, "#/propertyNames must be an object"),
         ({"type": "object", "minProperties": 2}, "#/minProperties"),
-        ({"type": "object", "properties": {"a": {"not": {}}}}, "#/properties/a/not is not a"),
+        ({"properties": {"a": {"not": {"type": "null"}}}}, "#/properties/a/not is not a"),
         *(
             ({"type": "string", misspelled: 3}, f"#/{misspelled} .*; did you mean {meant}\\?$")
             for misspelled, meant in (
@@ -153,7 +157,7 @@ def test_texts_of_random_schemas_are_valid(
             {"$ref": "#/$defs/a", "minimum": 3, "$defs": {"a": {}}},
             r"combines \$ref with other keywords",
         ),
-        ({"type": "integer", "anyOf": [{}]}, "combines anyOf with type"),
+        ({"type": "integer", "anyOf": [{"type": "null"}]}, "combines anyOf with type"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "use anyOf"),
         ({"allOf": [{"type": "integer"}, {"type": "number"}]}, "must have exactly one schema"),
         ({"enum": []}, "allows no value"),
@@ -312,3 +316,120 @@ def test_texts_of_rarer_schemas_are_valid(
     for text in texts:
         if text is not None:
             check(schema, text)
+
+
+A = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+B = {"type": "object", "properties": {"b": {"type": "string"}}, "required": ["b"]}
+CLOSED = A | {"additionalProperties": False}
+COLORS = {"type": "string", "enum": ["red", "green"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "valid"),
+    [
+        # Inheritance of OpenAPI, intersections of TypeBox, and allOf beside other keywords.
+        ({"allOf": [A, B]}, {"a": 1, "b": "x"}),
+        ({"allOf": [{"$ref": "#/$defs/A"}, B], "$defs": {"A": A}}, {"a": 1, "b": "x"}),
+        ({"allOf": [{"$ref": "#/$defs/A"}, {}], "$defs": {"A": A}}, {"a": 1}),
+        ({**B, "allOf": [A]}, {"b": "x", "a": 1}),
+        ({"type": "object", "allOf": [A, B], "unevaluatedProperties": False}, {"a": 1, "b": "x"}),
+        ({"allOf": [CLOSED, {"required": ["a"]}]}, {"a": 1}),
+        ({"allOf": [A, {"properties": {"a": {"minimum": 5}}}]}, {"a": 5}),
+        ({"allOf": [A, {"properties": {"a": {"type": "integer"}, "c": True}}]}, {"a": 1, "c": []}),
+        ({"allOf": [{"type": "string"}, {"minLength": 2}, {"maxLength": 3}]}, "ab"),
+        # What stands beside anyOf and oneOf.
+        ({**A, "anyOf": [B, {"properties": {"c": {"const": 1}}}]}, {"a": 1, "b": "x"}),
+        ({"type": "string", "anyOf": [{"minLength": 9}, {"pattern": "^a$"}]}, "a"),
+        ({"type": "object", "anyOf": [A, B]}, {"b": "x"}),
+        (
+            {
+                "type": "object",
+                "properties": {"a": {"type": "integer"}, "b": {"type": "string"}, "n": {}},
+                "oneOf": [{"required": ["a"]}, {"required": ["b"]}],
+            },
+            {"b": "x", "n": 0},
+        ),
+        (
+            {**A, "oneOf": [{"type": "object", "properties": {"k": {"const": k}}, "required": ["k"]}
+                            for k in "xy"]},
+            {"a": 1, "k": "y"},
+        ),
+        # Tuples of draft 7.
+        ({"type": "array", "items": [{"type": "integer"}, {"type": "null"}]}, [1, None]),
+        (
+            {"type": "array", "items": [{"type": "integer"}], "additionalItems": {"type": "null"}},
+            [1, None, None],
+        ),
+        ({"type": "array", "items": [{}], "additionalItems": False, "minItems": 1}, [0]),
+        # Never.
+        ({"type": "object", "properties": {"a": {"not": {}}, "b": {"type": "null"}}}, {"b": None}),
+        ({"anyOf": [{"not": {}}, {"type": "null"}]}, None),
+        # Names of an enumeration.
+        (
+            {
+                "type": "object",
+                "propertyNames": COLORS,
+                "additionalProperties": {"type": "integer"},
+                "required": ["red", "green"],
+            },
+            {"red": 1, "green": 2},
+        ),
+        (
+            {
+                "type": "object",
+                "propertyNames": {"$ref": "#/$defs/C"},
+                "additionalProperties": {"type": "integer"},
+                "$defs": {"C": COLORS},
+            },
+            {"red": 1},
+        ),
+    ],
+)  # fmt: skip
+def test_combined_schemas_are_enforced(schema: dict[str, object], valid: object) -> None:
+    grammar = Grammar.from_ebnf(grammar_text(structure(schema)))
+    draft = jsonschema.Draft7Validator if isinstance(schema.get("items"), list) else VALIDATOR
+    validator = draft(schema)
+    assert validator.is_valid(valid)
+    assert _is_grammar_accept_string(grammar, json.dumps(valid))
+    # No value that is invalid is accepted: values of the schemas above, and without a member each.
+    for value in (*VALUES, valid):
+        for given in (value, *without_one(value)):
+            if not validator.is_valid(given):
+                assert not _is_grammar_accept_string(grammar, json.dumps(given)), given
+
+
+VALUE_OF: dict[str, tuple[object, ...]] = {
+    "a": (1, 4, "x"), "b": ("x", 1, None), "c": (1, 2), "k": ("x", "z"), "n": (0,), "red": (1, "x"),
+}  # fmt: skip
+VALUES: list[object] = [
+    None, 1, "a", "ab", "abcd", [], [1], [1, 2], [1, None], [1, None, 3], ["x"], [0, 0], {},
+    *(
+        dict(zip(names, values, strict=True))
+        for size in (1, 2, 3)
+        for names in itertools.combinations(VALUE_OF, size)
+        for values in itertools.product(*(VALUE_OF[name] for name in names))
+    ),
+]  # fmt: skip
+
+
+def without_one(value: object) -> list[dict[str, object]]:
+    if not isinstance(value, dict):
+        return []
+    return [{key: one for key, one in value.items() if key != name} for name in value]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        # Each allows nothing, or less than what two branches say apart.
+        {"allOf": [CLOSED, CLOSED | {"properties": {"b": {}}, "required": ["b"]}]},
+        {"allOf": [A, {"additionalProperties": {"type": "string"}}]},
+        {"allOf": [{"prefixItems": [{}]}, {"items": {"type": "null"}}]},
+        {"allOf": [{"type": "integer"}, {"type": "number"}]},
+        {"type": "object", "oneOf": [A, B]},
+        {"allOf": [{"pattern": "^a"}, {"pattern": "a$"}], "type": "string"},
+    ],
+)
+def test_combinations_that_are_not_merged_are_rejected(schema: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequestError, match=r"allOf|oneOf"):
+        grammar_text(structure(schema))
