@@ -26,6 +26,8 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _ITEMS = frozenset(("items", "prefixItems", "uniqueItems"))
 _MAX_DEPTH = 64
 _MAX_BRANCHES = 128
+_MAX_MERGES = 1024
+"""Merges of one schema; branches within branches may need a power of two of them."""
 
 
 def rewritten(root: object) -> object:
@@ -38,6 +40,7 @@ class _Rewriter:
         self._root = root
         self._targets: dict[str, object] = {}
         """Schemas of references that are merged, by pointer; of those being read, as they are."""
+        self._num_merges = 0
 
     def schema(self, given: object, depth: int) -> object:
         """Return a schema, and everything in it, with fewer keywords."""
@@ -126,6 +129,9 @@ class _Rewriter:
         """Return a schema of the values that two schemas allow, or None if it is not found."""
         if branch is True:
             return a
+        self._num_merges += 1
+        if self._num_merges > _MAX_MERGES:
+            return None
         if isinstance(branch, dict) and "$ref" in branch:
             if _restricting(branch) != {"$ref"}:
                 return None

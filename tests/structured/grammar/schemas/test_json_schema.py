@@ -433,3 +433,14 @@ def without_one(value: object) -> list[dict[str, object]]:
 def test_combinations_that_are_not_merged_are_rejected(schema: dict[str, object]) -> None:
     with pytest.raises(InvalidRequestError, match=r"allOf|oneOf"):
         grammar_text(structure(schema))
+
+
+def test_branches_within_branches_are_merged_up_to_a_limit() -> None:
+    schema: dict[str, object] = {"type": "object"}
+    for level in range(40):
+        inner: dict[str, object] = {"properties": {"a": {"properties": {"a": {}}}}}
+        other: dict[str, object] = {"properties": {f"b{level}": {}}}
+        schema = {"properties": {"a": schema}, "anyOf": [inner, other]}
+    # Would otherwise take hours.
+    with pytest.raises(InvalidRequestError, match="unsupported JSON Schema"):
+        grammar_text(structure(schema))
