@@ -79,8 +79,8 @@ ABSENT: tuple[tuple[tuple[str, ...], str], ...] = (
             *("/v1/files/...", "/v1/uploads/...", "/v1/batches/...", "/v1/messages/batches/..."),
             *("/v1/vector_stores/...", "/v1/fine_tuning/..."),
         ),
-        "the server only reads and writes text, and does not store files; `pagedray bench` and "
-        "`LLM.generate` send many prompts",
+        "the server only reads and writes text, and does not store files; `pagedray "
+        "run-batch` and `LLM.generate` run many prompts",
     ),
     (
         ("/v1/conversations/...", "/v1/assistants/...", "/v1/threads/..."),
