@@ -310,7 +310,7 @@ def test_calls_of_strict_tools_follow_the_schema(
 
 
 def test_unsupported_schema_of_a_strict_tool_is_rejected(client: openai.OpenAI) -> None:
-    schema = {"type": "object", "properties": {"a": {"not": {}}}}
+    schema = {"type": "object", "properties": {"a": {"not": {"type": "null"}}}}
     tools: list[Any] = [
         {"type": "function", "function": {"name": "f", "strict": strict, "parameters": schema}}
         for strict in (False, True)
