@@ -16,6 +16,7 @@ from cluster.engine.faults.engine_request import client_events
 from cluster.engine.faults.output_watch import OutputWatch
 from cluster.engine.stats import EngineStats
 from cluster.engine.step_loop import StepLoop
+from cluster.scheduling.fault_recovery import BlamedError
 from cluster.scheduling.kv_manager import KvOptions
 from cluster.scheduling.scheduler import MAX_PLANS_IN_FLIGHT, Scheduler
 from pagedray.errors import WorkerError
@@ -248,9 +249,9 @@ class Controller(StepLoop):
                 self._scheduler.note_disk_report(report)
             self._scheduler.acknowledge(acknowledged_step)
             return self._scheduler.schedule(now_s)
-        except Exception as error:
-            # A defect that concerns one request ends only that one.
-            self._scheduler.recovery.note_fault(error)
+        except BlamedError as fault:
+            # A defect that concerns one request ends only that request.
+            self._scheduler.recovery.note_fault(fault.sequence, fault.__cause__)
             return None
 
     def _take(self, output: StepOutput, step_s: float) -> None:

@@ -1,22 +1,54 @@
-"""What runs after a fault: only some requests, and none until the scheduler is repaired.
+"""Attributes faults to sequences, and restricts which requests run after a fault.
 
-It does not know the plans in flight: the scheduler says when a repair can begin.
+The module does not know the plans in flight: the scheduler says when a repair can begin.
 """
 
 import logging
-import traceback
 from collections.abc import Callable
+from types import TracebackType
 
 from cluster.scheduling.sequence import ActiveRequest, Sequence
 from cluster.scheduling.sequence_table import SequenceTable
 
-__all__ = ["FaultRecovery"]
+__all__ = ["Blame", "BlamedError", "FaultRecovery"]
 
 logger = logging.getLogger(__name__)
 
 
+class BlamedError(Exception):
+    """An exception of code that handled one sequence; `__cause__` is the original exception."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        super().__init__(f"Request {sequence.request_id} met an internal error.")
+        self.sequence = sequence
+
+
+class Blame:
+    """Context manager that turns exceptions of its block into the `BlamedError` of a sequence.
+
+    Of nested blocks, the innermost block counts.
+    """
+
+    __slots__ = ("_sequence",)
+
+    def __init__(self, sequence: Sequence) -> None:
+        self._sequence = sequence
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, Exception) and not isinstance(error, BlamedError):
+            raise BlamedError(self._sequence) from error
+
+
 class FaultRecovery:
-    """Bars requests that are suspected of a fault, and finds those with which code failed."""
+    """Bars requests that are suspected of a fault, and ends the requests that code failed with."""
 
     __slots__ = ("_may_run", "_table", "faulty_ids", "needs_repair")
 
@@ -45,11 +77,9 @@ class FaultRecovery:
         """Bar a request, which is not in the table yet, if it may not run."""
         active.is_barred = self._may_run is not None and not self._may_run(active.request.id)
 
-    def note_fault(self, error: Exception) -> None:
-        """Note an exception of a method of the scheduler; raise it if it concerns no request."""
-        request_id = _request_at_fault(error)
-        if request_id is None:
-            raise error
+    def note_fault(self, sequence: Sequence, error: BaseException | None) -> None:
+        """Note an exception that code raised while it handled a sequence."""
+        request_id = sequence.request_id
         logger.error(
             "Request %s will end with an error after an internal error.", request_id, exc_info=error
         )
@@ -68,16 +98,3 @@ class FaultRecovery:
         return [
             sequence for request_id in faulty for sequence in self._table.unfinished(request_id)
         ]
-
-
-def _request_at_fault(error: Exception) -> str | None:
-    """Return the id of the request whose sequence the failed code handled, or None.
-
-    It is the local variable `sequence` of the innermost function that has one. Passing it along
-    would cost every step what only a defect needs.
-    """
-    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
-        sequence = frame.f_locals.get("sequence")
-        if isinstance(sequence, Sequence):
-            return sequence.request_id
-    return None

@@ -107,7 +107,7 @@ class OutputReader:
                     )
                 )
             except Exception as error:
-                self._recovery.note_fault(error)
+                self._recovery.note_fault(sequence, error)
         return events
 
     def _examine(self, sequence: Sequence, token_id: int) -> FinishReason | None:

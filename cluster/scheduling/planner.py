@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
+from cluster.scheduling.fault_recovery import Blame
 from cluster.scheduling.plan_draft import PlanDraft
 from cluster.scheduling.preemptor import Preemptor, RoomRule
 from cluster.scheduling.sequence import Sequence, SequenceState
@@ -88,7 +89,8 @@ class Planner:
                 num_pairs=sum(draft.decode_positions) + len(draft.decodes),
             )
         for num_left, sequence in zip(range(len(entitled))[::-1], entitled, strict=True):
-            self._start(sequence, draft, budget=draft.budget - num_left)
+            with Blame(sequence):
+                self._start(sequence, draft, budget=draft.budget - num_left)
         if table.swapped and not draft.is_held:
             self._bring_back(draft, acknowledged_step)
         if prefills or table.waiting:
@@ -118,7 +120,9 @@ class Planner:
                     continue
                 if len(decodes) == draft.budget:
                     break
-                if not self._prepare_decode(sequence, draft):
+                with Blame(sequence):
+                    can_decode = self._prepare_decode(sequence, draft)
+                if not can_decode:
                     continue
             decodes.append(sequence)
             positions.append(position)
@@ -150,12 +154,15 @@ class Planner:
         while draft.budget and self._has_time:
             head = self._next_waiting(draft, passed)
             if head is not None and not (left and _is_before(left[0], head)):
-                if not self._start_if_room(head, draft):
+                with Blame(head):
+                    has_started = self._start_if_room(head, draft)
+                if not has_started:
                     passed.pass_item(head)
             elif left:
                 sequence = left.popleft()
                 if budget := self._budget_for(sequence, draft):
-                    self._plan_chunk(sequence, draft, budget=budget)
+                    with Blame(sequence):
+                        self._plan_chunk(sequence, draft, budget=budget)
             else:
                 break
         passed.put_back()
@@ -264,14 +271,15 @@ class Planner:
             head = table.waiting.first
             # A fork needs few free blocks, but too many would be preempted for it: `lacks_blocks`
             # also counts those that it shares.
-            if self._donor_for(head, draft.step) is not None:
-                break
-            if self._awaits_disk(head, draft.step):
-                break
-            if not self._preemptor.is_entitled(head, entitled):
-                break
-            if not self._take_room(head, entitled, draft):
-                break
+            with Blame(head):
+                if self._donor_for(head, draft.step) is not None:
+                    break
+                if self._awaits_disk(head, draft.step):
+                    break
+                if not self._preemptor.is_entitled(head, entitled):
+                    break
+                if not self._take_room(head, entitled, draft):
+                    break
             table.waiting.remove(head)
             entitled.append(head)
         for sequence in entitled:
@@ -308,12 +316,13 @@ class Planner:
             if sequence.ready_step > acknowledged_step or sequence.num_pending:
                 num_passed += 1
                 continue
-            copies = self._kv.swap_in(
-                sequence,
-                draft.step,
-                num_tokens=self._room.num_tokens_to_hold(sequence),
-                num_spare=self._room.num_spare_blocks(sequence),
-            )
+            with Blame(sequence):
+                copies = self._kv.swap_in(
+                    sequence,
+                    draft.step,
+                    num_tokens=self._room.num_tokens_to_hold(sequence),
+                    num_spare=self._room.num_spare_blocks(sequence),
+                )
             if copies is None:
                 num_passed += 1
                 if sequence.blocks.cpu_ids:
@@ -367,9 +376,10 @@ class Planner:
         """Register the blocks that the plan fills, for sequences of later plans."""
         # After all starts: a step cannot read blocks that it computes itself.
         for sequence in draft.prefilled:
-            self._kv.registry.register_blocks(sequence)
-            if sequence.prompt_step == draft.step:
-                self._table.release_siblings(sequence)
+            with Blame(sequence):
+                self._kv.registry.register_blocks(sequence)
+                if sequence.prompt_step == draft.step:
+                    self._table.release_siblings(sequence)
 
 
 def _is_before(prefill: Sequence, head: Sequence) -> bool:

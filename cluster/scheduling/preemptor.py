@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cluster.scheduling.fault_recovery import Blame
 from cluster.scheduling.sequence import Sequence, SequenceState
 
 if TYPE_CHECKING:
@@ -133,6 +134,10 @@ class Preemptor:
 
     def _preempt(self, sequence: Sequence, draft: PlanDraft) -> None:
         """Take the row and blocks of a running sequence."""
+        with Blame(sequence):
+            self._swap_or_release(sequence, draft)
+
+    def _swap_or_release(self, sequence: Sequence, draft: PlanDraft) -> None:
         if self._kv.can_swap_out(sequence) and self._is_to_swap(sequence):
             draft.swap_outs += self._kv.swap_out(sequence, draft.step)
             sequence.ready_step = draft.step

@@ -15,7 +15,7 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from cluster.scheduling.backlog import Backlog
-from cluster.scheduling.fault_recovery import FaultRecovery
+from cluster.scheduling.fault_recovery import Blame, FaultRecovery
 from cluster.scheduling.kv_manager import KvOptions, cache_counts, make_kv_manager
 from cluster.scheduling.masked_step import MadeMasks, MaskedStep
 from cluster.scheduling.output_reader import Flight, OutputReader, PromptLogprobsBuffer
@@ -314,7 +314,8 @@ class Scheduler:
         self._acknowledged_step = max(step, self._acknowledged_step)
         self._kv.acknowledge(step)
         for sequence in self._table.run_arrived(step):
-            self._kv.registry.register_blocks(sequence)
+            with Blame(sequence):
+                self._kv.registry.register_blocks(sequence)
 
     def note_disk_report(self, report: DiskReport) -> None:
         """Take note of blocks that every rank has read from its file or written to it."""
