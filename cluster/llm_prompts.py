@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import msgspec
 
 from cluster.serving.inputs import Prompt
-from cluster.serving.intake.steps import finish
 from cluster.serving.openai.bodies.chat_body import check_open_end
 from cluster.serving.openai.bodies.messages import Message, read_messages
 from cluster.serving.openai.bodies.tool_fields import read_tools
@@ -93,8 +92,7 @@ def read_conversations(
     items = _entries_of(given)
     conversations = [items] if not items or isinstance(items[0], Mapping) else items
     written = tuple(
-        tool.for_template()
-        for tool in finish(read_tools(None if tools is None else _objects(tools)))
+        tool.for_template() for tool in read_tools(None if tools is None else _objects(tools))
     )
     return [
         SaltedPrompt(
@@ -204,7 +202,7 @@ def _messages(given: Conversation) -> tuple[ChatMessage, ...]:
         read_part(Message, one, f"messages.{index}")
         for index, one in enumerate(_objects(_entries_of(given)))
     ]
-    return finish(read_messages(messages))
+    return read_messages(messages)
 
 
 def _objects(entries: Iterable[object]) -> list[object]:

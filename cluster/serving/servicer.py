@@ -216,6 +216,7 @@ class Servicer:
         """End the text threads and the structure compiler; nothing can be validated afterwards."""
         self._recorder.stop_sampling()
         self.resumables.close()
+        self.intake.close()
         await self._text_pool.close()
         await asyncio.to_thread(self.validator.close)
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from cluster.serving.http.http_call import HttpCall
     from cluster.serving.inputs import TokenizeInput
-    from cluster.serving.intake.steps import Steps
     from cluster.serving.servicer import Servicer
 
 __all__ = ["server_endpoints"]
@@ -102,8 +101,8 @@ class _ServerHandlers:
         return json_response({"server_load": self._servicer.num_calls_of(call.tenant)})
 
     async def tokenize(self, call: HttpCall) -> Response:
-        def read(body: TokenizeBody, _: bytes) -> Steps[tuple[TokenizeInput, bool]]:
-            given = yield from body.to_input(
+        def read(body: TokenizeBody, _: bytes) -> tuple[TokenizeInput, bool]:
+            given = body.to_input(
                 known_variables=lambda has_tools: tokenizer.template_variables(has_tools=has_tools),
                 note_ignored=call.ignored.note,
             )
@@ -130,8 +129,7 @@ class _ServerHandlers:
         )
 
     async def detokenize(self, call: HttpCall) -> Response:
-        def read(body: DetokenizeBody, _: bytes) -> Steps[tuple[tuple[int, ...], str | None]]:
-            yield
+        def read(body: DetokenizeBody, _: bytes) -> tuple[tuple[int, ...], str | None]:
             return body.token_ids(), body.model
 
         token_ids, model = await call.body(DetokenizeBody, read)

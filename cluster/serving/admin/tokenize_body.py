@@ -23,7 +23,6 @@ from pagedray.errors import InvalidRequestError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cluster.serving.intake.steps import Steps
 
 __all__ = ["DetokenizeBody", "TokenizeBody"]
 
@@ -93,7 +92,7 @@ class TokenizeBody(Body):
         *,
         known_variables: Callable[[bool], frozenset[str]],
         note_ignored: Callable[[str], None],
-    ) -> Steps[TokenizeInput]:
+    ) -> TokenizeInput:
         """Return the input of the call. Raises InvalidRequestError.
 
         `known_variables` returns those that the model's chat template reads, with tools or
@@ -105,8 +104,8 @@ class TokenizeBody(Body):
                 add_special_tokens=self.add_special_tokens is not False,
                 model=self.model,
             )
-        tools = yield from read_tools(self.tools)
-        messages = yield from read_messages(self.messages)
+        tools = read_tools(self.tools)
+        messages = read_messages(self.messages)
         known = None if self.chat_template is not None else known_variables(bool(tools))
         arguments = TemplateArguments(self.chat_template_kwargs, documents=self.documents)
         prompt = ChatPrompt(

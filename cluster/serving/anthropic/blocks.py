@@ -16,7 +16,6 @@ from pagedray.errors import InvalidRequestError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from cluster.serving.intake.steps import Steps
 
 __all__ = [
     "BLOCKS",
@@ -27,7 +26,6 @@ __all__ = [
     "read_text",
 ]
 
-_STEP_BLOCKS = 64
 _ATTRIBUTION = "x-anthropic-billing-header:"
 
 
@@ -111,12 +109,10 @@ _ROLES: Mapping[str, str] = {
 """The roles whose messages alone may have such blocks."""
 
 
-def read_anthropic_messages(given: Sequence[AnthropicMessage]) -> Steps[tuple[ChatMessage, ...]]:
+def read_anthropic_messages(given: Sequence[AnthropicMessage]) -> tuple[ChatMessage, ...]:
     """Return the messages for the chat template. Raises InvalidRequestError."""
     messages: list[ChatMessage] = []
     for index, message in enumerate(given):
-        if index % _STEP_BLOCKS == 0:
-            yield
         where = f"messages.{index}.content"
         if isinstance(message.content, str):
             messages.append(ChatMessage(message.role, message.content))
@@ -131,33 +127,33 @@ def read_anthropic_messages(given: Sequence[AnthropicMessage]) -> Steps[tuple[Ch
                 f"{where} must contain at least one content block.", param=where
             )
         if message.role == "system":
-            text = yield from read_text(message.content, where)
+            text = read_text(message.content, where)
             messages.append(ChatMessage("system", text))
         elif message.role == "assistant":
-            messages.append((yield from _assistant_turn(message.content, where)))
+            messages.append(_assistant_turn(message.content, where))
         else:
-            messages += yield from _user_turns(message.content, where)
+            messages += _user_turns(message.content, where)
     return tuple(messages)
 
 
-def read_text(given: object, where: str) -> Steps[str]:
+def read_text(given: object, where: str) -> str:
     """Return a text that is a string or a list of text blocks. Raises InvalidRequestError."""
-    return "".join((yield from _texts(given, where)))
+    return "".join(_texts(given, where))
 
 
-def read_system_prompt(given: object) -> Steps[str]:
+def read_system_prompt(given: object) -> str:
     """Return the system prompt without the block in which Claude Code names its version.
 
     That block is not an instruction, and may differ between conversations. In the prompt, it would
     then keep later blocks from being found in the prefix cache. Raises InvalidRequestError.
     """
-    texts = yield from _texts(given, "system")
+    texts = _texts(given, "system")
     if not isinstance(given, list):
         return "".join(texts)
     return "".join(text for text in texts if not text.startswith(_ATTRIBUTION))
 
 
-def _texts(given: object, where: str) -> Steps[list[str]]:
+def _texts(given: object, where: str) -> list[str]:
     if given is None or isinstance(given, str):
         return [given or ""]
     if not isinstance(given, list):
@@ -166,8 +162,6 @@ def _texts(given: object, where: str) -> Steps[list[str]]:
         )
     texts: list[str] = []
     for place, one in enumerate(given):
-        if place % _STEP_BLOCKS == 0:
-            yield
         block = _block_of(one, f"{where}.{place}", None)
         if not isinstance(block, TextBlock):
             param = f"{where}.{place}"
@@ -210,13 +204,11 @@ def _block_of(given: object, where: str, role: str | None) -> _Block:
     return block
 
 
-def _assistant_turn(given: Sequence[object], where: str) -> Steps[ChatMessage]:
+def _assistant_turn(given: Sequence[object], where: str) -> ChatMessage:
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[MessageToolCall] = []
     for place, one in enumerate(given):
-        if place % _STEP_BLOCKS == 0:
-            yield
         block = _block_of(one, f"{where}.{place}", "assistant")
         if isinstance(block, TextBlock):
             texts.append(block.text)
@@ -232,13 +224,11 @@ def _assistant_turn(given: Sequence[object], where: str) -> Steps[ChatMessage]:
     )
 
 
-def _user_turns(given: Sequence[object], where: str) -> Steps[list[ChatMessage]]:
+def _user_turns(given: Sequence[object], where: str) -> list[ChatMessage]:
     """Return messages in the order of the blocks: each result of a tool is one of its own."""
     turns: list[ChatMessage] = []
     texts: list[str] = []
     for place, one in enumerate(given):
-        if place % _STEP_BLOCKS == 0:
-            yield
         block = _block_of(one, f"{where}.{place}", "user")
         if isinstance(block, TextBlock):
             texts.append(block.text)
@@ -247,7 +237,7 @@ def _user_turns(given: Sequence[object], where: str) -> Steps[list[ChatMessage]]
         if texts:
             turns.append(ChatMessage("user", "".join(texts)))
             texts = []
-        text = yield from read_text(block.content, f"{where}.{place}.content")
+        text = read_text(block.content, f"{where}.{place}.content")
         content = f"Error: {text}" if block.is_error else text
         turns.append(ChatMessage("tool", content, tool_call_id=block.tool_use_id))
     if texts:

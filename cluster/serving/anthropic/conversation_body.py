@@ -35,7 +35,6 @@ from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from cluster.serving.anthropic.model_support import ModelSupport
-    from cluster.serving.intake.steps import Steps
     from cluster.serving.tools.tool_calls import ToolCallFormat
 
 __all__ = ["ConversationBody", "OutputConfig"]
@@ -165,18 +164,18 @@ class ConversationBody(Body):
         """The number of tokens after which the model's reasoning is ended."""
         return None if self.thinking is None else self.thinking.budget_tokens
 
-    def tool_use(self, tool_format: ToolCallFormat | None) -> Steps[ToolUse]:
+    def tool_use(self, tool_format: ToolCallFormat | None) -> ToolUse:
         """Return how the call uses tools. Raises InvalidRequestError."""
-        tools = yield from read_each_tool(self.tools, "tools", read_anthropic_tool)
+        tools = read_each_tool(self.tools, "tools", read_anthropic_tool)
         choice = read_anthropic_choice(self.tool_choice, has_tools=bool(tools))
         return ToolUse(tools, choice, tool_format=tool_format)
 
     def prompt(
         self, tools: ToolUse, support: ModelSupport, *, note_ignored: Callable[[str], None]
-    ) -> Steps[ChatPrompt]:
+    ) -> ChatPrompt:
         """Return the conversation. Raises InvalidRequestError."""
-        messages = yield from read_anthropic_messages(self.messages)
-        system = yield from read_system_prompt(self.system)
+        messages = read_anthropic_messages(self.messages)
+        system = read_system_prompt(self.system)
         if system:
             messages = (ChatMessage("system", system), *messages)
         if has_later_system_messages(messages) and not support.keeps_system_messages():

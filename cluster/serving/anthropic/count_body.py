@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cluster.serving.anthropic.model_support import ModelSupport
-    from cluster.serving.intake.steps import Steps
     from cluster.serving.tools.tool_choice import ToolUse
 
 __all__ = ["CountBody"]
@@ -22,7 +21,7 @@ class CountBody(ConversationBody):
 
     def to_input(
         self, tools: ToolUse, support: ModelSupport, *, note_ignored: Callable[[str], None]
-    ) -> Steps[TokenizeInput]:
+    ) -> TokenizeInput:
         """Return the input of the call. Raises InvalidRequestError."""
-        prompt = yield from self.prompt(tools, support, note_ignored=note_ignored)
+        prompt = self.prompt(tools, support, note_ignored=note_ignored)
         return TokenizeInput(prompt=prompt, model=self.model)

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from cluster.serving.http.http_call import HttpCall
     from cluster.serving.inputs import GenerationInput, TokenizeInput
-    from cluster.serving.intake.steps import Steps
     from cluster.serving.servicer import Servicer
     from cluster.serving.tools.tool_choice import ToolUse
 
@@ -61,9 +60,9 @@ class _MessagesHandlers:
         self._servicer = servicer
 
     async def create(self, call: HttpCall) -> Response:
-        def read(body: MessagesBody, _: bytes) -> Steps[tuple[GenerationInput, ToolUse, bool]]:
-            tools = yield from body.tool_use(self._servicer.tool_format)
-            given = yield from body.to_input(
+        def read(body: MessagesBody, _: bytes) -> tuple[GenerationInput, ToolUse, bool]:
+            tools = body.tool_use(self._servicer.tool_format)
+            given = body.to_input(
                 call.client_id, tools, self._support(tools), note_ignored=call.ignored.note
             )
             return given, tools, body.stream
@@ -97,13 +96,9 @@ class _MessagesHandlers:
         return answer
 
     async def count_tokens(self, call: HttpCall) -> Response:
-        def read(body: CountBody, _: bytes) -> Steps[TokenizeInput]:
-            tools = yield from body.tool_use(self._servicer.tool_format)
-            return (
-                yield from body.to_input(
-                    tools, self._support(tools), note_ignored=call.ignored.note
-                )
-            )
+        def read(body: CountBody, _: bytes) -> TokenizeInput:
+            tools = body.tool_use(self._servicer.tool_format)
+            return body.to_input(tools, self._support(tools), note_ignored=call.ignored.note)
 
         with rewording_length_errors():
             given = await call.body(CountBody, read)

@@ -21,7 +21,6 @@ from pagedray.structure import Structure
 
 if TYPE_CHECKING:
     from cluster.serving.anthropic.model_support import ModelSupport
-    from cluster.serving.intake.steps import Steps
     from cluster.serving.tools.tool_choice import ToolUse
 
 __all__ = ["MessagesBody", "OutputFormat"]
@@ -89,9 +88,9 @@ class MessagesBody(ConversationBody):
         support: ModelSupport,
         *,
         note_ignored: Callable[[str], None],
-    ) -> Steps[GenerationInput]:
+    ) -> GenerationInput:
         """Return the input of the call. Raises InvalidRequestError."""
-        prompt = yield from self.prompt(tools, support, note_ignored=note_ignored)
+        prompt = self.prompt(tools, support, note_ignored=note_ignored)
         sampling: dict[str, object] = {"max_tokens": self.max_tokens}
         for name in ("temperature", "top_p", "top_k"):
             if getattr(self, name) is not None:
@@ -101,7 +100,7 @@ class MessagesBody(ConversationBody):
         if self.stop_sequences is not None:
             is_list = isinstance(self.stop_sequences, list)
             sampling["stop"] = tuple(self.stop_sequences) if is_list else self.stop_sequences
-        structure = yield from tools.structure(self._structure(), "output_config.format")
+        structure = tools.structure(self._structure(), "output_config.format")
         if structure is not None:
             sampling["structure"] = structure
         return GenerationInput(

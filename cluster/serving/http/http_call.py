@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from cluster.serving.auth.tenant import Tenant
 from cluster.serving.calls.open_calls import OpenCall
@@ -24,8 +24,6 @@ from pagedray.errors import InvalidRequestError
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-    from cluster.serving.intake.limits import RequestSize
-    from cluster.serving.intake.steps import Steps
 
 __all__ = ["HttpCall"]
 
@@ -90,39 +88,28 @@ class HttpCall:
             )
         return int(given)
 
-    async def body(self, kind: type[AnyBody], use: Callable[[AnyBody, bytes], Steps[Used]]) -> Used:
-        """Return what `use` makes of the body and its bytes.
+    async def body(self, kind: type[AnyBody], use: Callable[[AnyBody, bytes], Used]) -> Used:
+        """Return the result of `use` for the body and its bytes.
 
-        A long body is read when it is its tenant's turn. Raises InvalidRequestError,
-        HTTPException, or ClientDisconnect if the client has disconnected by then.
+        Raises InvalidRequestError, HTTPException, or ClientDisconnect.
         """
-        size = self.intake.size
         async with self._received() as raw:
-            steps = _read(kind, raw, size, use, self.ignored.note)
-            return await self._parse(raw, steps)
+            return await self.intake.parse(len(raw), lambda: use(self._read(kind, raw), raw))
 
     async def body_with(
         self,
         kind: type[AnyBody],
         find: Callable[[AnyBody], Awaitable[Found]],
-        use: Callable[[AnyBody, Found], Steps[Used]],
+        use: Callable[[AnyBody, Found], Used],
     ) -> Used:
-        """Return what `use` makes of the body and of what `find` finds for it.
-
-        It is otherwise as `body`.
-        """
-        size = self.intake.size
+        """Return the result of `use` for the body and the result of `find`; see `body`."""
         async with self._received() as raw:
-            read = read_body(kind, raw, size, note_ignored=self.ignored.note)
-            body = await self._parse(raw, read)
+            body = await self.intake.parse(len(raw), lambda: self._read(kind, raw))
             found = await find(body)
-            return await self._parse(raw, use(body, found), num_received=0)
+            return await self.intake.parse(len(raw), lambda: use(body, found))
 
-    async def in_steps(self, num_bytes: int, steps: Steps[Used]) -> Used:
-        """Return the result of steps that handle this many bytes, which were not received."""
-        return await self.intake.parsing.run(
-            self.tenant.name, num_bytes, steps, check_client=self._check_client, num_received=0
-        )
+    def _read(self, kind: type[AnyBody], raw: bytes) -> AnyBody:
+        return read_body(kind, raw, self.intake.size, note_ignored=self.ignored.note)
 
     @asynccontextmanager
     async def _received(self) -> AsyncIterator[bytes]:
@@ -140,29 +127,3 @@ class HttpCall:
             except HTTPException:
                 self.metrics.count_outcome("invalid", "http")
                 raise
-
-    async def _parse(
-        self, raw: bytes, steps: Steps[Used], *, num_received: int | None = None
-    ) -> Used:
-        return await self.intake.parsing.run(
-            self.tenant.name,
-            len(raw),
-            steps,
-            check_client=self._check_client,
-            num_received=num_received,
-        )
-
-    async def _check_client(self) -> None:
-        if await self.request.is_disconnected():
-            raise ClientDisconnect
-
-
-def _read(
-    kind: type[AnyBody],
-    raw: bytes,
-    size: RequestSize,
-    use: Callable[[AnyBody, bytes], Steps[Used]],
-    note_ignored: Callable[[str], None],
-) -> Steps[Used]:
-    body = yield from read_body(kind, raw, size, note_ignored=note_ignored)
-    return (yield from use(body, raw))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+from typing import TYPE_CHECKING, TypeVar
 
 from cluster.serving.intake.limits import IntakeLimits, request_size
 from cluster.serving.intake.loop_shares import LoopShares
-from cluster.serving.intake.parsing import Parsing
 from cluster.serving.intake.read_deadlines import ReadDeadlines
 from cluster.serving.intake.read_turns import ReadTurns
 from cluster.serving.intake.reception import Reception
+from pagedray.system.started_threads import start_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,6 +25,12 @@ _CLIENT_SHARE_BESIDE_RANKS = 0.15
 """The share if ranks may run on the loop's core, since they compute for these requests, too."""
 _SHARE_BESIDE_RANKS = 0.3
 """Share of the event loop's time for reading requests, if ranks may compute on its core."""
+
+
+_INLINE_BYTES = 2**15
+"""The largest request that is parsed on the event loop."""
+
+Result = TypeVar("Result")
 
 
 class Intake:
@@ -47,7 +54,7 @@ class Intake:
         self.read_timeout_s = limits.read_timeout_s
         self.reception = Reception(limits.received, wait_s=limits.wait_s, note_freed=note_freed)
         self.deadlines = ReadDeadlines(limits.read_timeout_s)
-        self.parsing = Parsing(has_streams=has_streams)
+        self._parser = start_threads(1, name="pagedray-parser")
         is_beside_ranks = config.parallel.device == "cpu"
         self.loop_shares = LoopShares(
             has_streams=has_streams,
@@ -57,3 +64,16 @@ class Intake:
         self.read_turns = ReadTurns(
             has_streams=has_streams, share=_SHARE_BESIDE_RANKS if is_beside_ranks else 1.0
         )
+
+    async def parse(self, num_bytes: int, read: Callable[[], Result]) -> Result:
+        """Return the result of `read`, which parses a request of this many bytes.
+
+        Large requests are parsed in one thread, so that the event loop does not wait for them.
+        """
+        if num_bytes <= _INLINE_BYTES:
+            return read()
+        return await asyncio.get_running_loop().run_in_executor(self._parser, read)
+
+    def close(self) -> None:
+        """End the thread that parses large requests."""
+        self._parser.shutdown(wait=False, cancel_futures=True)

@@ -6,7 +6,6 @@ Every output is encoded as it arrives, so that little remains to be done at the 
 from __future__ import annotations
 
 import asyncio
-import functools
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from cluster.serving.http.errors import Json
-    from cluster.serving.intake.parsing import Parsing
     from cluster.serving.memory.output_buffer import OutputBuffer
     from cluster.serving.openai.choice_format import ChoiceFormat
     from cluster.serving.text.text_stream import SequenceOutput
@@ -38,12 +36,10 @@ _encode = msgspec.json.Encoder().encode
 class CompleteResponse:
     """The response to one call, written once all of its output is known."""
 
-    def __init__(self, format: ChoiceFormat, *, parsing: Parsing) -> None:
-        """What takes long waits for its tenant's turn to parse a long request."""
+    def __init__(self, format: ChoiceFormat) -> None:
         self._format = format
         self._generation = format.generation
         self._options = format.options
-        self._parsing = parsing
         self._choices: dict[int, CompleteChoice] = {}
 
     async def parts(self, buffer: OutputBuffer) -> list[bytes]:
@@ -163,5 +159,4 @@ class CompleteResponse:
             self._generation.prompt_logprobs,
             aborted=aborted_prompts(self._choices, self._options),
             buffer=buffer,
-            run=functools.partial(self._parsing.run, self._generation.tenant),
         )

@@ -34,7 +34,6 @@ from pagedray.errors import InvalidRequestError
 if TYPE_CHECKING:
     from cluster.serving.http.errors import Json
     from cluster.serving.http.http_call import HttpCall
-    from cluster.serving.intake.steps import Steps
     from cluster.serving.openai.bodies.generation_body import GenerationBody
     from cluster.serving.openai.choice_format import ChoiceFormat
     from cluster.serving.servicer import EmbeddingOutput, GenerationCall, Servicer
@@ -109,9 +108,8 @@ class _OpenAIHandlers:
         return json_response(self._card(call.path_value))
 
     async def completion(self, call: HttpCall) -> Response:
-        def read(body: CompletionBody, raw: bytes) -> Steps[_Asked]:
+        def read(body: CompletionBody, raw: bytes) -> _Asked:
             asked = self._asked(call, body, raw)
-            yield
             if asked.resumes_after is None:
                 asked.given = body.to_input(call.client_id)
                 asked.names = body.structure_names() | {"max_tokens": body.limit_name}
@@ -135,11 +133,11 @@ class _OpenAIHandlers:
         return await self._respond(call, asked, format)
 
     async def chat(self, call: HttpCall) -> Response:
-        def read(body: ChatBody, raw: bytes) -> Steps[tuple[_Asked, ToolUse]]:
+        def read(body: ChatBody, raw: bytes) -> tuple[_Asked, ToolUse]:
             asked = self._asked(call, body, raw)
-            tools = yield from body.tool_use(self._servicer.tool_format)
+            tools = body.tool_use(self._servicer.tool_format)
             if asked.resumes_after is None:
-                asked.given = yield from body.to_input(
+                asked.given = body.to_input(
                     call.client_id,
                     tools,
                     known_variables=self._servicer.tokenizer.template_variables(
@@ -175,8 +173,8 @@ class _OpenAIHandlers:
     async def _embedded(self, call: HttpCall, *, kind: str, field: str) -> Response:
         """Return the vectors of texts, each in a `field` of an object of a `kind`."""
 
-        def read(body: EmbeddingBody, _: bytes) -> Steps[tuple[EmbeddingInput, bool]]:
-            given = yield from body.to_input()
+        def read(body: EmbeddingBody, _: bytes) -> tuple[EmbeddingInput, bool]:
+            given = body.to_input()
             return given, body.encoding_format == "base64"
 
         given, as_base64 = await call.body(EmbeddingBody, read)
@@ -267,7 +265,7 @@ class _OpenAIHandlers:
         )
 
     async def _respond(self, call: HttpCall, asked: _Asked, format: ChoiceFormat) -> Response:
-        response = GenerationResponse(format, parsing=self._servicer.intake.parsing)
+        response = GenerationResponse(format)
         if asked.form is not None:
             return self.streams.keep(format.generation, response, asked.form)
         return await answer_call(

@@ -10,7 +10,6 @@ from cluster.serving.openai.response_chunks import ResponseChunks
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
-    from cluster.serving.intake.parsing import Parsing
     from cluster.serving.memory.output_buffer import OutputBuffer
     from cluster.serving.openai.choice_format import ChoiceFormat
 
@@ -20,17 +19,15 @@ __all__ = ["GenerationResponse"]
 class GenerationResponse:
     """The response to one call, complete or as a stream of events, in the format of an endpoint."""
 
-    def __init__(self, format: ChoiceFormat, *, parsing: Parsing) -> None:
-        """What takes long waits for its tenant's turn to parse a long request."""
+    def __init__(self, format: ChoiceFormat) -> None:
         self._format = format
-        self._parsing = parsing
 
     async def complete(self, buffer: OutputBuffer) -> list[bytes]:
         """Return the parts of the response once it is complete. Raises PagedRayError.
 
         They are counted in `buffer` while they are collected.
         """
-        return await CompleteResponse(self._format, parsing=self._parsing).parts(buffer)
+        return await CompleteResponse(self._format).parts(buffer)
 
     def events(self) -> AsyncGenerator[bytes]:
         """Yield server-sent events; an error becomes the last event before `[DONE]`."""

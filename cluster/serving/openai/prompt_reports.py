@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import (
-    Callable,
-    Sequence,
-)
+import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, repeat
 from typing import TYPE_CHECKING, Self
@@ -18,7 +16,6 @@ from pagedray.errors import EngineError
 
 if TYPE_CHECKING:
     from collections.abc import (
-        Awaitable,
         Collection,
         Iterable,
         Iterator,
@@ -26,7 +23,6 @@ if TYPE_CHECKING:
     )
 
     from cluster.serving.http.errors import Json
-    from cluster.serving.intake.steps import Steps
     from cluster.serving.memory.output_buffer import OutputBuffer
     from pagedray.batch import PromptLogprobs, PromptToken
 
@@ -34,12 +30,8 @@ __all__ = ["PromptReportForm", "PromptReports", "finite"]
 
 _LEAST_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON cannot represent."""
-_TURN_TOKENS = 128
-"""Tokens that are written in one turn."""
-_STEP_ENTRIES = 512
-"""Most likely tokens that are written at once."""
-_TURN_BYTES = 2**16
-"""About what a turn writes; more than that is long work."""
+_TOKENS_AT_ONCE = 128
+"""Tokens that are written without a pause."""
 _LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 _encode = msgspec.json.Encoder().encode
@@ -83,12 +75,11 @@ class PromptReports:
         *,
         aborted: Collection[int],
         buffer: OutputBuffer,
-        run: Callable[[int, Steps[int]], Awaitable[int]],
     ) -> Self:
         """Write what was found of each prompt, by its index, counted in `buffer`.
 
-        `run` returns the result of steps that handle about this many bytes, in turn with others. Of
-        prompts that were `aborted`, by their indices, nothing may be known. Raises PagedRayError.
+        The log-probabilities of `aborted` prompts, given by their indices, may be missing. Raises
+        PagedRayError.
         """
         reports = cls()
         if form.num_listed is None and form.num_echoed is None:
@@ -96,8 +87,10 @@ class PromptReports:
         for index, token_ids in enumerate(prompts):
             tokens = _tokens_of(token_ids, found.get(index, ()), is_aborted=index in aborted)
             writer = _Writer(tokens, form, form.echoed_texts[index] if form.echoed_texts else "")
-            for _ in range(0, len(token_ids), _TURN_TOKENS):
-                buffer.collect(await run(_TURN_BYTES, writer.write(_TURN_TOKENS)))
+            for _ in range(0, len(token_ids), _TOKENS_AT_ONCE):
+                buffer.collect(writer.write(_TOKENS_AT_ONCE))
+                # Writing all at once would hold the event loop.
+                await asyncio.sleep(0)
             if form.num_listed is not None:
                 written = msgspec.Raw(b"[%b]" % b",".join(writer.listed))
                 reports._fields[index] = {"prompt_logprobs": written}
@@ -119,23 +112,18 @@ class _Writer:
         self.echoed: dict[str, list[bytes]] = {name: [] for name in _LISTS}
         self._tokens = tokens
         self._form = form
-        num_entries = 1 + (form.num_listed or 0) + (form.num_echoed or 0)
-        self._step_tokens = max(1, _STEP_ENTRIES // num_entries)
         self._text = text
         self._offsets = TextOffsets.of_prompt(form.token_bytes)
 
-    def write(self, num_tokens: int) -> Steps[int]:
+    def write(self, num_tokens: int) -> int:
         """Write this many tokens, and return the number of bytes."""
         num_bytes = 0
         part = list(islice(self._tokens, num_tokens))
-        for at in range(0, len(part), self._step_tokens):
-            yield
-            step = part[at : at + self._step_tokens]
-            if self._form.num_listed is not None:
-                rows = [_listed(one, self._form.num_listed, self._form.token_text) for one in step]
-                num_bytes += _add(rows, self.listed)
-            if self._form.num_echoed is not None:
-                num_bytes += self._echo(step, self._form.num_echoed)
+        if self._form.num_listed is not None:
+            rows = [_listed(token, self._form.num_listed, self._form.token_text) for token in part]
+            num_bytes += _add(rows, self.listed)
+        if self._form.num_echoed is not None:
+            num_bytes += self._echo(part, self._form.num_echoed)
         return num_bytes
 
     def _echo(self, step: Sequence[tuple[int, PromptToken | None]], num_likeliest: int) -> int:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from cluster.serving.http.errors import Json
     from cluster.serving.http.http_call import HttpCall
     from cluster.serving.inputs import ScoreInput
-    from cluster.serving.intake.steps import Steps
     from cluster.serving.servicer import EmbeddingOutput, Servicer
 
 __all__ = ["score_endpoints"]
@@ -52,8 +51,8 @@ class _ScoreHandlers:
         self._model = servicer.config.model.name
 
     async def rerank(self, call: HttpCall) -> Response:
-        def read(body: RerankBody, _: bytes) -> Steps[tuple[ScoreInput, int | None, bool]]:
-            given = yield from body.to_input()
+        def read(body: RerankBody, _: bytes) -> tuple[ScoreInput, int | None, bool]:
+            given = body.to_input()
             return given, body.top_n or None, body.return_documents
 
         given, top_n, has_documents = await call.body(RerankBody, read)
@@ -78,7 +77,7 @@ class _ScoreHandlers:
         )
 
     async def score(self, call: HttpCall) -> Response:
-        def read(body: ScoreBody, _: bytes) -> Steps[ScoreInput]:
+        def read(body: ScoreBody, _: bytes) -> ScoreInput:
             return body.to_input()
 
         output = await self._scored(call, await call.body(ScoreBody, read))

@@ -120,7 +120,7 @@ class ServeGrpc:
         Raises and counts the error of a rejected call.
         """
         call = _call_of(context, request)
-        tenant, entered = enter_call(
+        _, entered = enter_call(
             self._servicer,
             call.metadata,
             method,
@@ -132,8 +132,8 @@ class ServeGrpc:
         body = _body_of(request)
         try:
             with self._servicer.metrics.counting_rejections(call.frontend):
-                steps = parse(self._kinds[method], body, intake.size)
-                message = await intake.parsing.run(tenant.name, len(body), steps)
+                kind = self._kinds[method]
+                message = await intake.parse(len(body), lambda: parse(kind, body, intake.size))
             yield message, replace(call, entered=entered, num_bytes=len(body))
         finally:
             if entered is not None:

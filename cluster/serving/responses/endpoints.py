@@ -13,7 +13,6 @@ from starlette.responses import Response
 from cluster.serving.http.body import JSON_TYPE
 from cluster.serving.http.endpoint import Endpoint, json_response
 from cluster.serving.inputs import GenerationInput, TokenizeInput
-from cluster.serving.intake.steps import finish
 from cluster.serving.openai.answer import answer_call
 from cluster.serving.responses.function_tools import FunctionName, FunctionTools
 from cluster.serving.responses.input_items import ItemsQuery, items_page, size_of_items
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 
     from cluster.serving.http.errors import Json
     from cluster.serving.http.http_call import HttpCall
-    from cluster.serving.intake.steps import Steps
     from cluster.serving.responses.input_body import InputBody
     from cluster.serving.responses.response_store import ResponseStore
     from cluster.serving.servicer import Servicer
@@ -129,16 +127,14 @@ class _Handlers:
         )
 
     async def count_tokens(self, call: HttpCall) -> Response:
-        def read(body: InputTokensBody, previous: StoredTurn | None) -> Steps[TokenizeInput]:
+        def read(body: InputTokensBody, previous: StoredTurn | None) -> TokenizeInput:
             functions = FunctionTools()
-            tools = yield from body.tool_use(functions, self._servicer.tool_format)
-            return (
-                yield from body.to_input(
-                    tools,
-                    known_variables=self._known_variables(tools),
-                    note_ignored=call.ignored.note,
-                    earlier=() if previous is None else previous.conversation(),
-                )
+            tools = body.tool_use(functions, self._servicer.tool_format)
+            return body.to_input(
+                tools,
+                known_variables=self._known_variables(tools),
+                note_ignored=call.ignored.note,
+                earlier=() if previous is None else previous.conversation(),
             )
 
         given = await call.body_with(
@@ -155,8 +151,9 @@ class _Handlers:
         query = ItemsQuery.from_params(call.request.query_params)
         response_id = _response_id(call)
         messages = await self._store.messages_given(call.tenant.name, response_id)
-        page = items_page(messages, response_id, query)
-        body = await call.in_steps(size_of_items(messages), page)
+        body = await call.intake.parse(
+            size_of_items(messages), lambda: items_page(messages, response_id, query)
+        )
         return Response(body, media_type=JSON_TYPE)
 
     async def cancel(self, call: HttpCall) -> Response:
@@ -175,23 +172,21 @@ class _Handlers:
         await self._store.delete(call.tenant.name, _response_id(call))
         return json_response({"id": call.path_value, "object": "response", "deleted": True})
 
-    def _asked(
-        self, call: HttpCall, body: ResponsesBody, previous: StoredTurn | None
-    ) -> Steps[_Asked]:
+    def _asked(self, call: HttpCall, body: ResponsesBody, previous: StoredTurn | None) -> _Asked:
         earlier = () if previous is None else previous.conversation()
         is_stored = self._store.is_enabled and body.store is not False
         if body.store and not is_stored:
             call.ignored.note("store")
         functions = FunctionTools()
-        tools = yield from body.tool_use(functions, self._servicer.tool_format)
-        given = yield from body.to_input(
+        tools = body.tool_use(functions, self._servicer.tool_format)
+        given = body.to_input(
             call.client_id,
             tools,
             known_variables=self._known_variables(tools),
             note_ignored=call.ignored.note,
             earlier=earlier,
         )
-        echo = yield from body.echoed(is_stored=is_stored)
+        echo = body.echoed(is_stored=is_stored)
         (prompt,) = given.prompts
         assert isinstance(prompt, ChatPrompt)
         return _Asked(
@@ -225,7 +220,7 @@ class _Handlers:
         problem = ""
         messages = asked.messages
         try:
-            messages += finish(read_items(items))
+            messages += read_items(items)
         except InvalidRequestError as error:
             problem = str(error)
         num_given = len(asked.messages)

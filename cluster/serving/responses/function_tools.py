@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -12,9 +12,6 @@ from cluster.serving.schema.body import OpenPart, named_schema
 from cluster.serving.schema.body_reader import read_part
 from cluster.serving.tools.tool import MAX_TOOLS, NAME_PATTERN, Tool
 from pagedray.errors import InvalidRequestError
-
-if TYPE_CHECKING:
-    from cluster.serving.intake.steps import Steps
 
 __all__ = ["FunctionName", "FunctionTool", "FunctionTools", "NamespaceTool", "model_name"]
 
@@ -68,21 +65,20 @@ class FunctionTools:
         self.names: dict[str, FunctionName] = {}
         """The names of functions in namespaces, by those that the model knows."""
 
-    def read(self, given: object, param: str = "tools") -> Steps[None]:
+    def read(self, given: object, param: str = "tools") -> None:
         """Read the tools of a parameter. Raises InvalidRequestError."""
         if given is None:
             return
         if not isinstance(given, list):
             raise InvalidRequestError(f"{param} must be a list.", param=param)
         for index, one in enumerate(given):
-            yield
             where = f"{param}.{index}"
             if isinstance(one, dict) and one.get("type") == "namespace":
-                yield from self._read_namespace(one, where)
+                self._read_namespace(one, where)
             else:
                 self.tools.append(_tool_of(one, where))
 
-    def _read_namespace(self, given: dict[str, object], where: str) -> Steps[None]:
+    def _read_namespace(self, given: dict[str, object], where: str) -> None:
         inside = given.get("tools")
         # Nulls in the schemas are values.
         read = read_part(NamespaceTool, {**given, "tools": []} if inside else given, where)
@@ -92,7 +88,6 @@ class FunctionTools:
                 f"{param} must be a list of at most {MAX_TOOLS} functions.", param=param
             )
         for index, one in enumerate(inside):
-            yield
             tool = _tool_of(one, f"{where}.tools.{index}", namespace=read.name)
             self.tools.append(tool)
             own = tool.name.removeprefix(f"{read.name}.")

@@ -24,7 +24,6 @@ from cluster.structured.grammar.grammar_text import MAX_TEXT_BYTES
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from cluster.serving.intake.steps import Steps
     from cluster.serving.tools.tool_calls import ToolCallFormat
 
 __all__ = ["InputBody", "Reasoning", "TextConfig", "TextFormat"]
@@ -143,16 +142,14 @@ class InputBody(Body):
         json_schema_extra=named_schema("TextConfig"),
     )
 
-    def tool_use(
-        self, functions: FunctionTools, tool_format: ToolCallFormat | None
-    ) -> Steps[ToolUse]:
+    def tool_use(self, functions: FunctionTools, tool_format: ToolCallFormat | None) -> ToolUse:
         """Return how the call uses tools, and add them to `functions`.
 
         Raises InvalidRequestError.
         """
-        yield from functions.read(self.tools)
+        functions.read(self.tools)
         tools = functions.tools
-        choice = yield from self._choice(has_tools=bool(tools))
+        choice = self._choice(has_tools=bool(tools))
         return ToolUse(tools, choice, tool_format=tool_format)
 
     def prompt(
@@ -162,9 +159,9 @@ class InputBody(Body):
         known_variables: frozenset[str],
         note_ignored: Callable[[str], None],
         earlier: tuple[ChatMessage, ...] = (),
-    ) -> Steps[ChatPrompt]:
+    ) -> ChatPrompt:
         """Return the conversation, after the `earlier` messages. Raises InvalidRequestError."""
-        messages = (*earlier, *(yield from read_items(self.input)))
+        messages = (*earlier, *(read_items(self.input)))
         if self.instructions:
             messages = (ChatMessage("system", self.instructions), *messages)
         effort = None if self.reasoning is None else self.reasoning.effort
@@ -201,7 +198,7 @@ class InputBody(Body):
             requested.add_structure("json_schema", text, param)
         return requested
 
-    def _choice(self, *, has_tools: bool) -> Steps[ToolChoice]:
+    def _choice(self, *, has_tools: bool) -> ToolChoice:
         return read_choice_of(
             self.tool_choice,
             is_parallel=self.parallel_tool_calls,
@@ -211,11 +208,11 @@ class InputBody(Body):
         )
 
 
-def _allowed_choice(given: dict[str, object], is_parallel: bool) -> Steps[ToolChoice]:
+def _allowed_choice(given: dict[str, object], is_parallel: bool) -> ToolChoice:
     """Return the choice among some of the tools. Raises InvalidRequestError."""
     param = "tool_choice.tools"
     read = read_part(AllowedFunctions, given, "tool_choice")
     check_allowed(read.tools, param)
     functions = FunctionTools()
-    yield from functions.read(read.tools, param)
+    functions.read(read.tools, param)
     return ToolChoice(kind=read.mode, is_parallel=is_parallel, allowed=tuple(functions.tools))

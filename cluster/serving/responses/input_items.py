@@ -21,13 +21,11 @@ if TYPE_CHECKING:
     from starlette.datastructures import QueryParams
 
     from cluster.serving.http.errors import Json
-    from cluster.serving.intake.steps import Steps
 
 __all__ = ["ItemsQuery", "items_page", "size_of_items"]
 
 _encode = msgspec.json.Encoder().encode
 
-_STEP_MESSAGES = 64
 _MOST_ITEMS = 100
 _ITEM_BYTES = 256
 _CALL_BYTES = 2**14
@@ -97,15 +95,9 @@ class _Item:
         return written | {"role": message.role, "content": [part]}
 
 
-def items_page(
-    messages: Sequence[ChatMessage], response_id: str, query: ItemsQuery
-) -> Steps[bytes]:
+def items_page(messages: Sequence[ChatMessage], response_id: str, query: ItemsQuery) -> bytes:
     """Return a page of the items of messages in JSON. Raises InvalidRequestError."""
-    items: list[_Item] = []
-    for index, message in enumerate(messages):
-        if index % _STEP_MESSAGES == 0:
-            yield
-        items += _items_of(message)
+    items = [item for message in messages for item in _items_of(message)]
     number = response_id.removeprefix("resp_")
 
     def id_at(place: int) -> str:
@@ -122,10 +114,7 @@ def items_page(
             )
         places = places[places.index(int(end)) + 1 :]
     chosen = places[: query.limit]
-    written: list[bytes] = []
-    for place in chosen:
-        yield
-        written.append(_encode(items[place].as_json(id_at(place))))
+    written = [_encode(items[place].as_json(id_at(place))) for place in chosen]
     rest: Json = {
         "first_id": id_at(chosen[0]) if chosen else None,
         "last_id": id_at(chosen[-1]) if chosen else None,

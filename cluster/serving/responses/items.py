@@ -20,11 +20,8 @@ from pagedray.errors import InvalidRequestError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from cluster.serving.intake.steps import Steps
 
 __all__ = ["ITEMS", "read_items"]
-
-_STEP_ITEMS = 64
 
 
 class MessageItem(OpenPart):
@@ -133,7 +130,7 @@ class _Turns:
         self._is_open = False
 
 
-def read_items(given: object) -> Steps[tuple[ChatMessage, ...]]:
+def read_items(given: object) -> tuple[ChatMessage, ...]:
     """Return the messages for the chat template. Raises InvalidRequestError."""
     if isinstance(given, str):
         return (ChatMessage("user", given),)
@@ -143,23 +140,19 @@ def read_items(given: object) -> Steps[tuple[ChatMessage, ...]]:
         )
     items: list[_Item] = []
     for index, one in enumerate(given):
-        if index % _STEP_ITEMS == 0:
-            yield
         items.append(_item_of(one, f"input.{index}"))
     arguments = "".join(one.arguments for one in items if isinstance(one, FunctionCallItem))
-    yield from check_counts(arguments.encode("utf-8", "surrogatepass"), "The arguments of calls")
+    check_counts(arguments.encode("utf-8", "surrogatepass"), "The arguments of calls")
     turns = _Turns()
     for index, item in enumerate(items):
-        if index % _STEP_ITEMS == 0:
-            yield
-        yield from _add_item(item, turns, f"input.{index}")
+        _add_item(item, turns, f"input.{index}")
     turns.end()
     return tuple(turns.messages)
 
 
-def _add_item(item: _Item, turns: _Turns, where: str) -> Steps[None]:
+def _add_item(item: _Item, turns: _Turns, where: str) -> None:
     if isinstance(item, MessageItem):
-        text = yield from _text_of(item.content, f"{where}.content", role=item.role)
+        text = _text_of(item.content, f"{where}.content", role=item.role)
         if item.role == "assistant":
             turns.say(text)
         else:
@@ -168,7 +161,7 @@ def _add_item(item: _Item, turns: _Turns, where: str) -> Steps[None]:
         turns.call(_call_of(item, where))
     elif isinstance(item, FunctionOutputItem):
         check_id(item.call_id, f"{where}.call_id")
-        text = yield from _text_of(item.output, f"{where}.output", role="tool")
+        text = _text_of(item.output, f"{where}.output", role="tool")
         name = None
         if item.name is not None:
             name = model_name(item.name, item.namespace)
@@ -196,15 +189,13 @@ def _item_of(given: object, where: str) -> _Item:
     return read_part(part, given, where)
 
 
-def _text_of(given: object, where: str, *, role: str) -> Steps[str]:
+def _text_of(given: object, where: str, *, role: str) -> str:
     if isinstance(given, str):
         return given
     if not isinstance(given, list):
         raise InvalidRequestError(f"{where} must be a string or a list of text parts.", param=where)
     texts: list[str] = []
     for index, one in enumerate(given):
-        if index % _STEP_ITEMS == 0:
-            yield
         texts.append(_part_text(one, f"{where}.{index}", role))
     return "".join(texts)
 

@@ -25,7 +25,6 @@ from cluster.serving.schema.body import Defaults
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from cluster.serving.intake.steps import Steps
     from cluster.serving.openai.bodies.structure import RequestedStructure
     from cluster.serving.text.templates.chat_prompt import ChatMessage
     from cluster.serving.tools.tool_choice import ToolUse
@@ -146,12 +145,12 @@ class ResponsesBody(InputBody, SamplingFields):
         known_variables: frozenset[str],
         note_ignored: Callable[[str], None],
         earlier: tuple[ChatMessage, ...] = (),
-    ) -> Steps[GenerationInput]:
+    ) -> GenerationInput:
         """Return the input of the call, after the `earlier` messages.
 
         Raises InvalidRequestError.
         """
-        prompt = yield from self.prompt(
+        prompt = self.prompt(
             tools, known_variables=known_variables, note_ignored=note_ignored, earlier=earlier
         )
         sampling = self.common_sampling()
@@ -161,7 +160,7 @@ class ResponsesBody(InputBody, SamplingFields):
         if budget is not None:
             sampling["thinking_token_budget"] = budget
         requested = self.requested_structure()
-        structure = yield from tools.structure(requested.structure, requested.param)
+        structure = tools.structure(requested.structure, requested.param)
         if structure is not None:
             sampling["structure"] = structure
         return GenerationInput(
@@ -191,16 +190,11 @@ class ResponsesBody(InputBody, SamplingFields):
             "structure": structure or "text.format",
         }
 
-    def echoed(self, *, is_stored: bool) -> Steps[Echo]:
+    def echoed(self, *, is_stored: bool) -> Echo:
         """Return the parameters that a response repeats."""
-        tools: list[bytes] = []
-        for tool in self.tools or ():
-            yield
-            tools.append(_encode(tool))
+        tools = [_encode(tool) for tool in self.tools or ()]
         instructions = _encode(self.instructions)
-        yield
         text = _encode(self.text or {"format": {"type": "text"}})
-        yield
         parts = (instructions, text, b",".join(tools), _encode(self.metadata or {}))
         large = b'"instructions":%b,"text":%b,"tools":[%b],"metadata":%b' % parts
         fields = {
@@ -238,11 +232,11 @@ class InputTokensBody(InputBody):
         known_variables: frozenset[str],
         note_ignored: Callable[[str], None],
         earlier: tuple[ChatMessage, ...] = (),
-    ) -> Steps[TokenizeInput]:
+    ) -> TokenizeInput:
         """Return the input of the call. Raises InvalidRequestError."""
         # It may be invalid.
         self.requested_structure()
-        prompt = yield from self.prompt(
+        prompt = self.prompt(
             tools, known_variables=known_variables, note_ignored=note_ignored, earlier=earlier
         )
         return TokenizeInput(prompt=prompt, model=self.model)

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from cluster.serving.calls.generation_call import GenerationOutput
     from cluster.serving.inputs import GenerationInput, TokenizeInput
     from cluster.serving.intake.limits import RequestSize
-    from cluster.serving.intake.steps import Steps
     from cluster.serving.rpc.call import RpcCall
     from cluster.serving.text.text_stream import SequenceOutput
     from cluster.serving.text.token_bytes import TokenBytes
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Chat", "read_tokenize"]
 
-_STEP_MESSAGES = 256
 _ROLES = {
     pb.CHAT_ROLE_SYSTEM: "system",
     pb.CHAT_ROLE_USER: "user",
@@ -65,14 +63,12 @@ class Chat:
         self._is_first = True
 
     @classmethod
-    def from_message(
-        cls, message: pb.ChatRequest, *, tool_format: ToolCallFormat | None
-    ) -> Steps[Self]:
+    def from_message(cls, message: pb.ChatRequest, *, tool_format: ToolCallFormat | None) -> Self:
         """Return the call of a message; `tool_format` is how the model writes tool calls.
 
         Raises InvalidRequestError for invalid tools.
         """
-        tools = yield from _read_tools(message.tools)
+        tools = _read_tools(message.tools)
         return cls(message, ToolUse(tools, _read_choice(message), tool_format=tool_format))
 
     def to_input(
@@ -83,14 +79,14 @@ class Chat:
         *,
         known_variables: Callable[[bool], frozenset[str]],
         note_ignored: Callable[[str], None],
-    ) -> Steps[GenerationInput]:
+    ) -> GenerationInput:
         """Return the servicer's input. Raises InvalidRequestError.
 
         `known_variables` returns those that the chat template reads, with tools or without;
         `note_ignored` is called with the names of fields that set others.
         """
         message = self._message
-        prompt = yield from _read_prompt(
+        prompt = _read_prompt(
             message,
             self._tools.for_template,
             size,
@@ -100,7 +96,7 @@ class Chat:
         given = generation_input(prompt, message, call, tenant)
         answer = given.sampling.get("structure")
         assert answer is None or isinstance(answer, Structure)
-        structure = yield from self._tools.structure(answer, "structure")
+        structure = self._tools.structure(answer, "structure")
         if structure is not None:
             given = replace(given, sampling={**given.sampling, "structure": structure})
         if self._tools.is_read and given.beam_length_penalty is not None:
@@ -167,7 +163,7 @@ def read_tokenize(
     *,
     known_variables: Callable[[bool], frozenset[str]],
     note_ignored: Callable[[str], None],
-) -> Steps[TokenizeInput]:
+) -> TokenizeInput:
     """Return the servicer's input; see `Chat.to_input`. Raises InvalidRequestError."""
     kind = message.WhichOneof("prompt")
     if kind is None:
@@ -181,8 +177,8 @@ def read_tokenize(
             param="add_special_tokens",
         )
     conversation = message.conversation
-    tools = yield from _read_tools(conversation.tools)
-    prompt = yield from _read_prompt(
+    tools = _read_tools(conversation.tools)
+    prompt = _read_prompt(
         conversation,
         tuple(tool.for_template() for tool in tools),
         size,
@@ -199,11 +195,11 @@ def _read_prompt(
     *,
     known_variables: Callable[[], frozenset[str]],
     note_ignored: Callable[[str], None],
-) -> Steps[ChatPrompt]:
+) -> ChatPrompt:
     """Return the prompt of a conversation. Raises InvalidRequestError."""
-    documents = yield from _read_documents(message.documents)
-    variables = yield from _read_object(message.chat_template_kwargs, "chat_template_kwargs")
-    messages = yield from _read_messages(message.messages, size)
+    documents = _read_documents(message.documents)
+    variables = _read_object(message.chat_template_kwargs, "chat_template_kwargs")
+    messages = _read_messages(message.messages, size)
     template = message.chat_template or None
     known = known_variables() if template is None else None
     given = TemplateArguments(variables, documents=documents)
@@ -219,18 +215,13 @@ def _read_prompt(
 
 def _read_messages(
     messages: Sequence[pb.ChatMessage], size: RequestSize
-) -> Steps[tuple[ChatMessage, ...]]:
+) -> tuple[ChatMessage, ...]:
     check_num_messages(len(messages), size)
     check_size("messages", len(messages), size.num_messages)
-    found: list[ChatMessage] = []
-    for place, message in enumerate(messages):
-        found.append((yield from _read_message(message, place)))
-        if place % _STEP_MESSAGES == 0:
-            yield
-    return tuple(found)
+    return tuple(_read_message(message, place) for place, message in enumerate(messages))
 
 
-def _read_message(message: pb.ChatMessage, place: int) -> Steps[ChatMessage]:
+def _read_message(message: pb.ChatMessage, place: int) -> ChatMessage:
     role = _ROLES.get(message.role)
     where = f"messages.{place}"
     if role is None:
@@ -239,12 +230,11 @@ def _read_message(message: pb.ChatMessage, place: int) -> Steps[ChatMessage]:
             f"{where}.role must be one of {names}, not {message.role}.", param=f"{where}.role"
         )
     written = "".join(call.arguments for call in message.tool_calls)
-    yield from check_counts(written.encode(), f"{where}.tool_calls")
+    check_counts(written.encode(), f"{where}.tool_calls")
     calls: list[MessageToolCall] = []
     for number, call in enumerate(message.tool_calls):
         arguments = read_arguments(call.arguments, f"{where}.tool_calls.{number}.arguments")
         calls.append(MessageToolCall(id=call.id, name=call.name, arguments=arguments))
-        yield
     return ChatMessage(
         role,
         message.content,
@@ -273,12 +263,12 @@ def _read_choice(message: pb.ChatRequest) -> ToolChoice:
     return replace(choice, is_parallel=is_parallel)
 
 
-def _read_tools(messages: Sequence[pb.Tool]) -> Steps[list[Tool]]:
+def _read_tools(messages: Sequence[pb.Tool]) -> list[Tool]:
     check_size("tools", len(messages), MAX_TOOLS)
     tools: list[Tool] = []
     for place, message in enumerate(messages):
         where = f"tools.{place}"
-        parameters = yield from _read_object(message.parameters, f"{where}.parameters")
+        parameters = _read_object(message.parameters, f"{where}.parameters")
         tool = Tool(
             name=message.name,
             description=message.description or None,
@@ -291,21 +281,18 @@ def _read_tools(messages: Sequence[pb.Tool]) -> Steps[list[Tool]]:
     return tools
 
 
-def _read_documents(texts: Sequence[str]) -> Steps[list[dict[str, object]] | None]:
+def _read_documents(texts: Sequence[str]) -> list[dict[str, object]] | None:
     if not texts:
         return None
     check_size("documents", len(texts), MAX_DOCUMENTS)
-    documents: list[dict[str, object]] = []
-    for place, text in enumerate(texts):
-        documents.append((yield from _read_object(text, f"documents.{place}")))
-    return documents
+    return [_read_object(text, f"documents.{place}") for place, text in enumerate(texts)]
 
 
-def _read_object(text: str, where: str) -> Steps[dict[str, object]]:
+def _read_object(text: str, where: str) -> dict[str, object]:
     if not text:
         return {}
     try:
-        return (yield from read_json(text.encode(), what=where))
+        return read_json(text.encode(), what=where)
     except InvalidRequestError as error:
         error.param = where
         raise

@@ -16,20 +16,17 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from cluster.serving.intake.limits import RequestSize
-    from cluster.serving.intake.steps import Steps
 
 __all__ = ["check_fields", "unknown_field"]
 
 _MAX_FIELDS = 3 * 2**13
-_STEP_FIELDS = 2**9
-_LARGE_BYTES = 2**12
 _FEW_BYTES = 2**12
 """A message of this size has few fields in any case."""
 _VARINT, _FIXED64, _DELIMITED, _GROUP, _GROUP_END, _FIXED32 = range(6)
 _CONTINUED = bytes(range(128, 256))
 
 
-def check_fields(kind: type[Message], body: bytes, size: RequestSize) -> Steps[None]:
+def check_fields(kind: type[Message], body: bytes, size: RequestSize) -> None:
     """Raise InvalidRequestError for too many fields, or too many token ids in one of them.
 
     What is not a valid message is left to the parser.
@@ -37,7 +34,7 @@ def check_fields(kind: type[Message], body: bytes, size: RequestSize) -> Steps[N
     if len(body) <= _FEW_BYTES:
         return
     walk = _Walk(body, size)
-    yield from walk.count(kind.DESCRIPTOR, 0, len(body))  # type: ignore[arg-type]  # upb's is alike
+    walk.count(kind.DESCRIPTOR, 0, len(body))  # type: ignore[arg-type]  # upb's is alike
 
 
 def unknown_field(kind: str, number: int) -> InvalidRequestError:
@@ -55,27 +52,13 @@ class _Walk:
         self._outer = ""
         """The name of the field of the outermost message."""
 
-    def count(self, kind: Descriptor, at: int, end: int, *, is_outer: bool = True) -> Steps[None]:
-        """Count the fields of a message between two offsets, with pauses."""
-        next_pause = self._num_fields + _STEP_FIELDS
+    def count(self, kind: Descriptor, at: int, end: int, *, is_outer: bool = True) -> None:
+        """Count the fields of a message between two offsets."""
         for name, nested, start, stop in self._fields(kind, at, end):
             if is_outer:
                 self._outer = name
             if nested is not None:
-                if stop - start > _LARGE_BYTES:
-                    yield from self.count(nested, start, stop, is_outer=False)
-                else:
-                    self._count_small(nested, start, stop)
-            elif stop > start:
-                self._check_list(name, start, stop)
-            if self._num_fields >= next_pause:
-                next_pause = self._num_fields + _STEP_FIELDS
-                yield
-
-    def _count_small(self, kind: Descriptor, at: int, end: int) -> None:
-        for name, nested, start, stop in self._fields(kind, at, end):
-            if nested is not None:
-                self._count_small(nested, start, stop)
+                self.count(nested, start, stop, is_outer=False)
             elif stop > start:
                 self._check_list(name, start, stop)
 

@@ -50,8 +50,9 @@ class MessageReader(Generic[Incoming]):
                 self._intake.reception.open_message(tenant.name) as incoming,
             ):
                 body = await self._receive(incoming, context)
-                steps = parse(self._kind, body, self._intake.size)
-                message = await self._intake.parsing.run(tenant.name, len(body), steps)
+                message = await self._intake.parse(
+                    len(body), lambda: parse(self._kind, body, self._intake.size)
+                )
         except BaseException:
             if entered is not None:
                 entered.leave()

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
     from cluster.serving.auth.tenant import Tenant
     from cluster.serving.intake.limits import RequestSize
-    from cluster.serving.intake.steps import Steps
     from cluster.serving.rpc.call import RpcCall
     from cluster.serving.text.templates.chat_prompt import ChatPrompt
     from pagedray.batch import Pooling
@@ -85,16 +84,14 @@ _Truncated: TypeAlias = pb.GenerateRequest | pb.ChatRequest | pb.EmbedRequest
 Incoming = TypeVar("Incoming", bound=Message)
 
 
-def parse(kind: type[Incoming], body: bytes, size: RequestSize) -> Steps[Incoming]:
+def parse(kind: type[Incoming], body: bytes, size: RequestSize) -> Incoming:
     """Return the parsed message. Raises InvalidRequestError."""
     check_message_size(body, size.num_bytes)
-    yield from check_fields(kind, body, size)
-    yield
+    check_fields(kind, body, size)
     try:
         message = kind.FromString(body)
     except DecodeError as error:
         raise InvalidRequestError(f"The message is not a valid {kind.__name__}.") from error
-    yield
     _check_known_fields(message, body)
     return message
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from cluster.serving.auth.tenant import Tenant
     from cluster.serving.inputs import GenerationInput, Operation
-    from cluster.serving.intake.steps import Steps
     from cluster.serving.rpc.call import RpcCall
     from cluster.serving.servicer import GenerationCall, GenerationOutput, Servicer
 
@@ -103,8 +102,8 @@ class GrpcService:
                     yield one
             return
         with self._servicer.metrics.counting_rejections(call.frontend):
-            chat, given = await self._intake.parsing.run(
-                tenant.name, call.num_bytes, self._read_chat(message, call, tenant)
+            chat, given = await self._intake.parse(
+                call.num_bytes, lambda: self._read_chat(message, call, tenant)
             )
         generation = await self._servicer.start_generation(given, call.entered)
         chat.begin(generation.reasoning, self._servicer.tokenizer.token_bytes)
@@ -152,14 +151,15 @@ class GrpcService:
     async def tokenize(self, message: pb.TokenizeRequest, call: RpcCall) -> pb.TokenizeResponse:
         """Return the token ids of a text or a conversation."""
         tenant = self._tenant(call)
-        steps = grpc_chat.read_tokenize(
+        read = partial(
+            grpc_chat.read_tokenize,
             message,
             tenant,
             self._intake.size,
             known_variables=self._known_variables,
             note_ignored=self._servicer.ignored.note,
         )
-        given = await self._intake.parsing.run(tenant.name, call.num_bytes, steps)
+        given = await self._intake.parse(call.num_bytes, read)
         return pb.TokenizeResponse(token_ids=await self._servicer.tokenize(given))
 
     async def detokenize(
@@ -214,9 +214,9 @@ class GrpcService:
 
     def _read_chat(
         self, message: pb.ChatRequest, call: RpcCall, tenant: Tenant
-    ) -> Steps[tuple[grpc_chat.Chat, GenerationInput]]:
-        chat = yield from grpc_chat.Chat.from_message(message, tool_format=self._tool_format)
-        given = yield from chat.to_input(
+    ) -> tuple[grpc_chat.Chat, GenerationInput]:
+        chat = grpc_chat.Chat.from_message(message, tool_format=self._tool_format)
+        given = chat.to_input(
             call,
             tenant,
             self._intake.size,

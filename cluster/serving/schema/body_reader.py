@@ -27,12 +27,9 @@ from pagedray.wording.nearest_name import misspelled_name
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from cluster.serving.intake.steps import Steps
 
 __all__ = ["read_body", "read_part"]
 
-_STEP_ENTRIES = 128
-"""Entries of a list that are validated at once."""
 _MAX_COMPARED = 16
 """With more fields of a client's own in an object, none of them is taken for a misspelled one."""
 _NO_EFFECT: tuple[object, ...] = (None, False, "", [], {})
@@ -47,21 +44,18 @@ def read_body(
     size: RequestSize = LARGEST,
     *,
     note_ignored: Callable[[str], None],
-) -> Steps[AnyBody]:
+) -> AnyBody:
     """Return the checked body of a call. Raises InvalidRequestError.
 
     `note_ignored` is called with the name of each parameter that is ignored, and may reject it.
     """
     try:
-        given = yield from read_json(raw, size)
+        given = read_json(raw, size)
     except ContextLengthError as error:
         error.param = kind.ids_field
         raise
-    yield
     supported = _supported(given, kind, size, note_ignored)
-    yield
-    body = yield from _validated_in_steps(kind, supported)
-    yield
+    body = _validated(kind, supported, "")
     body.check_fields()
     return body
 
@@ -77,22 +71,6 @@ def _validated(kind: type[Part], given: object, where: str) -> Part:
         return kind.model_validate(given)
     except ValidationError as error:
         raise field_error(error, where, kind) from error
-
-
-def _validated_in_steps(kind: type[AnyBody], given: dict[str, object]) -> Steps[AnyBody]:
-    """Return a validated body, of whose long lists each entry is validated first."""
-    validated = dict(given)
-    for name, (part, is_list) in parts_of(kind).items():
-        entries = given.get(name)
-        if not is_list or not isinstance(entries, list) or len(entries) <= _STEP_ENTRIES:
-            continue
-        parts: list[BodyPart] = []
-        for index, entry in enumerate(entries):
-            if index % _STEP_ENTRIES == 0:
-                yield
-            parts.append(_validated(part, entry, f"{name}.{index}"))
-        validated[name] = parts
-    return _validated(kind, validated, "")
 
 
 def _check_num_names(kind: type[BodyPart], given: object, where: str) -> None:

@@ -19,7 +19,6 @@ from pagedray.structure import Structure
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cluster.serving.intake.steps import Steps
     from cluster.serving.tools.tool import Tool
     from cluster.structured.grammar.turn import CallForm
 
@@ -41,12 +40,12 @@ def call_structure(tool: Tool, param: str) -> Structure:
     return _structure(bare_schema(tool.schema()), param)
 
 
-def list_structure(tools: Sequence[Tool], param: str, *, is_parallel: bool) -> Steps[Structure]:
+def list_structure(tools: Sequence[Tool], param: str, *, is_parallel: bool) -> Structure:
     """Return the structure of a list of calls, of one call unless they are parallel.
 
     Raises InvalidRequestError that names `param`.
     """
-    call, definitions = yield from _call_schema(tools, param, "parameters")
+    call, definitions = _call_schema(tools, param, "parameters")
     # The first call and those after it are one part, which is compiled once.
     definitions[_CALL] = call
     items = {"$ref": f"#/$defs/{_CALL}"}
@@ -56,9 +55,7 @@ def list_structure(tools: Sequence[Tool], param: str, *, is_parallel: bool) -> S
     return _structure(schema | {"$defs": definitions}, param)
 
 
-def message_structure(
-    tools: Sequence[Tool], param: str, answer: Structure | None
-) -> Steps[Structure]:
+def message_structure(tools: Sequence[Tool], param: str, answer: Structure | None) -> Structure:
     """Return the structure of a message in channels: a call of a tool, or the answer if any.
 
     Raises InvalidRequestError that names `param`.
@@ -67,7 +64,6 @@ def message_structure(
     headers: list[tuple[str, str]] = []
     num_characters = 0
     for tool in tools:
-        yield
         text = json_text(bare_schema(tool.schema()), param, most_bytes=MAX_TEXT_BYTES)
         num_characters += len(text)
         check_length(num_characters, param)
@@ -88,12 +84,12 @@ def message_structure(
 
 def turn_structure(
     tools: Sequence[Tool], param: str, form: CallForm, answer: Structure, *, is_parallel: bool
-) -> Steps[Structure]:
+) -> Structure:
     """Return the structure of a turn that is calls in a form of their own, or an answer.
 
     Raises InvalidRequestError that names `param`.
     """
-    call, definitions = yield from _call_schema(tools, param, form.arguments)
+    call, definitions = _call_schema(tools, param, form.arguments)
     turn = TurnStructure(
         form=form,
         call=json_text(call | {"$defs": definitions}, param, most_bytes=MAX_TEXT_BYTES),
@@ -106,7 +102,7 @@ def turn_structure(
 
 def _call_schema(
     tools: Sequence[Tool], param: str, key: str
-) -> Steps[tuple[dict[str, object], dict[str, object]]]:
+) -> tuple[dict[str, object], dict[str, object]]:
     """Return the schema of a call of any tool, and the definitions that it refers to.
 
     Its arguments have this key.
@@ -115,7 +111,6 @@ def _call_schema(
     calls: list[dict[str, object]] = []
     num_characters = 0
     for tool in tools:
-        yield
         schema = bare_schema(tool.schema())
         parameters = _hoisted(tool.name, schema, definitions, param)
         num_characters += len(json_text(schema, param, most_bytes=MAX_TEXT_BYTES))

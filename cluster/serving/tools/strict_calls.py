@@ -42,7 +42,6 @@ from pagedray.structure import Structure
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from cluster.serving.intake.steps import Steps
     from cluster.serving.tools.tool import Tool
     from cluster.serving.tools.tool_calls import ToolCallFormat
 
@@ -146,7 +145,7 @@ _FORMS: Mapping[ToolCallFormat, _Form] = {
 
 def strict_structure(
     tools: Sequence[Tool], param: str, tool_format: ToolCallFormat, *, is_parallel: bool
-) -> Steps[Structure]:
+) -> Structure:
     """Return the structure of free text and calls of these tools, which are part of its text.
 
     Raises InvalidRequestError that names `param`.
@@ -155,7 +154,6 @@ def strict_structure(
     calls: list[CallText] = []
     num_characters = 0
     for tool in tools:
-        yield
         schema = json_text(bare_schema(tool.schema()), param, most_bytes=MAX_TEXT_BYTES)
         num_characters += len(schema)
         check_length(num_characters, param)

@@ -22,7 +22,6 @@ from pagedray.structure import Structure
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from cluster.serving.intake.steps import Steps
     from cluster.serving.tools.tool_calls import ToolCallFormat
     from cluster.serving.tools.turn_reader import TurnReader
     from cluster.structured.grammar.turn import CallForm
@@ -100,7 +99,7 @@ class ToolUse:
         """Whether a turn with calls has the finish reason `stop`, as OpenAI's for named tools."""
         return self._choice.kind == "named"
 
-    def structure(self, answer: Structure | None, param: str | None) -> Steps[Structure | None]:
+    def structure(self, answer: Structure | None, param: str | None) -> Structure | None:
         """Return the structure of a turn whose answer has one, if any, which `param` requests.
 
         A forced call is not an answer. Raises InvalidRequestError.
@@ -110,23 +109,21 @@ class ToolUse:
             if answer is not None and not self.is_forced:
                 _check_joined(answer, param)
             forced = None if self.is_forced else answer
-            return (yield from message_structure(self._callable(), _PARAM, forced))
+            return message_structure(self._callable(), _PARAM, forced)
         if self._choice.kind == "named":
             (tool,) = self._callable()
             return call_structure(tool, _PARAM)
         if self._choice.kind == "required":
-            return (yield from list_structure(self._tools, _PARAM, is_parallel=is_parallel))
+            return list_structure(self._tools, _PARAM, is_parallel=is_parallel)
         if answer is None and any(tool.is_strict for tool in self._tools):
             self.sets_structure = True
-            return (yield from self._strict_structure())
+            return self._strict_structure()
         if answer is None or not self._tools:
             return answer
         _check_joined(answer, param)
         assert self._tool_format is not None
         form = self._form = call_form(self._tool_format)
-        return (
-            yield from turn_structure(self._tools, _PARAM, form, answer, is_parallel=is_parallel)
-        )
+        return turn_structure(self._tools, _PARAM, form, answer, is_parallel=is_parallel)
 
     def reader(self) -> TurnReader:
         """Return a reader of one turn."""
@@ -158,19 +155,17 @@ class ToolUse:
             return ChannelReader(schemas, is_parallel=self._choice.is_parallel, is_open=is_open)
         return ChannelReader({}, answer=self.reader() if self.is_read else None, is_open=is_open)
 
-    def _strict_structure(self) -> Steps[Structure]:
+    def _strict_structure(self) -> Structure:
         """Return the structure of text and calls of which those of strict tools are valid."""
         tools = [
             tool if tool.is_strict else replace(tool, parameters=_ANY_OBJECT)
             for tool in self._tools
         ]
         if self._writes_messages:
-            return (yield from message_structure(tools, _PARAM, _FREE_TEXT))
+            return message_structure(tools, _PARAM, _FREE_TEXT)
         assert self._tool_format is not None
         is_parallel = self._choice.is_parallel
-        return (
-            yield from strict_structure(tools, _PARAM, self._tool_format, is_parallel=is_parallel)
-        )
+        return strict_structure(tools, _PARAM, self._tool_format, is_parallel=is_parallel)
 
     @property
     def _writes_messages(self) -> bool:
@@ -239,7 +234,7 @@ def check_allowed(given: object, param: str) -> None:
 
 def read_each_tool(
     given: object, param: str, read_tool: Callable[[object, str], Tool]
-) -> Steps[list[Tool]]:
+) -> list[Tool]:
     """Return the tools of a parameter; `read_tool` reads one, given its place in the body.
 
     Raises InvalidRequestError.
@@ -250,6 +245,5 @@ def read_each_tool(
     if not isinstance(given, list):
         raise InvalidRequestError(f"{param} must be a list.", param=param)
     for index, one in enumerate(given):
-        yield
         tools.append(read_tool(one, f"{param}.{index}"))
     return tools

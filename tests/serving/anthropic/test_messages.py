@@ -9,11 +9,6 @@ import httpx
 import pytest
 from pydantic_core import from_json
 
-from cluster.serving.anthropic.blocks import (
-    AnthropicMessage,
-    read_anthropic_messages,
-    read_text,
-)
 from tests.serving.anthropic.message_calls import (
     BODY,
     CALL,
@@ -271,11 +266,3 @@ def test_thoughts_are_kept_on_request(tool_server: Server) -> None:
     assert posted(tool_server, BODY | given).status_code == 200
     given["context_management"]["edits"][0]["keep"] = "none"
     assert posted(tool_server, BODY | given).status_code == 400
-
-
-def test_a_text_of_many_blocks_is_read_in_steps() -> None:
-    blocks = [{"type": "text", "text": "x"}] * 8000
-    assert sum(1 for _ in read_text(blocks, "system")) > 100
-    result = RESULT | {"content": blocks}
-    message = AnthropicMessage.model_validate({"role": "user", "content": [result]})
-    assert sum(1 for _ in read_anthropic_messages([message])) > 100

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -243,3 +244,12 @@ async def test_lists_longer_than_the_context_are_not_parsed(
         )
         assert answer.status_code == 413
         assert "--max-request-kib" in answer.text
+
+
+async def test_large_requests_are_parsed_beside_the_event_loop(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    async with hostile(tokenizer, tmp_path, IntakeLimits()) as server:
+        intake, loop_thread = server.frontends.servicer.intake, threading.get_ident()
+        assert await intake.parse(100, threading.get_ident) == loop_thread
+        assert await intake.parse(2**20, threading.get_ident) != loop_thread

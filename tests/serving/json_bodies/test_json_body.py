@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.serving.intake.steps import finish
 from cluster.serving.json_bodies.json_body import read_json
 from cluster.serving.openai.bodies.chat_body import ChatBody
 from cluster.serving.openai.bodies.completion_body import CompletionBody
@@ -77,7 +76,7 @@ def test_body_of_many_objects_is_rejected_before_parsing(name: str) -> None:
     kind, raw, text = LARGE[name]
     started_s = time.thread_time()
     with pytest.raises(InvalidRequestError) as rejected:
-        finish(read_body(kind, raw, note_ignored=ignore))
+        read_body(kind, raw, note_ignored=ignore)
     assert time.thread_time() - started_s < 2.0
     assert str(rejected.value) == text
 
@@ -85,7 +84,7 @@ def test_body_of_many_objects_is_rejected_before_parsing(name: str) -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_escapes_are_read_wherever_the_text_is_divided(seed: int) -> None:
     text = "".join(Random(seed).choices('\\\\\\"[{,:', k=400_000))
-    assert finish(read_json(json.dumps({"prompt": text, "n": 1}).encode())) == {
+    assert read_json(json.dumps({"prompt": text, "n": 1}).encode()) == {
         "prompt": text,
         "n": 1,
     }
@@ -93,22 +92,15 @@ def test_escapes_are_read_wherever_the_text_is_divided(seed: int) -> None:
 
 @pytest.mark.parametrize("text", ['[{,"' * 100_000, '\\"[{,' * 100_000, "\\" * 99_999 + '"[{' * 9])
 def test_text_may_contain_any_characters(text: str) -> None:
-    assert finish(read_json(json.dumps({"prompt": text}).encode())) == {"prompt": text}
-
-
-def test_others_run_while_tools_are_read() -> None:
-    tools = [{"type": "function", "function": {"name": f"tool{i}"}} for i in range(100)]
-    given = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "tools": tools}
-    body = finish(read_body(ChatBody, json.dumps(given).encode(), note_ignored=ignore))
-    assert sum(1 for _ in body.tool_use("hermes")) >= 100
+    assert read_json(json.dumps({"prompt": text}).encode()) == {"prompt": text}
 
 
 def test_many_messages_are_read_quickly() -> None:
     raw = b'{"model":"tiny","messages":[%s]}' % joined(MESSAGE, 4096)
     started_s = time.thread_time()
-    body = finish(read_body(ChatBody, raw, note_ignored=ignore))
+    body = read_body(ChatBody, raw, note_ignored=ignore)
     tools = ToolUse((), ToolChoice(kind="none"), tool_format=None)
-    given = finish(body.to_input(None, tools, known_variables=frozenset(), note_ignored=ignore))
+    given = body.to_input(None, tools, known_variables=frozenset(), note_ignored=ignore)
     assert time.thread_time() - started_s < 3.0
     assert len(given.prompts) == 1
 
@@ -127,13 +119,13 @@ def test_many_messages_are_read_quickly() -> None:
 def test_numbers_beyond_a_double_are_rejected(raw: bytes, where: str, param: str | None) -> None:
     text = f"^The body has a number{where} that exceeds the range of a double\\.$"
     with pytest.raises(InvalidRequestError, match=text) as caught:
-        finish(read_json(raw))
+        read_json(raw)
     assert caught.value.param == param
 
 
 def test_other_numbers_are_read() -> None:
     raw = b'{"a":[1e308,-1.7E+308,0e400,1e-400,true],"b":"1e400","c":1%s}' % (b"0" * 400)
-    assert finish(read_json(raw)) == {
+    assert read_json(raw) == {
         "a": [1e308, -1.7e308, 0.0, 0.0, True],
         "b": "1e400",
         "c": 10**400,

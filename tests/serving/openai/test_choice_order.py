@@ -54,7 +54,7 @@ async def test_a_client_library_reads_choices_that_begin_late() -> None:
         Turns(ToolUse((), ToolChoice(kind="none"), tool_format=None)),
         has_functions=False,
     )
-    response = GenerationResponse(format, parsing=nothing)
+    response = GenerationResponse(format)
     events = b"".join([event async for event in response.events()]).decode().split("\n\n")
     chunks = [json.loads(one.removeprefix("data: ")) for one in events if one.startswith("data: {")]
     state: ChatCompletionStreamState[None] = ChatCompletionStreamState()

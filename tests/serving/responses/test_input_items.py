@@ -16,7 +16,6 @@ from openai.types.responses import (
     ResponseOutputMessage,
 )
 
-from cluster.serving.intake.steps import finish
 from cluster.serving.responses.input_items import ItemsQuery, items_page, size_of_items
 from cluster.serving.responses.stored_responses import StoreLimits
 from cluster.serving.text.templates.chat_prompt import ChatMessage, MessageToolCall
@@ -89,7 +88,7 @@ def test_listed_items_are_an_input_with_the_same_prompt(
 )
 def test_items_are_counted_before_they_are_written(message: ChatMessage) -> None:
     messages = (message,) * 10
-    page = finish(items_page(messages, "resp_a", ItemsQuery(limit=10)))
+    page = items_page(messages, "resp_a", ItemsQuery(limit=10))
     assert 0.25 < size_of_items(messages) / len(page) < 1.1
 
 

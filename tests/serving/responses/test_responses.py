@@ -15,7 +15,6 @@ from openai.types.responses import (
 )
 from pydantic import BaseModel, TypeAdapter
 
-from cluster.serving.responses.items import read_items
 from cluster.serving.responses.stored_responses import StoreLimits
 from pagedray.structure import Structure
 from tests.serving.conftest import Server
@@ -286,9 +285,3 @@ async def test_repeated_parameters_count_as_unread_output_until_the_call_ends(
                 assert description in line
     assert max(held) > 50_000
     await wait_until(lambda: not buffers.num_bytes)
-
-
-def test_a_message_of_many_parts_is_read_in_steps() -> None:
-    parts = [{"type": "input_text", "text": "x"}] * 8000
-    steps = read_items([{"role": "user", "content": parts}])
-    assert sum(1 for _ in steps) > 100

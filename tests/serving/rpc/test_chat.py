@@ -11,7 +11,6 @@ import pytest
 from cluster.serving.auth.tenant import ANONYMOUS
 from cluster.serving.calls.generation_call import GenerationOutput, Usage
 from cluster.serving.intake.limits import LARGEST
-from cluster.serving.intake.steps import finish
 from cluster.serving.rpc.call import RpcCall
 from cluster.serving.rpc.chat import Chat
 from cluster.serving.text.templates.chat_prompt import ChatPrompt
@@ -49,7 +48,7 @@ def _request(**fields: Any) -> pb.ChatRequest:  # Any: fields of all types
 
 
 def _chat(**fields: Any) -> Chat:  # Any: fields of all types
-    return finish(Chat.from_message(_request(**fields), tool_format="hermes"))
+    return Chat.from_message(_request(**fields), tool_format="hermes")
 
 
 def test_turn_is_streamed_with_prompt_and_usage(stub: Stub, tokenizer: Tokenizer) -> None:
@@ -106,9 +105,7 @@ def _output(text: str, reason: FinishReason | None = None) -> GenerationOutput:
 
 def test_named_tool_is_forced() -> None:
     chat = _chat(tools=[TOOL], tool_choice=pb.ToolChoice(tool="weather"))
-    structure = finish(chat.to_input(RpcCall(), ANONYMOUS, LARGEST, **TEMPLATE)).sampling[
-        "structure"
-    ]
+    structure = chat.to_input(RpcCall(), ANONYMOUS, LARGEST, **TEMPLATE).sampling["structure"]
     assert isinstance(structure, Structure)
     assert (structure.kind, json.loads(structure.text)) == ("json_schema", SCHEMA)
     outputs = [_output('{"city": '), _output('"Oslo"}', FinishReason.STOP)]
@@ -122,7 +119,7 @@ def test_named_tool_is_forced() -> None:
 
 def test_calls_of_strict_tools_follow_the_schema() -> None:
     strict = pb.Tool(name="look", parameters=TOOL.parameters, strict=True)
-    given = finish(_chat(tools=[TOOL, strict]).to_input(RpcCall(), ANONYMOUS, LARGEST, **TEMPLATE))
+    given = _chat(tools=[TOOL, strict]).to_input(RpcCall(), ANONYMOUS, LARGEST, **TEMPLATE)
     structure = given.sampling["structure"]
     assert isinstance(structure, Structure)
     assert (structure.kind, structure.mark) == ("calls", "<tool_call>")
@@ -153,8 +150,8 @@ def test_turns_of_tools_reach_the_template() -> None:
         pb.ChatMessage(role=pb.CHAT_ROLE_TOOL, content="Rain", tool_call_id="a", name="weather"),
     ]
     message = pb.ChatRequest(messages=turns, tools=[TOOL])
-    chat = finish(Chat.from_message(message, tool_format="hermes"))
-    given = finish(chat.to_input(RpcCall(), ANONYMOUS, LARGEST, **TEMPLATE))
+    chat = Chat.from_message(message, tool_format="hermes")
+    given = chat.to_input(RpcCall(), ANONYMOUS, LARGEST, **TEMPLATE)
     (prompt,) = given.prompts
     assert isinstance(prompt, ChatPrompt)
     assert prompt.messages[1].tool_calls[0].arguments == {"city": "Oslo"}
@@ -165,18 +162,6 @@ def test_turns_of_tools_reach_the_template() -> None:
             "function": {"name": "weather", "description": "Tells it.", "parameters": SCHEMA},
         },
     )
-
-
-def test_others_run_between_tools_and_between_the_calls_of_a_message() -> None:
-    tools = [pb.Tool(name=f"tool{i}", parameters=TOOL.parameters) for i in range(100)]
-    calls = [pb.ToolCall(id="a", name="weather", arguments='{"city": "Oslo"}')] * 100
-    turn = pb.ChatMessage(role=pb.CHAT_ROLE_ASSISTANT, tool_calls=calls)
-    reading = Chat.from_message(pb.ChatRequest(tools=tools), tool_format="hermes")
-    assert sum(1 for _ in reading) >= 100
-    chat = finish(Chat.from_message(pb.ChatRequest(messages=[turn]), tool_format=None))
-    assert sum(1 for _ in chat.to_input(RpcCall(), ANONYMOUS, LARGEST, **TEMPLATE)) >= 100
-    forced = _chat(tools=tools, tool_choice=REQUIRED)
-    assert sum(1 for _ in forced.to_input(RpcCall(), ANONYMOUS, LARGEST, **TEMPLATE)) >= 100
 
 
 @pytest.mark.parametrize(
@@ -200,7 +185,7 @@ def test_others_run_between_tools_and_between_the_calls_of_a_message() -> None:
 def test_bad_tools_are_rejected(fields: dict[str, Any], param: str) -> None:
     # Any: fields of all types
     with pytest.raises(InvalidRequestError) as caught:
-        finish(_chat(**fields).to_input(RpcCall(), ANONYMOUS, LARGEST, **TEMPLATE))
+        _chat(**fields).to_input(RpcCall(), ANONYMOUS, LARGEST, **TEMPLATE)
     assert caught.value.param == param
     assert len(str(caught.value)) < 300
 
@@ -258,5 +243,5 @@ def test_bad_conversation_is_rejected(
 )  # fmt: skip
 def test_structure_is_passed_to_the_engine(structure: pb.Structure, wanted: Structure) -> None:
     chat = _chat(sampling=pb.SamplingParams(structure=structure))
-    given = finish(chat.to_input(RpcCall(), ANONYMOUS, LARGEST, **TEMPLATE))
+    given = chat.to_input(RpcCall(), ANONYMOUS, LARGEST, **TEMPLATE)
     assert given.sampling == {"structure": wanted}

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cluster.serving.intake.steps import finish
 from cluster.serving.tools.tool_choice import ToolChoice, ToolUse
 from cluster.structured.grammar.grammar_text import grammar_text
 from cluster.structured.matchers.mark_matcher import MarkMatcher
@@ -54,7 +53,7 @@ class Writer:
     def __init__(
         self, library: XGrammarLibrary, use: ToolUse, reasoning: Reasoning | None = None
     ) -> None:
-        structure = finish(use.structure(None, None))
+        structure = use.structure(None, None)
         assert structure is not None
         self._library = library
         compiled, _ = library.compile_grammar(grammar_text(structure))

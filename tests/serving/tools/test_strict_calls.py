@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import jsonschema
 import pytest
 
-from cluster.serving.intake.steps import finish
 from cluster.serving.tools.tool import Tool
 from cluster.serving.tools.tool_calls import TOOL_CALL_FORMATS
 from cluster.structured.grammar.grammar_text import grammar_text
@@ -106,7 +105,7 @@ def test_special_token_cannot_be_written_in_a_call(library: XGrammarLibrary) -> 
 
 def test_error_names_the_strict_tool() -> None:
     strict = Tool(name="strict", parameters=UNSUPPORTED, is_strict=True)
-    structure = finish(use_of("hermes", [LOOSE, strict]).structure(None, None))
+    structure = use_of("hermes", [LOOSE, strict]).structure(None, None)
     assert structure is not None
     with pytest.raises(InvalidRequestError, match="strict tool 'strict', which has an unsupported"):
         grammar_text(structure)
@@ -164,4 +163,4 @@ def test_special_token_marks_calls_at_the_start_only(library: XGrammarLibrary) -
 
 
 def test_tools_that_are_not_strict_are_called_freely() -> None:
-    assert finish(use_of("hermes", [LOOSE]).structure(None, None)) is None
+    assert use_of("hermes", [LOOSE]).structure(None, None) is None

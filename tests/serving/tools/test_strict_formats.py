@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import jsonschema
 import pytest
 
-from cluster.serving.intake.steps import finish
 from cluster.serving.tools.tool import Tool
 from cluster.structured.grammar.grammar_text import grammar_text
 from pagedray.errors import InvalidRequestError
@@ -182,7 +181,7 @@ def test_schema_that_a_format_cannot_express_is_rejected(
     tool_format: ToolCallFormat, schema: dict[str, Any], reason: str
 ) -> None:
     tool = Tool(name="put", parameters=schema, is_strict=True)
-    structure = finish(use_of(tool_format, [tool]).structure(None, None))
+    structure = use_of(tool_format, [tool]).structure(None, None)
     assert structure is not None
     with pytest.raises(InvalidRequestError, match=re.escape(reason)):
         grammar_text(structure)

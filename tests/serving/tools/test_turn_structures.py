@@ -12,7 +12,6 @@ import jsonschema
 import numpy as np
 import pytest
 
-from cluster.serving.intake.steps import finish
 from cluster.serving.tools.tool import Tool
 from cluster.serving.tools.tool_calls import TOOL_CALL_FORMATS
 from cluster.serving.tools.tool_choice import ToolChoice, ToolUse
@@ -84,7 +83,7 @@ def library() -> XGrammarLibrary:
 
 def use_of(tool_format: ToolCallFormat, *, is_parallel: bool) -> tuple[ToolUse, Structure]:
     use = ToolUse(TOOLS, ToolChoice(is_parallel=is_parallel), tool_format=tool_format)
-    structure = finish(use.structure(ANSWER, "response_format"))
+    structure = use.structure(ANSWER, "response_format")
     assert structure is not None
     return use, structure
 
@@ -193,7 +192,7 @@ def test_calls_in_channels_are_valid(kind: Any, is_open: bool) -> None:
     choice = ToolChoice(kind="auto" if kind == "strict" else kind, name="add")
     tools = [replace(tool, is_strict=kind == "strict") for tool in TOOLS]
     use = ToolUse(tools, choice, tool_format="openai")
-    structure = finish(use.structure(answer, "response_format"))
+    structure = use.structure(answer, "response_format")
     assert structure is not None
     reasoning = Reasoning(
         begin="<|channel|>analysis<|message|>",
@@ -232,7 +231,7 @@ def test_forced_call_leaves_the_answer_out() -> None:
     for kind in ("required", "named"):
         choice = ToolChoice(kind=kind, name="add")
         use = ToolUse(TOOLS, choice, tool_format="hermes")
-        structure = finish(use.structure(ANSWER, "response_format"))
+        structure = use.structure(ANSWER, "response_format")
         assert structure is not None
         assert structure.kind == "json_schema"
         assert "true" not in structure.text
@@ -241,4 +240,4 @@ def test_forced_call_leaves_the_answer_out() -> None:
 def test_grammar_of_a_client_cannot_be_joined() -> None:
     use = ToolUse(TOOLS, ToolChoice(), tool_format="hermes")
     with pytest.raises(InvalidRequestError, match="guided_grammar cannot be combined with tools"):
-        finish(use.structure(Structure(kind="grammar", text='root ::= "a"'), "guided_grammar"))
+        use.structure(Structure(kind="grammar", text='root ::= "a"'), "guided_grammar")

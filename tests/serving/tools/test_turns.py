@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.serving.intake.steps import finish
 from cluster.serving.text.text_stream import SequenceOutput
 from cluster.serving.tools.tool import Tool
 from cluster.serving.tools.tool_calls import TOOL_CALL_FORMATS
@@ -41,7 +40,7 @@ class CharacterTokens:
 def turns_of(tool_format: str, *, is_open: bool, has_schema: bool) -> Turns:
     use = ToolUse(TOOLS, ToolChoice(), tool_format=tool_format)  # type: ignore[arg-type]  # a literal
     if has_schema:
-        finish(use.structure(SCHEMA, "response_format"))
+        use.structure(SCHEMA, "response_format")
     reasoning = Reasoning(begin="<think>", end="</think>", is_open=is_open)
     return Turns(use, reasoning, CharacterTokens())  # type: ignore[arg-type]  # its only method
 

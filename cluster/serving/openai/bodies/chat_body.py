@@ -46,7 +46,6 @@ from pagedray.errors import InvalidRequestError
 from pagedray.sampling_params import MAX_LOGPROBS
 
 if TYPE_CHECKING:
-    from cluster.serving.intake.steps import Steps
     from cluster.serving.tools.tool_calls import ToolCallFormat
     from pagedray.structure import Structure
 
@@ -189,17 +188,17 @@ class ChatBody(GenerationBody):
                     f"functions cannot be combined with {name}.", param="functions"
                 )
 
-    def tool_use(self, tool_format: ToolCallFormat | None) -> Steps[ToolUse]:
+    def tool_use(self, tool_format: ToolCallFormat | None) -> ToolUse:
         """Return how the call uses tools. Raises InvalidRequestError."""
         if self.has_functions:
-            functions = yield from read_functions(self.functions)
+            functions = read_functions(self.functions)
             chosen = read_function_choice(self.function_call, functions)
             try:
                 return ToolUse(functions, chosen, tool_format=tool_format)
             except InvalidRequestError as error:
                 raise renamed(error, _FUNCTION_NAMES) from error
-        tools = yield from read_tools(self.tools)
-        choice = yield from read_choice(
+        tools = read_tools(self.tools)
+        choice = read_choice(
             self.tool_choice, is_parallel=self.parallel_tool_calls, has_tools=bool(tools)
         )
         return ToolUse(tools, choice, tool_format=tool_format)
@@ -211,7 +210,7 @@ class ChatBody(GenerationBody):
         *,
         known_variables: frozenset[str],
         note_ignored: Callable[[str], None],
-    ) -> Steps[GenerationInput]:
+    ) -> GenerationInput:
         """Return the input of the call. Raises InvalidRequestError.
 
         `known_variables` are those that the model's chat template reads; `note_ignored` is called
@@ -221,10 +220,10 @@ class ChatBody(GenerationBody):
         budget = thinking_budget(self.thinking_token_budget)
         if budget is not None:
             sampling["thinking_token_budget"] = budget
-        structure = yield from self._structure(tools)
+        structure = self._structure(tools)
         if structure is not None:
             sampling["structure"] = structure
-        messages = yield from read_messages(self.messages)
+        messages = read_messages(self.messages)
         prompt = ChatPrompt(
             messages,
             tools.for_template,
@@ -262,10 +261,10 @@ class ChatBody(GenerationBody):
             names |= self.structure_names()
         return names
 
-    def _structure(self, tools: ToolUse) -> Steps[Structure | None]:
+    def _structure(self, tools: ToolUse) -> Structure | None:
         requested = self.requested_structure()
         try:
-            return (yield from tools.structure(requested.structure, requested.param))
+            return tools.structure(requested.structure, requested.param)
         except InvalidRequestError as error:
             raise renamed(error, _FUNCTION_NAMES if self.has_functions else {}) from error
 

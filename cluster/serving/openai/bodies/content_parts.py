@@ -13,7 +13,6 @@ from pagedray.wording.shown_value import shown_value
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from cluster.serving.intake.steps import Steps
 
 __all__ = [
     "CONTENT_PARTS",
@@ -23,8 +22,6 @@ __all__ = [
     "read_content",
 ]
 
-_STEP_PARTS = 64
-"""Parts that are validated at once."""
 _MEDIA = frozenset(
     (
         "audio_url",
@@ -78,7 +75,7 @@ class MessageContent(NamedTuple):
     reasoning: str | None = None
 
 
-def read_content(given: object, where: str, *, role: str, is_needed: bool) -> Steps[MessageContent]:
+def read_content(given: object, where: str, *, role: str, is_needed: bool) -> MessageContent:
     """Return the content of a message. Raises InvalidRequestError."""
     if isinstance(given, str):
         return MessageContent(given)
@@ -91,8 +88,6 @@ def read_content(given: object, where: str, *, role: str, is_needed: bool) -> St
     texts: list[str] = []
     thoughts: list[str] = []
     for index, one in enumerate(given):
-        if index and index % _STEP_PARTS == 0:
-            yield
         text = _plain_text(one)
         if text is not None:
             texts.append(text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -12,9 +12,6 @@ from cluster.serving.openai.bodies.field_kinds import bounds, model_field, promp
 from cluster.serving.openai.bodies.parameters import IGNORED
 from cluster.serving.schema.body import Body, Defaults
 from pagedray.errors import InvalidRequestError
-
-if TYPE_CHECKING:
-    from cluster.serving.intake.steps import Steps
 
 __all__ = ["MAX_INPUTS", "EmbeddingBody"]
 
@@ -50,9 +47,9 @@ class EmbeddingBody(Body):
         "text.",
     )
 
-    def to_input(self) -> Steps[EmbeddingInput]:
+    def to_input(self) -> EmbeddingInput:
         """Return the input of the call. Raises InvalidRequestError."""
-        prompts = yield from _prompts_of(self.input)
+        prompts = _prompts_of(self.input)
         return EmbeddingInput(
             param="input",
             prompts=prompts,
@@ -64,7 +61,7 @@ class EmbeddingBody(Body):
         )
 
 
-def _prompts_of(given: object) -> Steps[tuple[str | tuple[int, ...], ...]]:
+def _prompts_of(given: object) -> tuple[str | tuple[int, ...], ...]:
     if isinstance(given, str) and given:
         return (given,)
     if isinstance(given, list) and given:
@@ -84,7 +81,6 @@ def _prompts_of(given: object) -> Steps[tuple[str | tuple[int, ...], ...]]:
                 if not set(map(type, entry)) <= {int}:
                     break
                 texts.append(tuple(entry))
-                yield
             else:
                 return tuple(texts)
     raise InvalidRequestError(

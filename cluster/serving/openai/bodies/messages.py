@@ -19,12 +19,9 @@ from pagedray.errors import InvalidRequestError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cluster.serving.intake.steps import Steps
 
 __all__ = ["CalledFunction", "Message", "MessageCall", "read_messages"]
 
-_STEP_CALLS = 64
-_STEP_MESSAGES = 256
 _ONLY_TEXT = "the model only reads text"
 _CONTINUED = "use continue_final_message = true and add_generation_prompt = false"
 _PLAIN_FIELDS = frozenset(("role", "content"))
@@ -110,15 +107,11 @@ class Message(OpenPart):
     )
 
 
-def read_messages(given: Sequence[Message]) -> Steps[tuple[ChatMessage, ...]]:
+def read_messages(given: Sequence[Message]) -> tuple[ChatMessage, ...]:
     """Return the messages of a conversation. Raises InvalidRequestError."""
-    calls: list[tuple[MessageCall, ...]] = []
-    for index, message in enumerate(given):
-        calls.append((yield from _calls_of(message, index)))
-        if calls[-1] or index % _STEP_MESSAGES == 0:
-            yield
+    calls = [_calls_of(message, index) for index, message in enumerate(given)]
     arguments = "".join(call.function.arguments for found in calls for call in found)
-    yield from check_counts(arguments.encode(), "The arguments of tool_calls")
+    check_counts(arguments.encode(), "The arguments of tool_calls")
     messages: list[ChatMessage] = []
     ids: dict[str | None, str] = {}
     for index, message in enumerate(given):
@@ -126,17 +119,13 @@ def read_messages(given: Sequence[Message]) -> Steps[tuple[ChatMessage, ...]]:
             # The fast path of most messages.
             messages.append(ChatMessage(_role_of(message), message.content))
         else:
-            messages.append(
-                (yield from _message_of(message, calls[index], f"messages.{index}", ids))
-            )
+            messages.append(_message_of(message, calls[index], f"messages.{index}", ids))
         if message.function_call is not None:
             ids[calls[index][0].function.name] = calls[index][0].id
-        if calls[index] or index % _STEP_MESSAGES == 0:
-            yield
     return tuple(messages)
 
 
-def _calls_of(message: Message, index: int) -> Steps[tuple[MessageCall, ...]]:
+def _calls_of(message: Message, index: int) -> tuple[MessageCall, ...]:
     if message.role == "function" and message.name is None:
         where = f"messages.{index}.name"
         raise InvalidRequestError(f"{where} is required with role = function.", param=where)
@@ -156,12 +145,9 @@ def _calls_of(message: Message, index: int) -> Steps[tuple[MessageCall, ...]]:
     _check_assistant(message, where)
     if not isinstance(given, list):
         raise InvalidRequestError(f"{where} must be a list.", param=where)
-    calls: list[MessageCall] = []
-    for number, one in enumerate(given):
-        calls.append(read_part(MessageCall, one, f"{where}.{number}"))
-        if number % _STEP_CALLS == _STEP_CALLS - 1:
-            yield
-    return tuple(calls)
+    return tuple(
+        read_part(MessageCall, call, f"{where}.{number}") for number, call in enumerate(given)
+    )
 
 
 def _check_assistant(message: Message, where: str) -> None:
@@ -171,12 +157,12 @@ def _check_assistant(message: Message, where: str) -> None:
 
 def _message_of(
     message: Message, calls: Sequence[MessageCall], where: str, ids: Mapping[str | None, str]
-) -> Steps[ChatMessage]:
+) -> ChatMessage:
     """Return a message; `ids` are those of the last calls of functions, by their names."""
     _check_fields(message, where)
     reasoning = _reasoning_of(message, where)
     is_result = message.role == "function"
-    content = yield from read_content(
+    content = read_content(
         message.refusal or message.content,
         f"{where}.content",
         role=message.role,
@@ -193,8 +179,6 @@ def _message_of(
         is_older = message.function_call is not None
         place = "function_call" if is_older else f"tool_calls.{number}.function"
         read_calls.append(_call_of(call, f"{where}.{place}"))
-        if number % _STEP_CALLS == _STEP_CALLS - 1:
-            yield
     return ChatMessage(
         role=_role_of(message),
         content=content.text,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field, JsonValue
 
@@ -13,9 +13,6 @@ from cluster.serving.schema.body import Body, BodyPart, Defaults, named_schema
 from cluster.serving.schema.body_reader import read_part
 from cluster.serving.validation.score_validator import MAX_PAIRS
 from pagedray.errors import InvalidRequestError
-
-if TYPE_CHECKING:
-    from cluster.serving.intake.steps import Steps
 
 __all__ = ["DocumentObject", "RerankBody", "ScoreBody"]
 
@@ -69,13 +66,11 @@ class RerankBody(Body):
         if self.top_n is not None and self.top_n < 0:
             raise InvalidRequestError(f"top_n must be at least 0, not {self.top_n}.", param="top_n")
 
-    def to_input(self) -> Steps[ScoreInput]:
+    def to_input(self) -> ScoreInput:
         """Return the input of the call. Raises InvalidRequestError."""
         texts: list[str] = []
         for index, given in enumerate(self.documents):
             texts.append(_document_text(given, f"documents.{index}"))
-            if not index % _ENTRIES_AT_ONCE:
-                yield
         query = _checked(self.query, "query")
         return ScoreInput(
             pairs=tuple((query, text) for text in texts),
@@ -104,10 +99,10 @@ class ScoreBody(Body):
         None, description="An identifier of the end user; accepted and ignored."
     )
 
-    def to_input(self) -> Steps[ScoreInput]:
+    def to_input(self) -> ScoreInput:
         """Return the input of the call. Raises InvalidRequestError."""
-        first = yield from _texts_of(self.text_1, "text_1")
-        second = yield from _texts_of(self.text_2, "text_2")
+        first = _texts_of(self.text_1, "text_1")
+        second = _texts_of(self.text_2, "text_2")
         if len(first) == 1:
             first *= len(second)
         if len(first) != len(second):
@@ -128,7 +123,7 @@ _ENTRIES_AT_ONCE = 256
 """Entries checked between two turns of the event loop."""
 
 
-def _texts_of(given: object, name: str) -> Steps[list[str]]:
+def _texts_of(given: object, name: str) -> list[str]:
     if isinstance(given, str):
         return [_checked(given, name)]
     if not isinstance(given, list):
@@ -140,8 +135,6 @@ def _texts_of(given: object, name: str) -> Steps[list[str]]:
     texts: list[str] = []
     for index, text in enumerate(given):
         texts.append(_checked(text, f"{name}.{index}"))
-        if not index % _ENTRIES_AT_ONCE:
-            yield
     return texts
 
 

@@ -15,7 +15,6 @@ from pagedray.errors import InvalidRequestError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from cluster.serving.intake.steps import Steps
 
 __all__ = [
     "AllowedTools",
@@ -119,19 +118,19 @@ def tools_field() -> Any:  # Any: a pydantic field, read by read_tools, which ke
     return Field(None, description="Functions that the model may call.", json_schema_extra=schema)
 
 
-def read_tools(given: object) -> Steps[tuple[Tool, ...]]:
+def read_tools(given: object) -> tuple[Tool, ...]:
     """Return the tools of a call, none for None. Raises InvalidRequestError."""
-    tools = tuple((yield from read_each_tool(given, "tools", _tool_of)))
+    tools = tuple(read_each_tool(given, "tools", _tool_of))
     check_tools(tools)
     return tools
 
 
-def read_functions(given: object) -> Steps[tuple[Tool, ...]]:
+def read_functions(given: object) -> tuple[Tool, ...]:
     """Return the functions of a call, none for None. Raises InvalidRequestError."""
-    return tuple((yield from read_each_tool(given, "functions", _function_of)))
+    return tuple(read_each_tool(given, "functions", _function_of))
 
 
-def read_choice(given: object, *, is_parallel: bool, has_tools: bool) -> Steps[ToolChoice]:
+def read_choice(given: object, *, is_parallel: bool, has_tools: bool) -> ToolChoice:
     """Return the tool choice that `tool_choice` describes. Raises InvalidRequestError."""
     return read_choice_of(
         given,
@@ -148,8 +147,8 @@ def read_choice_of(
     is_parallel: bool,
     has_tools: bool,
     read_name: Callable[[object], str],
-    read_allowed: Callable[[dict[str, object], bool], Steps[ToolChoice]],
-) -> Steps[ToolChoice]:
+    read_allowed: Callable[[dict[str, object], bool], ToolChoice],
+) -> ToolChoice:
     """Return a tool choice, of which an API writes a function or several in a form of its own.
 
     Raises InvalidRequestError.
@@ -158,7 +157,7 @@ def read_choice_of(
         given = "auto" if has_tools else "none"
     if isinstance(given, dict):
         if given.get("type") == "allowed_tools":
-            return (yield from read_allowed(given, is_parallel))
+            return read_allowed(given, is_parallel)
         return ToolChoice(kind="named", name=read_name(given), is_parallel=is_parallel)
     if given == "none" or given == "auto" or given == "required":
         return ToolChoice(kind=given, is_parallel=is_parallel)
@@ -168,13 +167,13 @@ def read_choice_of(
     )
 
 
-def _allowed_choice(given: dict[str, object], is_parallel: bool) -> Steps[ToolChoice]:
+def _allowed_choice(given: dict[str, object], is_parallel: bool) -> ToolChoice:
     """Return the choice among some of the tools. Raises InvalidRequestError."""
     param = "tool_choice.allowed_tools"
     inside = read_part(AllowedToolsChoice, given, "tool_choice").allowed_tools
     read = read_part(AllowedTools, inside, param)
     check_allowed(read.tools, f"{param}.tools")
-    allowed = yield from read_each_tool(read.tools, f"{param}.tools", _tool_of)
+    allowed = read_each_tool(read.tools, f"{param}.tools", _tool_of)
     return ToolChoice(kind=read.mode, is_parallel=is_parallel, allowed=tuple(allowed))
 
 

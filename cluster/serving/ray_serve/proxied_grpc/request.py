@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from google.protobuf.message import DecodeError
 
 from cluster.serving.intake.limits import LARGEST, MAX_REQUEST_BYTES
-from cluster.serving.intake.steps import finish
 from cluster.serving.ray_serve.proxied_grpc.context import ProxiedGrpcContext
 from cluster.serving.ray_serve.proxied_grpc.message import TIMEOUT_KEY
 from cluster.serving.ray_serve.routing.affinity import (
@@ -117,7 +116,7 @@ def _parsed(body: bytes, method: str) -> pb.GenerateRequest | pb.ChatRequest | N
         return None
     try:
         # A proxy has no keys, so anyone could hold its event loop by parsing millions of fields.
-        finish(check_fields(kind, body, LARGEST))
+        check_fields(kind, body, LARGEST)
         return kind.FromString(body)
     except (DecodeError, InvalidRequestError):
         # The replica rejects it with the same error as every frontend.

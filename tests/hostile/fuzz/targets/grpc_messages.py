@@ -8,7 +8,6 @@ from google.protobuf.message import Message
 
 from cluster.serving.auth.tenant import Tenant
 from cluster.serving.intake.limits import LARGEST
-from cluster.serving.intake.steps import finish
 from cluster.serving.rpc.call import RpcCall
 from cluster.serving.rpc.chat import Chat, read_tokenize
 from cluster.serving.rpc.requests import parse, read_embedding, read_generation, read_score
@@ -42,7 +41,7 @@ def _read(method: str, body: bytes) -> None:
         _check(read_generation(_parsed(pb.GenerateRequest, body), _CALL, _TENANT))
     elif method == "Chat":
         message = _parsed(pb.ChatRequest, body)
-        chat = finish(Chat.from_message(message, tool_format="hermes"))
+        chat = Chat.from_message(message, tool_format="hermes")
         given = chat.to_input(
             _CALL,
             _TENANT,
@@ -50,20 +49,19 @@ def _read(method: str, body: bytes) -> None:
             known_variables=_known_variables,
             note_ignored=_note_ignored,
         )
-        _check(finish(given))
+        _check(given)
     elif method == "Embed":
         read_embedding(_parsed(pb.EmbedRequest, body), _CALL, _TENANT)
     elif method == "Score":
         read_score(_parsed(pb.ScoreRequest, body), _CALL, _TENANT)
     else:
-        steps = read_tokenize(
+        read_tokenize(
             _parsed(pb.TokenizeRequest, body),
             _TENANT,
             LARGEST,
             known_variables=_known_variables,
             note_ignored=_note_ignored,
         )
-        finish(steps)
 
 
 def _known_variables(has_tools: bool) -> frozenset[str]:
@@ -75,7 +73,7 @@ def _note_ignored(name: str) -> None:
 
 
 def _parsed(kind: type[Incoming], body: bytes) -> Incoming:
-    return finish(parse(kind, body, LARGEST))
+    return parse(kind, body, LARGEST)
 
 
 def _check(given: GenerationInput) -> None:

@@ -10,7 +10,6 @@ from cluster.serving.admin.tokenize_body import DetokenizeBody, TokenizeBody
 from cluster.serving.anthropic.count_body import CountBody
 from cluster.serving.anthropic.messages_body import MessagesBody
 from cluster.serving.anthropic.model_support import ModelSupport
-from cluster.serving.intake.steps import finish
 from cluster.serving.openai.bodies.chat_body import ChatBody
 from cluster.serving.openai.bodies.completion_body import CompletionBody
 from cluster.serving.openai.bodies.embedding_body import EmbeddingBody
@@ -43,49 +42,49 @@ def _read_completion(raw: bytes) -> None:
 
 def _read_chat(raw: bytes) -> None:
     body = _read(ChatBody, raw)
-    tools = finish(body.tool_use("hermes"))
+    tools = body.tool_use("hermes")
     given = body.to_input("a", tools, known_variables=_VARIABLES, note_ignored=_ignore)
-    _check(finish(given))
+    _check(given)
 
 
 def _read_texts_to_tokenize(raw: bytes) -> None:
     body = _read(TokenizeBody, raw)
-    finish(body.to_input(known_variables=lambda _: _VARIABLES, note_ignored=_ignore))
+    body.to_input(known_variables=lambda _: _VARIABLES, note_ignored=_ignore)
 
 
 def _read_messages(raw: bytes) -> None:
     body = _read(MessagesBody, raw)
-    tools = finish(body.tool_use("hermes"))
-    _check(finish(body.to_input("a", tools, _SUPPORT, note_ignored=_ignore)))
+    tools = body.tool_use("hermes")
+    _check(body.to_input("a", tools, _SUPPORT, note_ignored=_ignore))
 
 
 def _read_response(raw: bytes) -> None:
     body = _read(ResponsesBody, raw)
-    tools = finish(body.tool_use(FunctionTools(), "hermes"))
+    tools = body.tool_use(FunctionTools(), "hermes")
     given = body.to_input("a", tools, known_variables=frozenset(), note_ignored=_ignore)
-    _check(finish(given))
+    _check(given)
 
 
 def _read_messages_to_count(raw: bytes) -> None:
     body = _read(CountBody, raw)
-    tools = finish(body.tool_use("hermes"))
-    finish(body.to_input(tools, _SUPPORT, note_ignored=_ignore))
+    tools = body.tool_use("hermes")
+    body.to_input(tools, _SUPPORT, note_ignored=_ignore)
 
 
 def _read_input_to_count(raw: bytes) -> None:
     body = _read(InputTokensBody, raw)
-    tools = finish(body.tool_use(FunctionTools(), "hermes"))
-    finish(body.to_input(tools, known_variables=frozenset(), note_ignored=_ignore))
+    tools = body.tool_use(FunctionTools(), "hermes")
+    body.to_input(tools, known_variables=frozenset(), note_ignored=_ignore)
 
 
 _READERS: dict[str, Callable[[bytes], object]] = {
     "/v1/completions": _read_completion,
     "/v1/chat/completions": _read_chat,
-    "/v1/embeddings": lambda raw: finish(_read(EmbeddingBody, raw).to_input()),
+    "/v1/embeddings": lambda raw: _read(EmbeddingBody, raw).to_input(),
     "/tokenize": _read_texts_to_tokenize,
     "/detokenize": lambda raw: _read(DetokenizeBody, raw).token_ids(),
-    "/rerank": lambda raw: finish(_read(RerankBody, raw).to_input()),
-    "/score": lambda raw: finish(_read(ScoreBody, raw).to_input()),
+    "/rerank": lambda raw: _read(RerankBody, raw).to_input(),
+    "/score": lambda raw: _read(ScoreBody, raw).to_input(),
     "/v1/messages": _read_messages,
     "/v1/responses": _read_response,
     "/v1/messages/count_tokens": _read_messages_to_count,
@@ -104,7 +103,7 @@ def run(data: bytes) -> None:
 
 
 def _read(kind: type[AnyBody], raw: bytes) -> AnyBody:
-    return finish(read_body(kind, raw, note_ignored=_ignore))
+    return read_body(kind, raw, note_ignored=_ignore)
 
 
 def _ignore(name: str) -> None:
