@@ -1,60 +1,49 @@
-"""The paths in documents on the code lead to one file or folder each, by the rule they state."""
+"""Documents on the code name classes and functions that exist, and few paths."""
 
 from __future__ import annotations
 
 import re
-from pathlib import PurePath
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.system.server_process import ROOT
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
 _DOCUMENTS = (
     *("architecture.md", "design/faults.md", "design/ranks.md", "design/scheduling.md"),
     *("design/serving.md", "where-to-make-a-change.md"),
 )
-_BLOCKS = [
-    block
-    for name in _DOCUMENTS
-    for block in re.split(r"\n\n|\n(?=\|)", (ROOT / "docs" / name).read_text())
-]
-"""Paragraphs and rows of tables."""
 _PATH = re.compile(r"`(\w[\w./-]*(?:/|\w\.(?:c|h|js|md|proto|py|svg|toml|tpl|yaml)))`")
+_CLASS = re.compile(r"`([A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*)(?:[.(`])")
+_PACKAGES = ("attention", "bench", "cluster", "pagedray", "workers")
+_NOT_OURS = {"Host", "Origin"}
+"""Headers of HTTP."""
+MAX_PATHS = 110
 
 
-def _paths(block: str) -> Iterator[str]:
-    for path in _PATH.findall(block):
-        yield path.rstrip("/")
+def _text(name: str) -> str:
+    return (ROOT / "docs" / name).read_text()
 
 
-def _with_parents(folder: PurePath) -> Iterator[PurePath]:
-    yield folder
-    yield from folder.parents[:-1]
+def _defined_names() -> set[str]:
+    sources = (path.read_text() for package in _PACKAGES for path in (ROOT / package).rglob("*.py"))
+    return {
+        name
+        for source in sources
+        for names in re.findall(r"^\s*(?:class (\w+)|([A-Z]\w+)(?::| =))", source, re.MULTILINE)
+        for name in names
+    }
 
 
-def _found(path: str, folders: Iterable[PurePath]) -> set[PurePath]:
-    return {folder / path for folder in folders if (ROOT / folder / path).exists()}
+@pytest.mark.parametrize("document", _DOCUMENTS)
+def test_paths_lead_to_files_and_folders(document: str) -> None:
+    missing = [path for path in _PATH.findall(_text(document)) if not (ROOT / path).exists()]
+    assert not missing
 
 
-def _folder_of(path: PurePath) -> PurePath:
-    return path if (ROOT / path).is_dir() else path.parent
+def test_named_classes_exist() -> None:
+    named = {name for document in _DOCUMENTS for name in _CLASS.findall(_text(document))}
+    assert named - _defined_names() - _NOT_OURS == set()
 
 
-@pytest.mark.parametrize(
-    "block", [block for block in _BLOCKS if any(_paths(block))], ids=lambda block: block[:40]
-)
-def test_each_path_leads_to_one_file_or_folder(block: str) -> None:
-    named = [PurePath(path) for path in _paths(block) if (ROOT / path).is_dir()]
-    before: list[PurePath] = []
-    for path in _paths(block):
-        found = {PurePath(path)} if (ROOT / path).exists() else set()
-        if not found:
-            found = _found(path, {above for folder in before for above in _with_parents(folder)})
-        if not found:
-            found = _found(path, named)
-        assert len(found) == 1, path
-        before.append(_folder_of(found.pop()))
+def test_documents_name_few_paths() -> None:
+    assert sum(len(_PATH.findall(_text(document))) for document in _DOCUMENTS) <= MAX_PATHS
