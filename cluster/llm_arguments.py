@@ -6,8 +6,7 @@ import functools
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from pagedray.errors import InvalidRequestError
-from pagedray.wording.nearest_name import nearest_name
-from pagedray.wording.shown_value import shown_value
+from pagedray.text import nearest_name, quote
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -107,7 +106,7 @@ def with_vllm_arguments(method: Callable[Given, Result]) -> Callable[Given, Resu
             # 0 and 1 would equal False and True.
             if isinstance(value, bool) or value not in _WITHOUT_EFFECT.get(name, (None,)):
                 raise InvalidRequestError(
-                    f"{name} = {shown_value(value)} is not supported: {_REJECTED[name]}.",
+                    f"{name} = {quote(value)} is not supported: {_REJECTED[name]}.",
                     param=name,
                 )
         return method(*args, **kwargs)

@@ -11,8 +11,7 @@ import msgspec
 from pagedray.errors import InvalidRequestError
 from pagedray.field_checks import MAX_COUNT, check_bool
 from pagedray.sampling_params import SamplingParams as EngineSamplingParams
-from pagedray.wording.nearest_name import nearest_name
-from pagedray.wording.shown_value import shown_value
+from pagedray.text import nearest_name, quote
 
 __all__ = ["RequestOutputKind", "SamplingParams", "engine_fields"]
 
@@ -93,7 +92,7 @@ def _check_unknown(name: str, value: object, known: Sequence[str]) -> None:
         raise InvalidRequestError(f"{name} is not supported: {_REJECTED[name]}.", param=name)
     if name in _WITHOUT_EFFECT:
         raise InvalidRequestError(
-            f"{name} must be {' or '.join(map(str, allowed))}, not {shown_value(value)}.",
+            f"{name} must be {' or '.join(map(str, allowed))}, not {quote(value)}.",
             param=name,
         )
     nearest = nearest_name(name, known)
@@ -151,7 +150,7 @@ class SamplingParams(
             check_bool(name, getattr(self, name))
         if not isinstance(self.output_kind, RequestOutputKind):
             raise InvalidRequestError(
-                f"output_kind must be a RequestOutputKind, not {shown_value(self.output_kind)}.",
+                f"output_kind must be a RequestOutputKind, not {quote(self.output_kind)}.",
                 param="output_kind",
             )
         super().__post_init__()

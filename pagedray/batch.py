@@ -22,12 +22,12 @@ write.
 
 from __future__ import annotations
 
+import struct
 from array import array
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
-from pagedray.decodes import Decodes
 from pagedray.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ __all__ = [
     "TOKEN_ID_BYTES",
     "BlockCopy",
     "ControllerMessage",
+    "Decodes",
     "DiskReport",
     "EmbedOutput",
     "EmbedPlan",
@@ -59,6 +60,45 @@ __all__ = [
 
 TOKEN_ID_BYTES = 4
 """Bytes of each token id in the result of `pack_token_ids`."""
+
+
+class Decodes(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Sequences of which a step computes the last token and samples the next one.
+
+    Every field has int32 in native byte order.
+    """
+
+    rows: bytes = b""
+    """`[num_decodes]`."""
+    positions: bytes = b""
+    """`[num_decodes]`: of the tokens that are computed."""
+    growing_rows: bytes = b""
+    """`[num_new_blocks]`: those of `rows` whose tokens are the first in their blocks."""
+    new_block_ids: bytes = b""
+    """`[num_new_blocks]`: appended to the block tables of these rows before the forward pass."""
+
+    @classmethod
+    def pack(
+        cls,
+        rows: Sequence[int],
+        positions: Sequence[int],
+        growing_rows: Sequence[int] = (),
+        new_block_ids: Sequence[int] = (),
+    ) -> Decodes:
+        """Return decodes of the given rows."""
+        return cls(_pack(rows), _pack(positions), _pack(growing_rows), _pack(new_block_ids))
+
+    def __len__(self) -> int:
+        return len(self.rows) // 4
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs of a token and one that it attends to."""
+        return sum(array("i", self.positions)) + len(self)
+
+
+def _pack(numbers: Sequence[int]) -> bytes:
+    return struct.pack(f"{len(numbers)}i", *numbers) if numbers else b""
 
 
 class BlockCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -182,6 +222,8 @@ class StepMasks(msgspec.Struct, frozen=True, array_like=True, tag="masks"):
 
 
 Pooling = Literal["mean", "cls", "last"]
+
+
 """How a text's hidden states become its vector: the mean of all, the first, the last."""
 
 
@@ -326,4 +368,6 @@ class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
 
 
 ControllerMessage = StepPlan | StepMasks | EmbedPlan | Shutdown
+
+
 WorkerMessage = StepOutput | EmbedOutput | StepAck | DiskReport | RankLogLine | WorkerFailure

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from pagedray.errors import InvalidRequestError
-from pagedray.wording.shown_value import shown_value
+from pagedray.text import quote
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,35 +26,29 @@ MAX_COUNT = 2**31 - 1
 def check_bool(name: str, value: object) -> None:
     """Raise InvalidRequestError for a value that is no boolean: text such as "no" would be true."""
     if not isinstance(value, bool):
-        raise InvalidRequestError(
-            f"{name} must be true or false, not {shown_value(value)}.", param=name
-        )
+        raise InvalidRequestError(f"{name} must be true or false, not {quote(value)}.", param=name)
 
 
 def check_int(name: str, value: object, low: int, high: int) -> None:
     """Raise InvalidRequestError unless a value is an integer from `low` to `high`."""
     # bool is a subclass of int.
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequestError(
-            f"{name} must be an integer, not {shown_value(value)}.", param=name
-        )
+        raise InvalidRequestError(f"{name} must be an integer, not {quote(value)}.", param=name)
     if not low <= value <= high:
         is_only_too_low = high == MAX_COUNT and value < low
         allowed = f"{low} or more" if is_only_too_low else f"from {low} to {high}"
-        raise InvalidRequestError(
-            f"{name} must be {allowed}, not {shown_value(value)}.", param=name
-        )
+        raise InvalidRequestError(f"{name} must be {allowed}, not {quote(value)}.", param=name)
 
 
 def check_float(name: str, value: object, low: float, high: float) -> None:
     """Raise InvalidRequestError unless a value is a number from `low` to `high`."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidRequestError(f"{name} must be a number, not {shown_value(value)}.", param=name)
+        raise InvalidRequestError(f"{name} must be a number, not {quote(value)}.", param=name)
     # An integer may be too large for a float.
     if -1e300 < value < 1e300 and low <= value <= high:
         return
     raise InvalidRequestError(
-        f"{name} must be from {low:g} to {high:g}, not {shown_value(value)}.", param=name
+        f"{name} must be from {low:g} to {high:g}, not {quote(value)}.", param=name
     )
 
 
@@ -76,10 +70,10 @@ def check_token_ids(token_ids: Sequence[object], vocab_size: int, param: str) ->
     for one in token_ids:
         if isinstance(one, bool) or not isinstance(one, int):
             raise InvalidRequestError(
-                f"{param} must contain integer token ids, not {shown_value(one)}.", param=param
+                f"{param} must contain integer token ids, not {quote(one)}.", param=param
             )
         if not 0 <= one < vocab_size:
             raise InvalidRequestError(
-                f"{param} contains token id {shown_value(one)}, but ids are 0 to {vocab_size - 1}.",
+                f"{param} contains token id {quote(one)}, but ids are 0 to {vocab_size - 1}.",
                 param=param,
             )

@@ -11,17 +11,25 @@ import mmap
 import os
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from pagedray.machine import start_ticks
 from pagedray.node_memory import NodeMemory, open_memory
-from pagedray.system.processes import start_ticks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pagedray.node_memory import MemoryAddress
 
-__all__ = ["MAX_INDEX", "Phase", "ProgressBoard", "ProgressWord", "RankReport"]
+__all__ = [
+    "MAX_INDEX",
+    "LoadProgress",
+    "Phase",
+    "PoolReport",
+    "ProgressBoard",
+    "ProgressWord",
+    "RankReport",
+]
 
 _CELL_BYTES = 8
 _NUM_CELLS = 16
@@ -260,3 +268,31 @@ def _write_process(cells: memoryview) -> None:
 
 def _private_cells() -> memoryview:
     return memoryview(bytearray(_NUM_CELLS * _CELL_BYTES)).cast("Q")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """The activity of a rank before it runs, and how much of it is done."""
+
+    what: str = "Loading weights"
+    done: int = 0
+    """Tensors that are loaded, or bytes that are downloaded."""
+    total: int = 0
+    """The number for the whole model; 0 while it is unknown."""
+    is_download: bool = False
+
+    @property
+    def fraction(self) -> float:
+        """The part that is done, 0 to 1; 0 while the total is unknown."""
+        return self.done / self.total if self.total else 0.0
+
+
+class PoolReport(NamedTuple):
+    """The state of a rank's CPU pool when the rank was made ready for an epoch."""
+
+    is_shared: bool = False
+    """Whether it is in the memory of the controller."""
+    is_kept: bool = False
+    """Whether it has the contents of the epoch before."""
+    damaged: tuple[int, ...] = ()
+    """The blocks of a kept pool whose contents may have changed."""

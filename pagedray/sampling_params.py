@@ -9,7 +9,7 @@ import msgspec
 from pagedray.errors import InvalidRequestError
 from pagedray.field_checks import MAX_COUNT, check_bool, check_float, check_int, check_size
 from pagedray.structure import Structure
-from pagedray.wording.shown_value import shown_value
+from pagedray.text import quote
 
 __all__ = [
     "MAX_ALLOWED",
@@ -193,7 +193,7 @@ def _check_logit_bias(bias: object) -> None:
     for token_id, value in bias.items():
         if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
             raise InvalidRequestError(
-                f"logit_bias contains token id {shown_value(token_id)}, but ids are 0 or more.",
+                f"logit_bias contains token id {quote(token_id)}, but ids are 0 or more.",
                 param="logit_bias",
             )
         check_float("logit_bias", value, -100.0, 100.0)

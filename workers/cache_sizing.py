@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pagedray.config import CacheSize
 from pagedray.errors import DeviceError
-from pagedray.system.host_memory import available_host_bytes, host_memory_bytes
+from pagedray.machine import available_host_bytes, host_memory_bytes
 from workers.runner.kv_cache import block_bytes, num_staging_blocks
 
 if TYPE_CHECKING:

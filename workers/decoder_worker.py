@@ -16,9 +16,9 @@ import torch
 from pagedray.batch import EmbedPlan, StepPlan
 from pagedray.config import LARGE_LIMITS, KernelReport
 from pagedray.errors import DeviceError, StartupError
-from pagedray.pool_report import PoolReport
+from pagedray.machine import num_usable_cores
+from pagedray.rank_progress import PoolReport
 from pagedray.rank_roofline import AttentionWork, DeviceSpeed, ExpertChoice, RankRoofline
-from pagedray.system.usable_cores import num_usable_cores
 from workers.cache_sizing import cache_size, free_host_bytes, num_staging
 from workers.compiled_note import CompiledNote
 from workers.graph_sizes import GraphSizes, graph_sizes

@@ -15,10 +15,9 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pagedray.errors import StartupError
+from pagedray.machine import leave_removed_folder, raise_descriptor_limit
 from pagedray.rank_progress import Phase, ProgressWord
 from pagedray.step_listener import connect
-from pagedray.system.descriptor_limit import raise_descriptor_limit
-from pagedray.system.working_folder import leave_removed_folder
 from workers.heartbeat import start_heartbeat
 from workers.parallel.rendezvous import LOOPBACK, FileRendezvous, SocketRendezvous
 from workers.rank_lifecycle import RankLifecycle
@@ -29,9 +28,8 @@ if TYPE_CHECKING:
 
     from pagedray.batch import RankLogLine
     from pagedray.config import CacheSize, EngineConfig, KernelReport, StepLimits
-    from pagedray.load_progress import LoadProgress
     from pagedray.node_memory import MemoryAddress
-    from pagedray.pool_report import PoolReport
+    from pagedray.rank_progress import LoadProgress, PoolReport
     from pagedray.rank_roofline import RankRoofline
     from workers.parallel.rendezvous import GroupAddress, Rendezvous
 

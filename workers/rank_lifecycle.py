@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 from pagedray.batch import Shutdown, StepAck, StepMasks, StepOutput, WorkerFailure
 from pagedray.channel import ChannelClosedError
-from pagedray.load_progress import LoadProgress
-from pagedray.rank_progress import MAX_INDEX, Phase
+from pagedray.rank_progress import MAX_INDEX, LoadProgress, Phase
 from workers.hub.download_line import DownloadLine
 
 if TYPE_CHECKING:
@@ -25,8 +24,7 @@ if TYPE_CHECKING:
     from pagedray.channel import WorkerChannel
     from pagedray.config import CacheSize, EngineConfig, KernelReport, StepLimits
     from pagedray.node_memory import MemoryAddress
-    from pagedray.pool_report import PoolReport
-    from pagedray.rank_progress import ProgressWord
+    from pagedray.rank_progress import PoolReport, ProgressWord
     from pagedray.rank_roofline import RankRoofline
     from workers.parallel.group import ParallelGroup
     from workers.parallel.rendezvous import GroupAddress, Rendezvous

@@ -14,8 +14,8 @@ import torch
 from attention.selector import select_backend
 from pagedray.config import LARGE_LIMITS, StepLimits
 from pagedray.errors import DeviceError, StartupError
-from pagedray.pool_report import PoolReport
-from pagedray.system.usable_cores import num_usable_cores
+from pagedray.machine import num_usable_cores
+from pagedray.rank_progress import PoolReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -4,7 +4,7 @@ import sys
 
 from cluster.cli.interrupts import INTERRUPT_EXIT, exiting_at_interrupt
 from cluster.cli.standard_streams import open_standard_streams
-from pagedray.system.working_folder import leave_removed_folder
+from pagedray.machine import leave_removed_folder
 
 __all__ = ["main"]
 

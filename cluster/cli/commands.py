@@ -19,7 +19,7 @@ from cluster.cli.parser import make_parser
 from cluster.engine.options.engine_options import EngineOptions, engine_config
 from cluster.engine.progress import progress_reports
 from pagedray.errors import InvalidRequestError, PagedRayError, StartupError
-from pagedray.system.descriptor_limit import raise_descriptor_limit
+from pagedray.machine import raise_descriptor_limit
 
 if TYPE_CHECKING:
     import argparse

@@ -12,8 +12,7 @@ from cluster.cli.flags.flag import MergedObject
 from cluster.cli.flags.serve_flags import CONFIG_FLAG
 from cluster.cli.one_line_parser import MODEL_FLAG, operands
 from pagedray.errors import StartupError
-from pagedray.wording.nearest_name import nearest_name
-from pagedray.wording.shown_value import shown_json_value
+from pagedray.text import nearest_name, quote_json
 
 if TYPE_CHECKING:
     import argparse
@@ -55,9 +54,7 @@ def apply_config(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> l
     given = _read(path)
     model = given.pop(_MODEL, None)
     if model is not None and not isinstance(model, str):
-        raise StartupError(
-            f"{path}: model must be a folder or a Hub id, not {shown_json_value(model)}."
-        )
+        raise StartupError(f"{path}: model must be a folder or a Hub id, not {quote_json(model)}.")
     options = parser._option_string_actions
     words: list[str] = []
     for key, value in given.items():
@@ -148,7 +145,7 @@ def _words(
     for one in value if isinstance(value, list) else [value]:
         if not isinstance(one, str):
             what = "a list of values" if isinstance(value, list) else "a value"
-            raise StartupError(f"{path}: {key} must be {what}, not {shown_json_value(one)}.")
+            raise StartupError(f"{path}: {key} must be {what}, not {quote_json(one)}.")
         values.append(one)
     return [flag, *values] if action.nargs == "+" else [f"{flag}={','.join(values)}"]
 
@@ -166,7 +163,7 @@ def _switch(
     key: str, value: object, options: Mapping[str, argparse.Action], path: Path
 ) -> list[str]:
     if not isinstance(value, bool):
-        raise StartupError(f"{path}: {key} must be true or false, not {shown_json_value(value)}.")
+        raise StartupError(f"{path}: {key} must be true or false, not {quote_json(value)}.")
     if value:
         return [f"--{key}"]
     opposite = f"--no-{key}"

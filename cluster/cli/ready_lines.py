@@ -6,7 +6,7 @@ import ipaddress
 from typing import TYPE_CHECKING
 
 from cluster.serving.connections.listener import url_host
-from pagedray.wording.counted import counted
+from pagedray.text import pluralize
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -24,7 +24,7 @@ def ready_lines(config: EngineConfig, stats: EngineStats) -> Iterator[str]:
     device = config.parallel.device.upper() if config.parallel.device == "cpu" else "CUDA"
     weights = "" if model.quantization is None else f", {model.quantization.method} weights"
     yield (
-        f"{model.architecture} on {device} in {model.dtype}{weights}, {counted(ranks, 'rank')}, "
+        f"{model.architecture} on {device} in {model.dtype}{weights}, {pluralize(ranks, 'rank')}, "
         f"context length {config.max_model_len}"
     )
     num_blocks = stats.scheduler.num_blocks
@@ -36,7 +36,7 @@ def ready_lines(config: EngineConfig, stats: EngineStats) -> Iterator[str]:
         yield (
             f"KV cache of {num_blocks * block_size} tokens in "
             f"{model.dtype if dtype == 'auto' else dtype}: "
-            f"{counted(most, 'request')} of full length at once"
+            f"{pluralize(most, 'request')} of full length at once"
         )
     if config.sampling_defaults:
         values = ", ".join(f"{name} {value:g}" for name, value in config.sampling_defaults)

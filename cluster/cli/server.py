@@ -19,7 +19,7 @@ from cluster.serving.engine_client import EngineClient
 from cluster.serving.frontends import Frontends
 from cluster.serving.text.tokenizer import Tokenizer
 from pagedray.errors import StartupError
-from pagedray.wording.counted import counted
+from pagedray.text import pluralize
 
 if TYPE_CHECKING:
     from cluster.engine.controller import Controller
@@ -215,7 +215,7 @@ class Server:
         num_open_calls = frontends.servicer.num_open_calls
         if num_open_calls:
             logger.info(
-                "Draining %s for up to %g s.", counted(num_open_calls, "call"), self._drain_s
+                "Draining %s for up to %g s.", pluralize(num_open_calls, "call"), self._drain_s
             )
         draining = asyncio.create_task(frontends.stop_servers(self._drain_s))
         hurrying = asyncio.create_task(self._hurry.wait())

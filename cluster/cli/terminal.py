@@ -9,7 +9,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pagedray.errors import EngineError, InvalidRequestError
-from pagedray.wording.counted import counted
+from pagedray.text import pluralize
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
@@ -177,7 +177,7 @@ class _Conversation:
             self.ask(message)
         except KeyboardInterrupt:
             print()
-            _note(f"Stopped after {counted(self._model.num_tokens, 'token')}.")
+            _note(f"Stopped after {pluralize(self._model.num_tokens, 'token')}.")
             return True
         except InvalidRequestError as error:
             self.begin_again(error)
@@ -211,7 +211,7 @@ class _Clock:
     def report(self, model: TextModel) -> None:
         """Print number of tokens, rate and latency on standard error."""
         total_s = time.perf_counter() - self._started_s
-        line = f"{counted(model.num_tokens, 'token')}, {model.num_tokens / total_s:.1f} tokens/s"
+        line = f"{pluralize(model.num_tokens, 'token')}, {model.num_tokens / total_s:.1f} tokens/s"
         if self._first_s is not None:
             line += f", first after {1000 * (self._first_s - self._started_s):.0f} ms"
         _note(f"[{line}{', cut at --max-tokens' if model.is_cut else ''}]")

@@ -28,7 +28,7 @@ from pagedray.errors import (
     PagedRayError,
     WorkerError,
 )
-from pagedray.wording.counted import counted
+from pagedray.text import pluralize
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -265,7 +265,7 @@ class Embedder(StepLoop):
         logger.error(
             "A request to embed %s ended with an error: the ranks died whenever it ran, and work "
             "without it.",
-            counted(len(job.undone), "text"),
+            pluralize(len(job.undone), "text"),
         )
         self._num_culprits += 1
         self._lethal.note_request(job.request.texts, job.request.tenant, self._clock.now_s())

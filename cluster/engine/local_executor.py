@@ -20,8 +20,8 @@ from cluster.engine.faults.rank_monitor import RankMonitor
 from cluster.engine.faults.start_limit import StartLimit
 from pagedray.batch import EmbedOutput, EmbedPlan, StepOutput
 from pagedray.errors import HungRankError, PagedRayError, StartupError, WorkerError
+from pagedray.machine import let_others_interrupt
 from pagedray.rank_progress import MAX_INDEX, Phase, ProgressWord, RankReport
-from pagedray.system.thread_priority import let_others_interrupt
 from workers.hub.download_line import DownloadLine
 
 if TYPE_CHECKING:

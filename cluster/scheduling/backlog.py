@@ -7,7 +7,7 @@ they would otherwise be arrival rates.
 from collections import Counter
 
 from pagedray.errors import OverloadedError
-from pagedray.wording.counted import counted
+from pagedray.text import pluralize
 
 __all__ = ["Backlog"]
 
@@ -85,7 +85,7 @@ class Backlog:
             return
         if self.num_requests >= self._max_requests:
             raise OverloadedError(
-                f"The queue is full: at most {counted(self._max_requests, 'request')} may wait.",
+                f"The queue is full: at most {pluralize(self._max_requests, 'request')} may wait.",
                 retry_after_s=self._request_rate.half_of(self.num_requests),
             )
         if self.num_tokens + num_tokens > self._max_tokens:

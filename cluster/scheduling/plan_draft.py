@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pagedray.batch import BlockCopy, SequencePlan, SequenceStart, StepPlan
-from pagedray.decodes import Decodes
+from pagedray.batch import BlockCopy, Decodes, SequencePlan, SequenceStart, StepPlan
 
 if TYPE_CHECKING:
     from cluster.scheduling.fair_queue import Share

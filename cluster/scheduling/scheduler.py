@@ -27,7 +27,7 @@ from cluster.scheduling.step_times import StepPace, StepTimes
 from cluster.scheduling.swap_costs import CostMeter, SwapCosts
 from pagedray.errors import CapacityError, InvalidRequestError, WorkerError
 from pagedray.request import FinishReason, Request
-from pagedray.wording.counted import counted
+from pagedray.text import pluralize
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -438,7 +438,7 @@ class Admission:
         if len(generated) != request.sampling.n or not request.open_indices:
             raise InvalidRequestError(
                 f"A request with n = {request.sampling.n} cannot continue from the tokens of "
-                f"{counted(len(generated), 'sequence')}, {len(request.open_indices)} unfinished."
+                f"{pluralize(len(generated), 'sequence')}, {len(request.open_indices)} unfinished."
             )
         num_prompt_tokens = len(request.prompt_token_ids)
         most = min(request.sampling.max_tokens, self._max_model_len - num_prompt_tokens) - 1

@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pagedray.system.descriptor_limit import raise_descriptor_limit
+from pagedray.machine import raise_descriptor_limit
 from tests.chaos.faults.catalog import FAULTS
 from tests.chaos.history.checker import check
 from tests.chaos.history.events import read_history

@@ -16,6 +16,7 @@ import pytest
 
 from pagedray.batch import (
     BlockCopy,
+    Decodes,
     SequencePlan,
     SequenceStart,
     Shutdown,
@@ -29,7 +30,6 @@ from pagedray.channel import (
     ChannelTimeoutError,
     ControllerChannel,
 )
-from pagedray.decodes import Decodes
 from pagedray.sampling_params import SamplingParams
 from pagedray.step_listener import StepListener, connect
 from tests.fakes import wait_for

@@ -1,5 +1,4 @@
-from pagedray.batch import SequencePlan, StepPlan
-from pagedray.decodes import Decodes
+from pagedray.batch import Decodes, SequencePlan, StepPlan
 
 
 def test_decodes_are_sequences_of_one_token_behind_the_chunks() -> None:

@@ -16,7 +16,7 @@ from cluster.engine.ranks.pool_memories import PoolMemories
 from cluster.engine.ranks.rank_channels import DiskReports
 from pagedray.config import CacheSize, KernelReport
 from pagedray.errors import HungRankError
-from pagedray.pool_report import PoolReport
+from pagedray.rank_progress import PoolReport
 from tests.scheduling.fake_worker import Block, FakeWorker, SeedRecords
 from tests.simulation.simulated_rank import SimulatedRank
 

@@ -18,8 +18,7 @@ from attention.cpu.torch_sdpa import TorchSDPABackend
 from pagedray import LLM, SamplingParams
 from pagedray.batch import BlockCopy, StepPlan
 from pagedray.node_memory import NodeMemory
-from pagedray.pool_report import PoolReport
-from pagedray.rank_progress import ProgressWord
+from pagedray.rank_progress import PoolReport, ProgressWord
 from tests.greedy import generated, settled_stats
 from tests.small_models.checkpoints import save_word_tokenizer
 from workers.runner.batched_copies import find_batched_copies

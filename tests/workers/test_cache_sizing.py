@@ -10,7 +10,7 @@ import torch
 
 from cluster.engine.options.engine_options import EngineOptions, engine_config
 from pagedray.errors import DeviceError
-from pagedray.system.host_memory import available_host_bytes
+from pagedray.machine import available_host_bytes
 from tests.system.server_process import TINY_LLAMA
 from workers.cache_sizing import cache_size, free_host_bytes, host_pool_bytes
 from workers.models.self_attention import attention_spec

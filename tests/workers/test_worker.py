@@ -20,9 +20,9 @@ from cluster.engine.options.engine_options import EngineOptions, engine_config
 from pagedray.batch import BlockCopy, DiskReport, StepPlan
 from pagedray.config import StepLimits
 from pagedray.errors import DeviceError, StartupError
+from pagedray.machine import host_memory_bytes
 from pagedray.node_memory import NodeMemory
-from pagedray.pool_report import PoolReport
-from pagedray.system.host_memory import host_memory_bytes
+from pagedray.rank_progress import PoolReport
 from tests.fakes import wait_for
 from tests.small_models.checkpoints import CASES, save_checkpoint
 from tests.system.server_process import TINY_LLAMA

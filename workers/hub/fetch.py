@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pagedray.errors import CheckpointError, PagedRayError
 from pagedray.model_config import HubFile, HubRevision
-from pagedray.wording.counted import counted
+from pagedray.text import pluralize
 from workers.hub.daemon_calls import start_call
 from workers.hub.model_name import HubName, is_commit
 from workers.hub.needed_files import is_side_file
@@ -128,7 +128,7 @@ def _download(
         Transfer(revision, files, settings).run(verify, report_progress)
     logger.info(
         "Downloaded %s of %s at %s: %.2f GB in %.1f s.",
-        counted(len(files), "file"),
+        pluralize(len(files), "file"),
         revision.id,
         revision.commit[:12],
         sum(file.size or 0 for file in files) / 1e9,

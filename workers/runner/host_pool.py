@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pagedray.pool_report import PoolReport
+from pagedray.rank_progress import PoolReport
 from workers.runner.kept_pool.block_checksums import BlockChecksums
 from workers.runner.pinned_chunks import PinnedChunks
 

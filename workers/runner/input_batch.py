@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pagedray.batch import SequenceStart, StepPlan
-    from pagedray.decodes import Decodes
+    from pagedray.batch import Decodes, SequenceStart, StepPlan
     from workers.runner.token_table import TokenTable
 
 __all__ = ["InputBatch", "StepInputs"]

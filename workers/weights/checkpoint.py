@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pagedray.errors import CheckpointError
-from pagedray.wording.counted import counted
+from pagedray.text import pluralize
 from workers.layers.formats.mxfp4 import SCALE
 from workers.weights.row_writer import write_rows
 from workers.weights.tensor_digest import tensor_digest
@@ -112,7 +112,7 @@ class Checkpoint:
                 )
             num_skipped += 1
         if num_skipped:
-            logger.info("Skipped %s in %s", counted(num_skipped, "vision tensor"), self._folder)
+            logger.info("Skipped %s in %s", pluralize(num_skipped, "vision tensor"), self._folder)
 
     def fill_shard(self, shard: WeightShard) -> None:
         """Write this rank's part of a tensor to the shard's target, converted to its dtype."""

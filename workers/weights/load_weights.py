@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from pagedray.system.usable_cores import num_usable_cores
+from pagedray.machine import num_usable_cores
 from workers.weights.checkpoint import Checkpoint
 from workers.weights.dummy_tensors import DummyTensors
 from workers.weights.finite_tensors import FiniteTensors

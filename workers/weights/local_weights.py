@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pagedray.errors import CheckpointError
-from pagedray.presence import has_file
+from pagedray.files import has_file
 from workers.hub.fetch import fetch_files, fetch_header, side_files
 from workers.weights.tensor_entries import common_dtype, folder_dtype, weight_files
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from safetensors import SafetensorError, safe_open
 
 from pagedray.errors import CheckpointError
-from pagedray.lfs_pointer import check_is_no_pointer
-from pagedray.presence import has_file, has_path
+from pagedray.files import check_is_no_pointer, has_file, has_path
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping

@@ -26,8 +26,8 @@ from cluster.cli.text_llm import TextLLM
 from cluster.engine.options.engine_options import default_device
 from pagedray.errors import DeviceError, StartupError
 from pagedray.sampling_params import SamplingParams
+from pagedray.text import pluralize
 from pagedray.version import __version__
-from pagedray.wording.counted import counted
 
 if TYPE_CHECKING:
     import argparse
@@ -136,7 +136,7 @@ def bench_throughput(parsed: argparse.Namespace, options: EngineOptions) -> int:
         "Duration (s)": f"{seconds:.2f}",
         "Prompt tokens": f"{num_prompt}, {figures['prefix_hit_tokens']} of them cached",
         "Output tokens": str(num_output),
-        "Steps": f"{figures['steps']}, {counted(num_preemptions, 'preemption')}",
+        "Steps": f"{figures['steps']}, {pluralize(num_preemptions, 'preemption')}",
         "Requests per second": f"{figures['requests_per_second']:.2f}",
         "Prompt tokens per second": f"{figures['prompt_tokens_per_second']:.2f}",
         "Output tokens per second": f"{figures['output_tokens_per_second']:.2f}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pagedray.wording.counted import counted
+from pagedray.text import pluralize
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,7 +45,7 @@ def service_lines(service: _Object) -> list[str]:
     status = service.get("status", {})
     waits = list(_waits(service, status))
     if is_ready(service):
-        first = f"{name} serves, with {counted(status.get('numServeEndpoints', 0), 'pod')}."
+        first = f"{name} serves, with {pluralize(status.get('numServeEndpoints', 0), 'pod')}."
     else:
         first = f"{name} does not serve yet."
     return [first, *waits]

@@ -11,8 +11,7 @@ import jsonschema
 import yaml
 
 from pagedray.errors import StartupError
-from pagedray.wording.nearest_name import nearest_name
-from pagedray.wording.shown_value import shown_json_value
+from pagedray.text import nearest_name, quote_json
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
@@ -108,7 +107,7 @@ def _line(error: jsonschema.ValidationError) -> str:
         where = ".".join([*([path] if path else []), missing])
         return f"{where}: null removes the chart's value, which is required."
     where = f"{path}: " if path else ""
-    return f"{where}{shown_json_value(error.instance)} must be {_wanted(error)}."
+    return f"{where}{quote_json(error.instance)} must be {_wanted(error)}."
 
 
 def _wanted(error: jsonschema.ValidationError) -> str:

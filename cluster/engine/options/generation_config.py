@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pagedray.errors import CheckpointError, InvalidRequestError, StartupError
-from pagedray.presence import has_file
+from pagedray.files import has_file
 from pagedray.sampling_params import SamplingParams
 from workers.models.config_json.config_file import ConfigFile
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar, get_args, get_origin, get_ty
 import msgspec
 
 from pagedray.errors import StartupError
-from pagedray.wording.shown_value import shown_value
+from pagedray.text import quote
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,7 +38,7 @@ def checked_options(
         choices = _choices(kind, name)
         if choices:
             text = f"allowed are {', '.join(choices)}"
-        shown = shown_value(chosen[name])
+        shown = quote(chosen[name])
         raise StartupError(f"Invalid value {shown} of {what} {name}: {text}.") from None
 
 

@@ -19,8 +19,7 @@ from cluster.engine.options.vllm_option_notes import (
     is_our_behavior,
 )
 from pagedray.errors import StartupError
-from pagedray.wording.nearest_name import nearest_name
-from pagedray.wording.shown_value import shown_value
+from pagedray.text import nearest_name, quote
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -122,8 +121,7 @@ def token_count(text: str, name: str) -> int | None:
     number = float(found[1]) * _UNITS[found[2]] if found else 0.5
     if not number.is_integer():
         raise StartupError(
-            f"{name} must be a number of tokens such as 32768, 32K or auto, "
-            f"not {shown_value(text)}."
+            f"{name} must be a number of tokens such as 32768, 32K or auto, not {quote(text)}."
         )
     return int(number)
 

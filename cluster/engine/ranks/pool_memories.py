@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pagedray.node_memory import MemoryAddress
-    from pagedray.pool_report import PoolReport
+    from pagedray.rank_progress import PoolReport
 
 __all__ = ["PoolMemories"]
 

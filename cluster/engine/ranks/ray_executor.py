@@ -22,7 +22,7 @@ from cluster.engine.ranks.spare_ranks import SpareRanks
 from cluster.engine.ray_cluster.ray_connection import RayConnection
 from pagedray.batch import EmbedOutput, EmbedPlan, StepOutput
 from pagedray.errors import DeviceError, StartupError, WorkerError
-from pagedray.wording.counted import counted
+from pagedray.text import pluralize
 
 if TYPE_CHECKING:
     from pagedray.batch import DiskReport, StepMasks, StepPlan
@@ -242,7 +242,7 @@ def _placement(config: EngineConfig) -> PlacementGroup:
     group: PlacementGroup = placement_group([bundle] * num_ranks, strategy=strategy)
     if not group.wait(_PLACEMENT_TIMEOUT_S):
         remove_placement_group(group)
-        wanted = f"{counted(num_ranks, 'rank')} of {bundle}"
+        wanted = f"{pluralize(num_ranks, 'rank')} of {bundle}"
         if strategy != "STRICT_PACK":
             raise DeviceError(
                 f"The Ray cluster has no free resources for {wanted} with placement strategy "

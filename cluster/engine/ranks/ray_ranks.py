@@ -24,9 +24,9 @@ from cluster.engine.ranks.ray_reports import RayReports
 from pagedray.channel import ChannelClosedError
 from pagedray.config import CacheSize, StepLimits
 from pagedray.errors import DeviceError, HungRankError, StartupError, WorkerError
-from pagedray.load_progress import LoadProgress
+from pagedray.rank_progress import LoadProgress
 from pagedray.step_listener import StepListener
-from pagedray.wording.counted import counted
+from pagedray.text import pluralize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -309,7 +309,7 @@ class RayRanks:
 
     def _open_rendezvous(self) -> GroupAddress:
         opening = [self._actors[0].open_rendezvous.remote(self.places.hosts[0])]
-        what = f"Starting {counted(self._size, 'rank')}"
+        what = f"Starting {pluralize(self._size, 'rank')}"
         address: GroupAddress = self._results(opening, _at(what))[0]
         return address
 

@@ -14,8 +14,8 @@ from ray._private.state import actors
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from pagedray.machine import kill_process, process_status
 from pagedray.rank_progress import ProgressBoard, RankReport
-from pagedray.system.processes import kill_process, process_status
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from pagedray.system.processes import kill_process, start_ticks, stop_process
+from pagedray.machine import kill_process, start_ticks, stop_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable

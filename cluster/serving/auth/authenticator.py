@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from cluster.serving.auth.key_file import KeyFile, digest_of
 from cluster.serving.auth.tenant import ANONYMOUS, Tenant
 from pagedray.errors import AuthenticationError, StartupError
-from pagedray.wording.counted import counted
+from pagedray.text import pluralize
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,7 +77,7 @@ class Authenticator:
         except StartupError as error:
             logger.error("Keeping the current API keys: %s", error)
             return
-        logger.info("Reloaded %s with %s.", self._path, counted(len(self._keys.names), "API key"))
+        logger.info("Reloaded %s with %s.", self._path, pluralize(len(self._keys.names), "API key"))
 
     def reload_if_changed(self) -> None:
         """Reload the file if it has changed."""

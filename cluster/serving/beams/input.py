@@ -8,7 +8,7 @@ import msgspec
 
 from pagedray.errors import InvalidRequestError
 from pagedray.sampling_params import SamplingParams
-from pagedray.wording.shown_value import shown_value
+from pagedray.text import quote
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,7 +33,7 @@ def check_length_penalty(value: object, param: str) -> float:
         or not abs(value) <= _MOST_PENALTY
     ):
         raise InvalidRequestError(
-            f"{param} must be from -{_MOST_PENALTY} to {_MOST_PENALTY}, not {shown_value(value)}.",
+            f"{param} must be from -{_MOST_PENALTY} to {_MOST_PENALTY}, not {quote(value)}.",
             param=param,
         )
     return float(value)

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from pagedray.errors import InvalidRequestError
 from pagedray.sampling_params import SamplingParams
-from pagedray.wording.counted import counted
+from pagedray.text import pluralize
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,7 +52,7 @@ def check_beams_fit(
         return
     if num_beams > limits.max_queued_requests:
         raise InvalidRequestError(
-            f"A beam search with {param} {width} for {counted(len(requests), 'prompt')} has "
+            f"A beam search with {param} {width} for {pluralize(len(requests), 'prompt')} has "
             f"{num_beams} beams, which exceeds max_queued_requests, {limits.max_queued_requests}.",
             param=param,
         )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from cluster.serving.server_info import CallInfo
 from pagedray.errors import DuplicateIdError, InvalidRequestError, OverloadedError
-from pagedray.wording.counted import counted
+from pagedray.text import pluralize
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -64,7 +64,7 @@ class _Account:
         """Raise OverloadedError if the tenant may have no call in addition to this many others."""
         if tenant.max_requests is not None and num_calls >= tenant.max_requests:
             raise OverloadedError(
-                f"The tenant of this API key has {counted(num_calls, 'open call')}, which is its "
+                f"The tenant of this API key has {pluralize(num_calls, 'open call')}, which is its "
                 "limit.",
                 retry_after_s=self.retry_after_s,
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pagedray.system.descriptor_limit import descriptor_limit
+from pagedray.machine import descriptor_limit
 
 __all__ = ["MAX_TOTAL", "ConnectionLimits", "connection_limits"]
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from cluster.serving.connections.client_host import client_host
 from cluster.serving.http.read_lines import MAX_CHECK_BYTES, read_line
 from cluster.serving.telemetry.line_limit import LineLimit
-from pagedray.wording.counted import counted
+from pagedray.text import pluralize
 
 if TYPE_CHECKING:
     import ssl
@@ -139,7 +139,8 @@ class Acceptor:
         elif self._num_open_by_host[host] >= self._limits.per_host:
             connection.close()
             self._log(
-                f"{host} has {counted(self._limits.per_host, 'connection')}, the most for one host"
+                f"{host} has {pluralize(self._limits.per_host, 'connection')}, "
+                "the most for one host"
             )
         else:
             connection.setblocking(False)

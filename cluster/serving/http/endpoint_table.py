@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cluster.serving.http.errors import OPENAI_ERRORS
-from pagedray.wording.nearest_name import nearest_name
+from pagedray.text import nearest_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -10,7 +10,7 @@ from cluster.serving.intake.loop_shares import LoopShares
 from cluster.serving.intake.read_deadlines import ReadDeadlines
 from cluster.serving.intake.read_turns import ReadTurns
 from cluster.serving.intake.reception import Reception
-from pagedray.system.started_threads import start_threads
+from pagedray.machine import start_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,7 +12,7 @@ from pydantic_core import from_json
 
 from cluster.serving.intake.limits import LARGEST, RequestSize
 from pagedray.errors import ContextLengthError, InvalidRequestError
-from pagedray.wording.shown_value import shown_value
+from pagedray.text import quote
 
 __all__ = ["check_counts", "read_json"]
 
@@ -104,7 +104,7 @@ def _out_of_range(container: object, what: str, *, is_field: bool) -> InvalidReq
     pairs = container.items() if isinstance(container, dict) else ()
     names = (name for name, value in pairs if isinstance(value, float) and isinf(value))
     name = next(names, None)
-    where = "" if name is None else f" for {shown_value(name)}"
+    where = "" if name is None else f" for {quote(name)}"
     return InvalidRequestError(
         f"{what} has a number{where} that exceeds the range of a double.",
         param=name if is_field else None,

@@ -25,7 +25,7 @@ from cluster.serving.validation.embedding_validator import MAX_PROMPTS
 from pagedray.errors import InvalidRequestError
 from pagedray.field_checks import MAX_COUNT, check_bool
 from pagedray.sampling_params import SamplingParams
-from pagedray.wording.nearest_name import nearest_name
+from pagedray.text import nearest_name
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence

@@ -17,7 +17,7 @@ import time
 from typing import BinaryIO, Self
 
 from cluster.serving.ray_serve.routing.pulse import Pulse
-from pagedray.system.child_environment import child_environment
+from pagedray.machine import child_environment
 
 __all__ = ["LoadWatchdog"]
 

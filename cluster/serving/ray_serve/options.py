@@ -13,7 +13,7 @@ from cluster.serving.reasoning.formats import ReasoningFormat
 from cluster.serving.telemetry.log_lines import LogFormat
 from cluster.serving.tools.tool_calls import ToolCallFormat
 from pagedray.errors import StartupError
-from pagedray.wording.nearest_name import nearest_name
+from pagedray.text import nearest_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pagedray.errors import InvalidRequestError
-from pagedray.wording.shown_value import shown_json_value
+from pagedray.text import quote_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -37,6 +37,6 @@ def check_included_fields(names: Iterable[object]) -> None:
             )
         if name not in _WITHOUT_EFFECT:
             raise InvalidRequestError(
-                f"include may contain {', '.join(_WITHOUT_EFFECT)}, not {shown_json_value(name)}.",
+                f"include may contain {', '.join(_WITHOUT_EFFECT)}, not {quote_json(name)}.",
                 param=INCLUDE,
             )

@@ -13,7 +13,7 @@ import msgspec
 from cluster.serving.responses.query import check_include, read_query
 from cluster.serving.text.templates.chat_prompt import ChatMessage, MessageToolCall
 from pagedray.errors import InvalidRequestError
-from pagedray.wording.shown_value import shown_value
+from pagedray.text import quote
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -59,12 +59,12 @@ class ItemsQuery:
         is_number = limit.isascii() and limit.isdecimal() and len(limit) < 4
         if not (is_number and 1 <= int(limit) <= _MOST_ITEMS):
             raise InvalidRequestError(
-                f"limit must be an integer from 1 to {_MOST_ITEMS}, not {shown_value(limit)}.",
+                f"limit must be an integer from 1 to {_MOST_ITEMS}, not {quote(limit)}.",
                 param="limit",
             )
         if order not in _ORDERS:
             raise InvalidRequestError(
-                f"order must be asc or desc, not {shown_value(order)}.", param="order"
+                f"order must be asc or desc, not {quote(order)}.", param="order"
             )
         return cls(after=given.get("after"), limit=int(limit), is_ascending=order == "asc")
 
@@ -109,7 +109,7 @@ def items_page(messages: Sequence[ChatMessage], response_id: str, query: ItemsQu
         is_place = end.isascii() and end.isdecimal() and len(end) <= len(str(len(items)))
         if not (is_place and int(end) in places and id_at(int(end)) == query.after):
             raise InvalidRequestError(
-                f"after must be the id of an item of the input, not {shown_value(query.after)}.",
+                f"after must be the id of an item of the input, not {quote(query.after)}.",
                 param="after",
             )
         places = places[places.index(int(end)) + 1 :]

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from cluster.serving.responses.included_fields import INCLUDE, check_included_fields
 from pagedray.errors import InvalidRequestError
-from pagedray.wording.nearest_name import nearest_name
-from pagedray.wording.shown_value import shown_value
+from pagedray.text import nearest_name, quote
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -28,7 +27,7 @@ def read_query(params: QueryParams, known: Collection[str]) -> dict[str, str]:
         if name not in known:
             nearest = nearest_name(name, known)
             hint = "." if nearest is None else f": did you mean {nearest}?"
-            shown = name if name.isidentifier() and len(name) <= 64 else shown_value(name)
+            shown = name if name.isidentifier() and len(name) <= 64 else quote(name)
             raise InvalidRequestError(f"{shown} is not supported in the query{hint}", param=shown)
         if name in found and name != INCLUDE:
             raise InvalidRequestError(f"{name} is given twice in the query.", param=name)

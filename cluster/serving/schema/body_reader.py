@@ -22,7 +22,7 @@ from cluster.serving.schema.body import (
 )
 from cluster.serving.schema.field_errors import field_error, path_of, unsupported_field
 from pagedray.errors import ContextLengthError, InvalidRequestError
-from pagedray.wording.nearest_name import misspelled_name
+from pagedray.text import misspelled_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from cluster.serving.schema.body import Body, BodyPart, OpenPart, names_of, part_at
 from pagedray.errors import InvalidRequestError
-from pagedray.wording.nearest_name import nearest_name
-from pagedray.wording.shown_value import shown_json_value, shown_value
+from pagedray.text import nearest_name, quote, quote_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -73,7 +72,7 @@ def unsupported_field(name: str, kind: type[BodyPart], where: str = "") -> Inval
     """Return the error for a name in the part at the path `where`."""
     whole = path_of(where, name)
     if _PLAIN_NAME.fullmatch(whole) is None:
-        return InvalidRequestError(f"{shown_value(whole)} is not supported.")
+        return InvalidRequestError(f"{quote(whole)} is not supported.")
     reason, nearest, known = None, None, names_of(kind)
     if issubclass(kind, OpenPart):
         reason = kind.rejected.get(name)
@@ -103,9 +102,7 @@ def field_error(error: ValidationError, prefix: str, part: type[BodyPart]) -> In
         expected = _one_of(details["ctx"]["expected"])
     else:
         expected = _EXPECTED.get(kind, "a valid value")
-    return InvalidRequestError(
-        f"{where} must be {expected}, not {shown_json_value(given)}.", param=where
-    )
+    return InvalidRequestError(f"{where} must be {expected}, not {quote_json(given)}.", param=where)
 
 
 def _one_of(expected: str) -> str:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from logging.handlers import QueueHandler, QueueListener
 from typing import TYPE_CHECKING, Literal, TextIO
 
-from pagedray.wording.counted import counted
+from pagedray.text import pluralize
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -66,7 +66,7 @@ class _Waiting(QueueHandler):
         # and the trace.
         record.msg, record.args = record.getMessage(), None
         if self._num_lost:
-            lost = counted(self._num_lost, "line")
+            lost = pluralize(self._num_lost, "line")
             record.msg = f"{record.msg} (dropped {lost} before this one)"
         return record
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import tokenizers
 
 from pagedray.errors import CheckpointError
-from pagedray.presence import has_file
+from pagedray.files import has_file
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,8 +13,7 @@ from cluster.serving.intake.tenant_turns import TenantTurns
 from cluster.serving.text.text_budgets import TextBudgets
 from cluster.serving.text.thread_pauses import ThreadPauses
 from pagedray.errors import OverloadedError, ShuttingDownError
-from pagedray.system.started_threads import start_threads
-from pagedray.system.thread_priority import lower_priority
+from pagedray.machine import lower_priority, start_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -20,8 +20,7 @@ from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
 from cluster.serving.text.templates.template_files import ChatTemplates
 from cluster.serving.text.token_bytes import TokenBytes
 from pagedray.errors import CheckpointError, InvalidRequestError
-from pagedray.lfs_pointer import check_is_no_pointer
-from pagedray.presence import has_file
+from pagedray.files import check_is_no_pointer, has_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

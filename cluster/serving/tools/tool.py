@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from cluster.serving.json_bodies.json_text import json_text
 from cluster.structured.grammar.schemas.schema_keywords import STANDALONE
 from pagedray.errors import InvalidRequestError
-from pagedray.wording.shown_value import shown_value
+from pagedray.text import quote
 
 __all__ = ["MAX_TOOLS", "NAME_PATTERN", "Tool"]
 
@@ -47,7 +47,7 @@ class Tool:
         kind = None if self.parameters is None else self.parameters.get("type")
         if isinstance(kind, str | list) and not _allows_objects(kind):
             raise InvalidRequestError(
-                f"{schema_param}.type must be object, not {shown_value(kind)}.",
+                f"{schema_param}.type must be object, not {quote(kind)}.",
                 param=f"{schema_param}.type",
             )
         json_text(self.for_template(), param, most_bytes=_MAX_BYTES)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from cluster.serving.validation.prompt_reader import are_long, check_unicode
 from pagedray.errors import InvalidRequestError
 from pagedray.sampling_params import MAX_BAD_WORD_TOKENS
-from pagedray.wording.shown_value import shown_value
+from pagedray.text import quote
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,7 +60,7 @@ class BadWordReader:
         if not 1 <= len(token_ids) <= MAX_BAD_WORD_TOKENS:
             raise InvalidRequestError(
                 f"bad_words must contain strings of 1 to {MAX_BAD_WORD_TOKENS} tokens, but "
-                f"{shown_value(word)} has {len(token_ids)}.",
+                f"{quote(word)} has {len(token_ids)}.",
                 param=_PARAM,
             )
         if max(token_ids) >= self._vocab_size:

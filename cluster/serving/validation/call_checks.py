@@ -8,8 +8,7 @@ from cluster.serving.inputs import MAX_CLIENT_ID_LENGTH, MAX_SALT_LENGTH
 from cluster.serving.validation.prompt_reader import check_unicode
 from pagedray.errors import InvalidRequestError
 from pagedray.sampling_params import MAX_N
-from pagedray.wording.counted import counted
-from pagedray.wording.shown_value import shown_value
+from pagedray.text import pluralize, quote
 
 if TYPE_CHECKING:
     from cluster.serving.inputs import GenerationInput
@@ -33,7 +32,7 @@ def check_num_sequences(num_prompts: int, n: int) -> None:
         raise InvalidRequestError("prompt must not be empty.", param="prompt")
     if num_prompts * n > MAX_N:
         raise InvalidRequestError(
-            f"n = {n} for {counted(num_prompts, 'prompt')} requests {num_prompts * n} sequences; "
+            f"n = {n} for {pluralize(num_prompts, 'prompt')} requests {num_prompts * n} sequences; "
             f"at most {MAX_N} are allowed.",
             param="prompt" if num_prompts > 1 else "n",
         )
@@ -43,7 +42,7 @@ def check_truncation(num_kept: int | None) -> None:
     """Raise InvalidRequestError if a prompt cannot be truncated to a number of tokens."""
     if num_kept is not None and num_kept != -1 and num_kept < 1:
         raise InvalidRequestError(
-            f"truncate_prompt_tokens must be -1, or 1 or more, not {shown_value(num_kept)}.",
+            f"truncate_prompt_tokens must be -1, or 1 or more, not {quote(num_kept)}.",
             param="truncate_prompt_tokens",
         )
 

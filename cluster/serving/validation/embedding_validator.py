@@ -15,8 +15,8 @@ from cluster.serving.validation.sentence_prompts import SentencePrompts
 from cluster.serving.validation.truncation import truncated
 from pagedray.batch import Pooling
 from pagedray.errors import CheckpointError, InvalidRequestError
-from pagedray.presence import has_file
-from pagedray.wording.counted import counted
+from pagedray.files import has_file
+from pagedray.text import pluralize
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -138,7 +138,7 @@ class EmbeddingValidator:
         if num_kept <= sum(num_special):
             raise InvalidRequestError(
                 f"truncate_prompt_tokens must be -1, or {sum(num_special) + 1} or more for texts, "
-                f"which have {counted(sum(num_special), 'special token')}, not {num_kept}.",
+                f"which have {pluralize(sum(num_special), 'special token')}, not {num_kept}.",
                 param="truncate_prompt_tokens",
             )
         return num_special

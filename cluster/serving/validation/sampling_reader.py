@@ -16,7 +16,7 @@ from pagedray.errors import InvalidRequestError, OutputLengthError
 from pagedray.field_checks import check_token_ids
 from pagedray.sampling_params import SamplingParams
 from pagedray.structure import Structure, StructureKind
-from pagedray.wording.counted import counted
+from pagedray.text import pluralize
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -108,7 +108,7 @@ def check_prompt_logprobs(number: int | None, num_prompt_tokens: int) -> None:
     num_values = num_prompt_tokens * (number + 1)
     if num_values > _MAX_PROMPT_LOGPROBS:
         raise InvalidRequestError(
-            f"prompt_logprobs = {number} for a prompt of {counted(num_prompt_tokens, 'token')} "
+            f"prompt_logprobs = {number} for a prompt of {pluralize(num_prompt_tokens, 'token')} "
             f"requests {num_values} log-probabilities; at most {_MAX_PROMPT_LOGPROBS} are allowed.",
             param="prompt_logprobs",
         )

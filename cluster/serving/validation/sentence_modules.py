@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pagedray.presence import has_file
+from pagedray.files import has_file
 from workers.models.config_json.config_file import ConfigFile
 
 if TYPE_CHECKING:

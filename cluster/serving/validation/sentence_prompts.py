@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pagedray.errors import InvalidRequestError
-from pagedray.presence import has_file
-from pagedray.wording.shown_value import shown_value
+from pagedray.files import has_file
+from pagedray.text import quote
 from workers.models.config_json.config_file import ConfigFile
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class SentencePrompts:
             known = ", ".join(self._prompts) or "none"
             raise InvalidRequestError(
                 f"prompt_name must be the name of a prompt of the model, which has {known}, not "
-                f"{shown_value(name)}.",
+                f"{quote(name)}.",
                 param="prompt_name",
             )
         return self._prompts[name]

@@ -38,7 +38,7 @@ from cluster.structured.grammar.tag_parts import (
 from cluster.structured.grammar.text_until import MAX_STATES, text_until
 from cluster.structured.grammar.turn import Grammar, under_prefix
 from pagedray.errors import InvalidRequestError
-from pagedray.wording.shown_value import shown_value
+from pagedray.text import quote
 
 __all__ = ["read_structural_tag"]
 
@@ -273,8 +273,8 @@ class _Reader:
             fail_at(path, f"and other free texts end at more than {MAX_STATES} characters of marks")
         for mark, other in permutations(stops, 2):
             if other in mark[:-1]:
-                which = f"{shown_value(mark)}, which is never reached, since it contains"
-                fail_at(path, f"has the mark {which} {shown_value(other)}")
+                which = f"{quote(mark)}, which is never reached, since it contains"
+                fail_at(path, f"has the mark {which} {quote(other)}")
         name = f"text{self._num_states}state"
         choices = {mark: Alternation(tuple(rests)) for mark, rests in stops.items()}
         rules, start = text_until(choices, name, may_end=not following.end)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from cluster.structured.grammar.expressions import invalid_structure
-from pagedray.wording.nearest_name import nearest_name
+from pagedray.text import nearest_name
 
 __all__ = [
     "Part",

@@ -22,7 +22,7 @@ from cluster.structured.processes.messages import (
     Rejected,
 )
 from pagedray.errors import EngineError, ShuttingDownError
-from pagedray.system.child_environment import child_environment
+from pagedray.machine import child_environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -39,8 +39,8 @@ from cluster.structured.processes.messages import (
 )
 from cluster.structured.processes.warm_up import NICENESS, WarmUp
 from pagedray.errors import InvalidRequestError
+from pagedray.machine import lower_priority
 from pagedray.structure import Structure
-from pagedray.system.thread_priority import lower_priority
 
 if TYPE_CHECKING:
     from cluster.structured.matchers.xgrammar_library import XGrammarLibrary

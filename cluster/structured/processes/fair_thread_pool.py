@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from pagedray.errors import OverloadedError, ShuttingDownError
-from pagedray.system.started_threads import start_threads
+from pagedray.machine import start_threads
 
 __all__ = ["FairThreadPool"]
 

@@ -14,7 +14,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from cluster.structured.processes.memory_limit import is_out_of_memory
-from pagedray.system.thread_priority import lower_priority
+from pagedray.machine import lower_priority
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence

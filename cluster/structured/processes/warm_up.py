@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from cluster.structured.grammar.expressions import write_ebnf
 from cluster.structured.grammar.schemas.schema_strings import limited_string
-from pagedray.system.thread_priority import lower_priority
+from pagedray.machine import lower_priority
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

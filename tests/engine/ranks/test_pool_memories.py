@@ -7,7 +7,7 @@ import pytest
 
 from cluster.engine.ranks.pool_memories import PoolMemories
 from pagedray.node_memory import open_memory
-from pagedray.pool_report import PoolReport
+from pagedray.rank_progress import PoolReport
 
 NEW = PoolReport(is_shared=True)
 KEPT = PoolReport(is_shared=True, is_kept=True)

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pagedray.batch import SequencePlan, SequenceStart, StepPlan, pack_token_ids
-from pagedray.decodes import Decodes
+from pagedray.batch import Decodes, SequencePlan, SequenceStart, StepPlan, pack_token_ids
 from pagedray.sampling_params import SamplingParams
 from workers.runner.input_batch import InputBatch
 from workers.runner.token_table import TokenTable

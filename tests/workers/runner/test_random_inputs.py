@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from pagedray.batch import SequencePlan, SequenceStart, StepPlan, pack_token_ids
-from pagedray.decodes import Decodes
+from pagedray.batch import Decodes, SequencePlan, SequenceStart, StepPlan, pack_token_ids
 from pagedray.sampling_params import SamplingParams
 from workers.runner.input_batch import InputBatch, StepInputs
 from workers.runner.token_table import TokenTable

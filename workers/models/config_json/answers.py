@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pagedray.errors import CheckpointError
-from pagedray.presence import has_file
+from pagedray.files import has_file
 from workers.models.config_json.config_file import ConfigFile
 
 if TYPE_CHECKING:

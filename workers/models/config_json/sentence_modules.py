@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Literal
 
+from pagedray.files import has_file
 from pagedray.model_config import DenseModule
-from pagedray.presence import has_file
 from workers.models.config_json.config_file import ConfigFile
 from workers.models.config_json.ignored_fields import check_all_read
 from workers.models.config_json.limits import MAX_SIZE

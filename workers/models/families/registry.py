@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pagedray.errors import CheckpointError, StartupError
-from pagedray.presence import has_file, has_folder
+from pagedray.files import has_file, has_folder
 from pagedray.weight_format import MXFP4_BLOCK_SIZE
 from workers.models.config_json.answers import is_reranker, with_answers
 from workers.models.config_json.config_file import ConfigFile

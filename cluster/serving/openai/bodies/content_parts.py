@@ -8,7 +8,7 @@ from cluster.serving.schema.body import OpenPart
 from cluster.serving.schema.body_reader import read_part
 from cluster.serving.schema.field_errors import missing_field
 from pagedray.errors import InvalidRequestError
-from pagedray.wording.shown_value import shown_value
+from pagedray.text import quote
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -127,7 +127,7 @@ def _read_part(given: dict[str, object], where: str, role: str) -> _Part:
     if found is None:
         *names, last = (f"'{name}'" for name in CONTENT_PARTS)
         raise InvalidRequestError(
-            f"{where}.type must be one of {', '.join(names)} or {last}, not {shown_value(kind)}.",
+            f"{where}.type must be one of {', '.join(names)} or {last}, not {quote(kind)}.",
             param=f"{where}.type",
         )
     if found is not TextPart and role != "assistant":

@@ -34,7 +34,7 @@ from pagedray.sampling_params import (
     MAX_LOGPROBS,
     MAX_N,
 )
-from pagedray.wording.shown_value import shown_json_value, shown_value
+from pagedray.text import quote, quote_json
 
 __all__ = ["GenerationBody"]
 
@@ -264,15 +264,14 @@ class GenerationBody(SamplingFields):
                 "Calls with different values of max_tokens and max_completion_tokens, of which the "
                 "smaller is used: %d, the last one with %s and %s.",
                 num_calls,
-                shown_value(self.max_tokens),
-                shown_value(self.max_completion_tokens),
+                quote(self.max_tokens),
+                quote(self.max_completion_tokens),
             )
 
     def _check_best_of(self, best_of: int) -> None:
         if not self.n <= best_of <= MAX_N:
             raise InvalidRequestError(
-                f"best_of must be from n = {shown_value(self.n)} to {MAX_N}, not "
-                f"{shown_value(best_of)}.",
+                f"best_of must be from n = {quote(self.n)} to {MAX_N}, not {quote(best_of)}.",
                 param="best_of",
             )
         if best_of > self.n and self.stream:
@@ -333,7 +332,7 @@ def _integers_of(given: object, name: str) -> tuple[object, ...]:
     if not set(map(type, given)) <= {int}:
         index, wrong = next((index, one) for index, one in enumerate(given) if type(one) is not int)
         raise InvalidRequestError(
-            f"{name}.{index} must be an integer, not {shown_json_value(wrong)}.",
+            f"{name}.{index} must be an integer, not {quote_json(wrong)}.",
             param=f"{name}.{index}",
         )
     return tuple(given)

@@ -13,7 +13,7 @@ from cluster.serving.schema.body import Body, named_schema
 from cluster.serving.schema.body_reader import read_part
 from pagedray.errors import InvalidRequestError
 from pagedray.sampling_params import MAX_LOGIT_BIAS, MAX_STOP, MAX_STOP_LENGTH
-from pagedray.wording.shown_value import shown_json_value, shown_value
+from pagedray.text import quote, quote_json
 
 __all__ = ["SamplingFields"]
 
@@ -162,13 +162,13 @@ def _bias_of(given: object) -> dict[object, object]:
     wrong = next((name for name in given if not _INTEGER.fullmatch(name)), None)
     if wrong is not None:
         raise InvalidRequestError(
-            f'logit_bias maps token ids, such as "5", and not {shown_value(wrong)}.',
+            f'logit_bias maps token ids, such as "5", and not {quote(wrong)}.',
             param="logit_bias",
         )
     for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise InvalidRequestError(
-                f"logit_bias.{name} must be a number, not {shown_json_value(value)}.",
+                f"logit_bias.{name} must be a number, not {quote_json(value)}.",
                 param=f"logit_bias.{name}",
             )
     return {int(name): value for name, value in given.items()}

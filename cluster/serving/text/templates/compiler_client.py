@@ -14,7 +14,7 @@ from cluster.serving.text.templates.compiler_messages import Compiled, Died, Rej
 from cluster.serving.text.templates.template_code import InvalidTemplateError, TemplateCode
 from cluster.structured.processes.frames import read_frame, read_message, write_frame
 from pagedray.errors import EngineError, OverloadedError, ShuttingDownError
-from pagedray.system.child_environment import child_environment
+from pagedray.machine import child_environment
 
 __all__ = ["TemplateCompilerClient"]
 

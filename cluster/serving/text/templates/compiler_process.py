@@ -18,7 +18,7 @@ from cluster.serving.text.templates.compiler_messages import Compiled, Died, Rej
 from cluster.serving.text.templates.template_code import InvalidTemplateError, compile_template
 from cluster.structured.processes.frames import read_frame, write_frame
 from cluster.structured.processes.memory_limit import lift_memory_limit, limit_memory
-from pagedray.system.thread_priority import lower_priority
+from pagedray.machine import lower_priority
 
 __all__ = ["main"]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from cluster.serving.json_bodies.json_text import json_text
 from pagedray.errors import InvalidRequestError
-from pagedray.wording.shown_value import shown_json_value
+from pagedray.text import quote_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -85,7 +85,7 @@ def check_effort(given: object, param: str) -> str | float | None:
     names = ", ".join(f"'{name}'" for name in EFFORTS)
     raise InvalidRequestError(
         f"{param} must be one of {names}, or a number from 0 to {MAX_EFFORT}, not "
-        f"{shown_json_value(given)}.",
+        f"{quote_json(given)}.",
         param=param,
     )
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from cluster.serving.text.templates.chat_template import ChatTemplate
 from pagedray.errors import CheckpointError, InvalidRequestError, StartupError
-from pagedray.presence import has_file
-from pagedray.wording.shown_value import shown_value
+from pagedray.files import has_file
+from pagedray.text import quote
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -136,8 +136,7 @@ def _option_source(given: str) -> str | None:
             return None
         reason = error.strerror if isinstance(error, OSError) else error
         raise StartupError(
-            f"chat_template {shown_value(given)} is neither a template nor a readable file: "
-            f"{reason}."
+            f"chat_template {quote(given)} is neither a template nor a readable file: {reason}."
         ) from error
 
 
@@ -146,7 +145,7 @@ def _unescaped(text: str) -> str:
         return text.encode("latin-1", "backslashreplace").decode("unicode_escape")
     except UnicodeDecodeError as error:
         raise StartupError(
-            f"chat_template {shown_value(text)} has an invalid escape: {error.reason}."
+            f"chat_template {quote(text)} has an invalid escape: {error.reason}."
         ) from error
 
 

@@ -8,7 +8,7 @@ from typing import Any, NoReturn, cast
 from urllib.parse import unquote
 
 from cluster.structured.grammar.expressions import invalid_structure
-from pagedray.wording.nearest_name import nearest_name
+from pagedray.text import nearest_name
 
 __all__ = [
     "ANNOTATIONS",

@@ -9,6 +9,7 @@ import msgspec
 from pagedray.batch import (
     BlockCopy,
     ControllerMessage,
+    Decodes,
     EmbedPlan,
     SequencePlan,
     SequenceStart,
@@ -19,7 +20,6 @@ from pagedray.batch import (
     pack_token_ids,
 )
 from pagedray.channel import ChannelClosedError, StepChannel
-from pagedray.decodes import Decodes
 from pagedray.sampling_params import SamplingParams
 from tests.hostile.fuzz.target import Target
 

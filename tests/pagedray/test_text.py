@@ -1,10 +1,18 @@
-"""Values of clients in error messages are short."""
+"""Numbers of things in messages."""
 
 from __future__ import annotations
 
 import pytest
 
-from pagedray.wording.shown_value import shown_json_value, shown_value
+from pagedray.text import pluralize, quote, quote_json
+
+
+def test_only_one_thing_is_singular() -> None:
+    assert [pluralize(number, "open call") for number in (0, 1, 2)] == [
+        "0 open calls",
+        "1 open call",
+        "2 open calls",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -25,11 +33,11 @@ from pagedray.wording.shown_value import shown_json_value, shown_value
     ids=map(str, range(10)),
 )
 def test_text_is_short(value: object, text: str) -> None:
-    assert shown_value(value) == text
+    assert quote(value) == text
 
 
 @pytest.mark.parametrize(
     ("value", "text"), [(True, "true"), (False, "false"), (None, "null"), (1, "1"), ("a", "'a'")]
 )
 def test_text_is_as_in_json(value: object, text: str) -> None:
-    assert shown_json_value(value) == text
+    assert quote_json(value) == text

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pagedray.errors import CheckpointError
-from pagedray.presence import has_file, has_folder, has_path
+from pagedray.files import has_file, has_folder, has_path
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,24 +1,66 @@
-"""Errors of requests that cannot be served; their messages are sent to the clients."""
+"""The errors that cross an interface, each with the HTTP and gRPC status its client receives.
+
+    PagedRayError
+    |-- StartupError            the engine cannot start: one line, exit code 2
+    |   |-- CheckpointError     a file of the model is missing, broken or unsupported
+    |   `-- DeviceError         a device, port or other resource is not available
+    |-- RequestError            the request cannot be served
+    |   |-- InvalidRequestError 400 INVALID_ARGUMENT
+    |   |   |-- CapacityError   it exceeds the whole KV cache
+    |   |   |-- ContextLengthError prompt and output exceed the context
+    |   |   |   |-- PromptLengthError the prompt alone does
+    |   |   |   `-- OutputLengthError max_tokens exceeds what the prompt leaves
+    |   |   `-- UnknownPreviousError it continues a response that is not stored
+    |   |-- AuthenticationError 401 UNAUTHENTICATED
+    |   |-- ForbiddenError      403 PERMISSION_DENIED
+    |   |-- UnknownModelError   404 NOT_FOUND
+    |   |-- UnknownStreamError  404 NOT_FOUND
+    |   |-- UnknownResponseError 404 NOT_FOUND
+    |   |-- DuplicateIdError    409 ALREADY_EXISTS
+    |   |-- OverloadedError     429 RESOURCE_EXHAUSTED
+    |   |-- StalledReaderError  408 ABORTED: a client does not read its stream
+    |   |   `-- UnreadError     it has left too many bytes unread
+    |   |-- StreamTakenError    409 ABORTED: another call reads the stream
+    |   |-- UnsupportedError    501 UNIMPLEMENTED
+    |   |-- DeadlineError       504 DEADLINE_EXCEEDED
+    |   `-- LethalRequestError  422 INTERNAL: its ranks die whenever it runs; not to be retried
+    |-- EngineError             503 UNAVAILABLE
+    |   |-- WorkerError         a rank failed or died
+    |   |   `-- HungRankError   a rank makes no progress
+    |   `-- ShuttingDownError   no new requests are accepted
+    `-- InternalError           500 INTERNAL: a defect, whose details are in the server log
+
+The module knows no protocol library: a gRPC status is its name.
+"""
 
 from __future__ import annotations
 
-from pagedray.errors.base import PagedRayError
-from pagedray.wording.counted import counted
+from typing import ClassVar
+
+from pagedray.text import pluralize
 
 __all__ = [
     "AuthenticationError",
     "CapacityError",
+    "CheckpointError",
     "ContextLengthError",
     "DeadlineError",
+    "DeviceError",
     "DuplicateIdError",
+    "EngineError",
     "ForbiddenError",
+    "HungRankError",
+    "InternalError",
     "InvalidRequestError",
     "LethalRequestError",
     "OutputLengthError",
     "OverloadedError",
+    "PagedRayError",
     "PromptLengthError",
     "RequestError",
+    "ShuttingDownError",
     "StalledReaderError",
+    "StartupError",
     "StreamTakenError",
     "UnknownModelError",
     "UnknownPreviousError",
@@ -26,7 +68,54 @@ __all__ = [
     "UnknownStreamError",
     "UnreadError",
     "UnsupportedError",
+    "WorkerError",
 ]
+
+
+class PagedRayError(Exception):
+    """Base class of all errors that this project raises deliberately."""
+
+    http_status: ClassVar[int] = 500
+    grpc_status: ClassVar[str] = "INTERNAL"
+    grpc_reason: ClassVar[str] = "INTERNAL"
+    """The reason in google.rpc.ErrorInfo."""
+    openai_type: ClassVar[str] = "server_error"
+    openai_code: ClassVar[str | None] = None
+    """OpenAI's error code, where it defines one."""
+    outcome: ClassVar[str] = "error"
+    """How a call that it ends is counted in metrics, traces and the log."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Errors cross processes, and their constructors take other arguments than the message.
+        return _restored, (type(self), self.args, self.__dict__)
+
+
+class InternalError(PagedRayError):
+    """A defect of the server; the client does not see its details."""
+
+    def __init__(self) -> None:
+        super().__init__("Internal server error; see the server log.")
+
+
+def _restored(
+    kind: type[PagedRayError], args: tuple[object, ...], state: dict[str, object]
+) -> PagedRayError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
+
+
+class StartupError(PagedRayError):
+    """The engine cannot start; the message is one line: what was given and what is allowed."""
+
+
+class CheckpointError(StartupError, ValueError):
+    """A file of the model is missing, broken or describes something unsupported."""
+
+
+class DeviceError(StartupError):
+    """A device, port or other resource of the machine is not available."""
+
 
 _LOST = "the replica that kept it has ended or does not respond"
 
@@ -89,7 +178,7 @@ class OutputLengthError(ContextLengthError):
     def __init__(self, num_prompt_tokens: int, max_tokens: int, context: int) -> None:
         super().__init__(
             f"max_tokens must be from 1 to {context - num_prompt_tokens}, not {max_tokens}: the "
-            f"prompt has {counted(num_prompt_tokens, 'token')} and the context length is "
+            f"prompt has {pluralize(num_prompt_tokens, 'token')} and the context length is "
             f"{context}.",
             param="max_tokens",
         )
@@ -279,3 +368,37 @@ class LethalRequestError(RequestError):
         super().__init__(
             "The request cannot be served: the processes that run it crash. Do not send it again."
         )
+
+
+class EngineError(PagedRayError):
+    """The engine is not available; another replica may be."""
+
+    http_status = 503
+    grpc_status = "UNAVAILABLE"
+    grpc_reason = "ENGINE_UNAVAILABLE"
+    outcome = "unavailable"
+    retry_after_s = 1.0
+    """When the client may try again: this replica may be back soon, or another one is chosen."""
+
+
+class WorkerError(EngineError):
+    """A rank failed or died, which ends its group."""
+
+    def __init__(self, message: str, *, details: str = "") -> None:
+        super().__init__(message)
+        self.details = details
+        """What the log has in addition to the message, such as the rank's traceback."""
+
+
+class HungRankError(WorkerError):
+    """A rank makes no progress."""
+
+
+class ShuttingDownError(EngineError):
+    """The engine is shutting down and accepts no new requests."""
+
+    grpc_reason = "SHUTTING_DOWN"
+    outcome = "shutting_down"
+
+    def __init__(self) -> None:
+        super().__init__("The server is shutting down and accepts no new requests.")

@@ -16,9 +16,11 @@ from pagedray.errors import CheckpointError
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["has_file", "has_folder", "has_path"]
+__all__ = ["check_is_no_pointer", "has_file", "has_folder", "has_path"]
 
 _ABSENT = frozenset((errno.ENOENT, errno.ENOTDIR, errno.ELOOP))
+
+_BEGINNING = b"version https://git-lfs"
 
 
 def has_file(path: Path) -> bool:
@@ -53,3 +55,13 @@ def _mode(path: Path) -> int:
         raise CheckpointError(
             f"{path} is a link to {path.readlink()}, which does not exist."
         ) from None
+
+
+def check_is_no_pointer(path: Path) -> None:
+    """Raise CheckpointError if a file is a pointer of Git LFS instead of its content."""
+    with path.open("rb") as file:
+        if file.read(len(_BEGINNING)) == _BEGINNING:
+            raise CheckpointError(
+                f"{path} is a Git LFS pointer, not the file itself; run `git lfs pull` in "
+                f"{path.parent}."
+            )

@@ -1,21 +1,58 @@
-"""Finds the name that a misspelled one most likely stands for."""
+"""Texts of values, numbers and names in error messages."""
 
 from __future__ import annotations
 
 import difflib
 import functools
+import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-__all__ = ["misspelled_name", "nearest_name"]
+__all__ = ["misspelled_name", "nearest_name", "pluralize", "quote", "quote_json"]
+
+_MOST_CHARACTERS = 40
 
 _LEAST_LIKENESS = 0.75
 """The likeness of `tyep` and `type`, in which two of four letters are swapped."""
 _SHORTEST_NAME = 4
 _LONGEST_NAME = 32
 """Letters of names that are compared by their spellings."""
+
+
+def quote(value: object) -> str:
+    """Return a short text of a value, however large it is."""
+    # Formatting all of a large one would hold the event loop.
+    if isinstance(value, Mapping):
+        return "an object"
+    if isinstance(value, list | tuple):
+        return "a list"
+    if isinstance(value, int) and abs(value) > 10**30:
+        # Python refuses to format very long integers.
+        return "a number of more than 30 digits"
+    if isinstance(value, str):
+        value = value[:_MOST_CHARACTERS]
+    text = f"{value:g}" if isinstance(value, float) else repr(value)
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 3]}..."
+
+
+def quote_json(value: object) -> str:
+    """Return a short text of a value of a JSON or YAML document."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        # 5.0 is not an integer.
+        return json.dumps(value)
+    return quote(value)
+
+
+def pluralize(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural unless it is 1; the plural only adds an s."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def nearest_name(name: str, known: Collection[str]) -> str | None:

@@ -1,1 +1,0 @@
-"""Properties of processes and threads that are read from the operating system, or set there."""

@@ -1,1 +1,0 @@
-"""Values, numbers and names as error messages and logs show them."""
