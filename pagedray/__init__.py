@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from pagedray.version import __version__
 
 if TYPE_CHECKING:
-    from cluster.async_llm import AsyncLLM
-    from cluster.llm import LLM, Completion, Generation
-    from cluster.llm_beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-    from cluster.sampling_params import RequestOutputKind, SamplingParams
+    from cluster.llm.async_llm import AsyncLLM
+    from cluster.llm.generation import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+    from cluster.llm.llm import LLM, Completion, Generation
+    from cluster.llm.sampling_params import RequestOutputKind, SamplingParams
     from cluster.serving.ray_serve.deployment import build_app
     from cluster.serving.ray_serve.llm import PagedRayLLM
     from pagedray.errors import PagedRayError
@@ -42,17 +42,17 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AsyncLLM": "cluster.async_llm",
-    "LLM": "cluster.llm",
-    "BeamSearchOutput": "cluster.llm_beams",
-    "BeamSearchParams": "cluster.llm_beams",
-    "BeamSearchSequence": "cluster.llm_beams",
-    "Completion": "cluster.llm",
-    "Generation": "cluster.llm",
+    "AsyncLLM": "cluster.llm.async_llm",
+    "LLM": "cluster.llm.llm",
+    "BeamSearchOutput": "cluster.llm.generation",
+    "BeamSearchParams": "cluster.llm.generation",
+    "BeamSearchSequence": "cluster.llm.generation",
+    "Completion": "cluster.llm.generation",
+    "Generation": "cluster.llm.generation",
     "FinishReason": "pagedray.request",
     "PagedRayError": "pagedray.errors",
-    "RequestOutputKind": "cluster.sampling_params",
-    "SamplingParams": "cluster.sampling_params",
+    "RequestOutputKind": "cluster.llm.sampling_params",
+    "SamplingParams": "cluster.llm.sampling_params",
     "Structure": "pagedray.structure",
     "PagedRayLLM": "cluster.serving.ray_serve.llm",
     "build_app": "cluster.serving.ray_serve.deployment",

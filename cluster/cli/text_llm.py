@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from cluster.llm import LLM
+from cluster.llm.llm import LLM
 from pagedray.errors import StartupError
 from pagedray.sampling_params import SamplingParams
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from cluster.engine.executor import ReportProgress
     from cluster.engine.options.engine_options import EngineOptions
-    from cluster.generation import Collector
+    from cluster.llm.generation import Collector
     from pagedray.config import EngineConfig
 
 __all__ = ["LocalModel", "TextLLM"]

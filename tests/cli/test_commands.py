@@ -22,7 +22,7 @@ from cluster.cli.flags.sampling_flags import sampling_fields
 from cluster.cli.parser import make_parser
 from cluster.engine.options.engine_options import EngineOptions
 from cluster.engine.progress import ProgressLine
-from cluster.llm import LLM
+from cluster.llm.llm import LLM
 from pagedray.errors import CheckpointError, DeviceError
 
 if TYPE_CHECKING:

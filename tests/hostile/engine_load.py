@@ -21,7 +21,7 @@ from tests.orphan_guard import end_with_parent
 from tests.system.server_process import TINY_LLAMA
 
 if TYPE_CHECKING:
-    from cluster.llm_prompts import SaltedPrompt
+    from cluster.llm.prompts import SaltedPrompt
     from pagedray.request import Request
     from pagedray.sampling_params import SamplingParams as RequestParams
     from tests.hostile.attack import Attack, Findings

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from cluster.cli.bench.workloads import EngineRequest, Workload
     from cluster.engine.options.engine_options import EngineOptions
     from cluster.engine.stats import EngineStats
-    from cluster.llm import LLM
+    from cluster.llm.llm import LLM
 
 __all__ = ["bench_latency", "bench_throughput"]
 

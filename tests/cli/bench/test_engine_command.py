@@ -11,14 +11,14 @@ from safetensors.torch import load_file
 
 from cluster.cli.bench.workloads import WORKLOADS
 from cluster.cli.commands import main
-from cluster.llm import LLM
+from cluster.llm.llm import LLM
 from pagedray.errors import DeviceError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from cluster.llm import Generation
+    from cluster.llm.llm import Generation
     from pagedray.sampling_params import SamplingParams
 
 MODEL = "examples/tiny-llama"

@@ -9,7 +9,7 @@ import pytest
 
 from cluster.engine.options.engine_options import EngineOptions
 from cluster.engine.options.vllm_options import engine_options
-from cluster.llm import LLM
+from cluster.llm.llm import LLM
 from pagedray.errors import StartupError
 from tests.system.server_process import TINY_LLAMA
 

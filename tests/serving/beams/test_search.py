@@ -9,8 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cluster.generation import Completion, Generation, Logprob
-from cluster.llm_beams import first_logprobs
+from cluster.llm.generation import Completion, Generation, Logprob, first_logprobs
 from cluster.serving.beams.search import Beam, BeamSearch, EarlyStopping
 from pagedray.batch import TokenLogprobs
 from pagedray.errors import EngineError

@@ -14,7 +14,7 @@ from google.rpc.status_pb2 import Status
 from msgspec.structs import replace
 
 import pagedray
-from cluster.sampling_params import RequestOutputKind
+from cluster.llm.sampling_params import RequestOutputKind
 from cluster.serving.ray_serve.grpc_frontend import ServeGrpc
 from cluster.serving.ray_serve.handle import ServeHandle
 from cluster.serving.ray_serve.pace import MessagePace

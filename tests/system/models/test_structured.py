@@ -20,7 +20,7 @@ from tests.system.server_process import TINY_LLAMA
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from cluster.llm import Completion, Generation
+    from cluster.llm.llm import Completion, Generation
 
 PROMPT = "Some things are"
 SCHEMA = {

@@ -15,7 +15,7 @@ from tests.system.server_process import TINY_LLAMA
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from cluster.generation import Generation
+    from cluster.llm.generation import Generation
 
 TEXT = "def read_config(path):"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

@@ -24,8 +24,7 @@ from tests.system.server_process import TINY_LLAMA
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from cluster.generation import Generation
-    from cluster.llm_beams import BeamSearchOutput
+    from cluster.llm.generation import BeamSearchOutput, Generation
     from pagedray.request import Request
 
 TEXT = "def read_config(path):"

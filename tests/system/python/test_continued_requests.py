@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from cluster.llm import LLM
-from cluster.llm_prompts import SaltedPrompt
+from cluster.llm.llm import LLM
+from cluster.llm.prompts import SaltedPrompt
 from pagedray.sampling_params import SamplingParams
 from pagedray.structure import Structure
 from tests.system.server_process import TINY_LLAMA

@@ -18,7 +18,7 @@ from tests.system.server_process import TINY_LLAMA
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from cluster.llm_requests import SampledPrompt
+    from cluster.llm.prompts import SampledPrompt
     from pagedray.request import Request
 
 SAMPLED = SamplingParams(temperature=0.9, seed=3, max_tokens=24, ignore_eos=True)
@@ -82,7 +82,7 @@ def test_progress_has_tokens_per_second(llm: LLM, capsys: pytest.CaptureFixture[
 def test_longest_requests_begin_first_and_few_run_at_once(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cluster.call_width._NUM_LEAST", 2)
+    monkeypatch.setattr("cluster.llm.runner._NUM_LEAST", 2)
     engine = llm._engine
     assert isinstance(engine, Controller)
     submit, begun, most = engine.submit_request, list[int](), list[int]()
@@ -243,8 +243,8 @@ def test_requests_that_found_no_room_are_submitted_between_parts(
         num_generated.append(llm.stats().num_generated_tokens)
         return validated(prompts)
 
-    monkeypatch.setattr("cluster.llm._FIRST_PART", 12)
-    monkeypatch.setattr("cluster.llm._LARGEST_PART", 1)
+    monkeypatch.setattr("cluster.llm.llm._FIRST_PART", 12)
+    monkeypatch.setattr("cluster.llm.llm._LARGEST_PART", 1)
     monkeypatch.setattr(llm, "_validated", once_idle)
     tokens(llm, [f"x{index} = " for index in range(15)], SAMPLED)
     # Each part but the first begins when those before it have been submitted again.

@@ -11,7 +11,7 @@ from tests.system.server_process import TINY_LLAMA
 
 EXIT_CLOSE = """
 import atexit, os, sys
-from cluster.exit_close import ExitClose
+from cluster.llm.options import ExitClose
 atexit.register(print, "earlier handler")
 exit_close = ExitClose(lambda: print("closed"))
 """

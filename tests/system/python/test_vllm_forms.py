@@ -18,7 +18,7 @@ from msgspec.structs import replace
 import pagedray
 from cluster.engine.options.engine_options import EngineOptions
 from cluster.engine.options.vllm_options import own_options, token_count
-from cluster.llm_options import LLMOptions
+from cluster.llm.options import LLMOptions
 from pagedray import LLM, AsyncLLM, SamplingParams
 from pagedray.errors import InvalidRequestError, StartupError
 from tests.system.server_process import TINY_LLAMA

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from attention.kernels.split_rows import SplitRows
     from attention.kernels.unnormed_row import UnnormedRow
-    from cluster.generation import Completion
+    from cluster.llm.generation import Completion
 
 pytest.importorskip("triton")
 

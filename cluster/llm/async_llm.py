@@ -15,13 +15,10 @@ from cluster.engine.open_engine import open_engine
 from cluster.engine.options.engine_options import engine_config
 from cluster.engine.options.vllm_options import engine_options
 from cluster.engine.progress import progress_reports
-from cluster.exit_close import ExitClose
-from cluster.generation import Collector
-from cluster.llm_arguments import PublicLLM, with_vllm_arguments
-from cluster.llm_beams import BeamSearches, BeamSearchParams, first_logprobs
-from cluster.llm_prompts import read_conversations, read_prompts
-from cluster.llm_requests import RequestMaker, check_params
-from cluster.sampling_params import RequestOutputKind, SamplingParams
+from cluster.llm.generation import BeamSearches, BeamSearchParams, Collector, first_logprobs
+from cluster.llm.options import ExitClose, PublicLLM, with_vllm_arguments
+from cluster.llm.prompts import RequestMaker, check_params, read_conversations, read_prompts
+from cluster.llm.sampling_params import RequestOutputKind, SamplingParams
 from cluster.serving.beams.step import check_beams_fit
 from cluster.serving.engine_client import EngineClient
 from cluster.serving.text.text_pool import TextPool
@@ -41,10 +38,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cluster.engine.stats import EngineStats
-    from cluster.generation import Generation
-    from cluster.llm_beams import BeamSearchOutput
-    from cluster.llm_options import LLMOptions
-    from cluster.llm_prompts import Conversation, GivenPrompt, SaltedPrompt
+    from cluster.llm.generation import BeamSearchOutput, Generation
+    from cluster.llm.options import LLMOptions
+    from cluster.llm.prompts import Conversation, GivenPrompt, SaltedPrompt
     from cluster.scheduling.event import TokenEvent
     from cluster.serving.engine_stream import EngineStream
     from pagedray.batch import TokenLogprobs

@@ -1,31 +1,58 @@
-"""Runs the requests of `LLM` until they end, on the thread of the caller."""
+"""Runs the requests of `LLM` on the thread of the caller: generation, embeddings and scores."""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from cluster.call_width import CallWidth
-from pagedray.errors import OverloadedError
+from cluster.llm.prompts import read_texts, run_apart
+from cluster.serving.validation.embedding_validator import MAX_PROMPTS
+from cluster.serving.validation.score_validator import MAX_PAIRS
+from pagedray.errors import InvalidRequestError, OverloadedError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator, Iterable, Sequence
     from typing import NoReturn
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from cluster.engine.controller import Controller
+    from cluster.engine.embedder import Embedder
+    from cluster.engine.embedding_job import EmbeddingRequest
     from cluster.engine.event_buffers import EventDispatcher
-    from cluster.generation import Collector, Generation
+    from cluster.llm.generation import Collector, Generation
     from cluster.scheduling.event import TokenEvent
+    from cluster.serving.inputs import EmbeddingInput, ScoreInput
     from cluster.serving.text.text_stream import SequenceOutput
+    from cluster.serving.validation.embedding_validator import EmbeddingValidator
+    from cluster.serving.validation.score_validator import ScoreValidator
     from pagedray.request import Request
 
-__all__ = ["HELD_POLL_S", "RequestRunner"]
+__all__ = [
+    "HELD_POLL_S",
+    "CallWidth",
+    "RequestRunner",
+    "embed_prompts",
+    "longest_first",
+    "read_pairs",
+    "score_pairs",
+]
 
 HELD_POLL_S = 0.05
 """Time between two attempts to submit what the queue has no room for."""
+_NUM_LEAST = 256
+"""Requests that may always run: up to this many, a GPU spends most of a step reading weights."""
+_EXTRA_SHARE = 16
+"""The share of the requests that would end with the longest one is a sixteenth larger, since
+requests that begin later also have prompts."""
+_GROUP_SHARE = 8
+"""Requests begin in groups of an eighth of those that run, since a step with prompts takes longer
+to launch."""
 
 
 class RequestRunner:
@@ -199,3 +226,95 @@ def _by_sequence(events: Iterable[TokenEvent]) -> Collection[Sequence[TokenEvent
     for event in events:
         found[event.request_id, event.index].append(event)
     return found.values()
+
+
+def longest_first(lengths: Sequence[int]) -> list[int]:
+    """Return the indices of `lengths` from the largest to the smallest; equal ones keep order."""
+    return sorted(range(len(lengths)), key=lambda index: -lengths[index])
+
+
+class CallWidth:
+    """Limits how many requests of a call run at once, so that short ones are left for its end.
+
+    Every step reads all weights, however few sequences it has. If all requests began together, only
+    the longest ones would be left at the end, in steps that take nearly as long as full ones. The
+    longest therefore begin first, and the others follow when requests have ended (the longest
+    processing time rule; Graham, "Bounds on Multiprocessing Timing Anomalies", 1969). As many run
+    at once as let all of them end with the longest one: all of them if they are equally long.
+    """
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        """The requests generate at most this many tokens each, the longest first."""
+        self._lengths = lengths
+        self._num_tokens = sum(lengths)
+        self._is_ended = bytearray(len(lengths))
+        self._first = 0
+        """The index of the longest request that has not ended."""
+        self._num_most = _NUM_LEAST
+        self._widen()
+
+    def end(self, index: int) -> None:
+        """Note that the request of this index has ended."""
+        self._is_ended[index] = True
+        self._num_tokens -= self._lengths[index]
+        if index == self._first:
+            self._first = self._is_ended.find(0, index)
+            self._widen()
+
+    def num_to_begin(self, *, num_waiting: int, num_running: int) -> int:
+        """Return how many of the waiting requests may begin, which are none or a group of them."""
+        num_free = min(self._num_most - num_running, num_waiting)
+        num_grouped = min(max(self._num_most // _GROUP_SHARE, 1), num_waiting)
+        return num_free if num_free >= num_grouped else 0
+
+    def _widen(self) -> None:
+        """Let more requests run if those that are left are shorter than expected."""
+        if self._num_tokens:
+            num_most = -(-self._num_tokens // self._lengths[self._first])
+            self._num_most = max(self._num_most, num_most + num_most // _EXTRA_SHARE)
+
+
+def embed_prompts(
+    embedder: Embedder, validator: EmbeddingValidator, given: EmbeddingInput
+) -> list[list[float]]:
+    """Return the vectors of any number of prompts. Raises InvalidRequestError or EngineError."""
+    vectors: list[list[float]] = []
+    for first in range(0, len(given.prompts), MAX_PROMPTS):
+        part = replace(given, prompts=given.prompts[first : first + MAX_PROMPTS])
+        vectors += _result_of(embedder, run_apart(validator.validate(part))).tolist()
+    return vectors
+
+
+def score_pairs(embedder: Embedder, validator: ScoreValidator, given: ScoreInput) -> list[float]:
+    """Return the scores of any number of pairs. Raises InvalidRequestError or EngineError."""
+    scores: list[float] = []
+    for first in range(0, len(given.pairs), MAX_PAIRS):
+        part = replace(given, pairs=given.pairs[first : first + MAX_PAIRS])
+        scores += _result_of(embedder, run_apart(validator.validate(part)))[:, 0].tolist()
+    return scores
+
+
+def read_pairs(
+    queries: str | Sequence[str], documents: str | Sequence[str]
+) -> tuple[tuple[str, str], ...]:
+    """Return the query of each document, and the document. Raises InvalidRequestError."""
+    others, firsts = read_texts(documents, "documents"), read_texts(queries, "queries")
+    if isinstance(queries, str):
+        firsts *= len(others)
+    if len(firsts) != len(others):
+        raise InvalidRequestError(
+            f"queries must have one entry per document, {len(others)}, not {len(firsts)}.",
+            param="queries",
+        )
+    return tuple(zip(firsts, others, strict=True))
+
+
+def _result_of(embedder: Embedder, request: EmbeddingRequest) -> NDArray[np.float32]:
+    """Submit a request as soon as the queue has room; return its result, `[num_texts, size]`."""
+    while True:
+        try:
+            answer = embedder.submit_request(request)
+        except OverloadedError:
+            time.sleep(HELD_POLL_S)
+        else:
+            return answer.result()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.call_width import CallWidth, longest_first
+from cluster.llm.runner import CallWidth, longest_first
 
 LEAST = 256
 

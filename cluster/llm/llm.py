@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Literal, Self, Unpack, cast
 
 from tqdm import tqdm
 
-from cluster.call_width import longest_first
 from cluster.engine.controller import Controller
 from cluster.engine.embedder import Embedder
 from cluster.engine.event_buffers import EventDispatcher
@@ -15,21 +14,29 @@ from cluster.engine.open_engine import open_engine
 from cluster.engine.options.engine_options import engine_config
 from cluster.engine.options.vllm_options import engine_options
 from cluster.engine.progress import progress_reports
-from cluster.exit_close import ExitClose
-from cluster.generation import Collector, Completion, Generation
-from cluster.llm_arguments import PublicLLM, with_vllm_arguments
-from cluster.llm_beams import BeamSearches, BeamSearchOutput, BeamSearchParams, first_logprobs
-from cluster.llm_pooling import embed_prompts, read_pairs, score_pairs
-from cluster.llm_prompts import (
+from cluster.llm.generation import (
+    BeamSearches,
+    BeamSearchOutput,
+    BeamSearchParams,
+    Collector,
+    Completion,
+    Generation,
+    first_logprobs,
+)
+from cluster.llm.options import ExitClose, PublicLLM, with_vllm_arguments
+from cluster.llm.prompts import (
     Conversation,
     GivenPrompt,
+    RequestMaker,
     SaltedPrompt,
+    SampledPrompt,
+    check_params,
     read_conversations,
     read_prompts,
     read_stream_prompt,
+    run_apart,
 )
-from cluster.llm_requests import RequestMaker, SampledPrompt, check_params, run_apart
-from cluster.llm_runner import RequestRunner
+from cluster.llm.runner import RequestRunner, embed_prompts, longest_first, read_pairs, score_pairs
 from cluster.serving.inputs import EmbeddingInput, ScoreInput
 from cluster.serving.text.tokenizer import Tokenizer
 from cluster.serving.validation.embedding_validator import EmbeddingValidator
@@ -46,8 +53,8 @@ if TYPE_CHECKING:
 
     from cluster.engine.executor import ReportProgress
     from cluster.engine.stats import EngineStats
-    from cluster.llm_options import LLMOptions
-    from cluster.sampling_params import SamplingParams as TextParams
+    from cluster.llm.options import LLMOptions
+    from cluster.llm.sampling_params import SamplingParams as TextParams
     from pagedray.batch import Pooling
     from pagedray.config import EngineConfig
     from pagedray.model_config import Task
