@@ -1,7 +1,7 @@
 """The interface between the engine and an attention backend.
 
-Defines what both sides use: parameters of a layer, host data of a step, metadata, state. Does not
-know how any backend computes. Metadata is always an argument; nothing here is a global.
+Defines parameters of a layer, host data of a step, metadata, state. Does not know how any backend
+computes. Metadata is always an argument; nothing here is a global.
 """
 
 from abc import ABC, abstractmethod
@@ -35,7 +35,7 @@ __all__ = [
 
 
 class AttentionMetadata(ABC):
-    """What all layers of one forward pass share; valid until the next build of its builder."""
+    """State shared by all layers of one forward pass; valid until the builder's next build."""
 
     def __init__(self, batch: AttentionBatch) -> None:
         self._batch = batch
@@ -82,7 +82,7 @@ class AttentionMetadata(ABC):
 
     @abstractmethod
     def advance_step(self) -> "AttentionMetadata":
-        """Return the metadata of the next step of a decode-only batch; this one ends."""
+        """Return the metadata of the next decode-only step; this metadata becomes invalid."""
 
     @property
     def device_slot_mapping(self) -> torch.Tensor:
@@ -106,9 +106,9 @@ class AttentionMetadata(ABC):
         *,
         sinks: torch.Tensor | None,
     ) -> None:
-        """Rotate queries and keys, write the latter and the values, and attend.
+        """Rotate queries and keys, write keys and values to the cache, and attend.
 
-        Arguments are those of `attend_layer`, and `rotary` of all tokens. `query` may change in
+        Takes the arguments of `attend_layer`, and `rotary` of all tokens. `query` may change in
         place. Only if `rotates_layer`.
         """
         raise NotImplementedError
@@ -124,11 +124,10 @@ class AttentionMetadata(ABC):
         *,
         sinks: torch.Tensor | None,
     ) -> None:
-        """Attend for a layer whose keys and values are in the cache, between captured graphs.
+        """Attend for a layer with keys and values in the cache, between captured graphs.
 
         Query and `out` are `[>= num_tokens, num_heads, head_size]`, keys and values `[>=
-        num_tokens, num_kv_heads, head_size]`, `sinks` is that of the layer, and none of them is
-        checked.
+        num_tokens, num_kv_heads, head_size]`, `sinks` belongs to the layer. No argument is checked.
         """
         raise _no_capture(self)
 
@@ -141,7 +140,7 @@ class AttentionMetadataBuilder(ABC):
 
     @property
     def spec(self) -> AttentionSpec:
-        """Return what this builder plans for."""
+        """Return the spec of the steps that this builder plans."""
         return self._spec
 
     @abstractmethod
@@ -176,7 +175,7 @@ class AttentionMetadataBuilder(ABC):
 
 
 class AttentionState(ABC):
-    """What a worker keeps between steps, such as the buffers of captured graphs."""
+    """State that a worker keeps between steps, such as the buffers of captured graphs."""
 
     def __init__(self, spec: AttentionSpec) -> None:
         self._spec = spec
@@ -192,7 +191,7 @@ class AttentionState(ABC):
 
     @abstractmethod
     def _allocate_capture_buffers(self, max_batch_size: int) -> None:
-        """Allocate what `graph_capture` holds."""
+        """Allocate the buffers of `graph_capture`."""
 
     @abstractmethod
     def _release_capture_buffers(self) -> None:
@@ -208,7 +207,7 @@ class AttentionState(ABC):
 
     @abstractmethod
     def get_graph_input_buffers(self, metadata: AttentionMetadata) -> dict[str, torch.Tensor]:
-        """Return the tensors whose addresses the captured graph holds, by name."""
+        """Return the tensors that the captured graph reads, by name."""
 
     @abstractmethod
     def prepare_graph_input_buffers(
@@ -277,9 +276,9 @@ class AttentionImpl(ABC):
         nothing and attends to the tokens of the step only. Padding may hold any values, and its
         result is zero.
 
-        Tokens are those of the decoder, or for ENCODER those of `metadata.batch.encoder`. For
-        ENCODER_DECODER, keys and values are those of the encoder tokens that the step computes,
-        and both None if there are none.
+        Tokens are decoder tokens, or for ENCODER the tokens of `metadata.batch.encoder`. For
+        ENCODER_DECODER, keys and values belong to the encoder tokens that the step computes; both
+        are None without encoder tokens.
         """
 
 
@@ -326,7 +325,7 @@ class AttentionBackend(ABC):
 
     @classmethod
     def make_metadata_builder(cls, spec: AttentionSpec) -> AttentionMetadataBuilder:
-        """Return a builder; a worker keeps one."""
+        """Return a builder; each worker keeps its builder."""
         return cls.get_builder_cls()(spec)
 
     @classmethod

@@ -46,8 +46,8 @@ class EncoderBatch:
 class AttentionBatch:
     """Host data of one step: prefills first, then decodes, then padding.
 
-    Tokens are flat in the order of the sequences. A prefill whose sequence is longer than its
-    query continues after a cached prefix (a chunk or a prefix hit).
+    Tokens are flat in the order of the sequences. A prefill with a sequence longer than its query
+    continues after a cached prefix (a chunk or a prefix hit).
     """
 
     num_prefills: int
@@ -79,7 +79,7 @@ class AttentionBatch:
 
     @property
     def num_padding(self) -> int:
-        """Return the number of tokens after those of the sequences."""
+        """Return the number of padding tokens behind the sequences."""
         return len(self.slot_mapping) - self.num_prefill_tokens - self.num_decodes
 
     def prefills(self) -> "AttentionBatch":

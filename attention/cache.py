@@ -23,11 +23,11 @@ def swap_blocks(
 ) -> None:
     """Copy block `src` of one cache to block `dst` of the other, all layers, for each pair.
 
-    The caches may be on any device. Sources may repeat; destinations may not. Adjacent pairs
-    `(s, d), (s + 1, d + 1)` are one copy, so sorted pairs are fastest. A copy between a GPU and
-    pinned memory is asynchronous on the current stream: synchronize before the host reads or
-    rewrites the pinned side, or before another stream uses the GPU side. Raises ValueError for
-    caches whose blocks differ, and for invalid pairs.
+    The caches may be on any device. Sources may repeat; destinations may not. Adjacent pairs `(s,
+    d), (s + 1, d + 1)` are one copy, so sorted pairs are fastest. A copy between a GPU and pinned
+    memory is asynchronous on the current stream: synchronize before the host reads or rewrites the
+    pinned side, or before another stream uses the GPU side. Raises ValueError if the blocks of the
+    caches differ, and for invalid pairs.
     """
     if src_cache.shape[1:] != dst_cache.shape[1:] or src_cache.dtype != dst_cache.dtype:
         raise ValueError(

@@ -11,7 +11,7 @@ __all__ = ["TensorCheck"]
 
 
 class TensorCheck:
-    """Checks the tensors of one layer; if they are like the last ones, by one comparison."""
+    """Checks the tensors of a layer; tensors like the previous ones cost a single comparison."""
 
     def __init__(self, params: AttentionParams) -> None:
         self._params = params
@@ -109,7 +109,7 @@ class TensorCheck:
 
 
 def _look(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return the properties of a tensor that are compared with the last one."""
+    """Return the properties of a tensor that must stay the same from call to call."""
     return tensor.shape, tensor.dtype, tensor.get_device(), tensor.stride()
 
 

@@ -1,4 +1,4 @@
-"""The backends on a GPU: which kernels each of them has, and what it requires.
+"""GPU backends: their kernels and requirements.
 
 No kernel library is imported before a builder is made, so that the selector can ask every backend
 on any machine whether it supports a configuration.
@@ -15,7 +15,7 @@ __all__ = ["FlashInferBackend", "HybridBackend", "TorchSDPAGpuBackend", "XFormer
 
 
 class FlashInferBackend(GpuBackend):
-    """FlashInfer, and the shared kernels for what it does not support."""
+    """FlashInfer, and the shared kernels for features that FlashInfer does not support."""
 
     name = "flashinfer"
     builder_cls = FlashInferMetadataBuilder
@@ -35,7 +35,7 @@ class HybridBackend(FlashInferBackend):
 
 
 class XFormersBackend(GpuBackend):
-    """xFormers, and the shared kernels for what it does not support."""
+    """xFormers, and the shared kernels for features that xFormers does not support."""
 
     name = "xformers"
     builder_cls = XFormersMetadataBuilder

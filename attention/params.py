@@ -1,4 +1,4 @@
-"""The parameters of attention: those of a layer and those of a model.
+"""The parameters of attention, of a layer and of a model.
 
 Owns the sharding of heads and the validation of parameters. Does not know any backend.
 """

@@ -23,9 +23,9 @@ _MIN_CAPACITY = 256
 class BandedBias:
     """The bias of some adjacent queries over some adjacent keys.
 
-    It depends only on the distance between a key and the first query. So there is one tensor,
-    `_band`, whose column `_before` is the key at the position of its first query, and the bias of a
-    tile is a view of it.
+    It depends only on the distance between a key and the first query. One tensor, `_band`,
+    therefore serves all tiles, and the bias of a tile is a view of `_band`. Column `_before` is the
+    key at the position of the first query.
     """
 
     def __init__(self, params: AttentionParams) -> None:
@@ -118,7 +118,7 @@ def _make_alibi_bias(
 def _make_sliding_window_bias(
     distances: npt.NDArray[np.int64], window: int, *, is_causal: bool
 ) -> npt.NDArray[np.float32]:
-    """Return 0 for visible keys, which are less than `window` away, and -inf for hidden ones."""
+    """Return 0 for keys less than `window` away, which are visible, and -inf for hidden keys."""
     is_hidden = (distances > 0) if is_causal else (distances >= window)
     is_hidden |= distances <= -window
     return np.where(is_hidden, np.float32(-np.inf), np.float32(0.0))

@@ -1,6 +1,6 @@
-"""Memory that torch_sdpa on a CPU keeps between steps: arrays, scratch and views of the cache.
+"""Buffers of torch_sdpa on a CPU: arrays, scratch and views of the cache.
 
-Large tensors are not allocated per step: glibc maps pages anew for each of them, whose page
+Large tensors are not allocated per step: glibc would map pages for each of them, and the page
 faults take longer than the attention.
 """
 

@@ -1,6 +1,7 @@
 """Plans of torch_sdpa on a CPU for decodes that torch computes.
 
-They are split into chunks whose keys and values stay in the CPU's cache between gather and GEMM.
+Decodes are split into chunks, so that keys and values stay in the CPU's cache between gather and
+GEMM.
 """
 
 from typing import NamedTuple
@@ -75,7 +76,7 @@ class DecodePlanner:
             first_blocks = starts // self._block_size
         counts = last_blocks - first_blocks + 1
         order, cuts = self._cut(counts)
-        # Short tables are padded with their own last block, whose content is finite.
+        # Short tables are padded with their own last block, which has finite content.
         columns = np.arange(int(counts.max()), dtype=np.int32)
         columns = np.minimum(first_blocks[:, None] + columns, last_blocks[:, None])
         blocks = tables[np.arange(len(stops))[:, None], columns]
@@ -88,7 +89,7 @@ class DecodePlanner:
         return self._chunks(cuts, tokens, starts, stops, blocks, counts, order is None)
 
     def _cut(self, counts: _Lengths) -> tuple[_Ints | None, list[int]]:
-        """Return an order of the sequences, None for the given one, and the starts of chunks."""
+        """Return an order of the sequences (None for the given order), and the starts of chunks."""
         num, longest, total = len(counts), int(counts.max()), int(counts.sum())
         if longest * num - total <= total // 8 + self._overhead_blocks:
             size = max(1, self._max_blocks // longest)

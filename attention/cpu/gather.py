@@ -1,7 +1,7 @@
 """Gathers blocks of the cache for torch_sdpa on a CPU.
 
 In scratch, each sequence has all its keys and then all its values. Torch divides copies and matrix
-products among threads in the same way, so that each thread has what it copied in its own cache.
+products among threads in the same way, so each thread finds its part in its own cache.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,7 +43,7 @@ class Gather(NamedTuple):
     def read_blocks(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values, `[num_sequences, num_kv_heads, num_keys, head_size]`.
 
-        Those of an fp8 cache are converted to the model's dtype, but not scaled.
+        Keys and values of an fp8 cache are converted to the model's dtype, but not scaled.
         """
         stored, convert, _, keys, values = self.views
         torch.index_select(blocks, 0, self.indices, out=stored)
@@ -78,7 +78,7 @@ class Gatherer:
         self._views: dict[tuple[int, ...], GatherViews] = {}
 
     def forget_views(self) -> None:
-        """Forget the views of the last step, whose shapes rarely recur."""
+        """Forget the views of the last step; their shapes rarely recur."""
         self._views.clear()
 
     def index(self, blocks: npt.NDArray[np.int32]) -> torch.Tensor:

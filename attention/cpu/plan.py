@@ -1,4 +1,4 @@
-"""Plans of torch_sdpa on a CPU: what layers with equal parameters share in one step.
+"""Plans of torch_sdpa on a CPU, each shared by layers with equal parameters in one step.
 
 Kernels compute prefills and decodes over the cache in place. Where they are not available, torch
 does: prompts without context read their own keys and not the cache, a span is a query of several
@@ -20,7 +20,7 @@ __all__ = ["LayerPlan", "Prompts", "Span", "Tile"]
 
 
 class Prompts(NamedTuple):
-    """Adjacent prompts of equal length, whose mask is a causal one or none."""
+    """Adjacent prompts of equal length, with a causal mask or no mask."""
 
     start: int
     """First token of the step."""
@@ -62,6 +62,6 @@ class LayerPlan(NamedTuple):
     write: WritePlan | None = None
     """Where keys and values are written; None without a cache."""
     num_padding: int = 0
-    """Tokens at the end, whose result is zero."""
+    """Tokens at the end with a result of zero."""
     keyless_tokens: torch.Tensor | None = None
-    """Tokens that see no key, whose result is zero; None if there are none."""
+    """Tokens that see no key and get a result of zero; None without such tokens."""

@@ -1,4 +1,4 @@
-"""Planners of torch_sdpa on a CPU, one for each attention type."""
+"""Planners of torch_sdpa on a CPU, by attention type."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class _DecoderPlanner(LayerPlanner):
         )
 
     def _plan_kernels(self, batch: AttentionBatch, starts: _Ints, write: WritePlan) -> LayerPlan:
-        """Return the plan of a step whose decodes, and if possible prefills, kernels compute."""
+        """Return the plan of a step in which kernels compute decodes, and if possible prefills."""
         first = batch.num_prefills
         prefills, decodes = self._kernel_prefills(batch, starts, write), None
         prompts, spans = self._prefills(batch, starts, range(first if prefills is None else 0))
@@ -134,7 +134,7 @@ class _DecoderPlanner(LayerPlanner):
     ) -> PrefillBatch | None:
         """Return the prefills if the kernel computes them, and not torch."""
         n = batch.num_prefills
-        # The kernel reads what was written, torch the keys and values of the step.
+        # The kernel reads the written cache; torch reads the keys and values of the step.
         if not n or self._max_prefill_queries is None or write.tokens is not None:
             return None
         return PrefillBatch(
@@ -255,8 +255,8 @@ def make_planner(
 ) -> LayerPlanner:
     """Return the planner of layers with these parameters.
 
-    `has_kernel` is whether a kernel computes decodes. One that computes prefills divides them into
-    items of up to `max_prefill_queries`, which is None without such a kernel.
+    `has_kernel` is whether a kernel computes decodes. A prefill kernel divides prefills into items
+    of up to `max_prefill_queries`, which is None without a prefill kernel.
     """
     kind = _PLANNERS[params.attention_type]
     return kind(
@@ -355,13 +355,13 @@ class SpanPlanner:
 
 
 class PromptRuns:
-    """Collects prompts; adjacent ones of equal length are one run."""
+    """Collects prompts; adjacent prompts of equal length form a run."""
 
     def __init__(self) -> None:
         self._runs: list[Prompts] = []
 
     def add_prompt(self, start: int, length: int) -> None:
-        """Add the prompt whose first token is `start`."""
+        """Add a prompt that begins at token `start`."""
         if self._runs:
             first, num_prompts, num_tokens = self._runs[-1]
             if num_tokens == length and first + num_prompts * length == start:

@@ -29,8 +29,8 @@ class LayerRunner:
         if sinks is not None:
             heads = (params.num_kv_heads, params.num_queries_per_kv)
             self._chunk_sinks, self._span_sinks = sinks.view(1, *heads, 1), sinks.view(*heads, 1, 1)
-        # Keys and values of an fp8 cache are read without their scales, which are applied to the
-        # scores and the results instead, since those are fewer.
+        # Keys and values of an fp8 cache are read without their scales. Scaling the scores and the
+        # results instead takes fewer multiplications.
         is_fp8 = params.is_cached and KV_CACHE_DTYPES[params.kv_cache_dtype] is not None
         self._scale = params.scale * params.k_scale if is_fp8 else params.scale
         self._value_scale = params.v_scale if is_fp8 else 1.0

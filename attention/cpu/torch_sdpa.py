@@ -65,7 +65,7 @@ class TorchSDPAMetadata(AttentionMetadata):
         return self._builder.alike().build(self._batch.decodes())
 
     def advance_step(self) -> "TorchSDPAMetadata":
-        """Return the metadata of the next step of a decode-only batch; this one ends."""
+        """Return the metadata of the next decode-only step; this metadata becomes invalid."""
         return self._builder.build(self._batch.advanced(self._builder.spec.block_size))
 
     def layer_plan(self, layer_index: int) -> LayerPlan:
@@ -108,7 +108,7 @@ class TorchSDPAMetadata(AttentionMetadata):
             )
 
     def cache_views(self, kv_cache: torch.Tensor, layer_index: int) -> LayerViews:
-        """Return the views of the cache of a layer that has one."""
+        """Return the cache views of a cached layer."""
         place = self._builder.places[layer_index]
         assert place is not None
         return self._builder.views.views_of(kv_cache)[place]
@@ -176,7 +176,7 @@ class TorchSDPAMetadataBuilder(AttentionMetadataBuilder):
         return TorchSDPAMetadataBuilder(self._spec, use_kernel=self._use_kernel)
 
     def plan_layers(self, batch: AttentionBatch, *, has_cache: bool = True) -> list[LayerPlan]:
-        """Return the plan of each layer; layers with the same plan key have the same one."""
+        """Return the plan of each layer; layers with the same plan key share a plan."""
         writes: dict[AttentionType, WritePlan] = {}
         plans = []
         for kind, planner in zip(self._types, self._planners, strict=True):

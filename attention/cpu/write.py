@@ -26,9 +26,9 @@ class WritePlan:
     slots: torch.Tensor
     """Indices into `LayerViews.keys` and `LayerViews.values`."""
     stale_blocks: torch.Tensor | None
-    """Indices into `LayerViews.blocks` of those that the step begins but does not fill."""
+    """Indices into `LayerViews.blocks` of blocks that the step begins but does not fill."""
     kernel: CacheWrite | None
-    """What writes the first tokens; None for torch."""
+    """Kernel that writes the first tokens; None for torch."""
 
     def write_layer(
         self, key: torch.Tensor | None, value: torch.Tensor | None, views: LayerViews

@@ -1,7 +1,7 @@
 """The builders, kernels and limits of the FlashInfer and hybrid backends.
 
-Only `decode` and `prefill` import the library, whose name is this folder's: no file here may be
-run as a script.
+Only `decode` and `prefill` import the library. This folder has the library's name, so no file here
+may be run as a script.
 """
 
 __all__: list[str] = []

@@ -38,7 +38,7 @@ class FlashInferMetadataBuilder(GpuMetadataBuilder):
         return {} if reason is None else dict.fromkeys(parts, reason)
 
     def _make_kernels(self, layers: LayerSet) -> LayerKernels:
-        # Imported here because one needs Triton, and the other the library.
+        # Imported here because the shared kernels need Triton, and the others the library.
         if reason_for_shared(layers.params) is not None:
             from attention.gpu.shared_kernels import SharedKernels
 

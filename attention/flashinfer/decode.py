@@ -83,8 +83,8 @@ class FlashInferDecode:
             paged_kv_indices_buffer=pages.graph.indices,
             paged_kv_last_page_len_buffer=pages.graph.last_lens,
         )
-        # What a graph needs depends on its batch size alone. By default each allocates 8 MiB for
-        # its plans and uses a few KiB of them.
+        # The size depends on the batch size alone. By default, each graph allocates 8 MiB for its
+        # plans and uses a few KiB.
         scratch_bytes, plan_bytes = wrapper.workspace_size(
             pages.starts, pages.indices, pages.last_lens, **self._arguments
         )

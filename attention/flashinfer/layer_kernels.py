@@ -15,7 +15,7 @@ __all__ = ["FlashInferKernels", "HybridKernels"]
 
 
 class _FlashInferPrefills(LayerKernels):
-    """Prefills by the library: those of a step are planned ahead, others when they are run."""
+    """Prefills by the library; the prefills of a step are planned ahead, others when they run."""
 
     def __init__(self, layers: LayerSet, uploader: PageUploader) -> None:
         """`uploader` is shared by all layers that see the same keys."""

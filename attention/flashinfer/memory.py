@@ -14,9 +14,9 @@ _SCRATCH_BYTES = 128 << 20
 
 
 class SharedScratch:
-    """Scratch for sequences whose keys are split, shared by all wrappers of a device.
+    """Scratch for sequences with split keys, shared by all wrappers of a device.
 
-    They can share it because they run on one stream, one at a time.
+    Wrappers run on one stream, one after another.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -25,7 +25,7 @@ class SharedScratch:
 
     @staticmethod
     def for_device(device: torch.device) -> "SharedScratch":
-        """Return the scratch of a device, a new one if none is alive."""
+        """Return the scratch of a device; create it if none is alive."""
         index = torch.cuda.current_device() if device.index is None else device.index
         scratch = _scratches.get(index)
         if scratch is None:
@@ -41,7 +41,7 @@ class SharedScratch:
         return self._buffer
 
 
-# Shared by builders that do not know each other: each captured batch size has one.
+# Shared by builders that do not know each other, one builder per captured batch size.
 _scratches: WeakValueDictionary[int, SharedScratch] = WeakValueDictionary()
 
 

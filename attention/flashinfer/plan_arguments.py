@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 def plan_arguments(
     params: AttentionParams, spec: AttentionSpec, kv_dtype: torch.dtype
 ) -> dict[str, Any]:  # Any: mixed
-    """Return what every plan needs to know of the layers, by the library's names."""
+    """Return the layer parameters of a plan, by the library's names."""
     return {
         "num_qo_heads": params.num_heads,
         "num_kv_heads": params.num_kv_heads,

@@ -1,4 +1,4 @@
-"""What FlashInfer does not support. Does not import it."""
+"""Features that FlashInfer does not support. Does not import FlashInfer."""
 
 from attention.params import AttentionParams
 

@@ -1,4 +1,4 @@
-"""What every backend on a GPU shares: uploads, plans, cache writes, graphs and shared kernels.
+"""Parts that all GPU backends share: uploads, plans, cache writes, graphs and shared kernels.
 
 Knows no kernel library: a backend adds a builder and its kernels.
 """

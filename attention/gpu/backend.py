@@ -16,7 +16,7 @@ __all__ = ["GpuBackend"]
 
 
 class GpuBackend(AttentionBackend):
-    """A backend whose kernels are those of a library and the shared ones."""
+    """A backend that combines the kernels of a library with the shared kernels."""
 
     supports_graph_capture = True
 

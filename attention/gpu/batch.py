@@ -78,7 +78,7 @@ class GpuBatch:
         return self.prefills, self.decodes
 
     def slots_of(self, kind: AttentionType) -> torch.Tensor:
-        """Return the slot of each token whose keys and values layers of a type write, int64."""
+        """Return the cache slots that layers of a type write, one per token, int64."""
         if kind is not AttentionType.ENCODER_DECODER:
             return self.slot_mapping
         assert self.encoder_slot_mapping is not None

@@ -13,8 +13,8 @@ __all__ = ["copy_blocks"]
 def copy_blocks(cache: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
     """Copy block `src` to block `dst` within a cache, all layers, for each pair, all at once.
 
-    The result equals that of `attention.cache.copy_blocks`. Scattered blocks are one launch of a
-    kernel; adjacent ones are one copy without a kernel.
+    The result equals that of `attention.cache.copy_blocks`. Scattered blocks take one kernel
+    launch; adjacent blocks take one copy without a kernel.
     """
     if not _can_use_kernel(cache, pairs):
         copy_runs(cache, pairs)

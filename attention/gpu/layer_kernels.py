@@ -40,23 +40,23 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerSet:
-    """Layers with equal parameters, whose kernels are planned together."""
+    """Layers with equal parameters, planned together."""
 
     params: AttentionParams
     spec: AttentionSpec
     is_graph: bool
-    """Whether plans are for a captured graph, whose shapes and addresses are fixed."""
+    """Whether plans are for a captured graph, which fixes shapes and addresses."""
     memory: DecodeMemory
     """Shared by all launches on the same stream."""
 
 
 class LayerKernels(ABC):
-    """Plans each step once for a set of layers, and computes each of them.
+    """Plans each step once for a set of layers, and computes each layer.
 
     Queries and results are `[num_tokens, num_heads, head_size]`, keys and values `[num_tokens,
-    num_kv_heads, head_size]`. Tokens may be strided, except those of a result. Results are written
-    completely; those of sequences without keys are zero. `sinks` is `[num_heads]` float32, or None
-    for layers without them.
+    num_kv_heads, head_size]`. Tokens may be strided, except in results. Results are written
+    completely; sequences without keys get zero. `sinks` is `[num_heads]` float32, or None for
+    layers without sinks.
     """
 
     def __init__(self, layers: LayerSet) -> None:
@@ -76,7 +76,7 @@ class LayerKernels(ABC):
 
     @abstractmethod
     def plan_step(self, batch: GpuBatch) -> None:
-        """Plan a step instead of the last one, without waiting for the GPU."""
+        """Plan a step in place of the previous step, without waiting for the GPU."""
 
     @abstractmethod
     def prefill(
@@ -101,7 +101,7 @@ class LayerKernels(ABC):
         *,
         sinks: torch.Tensor | None,
     ) -> None:
-        """Attend for sequences whose keys are those of their own tokens, without the cache."""
+        """Attend to the keys of each sequence's own tokens, without the cache."""
 
     @abstractmethod
     def decode(

@@ -60,7 +60,7 @@ class GpuMetadata(AttentionMetadata):
         return self._builder.alike().build(self._batch.decodes())
 
     def advance_step(self) -> "GpuMetadata":
-        """Return the metadata of the next step of a decode-only batch; this one ends."""
+        """Return the metadata of the next decode-only step; this metadata becomes invalid."""
         following = self._builder.build(self._given.advanced(self._builder.spec.block_size))
         following._step_before = self._gpu_batch
         return following
@@ -219,7 +219,7 @@ class GpuMetadataBuilder(AttentionMetadataBuilder):
     ) -> None:
         """`graph_batch_size`: pad every batch to this many decodes and keep its address.
 
-        `memory` is lent to other builders too, whose steps run on the same stream.
+        Other builders with steps on the same stream share `memory`.
         """
         super().__init__(spec)
         self._graph_batch_size = graph_batch_size
@@ -291,7 +291,7 @@ class GpuMetadataBuilder(AttentionMetadataBuilder):
     def prepare_step(self, batch: AttentionBatch, *, after: GpuBatch | None) -> GpuBatch:
         """Upload a step and plan it for all layers.
 
-        `after` is the previous step if this one is that step advanced by one token, else None.
+        `after` is the previous step if this step advances it by one token, else None.
         """
         if after is None:
             gpu_batch = self._uploader.upload(batch)

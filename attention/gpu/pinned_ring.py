@@ -14,7 +14,7 @@ __all__ = ["PinnedRing", "copy_from_host"]
 
 
 class PinnedRing:
-    """A ring of buffers: one can be filled while the GPU still reads the others."""
+    """A ring of buffers: the host fills a buffer while the GPU still reads others."""
 
     def __init__(self, device: torch.device, *, num_buffers: int = 2) -> None:
         """Memory is allocated when it is needed; that of a CPU `device` is not pinned."""
@@ -25,9 +25,9 @@ class PinnedRing:
 
     @contextmanager
     def next_buffer(self, num_words: int) -> Iterator[torch.Tensor]:
-        """Yield `num_words` int64 on the host; what reads them must be launched within the context.
+        """Yield `num_words` int64 on the host; launch the readers of the buffer within the context.
 
-        Waits only if the GPU has not yet run what read this buffer in its last turn.
+        Waits only if the GPU has not yet run the readers of this buffer's last turn.
         """
         turn = self._turn
         self._turn = (turn + 1) % len(self._buffers)

@@ -1,4 +1,4 @@
-"""The kernels of the torch_sdpa backend on a GPU: torch for prompts of one length, or shared ones.
+"""Kernels of the torch_sdpa backend on a GPU: torch for prompts of equal length, else shared.
 
 `scaled_dot_product_attention` cannot read blocks, and without a mask it takes one length for all.
 """

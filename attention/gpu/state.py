@@ -1,4 +1,4 @@
-"""What a worker keeps for captured graphs, which is the same for every backend on a GPU."""
+"""State of captured graphs, the same for every GPU backend."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -22,7 +22,7 @@ __all__ = ["GpuState", "state_class"]
 
 
 class GpuState(AttentionState):
-    """Keeps a builder for each captured batch size, whose buffers are the inputs of the graph."""
+    """Keeps a builder for each captured batch size; its buffers are the inputs of the graph."""
 
     builder_cls: ClassVar[type[GpuMetadataBuilder]]
 
@@ -60,7 +60,7 @@ class GpuState(AttentionState):
         return type(self)(self._spec, graph_builder=self._builders[batch_size])
 
     def get_graph_input_buffers(self, metadata: AttentionMetadata) -> dict[str, torch.Tensor]:
-        """Return the tensors whose addresses the captured graph holds, by name."""
+        """Return the tensors that the captured graph reads, by name."""
         assert isinstance(metadata, GpuMetadata)
         batch = metadata.prepare_step()
         assert batch.decodes is not None
@@ -100,7 +100,7 @@ class GpuState(AttentionState):
 
 @cache
 def state_class(builder_cls: type[GpuMetadataBuilder]) -> type[GpuState]:
-    """Return the class of states whose graphs have builders of this class."""
+    """Return the class of states with graphs of this builder class."""
     name = builder_cls.__name__.replace("MetadataBuilder", "State")
     return type(name, (GpuState,), {"builder_cls": builder_cls})
 

@@ -65,7 +65,7 @@ def handle_of(target: OpTarget) -> int:
 def define_op(name: str) -> AttentionOp:
     """Return the op `pagedray::name`, newly registered."""
     _library.define(name + _SCHEMA)
-    # All devices share one implementation; the schema declares what it mutates.
+    # All devices share one implementation; the schema declares the mutated tensors.
     _library.impl(name, _run, "CUDA")
     _library.impl(name, _run, "CPU")
     _library.impl(name, _run_fake, "Meta")

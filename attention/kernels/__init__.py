@@ -1,1 +1,1 @@
-"""Our own kernels, for what libraries do not support or compute slowly."""
+"""Our own kernels, for features that libraries do not support or compute slowly."""

@@ -1,4 +1,4 @@
-"""What the programs of a decode compute, on the device, and the memory that they share."""
+"""Work items of the programs of a decode, on the device, and their shared memory."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ __all__ = ["ExpertWeights"]
 class ExpertWeights:
     """The weights of a rank's experts, all contiguous.
 
-    With scales, those of both projections are in mxfp4, as `packed_mxfp4` returns them.
+    With scales, both projections are in mxfp4, as `packed_mxfp4` returns them.
     """
 
     first_expert: int

@@ -26,23 +26,23 @@ class Rotary:
     """
 
     def select(self, indices: torch.Tensor) -> Rotary:
-        """Return those of some of the tokens, `[num_selected]` int64."""
+        """Return the entries of some tokens, `[num_selected]` int64."""
         return Rotary(self.positions.index_select(0, indices), self.table)
 
     def split(self, sizes: Sequence[int]) -> list[Rotary]:
-        """Return those of adjacent groups of the tokens, given by their numbers."""
+        """Split the entries into adjacent groups of tokens, given the sizes of the groups."""
         return [Rotary(positions, self.table) for positions in self.positions.split(sizes)]
 
 
 @dataclass(frozen=True, slots=True)
 class NewTokens:
-    """The tokens of one decode, whose queries and keys are not rotated and not in the cache yet."""
+    """The tokens of a decode, before rotation of their queries and keys and the cache write."""
 
     key: torch.Tensor
     """`[num_tokens, num_kv_heads, head_size]`; tokens may be strided, and so in `value`."""
     value: torch.Tensor
     slots: torch.Tensor
-    """Where they are written, `[num_tokens]` int64, -1 for those that are not."""
+    """Cache slots, `[num_tokens]` int64; -1 for tokens that are not written."""
     rotary: Rotary
 
     @property

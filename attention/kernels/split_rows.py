@@ -1,4 +1,4 @@
-"""Rows of a matrix product whose inputs were divided, and whose parts are not added yet."""
+"""Rows of a matrix product over parts of the inputs, before the parts are added."""
 
 from __future__ import annotations
 

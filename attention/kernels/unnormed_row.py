@@ -1,4 +1,4 @@
-"""A row of the residual stream whose norm is computed by the product that reads it."""
+"""A row of the residual stream without its norm, which the next product computes."""
 
 from __future__ import annotations
 

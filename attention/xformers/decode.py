@@ -12,7 +12,7 @@ __all__ = ["PagedDecodes"]
 
 
 class _Inputs(NamedTuple):
-    """The tensors that the op reads; always the same ones in a captured graph.
+    """The tensors that the op reads; a captured graph always reads the same tensors.
 
     `padded_size` is the number of sequences, padded.
     """
@@ -86,7 +86,7 @@ class PagedDecodes:
     def _new_mask(self, inputs: _Inputs) -> Any:  # Any: xFormers declares no types
         """Return a mask of tensors that are filled later.
 
-        Its lists on the host are those of its own constructors for full tables; the op reads
+        The lists on the host describe full tables, as the library's constructors do; the op reads
         tensors and shapes only.
         """
         padded_size, width = inputs.tables.shape

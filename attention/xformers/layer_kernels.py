@@ -1,4 +1,4 @@
-"""The kernels of the xFormers backend: the library where it supports a layer, or shared ones."""
+"""Kernels of the xFormers backend: the library where it supports a layer, else shared kernels."""
 
 from typing import NamedTuple
 
@@ -104,10 +104,10 @@ class XFormersKernels(SharedKernels):
 
 
 def _key_tables_of(batch: GpuBatch, params: AttentionParams) -> _KeyTables | None:
-    """Return where the keys of the decodes of a step are; None if none are cached.
+    """Return the key tables of the decodes of a step; None without cached keys.
 
-    Decoders read their own sequences, cross attention those of the encoders, and encoders have no
-    blocks.
+    Decoders read their own sequences, cross attention reads the encoders' sequences, and encoders
+    have no blocks.
     """
     _, decodes = batch.sub_batches_of(params.attention_type)
     if decodes is None or not params.is_cached:

@@ -1,7 +1,7 @@
 """The ops of xFormers that the backend uses, called directly.
 
-With any version of torch but the one that it was built for, xFormers' extension does not load, and
-its dispatcher rejects every op. The ops used here are Triton's or torch's own, and need neither.
+xFormers' extension loads only with the version of torch that it was built for, and its dispatcher
+rejects every op. The ops used here are Triton's or torch's own, and need neither.
 """
 
 import logging
@@ -76,7 +76,7 @@ class _SplitDecode(triton_splitk.FwOp):  # type: ignore[misc]  # xFormers declar
         is_paged: bool = False,
     ) -> int:
         """Return how many programs share the keys of one KV head, a power of two."""
-        # The original assumes full tables, and splits wide ones too much.
+        # The original assumes full tables, and splits wide tables too much.
         wanted = _PROGRAMS // (batch_size * num_kv_heads * num_heads)
         splits = max(1, min(wanted, num_keys // _FEWEST_KEYS, _MOST_SPLITS))
         return 1 << (splits.bit_length() - 1)

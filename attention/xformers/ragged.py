@@ -48,7 +48,7 @@ class RaggedAttention:
         value: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """Attend for sequences whose keys are those of their own tokens, without the cache."""
+        """Attend to the keys of each sequence's own tokens, without the cache."""
         if sub_batch not in self._masks:
             info = _lengths_info(sub_batch.query_starts, sub_batch.query_lens)
             self._masks[sub_batch] = self._mask(info, info)

@@ -1,4 +1,4 @@
-"""Keeps the shared prefixes of a step for later steps, while a search would find the same ones."""
+"""Keeps the shared prefixes of a step for later steps, until a search could find others."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class _Seen:
     """Which elements of `blocks` the search read."""
 
     def is_in(self, block_tables: NDArray[np.int32]) -> bool:
-        """Return whether other tables, which have this many blocks, have the same ones."""
+        """Return whether other block tables, of this many blocks, share the same prefixes."""
         is_other = block_tables[:, : self.blocks.shape[1]] != self.blocks
         return not (is_other & self.is_seen).any()
 
 
 class KeptPrefixes:
-    """Finds the shared prefixes of steps, most of which have the same ones as the step before."""
+    """Finds the shared prefixes of steps; most steps have the prefixes of the step before."""
 
     def __init__(self, *, min_blocks: int, max_rows: int) -> None:
-        """The arguments are those of `find_shared_prefixes`."""
+        """Takes the arguments of `find_shared_prefixes`."""
         self._min_blocks = min_blocks
         self._max_rows = max_rows
         self._kept: tuple[SharedPrefixes, _Seen] | None = None
@@ -45,7 +45,7 @@ class KeptPrefixes:
     def find(
         self, block_tables: NDArray[np.int32], num_blocks: NDArray[np.int32]
     ) -> SharedPrefixes:
-        """Return what `find_shared_prefixes` returns."""
+        """Return the result of `find_shared_prefixes`."""
         if self._kept is not None:
             found, seen = self._kept
             if len(num_blocks) == len(seen.counts):

@@ -10,8 +10,8 @@ __all__ = ["DecodeMemory"]
 class DecodeMemory:
     """Lends the same memory to all decodes that are launched on one stream.
 
-    If more is needed, new memory is allocated. What was returned before stays valid for as long as
-    the caller holds it.
+    If more is needed, new memory is allocated. Memory returned before stays valid while the caller
+    holds it.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,8 +1,8 @@
 """Divides the keys of a step's decodes among programs, so that all end at about the same time.
 
-A program reads keys for one sequence, or for several that share a prefix, whose keys are then read
-once. Long ranges of keys are split, and merged by the program that finishes last. (Splits as in
-flash decoding; Dao et al., 2023. Shared prefixes as in Hydragen; Juravsky et al., 2024.)
+A program reads keys for a sequence, or reads the keys of a shared prefix once for several
+sequences. Long ranges of keys are split, and merged by the program that finishes last. (Splits as
+in flash decoding; Dao et al., 2023. Shared prefixes as in Hydragen; Juravsky et al., 2024.)
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ __all__ = ["DecodeDivision"]
 _Ints = NDArray[np.int32]
 
 _MIN_SHARED_TILES = 4
-"""Minimum length in keys of a shared range; shorter ones are as fast without sharing."""
+"""Minimum length in keys of a shared range; shorter ranges are as fast without sharing."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Units:
-    """Ranges of keys before they are split: those that rows share, then one of each row."""
+    """Ranges of keys before they are split: shared ranges, then a range of each row."""
 
     shared_rows: NDArray[np.int64]
     """`[num_shared, rows_per_item]`, padded with -1."""
@@ -69,7 +69,7 @@ class DecodeDivision:
         return 2 * num_extra
 
     def kept_prefixes(self) -> KeptPrefixes:
-        """Return what finds the prefixes that rows of a step share, for `items`."""
+        """Return the finder of shared prefixes, for `items`."""
         min_blocks = -(-_MIN_SHARED_TILES * self.tile_keys // self.block_size)
         return KeptPrefixes(min_blocks=min_blocks, max_rows=self.rows_per_item)
 
@@ -129,8 +129,8 @@ class DecodeDivision:
     def _items(self, units: _Units, num_parts: _Ints, seq_lens: _Ints) -> _Ints:
         """Return the items of units, the longest first, since the last to start should be short.
 
-        Those of one prefix stay together, so that its keys are still in the L2 cache for the
-        second one. `num_parts` and `seq_lens` are `[num_rows]`.
+        Items of a prefix stay together, so that the keys are still in the L2 cache for the second
+        item. `num_parts` and `seq_lens` are `[num_rows]`.
         """
         tiles = units.ends - units.starts
         if units.splits.max(initial=1) == 1:

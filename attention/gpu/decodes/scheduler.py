@@ -62,7 +62,7 @@ class DecodeScheduler:
         items = self._division.items(seq_lens, block_tables, self._prefixes)
         words = self._upload(items, num_rows)
         max_parts = self._division.max_parts(num_rows)
-        # A captured graph holds the addresses, and the memory's owner only those lent last.
+        # A captured graph holds the addresses; the memory's owner holds only the last loan.
         if self._scratch is None or not self._is_graph:
             self._scratch = self._memory.reserve(
                 max_parts * params.num_heads * (params.head_size + 1),

@@ -1,4 +1,4 @@
-"""Finds the sequences of a step whose first blocks are the same blocks of the cache."""
+"""Finds sequences that begin with the same blocks of the cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_PREFIXES = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SharedPrefixes:
-    """Disjoint sets of rows whose block tables begin with the same blocks.
+    """Disjoint sets of rows with equal first blocks in their block tables.
 
     The sets of the prefix that saves the most blocks come first.
     """
@@ -32,7 +32,7 @@ class SharedPrefixes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Groups:
-    """Rows in groups of at least two, those of a group adjacent."""
+    """Rows in groups of at least two; the rows of a group are adjacent."""
 
     rows: _Ints
     ids: NDArray[np.int32]
@@ -75,7 +75,7 @@ def find_shared_prefixes(
     """Return sets of at most `max_rows` rows that share at least `min_blocks` blocks, 1 or more.
 
     `block_tables` is `[num_rows, width]`; of each row the first `num_blocks`, `[num_rows]`, may be
-    shared. A row that could share several prefixes shares the one that saves the most blocks.
+    shared. A row that could share several prefixes shares the prefix that saves the most blocks.
     """
     reach = np.full(len(num_blocks), min_blocks, dtype=np.int32)
     groups = _alike(block_tables, num_blocks, min_blocks)
@@ -91,7 +91,7 @@ def find_shared_prefixes(
         is_shared = (depths >= best[groups.owners]) & is_deep[groups.owners]
         is_shared[groups.firsts] = is_deep
         found.append((groups.chosen(is_shared), best[is_deep]))
-        # The first row leaves its group, with a prefix or without one.
+        # The first row leaves its group, with or without a prefix.
         is_shared[groups.firsts] = True
         groups = groups.chosen(~is_shared)
     if not found:
@@ -103,7 +103,7 @@ def find_shared_prefixes(
 def _alike(
     block_tables: NDArray[np.int32], num_blocks: NDArray[np.int32], min_blocks: int
 ) -> _Groups:
-    """Return groups of rows of which those of different groups share too little."""
+    """Return groups of rows; rows of different groups share too little."""
     rows = np.flatnonzero(num_blocks >= min_blocks)
     if len(rows) < 2:
         return _Groups.none()
@@ -130,7 +130,7 @@ def _depths(
 def _best_depths(depths: _Ints, groups: _Groups) -> _Ints:
     """Return the depth at which each group's rows save the most blocks, `[num_groups]`."""
     depths = depths[np.lexsort((-depths, groups.owners))]
-    # So many rows of the group have at least this depth; the first one, at 0, comes last.
+    # So many rows of the group have at least this depth; the first row, at 0, comes last.
     num_sharing = np.arange(1, len(depths) + 1) - groups.firsts[groups.owners]
     saved = depths * num_sharing
     is_best = saved == np.maximum.reduceat(saved, groups.firsts)[groups.owners]

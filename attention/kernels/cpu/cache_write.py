@@ -51,11 +51,11 @@ class CacheWrite:
         cached_keys: torch.Tensor,
         cached_values: torch.Tensor,
     ) -> None:
-        """Copy row i of `key` and `value` to row `slots[i]` of the cached ones.
+        """Copy row i of `key` and `value` to row `slots[i]` of the cache.
 
-        All have the same dtype and rows of the same length, whose elements are contiguous; rows of
-        the cache follow each other. `slots` is int64 `[num_tokens]` within the cache; `key` and
-        `value` may have more rows.
+        All have the same dtype and contiguous rows of the same length; rows of the cache follow
+        each other. `slots` is int64 `[num_tokens]` within the cache; `key` and `value` may have
+        more rows.
         """
         size = key.itemsize
         self._kernel(

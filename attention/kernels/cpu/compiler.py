@@ -56,7 +56,7 @@ def find_compiler() -> str | None:
 
 
 def compiler_options(architecture: Sequence[str]) -> list[str]:
-    """Return the options that follow a source, given those that name the CPU."""
+    """Return the compiler options behind the source, given the options that name the CPU."""
     return [*architecture, *_FLAGS, "-Wl,--as-needed", *_openmp_library()]
 
 

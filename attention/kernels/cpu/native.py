@@ -1,8 +1,8 @@
-"""Loads the kernels in C: those that came with the package, or compiled for this machine.
+"""Loads the kernels in C, prebuilt or compiled for this machine.
 
 The compiled libraries are kept in the user's cache directory, so that only the first start takes
-the seconds for each. If another user could change what is there, or nothing can be written to it or
-loaded from it, each start compiles. Without a C compiler, callers fall back to torch.
+the seconds for each. If another user could change the directory, or it cannot be written or loaded
+from, each start compiles. Without a C compiler, callers fall back to torch.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def load_kernels(source: Path) -> ctypes.CDLL | None:
     try:
         # Machines with different instruction sets may share a home directory.
         digest = source_digest(source, [compiler, *options], read_cpu_features())
-        # Libraries follow what uses them.
+        # Libraries follow the objects that use them.
         return _loaded([compiler, str(source), *options], f"{source.stem}-{digest}.so")
     except (OSError, CompilationError) as error:
         logger.warning(

@@ -66,8 +66,8 @@ class PackedGemm(TiledProduct):
     ) -> Self | None:
         """Return the packed weight, or None if it is not supported or no compiler is available.
 
-        It is a copy, unless `overwrites` allows to pack the weight where it is, if its sizes are
-        those of whole tiles.
+        It is a copy, unless `overwrites` allows packing in place and the sizes are multiples of the
+        tiles.
         """
         kernel = _kernel(_TILE, weight, bias)
         if kernel is None:

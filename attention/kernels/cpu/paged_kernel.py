@@ -1,4 +1,4 @@
-"""Kernels of attention over the paged cache, and what they know of layers and steps."""
+"""Kernels of attention over the paged cache, with their layer and step parameters."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class PagedKernel:
         out: torch.Tensor,
         scales: tuple[float, float],
     ) -> None:
-        """Set what depends on the step. `scales` are the factors of fp8 keys and values."""
+        """Set the parameters of the step. `scales` are the factors of fp8 keys and values."""
         shape = self._shape
         if shape.format:
             shape.scale, shape.value_scale = self._scale * scales[0], scales[1]

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["PagedPrefill", "PrefillBatch"]
 
 _SOURCE, _AMX_SOURCE = "paged_prefill.c", "paged_prefill_amx.c"
-# Queries times the heads that share a KV head: what a work item computes together. It reads its
-# keys once, which takes more of the time with AMX.
+# Queries times the heads that share a KV head, per work item. A work item reads its keys once,
+# which takes more of the time with AMX.
 _ROWS_AT_ONCE, _ROWS_AT_ONCE_WITH_AMX = 64, 128
 
 
@@ -105,9 +105,9 @@ class PagedPrefill(PagedKernel):
         scales: tuple[float, float],
         sinks: torch.Tensor | None = None,
     ) -> None:
-        """Attend for the prefills of a step, whose keys and values have been written.
+        """Attend for the prefills of a step, after their keys and values have been written.
 
-        The arguments are those of `PagedDecode.run_decodes`. Raises MemoryError.
+        Takes the arguments of `PagedDecode.run_decodes`. Raises MemoryError.
         """
         self._set_step(batch.tables, query, out, scales)
         failed = self._kernel(
@@ -130,7 +130,7 @@ def _items(
 ) -> npt.NDArray[np.int32]:
     """Return the sequence and the first query of each work item, `[num_items, 2]`.
 
-    Those with the most keys are first, so that threads end at about the same time.
+    Items with the most keys are first, so that threads end at about the same time.
     """
     counts = -(-query_lens // max_queries)
     sequences = np.repeat(np.arange(len(counts)), counts)

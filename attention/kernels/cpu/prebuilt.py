@@ -44,7 +44,7 @@ def find_library(source: Path) -> Path | None:
 def build_libraries(sources: Path) -> int:
     """Compile all C sources of a folder for each instruction set, and return how many.
 
-    Raises what `compile_library` does.
+    Raises the errors of `compile_library`.
     """
     compiler = find_compiler()
     if compiler is None:

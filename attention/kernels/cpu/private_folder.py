@@ -1,4 +1,4 @@
-"""A folder whose content no other user can change, reached by descriptors only."""
+"""A folder that no other user can change, reached by descriptors only."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _check_private(folder: int, name: str) -> None:
 
 def _check_parent(folder: int, names: tuple[str, ...]) -> None:
     status = os.fstat(folder)
-    # In a sticky folder such as /tmp, others cannot rename what is not theirs.
+    # In a sticky folder such as /tmp, other users cannot rename our files.
     is_writable = status.st_mode & _OTHERS_WRITE and not status.st_mode & stat.S_ISVTX
     if is_writable or status.st_uid not in (0, os.geteuid()):
         raise PermissionError(f"other users can replace folders in {Path(*names)}")

@@ -29,7 +29,7 @@ class TiledProduct(ABC):
         self._dtype = dtype
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `[num_rows, out_size]` for `[num_rows, in_size]`, whose rows may be strided."""
+        """Return `[num_rows, out_size]` for `[num_rows, in_size]`; rows of x may be strided."""
         return self._product(x, self._out_size, is_gated=False)
 
     def gated(self, x: torch.Tensor) -> torch.Tensor:
@@ -42,7 +42,7 @@ class TiledProduct(ABC):
 
     @abstractmethod
     def _run(self, x: torch.Tensor, out: torch.Tensor, *, is_gated: bool) -> None:
-        """Write the product, or the gated one."""
+        """Write the product, gated or not."""
 
     def _product(self, x: torch.Tensor, out_size: int, *, is_gated: bool) -> torch.Tensor:
         num_rows, in_size = x.shape

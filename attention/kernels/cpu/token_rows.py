@@ -86,7 +86,7 @@ class Gate:
     def __call__(self, columns: torch.Tensor) -> torch.Tensor:
         """Return `silu(first half) * second half`, `[num_rows, num_columns / 2]`.
 
-        Torch computes dtypes other than those of the kernel.
+        Torch computes dtypes that the kernel does not support.
         """
         kernel = self._kernels.get(columns.dtype)
         if kernel is None:

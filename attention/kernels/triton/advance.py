@@ -50,8 +50,8 @@ def advance(
     """Advance each sequence by one token: increment its length, and write its next slot.
 
     `seq_lens` is int32 `[B]`, `slot_mapping` int64 `[>= B]`, `block_tables` int32 `[>= B, width]`.
-    Rows of length 0 are padding and are left unchanged. A row whose table has no block for the next
-    token keeps its length and gets slot -1.
+    Rows of length 0 are padding and are left unchanged. A row without a block for the next token
+    keeps its length and gets slot -1.
     """
     num_rows = len(seq_lens)
     assert seq_lens.dtype == block_tables.dtype == torch.int32

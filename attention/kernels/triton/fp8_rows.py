@@ -97,9 +97,9 @@ def empty_quantized(
 
 
 def quantize_rows(x: torch.Tensor, input_scale: torch.Tensor | None) -> QuantizedRows:
-    """Quantize the rows of `x`, `[num_rows, size]`, whose columns are contiguous.
+    """Quantize the rows of `x`, `[num_rows, size]`, with contiguous columns.
 
-    A row is divided by its scale, which is `input_scale`, `[1]`, if given, and otherwise maps the
+    A row is divided by its scale: `input_scale`, `[1]`, if given, or else the scale that maps the
     largest magnitude of the row to the largest value of the format.
     """
     num_rows, size = x.shape

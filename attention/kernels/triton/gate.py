@@ -137,7 +137,7 @@ _QUANTIZE_GATED = KernelLauncher(_quantize_gated)
 
 
 def quantized_gated(columns: torch.Tensor, kind: Gate) -> QuantizedRows:
-    """Return what `quantize_rows` makes of `gated`, by one kernel."""
+    """Compute `quantize_rows(gated(...))` by one kernel."""
     num_rows, both = columns.shape
     size = both // 2
     assert columns.stride(1) == 1

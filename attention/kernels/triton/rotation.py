@@ -10,7 +10,7 @@ __all__ = ["rotated", "rotated_pairs"]
 
 @triton.jit
 def rotated(own: tl.tensor, partner: tl.tensor, cos: tl.tensor, sin: tl.tensor) -> tl.tensor:
-    """Return rotated elements, given those that they are paired with, all in float32.
+    """Return rotated elements, given the partner of each element, all in float32.
 
     For the first element of each pair, the partner or the sine must be negated.
     """

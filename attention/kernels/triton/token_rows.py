@@ -118,7 +118,7 @@ def add_parts_norm(
     is_centered: bool,
     overlaps: bool = False,
 ) -> torch.Tensor:
-    """Return what `add_norm` does for the sum of some parts.
+    """Compute `add_norm` for the sum of some parts.
 
     `parts` is `[num_parts, num_rows, size]` float32 and contiguous.
     """
@@ -150,7 +150,7 @@ def quantized_add_norm(
     is_centered: bool,
     overlaps: bool = False,
 ) -> QuantizedRows:
-    """Return what `quantize_rows` makes of `add_norm`, by one kernel."""
+    """Compute `quantize_rows(add_norm(...))` by one kernel."""
     rows = empty_quantized(*stream.shape, dtype=stream.dtype, device=stream.device)
     _launch_add_norm(
         stream,

@@ -27,7 +27,7 @@ class PagedAttentionTuning:
     """Keys per iteration of a program's loop, a power of two from 16."""
     num_warps: int
     num_stages: int
-    """Tiles of keys in flight, including the one in use."""
+    """Tiles of keys in flight, including the current tile."""
 
 
 def next_power_of_two(number: int) -> int:

@@ -1,10 +1,10 @@
 """Narrows the brackets of keys in which the cuts and the drawn token of a row lie.
 
 A filtered row is searched for up to three crossings: where the count reaches top_k, where the
-weight reaches top_p of what is left, and where it passes the drawn share of that. Each lies in a
-bracket of keys `[low, high)` with exact weights and counts above both ends. A pass over the row
-sums weights and counts above two edges of each bracket. The edges are guessed from a sorted sample
-of the row; a poor guess costs another pass, never a wrong token.
+weight reaches top_p of the remaining weight, and where it passes the drawn share of that weight.
+Each lies in a bracket of keys `[low, high)` with exact weights and counts above both ends. A pass
+over the row sums weights and counts above two edges of each bracket. The edges are guessed from a
+sorted sample of the row; a poor guess costs another pass, never a wrong token.
 
 Memory by row: `kept` int64 `[num_rows, 2, 32]` (units and count of all that min_p keeps, by parts
 of the row), `brackets` int64 `[num_rows, 4, 8]` (low, high, units above, units within, count above,

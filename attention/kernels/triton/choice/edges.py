@@ -88,7 +88,7 @@ def _edges_around(
 
     `mass` is the expected weight of the sample between `low` and `high`. The key is searched from
     above, or from below by the rest of that weight, since a sample estimates the weight of many
-    unlikely tokens more exactly than that of a few likely ones.
+    unlikely tokens more exactly than the weight of a few likely tokens.
     """
     places = tl.arange(0, keys.shape[0])
     is_kept = keys >= low
@@ -123,7 +123,7 @@ def store_edges(
     upper: tl.tensor,
     shift: tl.constexpr,
 ) -> None:
-    """Store two edges; those of a closed bracket are above all scores."""
+    """Store two edges; the edges of a closed bracket are above all scores."""
     tl.store(edge_keys + at, tl.where(is_open, lower, NO_EDGE))
     tl.store(edge_keys + at + 1, tl.where(is_open, upper, NO_EDGE))
     tl.store(edges + at, tl.where(is_open, score_of(lower, shift), INF))
@@ -227,7 +227,7 @@ def start_search(
     is_wide = high > floor + 1
     k_open = is_wide & (top_k < num_kept)
     if k_open:
-        # Shares of the sample stand for those of the row.
+        # Shares of the sample stand for shares of the row.
         mass = tl.max(tl.where(is_kept, weight_sums, 0.0), axis=0)
         k_mass = tl.max(tl.where(is_kept & (counts <= k_share * num_seen + 1.0), weight_sums, 0.0))
         p_share = top_p * k_mass / tl.maximum(mass, 1e-30)

@@ -1,9 +1,8 @@
 """Finds the drawn token of a filtered row, once its brackets are narrow.
 
 The tokens of brackets that hold several keys are copied out, and one program a row finds the
-crossings among them. Where a crossing is one key, counts say which of the equal tokens is meant,
-however many they are. A row whose brackets are still wide is searched as a whole, to the same
-result.
+crossings among them. Where a crossing is a single key, counts select the token among any number of
+equal tokens. A row whose brackets are still wide is searched as a whole, to the same result.
 """
 
 from __future__ import annotations
@@ -208,7 +207,7 @@ def _id_among_equals(
     tile: tl.constexpr,
     shift: tl.constexpr,
 ) -> tl.tensor:
-    """Return the id, below `end`, of the token of this key that has `place` lower ones."""
+    """Return the id, below `end`, of the key's token with `place` lower tokens."""
     low = tl.zeros((), tl.int32)
     high = low + end
     while high > low + 1:
@@ -240,7 +239,7 @@ def _id_by_counts(
     tile: tl.constexpr,
     shift: tl.constexpr,
 ) -> tl.tensor:
-    """Return what `_id_among_equals` does, from the counts of the key in each part of the row."""
+    """Compute `_id_among_equals` from the counts of the key in each part of the row."""
     columns = tl.arange(0, MAX_SPLITS)
     ends = tl.cumsum(tl.load(equals + columns, mask=columns < splits, other=0), axis=0)
     split = tl.sum((ends <= place).to(tl.int32), axis=0)
@@ -280,7 +279,7 @@ def _drawn(
     tile: tl.constexpr,
     shift: tl.constexpr,
 ) -> tl.tensor:
-    """Return the token of a row, int64; `keys`, `units` and `ids` are those of few candidates."""
+    """Return the token of a row, int64; `keys`, `units` and `ids` belong to few candidates."""
     scale = parameter(parameters, SCALE, row).to(tl.float32)
     top_k = parameter(parameters, TOP_K, row).to(tl.int64)
     top_p = parameter(parameters, TOP_P, row)

@@ -112,11 +112,11 @@ def choose_filtered(
     sample_size: int,
     capacity: int,
 ) -> torch.Tensor:
-    """Return tokens sampled from those that min_p, top_k and top_p keep, int64 `[num_rows]`.
+    """Return tokens sampled after min_p, top_k and top_p, int64 `[num_rows]`.
 
-    The other arguments are those of `choose_unfiltered`. The first edges are estimated from
-    `sample_size` tokens of each row, and at most `capacity` candidates of a row are collected. Both
-    are powers of two.
+    Other arguments as in `choose_unfiltered`. The first edges are estimated from `sample_size`
+    tokens of each row, and at most `capacity` candidates of a row are collected. Both are powers of
+    two.
     """
     assert parameters.shape == (NUM_PARAMETERS, len(indices))
     rows = _Rows.of(scores, indices)

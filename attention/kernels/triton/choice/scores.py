@@ -132,5 +132,5 @@ def floor_key(
     key = keys_of(rounded, 0)
     key = tl.where(rounded.to(tl.float64) < bound, key + 1, key)
     key = tl.maximum(key, SMALLEST_KEY + 1)
-    # The bits that `shift` removes are ones in negative keys, and zeros in others.
+    # The bits that `shift` removes are 1 in negative keys, and 0 in others.
     return tl.where(key < 0, key >> shift, (key + ((1 << shift) - 1)) >> shift)

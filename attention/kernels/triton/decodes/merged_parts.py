@@ -30,7 +30,7 @@ def merge_parts(
     padded_size: tl.constexpr,
     parts_at_once: tl.constexpr,
 ) -> None:
-    """Write adjacent heads of one row: its parts, weighted by their sums of exponentials.
+    """Write adjacent heads of a row: the row's parts, weighted by their sums of exponentials.
 
     Pointers: parts `[num_parts, num_heads, head_size]` and part_lse `[num_parts, num_heads]`,
     float32, of which those of the row begin at `first_part`, counted in heads; out `[num_heads,

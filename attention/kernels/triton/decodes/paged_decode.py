@@ -27,10 +27,10 @@ _FP8_REGISTERS = 168
 
 
 class PagedDecode:
-    """The decodes of one step, for layers whose tensors have the same layouts.
+    """The decodes of one step, for layers with equal layouts.
 
     Attends for one query per sequence, `[B, num_heads, head_size]`; else as `paged_attention`. A
-    query is at the position of its last key, so `window_right` has no effect. It rotates and writes
+    query is at the position of its last key, so `window_right` has no effect. Rotates and writes
     new tokens itself if they are given.
     """
 
@@ -48,7 +48,7 @@ class PagedDecode:
         has_sinks: bool = False,
         new: NewTokens | None = None,
     ) -> None:
-        """`query`, `layer_cache`, `out` and `new` are those of any of the layers.
+        """`query`, `layer_cache`, `out` and `new` belong to any of the layers.
 
         `has_sinks` says whether each launch is given sinks.
         """
@@ -101,7 +101,7 @@ class PagedDecode:
         `new` is given if it was at first.
         """
         assert self._has_sinks == (sinks is not None)
-        # What a kernel does not use is any tensor.
+        # Any tensor stands for unused arguments.
         unused = self._step[0]
         lse = unused if self._lse is None else self._lse
         sinks = unused if sinks is None else sinks

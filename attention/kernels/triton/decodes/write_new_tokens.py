@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["write_new_tokens"]
 
 _MOST_HEADS = 32
-"""Query heads of a program, if those of one KV head are not more."""
+"""Query heads of a program, unless a KV head has more."""
 
 
 @triton.jit
@@ -48,13 +48,10 @@ def _write_new_tokens(
     head_tile: tl.constexpr,
     kv_head_tile: tl.constexpr,
 ) -> None:
-    """Rotate queries of one token in place, and write rotated keys and values of it.
+    """Rotate queries of a token in place, and write its rotated keys and values.
 
-    Those of `kv_head_tile` KV heads. Launched by `write_new_tokens`; grid `(num_tokens, tiles of KV
-    heads)`. Pointers: query `[num_tokens, num_heads, head_size]`; key, value `[num_tokens,
-    num_kv_heads, head_size]`; keys, values `[num_blocks, block_size, num_kv_heads, head_size]`;
-    slots, positions `[num_tokens]` int64; table `[num_positions, head_size]` float32, cosines, then
-    sines.
+    Handles `kv_head_tile` KV heads. Launched by `write_new_tokens`; grid `(num_tokens, tiles of KV
+    heads)`.
     """
     token = tl.program_id(0).to(tl.int64)
     half: tl.constexpr = head_size // 2
@@ -105,8 +102,8 @@ def write_new_tokens(
     """Rotate the queries in place, and write rotated keys and the values to their slots.
 
     `query` is `[num_tokens, num_heads, head_size]`, and its tokens may be strided. `keys` and
-    `values` are those of a layer's cache, `[num_blocks, block_size, num_kv_heads, head_size]`. All
-    are of one dtype, and `head_size` is a power of two. Results have the bits of `PagedDecode`.
+    `values` are the cache of a layer, `[num_blocks, block_size, num_kv_heads, head_size]`. All are
+    of one dtype, and `head_size` is a power of two. Results have the bits of `PagedDecode`.
     """
     num_tokens, num_heads, head_size = query.shape
     _, block_size, num_kv_heads, _ = keys.shape

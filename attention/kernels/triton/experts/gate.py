@@ -16,7 +16,7 @@ def gated(
     alpha: tl.constexpr,
     limit: tl.constexpr,
 ) -> tl.tensor:
-    """Return `silu(gate) * up`, or with `is_clamped` what `ClampedGate` says; all float32."""
+    """Return `silu(gate) * up`, or with `is_clamped` the `ClampedGate`; all float32."""
     if is_clamped:
         # Unlike minimum and maximum, these comparisons propagate NaN.
         gate = tl.where(gate > limit, limit, gate)

@@ -82,8 +82,8 @@ def tile_inputs(
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return the `tile_depth` elements from `first` on of some rows, twice.
 
-    In mxfp4 `tile_depth` is `2 * half`, and the halves are `[half, rows]`. Pointer: x, whose rows
-    begin at `rows`.
+    In mxfp4 `tile_depth` is `2 * half`, and the halves are `[half, rows]`. Pointer: x, with rows
+    that begin at `rows`.
     """
     if is_mxfp4:
         depth = first + tl.arange(0, half)

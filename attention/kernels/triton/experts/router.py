@@ -18,8 +18,8 @@ def choose_experts(
     """Return the experts of the highest softmax, int32, and their weights, float32.
 
     logits is `[num_rows, num_experts]`; both results are `[num_rows, num_chosen]`, the highest
-    first and equal ones by their index. The weights of a row are its softmax, divided by their sum
-    if `is_renormalized`.
+    first and equal values by index. The weights of a row are its softmax, divided by their sum if
+    `is_renormalized`.
     """
     num_rows, num_experts = logits.shape
     assert logits.stride(1) == 1

@@ -57,7 +57,7 @@ def _expert_product(
 ) -> tl.tensor:
     """Return partial sums, one per thread, of the product of a row with an expert's columns.
 
-    `read` are `columns`, with those past the last one replaced by the last.
+    `read` are `columns` clamped to the last column.
     """
     sums = tl.zeros([tile_columns, tile // vector], tl.float32)
     num_tiles: tl.constexpr = (row_size + tile - 1) // tile
@@ -250,7 +250,7 @@ def row_expert_sums(
     weights: torch.Tensor,
     stored: ExpertWeights,
 ) -> torch.Tensor:
-    """Return what `expert_sums` returns, for the same arguments."""
+    """Compute `expert_sums` by a kernel for few rows."""
     num_rows, hidden_size = x.shape
     num_chosen = experts.shape[1]
     inner_size = stored.inner_size

@@ -50,7 +50,7 @@ def _pairs_of_tile(
     num_pairs: tl.tensor,
     tile_pairs: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return the pairs of a tile, and the mask of those that exist."""
+    """Return the pairs of a tile, and the mask of existing pairs."""
     places = begin + tl.arange(0, tile_pairs)
     is_pair = (places < end) & (places < num_pairs)
     return tl.load(pairs + places, mask=is_pair, other=0).to(tl.int64), is_pair

@@ -44,7 +44,7 @@ def _multiply_blocks(
     """
     rows = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
     columns = tl.program_id(1) * tile_columns + tl.arange(0, tile_columns)
-    # Rows and columns past the end repeat earlier ones, and are not stored.
+    # Rows and columns past the end repeat earlier rows and columns, and are not stored.
     row = tl.minimum(rows, num_rows - 1).to(tl.int64)
     column = tl.minimum(columns, out_size - 1).to(tl.int64)
     sums = tl.zeros([tile_rows, tile_columns], tl.float32)

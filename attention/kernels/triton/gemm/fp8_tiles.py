@@ -184,7 +184,7 @@ def fp8_tiles_gemm(
         parts = torch.empty((num_parts, num_rows, size), dtype=torch.float32, device=weight.device)
     tile = [tiling.tile_rows, tiling.tile_depth]
     grid = (-(-num_rows // tiling.tile_rows), -(-size // _TILE_COLUMNS), num_parts)
-    # Whole tiles are loaded in less time; what is computed from rows past the end is not stored.
+    # Whole tiles load faster; results of rows past the end are not stored.
     num_readable = rows.values.untyped_storage().nbytes() // in_size
     num_loaded = min(num_readable, grid[0] * tiling.tile_rows)
     _tile_gemm[grid](

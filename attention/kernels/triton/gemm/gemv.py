@@ -109,12 +109,12 @@ def _gemv(
     out `[out_size]`.
     """
     columns = tl.program_id(0) * tile_columns + tl.arange(0, tile_columns)
-    # Columns past the end repeat earlier ones, and are not stored.
+    # Columns past the end repeat earlier columns, and are not stored.
     read = tl.minimum(columns, out_size - 1)
     num_columns = out_size * 2 if is_gated else out_size
     sums = tl.zeros([tile_columns, tile // vector], tl.float32)
     other = tl.zeros([tile_columns, tile // vector], tl.float32)
-    # No kernel writes weights, so the first ones can be loaded before the inputs are ready.
+    # No kernel writes weights, so the first weights can be loaded before the inputs are ready.
     values = weight_vectors(weight, read, 0, row, tile, vector)
     if is_gated:
         other_values = weight_vectors(weight, read + out_size, 0, row, tile, vector)
@@ -222,9 +222,9 @@ def gemv(
 ) -> torch.Tensor:
     """Return `x @ weight.T + bias`, `[1, out_size]`, for x of one row.
 
-    `weight` is `[out_size, in_size]` and contiguous. One in float8_e4m3fn has `scales`, `[out_size,
-    1]` float32 or one for each block of inputs; one in int4 is what `packed_int4` returns, and its
-    scales are `scale_words`.
+    `weight` is `[out_size, in_size]` and contiguous. A weight in float8_e4m3fn has `scales`,
+    `[out_size, 1]` float32 or a scale for each block of inputs; an int4 weight comes from
+    `packed_int4`, with `scale_words` as scales.
     """
     out = x.new_empty((1, len(weight)))
     _launch(x, weight, scales, bias, out, tuning, adds=False, gate=None)
@@ -238,7 +238,7 @@ def add_gemv(
     bias: torch.Tensor | None,
     tuning: GemvTuning,
 ) -> None:
-    """Add what `gemv` returns to `stream`, `[1, out_size]`, in place."""
+    """Add `gemv(x, ...)` to `stream`, `[1, out_size]`, in place."""
     _launch(x, weight, None, bias, stream, tuning, adds=True, gate=None)
 
 
@@ -252,7 +252,7 @@ def gemv_gated(
 ) -> torch.Tensor:
     """Return `activation(first half of the columns) * second half` of `x @ weight.T`.
 
-    Arguments are those of `gemv`; the result is `[1, out_size / 2]`.
+    Takes the arguments of `gemv`; the result is `[1, out_size / 2]`.
     """
     out = x.new_empty((1, len(weight) // 2))
     _launch(x, weight, scales, None, out, tuning, adds=False, gate=gate)

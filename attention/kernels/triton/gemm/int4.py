@@ -36,7 +36,7 @@ __all__ = [
 MAX_ROWS = 64
 """Maximum number of rows; for more, it is faster to dequantize the weight and use cuBLAS."""
 MAX_GATED_ROWS = 16
-"""Maximum number of rows with a gate, whose two accumulators need twice the registers."""
+"""Maximum number of rows with a gate: two accumulators need twice the registers."""
 _MAX_HALF = 128
 _ZERO_BITS = 0xFF
 _TILE_COLUMNS = 32
@@ -172,7 +172,7 @@ def _multiply_int4(
     num_columns = out_size * 2 if is_gated else out_size
     wait_for_inputs(is_dependent)
     columns = tl.program_id(0) * tile_columns + tl.arange(0, tile_columns)
-    # Columns past the end repeat earlier ones, and are not stored.
+    # Columns past the end repeat earlier columns, and are not stored.
     read = tl.minimum(columns, out_size - 1)
     rows = tl.arange(0, tile_rows)
     is_row = rows < num_rows
@@ -251,7 +251,7 @@ def _dequantize(
 ) -> None:
     """Write the weights of a tile of bytes.
 
-    Launched by `dequantize_int4`; grid `(tiles of columns, tiles of inputs)`. Pointers are those of
+    Launched by `dequantize_int4`; grid `(tiles of columns, tiles of inputs)`. Pointers as in
     `_multiply_int4`; out `[out_size, in_size]`.
     """
     columns = tl.program_id(0) * tile_columns + tl.arange(0, tile_columns)
@@ -277,7 +277,7 @@ def int4_gemm(
 ) -> torch.Tensor:
     """Return `x @ weight.T + bias`, `[num_rows, out_size]`, for at most `MAX_ROWS` rows.
 
-    `weight` is that of `packed_int4`, and `words` are those of `scale_words`.
+    `weight` comes from `packed_int4`, and `words` from `scale_words`.
     """
     return _launched(x, weight, words, bias, len(weight), kind=None)
 
@@ -287,13 +287,13 @@ def int4_gated(
 ) -> torch.Tensor:
     """Return `activation(first half of the columns) * second half` of `x @ weight.T`.
 
-    Arguments are those of `int4_gemm`; the result is `[num_rows, out_size / 2]`.
+    Takes the arguments of `int4_gemm`; the result is `[num_rows, out_size / 2]`.
     """
     return _launched(x, weight, words, None, len(weight) // 2, kind=kind)
 
 
 def dequantize_int4(weight: torch.Tensor, words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the weight, `[out_size, in_size]`; arguments are those of `int4_gemm`."""
+    """Return the weight, `[out_size, in_size]`; takes the arguments of `int4_gemm`."""
     out_size, in_size = len(weight), 2 * weight.shape[1]
     num_groups = len(words)
     half = half_tile(in_size, in_size // num_groups)

@@ -168,7 +168,7 @@ def multiply_nibbles(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Return products of both numbers of the bytes of words `[columns, vectors, 4]`.
 
-    The lower ones are multiplied by 16 inputs from each start, the upper ones by those `half`
+    Lower nibbles are multiplied by 16 inputs from each start, upper nibbles by the inputs `half`
     later. `kind` is "int4", for integers from 0 to 15, or "mxfp4". After both products, returns the
     sums of the inputs of each, `[vectors]`.
     """

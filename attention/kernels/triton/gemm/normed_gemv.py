@@ -29,7 +29,7 @@ __all__ = ["normed_gemv", "normed_gemv_gated"]
 def _inverse_root_mean_square(
     stream: tl.tensor, eps: tl.tensor, size: tl.constexpr, tile: tl.constexpr
 ) -> tl.tensor:
-    """Return one over the root of the mean square of a row plus `eps`, float32."""
+    """Return `1 / sqrt(mean square of a row + eps)`, float32."""
     squares = tl.zeros([tile], tl.float32)
     for first in tl.static_range(0, size, tile):
         elements = first + tl.arange(0, tile)
@@ -82,7 +82,7 @@ def _normed_gemv(
     and out `[out_size]`.
     """
     columns = tl.program_id(0) * tile_columns + tl.arange(0, tile_columns)
-    # Columns past the end repeat earlier ones, and are not stored.
+    # Columns past the end repeat earlier columns, and are not stored.
     read = tl.minimum(columns, out_size - 1)
     sums = tl.zeros([tile_columns, tile // vector], tl.float32)
     other = tl.zeros([tile_columns, tile // vector], tl.float32)
@@ -131,7 +131,7 @@ def normed_gemv_gated(
 ) -> torch.Tensor:
     """Return `activation(first half of the columns) * second half` of `norm(row) @ weight.T`.
 
-    Arguments are those of `normed_gemv`; the result is `[1, out_size / 2]`.
+    Takes the arguments of `normed_gemv`; the result is `[1, out_size / 2]`.
     """
     return _launched(row, weight, None, len(weight) // 2, tuning, gate=gate)
 

@@ -1,12 +1,12 @@
 """GEMMs of many rows by persistent programs, which apply the gate of an MLP before they store.
 
 As many programs as multiprocessors compute one tile of the output after another. The operands of a
-tile are loaded by bulk copies of the Tensor Memory Accelerator, those of the next tile while the
-last one is stored.
+tile are loaded by bulk copies of the Tensor Memory Accelerator, and the operands of the next tile
+load while a tile is stored.
 
 At these sizes the power limit of the GPU sets the speed, and moving bytes takes power. With a gate
-in the same kernel, twice the columns of the output are neither written nor read. Results have the
-same bits as those of cuBLAS and a kernel for the gate, wherever they were compared.
+in the same kernel, twice the columns of the output are neither written nor read. Results had the
+same bits as cuBLAS with a kernel for the gate, wherever both were compared.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from attention.kernels.triton.launches.dependent_launch import dependent_launch,
 __all__ = ["keeps_gpu_busy", "persistent_gated"]
 
 _TILE_COLUMNS = 128
-"""Of the output. Those of the product before the gate are twice as many."""
+"""Columns of the output. The product before the gate has twice as many."""
 _MANY_ROWS = 4096
 """From here on, three stages take less time than four."""
 _LEAST_BUSY = 0.8
-"""The share of what programs compute that must be stored."""
+"""Minimum share of computed values that must be stored."""
 
 
 def keeps_gpu_busy(num_rows: int, weight: torch.Tensor, num_programs: int) -> bool:
     """Return whether `persistent_gated` takes no longer than cuBLAS and a kernel for the gate.
 
-    It does if most of what the programs compute until the last of them ends is stored.
+    The kernel is as fast if most of the values that the programs compute are stored.
     """
     share = stored_share(num_rows, len(weight) // 2, _TILE_COLUMNS, num_programs)
     return share >= _LEAST_BUSY and can_copy_tiles(weight)
@@ -68,8 +68,8 @@ def _gated_gemm(
     """Write every `num_programs`-th tile of the gated product.
 
     Launched by `persistent_gated`; grid `(num_programs,)`. Descriptors: x `[num_rows, in_size]`,
-    weight `[2, size, in_size]`, out `[num_rows, size]`. Their tiles are padded with zeros, and
-    what lies outside is not stored.
+    weight `[2, size, in_size]`, out `[num_rows, size]`. Tiles are padded with zeros; values outside
+    are not stored.
     """
     wait_for_inputs(is_dependent)
     num_down = tl.cdiv(num_rows, tile_rows)

@@ -1,8 +1,8 @@
 """GEMMs of many rows by persistent programs, which rotate queries and keys before they store.
 
-They work like those of `persistent_gated.py`. The rotary embedding of a head is applied to what a
-program has just computed, so that no other kernel reads and writes all heads again. Results have
-the same bits as those of cuBLAS and `rotate_heads`, wherever they were compared.
+The programs work like `persistent_gated`. A program applies the rotary embedding to the heads that
+it has just computed, so no other kernel reads and writes all heads again. Results had the same bits
+as cuBLAS with `rotate_heads`, wherever both were compared.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ __all__ = ["ROTATED_HEAD_SIZE", "persistent_rotated", "rotates_faster"]
 ROTATED_HEAD_SIZE = 128
 _TILE_COLUMNS = 2 * ROTATED_HEAD_SIZE
 _LEAST_BUSY = 0.93
-"""The share of what programs compute that must be stored.
+"""Minimum share of computed values that must be stored.
 
-Of 3 072 rows and 6 144 columns it is 0.87, and they take longer than with cuBLAS.
+With 3 072 rows and 6 144 columns the share is 0.87, and cuBLAS is faster.
 """
 
 

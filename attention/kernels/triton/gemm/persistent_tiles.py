@@ -24,7 +24,7 @@ TILE_ROWS = 128
 TILE_DEPTH = 64
 """Elements of a row per iteration: 128 bytes, the widest swizzle of shared memory."""
 TILE_GROUP = 16
-"""Tiles in a column of tiles that are computed before those of the next column."""
+"""Tiles of a column that are computed before the next column."""
 
 _DTYPES = (torch.float16, torch.bfloat16)
 _ALIGNMENT = 16
@@ -42,7 +42,7 @@ def num_tiles(num_rows: int, num_columns: int, tile_columns: int) -> int:
 
 
 def stored_share(num_rows: int, num_columns: int, tile_columns: int, num_programs: int) -> float:
-    """Return the share of what programs compute, until the last of them ends, that is stored."""
+    """Return the share of computed values that is stored, until the last program ends."""
     num_turns = max(1, -(-num_tiles(num_rows, num_columns, tile_columns) // num_programs))
     return num_rows * num_columns / (num_turns * num_programs * TILE_ROWS * tile_columns)
 

@@ -1,7 +1,7 @@
 """Products of a row with the weights of some columns, 16 bytes of a column per load of a thread.
 
-Weights of 16 and 32 bits are multiplied in float32; those of 8 and 4 bits are loaded as 32-bit
-words and multiplied by `narrow_products.py`. Tensor cores and shared memory are not used.
+Weights of 16 and 32 bits are multiplied in float32; weights of 8 and 4 bits are loaded as 32-bit
+words for `narrow_products`. Tensor cores and shared memory are not used.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def add_row_product(
         products = multiply_fp8(values, x, starts, size, unpacks)
         if num_scales > 1:
             blocks = starts // (size // num_scales)
-            # Transposed, so that a thread gets those of its vectors.
+            # Transposed, so that a thread gets the scales of its vectors.
             scale = tl.load(
                 scales + columns[None, :] * num_scales + blocks[:, None],
                 mask=(starts < size)[:, None] & (columns < num_columns)[None, :],

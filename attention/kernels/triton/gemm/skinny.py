@@ -43,7 +43,7 @@ class SkinnyGemmTuning:
     """Elements of each column per iteration, a power of two from 16 that divides the depth."""
     num_warps: int
     num_stages: int
-    """Stages of the software pipeline: iterations whose weights are loaded at the same time."""
+    """Stages of the software pipeline: iterations with weights in flight."""
 
 
 def default_skinny_tuning(
@@ -199,7 +199,7 @@ def _multiply(
     `[num_rows, out_size]`.
     """
     columns = tl.program_id(0) * tile_columns + tl.arange(0, tile_columns)
-    # Columns past the end repeat earlier ones, and are not stored.
+    # Columns past the end repeat earlier columns, and are not stored.
     read = tl.minimum(columns, out_size - 1)
     rows = tl.arange(0, tile_rows)
     is_row = rows < num_rows
@@ -260,9 +260,9 @@ def skinny_gemm(
 ) -> torch.Tensor:
     """Return `x @ weight.T + bias`, `[num_rows, out_size]`, for at most `MAX_ROWS` rows.
 
-    `weight` is `[out_size, in_size]` and contiguous; `tuning.tile_depth` divides `in_size`. One in
-    float8_e4m3fn has `scales`, `[out_size, 1]` float32, or one for each block of inputs, whose
-    depth `tuning.tile_depth` divides.
+    `weight` is `[out_size, in_size]` and contiguous; `tuning.tile_depth` divides `in_size`. A
+    weight in float8_e4m3fn has `scales`, `[out_size, 1]` float32, or a scale for each block of
+    inputs; `tuning.tile_depth` divides the depth of a block.
     """
     return _launched(x, weight, scales, bias, len(weight), tuning, kind=None)
 
@@ -277,7 +277,7 @@ def skinny_gated(
 ) -> torch.Tensor:
     """Return `activation(first half of the columns) * second half` of `x @ weight.T`.
 
-    Arguments are those of `skinny_gemm`; the result is `[num_rows, out_size / 2]`.
+    Takes the arguments of `skinny_gemm`; the result is `[num_rows, out_size / 2]`.
     """
     return _launched(x, weight, scales, None, len(weight) // 2, tuning, kind=kind)
 

@@ -1,7 +1,7 @@
-"""Tries kernels of products, before layers choose between them and those that they replace.
+"""Tries kernels of products, before layers choose between kernels and their replacements.
 
 Kernels that load through descriptors or contain assembly depend on the releases of Triton and of
-the driver more than others do. If one does not compile, layers multiply as they would without it.
+the driver more than others do. If such a kernel does not compile, layers multiply without it.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ TRIALS: Mapping[str, Callable[[torch.device], None]] = {
 
 @cache
 def failed_trials(device: torch.device) -> frozenset[str]:
-    """Return the modules of `TRIALS` whose kernels do not compile; the log names each once."""
+    """Return the modules of `TRIALS` with kernels that do not compile; log each name once."""
     # Tried at the same time, since a kernel that is not on disk takes seconds to compile. On a CPU,
     # Triton interprets one kernel at a time.
     num_threads = len(TRIALS) if device.type == "cuda" else 1

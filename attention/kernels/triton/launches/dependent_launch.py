@@ -1,7 +1,7 @@
 """Launches that overlap the end of the kernel before them: programmatic dependent launch.
 
 The programs of such a kernel may start once all programs of the preceding kernel have started.
-Before they read what another kernel writes, or write anything, they wait until all preceding
+Before they read the output of another kernel, or write anything, they wait until all preceding
 kernels have ended. GPUs before Hopper do not overlap kernels.
 """
 
@@ -30,11 +30,10 @@ def wait_for_inputs(is_dependent: tl.constexpr, starts_next: tl.constexpr = True
     """Wait for all preceding kernels; with `starts_next`, let the next kernel start first.
 
     A program must call this before it writes anything, and before it reads anything other than
-    weights and data that was uploaded before the step. It may return without calling this only if
-    another program of its kernel calls it. A kernel then never ends before the preceding one, so
-    waiting for one kernel means waiting for all, even though the next kernel starts before this one
-    has waited. The next kernel starts when all programs of this one are running, so it does not
-    take resources that one of them needs.
+    weights and data that was uploaded before the step. At least one program of each kernel must
+    call this. A kernel then never ends before the preceding kernel, so waiting for one kernel means
+    waiting for all, even though the next kernel starts before this kernel has waited. The next
+    kernel starts when all programs of this kernel are running, so it takes no resources from them.
     """
     if is_dependent:
         if starts_next:

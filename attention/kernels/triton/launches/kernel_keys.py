@@ -17,8 +17,8 @@ def fix_kernel_keys() -> str:
     """Import every kernel and compute its key, in an order that does not depend on their use.
 
     In Triton before 3.9, the key of a kernel depends on which of the functions that it calls were
-    part of a key before. A rank that replaces another one runs kernels in another order than one
-    that starts, and would compile them again: 10 s for those that sample.
+    part of a key before. A replacement rank runs kernels in another order than a rank that starts,
+    and would compile them again: 10 s for the sampling kernels.
 
     Returns a digest of all keys: kernels with the same digest are compiled to the same code.
     """

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 __all__ = ["KernelLauncher"]
 
 _DIVISOR = 16
-"""Triton compiles kernels separately for numbers that are multiples of it, and for one."""
+"""Triton compiles separate kernels for multiples of this number, and for 1."""
 
 
 class KernelLauncher:
@@ -37,12 +37,12 @@ class KernelLauncher:
         num_rows: int | None = None,
         **options: int,
     ) -> None:
-        """Launch the kernel, always with the same names of `options`, which are those of Triton.
+        """Launch the kernel, always with the same names of `options`, which are Triton's options.
 
-        `arguments` are all that follow the tensors, by position. Each combination of their values
-        is cached, so none may be a number that changes from step to step. Such a number may be
-        `num_rows`, which comes before these if it is given: at most two kernels are cached for it,
-        and one for a single row.
+        `arguments` are all arguments behind the tensors, by position. Each combination of their
+        values is cached, so no argument may change from step to step. A changing number may be
+        `num_rows`, which comes before the arguments if given: at most two kernels are cached for
+        it, and another for a single row.
         """
         kinds = [(tensor.dtype, tensor.data_ptr() % POINTER_ALIGNMENT == 0) for tensor in tensors]
         rows = () if num_rows is None else (num_rows,)

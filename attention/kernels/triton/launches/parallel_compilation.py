@@ -16,12 +16,11 @@ __all__ = ["ParallelCompilation"]
 
 
 class ParallelCompilation:
-    """A context in which threads compile missing kernels, and launches of these are skipped.
+    """A context in which threads compile missing kernels, and their launches are skipped.
 
-    A skipped launch writes nothing, while kernels that are already compiled are launched as usual,
-    so use this only in captures that are dropped. When the context ends, kernels whose compilation
-    has not begun are dropped. If a kernel does not compile, the launch that needs it raises the
-    error.
+    A skipped launch writes nothing, while compiled kernels are launched as usual, so use this only
+    in captures that are dropped. When the context ends, kernels that wait for their compilation are
+    dropped. If a kernel does not compile, the launch that needs it raises the error.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -49,7 +48,7 @@ class ParallelCompilation:
         triton.knobs.runtime.jit_cache_hook = self._outer_hook
 
     def wait(self) -> Iterator[int]:
-        """Wait for all kernels; yields how many are compiled after each one."""
+        """Wait for all kernels; yield the number of compiled kernels after each kernel."""
         for count, _ in enumerate(as_completed(self._compilations.values()), start=1):
             yield count
 

@@ -29,7 +29,7 @@ class RepeatedLaunch:
         arguments: tuple[object, ...],
         **options: int,
     ) -> None:
-        """`arguments` are all that follow the tensors, by position; `options` those of Triton."""
+        """`arguments` are all arguments behind the tensors, by position; `options` are Triton's."""
         self._kernel = kernel
         self._grid = grid
         self._arguments = arguments

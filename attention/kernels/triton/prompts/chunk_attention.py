@@ -143,7 +143,7 @@ def _attend_chunks(
     last_position = min(first_position + tile_queries, num_keys) - 1
     first_key = 0
     end_key = num_keys
-    # Every query sees all keys before this one, so their tiles need no mask.
+    # Every query sees all keys before this position, so their tiles need no mask.
     unmasked_end = num_keys
     if has_right:
         end_key = min(end_key, last_position + window_right + 1)

@@ -62,8 +62,9 @@ class Inboxes:
 
     addresses: torch.Tensor
     """int64 `[size + 2]`: the address in this process of the inbox of each rank, the address of an
-    int32 in host memory that ends all waits when it is not zero, and a flag that programs set to
-    one when they have seen that."""
+    int32 in host memory that ends all waits when it is not zero, and a flag that programs set to 1
+    when they have seen the end.
+    """
     num_launches: torch.Tensor
     """int32 `[max_rows]`: how often each row was sent, which the kernels count. If the counts of
     two ranks differ, their launches never end."""

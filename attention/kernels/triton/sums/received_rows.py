@@ -27,7 +27,7 @@ class ReceivedRows:
     rows: torch.Tensor
     """`[max_rows, width]`, the first of which are sent."""
     flag: torch.Tensor
-    """int32 `[1]`: the number of the sum whose rows have arrived."""
+    """int32 `[1]`: the number of the last sum with rows that have arrived."""
     number: torch.Tensor
     """int32 `[1]`: the number of the next sum of this rank, which each sum increases."""
     abort: torch.Tensor
