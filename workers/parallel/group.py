@@ -1,7 +1,7 @@
 """A tensor-parallel group and its collectives.
 
-A group is an object, never a global: nothing here touches torch.distributed's default group, so
-that two groups may live in one process and a rebuilt one finds nothing of the one before it.
+A group is an object, never a global: nothing here touches torch.distributed's default group, so one
+process can hold several groups, and a rebuilt group starts clean.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class ParallelGroup(ABC):
     ) -> None:
         """Connect to the other ranks through the rendezvous at `address`. Raises DeviceError.
 
-        `rendezvous` is what this rank has opened at that address; `host` is the address where the
-        other ranks reach this one.
+        `rendezvous` is the file or socket that this rank has opened at that address; other ranks
+        reach this rank at `host`.
         """
 
     @abstractmethod
@@ -93,8 +93,8 @@ class ParallelGroup(ABC):
     def begin_all_reduce(self, rows: torch.Tensor) -> PendingSum:
         """Begin to sum `[num_rows, width]` over the ranks. Raises GroupBrokenError.
 
-        `rows` may change until the sum is finished. A sum must be finished before the second one
-        after it is begun, and every one before what else needs the other ranks.
+        `rows` may change until the sum is finished. At most two sums may be pending; finish all of
+        them before any other collective.
         """
 
     @abstractmethod
@@ -114,7 +114,7 @@ class ParallelGroup(ABC):
 
 
 class SoloGroup(ParallelGroup):
-    """A group of one rank, whose collectives do nothing."""
+    """A group of one rank; its collectives do nothing."""
 
     def __init__(self, progress: ProgressWord | None = None) -> None:
         super().__init__(rank=0, size=1, progress=progress)

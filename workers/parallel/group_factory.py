@@ -30,7 +30,8 @@ def make_group(
 ) -> ParallelGroup:
     """Return the group of `size` ranks for rank `rank`, which has not joined it yet.
 
-    `rows` are what its layers sum over the ranks, for which GPUs have a faster all-reduce.
+    `rows` is the shape of the rows that layers sum over the ranks, for the faster all-reduce of
+    GPUs.
     """
     if size == 1:
         return SoloGroup(progress)

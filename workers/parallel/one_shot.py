@@ -131,9 +131,9 @@ class OneShotAllReduce:
         )
 
     def begin_sum(self, rows: torch.Tensor) -> PendingSum | None:
-        """Begin to sum `[num_rows, width]` over two ranks; None if others must.
+        """Begin to sum `[num_rows, width]` over two ranks; None if another group must sum.
 
-        The sums are those of `ParallelGroup.begin_all_reduce`.
+        Implements `ParallelGroup.begin_all_reduce`.
         """
         if self._sums is None or not self._sums.takes(rows):
             return None

@@ -59,14 +59,17 @@ class PeerMemory:
             ctypes.c_void_p,
         )
         address = ctypes.c_void_p()
-        # An allocation of torch may be a part of a larger one, and a handle is for all of it.
+        # An allocation of torch may be a part of a larger allocation, and a handle opens all of it.
         self._call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(num_bytes))
         assert address.value is not None
         self.address: int = address.value
         self._opened: list[int] = []
 
     def handle(self) -> bytes:
-        """Return what other processes open this memory by. Raises PeerMemoryError."""
+        """Return the handle by which other processes open this memory.
+
+        Raises PeerMemoryError.
+        """
         handle = _Handle()
         self._call("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(self.address))
         return bytes(handle)
@@ -93,9 +96,9 @@ class PeerMemory:
         self._call("cudaDeviceSynchronize")
 
     def open_peers(self, handles: Sequence[bytes | None]) -> list[int]:
-        """Return the addresses of other ranks' memory; None stands for this one.
+        """Return the addresses of other ranks' memory; None stands for this rank.
 
-        Raises PeerMemoryError, after which those that were opened are closed again.
+        Raises PeerMemoryError after closing the memory opened so far.
         """
         addresses = []
         try:

@@ -33,7 +33,7 @@ _FLAG_BYTES = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Slot:
-    """A place for the rows of one sum, and what its copy waits for and ends with."""
+    """A place for the rows of a sum, with the events before and after its copy."""
 
     rows: torch.Tensor
     """`[max_rows, width]`, which the other rank writes."""
@@ -61,9 +61,9 @@ class PeerSums:
         progress: ProgressWord,
         abort: torch.Tensor,
     ) -> None:
-        """Use a part of the memory, of `num_bytes`, whose flags are -1 when ranks connect.
+        """Use `num_bytes` of the memory; its flags are -1 when ranks connect.
 
-        `max_begun_rows` is that of the group, `abort` that of `ReceivedRows`.
+        `max_begun_rows` is a limit of the group, `abort` belongs to `ReceivedRows`.
         """
         max_rows = _max_rows(shape, max_begun_rows)
         self._memory = memory
@@ -100,7 +100,7 @@ class PeerSums:
         return _NUM_SLOTS * (_FLAG_BYTES + _max_rows(shape, max_begun_rows) * shape.row_bytes)
 
     def connect(self, peer_address: int) -> None:
-        """Send to the other rank, at whose address its memory begins, from the first sum on."""
+        """Send to the other rank, with memory at `peer_address`, from the first sum on."""
         self._peer_address = peer_address + self._first_byte
         self._num_begun = 0
         self._numbers.zero_()
@@ -130,7 +130,7 @@ class PeerSums:
 
 
 class _PeerSum(PendingSum):
-    """A sum whose rows the other rank sends, or has sent."""
+    """A sum with rows from the other rank, sent or still to come."""
 
     def __init__(
         self, rows: torch.Tensor, slot: _Slot, abort: torch.Tensor, device_index: int

@@ -53,8 +53,8 @@ _MAX_ENTRIES = 256
 class ProcessGroup(ParallelGroup):
     """Ranks in processes of their own: NCCL on GPUs, gloo on CPUs.
 
-    The ranks meet at a store that rank 0 opens, one for each time that they join: a file in memory
-    on one node, TCP between nodes. Every wait times out after `timeout_s`.
+    The ranks meet at a store that rank 0 opens each time that they join: a file in memory on one
+    node, TCP between nodes. Every wait times out after `timeout_s`.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class ProcessGroup(ParallelGroup):
         if self.one_shot is not None:
             # Its memory stays, since ranks that have not left yet may still write to it.
             self.one_shot.disconnect()
-        # Closes the connections, which ends the collectives of ranks that wait for this one.
+        # Closes the connections, which ends the collectives of ranks that wait for this rank.
         self._backend = self._store = self.one_shot = None
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -230,7 +230,7 @@ class ProcessGroup(ParallelGroup):
 class _WorkSum(PendingSum):
     """A sum by torch's backend, in place."""
 
-    # Any: torch does not export the type of what its backends return.
+    # Any: torch does not export the type of the handles that its backends return.
     def __init__(self, rows: torch.Tensor, work: Any, progress: ProgressWord) -> None:
         self._rows = rows
         self._work = work
@@ -281,7 +281,7 @@ def _open_nccl(
     # Kernels wait for collectives, so that a stream of lower priority would only add latency.
     options.is_high_priority_stream = True
     _choose_nccl_interface(host)
-    # Otherwise torch ends the process of a rank whose peer has died, before it can leave the group.
+    # Otherwise torch ends a process after its peer has died, before it can leave the group.
     os.environ[_NCCL_ERRORS] = "0"
     # Ray shows a rank only the GPU that is its own.
     torch.cuda.set_device(device.index or 0)
@@ -289,7 +289,7 @@ def _open_nccl(
 
 
 def _choose_nccl_interface(host: str) -> None:
-    """Restrict NCCL to the network interface where the other ranks reach this one."""
+    """Restrict NCCL to the network interface that the other ranks use to reach this rank."""
     if host == LOOPBACK:
         # Overrides a value of the user, which is for groups on several nodes.
         os.environ[_NCCL_INTERFACE] = "=lo"

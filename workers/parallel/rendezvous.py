@@ -39,7 +39,7 @@ class FileRendezvous:
     def open(address: Path) -> int:
         """Return another descriptor of the file at an address. Raises OSError."""
         file = os.open(address, os.O_RDWR | os.O_CLOEXEC)
-        # The id of a process that has ended may be that of another one.
+        # The id of an ended process may have been given to another process.
         if _FILE_NAME not in str(Path(f"/proc/self/fd/{file}").readlink()):
             os.close(file)
             raise FileNotFoundError(f"{address} is not a rendezvous")
@@ -54,7 +54,10 @@ class SocketRendezvous:
     """
 
     def __init__(self, host: str = LOOPBACK, port: int = 0) -> None:
-        """Listen on a port of `host`, any free one if it is 0. Raises OSError."""
+        """Listen on a port of `host`, any free port if `port` is 0.
+
+        Raises OSError.
+        """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family)
         self._host = host

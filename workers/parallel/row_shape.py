@@ -11,7 +11,7 @@ __all__ = ["RowShape"]
 
 @dataclass(frozen=True, slots=True)
 class RowShape:
-    """What these rows have in common."""
+    """The common properties of rows."""
 
     width: int
     dtype: torch.dtype

@@ -3,7 +3,7 @@
 Outward and inward copies run at the same time. They wait for the steps before them, and no step
 waits for them: the scheduler uses a block only once the copies that read or write it have ended.
 The exception is a block that is evicted, which the next step may overwrite: its content is staged
-before, and the step waits only for what finds no staging block.
+before, and the step waits only for blocks without a staging block.
 """
 
 from __future__ import annotations

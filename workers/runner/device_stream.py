@@ -1,4 +1,4 @@
-"""Streams of work: of a GPU, or the host itself, whose work ends when its call returns."""
+"""Streams of work, of a GPU or of the host, where work ends when its call returns."""
 
 from __future__ import annotations
 

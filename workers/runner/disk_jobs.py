@@ -1,7 +1,7 @@
 """Reads and writes of KV blocks in a file, by threads, while steps run.
 
-No step waits for a disk. What fails is reported and otherwise ignored, since only a copy in the
-cache is lost; what hangs counts as failed.
+No step waits for a disk. A failed job is reported and otherwise ignored, since only a copy in the
+cache is lost; a job that hangs counts as failed.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class DiskJobs:
         checksums: BlockChecksums | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`blocks` are those of the CPU pool, some of which have `checksums` there.
+        """`blocks` belong to the CPU pool, which has `checksums` of some of them.
 
-        In a folder that cannot be used, everything fails.
+        In an unusable folder, every job fails.
         """
         self._file: DiskFile | None = None
         try:
@@ -141,7 +141,7 @@ class _Lane:
         return True
 
     def submit(self, job: _Job) -> None:
-        """Have the thread read or write what a job names."""
+        """Have the thread run a job."""
         with self._lock:
             self._unreported.append(job)
             if self._is_given_up:
@@ -208,7 +208,7 @@ class DiskFile:
     def __init__(
         self, folder: str, blocks: torch.Tensor, checksums: BlockChecksums | None = None
     ) -> None:
-        """`blocks` are those of the CPU pool, some of which have `checksums` there.
+        """`blocks` belong to the CPU pool, which has `checksums` of some of them.
 
         Raises OSError if the folder takes no file.
         """

@@ -88,7 +88,7 @@ class HostPool:
         if self._chunks is None or self._thread is not None:
             return False
         # CUDA keeps the error of a failed call for the thread that made it, and torch would raise
-        # it at the next kernel of that thread, which must not be the one that runs steps.
+        # it at the next kernel of that thread, so the step thread must not pin.
         with ThreadPoolExecutor(1, thread_name_prefix="pagedray-pin") as pinning:
             return pinning.submit(self._chunks.pin_next).result()
 
@@ -116,11 +116,11 @@ class HostPool:
 
     @property
     def num_pinned_blocks(self) -> int:
-        """The blocks that are pinned, from the first one on; 0 without a GPU."""
+        """The number of pinned blocks, from the first block on; 0 without a GPU."""
         return 0 if self._chunks is None else self._chunks.num_pinned_blocks
 
     def wait_until_pinned(self) -> None:
-        """Wait until what `start_pinning` began has ended; blocks are pinned as far as possible."""
+        """Wait for the end of `start_pinning`; blocks are pinned as far as possible."""
         if self._thread is not None:
             self._thread.join()
 

@@ -41,8 +41,9 @@ class StepInputs:
     positions: torch.Tensor
     """`[num_tokens]` int64, on the device."""
     logits_indices: torch.Tensor | None
-    """int64, on the device: the tokens whose logits are computed, those of sampled rows before
-    those of `prompt_chunks`; None is all, one for each sampled row."""
+    """Tokens with logits, int64 on the device: sampled rows first, then `prompt_chunks`. None
+    selects every token.
+    """
     attention: AttentionBatch
     sampled_rows: _Ints
     """The rows of the batch that sample a token, `[num_sampled]` on the host."""
@@ -52,8 +53,9 @@ class StepInputs:
     """The same rows and positions on the device, `[num_sampled]` int64 each."""
     prompt_chunks: tuple[PromptChunk, ...] = ()
     sampled_sequences: _Flags | None = None
-    """The sequences of `attention` whose last tokens are those of `logits_indices`, on the host;
-    None if other tokens are among these, or all tokens are."""
+    """Sequences of `attention` that `logits_indices` selects by their last tokens, on the host.
+    None unless the selected tokens are exactly the last tokens of some sequences.
+    """
 
 
 class InputBatch:

@@ -54,11 +54,10 @@ def make_host_pool(
     mapper: PoolMapper | None = None,
     note_unpinned: Callable[[int], None] = lambda num_blocks: None,
 ) -> HostPool:
-    """Return a CPU pool, which is the former one if that has the size.
+    """Return the former CPU pool if its size fits, or else a new pool.
 
-    A new one is in memory of the `mapper`, if that has any, and calls `note_unpinned` with the
-    number of blocks that a GPU cannot pin. Raises OSError if the host does not
-    have the memory.
+    A new pool is in memory of the `mapper`, if it has any, and calls `note_unpinned` with the
+    number of blocks that a GPU cannot pin. Raises OSError if the host does not have the memory.
     """
     layout = num_blocks, _block_shape(spec), storage_dtype(spec.cache_dtype)
     if former is not None and former.has_layout(*layout):
@@ -80,7 +79,7 @@ class KVCache:
         host_pool: HostPool,
         num_staging: int = 0,
     ) -> None:
-        """`num_staging` blocks follow those of the device pool."""
+        """`num_staging` blocks follow the device pool."""
         shape = num_blocks + num_staging, *_block_shape(spec)
         dtype = storage_dtype(spec.cache_dtype)
         self._backend = backend
@@ -96,7 +95,7 @@ class KVCache:
 
     @property
     def num_staging(self) -> int:
-        """Device blocks after those of the pool."""
+        """Device blocks behind the pool."""
         return len(self._device_blocks) - len(self.device_pool)
 
     def swap_out(self, copies: Sequence[BlockCopy]) -> None:

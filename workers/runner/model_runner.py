@@ -164,9 +164,9 @@ class Prompts:
         self._by_row: dict[int, bytes] = {}
 
     def complete_starts(self, starts: list[SequenceStart]) -> list[SequenceStart]:
-        """Return starts in which those with a donor have its prompt as their tokens."""
+        """Return starts in which each sequence with a donor has the donor's prompt as tokens."""
         completed: list[SequenceStart] = []
-        # In order, since a later one may take the row of a donor.
+        # In order, since a later start may take the row of a donor.
         for start in starts:
             if start.donor_row < 0:
                 self._by_row[start.row] = start.token_ids[

@@ -70,7 +70,7 @@ class PendingTokens:
 
     @property
     def is_copied(self) -> bool:
-        """Whether the copies between the pools of this step and earlier ones have ended."""
+        """Whether the pool copies of this step and of earlier steps have ended."""
         return self._fence.is_reached
 
     def output(self) -> StepOutput:

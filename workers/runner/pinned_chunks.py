@@ -34,7 +34,7 @@ class Pinner(Protocol):
         """Pin pages that are not pinned."""
 
     def unpin(self, address: int) -> int:
-        """Unpin what `pin` pinned at an address."""
+        """Undo `pin` at an address."""
 
 
 class CudaPinner:
@@ -53,7 +53,7 @@ class CudaPinner:
 
 
 class PinnedChunks:
-    """The chunks of a pool, pinned from the first one on."""
+    """The chunks of a pool, pinned from the first chunk on."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """The attention of the last layer for sampled tokens alone.
 
-No layer reads what the last one returns for other tokens. Their keys and values are written all the
+No layer reads the last layer's output for other tokens. Their keys and values are written all the
 same, since later steps read them. For attention, sampled tokens are decodes: each sees the whole
 sequence before it.
 """
@@ -40,7 +40,7 @@ class SampledAttention:
     def of_step(self, inputs: StepInputs, metadata: AttentionMetadata) -> SelectedAttention | None:
         """Return the attention for the tokens of `logits_indices`; None if not all are sampled.
 
-        `metadata` is that of the step. The next call ends what this returns.
+        `metadata` belongs to the step. The next call invalidates the result.
         """
         if inputs.sampled_sequences is None:
             return None

@@ -1,4 +1,4 @@
-"""The tokens of every row on the device, and what a step takes from them and adds to them."""
+"""The tokens of every row on the device, read and written by steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["TokenTable"]
 _ALIGNMENT = 2
 """In words: kernels are compiled for addresses that are multiples of 16 bytes."""
 _NUM_OUTPUTS = 4
-"""More than the steps whose tokens a rank has not sent yet."""
+"""More than the number of steps with tokens that a rank has not sent yet."""
 _Ints: TypeAlias = "NDArray[np.int64]"
 
 
@@ -34,7 +34,7 @@ class TokenTable:
     def __init__(
         self, *, max_num_rows: int, max_model_len: int, max_num_tokens: int, device: torch.device
     ) -> None:
-        """`max_num_tokens` are those of one step."""
+        """`max_num_tokens` is the limit of a step."""
         self._device = device
         self._is_cuda = device.type == "cuda"
         # The extra column takes the last token of a full sequence, which no step reads.
@@ -124,7 +124,7 @@ class TokenTable:
         until three more steps have sampled.
         """
         if not self._is_cuda:
-            # A row whose logits were not finite has -1; 0 keeps its extra step in range.
+            # A row with logits that were not finite has -1; 0 keeps its extra step in range.
             self._tokens[rows, positions] = token_ids.clamp(min=0)
             return token_ids
         from attention.kernels.triton.host_words import append_tokens

@@ -1,7 +1,7 @@
-"""Bad words: sequences of tokens of which the last is not sampled after the others.
+"""Bad words: sequences of tokens; the last token is not sampled after the others.
 
-Only tokens of the output count. The last ones of each row are on the device, since the host learns
-a token after the next step has been launched.
+Only tokens of the output count. The last tokens of each row are on the device, since the host
+learns a token after the next step has been launched.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Words:
     """The words of several rows, on the device."""
 
     beginnings: Tensor
-    """int32 `[num_words, _LENGTH]`: the tokens before the last one, after `_ANY`."""
+    """int32 `[num_words, _LENGTH]`: the tokens before the last token, after `_ANY`."""
     last_ids: Tensor
     """int64 `[num_words]`."""
     owners: Tensor

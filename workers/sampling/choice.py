@@ -1,8 +1,8 @@
 """How a token is chosen from a row of scores: the definition that every implementation follows.
 
 Scores are the logits after bias, masks and penalties. The tokens of a row are *ordered* by score,
-and tokens with equal scores by token id, the lower one first. The most likely token, the k most
-likely ones, and those that reach a probability are therefore always well defined.
+and tokens with equal scores by token id, the lower id first. The most likely token, the k most
+likely tokens, and the tokens that reach a probability are therefore always well defined.
 
 1. Greedy takes the first token. Otherwise a token's weight is exp((score - highest) / temperature).
 2. min_p (Nguyen et al., 2024) keeps tokens of a weight of `min_p` and more; the most likely token
@@ -72,7 +72,7 @@ class Choice(ABC):
     def leaders(self, scores: Tensor, first_id: int) -> Tensor:
         """Return the leader of every row, int64 `[num_scores]`.
 
-        `scores` are those of the tokens from `first_id` on.
+        `scores` belong to the tokens from `first_id` on.
         """
         if not scores.shape[1]:
             return torch.full((len(scores),), _NO_LEADER, dtype=torch.int64, device=scores.device)
@@ -81,7 +81,7 @@ class Choice(ABC):
         # -0.0 and 0.0 are equal scores.
         highest = scores.gather(1, ids).float() + 0.0
         bits = highest.view(torch.int32).long()
-        # The bits of a float sort like the float if those of negative ones are inverted.
+        # The bits of a float sort like the float if the bits of negative floats are inverted.
         keys = bits ^ ((bits >> 31) & _LAST)
         keys.masked_fill_(highest.isnan(), _LAST)
         return ((keys << 32) | (_LAST - first_id - ids)).squeeze(1)
@@ -99,7 +99,7 @@ class Choice(ABC):
 
     @abstractmethod
     def filtered(self, scores: Tensor, indices: IntArray, draws: Draws) -> Tensor:
-        """Return tokens drawn from what min_p, top_k and top_p leave."""
+        """Return tokens drawn after min_p, top_k and top_p."""
 
     @abstractmethod
     def top_tokens(self, scores: Tensor, num_tokens: int) -> Tensor:

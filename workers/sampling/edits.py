@@ -32,7 +32,7 @@ class _RowEdits:
     """The ending ids are allowed from this position."""
 
     def at(self, position: int) -> tuple[IntArray, NDArray[np.float32]]:
-        """Return distinct token ids, and what to add to their logits."""
+        """Return distinct token ids, and the amounts to add to their logits."""
         if position >= self.first_ending_position:
             return self.biased_ids, self.biases
         is_other = ~np.isin(self.biased_ids, self.ending_ids)

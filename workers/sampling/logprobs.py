@@ -83,7 +83,7 @@ class LogprobReports:
 
 
 def _replaced(token_ids: Tensor, others: IntArray) -> Tensor:
-    """Return tokens with those of `others` in their place, where it has no -1."""
+    """Return tokens, replaced by `others` where these are not -1."""
     padded = np.full(token_ids.shape, -1)
     padded[:, : others.shape[1]] = others
     given = upload(padded, token_ids.device)

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["apply_masks", "num_mask_bytes"]
 
-# What is added to the scores of eight tokens, for each byte of a mask. Adding -inf, rather than
-# writing it, keeps a NaN visible.
+# Additions to the scores of eight tokens, for each byte of a mask. Adding -inf, rather than writing
+# it, keeps a NaN visible.
 _ADDED = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"),
     np.float32(0.0),
@@ -34,7 +34,7 @@ def num_mask_bytes(vocab_size: int) -> int:
 
 
 def apply_masks(scores: Tensor, indices: IntArray, words: bytes) -> None:
-    """Forbid `scores[indices]` what the masks, one for each index, do not allow; in place.
+    """Forbid the tokens that the mask of each index does not allow in `scores[indices]`, in place.
 
     `scores` is `[num_scores, vocab_size]` float32; `pagedray.batch.StepMasks` describes the masks.
     """

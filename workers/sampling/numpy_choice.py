@@ -70,7 +70,7 @@ class NumpyChoice(Choice):
             )
 
     def filtered(self, scores: Tensor, indices: IntArray, draws: Draws) -> Tensor:
-        """Return tokens drawn from what min_p, top_k and top_p leave."""
+        """Return tokens drawn after min_p, top_k and top_p."""
         with np.errstate(over="ignore"):
             return _tokens(
                 [
@@ -177,7 +177,7 @@ def _candidates(weights: Row, total: float, top_p: float) -> NDArray[np.intp]:
         # float32 sums of this length are accurate to about 1e-6.
         if (1.0 - 1e-4) * weights[ids].sum() >= top_p * total:
             return ids
-    # All tokens of a weight up to this one weigh less than what top_p leaves out.
+    # All tokens up to this weight weigh less than the weight that top_p drops.
     return np.flatnonzero(weights >= SLACK * (1.0 - top_p) * total / len(weights))
 
 
@@ -195,8 +195,8 @@ def _kth_highest(row: Row, k: int) -> np.float32:
 
 def _sorted_ids(row: Row, ids: NDArray[np.intp]) -> NDArray[np.intp]:
     """Return the ids by descending score, ties by ascending id."""
-    # One integer sorts as (score, id): the bits of floats sort like the floats once those of
-    # negative ones are inverted. Adding zero makes -0.0 and 0.0 equal.
+    # A single integer sorts as (score, id): the bits of floats sort like the floats once the bits
+    # of negative floats are inverted. Adding zero makes -0.0 and 0.0 equal.
     bits = (row[ids] + np.float32(0.0)).view(np.int32).astype(np.int64)
     bits ^= (bits >> 31) & 0x7FFFFFFF
     keys = (~bits << 32) | ids

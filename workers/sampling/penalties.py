@@ -1,10 +1,10 @@
 """Repetition, presence and frequency penalties, and the token counts that they need.
 
-The repetition penalty is that of CTRL (Keskar et al., 2019), with the sign rule of transformers;
-the others are those of OpenAI's API. Counts of all rows are allocated on the device when the first
-row has a penalty: tables that grow would leave the allocator with fragments of their former sizes.
-`penalize` computes the penalties of the whole vocabulary; on a CPU, `penalize_seen` computes those
-of the tokens that were seen only.
+The repetition penalty comes from CTRL (Keskar et al., 2019), with the sign rule of transformers;
+the others come from OpenAI's API. Counts of all rows are allocated on the device when the first row
+has a penalty: tables that grow would leave the allocator with fragments of their former sizes.
+`penalize` computes the penalties of the whole vocabulary; on a CPU, `penalize_seen` computes only
+the penalties of seen tokens.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ _MAX_ROWS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PromptChunk:
-    """Tokens of a prompt whose log-probabilities a step computes, from the tokens before them."""
+    """Tokens of a prompt with log-probabilities in a step, from the tokens before them."""
 
     row: int
     first_position: int
@@ -34,7 +34,7 @@ class PromptChunk:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptReport:
-    """What is known of one chunk, on its way to the host."""
+    """The report of a chunk, on its way to the host."""
 
     chunk: PromptChunk
     chosen: Tensor

@@ -25,7 +25,7 @@ GAMMA = 0x9E3779B97F4A7C15
 
 
 class Need(IntFlag):
-    """What a row needs beyond its most likely token."""
+    """Needs of a row beyond its most likely token."""
 
     RANDOM = 1
     FILTER = 2
@@ -54,7 +54,7 @@ class SamplingRows:
         """The position from which each row samples under masks."""
         self._num_logprobs = np.zeros(max_num_rows, dtype=np.int64)
         self._reported_ids: dict[int, IntArray] = {}
-        """The tokens that rows report in place of the most likely ones."""
+        """The tokens that rows report in place of the most likely tokens."""
 
     def start(self, start: SequenceStart) -> None:
         """Replace all that is known of the row."""
@@ -93,11 +93,11 @@ class SamplingRows:
         return needs
 
     def num_logprobs(self, rows: IntArray) -> IntArray:
-        """Return how many tokens these rows report, in addition to those that are sampled."""
+        """Return how many tokens these rows report, in addition to the sampled tokens."""
         return np.minimum(self._num_logprobs[rows], self._vocab_size)
 
     def reported_ids(self, rows: IntArray) -> IntArray:
-        """Return the tokens that these rows report in place of the most likely ones.
+        """Return the tokens that these rows report in place of the most likely tokens.
 
         `[num_rows, most tokens of a row]`; -1 where a row reports its most likely tokens, or less.
         """

@@ -45,7 +45,7 @@ class TorchChoice(Choice):
         before = functional.pad(sums, (1, 0)).gather(1, chunk)
         where = chunk.unsqueeze(-1).expand(-1, -1, CHUNK_SIZE)
         inside = chunks.gather(1, where).squeeze(1).cumsum(dim=-1, dtype=torch.float64)
-        # The chunk's sum may have been rounded otherwise: what lies beyond falls to its last token
+        # The chunk's sum may have been rounded otherwise: a point beyond falls to the last token
         # with weight.
         offset = torch.minimum(
             (inside <= target - before).sum(dim=-1, keepdim=True),
@@ -56,7 +56,7 @@ class TorchChoice(Choice):
         return token_ids.masked_fill_(~total.isfinite(), -1).squeeze(1)
 
     def filtered(self, scores: Tensor, indices: IntArray, draws: Draws) -> Tensor:
-        """Return tokens drawn from what min_p, top_k and top_p leave."""
+        """Return tokens drawn after min_p, top_k and top_p."""
         scores = select_rows(scores, indices).float()
         temperature, top_k, top_p, min_p, uniform = _columns(
             scores.device, draws.temperature, draws.top_k, draws.top_p, draws.min_p, draws.uniform
@@ -81,8 +81,8 @@ class TorchChoice(Choice):
             order = scores.sort(dim=-1, descending=True, stable=True).indices
             return order[:, :num_tokens]
         # topk guarantees no order of ties, so the id becomes part of the key. A float's bits sort
-        # like the float if those of a negative one are turned round; adding zero makes -0.0 and
-        # 0.0 the same.
+        # like the float if the bits of negative floats are inverted; adding zero makes -0.0 and 0.0
+        # the same.
         bits = (scores.float() + 0.0).view(torch.int32).long()
         bits ^= (bits >> 31) & 0x7FFFFFFF
         last_id = scores.shape[1] - 1

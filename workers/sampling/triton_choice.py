@@ -62,7 +62,7 @@ class TritonChoice(Choice):
         return choose_unfiltered(scores, *_parameters(self._uploader, indices, draws))
 
     def filtered(self, scores: Tensor, indices: IntArray, draws: Draws) -> Tensor:
-        """Return tokens drawn from what min_p, top_k and top_p leave."""
+        """Return tokens drawn after min_p, top_k and top_p."""
         return choose_filtered(
             scores,
             *_parameters(self._uploader, indices, draws),
@@ -82,7 +82,7 @@ class TritonChoice(Choice):
 
 
 def _parameters(uploader: Uploader, indices: IntArray, draws: Draws) -> tuple[Tensor, Tensor]:
-    """Return the indices and what the kernels take of the draws, in one copy."""
+    """Return the indices and the kernels' parameters of the draws, in a single copy."""
     with np.errstate(divide="ignore"):
         floor = draws.temperature * np.log(draws.min_p)
     num_rows = len(indices)

@@ -72,7 +72,7 @@ class Checkpoint:
         self._entries = read_entries(folder)
         self._skipped = text_tensors.skipped if text_tensors is not None else ()
         self._stored_names = _stored_names(self._entries, text_tensors)
-        """The stored name of each tensor that a multimodal model stores under another one."""
+        """The stored name of each tensor that a multimodal model stores under another name."""
         self._reader = TensorReader()
 
     def __enter__(self) -> Checkpoint:
@@ -92,8 +92,8 @@ class Checkpoint:
     def check_tensors(self, shards: Iterable[WeightShard], *, has_spare_head: bool) -> None:
         """Raise CheckpointError unless the folder has exactly these tensors, in their shapes.
 
-        With `has_spare_head` it may also have an output head, which the model does not read. Those
-        of other modalities are skipped.
+        With `has_spare_head` it may also have an output head, which the model does not read.
+        Tensors of other modalities are skipped.
         """
         names = set()
         for shard in shards:
@@ -121,7 +121,7 @@ class Checkpoint:
                 write_rows(shard, rows, chunk)
 
     def copies(self, shard: WeightShard) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield rows of a shard's target, and what `fill_shard` writes to them, as stored.
+        """Yield rows of a shard's target, and the stored values that `fill_shard` writes to them.
 
         They are there already if both are in the same memory. Otherwise the next chunk overwrites
         the memory of a chunk.
@@ -131,7 +131,7 @@ class Checkpoint:
             yield slice(rows.start - first, rows.stop - first), chunk
 
     def chunks(self, name: str) -> Iterator[torch.Tensor]:
-        """Yield the rows of a whole tensor, as stored; the next ones overwrite their memory."""
+        """Yield the rows of a whole tensor, as stored; the next rows overwrite their memory."""
         shape = self._entries[self._stored_name(name)].shape
         for _, chunk in self._chunks(name, (slice(None),) * len(shape)):
             yield chunk
@@ -167,7 +167,7 @@ class Checkpoint:
         return sorted(shards, key=place)
 
     def read_ahead(self, shards: Iterable[WeightShard]) -> None:
-        """Ask the kernel from now on for what these shards read, in this order."""
+        """Ask the kernel to read the data of these shards in advance, in this order."""
         self._reader.read_ahead([self._file_range(shard) for shard in shards])
 
     def file_digests(self) -> dict[str, str]:
@@ -247,7 +247,7 @@ def _spellings_of_scale(name: str) -> Iterator[str]:
 
 
 def _stored_names(names: Iterable[str], text_tensors: TextTensors | None) -> dict[str, str]:
-    """Return which tensor is stored as what, for those with a prefix of multimodal models."""
+    """Return the stored name of each tensor with a prefix of multimodal models."""
     prefixes = text_tensors.prefixes if text_tensors is not None else ()
     return {
         replacement + name.removeprefix(prefix): name

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["MAX_PARTS", "Columns", "read_bytes", "read_columns"]
 
 MAX_PARTS = os.sysconf("SC_IOV_MAX") // 2
-"""Rows of which one call can read columns: each is a buffer, and so is what lies between two."""
+"""Rows of which a call can read columns: each row is a buffer, and so is each gap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class Columns:
 
     @property
     def num_other_bytes(self) -> int:
-        """Bytes between those of two rows."""
+        """Bytes between two rows."""
         return self.row_bytes - self.num_bytes
 
 
@@ -41,8 +41,8 @@ def read_columns(
 ) -> None:
     """Fill memory with the columns of the rows from a position, at most `MAX_PARTS` if not all.
 
-    What lies between is read too, to `other`, of at least `num_other_bytes`, which stays in the
-    CPU's cache: one call for each row would take longer. Raises OSError, and CheckpointError if the
+    The bytes between are read too, to `other`, of at least `num_other_bytes`, which stays in the
+    CPU's cache: a call for each row would take longer. Raises OSError, and CheckpointError if the
     file is shorter.
     """
     position += columns.first_byte

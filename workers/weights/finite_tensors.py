@@ -1,4 +1,4 @@
-"""Rejects checkpoints whose weights are NaN or infinite.
+"""Rejects checkpoints with NaN or infinite weights.
 
 Such a checkpoint would load, but none of its requests would succeed: every logit is NaN.
 """
@@ -107,7 +107,7 @@ def _is_finite(shard: WeightShard) -> bool:
     values = shard.scales if shard.scales is not None else shard.target
     if values.dtype in _NAN_BITS:
         return bool(_zero_if_finite(values).isfinite())
-    # NaN is both, if there is one. One pass without a temporary, unlike `isfinite`.
+    # With a NaN, both are NaN. A single pass without a temporary, unlike `isfinite`.
     return bool(torch.stack(torch.aminmax(values)).isfinite().all())
 
 

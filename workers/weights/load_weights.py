@@ -72,7 +72,7 @@ def _read_weights(
         checkpoint.read_ahead(in_order)
         fill_shards(in_order, tensors, report_progress, num_threads=_num_threads(config))
         tensors.raise_if_not_finite()
-        # What was just read is in the page cache.
+        # The data just read is in the page cache.
         digests = checkpoint.file_digests()
     gigabytes = sum(shard.target.nbytes for shard in shards) / 1e9
     duration_s = time.perf_counter() - started_s
@@ -118,7 +118,7 @@ def fill_shards(
 
 
 def _pieces(shard: WeightShard) -> Iterator[WeightShard]:
-    """Yield shards that together are this one, cut along its first dimension if it is large."""
+    """Yield shards that together equal `shard`, cut along its first dimension if it is large."""
     if shard.target.nbytes <= _PIECE_BYTES:
         yield shard
         return
@@ -137,7 +137,7 @@ def _ignore_progress(done: int, total: int) -> None:
 
 
 def _num_threads(config: EngineConfig) -> int:
-    """Return the number of threads that load weights: one may be slower than the disk."""
+    """Return the number of threads that load weights; a single thread may be too slow."""
     if config.parallel.device == "cpu":
         return min(_MAX_THREADS, torch.get_num_threads())
     share = num_usable_cores() // config.parallel.tensor_parallel_size

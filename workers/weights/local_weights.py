@@ -56,9 +56,9 @@ def hub_dtype(hub: HubRevision, folder: Path, settings: HubSettings | None = Non
 
 
 def listed_weight_files(hub: HubRevision, folder: Path) -> list[str]:
-    """Return the names of the files with weights; `folder` has the others.
+    """Return the names of the weight files; `folder` has all other files.
 
-    Raises CheckpointError if the repository lacks one.
+    Raises CheckpointError if the repository lacks a file.
     """
     names = {file.name for file in hub.files}
     wanted = weight_files(folder, names)

@@ -45,7 +45,7 @@ class ReadAhead:
         """Count bytes that are being read; any thread may call this."""
         with self._condition:
             self._num_ahead -= num_bytes
-            # Rarely, since the thread that is woken takes a core from one that reads.
+            # Rarely, since the woken thread takes a core from a reading thread.
             if self._num_ahead < _FEW_BYTES:
                 self._condition.notify()
 

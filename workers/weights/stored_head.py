@@ -1,4 +1,4 @@
-"""The head of a checkpoint whose configuration ties it to the embedding, but which stores both."""
+"""The head of a checkpoint that stores a head although its configuration ties the embeddings."""
 
 from __future__ import annotations
 

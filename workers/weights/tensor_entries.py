@@ -223,7 +223,7 @@ def _header_entries(path: Path) -> dict[str, TensorEntry]:
 
 
 def _check_is_file(path: Path) -> None:
-    """Raise CheckpointError for what cannot be read as a file, or only without an end."""
+    """Raise CheckpointError unless the path can be read as a file with an end."""
     if not has_file(path):
         raise CheckpointError(f"{path} is missing.")
 

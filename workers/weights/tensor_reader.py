@@ -66,7 +66,10 @@ class TensorReader:
         self._descriptors.clear()
 
     def file_range(self, entry: TensorEntry, part: tuple[slice, ...]) -> FileRange:
-        """Return what `chunks` of these reads. Raises OSError."""
+        """Return the range that `chunks` of these reads.
+
+        Raises OSError.
+        """
         first, end, _ = part[0].indices(entry.shape[0])
         row_bytes = _row_bytes(entry)
         return FileRange(
@@ -76,7 +79,7 @@ class TensorReader:
         )
 
     def read_ahead(self, ranges: Sequence[FileRange]) -> None:
-        """Ask the kernel from now on for what will be read, in this order."""
+        """Ask the kernel to read these ranges in advance, in this order."""
         assert self._ahead is None
         self._ahead = ReadAhead(ranges)
 
@@ -92,10 +95,9 @@ class TensorReader:
     ) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield slices of a tensor's first dimension, and their part of it.
 
-        A chunk is in the memory of the `target` of the part, if it can be read there, or on its GPU
-        if it is on one, or else in memory that the next chunk overwrites. `part` has one slice for
-        each dimension, of which there is at least one. Raises OSError, and CheckpointError if the
-        file has become shorter.
+        A chunk is in the memory of the `target` of the part, if it can be read there, or on the
+        target's GPU, or else in memory that the next chunk overwrites. `part` has a slice for each
+        dimension, at least one. Raises OSError, and CheckpointError if the file has become shorter.
         """
         columns = _columns(entry, part)
         memory = None if target is None else _bytes_of(target, entry, columns)
@@ -137,7 +139,7 @@ class TensorReader:
     def _chunks_in_buffers(
         self, entry: TensorEntry, part: tuple[slice, ...], gpu: torch.device | None
     ) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield chunks whose whole rows are read into a buffer, and copied to the GPU if any."""
+        """Yield chunks of whole rows, read into a buffer and copied to the GPU if any."""
         is_pinned = gpu is not None
         row_bytes = _row_bytes(entry)
         height = (_PINNED_CHUNK_BYTES if is_pinned else _CHUNK_BYTES) // max(1, row_bytes)
@@ -183,7 +185,7 @@ class TensorReader:
 
 
 def _row_chunks(part_rows: slice, entry: TensorEntry, height: int) -> Iterator[slice]:
-    """Yield slices of this many rows, or of one if that is none, and the rest."""
+    """Yield slices of this many rows, or of one row if `height` is 0, and the rest."""
     first, end, _ = part_rows.indices(entry.shape[0])
     for low in range(first, end, max(1, height)):
         yield slice(low, min(low + max(1, height), end))

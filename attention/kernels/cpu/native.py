@@ -92,7 +92,7 @@ def _loaded(command: list[str], name: str) -> ctypes.CDLL:
 def _loaded_from(folder: int, command: list[str], name: str) -> ctypes.CDLL:
     """Return the library, compiled unless it is in the folder.
 
-    Raises what `compile_library` does.
+    Raises the errors of `compile_library`.
     """
     library = open_private_file(name, folder)
     if library is not None and not is_sealed(library):

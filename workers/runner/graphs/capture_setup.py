@@ -1,4 +1,4 @@
-"""What all CUDA graphs of a rank share."""
+"""The setup that all CUDA graphs of a rank share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["CaptureSetup"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CaptureSetup:
-    """What is captured, where it reads and writes, and who must capture it together."""
+    """The model to capture, its inputs and outputs, and the group that must capture together."""
 
     model: Decoder
     kv_cache: torch.Tensor

@@ -1,6 +1,6 @@
-"""The captures of a rank by size, and those sizes that go without one.
+"""The captures of a rank by size, and the sizes without a capture.
 
-Does not know what a capture holds, nor how it is made.
+Does not know the content of a capture, nor how to make it.
 """
 
 from __future__ import annotations
@@ -56,8 +56,11 @@ class Captures(Generic[Capture]):
         return [] if self._has_failed else self._uncaptured()
 
     def capture_all(self, *, only_largest: bool) -> None:
-        """Capture the missing sizes, or only the largest. Raises what capturing raises."""
-        # The largest first, since the smaller ones reuse its memory pool.
+        """Capture the missing sizes, or only the largest.
+
+        Raises the errors of the capture.
+        """
+        # The largest first, since smaller captures reuse its memory pool.
         for size in self._sizes[-1:] if only_largest else reversed(self._sizes):
             if size not in self._made:
                 self._add(size)
@@ -67,9 +70,10 @@ class Captures(Generic[Capture]):
         self._add_or_fail(self.missing_sizes[0])
 
     def find(self, num_tokens: int) -> tuple[int, Capture] | None:
-        """Return the next larger size and its capture, or None if a step runs without one.
+        """Return the next larger size and its capture, or None if a step runs without a capture.
 
-        A missing one is made. If that fails, no other is made either: mostly, memory is short.
+        A missing capture is made. If that fails, no other capture is made either: mostly, memory is
+        short.
         """
         size = self._sizes[bisect_left(self._sizes, num_tokens)]
         if size not in self._made and not self._has_failed:

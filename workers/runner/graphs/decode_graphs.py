@@ -1,4 +1,4 @@
-"""Decode steps captured as CUDA graphs: one launch instead of one for each kernel."""
+"""Decode steps captured as CUDA graphs, each a single launch in place of its kernels' launches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MAX_BATCH_SIZE = 512
 
 
 def graph_batch_sizes(max_num_seqs: int) -> list[int]:
-    """Return the batch sizes to capture, ascending; small ones are closer together."""
+    """Return the batch sizes to capture, ascending; small sizes are closer together."""
     limit = min(max_num_seqs, _MAX_BATCH_SIZE)
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, _MAX_BATCH_SIZE + 1, 16)]
     return [*(size for size in sizes if size < limit), limit]

@@ -15,12 +15,12 @@ __all__ = ["dropped_capture"]
 
 @contextmanager
 def dropped_capture(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Capture what is launched on a stream, and drop it: nothing runs.
+    """Capture the launches on a stream, and drop the capture: nothing runs.
 
     The capture has its own memory pool, since a pool is freed with the only capture that uses it.
     """
     # The graph would otherwise be instantiated.
     graph = torch.cuda.CUDAGraph(keep_graph=True)
-    # Libraries may be used here for the first time, and allocate what they need.
+    # Libraries may run here for the first time, and allocate their memory.
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="relaxed"):
         yield

@@ -79,7 +79,7 @@ class PieceGraphs(StepGraphs[Recording]):
         return self._finish(recording.attended, indices)
 
     def _finish(self, attended: Attended, indices: torch.Tensor) -> torch.Tensor:
-        """Return what `Decoder.finish` does for some of the tokens.
+        """Run `Decoder.finish` for some of the tokens.
 
         The last graph of the captured size that these few need computes it.
         """
@@ -121,9 +121,9 @@ class PieceGraphs(StepGraphs[Recording]):
             self._model.finish(self._model.run_layers(token_ids, positions, attention))
 
     def _writer(self, size: int) -> Callable[[Attention, torch.Tensor, torch.Tensor], None]:
-        """Return what writes a layer's keys and values to the slots of this many tokens."""
+        """Return a function that writes a layer's keys and values to this many slots."""
         slots = self._slots[:size]
-        # Those of an earlier step belong to its tokens.
+        # Slots of an earlier step belong to the tokens of that step.
         slots.fill_(-1)
 
         def write(layer: Attention, key: torch.Tensor, value: torch.Tensor) -> None:

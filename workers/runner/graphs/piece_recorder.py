@@ -1,4 +1,4 @@
-"""Records a forward pass as CUDA graphs, one for each piece between two attentions.
+"""Records a forward pass as CUDA graphs, a graph for each piece between two attentions.
 
 A piece holds no tensor: its memory belongs to the graphs' pool, in which later pieces and other
 recordings reuse it. Replays must therefore be in the order of the recording, one at a time. The
@@ -36,7 +36,7 @@ class Piece(NamedTuple):
     sinks: torch.Tensor | None
     """The attention sinks of the layer; None if it has none."""
     attended: torch.Tensor
-    """What the next graph reads, of the query's shape."""
+    """Input of the next graph, of the query's shape."""
 
 
 class Recording(NamedTuple):
@@ -44,7 +44,7 @@ class Recording(NamedTuple):
 
     pieces: tuple[Piece, ...]
     last: torch.cuda.CUDAGraph
-    """What follows the last attention."""
+    """Graph of the piece behind the last attention."""
     attended: Attended
     """The tokens that the last graph reads, and overwrites."""
     hidden: torch.Tensor
@@ -73,7 +73,7 @@ class PieceRecorder(StepAttention):
         run_layers: Callable[[StepAttention], Attended],
         finish: Callable[[Attended], torch.Tensor],
     ) -> Recording:
-        """Record what `run_layers` launches when it is given this recorder, and then `finish`."""
+        """Record the launches of `run_layers`, called with this recorder, and then of `finish`."""
         self._begin()
         try:
             attended = run_layers(self)

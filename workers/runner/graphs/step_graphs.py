@@ -1,6 +1,6 @@
-"""What the graphs of decodes and those of steps with prompts have in common.
+"""Common part of the graphs of decodes and of steps with prompts.
 
-Owns the captures and their stream; does not know what a capture holds.
+Owns the captures and their stream; does not know the content of a capture.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Capture = TypeVar("Capture")
 
 
 class StepGraphs(ABC, Generic[Capture]):
-    """A capture for each of several numbers of tokens; a step is padded to the next larger one.
+    """Captures by number of tokens; a step is padded to the next larger number.
 
     Drop it before closing the group: the graphs hold the group's collectives.
     """
@@ -38,11 +38,11 @@ class StepGraphs(ABC, Generic[Capture]):
         self._kv_cache = setup.kv_cache
         self._pool = setup.pool
         self._sizes = sizes
-        # Rows after the tokens of a step still have those of earlier steps. They are padding, whose
-        # results are not used.
+        # Rows after the tokens of a step still hold tokens of earlier steps. They are padding, and
+        # their results are not used.
         self._token_ids = setup.table.token_ids[: sizes[-1]]
         self._positions = setup.table.positions[: sizes[-1]]
-        # One for all captures, since cuBLAS keeps memory for each stream.
+        # A single stream for all captures, since cuBLAS keeps memory for each stream.
         self._stream = torch.cuda.Stream(setup.model.device)
         self._captures = Captures(
             sizes, self._captured_on_stream, progress=setup.progress, may_lack=setup.is_alone
@@ -54,9 +54,9 @@ class StepGraphs(ABC, Generic[Capture]):
         return self._captures.missing_sizes
 
     def capture_graphs(self, *, only_largest: bool = False) -> None:
-        """Capture the missing sizes, or only the largest; a step captures the one that it needs.
+        """Capture the missing sizes, or only the largest; later steps capture their sizes.
 
-        All ranks of a group must do this at the same time. Raises what capturing raises.
+        All ranks of a group must do this at the same time. Raises the errors of the capture.
         """
         self._captures.capture_all(only_largest=only_largest)
 
@@ -75,7 +75,7 @@ class StepGraphs(ABC, Generic[Capture]):
             self._trace(size)
 
     def can_replay(self, inputs: StepInputs) -> bool:
-        """Return whether graphs can run a step; captures what is missing for it."""
+        """Return whether graphs can run a step; capture the missing graphs of the step."""
         return self._fits(inputs) and all(
             self._captures.find(num_tokens) is not None for num_tokens in self._sizes_of(inputs)
         )
@@ -93,7 +93,7 @@ class StepGraphs(ABC, Generic[Capture]):
 
     @abstractmethod
     def _sizes_of(self, inputs: StepInputs) -> tuple[int, ...]:
-        """Return the numbers of tokens whose captures the step replays."""
+        """Return the numbers of tokens of the captures that the step replays."""
 
     @abstractmethod
     def _capture(self, size: int) -> Capture:
@@ -110,9 +110,9 @@ class StepGraphs(ABC, Generic[Capture]):
         return found
 
     def _run_first(self, run: Callable[[], object]) -> None:
-        """Run the model once before the first capture.
+        """Run the model before the first capture.
 
-        Libraries allocate what they need at their first call, outside the captures' memory.
+        Libraries allocate memory at their first call, outside the captures' memory.
         """
         if self._captures.are_any:
             return
@@ -125,6 +125,6 @@ class StepGraphs(ABC, Generic[Capture]):
 
     @torch.inference_mode()
     def _captured_on_stream(self, size: int) -> Capture:
-        # If a capture fails, torch may leave its stream as the current one.
+        # If a capture fails, torch may leave its stream as the current stream.
         with torch.cuda.stream(torch.cuda.current_stream()):
             return self._capture(size)

@@ -1,6 +1,6 @@
 """Checksums of the blocks of a CPU pool, which outlive the rank with the pool.
 
-A block that was half written when the rank died, or changed by what killed it, is found by them.
+They reveal a block that was half written when the rank died, or damaged by the fault.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _IS_KNOWN = 1 << 32
 
 
 class BlockChecksums:
-    """The checksum of each block whose content is to be kept. Thread-safe for different blocks."""
+    """The checksum of each kept block. Thread-safe for different blocks."""
 
     def __init__(self, blocks: torch.Tensor, memory: memoryview) -> None:
         """`memory` has `BYTES_PER_BLOCK` for each of the blocks, and outlives the rank."""
@@ -46,7 +46,7 @@ class BlockChecksums:
         self._known[block] = self._checksum(block)
 
     def damaged_blocks(self) -> tuple[int, ...]:
-        """Return the blocks that have no checksum or another one; reads all others."""
+        """Return the blocks with a missing or wrong checksum; reads all others."""
         known = [int(block) for block in np.flatnonzero(self._known)]
         # zlib releases the GIL.
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:

@@ -19,7 +19,7 @@ __all__ = ["ChecksumJobs", "Fence"]
 
 
 class Fence(Protocol):
-    """The copies of a step and of those before it."""
+    """The copies of a step and of earlier steps."""
 
     @property
     def is_reached(self) -> bool:
@@ -34,7 +34,7 @@ class _Job(NamedTuple):
 
 
 class _CheckedFence:
-    """The copies up to a step, and the checksums of what they copied."""
+    """The copies up to a step, and the checksums of the copied blocks."""
 
     def __init__(self, fence: Fence, jobs: ChecksumJobs, num_jobs: int) -> None:
         self._fence, self._jobs, self._num_jobs = fence, jobs, num_jobs
@@ -50,7 +50,7 @@ class ChecksumJobs:
     def __init__(self, checksums: BlockChecksums) -> None:
         self._checksums = checksums
         self._waiting: deque[_Job] = deque()
-        """Jobs whose copies had not ended when they were last looked at."""
+        """Jobs with copies that had not ended at the last look."""
         self._queue: SimpleQueue[list[int] | None] = SimpleQueue()
         self._num_jobs = self._num_ended = 0
         self._is_closed = False
@@ -74,7 +74,7 @@ class ChecksumJobs:
         return _CheckedFence(fence, self, self._num_jobs)
 
     def have_ended(self, num_jobs: int) -> bool:
-        """Return whether the first `num_jobs` have ended; starts those that can be."""
+        """Return whether the first `num_jobs` have ended; start the jobs that can run."""
         while self._waiting and self._waiting[0].fence.is_reached:
             self._queue.put(self._waiting.popleft().blocks)
         return self._num_ended >= num_jobs

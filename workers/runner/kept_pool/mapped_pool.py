@@ -1,9 +1,8 @@
 """Maps the memory in which a CPU pool outlives its rank.
 
-Only one process maps it at a time, so that none changes it after another one took its place. A
-digest after the blocks says what they were computed from; it is written once the scheduler knows
-that the blocks are new. A rank that computes other keys and values than the one before starts with
-zeros.
+Only one process maps the pool at a time: a replaced rank can no longer write to it. A digest after
+the blocks names their origin; it is written once the scheduler knows that the blocks are new. A
+rank that computes other keys and values than its predecessor starts with zeros.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ class MappedPool:
         origin: bytes,
         timeout_s: float = _LOCK_TIMEOUT_S,
     ) -> None:
-        """Map `num_bytes` of blocks; `origin`, 32 bytes, says what they depend on.
+        """Map `num_bytes` of blocks that depend on `origin`, 32 bytes.
 
-        `num_extra_bytes` are kept with the blocks. Raises OSError if the memory is not
-        available, or another process does not release it.
+        `num_extra_bytes` are kept with the blocks. Raises OSError if the memory is not available,
+        or another process does not release it.
         """
         assert len(origin) == 32
         self._origin = origin
@@ -52,7 +51,7 @@ class MappedPool:
             _lock(descriptor, timeout_s)
             has_size = os.fstat(descriptor).st_size == size
             self.is_former = has_size and os.pread(descriptor, len(origin), start) == origin
-            """Whether it has what another process wrote and confirmed."""
+            """Whether another process wrote and confirmed the content."""
             if not self.is_former:
                 os.ftruncate(descriptor, 0)
                 os.ftruncate(descriptor, size)
@@ -64,7 +63,7 @@ class MappedPool:
         self.extra = memoryview(self.memory)[first : first + num_extra_bytes]
 
     def confirm(self) -> None:
-        """Let the next process find the content, which is no longer mistaken for an older one."""
+        """Let the next process find the content, instead of mistaking it for an older pool."""
         self.memory[self._start : self._start + len(self._origin)] = self._origin
 
 

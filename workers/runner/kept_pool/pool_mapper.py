@@ -54,13 +54,13 @@ class PoolMapper:
 
 
 class PoolOrigin:
-    """What a CPU pool was computed from: the rank's part of the model, and its weights.
+    """Origin of a CPU pool: the rank's part of the model, and its weights.
 
     Weights count as the same if their files have the same names, sizes and times.
     """
 
     def __init__(self, config: EngineConfig, *, rank: int) -> None:
-        """Make it before the weights are loaded: a file that is replaced later is another one."""
+        """Make it before the weights are loaded: a file that is replaced later differs."""
         files = () if config.load_format == "dummy" else _weight_files(config.model.folder)
         parallel = config.parallel.tensor_parallel_size, config.parallel.enable_expert_parallel
         seed = config.load_format, config.load_seed
@@ -74,7 +74,7 @@ class PoolOrigin:
 def _weight_files(folder: Path) -> tuple[tuple[str, int, int], ...]:
     files = []
     for path in sorted(folder.glob("*.safetensors")):
-        # One that cannot be read is none of the weights, or these cannot be loaded.
+        # An unreadable file holds no weights, or the weights cannot be loaded.
         with suppress(OSError):
             status = path.stat()
             files.append((path.name, status.st_size, status.st_mtime_ns))
