@@ -10,8 +10,7 @@ from cluster.serving.connections.connection_limits import connection_limits
 from cluster.serving.http.allowed_hosts import AllowedHosts
 from cluster.serving.http.server import HttpServer
 from cluster.serving.http_app import build_http_app
-from cluster.serving.responses.response_store import ResponseStore
-from cluster.serving.responses.stored_responses import StoredResponses
+from cluster.serving.responses.stored_responses import ResponseStore, StoredResponses
 from cluster.serving.rpc.server import GrpcServer
 from cluster.serving.servicer import Servicer
 

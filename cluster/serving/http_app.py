@@ -10,8 +10,7 @@ from cluster.serving.http.app import HttpApp
 from cluster.serving.openai.endpoints import openai_endpoints
 from cluster.serving.openai.score_endpoints import score_endpoints
 from cluster.serving.responses.endpoints import responses_endpoints
-from cluster.serving.responses.response_store import ResponseStore
-from cluster.serving.responses.stored_responses import StoredResponses, StoreLimits
+from cluster.serving.responses.stored_responses import ResponseStore, StoredResponses, StoreLimits
 
 if TYPE_CHECKING:
     from cluster.serving.http.allowed_hosts import AllowedHosts

@@ -8,22 +8,24 @@ from cluster.serving.admin.openapi_operations import OPERATIONS, ApiOperation
 from cluster.serving.admin.openapi_responses import RESPONSE_SCHEMAS
 from cluster.serving.admin.tokenize_body import DetokenizeBody, TokenizeBody
 from cluster.serving.anthropic.blocks import BLOCKS
-from cluster.serving.anthropic.conversation_body import OutputConfig
-from cluster.serving.anthropic.count_body import CountBody
-from cluster.serving.anthropic.messages_body import MessagesBody, OutputFormat
-from cluster.serving.anthropic.tool_fields import AnthropicTool
+from cluster.serving.anthropic.conversation_body import AnthropicTool, OutputConfig
+from cluster.serving.anthropic.messages_body import CountBody, MessagesBody, OutputFormat
 from cluster.serving.openai.bodies.chat_body import ChatBody
 from cluster.serving.openai.bodies.completion_body import CompletionBody
-from cluster.serving.openai.bodies.content_parts import CONTENT_PARTS
 from cluster.serving.openai.bodies.embedding_body import EmbeddingBody
-from cluster.serving.openai.bodies.messages import CalledFunction, Message, MessageCall
-from cluster.serving.openai.bodies.score_body import DocumentObject, RerankBody, ScoreBody
-from cluster.serving.openai.bodies.stream_options import StreamOptions
-from cluster.serving.openai.bodies.structure import (
+from cluster.serving.openai.bodies.generation_body import StreamOptions
+from cluster.serving.openai.bodies.messages import (
+    CONTENT_PARTS,
+    CalledFunction,
+    Message,
+    MessageCall,
+)
+from cluster.serving.openai.bodies.sampling_fields import (
     JsonSchemaFormat,
     ResponseFormat,
     StructuredOutputs,
 )
+from cluster.serving.openai.bodies.score_body import DocumentObject, RerankBody, ScoreBody
 from cluster.serving.openai.bodies.tool_fields import (
     AllowedTools,
     AllowedToolsChoice,
@@ -32,9 +34,8 @@ from cluster.serving.openai.bodies.tool_fields import (
     ToolChoiceObject,
     ToolObject,
 )
-from cluster.serving.responses.function_tools import FunctionTool, NamespaceTool
 from cluster.serving.responses.input_body import TextConfig
-from cluster.serving.responses.items import ITEMS
+from cluster.serving.responses.items import ITEMS, FunctionTool, NamespaceTool
 from cluster.serving.responses.responses_body import InputTokensBody, ResponsesBody
 from pagedray.version import __version__
 

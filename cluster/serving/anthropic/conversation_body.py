@@ -1,8 +1,10 @@
-"""The fields that the bodies of Anthropic's endpoints have in common."""
+"""Conversations in Anthropic's format, as every body of the Messages API has them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from itertools import chain, groupby, takewhile
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import FailFast, Field
@@ -12,32 +14,93 @@ from cluster.serving.anthropic.blocks import (
     read_anthropic_messages,
     read_system_prompt,
 )
-from cluster.serving.anthropic.system_messages import (
-    has_later_system_messages,
-    merge_system_messages,
-)
-from cluster.serving.anthropic.tool_fields import (
-    NO_TOOLS_OF_ANTHROPIC,
-    AnthropicToolChoice,
-    read_anthropic_choice,
-    read_anthropic_tool,
-)
-from cluster.serving.anthropic.turns import combine_turns
 from cluster.serving.openai.bodies.chat_body import MAX_MESSAGES
-from cluster.serving.openai.bodies.field_kinds import bounds, template_variables_field
-from cluster.serving.schema.body import Body, BodyPart, Defaults, named_schema
+from cluster.serving.openai.bodies.parameters import bounds, template_variables_field
+from cluster.serving.schema.body import Body, BodyPart, Defaults, OpenPart, named_schema
 from cluster.serving.schema.body_reader import read_part
 from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
 from cluster.serving.text.templates.template_arguments import Effort, TemplateArguments
-from cluster.serving.tools.tool import MAX_TOOLS
-from cluster.serving.tools.tool_choice import ToolUse, read_each_tool
+from cluster.serving.tools.tool import MAX_TOOLS, NAME_PATTERN, Tool
+from cluster.serving.tools.tool_choice import ToolChoice, ToolUse, read_each_tool
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from cluster.serving.anthropic.model_support import ModelSupport
+    from collections.abc import Iterable, Sequence
+
     from cluster.serving.tools.tool_calls import ToolCallFormat
 
-__all__ = ["ConversationBody", "OutputConfig"]
+__all__ = [
+    "AnthropicTool",
+    "ConversationBody",
+    "ModelSupport",
+    "OutputConfig",
+    "joined_texts",
+    "merge_system_messages",
+]
+
+_COMBINED = ("user", "assistant")
+_ANSWERED = ("tool", "user")
+NO_TOOLS_OF_ANTHROPIC = "tools run by Anthropic are not available"
+
+
+class AnthropicTool(OpenPart):
+    """A function that the model may call."""
+
+    name: str = Field(json_schema_extra={"pattern": NAME_PATTERN})
+    type: Literal["custom"] = "custom"
+    description: str | None = None
+    input_schema: Any = Field(json_schema_extra={"type": "object"})  # Any: a JSON schema
+    defer_loading: Literal[False] = False
+    allowed_callers: list[Literal["direct"]] | None = None
+    strict: bool | None = Field(
+        None, description="Whether calls that are not forced follow the schema, too."
+    )
+
+
+class AnthropicToolChoice(BodyPart):
+    """Whether and which tool must be called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+def read_anthropic_tool(given: object, where: str) -> Tool:
+    """Return the tool of a request, `where` in it. Raises InvalidRequestError."""
+    if isinstance(given, dict) and given.get("type") not in (None, "custom"):
+        raise InvalidRequestError(
+            f"{where}.type must be custom: {NO_TOOLS_OF_ANTHROPIC}.", param=f"{where}.type"
+        )
+    schema = given.get("input_schema") if isinstance(given, dict) else None
+    # Nulls in the schema are values.
+    kept = {**given, "input_schema": {}} if isinstance(given, dict) and schema else given
+    read = read_part(AnthropicTool, kept, where)
+    if not isinstance(schema, dict):
+        param = f"{where}.input_schema"
+        raise InvalidRequestError(f"{param} must be a JSON Schema object.", param=param)
+    tool = Tool(
+        name=read.name,
+        description=read.description,
+        parameters=schema,
+        is_strict=bool(read.strict),
+        extra=read.model_extra,
+    )
+    tool.check_limits(where, schema_param=f"{where}.input_schema")
+    return tool
+
+
+def read_anthropic_choice(given: AnthropicToolChoice | None, *, has_tools: bool) -> ToolChoice:
+    """Return which tools must be called. Raises InvalidRequestError."""
+    if given is None:
+        return ToolChoice(kind="auto" if has_tools else "none")
+    is_parallel = not given.disable_parallel_tool_use
+    if given.type == "tool":
+        if given.name is None:
+            raise InvalidRequestError("tool_choice.name is required.", param="tool_choice.name")
+        return ToolChoice(kind="named", name=given.name, is_parallel=is_parallel)
+    if given.type == "any":
+        return ToolChoice(kind="required", is_parallel=is_parallel)
+    return ToolChoice(kind=given.type, is_parallel=is_parallel)
 
 
 class Thinking(BodyPart):
@@ -224,3 +287,97 @@ class ConversationBody(Body):
         kept = {name: one for name, one in self.output_config.items() if name != "format"}
         read = read_part(OutputConfig, kept, "output_config")
         return read.model_copy(update={"format": self.output_config.get("format")})
+
+
+def combine_turns(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
+    """Return a conversation in which a message of the user or the assistant never follows another.
+
+    Results of tools and system messages remain separate.
+    """
+    combined: list[ChatMessage] = []
+    for role, group in groupby(messages, key=lambda message: message.role):
+        turns = list(group)
+        combined += [_as_one(turns)] if role in _COMBINED and len(turns) > 1 else turns
+    return tuple(combined)
+
+
+def joined_texts(texts: Iterable[str]) -> str:
+    """Return texts with a blank line between them, without empty ones."""
+    return "\n\n".join(text for text in texts if text)
+
+
+def _as_one(turns: Sequence[ChatMessage]) -> ChatMessage:
+    reasoning = [one.reasoning for one in turns if one.reasoning is not None]
+    return replace(
+        turns[0],
+        content=joined_texts(one.content for one in turns),
+        tool_calls=tuple(chain.from_iterable(one.tool_calls for one in turns)),
+        reasoning=joined_texts(reasoning) if reasoning else None,
+    )
+
+
+def has_later_system_messages(messages: Sequence[ChatMessage]) -> bool:
+    """Return whether a system message is not the first message."""
+    return any(message.role == "system" for message in messages[1:])
+
+
+def merge_system_messages(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
+    """Return a conversation whose only system message, if any, is the first message.
+
+    Those at the beginning become one. A later one becomes the end of the user's turn or of the
+    tool's result before it; after a turn of the assistant, it becomes a part of what follows.
+    """
+    leading = tuple(takewhile(lambda message: message.role == "system", messages))
+    merged = (
+        [ChatMessage("system", joined_texts(one.content for one in leading))] if leading else []
+    )
+    waiting: list[str] = []
+    for message in messages[len(leading) :]:
+        if message.role == "system":
+            waiting.append(message.content)
+            continue
+        merged.append(_with_text(merged, waiting, message))
+        waiting = []
+    if waiting:
+        merged += _ending(merged, waiting)
+    return tuple(merged)
+
+
+def _with_text(
+    merged: list[ChatMessage], waiting: Sequence[str], following: ChatMessage
+) -> ChatMessage:
+    """Put the waiting texts into the last message, or into the following one, which is returned."""
+    if not waiting:
+        return following
+    if merged[-1].role in _ANSWERED or following.role not in _ANSWERED:
+        merged += _ending(merged, waiting)
+        return following
+    # The result of a tool remains the first that follows its call.
+    texts = (
+        [following.content, *waiting] if following.role == "tool" else [*waiting, following.content]
+    )
+    return replace(following, content=joined_texts(texts))
+
+
+def _ending(merged: list[ChatMessage], waiting: Sequence[str]) -> list[ChatMessage]:
+    """Put the waiting texts into the last message, or return a message of the user with them."""
+    last = merged[-1]
+    if last.role not in _ANSWERED:
+        return [ChatMessage("user", joined_texts(waiting))]
+    merged[-1] = replace(last, content=joined_texts([last.content, *waiting]))
+    return []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSupport:
+    """What a model and its chat template support; the template may be another one with tools."""
+
+    known_variables: frozenset[str]
+    """The variables of the chat template that a request may set."""
+    keeps_system_messages: Callable[[], bool]
+    """Returns whether the template writes later system messages at their places.
+
+    The first call renders the template.
+    """
+    can_limit_reasoning: bool
+    """Whether the model's reasoning can be ended after a number of tokens."""

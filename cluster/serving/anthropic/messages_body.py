@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from cluster.serving.anthropic.conversation_body import ConversationBody
-from cluster.serving.inputs import GenerationInput
+from cluster.serving.inputs import GenerationInput, TokenizeInput
 from cluster.serving.json_bodies.json_text import json_text
-from cluster.serving.openai.bodies.field_kinds import bounds, cache_salt_field
-from cluster.serving.openai.bodies.parameters import IGNORED
+from cluster.serving.openai.bodies.parameters import IGNORED, bounds, cache_salt_field
 from cluster.serving.schema.body import BodyPart, Defaults
 from cluster.serving.schema.body_reader import read_part
 from cluster.structured.grammar.grammar_text import MAX_TEXT_BYTES
@@ -20,10 +19,10 @@ from pagedray.sampling_params import MAX_STOP, MAX_STOP_LENGTH
 from pagedray.structure import Structure
 
 if TYPE_CHECKING:
-    from cluster.serving.anthropic.model_support import ModelSupport
+    from cluster.serving.anthropic.conversation_body import ModelSupport
     from cluster.serving.tools.tool_choice import ToolUse
 
-__all__ = ["MessagesBody", "OutputFormat"]
+__all__ = ["CountBody", "MessagesBody", "OutputFormat"]
 
 
 class OutputFormat(BodyPart):
@@ -126,3 +125,14 @@ class MessagesBody(ConversationBody):
             )
         text = json_text(schema, f"{param}.schema", most_bytes=MAX_TEXT_BYTES)
         return Structure(kind="json_schema", text=text)
+
+
+class CountBody(ConversationBody):
+    """A conversation whose tokens are counted."""
+
+    def to_input(
+        self, tools: ToolUse, support: ModelSupport, *, note_ignored: Callable[[str], None]
+    ) -> TokenizeInput:
+        """Return the input of the call. Raises InvalidRequestError."""
+        prompt = self.prompt(tools, support, note_ignored=note_ignored)
+        return TokenizeInput(prompt=prompt, model=self.model)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from cluster.serving.openai.choice_format import ChoiceFormat
-from cluster.serving.openai.prompt_reports import finite
+from cluster.serving.openai.response_choice import TextOffsets, finite
+from cluster.serving.text.detokenizer import IncrementalDetokenizer
 from cluster.serving.tools.turn_reader import TurnDelta
+from pagedray.request import FinishReason
 
 if TYPE_CHECKING:
     from cluster.serving.http.errors import Json
@@ -24,7 +26,94 @@ if TYPE_CHECKING:
     from cluster.serving.tools.turns import Turn, Turns
     from pagedray.batch import TokenLogprobs
 
-__all__ = ["ChatFormat"]
+__all__ = ["ChatFormat", "ChoiceFormat", "CompletionFormat"]
+
+
+class ChoiceFormat(ABC):
+    """How one endpoint writes the response to one call."""
+
+    id_prefix: ClassVar[str]
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+    bare_begin: ClassVar[bytes]
+    """The JSON between a choice's index and its text."""
+    bare_end: ClassVar[bytes]
+    has_prompt_in_choice: ClassVar[bool]
+    """Whether what belongs to a prompt is written in its choices: there may be several prompts."""
+
+    def __init__(
+        self, generation: GenerationCall, token_bytes: TokenBytes, options: ResponseOptions
+    ) -> None:
+        self.generation = generation
+        self.token_bytes = token_bytes
+        self.options = options
+
+    def head(self, kind: str) -> Json:
+        """Return the fields of an object of this kind that do not depend on the output."""
+        return {
+            "id": f"{self.id_prefix}-{self.generation.id}",
+            "object": kind,
+            "created": self.options.created_s,
+            "model": self.options.model,
+        }
+
+    def usage(self, usage: Usage) -> Json:
+        """Return the numbers of tokens."""
+        return {
+            "prompt_tokens": usage.num_prompt_tokens,
+            "completion_tokens": usage.num_generated_tokens,
+            "total_tokens": usage.num_prompt_tokens + usage.num_generated_tokens,
+            "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+        }
+
+    def prompt_ids(self, prompt_index: int) -> Json:
+        """Return the token ids of a prompt."""
+        return {"prompt_token_ids": self.generation.prompts[prompt_index]}
+
+    def begin_turn(self) -> Turn | None:
+        """Return what finds reasoning and tool calls in a choice, or None if nothing does."""
+        return None
+
+    def reason(self, sequence: SequenceOutput, choice: ResponseChoice) -> str | None:
+        """Return why a choice has ended, or None if it has not."""
+        reason = sequence.finish_reason
+        # OpenAI defines no such reason; an event with the error follows.
+        return None if reason is None or reason is FinishReason.ERROR else reason.value
+
+    def logprobs(self, output: SequenceOutput, choice: ResponseChoice) -> Json | None:
+        """Return the log-probabilities of an output's tokens, or None if they are not requested."""
+        if not self.options.has_logprobs:
+            return None
+        tokens = zip(output.token_ids, output.logprobs, strict=True)
+        return self.token_logprobs(list(tokens), choice)
+
+    def token_text(self, token_id: int) -> str:
+        """Return a token as log-probabilities name it."""
+        if self.options.names_tokens_by_id:
+            return f"token_id:{token_id}"
+        return self.token_bytes.text_of(token_id)
+
+    def add_content(self, sequence: SequenceOutput, choice: CompleteChoice) -> None:
+        """Add an output to a complete choice."""
+        choice.texts.append(sequence.text)
+
+    @abstractmethod
+    def content(self, choice: CompleteChoice) -> Json:
+        """Return the content of a complete choice."""
+
+    @abstractmethod
+    def delta(self, sequence: SequenceOutput, choice: StreamedChoice) -> Json:
+        """Return the delta of a streamed choice, which may be empty."""
+
+    @abstractmethod
+    def wrapped(self, delta: Json) -> Json:
+        """Return the content of a streamed choice with this delta."""
+
+    @abstractmethod
+    def token_logprobs(
+        self, tokens: list[tuple[int, TokenLogprobs]], choice: ResponseChoice
+    ) -> Json:
+        """Return log-probabilities in the endpoint's format."""
 
 
 @dataclass(slots=True)
@@ -181,3 +270,59 @@ def _function_delta(calls: list[ToolCallDelta]) -> Json:
     name = calls[0].name
     delta: Json = {} if name is None else {"name": name}
     return {**delta, "arguments": "".join(call.arguments for call in calls)}
+
+
+class CompletionFormat(ChoiceFormat):
+    """The format of /v1/completions."""
+
+    id_prefix = "cmpl"
+    kind = "text_completion"
+    chunk_kind = "text_completion"
+    bare_begin = b',"text":'
+    bare_end = b""
+    has_prompt_in_choice = True
+
+    def content(self, choice: CompleteChoice) -> Json:
+        return {"text": "".join(choice.texts)}
+
+    def delta(self, sequence: SequenceOutput, choice: StreamedChoice) -> Json:
+        return {"text": sequence.text} if sequence.text else {}
+
+    def wrapped(self, delta: Json) -> Json:
+        return delta or {"text": ""}
+
+    def token_logprobs(
+        self, tokens: list[tuple[int, TokenLogprobs]], choice: ResponseChoice
+    ) -> Json:
+        token_ids = [token_id for token_id, _ in tokens]
+        texts = [self.token_text(token_id) for token_id in token_ids]
+        if choice.offsets is None:
+            choice.offsets = self._offsets(choice.index // self.options.num_per_prompt)
+        return {
+            "tokens": texts,
+            "token_logprobs": [finite(logprobs.chosen) for _, logprobs in tokens],
+            "top_logprobs": [
+                self._top(text, logprobs) for text, (_, logprobs) in zip(texts, tokens, strict=True)
+            ],
+            "text_offset": choice.offsets.of_tokens(token_ids),
+        }
+
+    def _offsets(self, prompt_index: int) -> TextOffsets:
+        """Return the offsets of what is generated for a prompt."""
+        detokenizer = IncrementalDetokenizer.after(
+            self.generation.prompts[prompt_index],
+            self.token_bytes,
+            skips_special_tokens=self.options.skips_special_tokens,
+        )
+        echoed = self.options.echoed_texts
+        text = echoed[prompt_index] if echoed else ""
+        return TextOffsets(self.token_bytes, detokenizer, text=text)
+
+    def _top(self, text: str, logprobs: TokenLogprobs) -> Json:
+        top: Json = {
+            self.token_text(token_id): finite(value)
+            for token_id, value in zip(logprobs.token_ids, logprobs.logprobs, strict=True)
+        }
+        # The sampled token is included even if it is not among the top ones.
+        top.setdefault(text, finite(logprobs.chosen))
+        return top

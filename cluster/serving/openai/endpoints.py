@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -16,26 +17,26 @@ from cluster.serving.http.body import JSON_TYPE
 from cluster.serving.http.endpoint import Endpoint, json_response
 from cluster.serving.inputs import EmbeddingInput, GenerationInput
 from cluster.serving.model_name import served_names
-from cluster.serving.openai.answer import answer_call
 from cluster.serving.openai.bodies.chat_body import ChatBody
 from cluster.serving.openai.bodies.completion_body import CompletionBody
 from cluster.serving.openai.bodies.embedding_body import EmbeddingBody
-from cluster.serving.openai.chat_format import ChatFormat
-from cluster.serving.openai.completion_format import CompletionFormat
-from cluster.serving.openai.event_stream import unless_disconnected
+from cluster.serving.openai.chat_format import ChatFormat, CompletionFormat
+from cluster.serving.openai.event_stream import EventStream, answer_call, unless_disconnected
 from cluster.serving.openai.generation_response import GenerationResponse
-from cluster.serving.openai.response_choice import ResponseOptions
-from cluster.serving.openai.resuming import StreamHandlers, format_of
+from cluster.serving.openai.response_choice import DONE_EVENT, ResponseOptions, error_event
 from cluster.serving.resume.registry import StreamFormat
 from cluster.serving.schema.field_errors import renamed
 from cluster.serving.tools.turns import Turns
-from pagedray.errors import InvalidRequestError
+from pagedray.errors import InvalidRequestError, PagedRayError
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
     from cluster.serving.http.errors import Json
     from cluster.serving.http.http_call import HttpCall
     from cluster.serving.openai.bodies.generation_body import GenerationBody
-    from cluster.serving.openai.choice_format import ChoiceFormat
+    from cluster.serving.openai.chat_format import ChoiceFormat
+    from cluster.serving.resume.stream import StreamReader
     from cluster.serving.servicer import EmbeddingOutput, GenerationCall, Servicer
     from cluster.serving.tools.tool_choice import ToolUse
 
@@ -43,7 +44,6 @@ __all__ = ["openai_endpoints"]
 
 _MAX_ENCODED_NUMBERS = 2**14
 """Numbers encoded between two turns of the event loop."""
-
 _encode = msgspec.json.Encoder().encode
 
 
@@ -298,3 +298,68 @@ async def _encoded(output: EmbeddingOutput, *, kind: str, field: str, as_base64:
             num_numbers = 0
             await asyncio.sleep(0)
     return b",".join(entries)
+
+
+def format_of(call: HttpCall, raw: bytes) -> StreamFormat:
+    """Return the format of the stream of a request, given the bytes of its body."""
+    path = call.request.scope["path"]
+    return StreamFormat("http", path, hashlib.sha256(raw).digest())
+
+
+class StreamHandlers:
+    """Keeps streams, and answers the requests that resume or end them."""
+
+    def __init__(self, servicer: Servicer) -> None:
+        self._servicer = servicer
+
+    def keep(
+        self, generation: GenerationCall, response: GenerationResponse, form: StreamFormat
+    ) -> EventStream:
+        """Return the response to a call whose stream can be resumed."""
+        events = response.numbered_events()
+        reader = self._servicer.resumables.open_stream(generation, events, form)
+        return _event_stream(generation.id, reader)
+
+    def resume_post(self, call: HttpCall, number: int, form: StreamFormat) -> Response:
+        """Return the response to a request that was sent again. Raises PagedRayError."""
+        with call.metrics.counting_rejections("http"):
+            if call.client_id is None:
+                raise InvalidRequestError(
+                    "Last-Event-ID requires the X-Request-Id of the stream.", param="X-Request-Id"
+                )
+            return self._resume(call, call.client_id, number, form)
+
+    async def resume(self, call: HttpCall) -> Response:
+        """Answer GET with the rest of a stream."""
+        with call.metrics.counting_rejections("http"):
+            return self._resume(call, call.path_value, call.last_event_number or 0, None)
+
+    async def end(self, call: HttpCall) -> Response:
+        """Answer DELETE: abort a call and forget its stream, if there is one."""
+        self._servicer.abort_call(call.tenant.name, call.path_value)
+        return json_response({"id": call.path_value, "object": "stream", "deleted": True})
+
+    def _resume(
+        self, call: HttpCall, client_id: str, number: int, form: StreamFormat | None
+    ) -> Response:
+        reader = self._servicer.resumables.resume_stream(
+            call.tenant.name, client_id, number, protocol="http", form=form
+        )
+        call.metrics.count_resume("http")
+        if reader is None:
+            # An EventSource asks again until it gets this status.
+            return Response(status_code=204)
+        return _event_stream(client_id, reader)
+
+
+def _event_stream(request_id: str, reader: StreamReader) -> EventStream:
+    return EventStream(request_id, _events(reader), close=reader.close)
+
+
+async def _events(reader: StreamReader) -> AsyncGenerator[bytes]:
+    try:
+        async for events in reader:
+            yield b"".join(events)
+    except PagedRayError as error:
+        yield error_event(error)
+        yield DONE_EVENT

@@ -7,30 +7,48 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import aclosing
-from typing import TYPE_CHECKING, TypeVar
+from abc import ABC, abstractmethod
+from contextlib import aclosing, asynccontextmanager
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from cluster.serving.continuation import PROGRESS_KEY
-from cluster.serving.http.kept_response import pieces_of
-from cluster.serving.openai.waiting_events import WaitingEvents
+from cluster.serving.http.kept_response import pieces_of, whole_response
+from cluster.serving.tools.turn_reader import TurnDelta
+from pagedray.errors import PagedRayError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+    from collections.abc import (
+        AsyncGenerator,
+        AsyncIterator,
+        Awaitable,
+        Callable,
+        Coroutine,
+        Sequence,
+    )
 
     from starlette.types import Receive, Scope, Send
 
     from cluster.serving.continuation import Encoded
+    from cluster.serving.http.http_call import HttpCall
+    from cluster.serving.memory.output_buffer import OutputBuffer
+    from cluster.serving.servicer import GenerationCall, GenerationOutput, Servicer, Usage
+    from cluster.serving.text.text_stream import SequenceOutput
+    from cluster.serving.tools.turns import Turns
 
-__all__ = ["EventStream", "unless_disconnected"]
+__all__ = ["EventResponse", "EventStream", "answer_call", "unless_disconnected"]
 
 _PAUSE_RATIO = 3.0
 """How long a pause between pieces is, compared with the time to send one."""
 _MAX_PAUSE_S = 0.01
-
 Result = TypeVar("Result")
+_OUTPUT_BYTES = 128
+"""Memory of an output without its content."""
+
+_INTERVAL_S = 15.0
+"""Proxies and clients often close a connection on which nothing arrives for a minute or more."""
 
 
 class EventStream(Response):
@@ -145,3 +163,173 @@ async def unless_disconnected(receive: Receive, work: Coroutine[None, None, Resu
 async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+class _Body(Protocol):
+    """The response in the shape of one API."""
+
+    def events(self) -> AsyncGenerator[bytes | tuple[bytes, ...]]:
+        """Yield server-sent events, large ones in parts; an error becomes the last one."""
+
+    async def complete(self, buffer: OutputBuffer) -> Sequence[bytes]:
+        """Return the response once it is complete; its parts are counted in `buffer`."""
+
+
+async def answer_call(
+    servicer: Servicer,
+    call: HttpCall,
+    generation: GenerationCall,
+    body: _Body,
+    *,
+    is_stream: bool,
+    waiting_event: bytes | None = None,
+) -> Response:
+    """Return the HTTP response. Raises PagedRayError if a complete response fails.
+
+    A stream sends `waiting_event`, if any, after every 15 seconds without an event.
+    """
+    if is_stream:
+        return EventStream(
+            generation.id,
+            body.events(),
+            close=generation.close,
+            take_progress=None if call.continuation is None else generation.follow_progress(),
+            waiting_event=waiting_event,
+        )
+    buffer = servicer.buffers.open_buffer(call.tenant.name)
+    try:
+        parts = await unless_disconnected(call.request.receive, body.complete(buffer))
+    except BaseException:
+        buffer.clear()
+        raise
+    finally:
+        generation.close()
+    return whole_response(parts, buffer, headers={"x-request-id": generation.id})
+
+
+class EventResponse(ABC):
+    """The response to a call of one sequence."""
+
+    def __init__(self, generation: GenerationCall, turns: Turns) -> None:
+        self._generation = generation
+        self._turns = turns
+        self._turn = turns.begin_turn() if turns.are_read else None
+        self._num_events = 0
+        """Events that were written, in an API that numbers them."""
+
+    async def complete(self, buffer: OutputBuffer) -> Sequence[bytes]:
+        """Return the response once it is complete. Raises PagedRayError.
+
+        Its parts are counted in `buffer` while they are collected.
+        """
+        usage = last = None
+        async with aclosing(self._generation.outputs()) as outputs:
+            async for output in outputs:
+                usage = output.usage
+                (last,) = output.sequences
+                error = last.failure
+                try:
+                    if error is not None:
+                        raise error
+                    buffer.collect(_OUTPUT_BYTES + len(last.text))
+                except PagedRayError as rejection:
+                    self._generation.close(rejection)
+                    raise
+                self._collect(self._delta(last))
+        assert usage is not None
+        assert last is not None
+        await asyncio.sleep(0)
+        parts = self._encode_response(last, usage)
+        # It may repeat more of the request than was generated.
+        buffer.collect(sum(map(len, parts)))
+        return parts
+
+    async def events(self) -> AsyncGenerator[bytes | tuple[bytes, ...]]:
+        """Yield server-sent events, large ones in parts; an error becomes the last one."""
+        if self._generation.replayed is not None:
+            # The client has received these events, perhaps in smaller pieces.
+            self._encode_events(self._generation.replayed)
+            assert self._generation.continuation is not None
+            self._num_events = self._generation.continuation.num_events
+        try:
+            async with aclosing(self._generation.outputs()) as outputs:
+                async for output in outputs:
+                    written = self._encode_events(output)
+                    if written:
+                        yield written
+                    for sequence in output.sequences:
+                        if (error := sequence.failure) is not None:
+                            raise error
+        except Exception as error:
+            yield self._error_event(self._generation.end_with(error))
+
+    def _delta(self, sequence: SequenceOutput) -> TurnDelta:
+        if self._turn is None:
+            return TurnDelta(content=sequence.text)
+        return self._turn.read(sequence)
+
+    @abstractmethod
+    def _collect(self, delta: TurnDelta) -> None:
+        """Add what the turn gained to the complete response."""
+
+    @abstractmethod
+    def _encode_response(self, last: SequenceOutput, usage: Usage) -> Sequence[bytes]:
+        """Return the parts of the complete response; `last` is the last output."""
+
+    @abstractmethod
+    def _encode_events(self, output: GenerationOutput) -> bytes | tuple[bytes, ...]:
+        """Return the events of the next output, none of them for an error; large ones in parts."""
+
+    @abstractmethod
+    def _error_event(self, error: PagedRayError) -> bytes:
+        """Return the event of an error."""
+
+
+class WaitingEvents:
+    """Sends an event after every 15 seconds in which nothing else was sent."""
+
+    def __init__(self, send: Callable[[], Awaitable[None]]) -> None:
+        """`send` sends one such event."""
+        self._send = send
+        self._is_held = False
+        self._being_sent: asyncio.Future[None] | None = None
+        self._last_s = 0.0
+        """When the last event of any kind was sent."""
+
+    @asynccontextmanager
+    async def sending(self) -> AsyncIterator[None]:
+        """Send them inside of the block."""
+        self._last_s = asyncio.get_running_loop().time()
+        task = asyncio.create_task(self._run())
+        try:
+            yield
+        finally:
+            task.cancel()
+            # If the client does not read, sending the next event fails as well.
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def hold(self) -> None:
+        """Send none until `release` is called, and wait for one that is being sent."""
+        self._is_held = True
+        if self._being_sent is not None:
+            await self._being_sent
+
+    def release(self) -> None:
+        """Note that another event has been sent."""
+        self._is_held = False
+        self._last_s = asyncio.get_running_loop().time()
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            passed_s = loop.time() - self._last_s
+            if self._is_held or passed_s < _INTERVAL_S:
+                await asyncio.sleep(_INTERVAL_S if self._is_held else _INTERVAL_S - passed_s)
+                continue
+            self._being_sent = loop.create_future()
+            try:
+                await self._send()
+            finally:
+                self._being_sent.set_result(None)
+                self._being_sent = None
+            self._last_s = loop.time()

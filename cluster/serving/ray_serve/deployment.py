@@ -24,8 +24,7 @@ from cluster.serving.ray_serve.other_replicas import OtherServeReplicas
 from cluster.serving.ray_serve.pace import MESSAGES_PER_S, MessagePace
 from cluster.serving.ray_serve.routing.replica_calls import call_others, current_call_id
 from cluster.serving.ray_serve.served_replica import ServedReplica
-from cluster.serving.responses.response_store import ResponseStore
-from cluster.serving.responses.stored_responses import StoredResponses, StoreLimits
+from cluster.serving.responses.stored_responses import ResponseStore, StoredResponses, StoreLimits
 from workers.hub.locate import pin_model
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from cluster.engine.options.engine_options import EngineOptions
     from cluster.serving.continuation import Continuation
     from cluster.serving.inputs import Prompt
-    from cluster.serving.responses.response_store import Action, Kept
+    from cluster.serving.responses.stored_responses import Action, Kept
     from cluster.serving.server_info import ServerLoads
     from cluster.serving.servicer import EmbeddingOutput, GenerationOutput
     from pagedray.config import Device

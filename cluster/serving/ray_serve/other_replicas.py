@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 from ray.exceptions import RayActorError
 
 from cluster.serving.ray_serve.routing.replica_calls import call_named, find_replica
-from cluster.serving.responses.response_store import Kept, LostReplicaError
+from cluster.serving.responses.stored_responses import Kept, LostReplicaError
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
     from ray.serve._private.common import ReplicaID
 
-    from cluster.serving.responses.response_store import Action
+    from cluster.serving.responses.stored_responses import Action
 
 __all__ = ["OtherServeReplicas"]
 

@@ -13,11 +13,16 @@ from starlette.responses import Response
 from cluster.serving.http.body import JSON_TYPE
 from cluster.serving.http.endpoint import Endpoint, json_response
 from cluster.serving.inputs import GenerationInput, TokenizeInput
-from cluster.serving.openai.answer import answer_call
-from cluster.serving.responses.function_tools import FunctionName, FunctionTools
-from cluster.serving.responses.input_items import ItemsQuery, items_page, size_of_items
-from cluster.serving.responses.items import read_items
-from cluster.serving.responses.query import check_whole
+from cluster.serving.openai.event_stream import answer_call
+from cluster.serving.responses.items import (
+    FunctionName,
+    FunctionTools,
+    ItemsQuery,
+    check_whole,
+    items_page,
+    read_items,
+    size_of_items,
+)
 from cluster.serving.responses.response import ResponsesResponse
 from cluster.serving.responses.responses_body import Echo, InputTokensBody, ResponsesBody
 from cluster.serving.responses.stored_responses import StoredTurn
@@ -33,7 +38,7 @@ if TYPE_CHECKING:
     from cluster.serving.http.errors import Json
     from cluster.serving.http.http_call import HttpCall
     from cluster.serving.responses.input_body import InputBody
-    from cluster.serving.responses.response_store import ResponseStore
+    from cluster.serving.responses.stored_responses import ResponseStore
     from cluster.serving.servicer import Servicer
 
 __all__ = ["responses_endpoints"]

@@ -9,11 +9,10 @@ from pydantic import Field
 
 from cluster.serving.json_bodies.json_text import json_text
 from cluster.serving.openai.bodies.chat_body import MAX_MESSAGES
-from cluster.serving.openai.bodies.field_kinds import template_variables_field
-from cluster.serving.openai.bodies.structure import RequestedStructure
+from cluster.serving.openai.bodies.parameters import template_variables_field
+from cluster.serving.openai.bodies.sampling_fields import RequestedStructure
 from cluster.serving.openai.bodies.tool_fields import read_choice_of
-from cluster.serving.responses.function_tools import FunctionTools
-from cluster.serving.responses.items import ITEMS, read_items
+from cluster.serving.responses.items import ITEMS, FunctionTools, read_items
 from cluster.serving.schema.body import Body, BodyPart, named_schema
 from cluster.serving.schema.body_reader import read_part
 from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt

@@ -1,27 +1,76 @@
-"""The input of OpenAI's Responses API: a text, or a list of messages, tool calls and results."""
+"""Items of the Responses API: messages, function calls and their results, and pages of items."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
 from pydantic import Field
 
 from cluster.serving.json_bodies.call_arguments import read_arguments
 from cluster.serving.json_bodies.json_body import check_counts
-from cluster.serving.openai.bodies.content_parts import RefusalPart, TextPart
-from cluster.serving.responses.function_tools import model_name
+from cluster.serving.openai.bodies.messages import RefusalPart, TextPart
 from cluster.serving.schema.body import OpenPart, named_schema
 from cluster.serving.schema.body_reader import read_part
 from cluster.serving.schema.field_errors import missing_field
 from cluster.serving.text.templates.chat_prompt import ChatMessage, MessageToolCall
 from cluster.serving.tools.call_id import MAX_ID_LENGTH, check_id
+from cluster.serving.tools.tool import MAX_TOOLS, NAME_PATTERN, Tool
 from pagedray.errors import InvalidRequestError
+from pagedray.text import nearest_name, quote, quote_json
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
+    from starlette.datastructures import QueryParams
 
-__all__ = ["ITEMS", "read_items"]
+    from cluster.serving.http.errors import Json
+
+__all__ = [
+    "INCLUDE",
+    "ITEMS",
+    "FunctionName",
+    "FunctionTool",
+    "FunctionTools",
+    "ItemsQuery",
+    "NamespaceTool",
+    "check_included_fields",
+    "check_whole",
+    "items_page",
+    "read_items",
+    "size_of_items",
+]
+
+_encode = msgspec.json.Encoder().encode
+_MOST_ITEMS = 100
+_ITEM_BYTES = 256
+_CALL_BYTES = 2**14
+"""Bytes of a call with long arguments."""
+_ORDERS = ("asc", "desc")
+_Kind = Literal["message", "reasoning", "function_call", "function_call_output"]
+_PREFIXES: dict[_Kind, str] = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+}
+INCLUDE = "include"
+"""The name of the parameter."""
+_LOGPROBS = "message.output_text.logprobs"
+_WITHOUT_EFFECT = (
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+)
+"""Fields of items that no response has, or that are optional."""
+_LIST = "[]"
+"""Ends the name of a list, as OpenAI's clients write it."""
 
 
 class MessageItem(OpenPart):
@@ -77,6 +126,7 @@ class ReasoningItem(OpenPart):
 
 
 _Item = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem
+
 
 ITEMS: Mapping[str, type[_Item]] = {
     "function_call": FunctionCallItem,
@@ -234,3 +284,274 @@ def _call_of(item: FunctionCallItem, where: str) -> MessageToolCall:
     check_id(name, f"{where}.namespace")
     arguments = read_arguments(item.arguments, f"{where}.arguments")
     return MessageToolCall(id=item.call_id, name=name, arguments=arguments)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ItemsQuery:
+    """Which items a client requests."""
+
+    after: str | None = None
+    """The id of the item before the first one."""
+    limit: int = 20
+    is_ascending: bool = False
+
+    @classmethod
+    def from_params(cls, params: QueryParams) -> ItemsQuery:
+        """Return what a query requests. Raises InvalidRequestError."""
+        given = read_query(params, ("after", "include", "limit", "order"))
+        check_include(params)
+        limit, order = given.get("limit", "20"), given.get("order", "desc")
+        is_number = limit.isascii() and limit.isdecimal() and len(limit) < 4
+        if not (is_number and 1 <= int(limit) <= _MOST_ITEMS):
+            raise InvalidRequestError(
+                f"limit must be an integer from 1 to {_MOST_ITEMS}, not {quote(limit)}.",
+                param="limit",
+            )
+        if order not in _ORDERS:
+            raise InvalidRequestError(
+                f"order must be asc or desc, not {quote(order)}.", param="order"
+            )
+        return cls(after=given.get("after"), limit=int(limit), is_ascending=order == "asc")
+
+
+@dataclass(frozen=True, slots=True)
+class _ListedItem:
+    """An item, or where it is in a message."""
+
+    kind: _Kind
+    message: ChatMessage
+    call: MessageToolCall | None = None
+
+    def as_json(self, item_id: str) -> Json:
+        message, call = self.message, self.call
+        written: Json = {"id": item_id, "type": self.kind, "status": "completed"}
+        if call is not None:
+            arguments = _encode(call.arguments).decode()
+            return written | {"call_id": call.id, "name": call.name, "arguments": arguments}
+        if self.kind == "function_call_output":
+            named = {} if message.name is None else {"name": message.name}
+            return written | {"call_id": message.tool_call_id, "output": message.content, **named}
+        if self.kind == "reasoning":
+            content = [{"type": "reasoning_text", "text": message.reasoning}]
+            return written | {"summary": [], "content": content}
+        part: Json = {"type": "input_text", "text": message.content}
+        if message.role == "assistant":
+            part |= {"type": "output_text", "annotations": [], "logprobs": []}
+        return written | {"role": message.role, "content": [part]}
+
+
+def items_page(messages: Sequence[ChatMessage], response_id: str, query: ItemsQuery) -> bytes:
+    """Return a page of the items of messages in JSON. Raises InvalidRequestError."""
+    items = [item for message in messages for item in _items_of(message)]
+    number = response_id.removeprefix("resp_")
+
+    def id_at(place: int) -> str:
+        return f"{_PREFIXES[items[place].kind]}_{number}_{place}"
+
+    places = range(len(items)) if query.is_ascending else range(len(items) - 1, -1, -1)
+    if query.after is not None:
+        end = query.after.rpartition("_")[2]
+        is_place = end.isascii() and end.isdecimal() and len(end) <= len(str(len(items)))
+        if not (is_place and int(end) in places and id_at(int(end)) == query.after):
+            raise InvalidRequestError(
+                f"after must be the id of an item of the input, not {quote(query.after)}.",
+                param="after",
+            )
+        places = places[places.index(int(end)) + 1 :]
+    chosen = places[: query.limit]
+    written = [_encode(items[place].as_json(id_at(place))) for place in chosen]
+    rest: Json = {
+        "first_id": id_at(chosen[0]) if chosen else None,
+        "last_id": id_at(chosen[-1]) if chosen else None,
+        "has_more": len(chosen) < len(places),
+    }
+    return b'{"object":"list","data":[%b],%b' % (b",".join(written), _encode(rest)[1:])
+
+
+def size_of_items(messages: Sequence[ChatMessage]) -> int:
+    """Return about how many bytes all items of messages have in JSON.
+
+    Arguments of calls are not looked at, which would take as long as to write them.
+    """
+    return sum(
+        _ITEM_BYTES
+        + len(one.content)
+        + len(one.reasoning or "")
+        + _CALL_BYTES * len(one.tool_calls)
+        for one in messages
+    )
+
+
+def _items_of(message: ChatMessage) -> Iterator[_ListedItem]:
+    if message.role == "tool":
+        yield _ListedItem("function_call_output", message)
+        return
+    if message.reasoning:
+        yield _ListedItem("reasoning", message)
+    # An answer may be nothing but calls, or empty.
+    if message.content or not (message.tool_calls or message.reasoning):
+        yield _ListedItem("message", message)
+    for call in message.tool_calls:
+        yield _ListedItem("function_call", message, call)
+
+
+def check_included_fields(names: Iterable[object]) -> None:
+    """Raise InvalidRequestError for log-probabilities, and names unknown to OpenAI's API."""
+    for name in names:
+        if name == _LOGPROBS:
+            raise InvalidRequestError(
+                f"{_LOGPROBS} is not supported in include: use /v1/chat/completions.",
+                param=INCLUDE,
+            )
+        if name not in _WITHOUT_EFFECT:
+            raise InvalidRequestError(
+                f"include may contain {', '.join(_WITHOUT_EFFECT)}, not {quote_json(name)}.",
+                param=INCLUDE,
+            )
+
+
+def read_query(params: QueryParams, known: Collection[str]) -> dict[str, str]:
+    """Return the values of parameters by name. Raises InvalidRequestError for an unknown one."""
+    found: dict[str, str] = {}
+    for given, value in params.multi_items():
+        name = given.removesuffix(_LIST)
+        if name not in known:
+            nearest = nearest_name(name, known)
+            hint = "." if nearest is None else f": did you mean {nearest}?"
+            shown = name if name.isidentifier() and len(name) <= 64 else quote(name)
+            raise InvalidRequestError(f"{shown} is not supported in the query{hint}", param=shown)
+        if name in found and name != INCLUDE:
+            raise InvalidRequestError(f"{name} is given twice in the query.", param=name)
+        found[name] = value
+    return found
+
+
+def check_include(params: QueryParams) -> None:
+    """Raise InvalidRequestError if a client requests fields that it cannot have."""
+    values = (*params.getlist(INCLUDE), *params.getlist(INCLUDE + _LIST))
+    check_included_fields(name for value in values for name in value.split(","))
+
+
+def check_whole(params: QueryParams) -> None:
+    """Check that a client reads a response as a whole. Raises InvalidRequestError."""
+    given = read_query(params, (INCLUDE, "include_obfuscation", "starting_after", "stream"))
+    check_include(params)
+    if given.get("stream", "false") != "false":
+        raise InvalidRequestError(
+            "stream must be false: a stored response is complete.", param="stream"
+        )
+    if "starting_after" in given:
+        raise InvalidRequestError(
+            "starting_after is not supported: a stored response is complete.",
+            param="starting_after",
+        )
+
+
+class FunctionTool(OpenPart):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: str = Field(json_schema_extra={"pattern": NAME_PATTERN})
+    description: str | None = None
+    parameters: Any = Field(None, json_schema_extra={"type": "object"})  # Any: a JSON schema
+    strict: bool | None = Field(
+        None, description="Whether calls that are not forced follow the schema, too."
+    )
+    defer_loading: Literal[False] = False
+    is_async: Literal[False] = Field(False, alias="async")
+    allowed_callers: list[Literal["direct"]] | None = None
+
+
+class NamespaceTool(OpenPart):
+    """Functions that share a namespace; the model reads its name and a dot before theirs."""
+
+    type: Literal["namespace"]
+    name: str = Field(json_schema_extra={"pattern": "^[A-Za-z0-9_.-]{1,126}$"})
+    description: str | None = Field(
+        None, description="Ignored; the descriptions of the functions are used."
+    )
+    tools: Any = Field(  # Any: read separately, which keeps nulls in schemas
+        json_schema_extra={
+            "type": "array",
+            "items": named_schema("FunctionTool"),
+            "maxItems": MAX_TOOLS,
+        },
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionName:
+    """The name of a function as clients know it."""
+
+    name: str
+    namespace: str | None = None
+
+
+class FunctionTools:
+    """The functions of a call."""
+
+    def __init__(self) -> None:
+        self.tools: list[Tool] = []
+        """Named as the model knows them."""
+        self.names: dict[str, FunctionName] = {}
+        """The names of functions in namespaces, by those that the model knows."""
+
+    def read(self, given: object, param: str = "tools") -> None:
+        """Read the tools of a parameter. Raises InvalidRequestError."""
+        if given is None:
+            return
+        if not isinstance(given, list):
+            raise InvalidRequestError(f"{param} must be a list.", param=param)
+        for index, one in enumerate(given):
+            where = f"{param}.{index}"
+            if isinstance(one, dict) and one.get("type") == "namespace":
+                self._read_namespace(one, where)
+            else:
+                self.tools.append(_tool_of(one, where))
+
+    def _read_namespace(self, given: dict[str, object], where: str) -> None:
+        inside = given.get("tools")
+        # Nulls in the schemas are values.
+        read = read_part(NamespaceTool, {**given, "tools": []} if inside else given, where)
+        if not isinstance(inside, list) or len(inside) > MAX_TOOLS:
+            param = f"{where}.tools"
+            raise InvalidRequestError(
+                f"{param} must be a list of at most {MAX_TOOLS} functions.", param=param
+            )
+        for index, one in enumerate(inside):
+            tool = _tool_of(one, f"{where}.tools.{index}", namespace=read.name)
+            self.tools.append(tool)
+            own = tool.name.removeprefix(f"{read.name}.")
+            self.names[tool.name] = FunctionName(own, read.name)
+
+
+def model_name(name: str, namespace: str | None) -> str:
+    """Return the name by which the model knows a function."""
+    return f"{namespace}.{name}" if namespace else name
+
+
+def _tool_of(given: object, where: str, *, namespace: str | None = None) -> Tool:
+    kind = given.get("type") if isinstance(given, dict) else None
+    if isinstance(given, dict) and kind != "function" and kind is not None:
+        raise InvalidRequestError(
+            f"{where}.type must be function{'' if namespace else ' or namespace'}: OpenAI's own "
+            "tools are not available.",
+            param=f"{where}.type",
+        )
+    schema = given.get("parameters") if isinstance(given, dict) else None
+    # Nulls in the schema are values.
+    kept = {**given, "parameters": {}} if isinstance(given, dict) and schema else given
+    read = read_part(FunctionTool, kept, where)
+    if schema is not None and not isinstance(schema, Mapping):
+        param = f"{where}.parameters"
+        raise InvalidRequestError(f"{param} must be a JSON Schema object.", param=param)
+    name = model_name(read.name, namespace)
+    tool = Tool(
+        name=name,
+        description=read.description,
+        parameters=schema,
+        is_strict=bool(read.strict),
+        extra=read.model_extra,
+    )
+    tool.check_limits(where, schema_param=f"{where}.parameters")
+    return tool

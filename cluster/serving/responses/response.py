@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from cluster.serving.openai.event_response import EventResponse
-from cluster.serving.responses.function_tools import FunctionName
+from cluster.serving.openai.event_stream import EventResponse
+from cluster.serving.responses.items import FunctionName
 from cluster.serving.tools.turn_reader import TextDelta
 from pagedray.request import FinishReason
 

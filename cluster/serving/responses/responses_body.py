@@ -10,22 +10,23 @@ import msgspec
 from pydantic import Field
 
 from cluster.serving.inputs import GenerationInput, TokenizeInput
-from cluster.serving.openai.bodies.field_kinds import (
+from cluster.serving.openai.bodies.parameters import (
+    IGNORED,
+    MODERATION,
     UNLIMITED,
     bounds,
     model_field,
     thinking_budget,
     thinking_budget_field,
 )
-from cluster.serving.openai.bodies.parameters import IGNORED, MODERATION
 from cluster.serving.openai.bodies.sampling_fields import SamplingFields
-from cluster.serving.responses.included_fields import check_included_fields
 from cluster.serving.responses.input_body import InputBody
+from cluster.serving.responses.items import check_included_fields
 from cluster.serving.schema.body import Defaults
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from cluster.serving.openai.bodies.structure import RequestedStructure
+    from cluster.serving.openai.bodies.sampling_fields import RequestedStructure
     from cluster.serving.text.templates.chat_prompt import ChatMessage
     from cluster.serving.tools.tool_choice import ToolUse
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cluster.serving.anthropic.system_messages import merge_system_messages
+from cluster.serving.anthropic.conversation_body import merge_system_messages
 from cluster.serving.text.templates.chat_prompt import ChatMessage
 from cluster.serving.text.templates.chat_template import ChatTemplate
 from tests.serving.anthropic.message_calls import RESULT, USE, posted

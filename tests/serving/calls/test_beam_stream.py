@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cluster.scheduling.event import TokenEvent
-from cluster.serving.calls.beam_stream import BeamStream
+from cluster.serving.calls.generation_call import BeamStream
 from cluster.serving.engine_client import EngineClient
 from pagedray.batch import TokenLogprobs
 from pagedray.errors import DeadlineError, OverloadedError

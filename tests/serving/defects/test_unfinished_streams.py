@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from cluster.serving.memory.reader_limits import ReaderLimits
-from cluster.serving.openai.response_chunks import ResponseChunks
+from cluster.serving.openai.generation_response import ResponseChunks
 from cluster.serving.ray_serve.handle import ServeHandle
 from cluster.serving.ray_serve.pace import MessagePace
 from pagedray.errors import EngineError, PagedRayError

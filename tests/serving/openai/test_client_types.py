@@ -17,14 +17,12 @@ from openai.types.responses import response_create_params, response_input_item_p
 
 from cluster.serving.openai.bodies.chat_body import ChatBody
 from cluster.serving.openai.bodies.completion_body import CompletionBody
-from cluster.serving.openai.bodies.content_parts import RefusalPart, TextPart
 from cluster.serving.openai.bodies.embedding_body import EmbeddingBody
-from cluster.serving.openai.bodies.messages import Message, MessageCall
-from cluster.serving.openai.bodies.stream_options import StreamOptions
+from cluster.serving.openai.bodies.generation_body import StreamOptions
+from cluster.serving.openai.bodies.messages import Message, MessageCall, RefusalPart, TextPart
 from cluster.serving.openai.bodies.tool_fields import Function, ToolObject
-from cluster.serving.responses.function_tools import FunctionTool, NamespaceTool
 from cluster.serving.responses.input_body import Reasoning, TextConfig, TextFormat
-from cluster.serving.responses.items import ITEMS
+from cluster.serving.responses.items import ITEMS, FunctionTool, NamespaceTool
 from cluster.serving.responses.responses_body import InputTokensBody, ResponsesBody
 from cluster.serving.schema.body import Body, OpenPart
 

@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models
 
-from cluster.serving.openai.text_offsets import TextOffsets
+from cluster.serving.openai.response_choice import TextOffsets
 from cluster.serving.text.token_bytes import TokenBytes
 
 if TYPE_CHECKING:

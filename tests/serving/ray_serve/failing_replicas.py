@@ -21,8 +21,12 @@ from cluster.serving.ray_serve.grpc_proxy import add_services
 from cluster.serving.ray_serve.http_proxy import ReplicaGuard
 from cluster.serving.ray_serve.pace import MessagePace
 from cluster.serving.ray_serve.routing.proxied_call import ProxiedCall, current_call
-from cluster.serving.responses.response_store import LostReplicaError, ResponseStore
-from cluster.serving.responses.stored_responses import StoredResponses, StoreLimits
+from cluster.serving.responses.stored_responses import (
+    LostReplicaError,
+    ResponseStore,
+    StoredResponses,
+    StoreLimits,
+)
 from cluster.serving.servicer import Servicer
 from pagedray.errors import EngineError
 from tests.serving.conftest import engine_config
@@ -34,7 +38,7 @@ if TYPE_CHECKING:
 
     from starlette.types import Message, Receive, Scope, Send
 
-    from cluster.serving.responses.response_store import Action, Kept
+    from cluster.serving.responses.stored_responses import Action, Kept
     from cluster.serving.text.tokenizer import Tokenizer
     from pagedray.request import Request
 

@@ -9,8 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cluster.serving.responses.response_store import Kept, ResponseStore
-from cluster.serving.responses.stored_responses import StoredResponses, StoredTurn, StoreLimits
+from cluster.serving.responses.stored_responses import (
+    Kept,
+    ResponseStore,
+    StoredResponses,
+    StoredTurn,
+    StoreLimits,
+)
 from cluster.serving.text.templates.chat_prompt import ChatMessage
 from pagedray.errors import EngineError
 from tests.serving.ray_serve.failing_replicas import FailingReplicas, Replica, reset, some_cuts
@@ -19,7 +24,7 @@ from tests.serving.ray_serve.proxied_clients import over_http
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from cluster.serving.responses.response_store import Action
+    from cluster.serving.responses.stored_responses import Action
     from cluster.serving.text.tokenizer import Tokenizer
     from pagedray.request import Request
 

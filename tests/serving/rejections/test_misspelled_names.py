@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from cluster.serving.anthropic.count_body import CountBody
-from cluster.serving.anthropic.messages_body import MessagesBody
+from cluster.serving.anthropic.messages_body import CountBody, MessagesBody
 from cluster.serving.http.endpoint_table import ABSENT
 from cluster.serving.http_app import build_http_app
 from cluster.serving.openai.bodies.chat_body import ChatBody

@@ -16,7 +16,7 @@ from openai.types.responses import (
     ResponseOutputMessage,
 )
 
-from cluster.serving.responses.input_items import ItemsQuery, items_page, size_of_items
+from cluster.serving.responses.items import ItemsQuery, items_page, size_of_items
 from cluster.serving.responses.stored_responses import StoreLimits
 from cluster.serving.text.templates.chat_prompt import ChatMessage, MessageToolCall
 from tests.load.tenant_keys import write_keys

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cluster.serving.anthropic.messages_response import MessagesResponse
+from cluster.serving.anthropic.endpoints import MessagesResponse
 from cluster.serving.responses.response import ResponsesResponse
 from cluster.serving.responses.responses_body import Echo
 from cluster.serving.servicer import GenerationOutput, Usage
@@ -21,7 +21,7 @@ from pagedray.request import FinishReason
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
 
-    from cluster.serving.openai.event_response import EventResponse
+    from cluster.serving.openai.event_stream import EventResponse
 
 ARGUMENTS = '{"where": "a b", "deep": true}'
 CALL = f'<tool_call>\n{{"name": "look", "arguments": {ARGUMENTS}}}\n</tool_call>'

@@ -8,12 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import FailFast, Field
 
 from cluster.serving.inputs import GenerationInput
-from cluster.serving.openai.bodies.field_kinds import (
-    bounds,
-    template_variables_field,
-    thinking_budget,
-    thinking_budget_field,
-)
 from cluster.serving.openai.bodies.generation_body import GenerationBody
 from cluster.serving.openai.bodies.messages import Message, read_messages
 from cluster.serving.openai.bodies.parameters import (
@@ -21,6 +15,10 @@ from cluster.serving.openai.bodies.parameters import (
     CHAT_WITHOUT_EFFECT,
     REJECTED,
     WITHOUT_EFFECT,
+    bounds,
+    template_variables_field,
+    thinking_budget,
+    thinking_budget_field,
 )
 from cluster.serving.openai.bodies.tool_fields import (
     functions_field,

@@ -8,9 +8,14 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, Field
 
 from cluster.serving.inputs import GenerationInput, InfillPrompt, Prompt
-from cluster.serving.openai.bodies.field_kinds import UNLIMITED, bounds, prompts_field
 from cluster.serving.openai.bodies.generation_body import GenerationBody
-from cluster.serving.openai.bodies.parameters import REJECTED, WITHOUT_EFFECT
+from cluster.serving.openai.bodies.parameters import (
+    REJECTED,
+    UNLIMITED,
+    WITHOUT_EFFECT,
+    bounds,
+    prompts_field,
+)
 from cluster.serving.schema.body import Defaults
 from pagedray.errors import InvalidRequestError
 from pagedray.sampling_params import MAX_LOGPROBS, MAX_N

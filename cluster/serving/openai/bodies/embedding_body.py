@@ -8,8 +8,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from cluster.serving.inputs import EmbeddingInput
-from cluster.serving.openai.bodies.field_kinds import bounds, model_field, prompts_field
-from cluster.serving.openai.bodies.parameters import IGNORED
+from cluster.serving.openai.bodies.parameters import IGNORED, bounds, model_field, prompts_field
 from cluster.serving.schema.body import Body, Defaults
 from pagedray.errors import InvalidRequestError
 

@@ -9,21 +9,22 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from cluster.serving.openai.bodies.beam_fields import check_beams
-from cluster.serving.openai.bodies.field_kinds import UNLIMITED, bounds, model_field
+from cluster.serving.beams.input import check_beam_sampling, check_length_penalty
 from cluster.serving.openai.bodies.parameters import (
     IGNORED,
     IN_IGNORED,
     REJECTED,
+    UNLIMITED,
     WITHOUT_EFFECT,
+    bounds,
+    model_field,
 )
-from cluster.serving.openai.bodies.sampling_fields import SamplingFields
-from cluster.serving.openai.bodies.stream_options import StreamOptions
-from cluster.serving.openai.bodies.structure import (
+from cluster.serving.openai.bodies.sampling_fields import (
     RequestedStructure,
+    SamplingFields,
     read_response_format,
 )
-from cluster.serving.schema.body import Defaults, named_schema
+from cluster.serving.schema.body import BodyPart, Defaults, named_schema
 from cluster.serving.telemetry.line_limit import LineLimit
 from pagedray.errors import InvalidRequestError
 from pagedray.sampling_params import (
@@ -33,15 +34,48 @@ from pagedray.sampling_params import (
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_N,
+    SamplingParams,
 )
 from pagedray.text import quote, quote_json
 
-__all__ = ["GenerationBody"]
+__all__ = ["GenerationBody", "StreamOptions"]
 
 logger = logging.getLogger(__name__)
 
 _SAMPLING_NAMES = ("n", "min_tokens", "prompt_logprobs")
 _conflict_lines = LineLimit()
+_SAMPLING = SamplingParams.__struct_fields__
+_UNSUPPORTED = (
+    "best_of",
+    "echo",
+    "functions",
+    "guided_choice",
+    "guided_grammar",
+    "guided_json",
+    "guided_regex",
+    "response_format",
+    "structured_outputs",
+    "tools",
+)
+"""Other fields that would change which beams are found, or are not computed with them."""
+_WITHOUT_EFFECT = {"response_format": {"type": "text"}}
+
+
+class StreamOptions(BodyPart):
+    """The options of a stream."""
+
+    include_usage: bool = Field(False, description="Whether the last chunk reports the usage.")
+    continuous_usage_stats: bool = Field(
+        False, description="Whether every chunk reports the usage so far."
+    )
+    include_obfuscation: Literal[False] = Field(
+        False, description="Chunks are never padded with random characters."
+    )
+    resumable: bool = Field(
+        False,
+        description="Whether the stream is kept after its connection is cut, so that the client "
+        "can resume it. Its events have ids.",
+    )
 
 
 class GenerationBody(SamplingFields):
@@ -336,3 +370,23 @@ def _integers_of(given: object, name: str) -> tuple[object, ...]:
             param=f"{name}.{index}",
         )
     return tuple(given)
+
+
+def check_beams(body: object, use_beam_search: bool, length_penalty: float | None) -> None:
+    """Raise InvalidRequestError if the fields of a body exclude each other."""
+    if not use_beam_search:
+        if length_penalty not in (None, 1):
+            raise InvalidRequestError(
+                "length_penalty requires use_beam_search = true.", param="length_penalty"
+            )
+        return
+    if length_penalty is not None:
+        check_length_penalty(length_penalty, "length_penalty")
+    sampling = {name: getattr(body, name, None) for name in _SAMPLING}
+    check_beam_sampling(sampling, "use_beam_search")
+    for name in _UNSUPPORTED:
+        value = getattr(body, name, None)
+        if value and value != _WITHOUT_EFFECT.get(name):
+            raise InvalidRequestError(
+                f"{name} cannot be combined with use_beam_search.", param=name
+            )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from cluster.serving.ray_serve.routing.affinity import prefix_key, replica_key
-from cluster.serving.responses.response_ids import replica_of
+from cluster.serving.responses.stored_responses import replica_of
 
 __all__ = ["key_of_body"]
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cluster.serving.anthropic.errors import anthropic_error
+from cluster.serving.anthropic.endpoints import anthropic_error
 from cluster.serving.http.errors import rejection_body
-from cluster.serving.openai.last_events import DONE_EVENT, error_event
+from cluster.serving.openai.response_choice import DONE_EVENT, error_event
 
 if TYPE_CHECKING:
     from starlette.types import Message

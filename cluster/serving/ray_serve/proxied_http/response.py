@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from starlette.datastructures import Headers
 
 from cluster.serving.continuation import PROGRESS_KEY, Progress
-from cluster.serving.openai.last_events import DONE_EVENT
+from cluster.serving.openai.response_choice import DONE_EVENT
 from cluster.serving.ray_serve.proxied_http.errors import error_response, last_events
 from cluster.serving.ray_serve.routing.errors import ReplicaDiedError
 from pagedray.errors import DeadlineError

@@ -7,14 +7,13 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
 from cluster.serving.admin.tokenize_body import DetokenizeBody, TokenizeBody
-from cluster.serving.anthropic.count_body import CountBody
-from cluster.serving.anthropic.messages_body import MessagesBody
-from cluster.serving.anthropic.model_support import ModelSupport
+from cluster.serving.anthropic.conversation_body import ModelSupport
+from cluster.serving.anthropic.messages_body import CountBody, MessagesBody
 from cluster.serving.openai.bodies.chat_body import ChatBody
 from cluster.serving.openai.bodies.completion_body import CompletionBody
 from cluster.serving.openai.bodies.embedding_body import EmbeddingBody
 from cluster.serving.openai.bodies.score_body import RerankBody, ScoreBody
-from cluster.serving.responses.function_tools import FunctionTools
+from cluster.serving.responses.items import FunctionTools
 from cluster.serving.responses.responses_body import InputTokensBody, ResponsesBody
 from cluster.serving.schema.body import Body
 from cluster.serving.schema.body_reader import read_body
