@@ -39,7 +39,7 @@ def cache_size(
 ) -> CacheSize:
     """Return the size of the pools of each of the ranks that share the host's memory.
 
-    `free_bytes` returns what the device pool may take; it is called if no option gives its size.
+    `free_bytes` returns the memory for the device pool; it is called if no option gives the size.
     Raises DeviceError if memory is too small.
     """
     num_blocks = config.cache.num_blocks

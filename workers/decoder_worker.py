@@ -213,7 +213,7 @@ class DecoderWorker(Worker):
             # Copies to the CPU pool may be under way.
             with suppress(RuntimeError):
                 torch.cuda.synchronize(self._device)
-        # A caller may keep a closed engine and open another one, which needs the memory.
+        # A caller may keep a closed engine and open another engine, which needs the memory.
         self._runner = self._model = self._host_pool = None
         if self._device.type == "cuda":
             release_gpu_memory()
@@ -248,7 +248,7 @@ class DecoderWorker(Worker):
             ) from error
 
     def _make_rows(self) -> tuple[TokenTable, InputBatch, Sampler]:
-        """Return what is kept of each row."""
+        """Return the per-row state."""
         max_num_seqs, max_model_len = self._config.max_num_seqs, self._config.max_model_len
         try:
             table = TokenTable(
@@ -277,7 +277,7 @@ class DecoderWorker(Worker):
         return table, batch, sampler
 
     def _make_runner(self, cache: KVCache, sizes: GraphSizes) -> ModelRunner:
-        """Return what runs steps on a cache, with graphs of these sizes, which are not captured."""
+        """Return the runner of steps on a cache, with graphs of these sizes, not captured yet."""
         table, batch, sampler = self._make_rows()
         return ModelRunner(
             forward_pass=self._make_forward_pass(cache, table, sizes),
@@ -407,7 +407,7 @@ def measure_roofline(model: Decoder, spec: AttentionSpec) -> RankRoofline:
 
 
 def attention_work(spec: AttentionSpec) -> tuple[AttentionWork, ...]:
-    """Return what attention costs in the layers of each window."""
+    """Return the costs of attention in the layers of each window."""
     token_bytes: dict[int | None, int] = defaultdict(int)
     pair_flop: dict[int | None, float] = defaultdict(float)
     for layer in spec.layers:
@@ -431,7 +431,7 @@ def product_speed(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _dense_product(rows: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Return what multiplies rows by a weight, as many and as long, in the best layout."""
+    """Return a product of as many and as long rows with a weight, in the best layout."""
     kernel = make_linear_kernel(*rows.shape, has_bias=False, dtype=rows.dtype, device=rows.device)
     kernel.weight.normal_()
     kernel.finalize()
@@ -439,7 +439,7 @@ def _dense_product(rows: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 def _fp8_product(rows: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Return what multiplies rows in fp8 by a weight, which are the same numbers."""
+    """Return the same product in fp8."""
     scale = torch.ones(1, device=rows.device)
     return lambda: torch._scaled_mm(
         rows,
@@ -456,7 +456,7 @@ def _read_speed(device: torch.device) -> float:
     num_bytes = _READ_BYTES[device.type]
     source = torch.ones(num_bytes // 4, device=device)
     if device.type == "cpu":
-        # Reading two arrays uses more of the bandwidth than reading one.
+        # Reading two arrays uses more of the bandwidth than reading a single array.
         first, second = source.chunk(2)
         return num_bytes / _seconds(lambda: torch.dot(first, second), device)
     # A copy, which reads and writes, uses more of the bandwidth of a GPU than a sum does.

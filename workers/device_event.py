@@ -20,7 +20,7 @@ class DeviceEvent(Protocol):
         """Wait until the event has completed."""
 
     def elapsed_time(self, end_event: Self) -> float:
-        """Return the milliseconds from this event to a later one; both must have completed."""
+        """Return the milliseconds from this event to a later event; both must have completed."""
 
 
 class _HostEvent:

@@ -29,7 +29,8 @@ def with_freed_memory(function: Callable[..., object], *arguments: Any) -> None:
             function(*arguments)
             return
         except (torch.OutOfMemoryError, StartupError) as error:
-            # A variable for the cause would outlive this block, and keep what its frames allocated.
+            # A variable for the cause would outlive this block, and keep the allocations of its
+            # frames.
             is_memory = isinstance(error.__cause__ or error, torch.OutOfMemoryError)
             # Loading a large model may take longer than the driver does.
             deadline_s = deadline_s or time.monotonic() + _TIMEOUT_S

@@ -44,9 +44,10 @@ _VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 class GpuWorker:
-    """One rank as an actor, or a spare that becomes one. The executor wraps it with `ray.remote`.
+    """A rank as an actor, or a spare for a rank.
 
-    Errors of configuration are returned as text: Ray would wrap an exception in a traceback.
+    The executor wraps it with `ray.remote`. Errors of configuration are returned as text: Ray would
+    wrap an exception in a traceback.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -68,9 +69,9 @@ class GpuWorker:
         return os.environ.get(_VISIBLE_DEVICES, "")
 
     def import_libraries(self, visible_devices: str) -> None:
-        """Import what a rank needs; a spare does this before it is needed.
+        """Import the libraries of a rank; a spare does this in advance.
 
-        `visible_devices` are those that it may have to use: CUDA reads them only once.
+        `visible_devices` are all devices that the rank may have to use: CUDA reads them only once.
         """
         if visible_devices:
             os.environ[_VISIBLE_DEVICES] = visible_devices
@@ -118,7 +119,7 @@ class GpuWorker:
     def join_group(self, address: GroupAddress, host: str) -> str | None:
         """Join the group; return an error message or None.
 
-        `address` is the rendezvous; `host` is the address where other ranks reach this one.
+        `address` is the rendezvous; other ranks reach this rank at `host`.
         """
         rendezvous, self._rendezvous = self._rendezvous, None
         return self._answer(self._rank.join_group, address, host, rendezvous)
@@ -144,11 +145,11 @@ class GpuWorker:
         return self._run(self._rank.warm_up, captures_lazily)
 
     def take_log_lines(self) -> list[RankLogLine]:
-        """Return what this rank has logged; while it serves a controller, it sends the lines."""
+        """Return the log lines of this rank; while a controller is served, the rank sends them."""
         return self._log.take_lines()
 
     def measure_roofline(self) -> str | RankRoofline | None:
-        """Return what `Worker.measure_roofline` does, or an error message.
+        """Return the result of `Worker.measure_roofline`, or an error message.
 
         Runs while `serve_controller` waits for plans.
         """
@@ -175,7 +176,7 @@ class GpuWorker:
             self._thread.submit(self._rank.end_epoch).result(timeout_s)
             aborting.join(max(0.0, deadline_s - time.monotonic()))
         except TimeoutError:
-            # Write what the rank waits for to its log.
+            # Log the stacks of the waiting rank.
             faulthandler.dump_traceback()
             return f"Rank {self._rank.rank} did not leave its group within {timeout_s:g} s."
         except Exception as error:
@@ -187,11 +188,11 @@ class GpuWorker:
 
     # Any: the arguments are those of the function.
     def _run(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Return what a function returns in the thread that computes."""
+        """Run a function in the computing thread, and return its result."""
         return self._thread.submit(self._called, function, *arguments).result()
 
     def _answer(self, function: Callable[..., Result], *arguments: Any) -> Result | str:
-        """Return what `_run` does, or the message of a StartupError."""
+        """Return the result of `_run`, or the message of a StartupError."""
         return self._run(_or_message, function, *arguments)
 
     def _called(self, function: Callable[..., Result], *arguments: Any) -> Result:
@@ -208,8 +209,8 @@ class GpuWorker:
             self._has_controller = False
 
     def _end_if_orphaned(self, raylet_pid: int) -> None:
-        # Ray ends an actor whose raylet has died only after a minute, in which it would keep its
-        # memory. Until then it serves the controller that it has.
+        # Ray ends an actor only a minute after its raylet has died, and the actor would keep its
+        # memory until then. The rank still serves its controller.
         while self._has_controller or os.getppid() == raylet_pid:
             time.sleep(_ORPHAN_POLL_S)
         os._exit(1)
@@ -217,7 +218,7 @@ class GpuWorker:
 
 # Any: as above
 def _or_message(function: Callable[..., Result], *arguments: Any) -> Result | str:
-    """Return what a function returns, or the message of a StartupError."""
+    """Return the result of a function, or the message of a StartupError."""
     try:
         return function(*arguments)
     except StartupError as error:

@@ -1,4 +1,4 @@
-"""Imports what ranks need; a spare process imports all of it before a rank dies.
+"""Imports the libraries of ranks; a spare process imports them before a rank dies.
 
 A rank that starts leaves out libraries that only some models need.
 """
@@ -61,7 +61,7 @@ def import_libraries(config: EngineConfig) -> None:
 
 @contextmanager
 def uncollected_imports() -> Iterator[None]:
-    """Disable garbage collection while modules are imported, and exempt what exists afterwards.
+    """Disable garbage collection during imports, and exempt all objects that exist afterwards.
 
     Modules have several hundred thousand objects, which each collection would traverse. Only for a
     process that ends with its rank.

@@ -33,7 +33,7 @@ class MemoryProfile:
         progress: ProgressWord,
         make_runner: Callable[[GraphSizes], ModelRunner],
     ) -> None:
-        """`make_runner` returns what runs steps on a cache of one block."""
+        """`make_runner` returns the runner of steps on a cache of one block."""
         self._config = config
         self._device = device
         self._progress = progress

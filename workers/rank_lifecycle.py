@@ -1,7 +1,7 @@
-"""What a rank does from its imports to the end of an epoch, and how long each part takes.
+"""The life of a rank, from its imports to the end of an epoch, with the time of each part.
 
-It does not know Ray. All but `measure_roofline` is called by the thread that computes. The process
-that creates the actor of a rank imports this module without torch.
+It does not know Ray. The computing thread calls everything but `measure_roofline`. The process that
+creates the actor of a rank imports this module without torch.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class RankLifecycle:
 
     @property
     def worker(self) -> Worker:
-        """What holds the model, once it is loaded."""
+        """The worker that holds the loaded model."""
         assert self._worker is not None
         return self._worker
 
@@ -79,7 +79,7 @@ class RankLifecycle:
         return self.worker.pool_report
 
     def import_libraries(self) -> None:
-        """Import what the rank may need, before its model is known to need it."""
+        """Import the libraries that the rank may need, before its model is known."""
         from workers.imports import import_libraries, uncollected_imports
 
         with self._timed("imports"), uncollected_imports():
@@ -114,7 +114,7 @@ class RankLifecycle:
     def join_group(self, address: GroupAddress, host: str, rendezvous: Rendezvous | None) -> None:
         """Join the group at `address`, where rank 0 has opened the `rendezvous`.
 
-        `host` is the address where other ranks reach this one.
+        Other ranks reach this rank at `host`.
         """
         with self._timed("group"):
             self.group.join(address, host=host, rendezvous=rendezvous)
@@ -128,7 +128,7 @@ class RankLifecycle:
         return self.worker.available_cache(limits)
 
     def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> KernelReport:
-        """Allocate both pools, and return what computes the attention."""
+        """Allocate both pools, and return the report on the attention kernels."""
         with self._timed("cache"):
             return self.worker.allocate_cache(num_blocks, num_cpu_blocks)
 
@@ -141,13 +141,16 @@ class RankLifecycle:
         return self.durations
 
     def measure_roofline(self) -> RankRoofline | None:
-        """Return what `Worker.measure_roofline` does. Any thread may call it while no step runs."""
+        """Return the result of `Worker.measure_roofline`.
+
+        Any thread may call it while no step runs.
+        """
         return self.worker.measure_roofline()
 
     def serve_steps(self, channel: WorkerChannel, log: RankLog) -> None:
         """Run the plans of a channel, and close it, until it or the group ends.
 
-        Raises what a step raises; then the rank cannot join another epoch.
+        Raises the errors of a step; then the rank cannot join another epoch.
         """
         from workers.parallel.group import GroupBrokenError
 
@@ -218,7 +221,7 @@ class RankLifecycle:
             with self._timed("weights"):
                 self.weight_digests = self._worker.load_weights(self._report_loading)
         except BaseException:
-            # What it has allocated is needed by the next attempt.
+            # The next attempt needs the memory.
             self._worker = self._group = None
             raise
 
@@ -264,7 +267,7 @@ def serve_steps(
 
 
 class _StepServer:
-    """The steps of a rank that run, and those whose copies do."""
+    """The running steps of a rank, and finished steps with running copies."""
 
     def __init__(
         self,
@@ -287,7 +290,7 @@ class _StepServer:
         """Whether it has, since the last message."""
 
     def serve(self) -> None:
-        """Launch plans and send what has ended until a Shutdown arrives."""
+        """Launch plans and send the results of ended steps until a Shutdown arrives."""
         self._progress.enter(Phase.IDLE)
         while True:
             if self._send_what_ended():

@@ -17,7 +17,7 @@ _MAX_LINES = 1000
 
 
 class RankLog(logging.Handler):
-    """Keeps what a rank logs until its controller takes it."""
+    """Keeps the log records of a rank until its controller takes them."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -29,11 +29,11 @@ class RankLog(logging.Handler):
         return bool(self._lines)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a record, in place of the oldest one if there are too many."""
+        """Keep a record, in place of the oldest record if there are too many."""
         self._lines.append(RankLogLine(record.levelno, self.format(record)))
 
     def take_lines(self) -> list[RankLogLine]:
-        """Return what was logged since the last call."""
+        """Return the lines logged since the last call."""
         # Other threads may log meanwhile.
         return [self._lines.popleft() for _ in range(len(self._lines))]
 

@@ -1,10 +1,9 @@
 """The sampler of a rank: from logits to the next token of every sampled row.
 
 The order is: bias and min_tokens, penalties, bad words, masks, choice (`workers.sampling.choice`
-defines it).
-Log-probabilities are those of the logits before all of these. The sampled token depends only on
-the logits, the request and the position: not on the batch, the row or an earlier preemption.
-The sampler does not know blocks, plans, or when a sequence ends.
+defines it). Log-probabilities are of the logits before all of these. The sampled token depends only
+on the logits, the request and the position: not on the batch, the row or an earlier preemption. The
+sampler does not know blocks, plans, or when a sequence ends.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class Sampler:
         choice: Choice | None = None,
         max_score_bytes: int = _MAX_SCORE_BYTES,
     ) -> None:
-        """Choose by `choice`, or by what is fastest on the device.
+        """Choose by `choice`, or by the fastest way on the device.
 
         Rows that need more than their most likely token are sampled in parts of `max_score_bytes`
         of float32 scores, since each kind of edit and report allocates as much again.
@@ -150,7 +149,7 @@ class Sampler:
         hidden: Tensor,
         logits_of: Callable[[Tensor], Tensor],
     ) -> list[PromptReport]:
-        """Return reports on tokens of prompts; `describe_prompts` there says of what."""
+        """Return reports on tokens of prompts, as `prompt_logprobs.describe_prompts` does."""
         return describe_prompts(chunks, hidden, logits_of, self._choice)
 
     @torch.no_grad()
@@ -164,9 +163,9 @@ class Sampler:
     ) -> Sampled:
         """Return the tokens at these positions of these rows; may overwrite the logits.
 
-        `logits` is `[num_rows, vocab_size or more]`; what is beyond the vocabulary is ignored.
-        `masks` are those of the masked ones among them, in order; those at the indices `released`
-        are the last ones of their rows.
+        `logits` is `[num_rows, vocab_size or more]`; columns beyond the vocabulary are ignored.
+        `masks` belong to the masked rows among them, in order; masks at the indices `released` are
+        the last masks of their rows.
         """
         logits = logits[:, : self._vocab_size]
         row_ids = np.array(rows, dtype=np.int64)

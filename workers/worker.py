@@ -51,7 +51,7 @@ class PendingStep(Protocol):
 
     @property
     def is_copied(self) -> bool:
-        """Whether all copies between the pools have ended, those of earlier steps included."""
+        """Whether all copies between the pools have ended, including earlier steps."""
 
     def output(self) -> StepOutput | EmbedOutput:
         """Return the result of the step; waits for the device."""
@@ -100,7 +100,7 @@ class Worker(ABC):
     def available_cache(self, limits: StepLimits) -> CacheSize:
         """Return the size of the pools that fit on this rank, given the largest steps.
 
-        The limits are those of all ranks.
+        The limits hold for all ranks.
         """
 
     def use_pool_memory(self, address: MemoryAddress) -> None:
@@ -112,17 +112,17 @@ class Worker(ABC):
 
     @property
     def pool_report(self) -> PoolReport:
-        """What `allocate_cache` did with the CPU pool."""
+        """The report of `allocate_cache` on the CPU pool."""
         return PoolReport()
 
     @property
     def host_pool(self) -> HostPool | None:
-        """The CPU pool, or None without one."""
+        """The CPU pool, or None if there is none."""
         return None
 
     @abstractmethod
     def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> KernelReport:
-        """Allocate both pools, and return what computes the attention."""
+        """Allocate both pools, and return the report on the attention kernels."""
 
     @abstractmethod
     def warm_up(self) -> None:
@@ -161,7 +161,7 @@ class Worker(ABC):
         return None
 
     def measure_roofline(self) -> RankRoofline | None:
-        """Measure the device, and return what steps must do on it; None if nothing is generated.
+        """Measure the device, and return the work of steps on it; None if nothing is generated.
 
         No step may run meanwhile. Raises DeviceError if too little memory is free.
         """
@@ -180,7 +180,7 @@ class Worker(ABC):
 
 def release_gpu_memory() -> None:
     """Return unused memory to the GPU."""
-    # Captured graphs hold memory and the collectives of the group, so free those in cycles, too.
+    # Captured graphs hold memory and the collectives of the group, so free graphs in cycles, too.
     gc.collect()
     # cuBLAS keeps 32 MiB for each stream that it was used on, and graphs are captured on others.
     torch._C._cuda_clearCublasWorkspaces()
@@ -188,7 +188,7 @@ def release_gpu_memory() -> None:
 
 
 def rank_device(config: EngineConfig, index: int = 0) -> torch.device:
-    """Return the device of a rank, by its place among those that its process sees.
+    """Return the device of a rank, by its place among the devices that its process sees.
 
     Raises DeviceError.
     """

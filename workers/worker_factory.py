@@ -1,4 +1,4 @@
-"""Chooses the worker that runs a model: one that generates, or one that embeds or scores."""
+"""Chooses the worker of a model: generation, or embedding and scoring."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 # Any: the arguments are those of the function.
 def start_call(function: Callable[..., Result], *arguments: Any) -> Future[Result]:
-    """Run a function in a daemon thread, whose end Python does not wait for, unlike a pool's."""
+    """Run a function in a daemon thread; Python exits without waiting for it, unlike a pool."""
     future: Future[Result] = Future()
 
     def run() -> None:

@@ -85,10 +85,10 @@ def fetch_files(
     report_progress: Callable[[int, int], None] | None = None,
     settings: HubSettings | None = None,
 ) -> Path:
-    """Return the folder with these files, after downloading those that the cache lacks.
+    """Return the folder with these files, after downloading the missing files.
 
-    Uses neither network nor lock if it lacks none. `report_progress` is called with the bytes
-    received, and of all files to download. Raises CheckpointError.
+    Uses neither network nor lock if the cache has all of them. `report_progress` is called with the
+    bytes received, and of all files to download. Raises CheckpointError.
     """
     settings = settings or HubSettings.from_environment(revision.cache)
     snapshot = Snapshot(settings.cache, revision.id, revision.commit)
@@ -139,7 +139,10 @@ def _download(
 def _answer(
     ask: Callable[[HubName, HubSettings], Answer], name: HubName, settings: HubSettings
 ) -> Answer:
-    """Return what `ask` returns, which may fail a few times. Raises CheckpointError."""
+    """Return the result of `ask`, which may fail a few times.
+
+    Raises CheckpointError.
+    """
     from workers.hub.problems import HubUnreachableError, hub_error
 
     for num_tries in range(1, _NUM_TRIES + 1):
@@ -160,7 +163,10 @@ def _answer(
 def _timely_answer(
     ask: Callable[[HubName, HubSettings], Answer], name: HubName, settings: HubSettings
 ) -> Answer:
-    """Return what `ask` returns. Raises TimeoutError if the Hub sends its answer too slowly."""
+    """Return the result of `ask`.
+
+    Raises TimeoutError if the Hub answers too slowly.
+    """
     asking = start_call(ask, name, settings)
     try:
         return asking.result(settings.answer_timeout_s)

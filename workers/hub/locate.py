@@ -39,8 +39,8 @@ def locate_model(
 ) -> LocatedModel:
     """Return the model that a folder or a Hub id names, and download all but its weights.
 
-    `report_progress` is called with what is downloaded, and the part that is done. `cache` replaces
-    the cache of the environment, on every node. Raises CheckpointError.
+    `report_progress` is called with a description of the download, and the finished part. `cache`
+    replaces the cache of the environment, on every node. Raises CheckpointError.
     """
     name = parse_model(model)
     if not isinstance(name, HubName):

@@ -1,4 +1,4 @@
-"""Turns the exceptions of huggingface_hub into errors of one line that say what to do."""
+"""Turns exceptions of huggingface_hub into one-line errors that say how to solve them."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _MAX_REASON = 200
 
 
 class HubUnreachableError(CheckpointError):
-    """The Hub gives no answer at present; what is in the cache can be used."""
+    """The Hub does not answer; cached files can be used."""
 
     def __init__(self, name: HubName, reason: str, advice: str) -> None:
-        """`reason` is what happened, without the name of the model."""
+        """`reason` describes the problem, without the name of the model."""
         super().__init__(f"{name} is not a folder, and cannot be downloaded: {reason}; {advice}.")
         self.reason = reason
 
@@ -54,7 +54,7 @@ def hub_error(error: BaseException, name: HubName, settings: HubSettings) -> Che
                 f"{name} cannot be stored in {settings.cache}: {cause.strerror}; {advice}, or set "
                 "HF_HOME to a folder on another disk."
             )
-    # The deepest one, which is that of the connection.
+    # The innermost cause, which describes the connection.
     return HubUnreachableError(
         name,
         f"{settings.endpoint}: {_reason(causes[-1])}",

@@ -25,9 +25,9 @@ class HubSettings:
 
     @classmethod
     def from_environment(cls, cache: Path | None = None) -> HubSettings:
-        """Return what huggingface_hub reads from HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE and more.
+        """Return the settings that huggingface_hub reads, such as HF_ENDPOINT and HF_HUB_OFFLINE.
 
-        `cache` is another folder for the cache than that of the environment.
+        `cache` replaces the cache folder of the environment.
         """
         # Imported only if a model is on the Hub: it takes half a second.
         from huggingface_hub import constants

@@ -2,7 +2,7 @@
 
 The cache has a folder per model, which other programs fill too. Ours is `pagedray` in it, with the
 list of a commit's files, so that it is known without network whether all of them are there, and the
-names of those that were downloaded and not yet verified.
+names of downloaded files that are not verified yet.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Snapshot:
     def note_revision(self, revision: HubRevision, name: str) -> None:
         """Remember the files of the commit, and that a branch or tag is at it.
 
-        A cache that cannot be written, such as one that is shared, is left as it is.
+        A cache that cannot be written, such as a shared cache, is left as it is.
         """
         listing = {"files": [asdict(file) for file in revision.files]}
         with suppress(OSError):
@@ -186,7 +186,7 @@ class Snapshot:
             )
 
     def _remove_leftovers(self, wanted: Collection[str | None]) -> None:
-        """Remove what killed processes have left, except of files with the wanted digests."""
+        """Remove leftovers of killed processes, except of files with the wanted digests."""
         for path in (self._root / "blobs").glob("*.incomplete"):
             if path.name.partition(".")[0] in wanted:
                 continue
@@ -202,7 +202,7 @@ class Snapshot:
             blob.unlink(missing_ok=True)
 
     def _verify(self, file: HubFile) -> None:
-        """Raise CheckpointError, and remove the file, if it is not what the Hub has."""
+        """Raise CheckpointError, and remove the file, if the file differs from the Hub's."""
         path = self.folder / file.name
         # The library names the blobs of large files by their digest.
         blob = path.resolve().name
@@ -235,7 +235,7 @@ def _is_locked(descriptor: int) -> bool:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file at once, so that readers see all of it or the one before."""
+    """Write a file at once, so that readers see the old or the new file, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent)
     with os.fdopen(descriptor, "w") as file:

@@ -1,8 +1,8 @@
 """Downloads files of a model, several at a time, through huggingface_hub.
 
-The library continues a file whose connection was cut, for as long as the process lives;
-`leftover.py` continues it in a later process. This module limits how long nothing may arrive, and
-reports progress.
+The library continues a file after its connection was cut, while the process lives;
+`continue_download` continues a file of a killed process. This module limits how long nothing may
+arrive, and reports progress.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Transfer:
         """Download all files, and call `verify` with each.
 
         `report_progress` is called with the bytes received, and of all files, and may raise. Raises
-        what the library and `verify` raise, and TimeoutError if nothing arrives for too long.
+        the errors of the library and of `verify`, and TimeoutError if nothing arrives for too long.
         """
         problems = _Problems()
         with problems.noted():
@@ -84,8 +84,8 @@ class Transfer:
     def note_bytes(self, number: int, *, are_stored: bool) -> None:
         """Note that bytes have arrived. Raises _EndedError once the download was given up.
 
-        Bytes that are not stored are those of a transfer from which parts of a file are made later;
-        they only show that it continues.
+        Bytes that are not stored belong to a transfer that later becomes parts of a file; they only
+        show progress.
         """
         if self._is_ended:
             raise _EndedError
@@ -150,7 +150,7 @@ def _bar_of(transfer: Transfer) -> type[tqdm]:
 
 
 class _Problems(logging.Filter):
-    """Logs the library's warnings as ours, instead of to standard error, and keeps the last one."""
+    """Logs the library's warnings as ours, instead of to standard error, and keeps the last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,10 +182,10 @@ def continue_download(
     bar: type[tqdm],
     note_bytes: Callable[[int], None],
 ) -> None:
-    """Complete what is left of the download of a large file, if anything is.
+    """Complete the partial download of a large file, if any.
 
     The file is among the blobs of the cache then, where the library finds it. `note_bytes` is
-    called with the bytes that were there. Raises what the library does.
+    called with the bytes of the partial file. Raises the library's errors.
     """
     folder = f"models--{revision.id.replace('/', '--')}"
     part = _largest_part(settings.cache / folder / "blobs", file)
@@ -247,7 +247,7 @@ def _headers() -> dict[str, str]:
 
 
 def _largest_part(blobs: Path, file: HubFile) -> Path | None:
-    """Return the file with most of what was received, unless it is all or too much of it."""
+    """Return the largest part of the file, unless it is complete or too large."""
     if file.sha256 is None or file.size is None:
         return None
     sizes = {part: part.stat().st_size for part in blobs.glob(f"{file.sha256}.*.incomplete")}

@@ -1,4 +1,4 @@
-"""The configuration of a model whose plain weights are quantized when they are loaded."""
+"""The configuration of a model with plain weights that are quantized when loaded."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _FP8 = Quantization(
 
 
 def with_method(model: ModelConfig, method: QuantizationMethod) -> ModelConfig:
-    """Return the configuration of a model whose weights get this format. Raises StartupError.
+    """Return the configuration of a model with weights in this format.
 
-    A checkpoint that is quantized keeps its format, which must be the same.
+    Raises StartupError. A quantized checkpoint keeps its format, which must be the same.
     """
     if model.quantization is not None:
         if model.quantization.method != method:

@@ -19,12 +19,12 @@ __all__ = ["ScoreHead"]
 
 
 class ScoreHead(CompositeLayer):
-    """One of four heads, which every rank holds and computes whole.
+    """A score head, which every rank holds and computes whole.
 
-    Those of RoBERTa and BERT are a dense layer, tanh and a layer with one output, under other
-    names; decoders have only the last one. A reranker that answers a question has none: its score
-    is the probability of yes, if the answer is yes or no, by the rows of these tokens in the output
-    head.
+    RoBERTa and BERT have a dense layer, tanh and a layer with one output, under other names;
+    decoders have only the last layer. A reranker that answers a question has no head of its own:
+    its score is the probability of yes, if the answer is yes or no, by the rows of these tokens in
+    the output head.
     """
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -63,7 +63,7 @@ class ScoreHead(CompositeLayer):
 
 
 def _names(config: ModelConfig) -> tuple[str | None, str]:
-    """Return the names of the dense layer, if any, and of the last one."""
+    """Return the names of the dense layer, if any, and of the last layer."""
     match config.score_head:
         case "roberta":
             return "classifier.dense", "classifier.out_proj"

@@ -18,9 +18,9 @@ def text_positions(
     """Return the position of each token in its own text, `[num_tokens]`.
 
     `token_ids` is `[num_tokens]`, the texts one after another; `lengths` is `[num_texts]`. Without
-    a `padding_id` positions count from 0. With it they are those of RoBERTa (Liu et al. 2019): they
-    count from `padding_id + 1`, and padding tokens, which are not counted, have position
-    `padding_id`.
+    a `padding_id` positions count from 0. With a `padding_id` they follow RoBERTa (Liu et al.
+    2019): they count from `padding_id + 1`, and padding tokens, which are not counted, have
+    position `padding_id`.
     """
     starts = np.cumsum(lengths) - lengths
     if padding_id is None:

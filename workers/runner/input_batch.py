@@ -115,7 +115,7 @@ class InputBatch:
 
         sampled_rows = rows[is_sampled]
         sampled_positions = (first_positions + num_tokens)[is_sampled]
-        # The prompt is in the first part of a sequence, and the token that samples in the last one.
+        # The prompt is in the first part of a sequence, and the sampling token in the last part.
         first_parts = last_parts = np.arange(size)
         if self._replays_decodes and num_tokens[0] > 1:
             owners, first_positions, num_tokens = self._parts(rows, first_positions, num_tokens)
@@ -162,7 +162,7 @@ class InputBatch:
         )
 
     def _decode_inputs(self, decodes: Decodes) -> StepInputs:
-        """Return what `prepare_inputs` does, in less time, for a step of decodes alone."""
+        """Compute `prepare_inputs` faster, for a step of decodes alone."""
         rows = np.frombuffer(decodes.rows, np.int32).astype(np.int64)
         positions = np.frombuffer(decodes.positions, np.int32).astype(np.int64)
         ends = positions + 1
@@ -206,9 +206,9 @@ class InputBatch:
         self._append_blocks(start.row, start.block_ids)
 
     def _prompt_chunk(self, row: int, position: int, num_tokens: int) -> PromptChunk | None:
-        """Return what the tokens from a position on describe: the tokens of the prompt after them.
+        """Return the prompt tokens whose log-probabilities the tokens from a position on give.
 
-        None if these are not part of the prompt.
+        None behind the prompt.
         """
         end = min(position + 1 + num_tokens, int(self._num_prompt_tokens[row]))
         if end <= position + 1:

@@ -33,7 +33,7 @@ _MAX_PAUSE_S = 30.0
 _REQUEST_TIMEOUT = "5 minutes"
 _MAX_REASON = 200
 _PASSING = (408, 429)
-"""Statuses that are not the fault of the request, besides those from 500."""
+"""Statuses, besides 500 and above, that are not the fault of the request."""
 _KINDS = {
     UnauthenticatedError: 401,
     PermissionDeniedError: 403,

@@ -25,7 +25,7 @@ __all__ = ["CHUNK_BYTES", "fetch_folder"]
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 32 * 2**20
-"""The size of one request, and at most what a process that is killed downloads again."""
+"""Bytes of a request, and the most that a killed process downloads again."""
 _NUM_THREADS = 4
 
 

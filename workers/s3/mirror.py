@@ -1,8 +1,8 @@
-"""A folder that a model is downloaded into, which says whether all of it is there.
+"""A folder for a downloaded model, with a record of its completeness.
 
-`.pagedray` in it has a record of each file that is complete, and whether all are. Files are
-received in it too, and moved to their place when they have their size, so that no file in the
-folder itself is a part of one.
+`.pagedray` in the folder records each complete file, and whether all files are complete. Files are
+received in `.pagedray` and moved to their place when they have their size, so the folder itself has
+no partial file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["Mirror"]
 
 
 class _Record(msgspec.Struct):
-    """What is noted of a folder."""
+    """The record of a folder."""
 
     files: list[RemoteFile]
     is_complete: bool
@@ -71,7 +71,7 @@ class Mirror:
         return None
 
     def mirrors(self, listing: Iterable[RemoteFile]) -> bool:
-        """Return whether all files are there, and are those that the bucket lists."""
+        """Return whether the folder has all files that the bucket lists."""
         listed = {file.name: file for file in listing}
         are_same = all(listed.get(name) == file for name, file in self._files.items())
         # A file that was added to the bucket later is not among ours.
@@ -84,7 +84,7 @@ class Mirror:
         self._write()
 
     def finish(self, files: Iterable[RemoteFile]) -> None:
-        """Note that these files are the whole model, and remove what is left of others."""
+        """Note that these files are the whole model, and remove leftovers of others."""
         others = dict(self._files)
         self._files = {file.name: file for file in files}
         # Another version's chat template, for example, would be used.
@@ -170,5 +170,5 @@ class Mirror:
             json.dump({"files": files, "is_complete": self._is_complete}, stream)
             stream.flush()
             os.fsync(stream.fileno())
-        # Readers see all of it or the one before.
+        # Readers see the old or the new record, never a part.
         temporary.replace(self._record)

@@ -49,7 +49,7 @@ def compressed_tensors_rules(
 def has_cache_scales(section: ConfigFile) -> bool:
     """Return whether the checkpoint has scales for keys and values in fp8. Raises CheckpointError.
 
-    They are numbers, one for the keys and one for the values of a layer.
+    A layer has a number for its keys and a number for its values.
     """
     if section.value("kv_cache_scheme") is None:
         return False
@@ -102,7 +102,7 @@ def _int8_format(section: ConfigFile, group: ConfigFile, weights: ConfigFile) ->
     weights.reject_unless("symmetric", True)
     weights.choice("actorder", ("weight", "static"), "weight")
     if group.value("input_activations") is not None:
-        # Inputs are not quantized, whose scales would have to be stored if they were not dynamic.
+        # Inputs are not quantized; static scales of inputs would have to be stored.
         inputs = group.section("input_activations")
         inputs.note_read(*_RECORDS)
         inputs.choice("type", ("int",))

@@ -95,7 +95,7 @@ class ConfigFile:
         return CheckpointError(f"{self._path}: {self._prefix}{shown} {problem}.")
 
     def given_keys(self) -> tuple[str, ...]:
-        """Return all keys, including those whose value is null."""
+        """Return all keys, including keys with a null value."""
         return tuple(self._values)
 
     def keys_of_objects(self) -> tuple[str, ...]:
@@ -196,7 +196,7 @@ class ConfigFile:
         return tuple(items.number(str(index), least=least, most=most) for index in range(length))
 
     def reject_unless(self, key: str, allowed: object) -> None:
-        """Raise CheckpointError for any value but the one that is supported."""
+        """Raise CheckpointError for any value but the supported value."""
         value = self._given(key, allowed)
         if value != allowed:
             raise self.rejection(key, f"must be {_shown(allowed)}, not {_shown(value)}")

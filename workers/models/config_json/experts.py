@@ -15,7 +15,7 @@ MAX_EXPERTS = 2**12
 STACKED_NAMES = TensorNames(
     expert_input=("mlp.experts.gate_up_proj",), expert_output="mlp.experts.down_proj"
 )
-"""Those of transformers' own modules."""
+"""Names of transformers' own modules."""
 # Transformers takes one name for the other.
 _NUM_KEYS = ("num_experts", "num_local_experts")
 
@@ -28,7 +28,7 @@ def experts_of(
     intermediate_size: int,
     is_renormalized: bool,
 ) -> ExpertsConfig:
-    """Return the experts of all layers; defaults are those of missing keys."""
+    """Return the experts of all layers; defaults stand for missing keys."""
     given = [key for key in _NUM_KEYS if key in file]
     num_experts = file.integer(given[0] if given else _NUM_KEYS[0], default_num, most=MAX_EXPERTS)
     if len(given) == len(_NUM_KEYS) and file.value(given[1]) != num_experts:

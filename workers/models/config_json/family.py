@@ -1,4 +1,4 @@
-"""What families have in common: the keys of `config.json` that most decoders share.
+"""The keys of `config.json` that most decoders share.
 
 Each family is one module. It reads its own keys and leaves the others to `base_config`.
 """
@@ -65,7 +65,7 @@ def base_config(
 ) -> ModelConfig:
     """Return a configuration of the keys that most families share.
 
-    Defaults are those of missing keys. The rope is left to the family.
+    Defaults stand for missing keys. The rope is left to the family.
     """
     check_causal(file)
     key, words = _ACTIVATIONS[activation]
@@ -103,7 +103,7 @@ def base_config(
 
 
 def check_causal(file: ConfigFile) -> None:
-    """Raise CheckpointError for a decoder whose tokens attend to later ones."""
+    """Raise CheckpointError for a decoder with tokens that attend to later tokens."""
     if file.has_null("is_causal") or not file.flag("is_causal", True):
         raise file.rejection("is_causal", "must be true, since an encoder cannot generate")
 
@@ -117,7 +117,7 @@ def model_dtype(file: ConfigFile) -> Dtype | None:
     """Return the dtype of weights and activations that a file names, or None."""
     # Transformers 5 writes dtype, 4 torch_dtype.
     key = file.first_of("dtype", "torch_dtype")
-    # The dtype of quantized weights; what is computed with is not stated.
+    # The dtype of quantized weights; the dtype of the computation is not stated.
     is_weight_dtype = file.value(key) == _FP8 and "quantization_config" in file
     if key not in file or is_weight_dtype:
         return None

@@ -93,7 +93,7 @@ def check_all_read(file: ConfigFile, architecture: str) -> None:
     for section, key in file.unread():
         if key in _OF_WINDOWS and section.value("use_sliding_window") is False:
             continue
-        # By convention null, false, 0 and what is empty leave an option off.
+        # By convention, null, false, 0 and empty values leave an option off.
         if section.value(key) and reason_to_ignore(key) is None:
             raise section.rejection(
                 key,

@@ -21,4 +21,4 @@ MAX_POSITIONS = 2**26
 MAX_THETA = 1e12
 """Base of the rope."""
 MAX_FACTOR = 1e6
-"""Factors of the rope's positions, and of what a layer multiplies."""
+"""Maximum of factors of the rope's positions and of a layer's values."""

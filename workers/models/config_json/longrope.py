@@ -3,7 +3,7 @@
 In transformers, the long factors apply to the whole sequence once it exceeds the original context
 length, and its KV cache would have to be computed again. As in vLLM, the engine's maximum length
 decides for all sequences: up to the original length the short factors apply, beyond it the long
-ones. The original length is the default.
+factors. The original length is the default.
 """
 
 from __future__ import annotations

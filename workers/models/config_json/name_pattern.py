@@ -23,7 +23,7 @@ _TOKENS = re.compile(
 
 
 class PatternError(ValueError):
-    """A text that is not a valid pattern, or one that may take long to match."""
+    """A text that is not a valid pattern, or a pattern that may take long to match."""
 
 
 def name_pattern(text: str, form: str = "{}") -> re.Pattern[str]:
@@ -38,9 +38,9 @@ def name_pattern(text: str, form: str = "{}") -> re.Pattern[str]:
 
 
 def _check_repetitions(text: str) -> None:
-    """Raise PatternError for repetitions of what may match in several ways, and for many."""
+    """Raise PatternError for too many repetitions, and for repetitions of ambiguous parts."""
     num_repetitions = num_digit_repetitions = num_options = 0
-    # Whether each open group has several ways to match, and the one that was just closed.
+    # Whether each open group, and the group just closed, has several ways to match.
     groups = [False]
     has_ways = False
     before = ""

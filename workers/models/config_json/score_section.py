@@ -24,7 +24,10 @@ def has_score_head(file: ConfigFile) -> bool:
 
 
 def with_score(config: ModelConfig, file: ConfigFile) -> ModelConfig:
-    """Return the configuration of a model whose head gives one score. Raises CheckpointError."""
+    """Return the configuration of a model with a head for one score.
+
+    Raises CheckpointError.
+    """
     labels = file.section("id2label")
     labels.note_read(*labels.given_keys())
     if len(labels.given_keys()) != 1:
@@ -33,7 +36,7 @@ def with_score(config: ModelConfig, file: ConfigFile) -> ModelConfig:
 
 
 def _score_activation(file: ConfigFile) -> ScoreActivation:
-    """Return what sentence-transformers applies to a score, by its new key or its old one."""
+    """Return the activation of a score in sentence-transformers, by its new or old key."""
     key, section = "activation_fn", file.section("sentence_transformers")
     if key not in section:
         key, section = "sbert_ce_default_activation_function", file

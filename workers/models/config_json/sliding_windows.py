@@ -32,7 +32,7 @@ def windows_by_layer_type(
 def qwen_windows(
     file: ConfigFile, num_layers: int, *, default_first: int = 28
 ) -> tuple[int | None, ...]:
-    """Return Qwen's windows, which `use_sliding_window` enables; empty if no layer has one.
+    """Return Qwen's windows, which `use_sliding_window` enables; empty without windows.
 
     `default_first` is the default of the first layer with a window.
     """

@@ -21,7 +21,7 @@ __all__ = ["BERT", "ROBERTA"]
 
 
 def _read_bert(file: ConfigFile) -> ModelConfig:
-    """Read an encoder, or a cross-encoder, whose head gives a pair of texts one score."""
+    """Read an encoder, or a cross-encoder with a head that scores a pair of texts."""
     config = _read(file, BERT.architecture)
     if not has_score_head(file):
         return config
@@ -30,7 +30,7 @@ def _read_bert(file: ConfigFile) -> ModelConfig:
 
 
 def _read_roberta(file: ConfigFile) -> ModelConfig:
-    """Read an encoder, or a cross-encoder, whose head gives a pair of texts one score."""
+    """Read an encoder, or a cross-encoder with a head that scores a pair of texts."""
     config = _read(file, ROBERTA.architecture)
     # It is a token and a position, and one position must be left after it.
     highest = min(config.vocab_size - 1, config.max_positions - 2)

@@ -77,7 +77,7 @@ _FAMILIES = {word: family for family in _ALL for word in (family.architecture, *
 _CODE_KEYS = ("auto_map", "custom_pipelines")
 _HEAD = re.compile(r"(For[A-Z]\w*|LMHeadModel|Model)$")
 _OF_IMAGES = re.compile(r"ForConditionalGeneration$|VL|Llava|Vision|MM")
-# What widespread architectures need that no family has, by how their names start.
+# Unsupported requirements of widespread architectures, by the start of their names.
 _OBSTACLES = {
     "multi-head latent attention (MLA)": (
         *("DeepseekV", "Glm4MoeLite", "GlmMoeDsa", "KimiK", "LongcatFlash", "MiniCPM3"),
@@ -108,11 +108,11 @@ def read_model_config(
     stored_dtype: Callable[[Path], Dtype | None] = folder_dtype,
     overrides: Mapping[str, object] | None = None,
 ) -> ModelConfig:
-    """Return the configuration of the checkpoint in a folder; `dtype` overrides that of the file.
+    """Return the configuration of the checkpoint in a folder; `dtype` overrides the file's dtype.
 
-    If neither says it, `stored_dtype` returns the dtype of the tensors, or None without tensors.
+    If neither is given, `stored_dtype` returns the dtype of the tensors, or None without tensors.
     `overrides` replace fields of config.json before any of them is read. A `task` of None is the
-    usual one: to score for a cross-encoder, to embed for other encoders and for a checkpoint of
+    usual task: to score for a cross-encoder, to embed for other encoders and for a checkpoint of
     sentence-transformers, else to generate. Raises CheckpointError, and StartupError for a task
     that the model cannot do.
     """
@@ -189,7 +189,7 @@ def _check_experts(experts: ExpertsConfig, num_ranks: int) -> None:
 
 
 def _tasks(config: ModelConfig, file: ConfigFile) -> tuple[Task, ...]:
-    """Return what a model can be used for, the usual task first."""
+    """Return the tasks of a model, the usual task first."""
     if config.is_encoder or config.task == "score":
         return (config.task,)
     if any(map(_has_no_head, file.words("architectures"))):
@@ -254,7 +254,7 @@ def _shown_architecture(name: str) -> str:
 
 
 def _obstacle(architecture: str) -> str:
-    """Return what an unsupported architecture requires, if it is widespread."""
+    """Return the unsupported requirement of a widespread architecture, or None."""
     for what, starts in _OBSTACLES.items():
         if architecture.startswith(starts):
             return f", because it has {what}"

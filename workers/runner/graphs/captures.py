@@ -36,7 +36,7 @@ class Captures(Generic[Capture]):
     ) -> None:
         """`sizes` are ascending. `may_lack` is true if later steps may run without a capture.
 
-        Several ranks may not: their collectives would have other sizes on a rank that lacks one.
+        Several ranks may not: their collectives would have other sizes on a rank without a capture.
         """
         self._sizes = sizes
         self._capture = capture

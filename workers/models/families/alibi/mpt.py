@@ -63,7 +63,7 @@ def _check(file: ConfigFile, attention: ConfigFile) -> None:
     file.reject_unless("embedding_fraction", 1)
     # ALiBi replaces learned positions.
     file.note_read("learned_pos_emb")
-    # What transformers writes into each section.
+    # Fields that transformers writes into each section.
     attention.note_read("model_type", "dtype", "torch_dtype", "architectures")
     attention.reject_unless("attn_type", "multihead_attention")
     attention.reject_unless("alibi", True)

@@ -17,7 +17,7 @@ __all__ = ["GRANITE", "granite_config"]
 
 
 def granite_config(file: ConfigFile, architecture: str) -> ModelConfig:
-    """Return what all Granites have in common."""
+    """Return the common configuration of all Granites."""
 
     def factor(key: str) -> float:
         return file.number(key, 1.0, most=MAX_FACTOR)

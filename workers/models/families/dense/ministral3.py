@@ -19,7 +19,7 @@ _MAX_GROWTH = 1e3
 
 
 def read_ministral3(file: ConfigFile) -> ModelConfig:
-    """Return the configuration of a Ministral 3, or of the text part of one."""
+    """Return the configuration of a Ministral 3, or of its text part."""
     config = with_rope(
         base_config(
             file,

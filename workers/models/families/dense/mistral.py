@@ -17,7 +17,7 @@ __all__ = ["MISTRAL", "read_mistral"]
 
 
 def read_mistral(file: ConfigFile) -> ModelConfig:
-    """Return the configuration of a Mistral, or of the text part of one."""
+    """Return the configuration of a Mistral, or of its text part."""
     config = with_rope(base_config(file, MISTRAL.architecture, default_num_kv_heads=8), file)
     if file.has_null("sliding_window"):
         return config

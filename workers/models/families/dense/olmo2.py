@@ -24,7 +24,7 @@ _NAMES = TensorNames(
 
 
 def olmo_config(file: ConfigFile, architecture: str) -> ModelConfig:
-    """Return what OLMo-2 and OLMo-3 have in common, without rope and windows."""
+    """Return the common configuration of OLMo-2 and OLMo-3, without rope and windows."""
     has_bias = file.flag("attention_bias", False)
     return replace(
         base_config(file, architecture, default_norm_eps=1e-5),

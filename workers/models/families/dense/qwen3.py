@@ -1,6 +1,6 @@
 """Qwen3: QK norm, and a head size of its own; optional sliding windows on later layers.
 
-Qwen3-Reranker is a Qwen3 that answers yes or no; converted ones have a head with one score.
+Qwen3-Reranker is a Qwen3 that answers yes or no; converted checkpoints have a head with one score.
 """
 
 from __future__ import annotations

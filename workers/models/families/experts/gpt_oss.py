@@ -31,7 +31,7 @@ _NAMES = TensorNames(
     is_expert_input_interleaved=True,
     are_experts_transposed=True,
 )
-# What transformers takes for a missing section.
+# The default of transformers for a missing section.
 _DEFAULT_ROPE: Mapping[str, object] = MappingProxyType(
     {
         "rope_type": "yarn",

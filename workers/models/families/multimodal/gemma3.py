@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GEMMA3_MULTIMODAL"]
 
-# Published files leave out what equals these defaults of transformers.
+# Published files leave out values that equal these defaults of transformers.
 _DEFAULTS = {
     "vocab_size": 262208,
     "num_attention_heads": 8,

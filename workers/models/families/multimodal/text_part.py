@@ -1,4 +1,4 @@
-"""What multimodal families have in common: the text part is a decoder, and the rest is not loaded.
+"""Common part of multimodal families: the text part is a decoder, the rest is not loaded.
 
 The configuration of the text is the section `text_config`. Some of its fields may be at the top
 level, where they win.
@@ -30,7 +30,7 @@ _PREFIXES = (
 )
 _MODULES_OF_VISION = ("visual.", "vision_tower.", "multi_modal_projector.")
 _SKIPPED = (*_MODULES_OF_VISION, *(f"model.{module}" for module in _MODULES_OF_VISION))
-# What the fields of images and videos would change is not loaded.
+# Fields of images and videos have no effect on the text part.
 _VISION_FIELDS = (
     *("vision_config", "image_token_id", "image_token_index", "video_token_id"),
     *("vision_start_token_id", "vision_end_token_id", "vision_token_id", "mm_tokens_per_image"),

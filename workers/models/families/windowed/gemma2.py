@@ -27,7 +27,7 @@ _NAMES = TensorNames(
 def gemma_config(
     file: ConfigFile, architecture: str, *, default_logit_cap: float | None
 ) -> ModelConfig:
-    """Return what Gemma-2 and Gemma-3 have in common, without rope and windows."""
+    """Return the common configuration of Gemma-2 and Gemma-3, without rope and windows."""
     config = base_config(
         file,
         architecture,

@@ -1,6 +1,6 @@
 """Gemma-3 for text: QK norm, no soft caps, a second rope for layers with sliding windows.
 
-EmbeddingGemma is one without a head, whose tokens attend to those before and after them.
+EmbeddingGemma has no head, and its tokens attend to tokens before and after them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HEADLESS = "Gemma3TextModel"
 
 
 def read_gemma3(file: ConfigFile) -> ModelConfig:
-    """Return the configuration of a Gemma-3, or of the text part of one."""
+    """Return the configuration of a Gemma-3, or of its text part."""
     config = gemma_config(file, GEMMA3.architecture, default_logit_cap=None)
     # Transformers reads this soft cap, but does not apply it.
     file.reject_unless("attn_logit_softcapping", None)
@@ -53,7 +53,7 @@ def read_gemma3(file: ConfigFile) -> ModelConfig:
 
 
 def _is_bidirectional(file: ConfigFile) -> bool:
-    """Return whether tokens attend to later ones, which is only allowed without a head."""
+    """Return whether tokens attend to later tokens, which is only allowed without a head."""
     if _HEADLESS not in file.words("architectures"):
         file.reject_unless("use_bidirectional_attention", False)
     return file.flag("use_bidirectional_attention", False)
