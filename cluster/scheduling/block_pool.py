@@ -38,7 +38,7 @@ class BlockPool:
         "_on_evict",
         "num_blocks",
         "num_in_transit",
-        "num_revived",
+        "num_reused",
     )
 
     def __init__(self, num_blocks: int, *, on_evict: Callable[[int], None] | None) -> None:
@@ -51,7 +51,7 @@ class BlockPool:
         """Make all blocks free, those of `idle` idle, the least recently used first."""
         self.num_in_transit = 0
         """Blocks that a copy still uses and no sequence owns."""
-        self.num_revived = 0
+        self.num_reused = 0
         """Times that an idle block was shared."""
         self._idle: OrderedDict[int, None] = OrderedDict.fromkeys(idle)
         self._free = [
@@ -112,7 +112,7 @@ class BlockPool:
                 self.num_in_transit -= 1
             elif block in self._idle:
                 del self._idle[block]
-                self.num_revived += 1
+                self.num_reused += 1
             else:
                 raise BlockError(f"Block {block} is free and cannot be shared.")
         self._num_references[block] += 1

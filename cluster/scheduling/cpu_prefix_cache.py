@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Container, Sequence
 
     from cluster.scheduling.prefix_cache import BlockKey
-    from cluster.scheduling.swap_costs import CopyWorth
+    from cluster.scheduling.swap_costs import TierPolicy
 
-__all__ = ["CpuPrefixCache", "KeyedBlocks"]
+__all__ = ["BlockIndex", "CpuPrefixCache"]
 
 
-class KeyedBlocks:
+class BlockIndex:
     """Maps the content of full blocks to blocks of a pool, one to one."""
 
     __slots__ = ("_block_of", "_incomplete", "_key_of", "num_evicted_blocks", "pool")
@@ -103,7 +103,7 @@ class KeyedBlocks:
         self._key_of.clear()
         self._incomplete.clear()
 
-    def keep_whole(self, damaged: Container[int]) -> list[int]:
+    def retain_complete(self, damaged: Container[int]) -> list[int]:
         """Make every block free; return those whose content is kept, in order of their last use.
 
         They are those that were found, but for the `damaged` ones.
@@ -128,7 +128,7 @@ class KeyedBlocks:
         self._incomplete.discard(block)
 
 
-class CpuPrefixCache(KeyedBlocks):
+class CpuPrefixCache(BlockIndex):
     """Saves evicted blocks in the CPU pool."""
 
     __slots__ = (
@@ -144,7 +144,7 @@ class CpuPrefixCache(KeyedBlocks):
         "worth",
     )
 
-    def __init__(self, num_blocks: int, *, worth: CopyWorth, max_saved: int) -> None:
+    def __init__(self, num_blocks: int, *, worth: TierPolicy, max_saved: int) -> None:
         """A plan saves at most `max_saved` blocks, so that it does not take too long."""
         super().__init__(num_blocks)
         self._max_saved = max_saved
@@ -204,7 +204,7 @@ class CpuPrefixCache(KeyedBlocks):
             return
         whole = self._key_of.keys() - self._incomplete
         self.num_damaged_blocks += len(whole.intersection(damaged))
-        kept = self.keep_whole(frozenset(damaged))
+        kept = self.retain_complete(frozenset(damaged))
         self._kept.update(kept)
         self.num_kept_blocks += len(kept)
 

@@ -9,7 +9,7 @@ one of them could not.
 from collections import deque
 from itertools import islice
 
-from cluster.scheduling.cpu_prefix_cache import CpuPrefixCache, KeyedBlocks
+from cluster.scheduling.cpu_prefix_cache import BlockIndex, CpuPrefixCache
 from cluster.scheduling.prefix_cache import BlockKey
 from pagedray.batch import BlockCopy, DiskReport
 
@@ -22,7 +22,7 @@ _PAUSE_STEPS = 256
 """Steps without writes after one failed: a full disk rarely becomes free sooner."""
 
 
-class DiskPrefixCache(KeyedBlocks):
+class DiskPrefixCache(BlockIndex):
     """Moves blocks between the CPU pool and the disk."""
 
     __slots__ = (

@@ -68,14 +68,14 @@ class FaultRecovery:
         """
         self._may_run = may_run
         for request_id, active in self._table.requests.items():
-            if active.is_barred and may_run(request_id):
+            if active.is_quarantined and may_run(request_id):
                 self._table.readmit_request(active)
-            elif not active.is_barred and not may_run(request_id):
-                self._table.bar_request(active)
+            elif not active.is_quarantined and not may_run(request_id):
+                self._table.quarantine_request(active)
 
-    def bar_new_request(self, active: ActiveRequest) -> None:
+    def quarantine_new_request(self, active: ActiveRequest) -> None:
         """Bar a request, which is not in the table yet, if it may not run."""
-        active.is_barred = self._may_run is not None and not self._may_run(active.request.id)
+        active.is_quarantined = self._may_run is not None and not self._may_run(active.request.id)
 
     def note_fault(self, sequence: Sequence, error: BaseException | None) -> None:
         """Note an exception that code raised while it handled a sequence."""

@@ -18,12 +18,12 @@ from cluster.scheduling.cpu_prefix_cache import CpuPrefixCache
 from cluster.scheduling.disk_prefix_cache import DiskPrefixCache
 from cluster.scheduling.prefix_cache import PrefixCache
 from cluster.scheduling.prefix_finder import (
+    FailedAdmissions,
+    HostLoads,
     PrefixFinder,
     PrefixRegistry,
-    Restores,
-    Shortages,
 )
-from cluster.scheduling.swap_costs import CopyWorth
+from cluster.scheduling.swap_costs import TierPolicy
 from pagedray.batch import BlockCopy
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class KvManager:
     """Owns both pools and the prefix cache."""
 
     __slots__ = (
-        "_shortages",
+        "_failures",
         "_swaps",
         "block_size",
         "cpu_cache",
@@ -95,9 +95,9 @@ class KvManager:
             lower_tiers=[tier for tier in (cpu_cache, disk_cache) if tier is not None],
         )
         """Adds full blocks of sequences to the prefix cache, and removes them from all tiers."""
-        self.restores = Restores(prefix_cache, self.finder, self.pool, cpu_cache)
+        self.restores = HostLoads(prefix_cache, self.finder, self.pool, cpu_cache)
         """The copies back from the CPU pool that are planned or under way."""
-        self._shortages = Shortages(prefix_cache, self.finder, self.pool)
+        self._failures = FailedAdmissions(prefix_cache, self.finder, self.pool)
         self._swaps = CopiesInFlight()
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
@@ -147,12 +147,12 @@ class KvManager:
         not run before the step is acknowledged whose plan has the copies of `take_copies`.
         """
         num_needed = self.blocks_for(num_tokens) + num_spare
-        if self._shortages.is_still_short(sequence, num_needed=num_needed):
+        if self._failures.still_fails(sequence, num_needed=num_needed):
             return False
         hits = self.finder.find_blocks(sequence)
         num_shared = sum(not self.pool.is_idle(block) for block in hits)
         if num_needed - num_shared > self.pool.num_free:
-            self._shortages.note_shortage(sequence, num_hits=len(hits), num_shared=num_shared)
+            self._failures.note_failure(sequence, num_hits=len(hits), num_shared=num_shared)
             return False
         for block in hits:
             self.pool.share(block)
@@ -163,7 +163,7 @@ class KvManager:
         blocks.ids = array("i", hits + restored)
         blocks.num_slots = len(blocks.ids) * self.block_size
         blocks.reserved_ids = [self.pool.allocate() for _ in range(num_missing)]
-        blocks.num_proven = self.prefix_cache.num_proven(blocks.ids)
+        blocks.num_verified = self.prefix_cache.num_verified(blocks.ids)
         sequence.num_computed = blocks.num_slots
         if self.prefix_cache.is_enabled:
             self.num_queried_tokens += len(sequence.token_ids)
@@ -194,7 +194,7 @@ class KvManager:
         blocks.num_slots = len(blocks.ids) * self.block_size
         blocks.keys = donor.blocks.keys[:num_shared]
         blocks.keys_revision = donor.blocks.keys_revision
-        blocks.num_proven = min(donor.blocks.num_proven, num_shared)
+        blocks.num_verified = min(donor.blocks.num_verified, num_shared)
         sequence.num_computed = last_position
         self.registry.note_registered(sequence, num_shared)
         if last_position % self.block_size == 0:
@@ -237,7 +237,7 @@ class KvManager:
     def disown(self, sequence: Sequence) -> None:
         """Clear a sequence's record of its blocks."""
         sequence.blocks.clear()
-        sequence.decode_end = 0
+        sequence.unchecked_until = 0
 
     def num_shared(self, sequence: Sequence) -> int:
         """Return the leading blocks of a sequence that others own too, and that its keys find."""
@@ -277,7 +277,7 @@ class KvManager:
             self.cpu_pool.pin(target)
         self._swaps.add_blocks(step, sources, targets)
         self.release(sequence)
-        sequence.blocks.num_left_behind = num_shared
+        sequence.blocks.num_unswapped = num_shared
         sequence.blocks.cpu_ids = targets
         return [BlockCopy(*pair) for pair in zip(sources, targets, strict=True)]
 
@@ -292,22 +292,22 @@ class KvManager:
         """
         num_blocks = self.blocks_for(num_tokens)
         num_needed = num_blocks + num_spare
-        if self._shortages.is_still_short(sequence, num_needed=num_needed):
+        if self._failures.still_fails(sequence, num_needed=num_needed):
             return None
         found = self.finder.find_blocks(sequence)
         # It writes to no block of tokens that it has computed.
         hits = found[: sequence.num_computed // self.block_size]
         blocks = sequence.blocks
-        if len(hits) < blocks.num_left_behind:
+        if len(hits) < blocks.num_unswapped:
             self.release(sequence)
             return None
         num_shared = sum(not self.pool.is_idle(block) for block in hits)
         if num_needed - num_shared > self.pool.num_free:
-            self._shortages.note_shortage(sequence, num_hits=len(found), num_shared=num_shared)
+            self._failures.note_failure(sequence, num_hits=len(found), num_shared=num_shared)
             return None
         for block in hits:
             self.pool.share(block)
-        sources = blocks.cpu_ids[len(hits) - blocks.num_left_behind :]
+        sources = blocks.cpu_ids[len(hits) - blocks.num_unswapped :]
         targets = [self.pool.allocate() for _ in sources]
         for source, target in zip(sources, targets, strict=True):
             self.cpu_pool.pin(source)
@@ -317,18 +317,18 @@ class KvManager:
         blocks.ids = array("i", hits + targets)
         blocks.num_slots = len(blocks.ids) * self.block_size
         blocks.reserved_ids = [self.pool.allocate() for _ in range(num_blocks - len(blocks.ids))]
-        num_proven = self.prefix_cache.num_proven(hits)
-        if num_proven < len(hits):
-            blocks.num_proven = min(blocks.num_proven, num_proven)
+        num_verified = self.prefix_cache.num_verified(hits)
+        if num_verified < len(hits):
+            blocks.num_verified = min(blocks.num_verified, num_verified)
         self.registry.note_registered(sequence, len(hits))
         return [BlockCopy(*pair) for pair in zip(sources, targets, strict=True)]
 
     def num_lacking(self, sequence: Sequence, *, num_tokens: int, num_spare: int) -> int:
         """Return the blocks that a waiting sequence lacks beyond those free or in transit."""
         num_needed = self.blocks_for(num_tokens) + num_spare
-        shortage = sequence.blocks.shortage
-        if shortage is not None:
-            num_needed -= shortage.num_shared
+        failure = sequence.blocks.failure
+        if failure is not None:
+            num_needed -= failure.num_shared
         return num_needed - self.pool.num_free - self.pool.num_in_transit
 
     def num_owned_alone(self, sequence: Sequence) -> int:
@@ -361,8 +361,8 @@ class KvManager:
         return evictions, restores
 
     def _evict_block(self, block: int) -> None:
-        """Remove a block from the prefix cache; if it is proven, the CPU pool may keep it."""
-        if self.cpu_cache is not None and self.prefix_cache.is_proven(block):
+        """Remove a block from the prefix cache; if it is verified, the CPU pool may keep it."""
+        if self.cpu_cache is not None and self.prefix_cache.is_verified(block):
             key = self.prefix_cache.key_of(block)
             assert key is not None
             self.cpu_cache.save_block(key, block)
@@ -442,7 +442,7 @@ def make_kv_manager(
         num_tokens = _SAVED_TOKENS * config.limits().max_num_batched_tokens
         cpu_cache = CpuPrefixCache(
             num_cpu_blocks,
-            worth=CopyWorth(costs, num_blocks=num_cpu_blocks, block_size=block_size),
+            worth=TierPolicy(costs, num_blocks=num_cpu_blocks, block_size=block_size),
             max_saved=-(-num_tokens // block_size),
         )
         if options.num_disk_blocks:

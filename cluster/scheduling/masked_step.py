@@ -93,7 +93,7 @@ def _note(sequence: Sequence, *, is_late: bool) -> None:
     """Note whether a step should wait for the next mask of a sequence."""
     _masks(sequence).note_made(is_late=is_late)
     if is_late:
-        sequence.decode_end = 0
+        sequence.unchecked_until = 0
 
 
 def _words(sequence: Sequence, outcomes: dict[Sequence, _Outcome]) -> bytes:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from cluster.scheduling.prefix_finder import PrefixRegistry
     from cluster.scheduling.sequence_table import SequenceTable
 
-__all__ = ["Flight", "OutputReader", "PromptLogprobsBuffer"]
+__all__ = ["InFlightStep", "OutputReader", "PromptLogprobsBuffer"]
 
 
 class OutputReader:
@@ -45,13 +45,13 @@ class OutputReader:
         self.num_nonfinite_sequences = 0
         """Sequences that ended because their logits were not finite."""
 
-    def read_output(self, flight: Flight, output: StepOutput) -> list[TokenEvent]:
+    def read_output(self, in_flight: InFlightStep, output: StepOutput) -> list[TokenEvent]:
         """Apply the output of a plan and return its events."""
-        events = self._append_tokens(flight, output)
-        if len(events) < len(flight.sampled):
-            self._forget_ended(flight, output)
+        events = self._append_tokens(in_flight, output)
+        if len(events) < len(in_flight.sampled):
+            self._forget_ended(in_flight, output)
         if self._prompt_logprobs.requests:
-            self._prompt_logprobs.keep(flight.described, output.prompt_logprobs)
+            self._prompt_logprobs.keep(in_flight.prompt_logprob_rows, output.prompt_logprobs)
             events = [self._prompt_logprobs.add_to(event) for event in events]
         return events
 
@@ -69,9 +69,9 @@ class OutputReader:
         )
         return self._prompt_logprobs.add_to(event)
 
-    def _append_tokens(self, flight: Flight, output: StepOutput) -> list[TokenEvent]:
+    def _append_tokens(self, in_flight: InFlightStep, output: StepOutput) -> list[TokenEvent]:
         """Append each token to its sequence. This is where a step takes the longest."""
-        sampled, late, faulty = flight.sampled, flight.late, self._recovery.faulty_ids
+        sampled, late, faulty = in_flight.sampled, in_flight.late, self._recovery.faulty_ids
         finished, stop = SequenceState.FINISHED, FinishReason.STOP
         logprobs = [() if one is None else (one,) for one in output.logprobs]
         events: list[TokenEvent] = []
@@ -91,7 +91,7 @@ class OutputReader:
                 token_ids.append(token_id)
                 active.share.time += active.token_cost
                 reason = None
-                if len(token_ids) >= sequence.next_check or token_id in sequence.stop_token_ids:
+                if len(token_ids) >= sequence.recheck_at or token_id in sequence.stop_token_ids:
                     reason = self._examine(sequence, token_id)
                 events.append(
                     TokenEvent(
@@ -113,8 +113,8 @@ class OutputReader:
     def _examine(self, sequence: Sequence, token_id: int) -> FinishReason | None:
         """Do what a sequence's last token calls for; return why it ends, if it does."""
         if sequence.state is SequenceState.RUNNING:
-            if not sequence.next_check:
-                self._registry.prove_blocks(sequence)
+            if not sequence.recheck_at:
+                self._registry.mark_verified(sequence)
             self._registry.register_blocks(sequence)
         if sequence.may_end_with(token_id):
             reason = FinishReason.STOP
@@ -122,7 +122,7 @@ class OutputReader:
             reason = FinishReason.LENGTH
         else:
             return None
-        self._registry.prove_blocks(sequence)
+        self._registry.mark_verified(sequence)
         self._table.remove_sequence(sequence)
         return reason
 
@@ -132,15 +132,15 @@ class OutputReader:
         self._registry.forget_blocks(sequence)
         return self.end_sequence(sequence, FinishReason.ERROR)
 
-    def _forget_ended(self, flight: Flight, output: StepOutput) -> None:
+    def _forget_ended(self, in_flight: InFlightStep, output: StepOutput) -> None:
         """Forget the blocks of ended sequences whose logits were not finite."""
-        for sequence, token_id in zip(flight.sampled, output.token_ids, strict=True):
+        for sequence, token_id in zip(in_flight.sampled, output.token_ids, strict=True):
             is_ended = token_id < 0 and sequence.state is SequenceState.FINISHED
-            if is_ended and sequence not in flight.late:
+            if is_ended and sequence not in in_flight.late:
                 self._registry.forget_blocks(sequence)
 
 
-class Flight(msgspec.Struct, frozen=True):
+class InFlightStep(msgspec.Struct, frozen=True):
     """A plan without an output yet."""
 
     plan: StepPlan
@@ -149,7 +149,7 @@ class Flight(msgspec.Struct, frozen=True):
     """Sequences that compute known tokens, whether they sample or not."""
     late: list[Sequence]
     """Sampled sequences whose masks were not made in time; they sample no token."""
-    described: dict[int, Sequence]
+    prompt_logprob_rows: dict[int, Sequence]
     """Sequences by row, of whose prompts the step computes log-probabilities."""
     masked: list[Sequence]
     """Sampled sequences whose token is masked."""
@@ -172,7 +172,7 @@ class PromptLogprobsBuffer:
         if sequence.index == 0:
             self.requests.pop(sequence.request_id, None)
 
-    def described(self, prefilled: Iterable[Sequence]) -> dict[int, Sequence]:
+    def prompt_logprob_rows(self, prefilled: Iterable[Sequence]) -> dict[int, Sequence]:
         """Return the sequences of a plan that compute the log-probabilities of prompts, by row."""
         return {
             sequence.row: sequence
@@ -180,10 +180,12 @@ class PromptLogprobsBuffer:
             if sequence.index == 0 and sequence.active.prompt_logprobs is not None
         }
 
-    def keep(self, described: dict[int, Sequence], computed: Iterable[PromptLogprobs]) -> None:
-        """Keep what a step has computed for the `described` sequences of its plan."""
+    def keep(
+        self, prompt_logprob_rows: dict[int, Sequence], computed: Iterable[PromptLogprobs]
+    ) -> None:
+        """Keep the log-probabilities that a step has computed for the sequences of the rows."""
         for found in computed:
-            sequence = described.get(found.row)
+            sequence = prompt_logprob_rows.get(found.row)
             kept = None if sequence is None else sequence.active.prompt_logprobs
             if kept is None:
                 continue

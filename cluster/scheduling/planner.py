@@ -1,9 +1,9 @@
 """Distributes the token budget, rows and blocks of a step.
 
-Running sequences come first, then swapped ones, then prompts, those of the least served tenant
-first. A running sequence takes blocks only from those behind it; it waits a step if there are none.
-Hence the first running sequence always progresses, and eventually all do. `passing` decides what
-may pass a sequence that finds too few blocks, and `preemptor` who loses its row for whom.
+Running sequences come first, then swapped sequences, then prompts, the prompts of the least served
+tenant first. A running sequence takes blocks only from sequences behind it; without any it waits a
+step. Hence the first running sequence always progresses, and eventually all do. `StarvationGuard`
+decides which sequences may overtake a starved sequence, and `Preemptor` who loses a row for whom.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from cluster.scheduling.fault_recovery import Blame
 from cluster.scheduling.plan_draft import PlanDraft
-from cluster.scheduling.preemptor import Preemptor, RoomRule
+from cluster.scheduling.preemptor import AdmissionSize, Preemptor
 from cluster.scheduling.sequence import Sequence, SequenceState
-from cluster.scheduling.sequence_table import MAX_PASSED
+from cluster.scheduling.sequence_table import MAX_SKIPPED
 
 if TYPE_CHECKING:
     from cluster.scheduling.fair_queue import FairQueue, Share
@@ -34,8 +34,8 @@ _FORK_COST = 2**14
 _MAX_FORK_COST = 5 * 2**17
 """The cost after which a plan has no more forks, so that it takes less than a millisecond."""
 
-_MAX_PASSED = 8
-_MAX_PASSED_OF_TENANT = 4
+_MAX_SKIPPED = 8
+_MAX_SKIPPED_OF_TENANT = 4
 """More than one, so that a large prompt does not stop its own tenant either."""
 
 
@@ -56,9 +56,9 @@ class Planner:
         self._pace = pace
         self._table = sequence_table
         self._max_num_tokens = config.limits().max_num_batched_tokens
-        self._room = RoomRule(kv, sequence_table)
+        self._size = AdmissionSize(kv, sequence_table)
         self._preemptor = Preemptor(
-            kv, sequence_table, self._room, preemption=config.preemption, swap_costs=swap_costs
+            kv, sequence_table, self._size, preemption=config.preemption, swap_costs=swap_costs
         )
 
     @property
@@ -75,24 +75,24 @@ class Planner:
         """Return the draft of `step`, which may be empty."""
         draft = PlanDraft(step, budget=self._max_num_tokens)
         table = self._table
-        entitled: list[Sequence] = []
-        if table.passing.claimant is not None:
+        preempting: list[Sequence] = []
+        if table.guard.starved is not None:
             self._preemptor.reclaim(draft)
         if table.waiting:
-            entitled = self._make_way(draft)
+            preempting = self._preempt_for_waiting(draft)
         prefills = self._plan_decodes(draft)
         # A token of the budget was set aside for each.
-        draft.budget += len(entitled)
+        draft.budget += len(preempting)
         if self._pace is not None:
             self._pace.begin_step(
                 num_tokens=len(draft.decodes),
                 num_pairs=sum(draft.decode_positions) + len(draft.decodes),
             )
-        for num_left, sequence in zip(range(len(entitled))[::-1], entitled, strict=True):
+        for num_left, sequence in zip(range(len(preempting))[::-1], preempting, strict=True):
             with Blame(sequence):
                 self._start(sequence, draft, budget=draft.budget - num_left)
         if table.swapped and not draft.is_held:
-            self._bring_back(draft, acknowledged_step)
+            self._swap_in(draft, acknowledged_step)
         if prefills or table.waiting:
             self._plan_prompts(prefills, draft)
         self._register(draft)
@@ -112,7 +112,7 @@ class Planner:
         # Preemption removes sequences from the queue, but only behind the current one.
         for sequence in self._table.running:
             position = sequence.num_computed
-            if is_tight or position >= sequence.decode_end:
+            if is_tight or position >= sequence.unchecked_until:
                 if sequence.is_prefill:
                     prefills.append(sequence)
                     continue
@@ -142,7 +142,7 @@ class Planner:
             draft.growing_rows.append(sequence.row)
             draft.new_block_ids.append(block)
         if sequence.masks is None or not sequence.masks.num_deferred:
-            sequence.decode_end = min(sequence.blocks.num_slots, sequence.max_length - 1)
+            sequence.unchecked_until = min(sequence.blocks.num_slots, sequence.max_length - 1)
         return True
 
     def _plan_prompts(self, prefills: list[Sequence], draft: PlanDraft) -> None:
@@ -150,14 +150,14 @@ class Planner:
         if len(prefills) > 1:
             prefills.sort(key=lambda sequence: sequence.share.time)
         left = deque(prefills)
-        passed = PassedItems(self._table.waiting)
+        skipped = SkippedSequences(self._table.waiting)
         while draft.budget and self._has_time:
-            head = self._next_waiting(draft, passed)
+            head = self._next_waiting(draft, skipped)
             if head is not None and not (left and _is_before(left[0], head)):
                 with Blame(head):
                     has_started = self._start_if_room(head, draft)
                 if not has_started:
-                    passed.pass_item(head)
+                    skipped.skip(head)
             elif left:
                 sequence = left.popleft()
                 if budget := self._budget_for(sequence, draft):
@@ -165,17 +165,17 @@ class Planner:
                         self._plan_chunk(sequence, draft, budget=budget)
             else:
                 break
-        passed.put_back()
+        skipped.put_back()
 
     @property
     def _has_time(self) -> bool:
         """Whether the step may have more tokens of prompts."""
         return self._pace is None or self._pace.num_tokens(0) >= 1
 
-    def _next_waiting(self, draft: PlanDraft, passed: PassedItems) -> Sequence | None:
+    def _next_waiting(self, draft: PlanDraft, skipped: SkippedSequences) -> Sequence | None:
         """Return the next waiting sequence that might start, or None."""
         table = self._table
-        if not table.waiting.has_first or draft.is_held or passed.is_full:
+        if not table.waiting.has_first or draft.is_held or skipped.is_full:
             return None
         # Copies prolong a step, as tokens do.
         num_restored = self._kv.restores.num_planned * self._kv.block_size
@@ -184,12 +184,12 @@ class Planner:
         # Each needs a row, and one block at least.
         if not (table.has_free_row and self._kv.pool.num_free):
             return None
-        if not table.passing.is_due:
+        if not table.guard.is_reserved:
             return table.waiting.first
-        claimant = table.passing.claimant
-        if claimant is None or claimant.state is not SequenceState.WAITING or passed.are_any:
+        starved = table.guard.starved
+        if starved is None or starved.state is not SequenceState.WAITING or skipped.are_any:
             return None
-        return claimant
+        return starved
 
     def _budget_for(self, sequence: Sequence, draft: PlanDraft) -> int:
         """Return how many tokens a prompt may take.
@@ -213,7 +213,7 @@ class Planner:
         if draft.fork_cost and is_full and self._donor_for(sequence, draft.step) is not None:
             return False
         if not self._admit(sequence, draft):
-            self._table.passing.note_shortage(sequence)
+            self._table.guard.note_failure(sequence)
             return False
         self._start(sequence, draft, budget=budget)
         return True
@@ -222,8 +222,8 @@ class Planner:
         """Start a waiting sequence that has its blocks."""
         # What was computed before, or is cached, costs its tenant nothing.
         sequence.num_charged = max(sequence.num_charged, sequence.num_computed)
-        if sequence is self._preemptor.entitled:
-            self._preemptor.entitled = None
+        if sequence is self._preemptor.pending_preemptor:
+            self._preemptor.pending_preemptor = None
         if sequence.blocks.awaits_copies:
             sequence.ready_step = draft.step
             self._table.start_sequence(sequence, SequenceState.ARRIVING)
@@ -259,15 +259,15 @@ class Planner:
         if sequence.prompt_step is None and num_computed >= sequence.num_prompt_tokens:
             sequence.prompt_step = draft.step
 
-    def _make_way(self, draft: PlanDraft) -> list[Sequence]:
+    def _preempt_for_waiting(self, draft: PlanDraft) -> list[Sequence]:
         """Give blocks to waiting sequences that may take the rows of others, and return them.
 
         They are the first of the least served tenant. They start once the decodes are planned,
         which must not include those that lose their rows.
         """
-        table, entitled = self._table, list[Sequence]()
-        num_most = min(MAX_PASSED, draft.budget)
-        while table.waiting and len(entitled) < num_most:
+        table, preempting = self._table, list[Sequence]()
+        num_most = min(MAX_SKIPPED, draft.budget)
+        while table.waiting and len(preempting) < num_most:
             head = table.waiting.first
             # A fork needs few free blocks, but too many would be preempted for it: `lacks_blocks`
             # also counts those that it shares.
@@ -276,57 +276,61 @@ class Planner:
                     break
                 if self._awaits_disk(head, draft.step):
                     break
-                if not self._preemptor.is_entitled(head, entitled):
+                if not self._preemptor.may_preempt(head, preempting):
                     break
-                if not self._take_room(head, entitled, draft):
+                if not self._take_room(head, preempting, draft):
                     break
             table.waiting.remove(head)
-            entitled.append(head)
-        for sequence in entitled:
+            preempting.append(head)
+        for sequence in preempting:
             table.waiting.insert(sequence)
         # A token of the budget is set aside for each.
-        draft.budget -= len(entitled)
-        return entitled
+        draft.budget -= len(preempting)
+        return preempting
 
-    def _take_room(self, head: Sequence, entitled: list[Sequence], draft: PlanDraft) -> bool:
+    def _take_room(self, head: Sequence, preempting: list[Sequence], draft: PlanDraft) -> bool:
         """Find a row for a waiting sequence and give it its blocks, those of others if needed.
 
         Returns False if it must wait.
         """
         preemptor = self._preemptor
-        lacks_row = self._table.num_free_rows == len(entitled)
-        if lacks_row and not preemptor.displace(head, entitled, draft):
+        lacks_row = self._table.num_free_rows == len(preempting)
+        if lacks_row and not preemptor.preempt_for(head, preempting, draft):
             return False
         while not self._admit(head, draft):
-            if not (preemptor.lacks_blocks(head) and preemptor.displace(head, entitled, draft)):
+            if not (
+                preemptor.lacks_blocks(head) and preemptor.preempt_for(head, preempting, draft)
+            ):
                 # Others must not take the blocks in transit.
-                draft.is_held = head is preemptor.entitled and self._kv.pool.num_in_transit > 0
+                draft.is_held = (
+                    head is preemptor.pending_preemptor and self._kv.pool.num_in_transit > 0
+                )
                 return False
         return True
 
-    def _bring_back(self, draft: PlanDraft, acknowledged_step: int) -> None:
+    def _swap_in(self, draft: PlanDraft, acknowledged_step: int) -> None:
         """Swap sequences in while there is room; those behind may pass the first few."""
-        num_passed = 0
-        passing = self._table.passing
+        num_skipped = 0
+        guard = self._table.guard
         for sequence in [*self._table.swapped]:
-            if passing.is_due and sequence is not passing.claimant:
+            if guard.is_reserved and sequence is not guard.starved:
                 continue
-            if num_passed == MAX_PASSED or not self._table.has_free_row:
+            if num_skipped == MAX_SKIPPED or not self._table.has_free_row:
                 return
             if sequence.ready_step > acknowledged_step or sequence.num_pending:
-                num_passed += 1
+                num_skipped += 1
                 continue
             with Blame(sequence):
                 copies = self._kv.swap_in(
                     sequence,
                     draft.step,
-                    num_tokens=self._room.num_tokens_to_hold(sequence),
-                    num_spare=self._room.num_spare_blocks(sequence),
+                    num_tokens=self._size.num_tokens_to_hold(sequence),
+                    num_spare=self._size.num_spare_blocks(sequence),
                 )
             if copies is None:
-                num_passed += 1
+                num_skipped += 1
                 if sequence.blocks.cpu_ids:
-                    passing.note_shortage(sequence)
+                    guard.note_failure(sequence)
                 else:
                     self._table.recompute_swapped(sequence)
                 continue
@@ -337,8 +341,8 @@ class Planner:
 
     def _admit(self, sequence: Sequence, draft: PlanDraft) -> bool:
         """Give a waiting sequence its blocks, or return False if there is no room."""
-        num_tokens = self._room.num_tokens_to_hold(sequence)
-        num_spare = self._room.num_spare_blocks(sequence)
+        num_tokens = self._size.num_tokens_to_hold(sequence)
+        num_spare = self._size.num_spare_blocks(sequence)
         donor = self._donor_for(sequence, draft.step)
         if donor is not None:
             copies = self._kv.fork(sequence, donor, num_tokens=num_tokens, num_spare=num_spare)
@@ -387,7 +391,7 @@ def _is_before(prefill: Sequence, head: Sequence) -> bool:
     return head.share is prefill.share or head.share.time > prefill.share.time
 
 
-class PassedItems:
+class SkippedSequences:
     """Takes sequences from a fair queue, to find others behind them, and puts them back."""
 
     __slots__ = ("_counts", "_items", "_queue")
@@ -405,14 +409,14 @@ class PassedItems:
     @property
     def is_full(self) -> bool:
         """Whether no more may be passed, which bounds the time of a step."""
-        return len(self._items) >= _MAX_PASSED
+        return len(self._items) >= _MAX_SKIPPED
 
-    def pass_item(self, sequence: Sequence) -> None:
+    def skip(self, sequence: Sequence) -> None:
         """Take a sequence from the queue; the fourth of a tenant hides all others of it."""
         self._items.append(sequence)
         count = self._counts[sequence.share] = self._counts.get(sequence.share, 0) + 1
         self._queue.remove(sequence)
-        if count == _MAX_PASSED_OF_TENANT:
+        if count == _MAX_SKIPPED_OF_TENANT:
             self._queue.hide_share(sequence.share)
 
     def put_back(self) -> None:

@@ -2,7 +2,7 @@
 
 A running sequence that needs a block takes those of one behind it. A waiting sequence may take a
 row, and blocks, of a tenant that has more rows than its own, and of a lower priority within its
-tenant. A sequence that others passed takes back what they borrowed, as `passing` says.
+tenant. A sequence that others passed takes back what they borrowed, as `StarvationGuard` says.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from cluster.scheduling.swap_costs import SwapCosts
     from pagedray.config import Preemption
 
-__all__ = ["MAX_PREEMPTIONS", "Preemptor", "RoomRule", "choose_displaced", "choose_victim"]
+__all__ = ["MAX_PREEMPTIONS", "AdmissionSize", "Preemptor", "choose_preempted", "choose_victim"]
 
 _STEPS_PER_CHECK = 4
 """Steps between two looks at the blocks of sequences that passed another one."""
@@ -39,17 +39,17 @@ class Preemptor:
         self,
         kv: KvManager,
         sequence_table: SequenceTable,
-        room: RoomRule,
+        room: AdmissionSize,
         *,
         preemption: Preemption,
         swap_costs: SwapCosts,
     ) -> None:
         self._kv = kv
         self._table = sequence_table
-        self._room = room
+        self._size = room
         self._preemption = preemption
         self._swap_costs = swap_costs
-        self.entitled: Sequence | None = None
+        self.pending_preemptor: Sequence | None = None
         """The waiting sequence for which others were preempted, until it starts."""
         self.num_swap_preemptions = 0
         self.num_recompute_preemptions = 0
@@ -71,19 +71,19 @@ class Preemptor:
         return None
 
     def reclaim(self, draft: PlanDraft) -> None:
-        """Take back the room of sequences that passed the claimant, once it is due."""
-        passing = self._table.passing
-        claimant = passing.find_claimant()
-        if claimant is None or draft.step % _STEPS_PER_CHECK:
+        """Take back the room of overtakers of the starved sequence, after the grace steps."""
+        guard = self._table.guard
+        starved = guard.find_starved()
+        if starved is None or draft.step % _STEPS_PER_CHECK:
             return
-        borrowers = passing.borrowers(claimant)
-        num_lacking = self._room.num_lacking(claimant)
+        overtakers = guard.overtakers(starved)
+        num_lacking = self._size.num_lacking(starved)
         # Each also has a block left free for it.
-        numbers = [self._kv.num_owned_alone(sequence) + 1 for sequence in borrowers]
-        if not passing.note_due(draft.step, is_due=num_lacking <= sum(numbers)):
+        numbers = [self._kv.num_owned_alone(sequence) + 1 for sequence in overtakers]
+        if not guard.note_reserved(draft.step, has_enough=num_lacking <= sum(numbers)):
             return
         lacks_row = not self._table.has_free_row
-        for sequence, number in zip(borrowers, numbers, strict=True):
+        for sequence, number in zip(overtakers, numbers, strict=True):
             if num_lacking <= 0 and not lacks_row:
                 return
             num_lacking -= number
@@ -91,36 +91,36 @@ class Preemptor:
             sequence.num_preemptions += 1
             self._preempt(sequence, draft)
 
-    def is_entitled(self, head: Sequence, entitled: list[Sequence]) -> bool:
+    def may_preempt(self, head: Sequence, preempting: list[Sequence]) -> bool:
         """Return whether a waiting sequence may take the row of another one."""
         if head.num_pending:
             return False
-        if head is self.entitled:
+        if head is self.pending_preemptor:
             return True
         if self._table.swapped and _precedes(self._table.swapped[0], head):
             return False
-        return self._displaced_by(head, entitled) is not None
+        return self._choose_preempted(head, preempting) is not None
 
-    def displace(self, head: Sequence, entitled: list[Sequence], draft: PlanDraft) -> bool:
+    def preempt_for(self, head: Sequence, preempting: list[Sequence], draft: PlanDraft) -> bool:
         """Preempt a sequence for a waiting one; return False if there is none."""
-        victim = self._displaced_by(head, entitled)
+        victim = self._choose_preempted(head, preempting)
         if victim is None:
             return False
         # Those of other tenants are protected by the rows that their tenants keep.
         victim.num_preemptions += victim.share is head.share
-        self.entitled = head
+        self.pending_preemptor = head
         self._preempt(victim, draft)
         return True
 
     def lacks_blocks(self, head: Sequence) -> bool:
         """Return whether a waiting sequence lacks blocks, and its tenant may have that many."""
-        num_needed = self._kv.blocks_for(self._room.num_tokens_to_hold(head))
+        num_needed = self._kv.blocks_for(self._size.num_tokens_to_hold(head))
         num_tenants = len({sequence.share for sequence in self._table.running} | {head.share})
         if num_needed > self._kv.pool.num_blocks // num_tenants:
             return False
-        return self._room.num_lacking(head) > 0
+        return self._size.num_lacking(head) > 0
 
-    def _displaced_by(self, head: Sequence, entitled: list[Sequence]) -> Sequence | None:
+    def _choose_preempted(self, head: Sequence, preempting: list[Sequence]) -> Sequence | None:
         """Return the sequence whose row a waiting one may take, or None."""
         table = self._table
         if not table.running:
@@ -129,8 +129,8 @@ class Preemptor:
         # In O(1) if all rows are its own tenant's, which is the rule.
         if num_own == table.num_taken_rows and table.running[-1].priority <= head.priority:
             return None
-        num_own += sum(sequence.share is head.share for sequence in entitled)
-        return choose_displaced(table.running, head, num_own=num_own)
+        num_own += sum(sequence.share is head.share for sequence in preempting)
+        return choose_preempted(table.running, head, num_own=num_own)
 
     def _preempt(self, sequence: Sequence, draft: PlanDraft) -> None:
         """Take the row and blocks of a running sequence."""
@@ -145,8 +145,8 @@ class Preemptor:
             self.num_swap_preemptions += 1
         else:
             if sequence.has_sampled:
-                # What is proven may stay cached in the CPU pool.
-                self._kv.registry.prove_blocks(sequence)
+                # What is verified may stay cached in the CPU pool.
+                self._kv.registry.mark_verified(sequence)
             self._kv.release(sequence)
             sequence.forget_computed()
             self._table.preempt_sequence(sequence, SequenceState.WAITING)
@@ -174,7 +174,7 @@ def _precedes(swapped: Sequence, head: Sequence) -> bool:
     return swapped.share.time <= head.share.time
 
 
-class RoomRule:
+class AdmissionSize:
     """Says what room a sequence needs to start."""
 
     __slots__ = ("_kv", "_table")
@@ -196,7 +196,7 @@ class RoomRule:
     def num_spare_blocks(self, sequence: Sequence) -> int:
         """Return the blocks to leave free, so that a new sequence is not preempted at once."""
         num_rows = len(self._table.running) + len(self._table.arriving)
-        is_passing = self._table.passing.claimant not in (None, sequence)
+        is_passing = self._table.guard.starved not in (None, sequence)
         return num_rows * (_SPARE_BLOCKS if is_passing else 1)
 
     def num_lacking(self, sequence: Sequence) -> int:
@@ -224,7 +224,7 @@ def choose_victim(running: SequenceQueue, needy: Sequence) -> Sequence | None:
     return victim or last_protected
 
 
-def choose_displaced(running: SequenceQueue, head: Sequence, *, num_own: int) -> Sequence | None:
+def choose_preempted(running: SequenceQueue, head: Sequence, *, num_own: int) -> Sequence | None:
     """Return the sequence whose row a waiting one may take, or None.
 
     It is one of its own tenant with lower priority that is not protected, or the last one of the

@@ -5,8 +5,8 @@ hence over all tokens up to its end. The chain starts with the tenant and the cl
 under a key that only this process knows: clients can neither craft a collision nor reach
 another tenant's blocks.
 
-A block is proven once logits that depend on it were finite. If they are not, the tokens of the
-first block that is not proven get another key, and so does every continuation of them:
+A block is verified once logits that depend on it were finite. If they are not, the tokens of the
+first block that is not verified get another key, and so does every continuation of them:
 no new sequence finds what others computed on top of its values.
 
 Ownership of blocks is the pool's concern.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BlockKey", "PrefixCache", "PromptKeys"]
 
-_MAX_RENEWED = 4096
+_MAX_INVALIDATED = 4096
 _DIGEST_BYTES = 32
 _MANY_BLOCKS = 64
 
@@ -53,10 +53,10 @@ class PrefixCache:
 
     __slots__ = (
         "_block_of",
-        "_is_proven",
+        "_invalidated",
+        "_is_verified",
         "_keyed_hash",
         "_keys",
-        "_renewed",
         "is_enabled",
         "num_forgotten",
         "revision",
@@ -71,8 +71,8 @@ class PrefixCache:
         self._block_of: dict[bytes, int] = {}
         # By block: the blocks of a sequence are far apart in a hash table, and often looked up.
         self._keys: list[BlockKey | None] = [None] * num_blocks
-        self._is_proven = bytearray(num_blocks)
-        self._renewed: dict[bytes, bytes] = {}
+        self._is_verified = bytearray(num_blocks)
+        self._invalidated: dict[bytes, bytes] = {}
         """The digests that replace those that were renewed."""
         self.num_forgotten = 0
         """Blocks that were removed so far."""
@@ -95,8 +95,8 @@ class PrefixCache:
         """
         token_bytes = token_ids.tobytes()
         digest = self._digest(parent + token_bytes)
-        if self._renewed:
-            digest = self._renewed.get(digest, digest)
+        if self._invalidated:
+            digest = self._invalidated.get(digest, digest)
         return BlockKey(digest, token_bytes)
 
     def hash_prompt(
@@ -110,17 +110,17 @@ class PrefixCache:
             parent = keys[-1].digest
         return PromptKeys(keys, revision)
 
-    def renew_key(self, parent: bytes, key: BlockKey) -> None:
+    def invalidate_key(self, parent: bytes, key: BlockKey) -> None:
         """Give the tokens of a key that follows `parent`, and all that follow them, other keys.
 
         Blocks that have the old keys are not found by them, and are evicted in time.
         """
-        if len(self._renewed) >= _MAX_RENEWED:
+        if len(self._invalidated) >= _MAX_INVALIDATED:
             # This renews every key.
             self._keyed_hash = blake2b(self._digest(b""), digest_size=_DIGEST_BYTES)
-            self._renewed.clear()
+            self._invalidated.clear()
         else:
-            self._renewed[self._digest(parent + key.token_bytes)] = self._digest(key.digest)
+            self._invalidated[self._digest(parent + key.token_bytes)] = self._digest(key.digest)
         # Last: keys that another thread hashes meanwhile are of the revision before.
         self.revision += 1
 
@@ -148,7 +148,7 @@ class PrefixCache:
         more as far as blocks are looked up; `root` is the digest before them, used if there are
         none. One loop does all of it, since a prompt has hundreds of blocks and the step waits.
         """
-        block_of, cached_keys, renewed = self._block_of, self._keys, self._renewed
+        block_of, cached_keys, renewed = self._block_of, self._keys, self._invalidated
         num_keys = len(keys)
         block_bytes = block_size * token_ids.itemsize
         token_bytes = token_ids.tobytes() if num_keys < num_blocks else b""
@@ -186,24 +186,24 @@ class PrefixCache:
         self._keys[block] = key
         return True
 
-    def prove_blocks(self, blocks: Collection[int]) -> None:
+    def mark_verified(self, blocks: Collection[int]) -> None:
         """Record that logits which depend on blocks were finite; those not cached are ignored."""
-        keys, is_proven = self._keys, self._is_proven
+        keys, is_verified = self._keys, self._is_verified
         if len(blocks) > _MANY_BLOCKS:
-            # Those that siblings share are proven by the first of them.
+            # Those that siblings share are verified by the first of them.
             ids = np.asarray(blocks, np.int32)
-            blocks = ids[np.frombuffer(is_proven, np.uint8)[ids] == 0].tolist()
+            blocks = ids[np.frombuffer(is_verified, np.uint8)[ids] == 0].tolist()
         for block in blocks:
             if keys[block] is not None:
-                is_proven[block] = True
+                is_verified[block] = True
 
-    def is_proven(self, block: int) -> bool:
+    def is_verified(self, block: int) -> bool:
         """Return whether logits that depend on a block were finite."""
-        return bool(self._is_proven[block])
+        return bool(self._is_verified[block])
 
-    def num_proven(self, blocks: Iterable[int]) -> int:
-        """Return how many leading ones of `blocks` are proven."""
-        return sum(1 for _ in takewhile(self.is_proven, blocks))
+    def num_verified(self, blocks: Iterable[int]) -> int:
+        """Return how many leading ones of `blocks` are verified."""
+        return sum(1 for _ in takewhile(self.is_verified, blocks))
 
     def key_of(self, block: int) -> BlockKey | None:
         """Return the key of a block, or None if it is not in the cache."""
@@ -215,14 +215,14 @@ class PrefixCache:
         if key is not None:
             del self._block_of[key.digest]
             self.num_forgotten += 1
-            self._is_proven[block] = False
+            self._is_verified[block] = False
 
     def clear(self) -> None:
         """Remove all blocks, whose contents are lost."""
         num_blocks = len(self._keys)
         self._block_of.clear()
         self._keys = [None] * num_blocks
-        self._is_proven = bytearray(num_blocks)
+        self._is_verified = bytearray(num_blocks)
 
     def _digest(self, content: bytes) -> bytes:
         """Return the digest of a content under the key of this process."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cluster.scheduling.sequence import Sequence, Shortage
+from cluster.scheduling.sequence import FailedAdmission, Sequence
 from pagedray.batch import BlockCopy
 
 if TYPE_CHECKING:
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as AnySequence
 
     from cluster.scheduling.block_pool import BlockPool
-    from cluster.scheduling.cpu_prefix_cache import CpuPrefixCache, KeyedBlocks
+    from cluster.scheduling.cpu_prefix_cache import BlockIndex, CpuPrefixCache
     from cluster.scheduling.disk_prefix_cache import DiskPrefixCache
     from cluster.scheduling.prefix_cache import BlockKey, PrefixCache, PromptKeys
     from pagedray.request import Request
 
-__all__ = ["PrefixFinder", "PrefixRegistry", "Restores", "Shortages"]
+__all__ = ["FailedAdmissions", "HostLoads", "PrefixFinder", "PrefixRegistry"]
 
 _MIN_HASHED_AHEAD = 1024
 """Prompt tokens from which on keys are computed before a request is queued, so that no step waits
 for it; kept, they take up more memory than the tokens."""
-_MAX_UNPROVEN = 8
-"""Registered blocks of a running sequence that need not be proven yet, which costs time."""
+_MAX_UNVERIFIED = 8
+"""Registered blocks of a running sequence that need not be verified yet, which costs time."""
 
 
 class PrefixFinder:
@@ -168,7 +168,7 @@ class PrefixRegistry:
         pool: BlockPool,
         *,
         block_size: int,
-        lower_tiers: AnySequence[KeyedBlocks],
+        lower_tiers: AnySequence[BlockIndex],
     ) -> None:
         """`pool` is the device pool; `lower_tiers` keep what it evicts."""
         self._cache = cache
@@ -191,8 +191,8 @@ class PrefixRegistry:
             block = blocks.ids[index]
             if cache.add_block(self._finder.key_at(sequence, index), block):
                 self._pool.keep(block)
-                if index < blocks.num_proven:
-                    cache.prove_blocks((block,))
+                if index < blocks.num_verified:
+                    cache.mark_verified((block,))
             index += 1
         self.note_registered(sequence, index)
 
@@ -200,13 +200,13 @@ class PrefixRegistry:
         """Record that the prefix cache has the first blocks of a sequence, and no others."""
         sequence.blocks.num_registered = num_blocks
         if not self._cache.is_enabled:
-            sequence.next_check = sequence.max_length
-        elif num_blocks - sequence.blocks.num_proven > _MAX_UNPROVEN:
-            # The next token proves some.
-            sequence.next_check = 0
+            sequence.recheck_at = sequence.max_length
+        elif num_blocks - sequence.blocks.num_verified > _MAX_UNVERIFIED:
+            # The next token verifies some.
+            sequence.recheck_at = 0
         else:
             next_full, max_length = (num_blocks + 1) * self._block_size, sequence.max_length
-            sequence.next_check = next_full if next_full < max_length else max_length
+            sequence.recheck_at = next_full if next_full < max_length else max_length
 
     def take_back(self, sequence: Sequence) -> None:
         """Mark the last known token as not computed, so that a later plan computes it again.
@@ -223,23 +223,23 @@ class PrefixRegistry:
             self._pool.discard(block)
         self.note_registered(sequence, index)
 
-    def prove_blocks(self, sequence: Sequence) -> None:
+    def mark_verified(self, sequence: Sequence) -> None:
         """Record that the logits that gave a sequence its last token were finite."""
         blocks = sequence.blocks
-        if blocks.num_proven >= blocks.num_registered:
+        if blocks.num_verified >= blocks.num_registered:
             return
         num_full = (len(sequence.token_ids) - 1) // self._block_size
-        proven = blocks.ids[blocks.num_proven : min(num_full, blocks.num_registered)]
-        self._cache.prove_blocks(proven)
-        blocks.num_proven += len(proven)
+        verified = blocks.ids[blocks.num_verified : min(num_full, blocks.num_registered)]
+        self._cache.mark_verified(verified)
+        blocks.num_verified += len(verified)
 
     def forget_blocks(self, sequence: Sequence) -> None:
         """Remove a sequence's blocks from the prefix cache, because its logits were not finite.
 
         It may have lost them already, so they are found by their keys. Nor is anything found that
-        another sequence computed on top of those that are not proven.
+        another sequence computed on top of those that are not verified.
         """
-        keys, first = sequence.blocks.keys, sequence.blocks.num_proven
+        keys, first = sequence.blocks.keys, sequence.blocks.num_verified
         for key in keys:
             for tier in self._lower_tiers:
                 tier.forget_key(key)
@@ -248,10 +248,10 @@ class PrefixRegistry:
                 self._cache.forget_block(block)
                 self._pool.discard(block)
         if first < len(keys):
-            self._cache.renew_key(self._finder.parent(sequence, first), keys[first])
+            self._cache.invalidate_key(self._finder.parent(sequence, first), keys[first])
 
 
-class Shortages:
+class FailedAdmissions:
     """Says in O(1) whether a sequence that found too few free blocks still does."""
 
     __slots__ = ("_cache", "_finder", "_pool")
@@ -262,32 +262,32 @@ class Shortages:
         self._finder = finder
         self._pool = pool
 
-    def note_shortage(self, sequence: Sequence, *, num_hits: int, num_shared: int) -> None:
+    def note_failure(self, sequence: Sequence, *, num_hits: int, num_shared: int) -> None:
         """Note that a sequence has no room, with `num_hits` cached blocks on the device."""
         is_all = num_hits == self._finder.num_shareable(sequence)
-        sequence.blocks.shortage = Shortage(
+        sequence.blocks.failure = FailedAdmission(
             None if is_all else sequence.blocks.keys[num_hits],
             num_shared,
-            self._pool.num_revived + self._cache.num_forgotten,
+            self._pool.num_reused + self._cache.num_forgotten,
             self._cache.revision,
         )
 
-    def is_still_short(self, sequence: Sequence, *, num_needed: int) -> bool:
+    def still_fails(self, sequence: Sequence, *, num_needed: int) -> bool:
         """Return whether there is certainly no room yet, in O(1).
 
         Among the cached blocks of a sequence, one more is in use only after an idle one was
         shared, one was forgotten and computed again, or the first missing one was computed.
         """
-        shortage, cache, pool = sequence.blocks.shortage, self._cache, self._pool
-        if shortage is None or shortage.revision != cache.revision:
+        failure, cache, pool = sequence.blocks.failure, self._cache, self._pool
+        if failure is None or failure.revision != cache.revision:
             return False
-        if shortage.next_key is not None and cache.find_block(shortage.next_key) is not None:
+        if failure.next_key is not None and cache.find_block(failure.next_key) is not None:
             return False
-        num_changes = pool.num_revived + cache.num_forgotten - shortage.num_changes
-        return num_needed - shortage.num_shared - num_changes > pool.num_free
+        num_changes = pool.num_reused + cache.num_forgotten - failure.num_changes
+        return num_needed - failure.num_shared - num_changes > pool.num_free
 
 
-class Restores:
+class HostLoads:
     """The blocks that are being copied back."""
 
     __slots__ = ("_arriving", "_cache", "_copies", "_cpu_cache", "_finder", "_pool")
@@ -338,7 +338,7 @@ class Restores:
             self._pool.pin(target)
             self._copies.append(BlockCopy(source, target))
         if targets:
-            self._cache.prove_blocks(targets)
+            self._cache.mark_verified(targets)
             sequence.blocks.awaits_copies = True
             self._arriving.update(targets)
             self._cpu_cache.note_restored(sources)

@@ -18,7 +18,7 @@ from cluster.scheduling.backlog import Backlog
 from cluster.scheduling.fault_recovery import Blame, FaultRecovery
 from cluster.scheduling.kv_manager import KvOptions, cache_counts, make_kv_manager
 from cluster.scheduling.masked_step import MadeMasks, MaskedStep
-from cluster.scheduling.output_reader import Flight, OutputReader, PromptLogprobsBuffer
+from cluster.scheduling.output_reader import InFlightStep, OutputReader, PromptLogprobsBuffer
 from cluster.scheduling.planner import Planner
 from cluster.scheduling.sequence import ActiveRequest, Sequence, SequenceState
 from cluster.scheduling.sequence_table import SequenceTable
@@ -90,7 +90,7 @@ class Scheduler:
         self._planner = Planner(
             self._kv, self._table, config=config, swap_costs=self._swap_costs, pace=pace
         )
-        self._in_flight: deque[Flight] = deque()
+        self._in_flight: deque[InFlightStep] = deque()
         self._deadlines = Deadlines(self._table.requests)
         self._step = 0
         self._acknowledged_step = -1
@@ -138,8 +138,8 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that have neither row nor blocks, barred ones included."""
-        return len(self._table.waiting) + self._table.num_held + len(self._table.barred)
+        """Sequences that have neither row nor blocks, quarantined ones included."""
+        return len(self._table.waiting) + self._table.num_held + len(self._table.quarantined)
 
     @property
     def num_swapped(self) -> int:
@@ -166,7 +166,7 @@ class Scheduler:
         self._num_arrivals += 1
         if keys is not None:
             active.sequences[0].blocks.keys, active.sequences[0].blocks.keys_revision = keys
-        self.recovery.bar_new_request(active)
+        self.recovery.quarantine_new_request(active)
         self.has_structures = self.has_structures or request.grammar is not None
         self._table.add_request(active)
         self._prompt_logprobs.add_request(active)
@@ -192,7 +192,7 @@ class Scheduler:
             if sequence.index == index:
                 # Its stop string may be found while it is computed again.
                 if sequence.has_sampled:
-                    self._kv.registry.prove_blocks(sequence)
+                    self._kv.registry.mark_verified(sequence)
                 self._table.remove_sequence(sequence)
                 self._prompt_logprobs.forget_sequence(sequence)
                 return True
@@ -211,14 +211,14 @@ class Scheduler:
         """The number of plans since the ranks started."""
         return self._step
 
-    def lengths_in_flight(self) -> dict[str, dict[int, int]]:
+    def in_flight_lengths(self) -> dict[str, dict[int, int]]:
         """Return the known tokens of the sequences in the plans in flight, by request and index.
 
         Some may have ended.
         """
         lengths: dict[str, dict[int, int]] = {}
-        for flight in self._in_flight:
-            for sequence in (*flight.prefilled, *flight.sampled):
+        for in_flight in self._in_flight:
+            for sequence in (*in_flight.prefilled, *in_flight.sampled):
                 known = lengths.setdefault(sequence.request_id, {})
                 known[sequence.index] = len(sequence.token_ids)
         return lengths
@@ -253,10 +253,12 @@ class Scheduler:
             return None
         plan = draft.build_plan()
         buffer = self._prompt_logprobs
-        described = buffer.described(draft.prefilled) if buffer.requests else {}
+        prompt_logprob_rows = buffer.prompt_logprob_rows(draft.prefilled) if buffer.requests else {}
         sampled = draft.sampled
         masked = [one for one in sampled if one.is_masked] if self.has_structures else []
-        self._in_flight.append(Flight(plan, sampled, draft.prefilled, [], described, masked))
+        self._in_flight.append(
+            InFlightStep(plan, sampled, draft.prefilled, [], prompt_logprob_rows, masked)
+        )
         self._step += 1
         self._num_steps += 1
         self._num_scheduled_tokens += self._max_num_tokens - draft.budget
@@ -269,10 +271,10 @@ class Scheduler:
     def update(self, output: StepOutput) -> list[TokenEvent]:
         """Apply the output of the oldest plan in flight and return its events."""
         self._check_output(output)
-        flight = self._in_flight.popleft()
+        in_flight = self._in_flight.popleft()
         if self._cost_meter is not None:
-            self._cost_meter.note_output(flight.plan, output)
-        return self._outputs.read_output(flight, output)
+            self._cost_meter.note_output(in_flight.plan, output)
+        return self._outputs.read_output(in_flight, output)
 
     def masked_step(self) -> MaskedStep | None:
         """Return the sequences to make masks for: of the plan in flight, and others that wait.
@@ -282,9 +284,9 @@ class Scheduler:
         """
         step, sequences = -1, []
         if self._in_flight:
-            (flight,) = self._in_flight
-            step = flight.plan.step
-            sequences = flight.masked
+            (in_flight,) = self._in_flight
+            step = in_flight.plan.step
+            sequences = in_flight.masked
         if self._deferred:
             self._deferred = [one for one in self._deferred if one.is_deferred]
         waiting = [one for one in self._deferred if one.waits_for_mask]
@@ -297,7 +299,7 @@ class Scheduler:
             if sequence.state is SequenceState.FINISHED:
                 continue
             if sequence.is_prefill:
-                # It was barred meanwhile and has no blocks.
+                # It was quarantined meanwhile and has no blocks.
                 sequence.prefill_end -= 1
             else:
                 self._kv.registry.take_back(sequence)

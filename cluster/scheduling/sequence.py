@@ -14,7 +14,7 @@ from pagedray.batch import PromptLogprobs
 if TYPE_CHECKING:
     from pagedray.request import Matcher, Request
 
-__all__ = ["ActiveRequest", "Sequence", "SequenceMasks", "SequenceState", "Shortage"]
+__all__ = ["ActiveRequest", "FailedAdmission", "Sequence", "SequenceMasks", "SequenceState"]
 
 _NUM_DEFERRED = 8
 """Tokens of a sequence for whose masks no step waits, after one that was late or costly."""
@@ -33,7 +33,7 @@ class SequenceState(Enum):
     """Has CPU blocks."""
     ARRIVING = auto()
     """Has a row and device blocks that are being swapped in."""
-    BARRED = auto()
+    QUARANTINED = auto()
     """May not run at present; holds nothing."""
     FINISHED = auto()
 
@@ -43,7 +43,7 @@ class ActiveRequest:
 
     __slots__ = (
         "held",
-        "is_barred",
+        "is_quarantined",
         "is_queued",
         "num_cached_tokens",
         "num_unfinished",
@@ -71,7 +71,7 @@ class ActiveRequest:
         """The share of the tenant, once the request is queued."""
         self.token_cost = 1.0 / request.weight
         """Cost of a token on the tenant's clock."""
-        self.is_barred = False
+        self.is_quarantined = False
         """Whether none of its sequences may run at present."""
         self.is_queued = True
         """Whether none of its sequences has started."""
@@ -99,14 +99,12 @@ class Sequence:
     __slots__ = (
         "active",
         "blocks",
-        "decode_end",
         "donor_row",
         "index",
         "is_prefill",
         "masks",
         "max_length",
         "min_length",
-        "next_check",
         "num_charged",
         "num_computed",
         "num_initial_tokens",
@@ -117,13 +115,15 @@ class Sequence:
         "prefill_end",
         "prompt_step",
         "ready_step",
+        "recheck_at",
         "request_id",
         "row",
-        "shortage_number",
         "start_number",
+        "starved_since",
         "state",
         "stop_token_ids",
         "token_ids",
+        "unchecked_until",
     )
 
     def __init__(
@@ -163,7 +163,7 @@ class Sequence:
         """Whether known tokens remain to be computed before the next sample."""
         self.prefill_end = len(self.token_ids)
         """The number of tokens that its prefill computes; some may still be being sampled."""
-        self.decode_end = 0
+        self.unchecked_until = 0
         """While `num_computed` is less, its next token is planned without examining its state; 0
         if that is not known."""
         self.num_prefilled = sys.maxsize
@@ -175,7 +175,7 @@ class Sequence:
         self.num_preemptions = 0
         self.start_number = 0
         """Starts of sequences up to its own."""
-        self.shortage_number = -1
+        self.starved_since = -1
         """Starts of sequences when it first found no room; -1 if it has not, or has run since."""
         self.num_initial_tokens = len(self.token_ids)
         """Tokens that it came with."""
@@ -186,10 +186,10 @@ class Sequence:
         """None if it samples without masks from its next token on."""
 
         self.blocks = SequenceBlocks()
-        """What the KV manager and its `prefixes` change, with `next_check`."""
-        self.next_check = 0
+        """What the KV manager and its `prefixes` change, with `recheck_at`."""
+        self.recheck_at = 0
         """Number of tokens at which it ends or the next block can be registered; 0 while many are
-        unproven."""
+        unverified."""
 
     def own_tokens(self) -> None:
         """Get a copy of the prompt, to which tokens may be appended."""
@@ -299,7 +299,7 @@ class SequenceMasks:
             self.num_deferred -= 1
 
 
-class Shortage(NamedTuple):
+class FailedAdmission(NamedTuple):
     """The state of the prefix cache when a sequence that shares blocks found too few free ones."""
 
     next_key: BlockKey | None
@@ -319,15 +319,15 @@ class SequenceBlocks:
         "awaits_copies",
         "cpu_ids",
         "disk_step",
+        "failure",
         "ids",
         "keys",
         "keys_revision",
-        "num_left_behind",
-        "num_proven",
         "num_registered",
         "num_slots",
+        "num_unswapped",
+        "num_verified",
         "reserved_ids",
-        "shortage",
     )
 
     def __init__(self) -> None:
@@ -337,7 +337,7 @@ class SequenceBlocks:
         """The revision of the prefix cache when the first key was hashed."""
         self.num_registered = 0
         """Leading blocks that were registered with the prefix cache."""
-        self.num_proven = 0
+        self.num_verified = 0
         """Leading blocks that gave finite logits."""
         self.clear()
 
@@ -354,7 +354,7 @@ class SequenceBlocks:
         """Whether some of its blocks are copied to the device when it starts."""
         self.disk_step: int | None = None
         """The step whose reads from the disk it waits for, or -1; None if it needs a look-up."""
-        self.num_left_behind = 0
+        self.num_unswapped = 0
         """Blocks before these that were not swapped out, since others shared them."""
-        self.shortage: Shortage | None = None
-        """The shortage at its last attempt to start, if it has waited since then."""
+        self.failure: FailedAdmission | None = None
+        """The failure at its last attempt to start, if it has waited since then."""

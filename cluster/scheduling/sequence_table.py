@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from cluster.scheduling.backlog import Backlog
     from cluster.scheduling.kv_manager import KvManager
 
-__all__ = ["GRACE_STEPS", "MAX_PASSED", "Passing", "SequenceQueue", "SequenceTable"]
+__all__ = ["GRACE_STEPS", "MAX_SKIPPED", "SequenceQueue", "SequenceTable", "StarvationGuard"]
 
-MAX_PASSED = 4
+MAX_SKIPPED = 4
 """Sequences that may be passed in one step, which bounds the time to find one that has room."""
 GRACE_STEPS = 16
-"""Steps for which borrowers may continue, since many end by themselves."""
+"""Steps for which overtakers may continue, since many end by themselves."""
 
 _order = attrgetter("order")
 
@@ -34,10 +34,10 @@ class SequenceTable:
         "_started",
         "arriving",
         "backlog",
-        "barred",
+        "guard",
         "num_held",
         "num_rows",
-        "passing",
+        "quarantined",
         "requests",
         "running",
         "swapped",
@@ -53,8 +53,8 @@ class SequenceTable:
         self.running = SequenceQueue()
         self.swapped = SequenceQueue()
         self.arriving = SequenceQueue()
-        self.barred = SequenceQueue()
-        self.passing = Passing(self.running)
+        self.quarantined = SequenceQueue()
+        self.guard = StarvationGuard(self.running)
         """What happens while a sequence finds too few blocks."""
         self.num_rows = num_rows
         """Sequences that can run at once."""
@@ -88,7 +88,7 @@ class SequenceTable:
     def add_request(self, active: ActiveRequest) -> None:
         """Queue the sequences of a request, except those that wait for a sibling's prompt.
 
-        A barred request waits for `readmit_request`.
+        A quarantined request waits for `readmit_request`.
         """
         self.requests[active.request.id] = active
         self.num_held += len(active.held)
@@ -98,9 +98,9 @@ class SequenceTable:
             if sequence.state is SequenceState.WAITING:
                 self._queue_sequence(sequence)
 
-    def bar_request(self, active: ActiveRequest) -> None:
+    def quarantine_request(self, active: ActiveRequest) -> None:
         """Take rows and blocks from a request's sequences, which do not run until readmitted."""
-        active.is_barred = True
+        active.is_quarantined = True
         for sequence in active.sequences:
             if sequence.state in (SequenceState.HELD, SequenceState.FINISHED):
                 continue
@@ -114,11 +114,11 @@ class SequenceTable:
             self.release_siblings(sequence)
 
     def readmit_request(self, active: ActiveRequest) -> None:
-        """Queue the sequences of a barred request."""
-        active.is_barred = False
+        """Queue the sequences of a quarantined request."""
+        active.is_quarantined = False
         for sequence in active.sequences:
-            if sequence.state is SequenceState.BARRED:
-                self.barred.remove(sequence)
+            if sequence.state is SequenceState.QUARANTINED:
+                self.quarantined.remove(sequence)
                 self._queue_sequence(sequence)
 
     def start_sequence(self, sequence: Sequence, state: SequenceState) -> None:
@@ -129,7 +129,7 @@ class SequenceTable:
         sequence.share.num_rows += 1
         sequence.state = state
         self._queue_of(sequence).insert(sequence)
-        self.passing.note_start(sequence)
+        self.guard.note_start(sequence)
         if sequence.active.is_queued:
             sequence.active.is_queued = False
             self.backlog.start_request(sequence.active.request.tenant, sequence.num_prompt_tokens)
@@ -200,9 +200,9 @@ class SequenceTable:
         For `damaged`, see `KvManager.clear`.
         """
         self._kv.clear(damaged)
-        self.passing.clear()
+        self.guard.clear()
         self._free_rows = list(range(self.num_rows - 1, -1, -1))
-        for queue in (self.waiting, self.running, self.swapped, self.arriving, self.barred):
+        for queue in (self.waiting, self.running, self.swapped, self.arriving, self.quarantined):
             queue.clear()
         for active in self.requests.values():
             for sequence in active.sequences:
@@ -217,14 +217,14 @@ class SequenceTable:
         sequence.row = -1
         sequence.ready_step = -1
         sequence.donor_row = -1
-        sequence.shortage_number = -1
+        sequence.starved_since = -1
         if sequence.state is not SequenceState.HELD:
             self._queue_sequence(sequence)
 
     def _queue_sequence(self, sequence: Sequence) -> None:
-        """Make a sequence waiting, or barred with its request."""
-        is_barred = sequence.active.is_barred
-        sequence.state = SequenceState.BARRED if is_barred else SequenceState.WAITING
+        """Make a sequence waiting, or quarantined with its request."""
+        is_quarantined = sequence.active.is_quarantined
+        sequence.state = SequenceState.QUARANTINED if is_quarantined else SequenceState.WAITING
         self._queue_of(sequence).insert(sequence)
 
     def _end_row(self, sequence: Sequence) -> None:
@@ -240,75 +240,75 @@ class SequenceTable:
                 return self.running
             case SequenceState.SWAPPED:
                 return self.swapped
-            case SequenceState.BARRED:
-                return self.barred
+            case SequenceState.QUARANTINED:
+                return self.quarantined
             case state:
                 assert state is SequenceState.ARRIVING
                 return self.arriving
 
 
-class Passing:
+class StarvationGuard:
     """The sequence that has lacked room for the longest time, and those that borrow its room."""
 
-    __slots__ = ("_due_step", "_num_starts", "_running", "claimant")
+    __slots__ = ("_num_starts", "_reserved_step", "_running", "starved")
 
     def __init__(self, running: SequenceQueue) -> None:
         self._running = running
         self._num_starts = 0
-        self._due_step = -1
-        self.claimant: Sequence | None = None
+        self._reserved_step = -1
+        self.starved: Sequence | None = None
         """The sequence that has lacked room for the longest time."""
 
     @property
-    def is_due(self) -> bool:
-        """Whether no sequence may pass the claimant."""
-        return self._due_step >= 0
+    def is_reserved(self) -> bool:
+        """Whether no sequence may overtake the starved sequence."""
+        return self._reserved_step >= 0
 
-    def note_shortage(self, sequence: Sequence) -> None:
+    def note_failure(self, sequence: Sequence) -> None:
         """Note that a sequence found too few free blocks."""
-        if sequence.shortage_number < 0:
-            sequence.shortage_number = self._num_starts
-        if self.claimant is None:
-            self.claimant = sequence
+        if sequence.starved_since < 0:
+            sequence.starved_since = self._num_starts
+        if self.starved is None:
+            self.starved = sequence
 
     def note_start(self, sequence: Sequence) -> None:
         """Note that a sequence got a row and blocks."""
         self._num_starts += 1
         sequence.start_number = self._num_starts
-        sequence.shortage_number = -1
-        if sequence is self.claimant:
+        sequence.starved_since = -1
+        if sequence is self.starved:
             self.clear()
 
-    def find_claimant(self) -> Sequence | None:
-        """Return the claimant, which is forgotten if it has ended or may not run."""
-        claimant = self.claimant
-        if claimant is None or claimant.state in (SequenceState.WAITING, SequenceState.SWAPPED):
-            return claimant
+    def find_starved(self) -> Sequence | None:
+        """Return the starved sequence, which is forgotten if it has ended or may not run."""
+        starved = self.starved
+        if starved is None or starved.state in (SequenceState.WAITING, SequenceState.SWAPPED):
+            return starved
         self.clear()
         return None
 
-    def borrowers(self, claimant: Sequence) -> list[Sequence]:
-        """Return the running sequences that passed the claimant, those to preempt first first."""
+    def overtakers(self, starved: Sequence) -> list[Sequence]:
+        """Return the running sequences that overtook the starved sequence, the last first."""
         return [
             sequence
             for sequence in reversed(self._running)
-            if sequence.start_number > claimant.shortage_number
-            and sequence.order > claimant.order
+            if sequence.start_number > starved.starved_since
+            and sequence.order > starved.order
             and not sequence.is_ending
         ]
 
-    def note_due(self, step: int, *, is_due: bool) -> bool:
-        """Note whether borrowers hold what the claimant lacks; return whether it may take that."""
-        if not is_due:
-            self._due_step = -1
-        elif self._due_step < 0:
-            self._due_step = step
-        return is_due and step - self._due_step >= GRACE_STEPS
+    def note_reserved(self, step: int, *, has_enough: bool) -> bool:
+        """Note whether overtakers hold what the starved lacks; return whether it may take that."""
+        if not has_enough:
+            self._reserved_step = -1
+        elif self._reserved_step < 0:
+            self._reserved_step = step
+        return has_enough and step - self._reserved_step >= GRACE_STEPS
 
     def clear(self) -> None:
-        """Forget the claimant."""
-        self.claimant = None
-        self._due_step = -1
+        """Forget the starved sequence."""
+        self.starved = None
+        self._reserved_step = -1
 
 
 class SequenceQueue:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from cluster.scheduling.step_times import StepPace, StepTimes
     from pagedray.batch import StepOutput, StepPlan
 
-__all__ = ["CopyWorth", "CostMeter", "SwapCosts"]
+__all__ = ["CostMeter", "SwapCosts", "TierPolicy"]
 
 _KEPT = 0.8
 """Weight of a measurement relative to the next one."""
@@ -170,7 +170,7 @@ class CostMeter:
         )
 
 
-class CopyWorth:
+class TierPolicy:
     """Compares the time of copies with the time that they save."""
 
     __slots__ = (

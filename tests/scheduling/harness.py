@@ -157,7 +157,7 @@ class Harness:
             is_waiting = (
                 num_in_flight
                 or self.acknowledged_step < self.worker.executed_step
-                or len(self.scheduler._table.barred)
+                or len(self.scheduler._table.quarantined)
                 or any(sequence.waits_for_mask for sequence in self.sequences)
                 or any(self.worker.disk_jobs.values())
             )
@@ -184,9 +184,9 @@ class Harness:
         step = self.worker.plans[0].step
         return step <= self._masked_step or not any(
             sequence.active.request.grammar is not None
-            for flight in self.scheduler._in_flight
-            if flight.plan.step == step
-            for sequence in flight.sampled
+            for in_flight in self.scheduler._in_flight
+            if in_flight.plan.step == step
+            for sequence in in_flight.sampled
         )
 
     def execute(self) -> None:
@@ -269,7 +269,9 @@ class Harness:
         self._was_restricted = True
         self.scheduler.recovery.restrict(lambda name: allowed is None or name in allowed)
         for active in self.scheduler._table.requests.values():
-            assert active.is_barred == (allowed is not None and active.request.id not in allowed)
+            assert active.is_quarantined == (
+                allowed is not None and active.request.id not in allowed
+            )
         self.check()
 
     def step(self) -> list[TokenEvent]:
@@ -324,9 +326,9 @@ class Harness:
         self._invariants.check(self.worker)
 
     @property
-    def num_left_behind(self) -> int:
+    def num_unswapped(self) -> int:
         """Sequences seen that left shared blocks behind when they were swapped out."""
-        return self._invariants.num_left_behind
+        return self._invariants.num_unswapped
 
     @property
     def max_num_turns(self) -> int:

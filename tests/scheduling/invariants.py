@@ -36,7 +36,7 @@ class Invariants:
         self._requests = requests
         self._sequences = sequences
         self._plans = plans
-        self.num_left_behind = 0
+        self.num_unswapped = 0
         """Sequences seen that left shared blocks behind when they were swapped out."""
         self._started: set[int] = set()
         """Seeds of the requests that have started."""
@@ -75,25 +75,25 @@ class Invariants:
                 ],
             )
         # Once it has started, it may not take rows of others again.
-        entitled = self._scheduler._planner._preemptor.entitled
+        entitled = self._scheduler._planner._preemptor.pending_preemptor
         assert entitled is None or entitled.row < 0
         self._check_places(holders)
         self._check_cache(worker)
         self._check_stats()
         owners: dict[int, set[str]] = {}
         for sequence in holders:
-            assert not sequence.blocks.num_left_behind or sequence.state is SequenceState.SWAPPED
-            self.num_left_behind += sequence.blocks.num_left_behind > 0
+            assert not sequence.blocks.num_unswapped or sequence.state is SequenceState.SWAPPED
+            self.num_unswapped += sequence.blocks.num_unswapped > 0
             if sequence.state is SequenceState.RUNNING:
                 assert sequence.num_computed <= sequence.blocks.num_slots
             assert sequence.blocks.num_slots == len(sequence.blocks.ids) * self._block_size
             assert sequence.length <= sequence.max_length
-            if sequence.num_computed < sequence.decode_end:
+            if sequence.num_computed < sequence.unchecked_until:
                 assert sequence.state is SequenceState.RUNNING
                 assert not sequence.is_prefill
                 assert not sequence.is_deferred
-                assert sequence.decode_end <= sequence.blocks.num_slots
-                assert sequence.decode_end < sequence.max_length
+                assert sequence.unchecked_until <= sequence.blocks.num_slots
+                assert sequence.unchecked_until < sequence.max_length
             assert 0 <= sequence.num_pending <= MAX_PLANS_IN_FLIGHT
             for block in sequence.blocks.ids:
                 owners.setdefault(block, set()).add(sequence.active.request.tenant)
@@ -124,7 +124,7 @@ class Invariants:
                     request.priority,
                 ):
                     assert any(
-                        sequence.shortage_number >= 0 or sequence.blocks.disk_step is not None
+                        sequence.starved_since >= 0 or sequence.blocks.disk_step is not None
                         for sequence in active.sequences
                     )
 
@@ -141,7 +141,7 @@ class Invariants:
             SequenceState.RUNNING: list(sequence_table.running),
             SequenceState.SWAPPED: list(sequence_table.swapped),
             SequenceState.ARRIVING: list(sequence_table.arriving),
-            SequenceState.BARRED: list(sequence_table.barred),
+            SequenceState.QUARANTINED: list(sequence_table.quarantined),
             SequenceState.HELD: [s for a in sequence_table.requests.values() for s in a.held],
         }
         for state, sequences in places.items():
@@ -193,8 +193,8 @@ class Invariants:
             if not any(isinstance(value, BadValue) for value in content):
                 assert content == self._expected_content[key.digest]
             else:
-                # It may still be bad in the cache, but is not proven.
-                assert not kv.prefix_cache.is_proven(block)
+                # It may still be bad in the cache, but is not verified.
+                assert not kv.prefix_cache.is_verified(block)
 
     def _check_cpu_cache(self, worker: FakeWorker) -> None:
         kv = self._scheduler._kv
@@ -249,7 +249,7 @@ class Invariants:
         stats, pool = self._scheduler.stats(), self._scheduler._kv.pool
         states = Counter(sequence.state for sequence in self._sequences)
         assert stats.num_running == states[SequenceState.RUNNING]
-        waiting = (SequenceState.WAITING, SequenceState.HELD, SequenceState.BARRED)
+        waiting = (SequenceState.WAITING, SequenceState.HELD, SequenceState.QUARANTINED)
         assert stats.num_waiting == sum(states[state] for state in waiting)
         assert stats.num_swapped == states[SequenceState.SWAPPED] + states[SequenceState.ARRIVING]
         assert stats.num_free_blocks == len(pool._free) + len(pool._idle)

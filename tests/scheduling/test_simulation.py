@@ -177,7 +177,7 @@ def test_every_sequence_ends_as_if_it_had_been_alone() -> None:
     plans = [plan for harness in harnesses for plan in harness.plans]
     assert sum(len(plan.copies) for plan in plans) > 5
     assert sum(len(plan.swap_ins) for plan in plans) > 10
-    assert sum(harness.num_left_behind for harness in harnesses) > 10
+    assert sum(harness.num_unswapped for harness in harnesses) > 10
     reasons = {reason for harness in harnesses for reason in harness.results.reasons.values()}
     assert len(reasons) == 4
 

@@ -16,14 +16,14 @@ from cluster.engine.faults.death_inquiry import DeathInquiry
 from cluster.engine.faults.suspects import Suspects
 from cluster.engine.ranks.pool_memories import PoolMemories
 from cluster.engine.ranks.rank_channels import DiskReports
-from cluster.scheduling.cpu_prefix_cache import CpuPrefixCache, KeyedBlocks
+from cluster.scheduling.cpu_prefix_cache import BlockIndex, CpuPrefixCache
 from cluster.scheduling.disk_prefix_cache import DiskPrefixCache
 from cluster.scheduling.kv_manager import CopiesInFlight, KvManager
 from cluster.scheduling.output_reader import OutputReader
 from cluster.scheduling.planner import Planner
 from cluster.scheduling.preemptor import Preemptor
 from cluster.scheduling.prefix_cache import PrefixCache
-from cluster.scheduling.prefix_finder import PrefixFinder, Restores
+from cluster.scheduling.prefix_finder import HostLoads, PrefixFinder
 from cluster.scheduling.scheduler import Scheduler
 from cluster.scheduling.sequence_table import SequenceTable
 from cluster.serving.engine_stream import EngineStream
@@ -118,26 +118,26 @@ PLANTED_BUGS = (
         "a sequence whose shared blocks were evicted is swapped in",
         KvManager,
         "swap_in",
-        "if len(hits) < blocks.num_left_behind:",
+        "if len(hits) < blocks.num_unswapped:",
         "if False:",
     ),
     _bug(
         "a cached block is read before it has been copied to the CPU pool",
-        KeyedBlocks,
+        BlockIndex,
         "find_block",
         "or block in self._incomplete",
         "",
     ),
     _bug(
         "a block of the CPU pool is found after another took its place",
-        KeyedBlocks,
+        BlockIndex,
         "_evict",
         "self._remove(block)",
         "del self._key_of[block]",
     ),
     _bug(
         "a sequence runs before its cached blocks are copied back",
-        Restores,
+        HostLoads,
         "restore_blocks",
         "sequence.blocks.awaits_copies = True",
         "pass",
@@ -158,15 +158,15 @@ PLANTED_BUGS = (
     ),
     _bug(
         "a block that was half copied when a rank died is found",
-        KeyedBlocks,
-        "keep_whole",
+        BlockIndex,
+        "retain_complete",
         "if one not in self._incomplete and",
         "if",
     ),
     _bug(
         "a block that was damaged when a rank died is found",
-        KeyedBlocks,
-        "keep_whole",
+        BlockIndex,
+        "retain_complete",
         " and one not in damaged",
         "",
     ),
@@ -254,7 +254,7 @@ PLANTED_BUGS = (
         "a sequence that starts again decodes as far as before it lost its blocks",
         KvManager,
         "disown",
-        "sequence.decode_end = 0",
+        "sequence.unchecked_until = 0",
         "pass",
     ),
     _bug(
@@ -267,7 +267,7 @@ PLANTED_BUGS = (
     _bug(
         "a preempted sequence keeps what it has computed",
         Preemptor,
-        "_preempt",
+        "_swap_or_release",
         "sequence.forget_computed()",
         "pass",
     ),

@@ -76,7 +76,7 @@ class _WatchedController(Controller):
     """By request, the deaths by chance while it ran alone."""
 
     def _note_death(self) -> bool:
-        lengths = self._scheduler.lengths_in_flight()
+        lengths = self._scheduler.in_flight_lengths()
         if len(lengths) == 1 and not self.ranks.is_killed:
             self.chance_deaths.update(list(lengths))
         return super()._note_death()

@@ -57,7 +57,7 @@ class DeathInquiry:
         suspects = self._suspects
         was_searching = suspects.is_searching
         has_narrowed = suspects.note_death(
-            self._scheduler.lengths_in_flight(), self._scheduler.num_epoch_steps
+            self._scheduler.in_flight_lengths(), self._scheduler.num_epoch_steps
         )
         self._has_died = self.is_active = True
         if suspects.is_searching and not was_searching:

@@ -2,7 +2,7 @@ from array import array
 
 from cluster.scheduling.cpu_prefix_cache import CpuPrefixCache
 from cluster.scheduling.prefix_cache import BlockKey, PrefixCache
-from cluster.scheduling.swap_costs import CopyWorth
+from cluster.scheduling.swap_costs import TierPolicy
 from pagedray.batch import BlockCopy
 
 PREFIXES = PrefixCache(b"key", num_blocks=0, is_enabled=True)
@@ -10,7 +10,7 @@ PREFIXES = PrefixCache(b"key", num_blocks=0, is_enabled=True)
 
 def make_cpu_cache(num_blocks: int, *, max_saved: int = 100) -> CpuPrefixCache:
     """Return one for which every copy is worth it."""
-    worth = CopyWorth(None, num_blocks=num_blocks, block_size=2)
+    worth = TierPolicy(None, num_blocks=num_blocks, block_size=2)
     return CpuPrefixCache(num_blocks, worth=worth, max_saved=max_saved)
 
 

@@ -48,7 +48,7 @@ def test_prefix_is_what_single_look_ups_find(
         tokens = array("I", cached[block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE])
         key = cache.key_after(parent, tokens)
         if block == renewed:
-            cache.renew_key(parent, key)
+            cache.invalidate_key(parent, key)
             key = cache.key_after(parent, tokens)
         # Other tokens with the same digest.
         content = b"other" if block == forged else key.token_bytes

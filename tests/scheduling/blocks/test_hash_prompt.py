@@ -116,7 +116,7 @@ def test_keys_hashed_while_others_are_renewed_are_of_the_revision_before() -> No
     (old, _), revision = cache.hash_again()
     found: list[PromptKeys] = []
     cache.found = found
-    cache.renew_key(cache.root("one"), old)
+    cache.invalidate_key(cache.root("one"), old)
     cache.found = None
     assert cache.hash_again().keys[0] != old
     assert [one.revision for one in found if one.keys[0] == old] == [revision] * len(found)

@@ -1,20 +1,20 @@
 from cluster.scheduling.step_times import StepTimes
-from cluster.scheduling.swap_costs import CopyWorth, SwapCosts
+from cluster.scheduling.swap_costs import SwapCosts, TierPolicy
 
 BLOCK_SIZE = 16
 
 
-def make_worth(*, copy_s: float, num_blocks: int = 1000) -> CopyWorth:
+def make_worth(*, copy_s: float, num_blocks: int = 1000) -> TierPolicy:
     """Return one for steps of 10 ms and 30 us a token, in which a block takes 480 us."""
     step_times = StepTimes()
     costs = SwapCosts(step_times)
     costs.note_swaps(1, copy_s)
     for num_tokens in (1, 500, 1000, 2000):
         step_times.note_step(num_tokens=num_tokens, num_pairs=0, seconds=10e-3 + num_tokens * 30e-6)
-    return CopyWorth(costs, num_blocks=num_blocks, block_size=BLOCK_SIZE)
+    return TierPolicy(costs, num_blocks=num_blocks, block_size=BLOCK_SIZE)
 
 
-def num_saved(worth: CopyWorth, digests: range) -> int:
+def num_saved(worth: TierPolicy, digests: range) -> int:
     return sum(worth.is_saved(str(number).encode()) for number in digests)
 
 
@@ -66,6 +66,6 @@ def test_many_blocks_are_copied_back_and_few_are_computed() -> None:
 
 
 def test_everything_is_copied_without_costs() -> None:
-    worth = CopyWorth(None, num_blocks=10, block_size=BLOCK_SIZE)
+    worth = TierPolicy(None, num_blocks=10, block_size=BLOCK_SIZE)
     assert num_saved(worth, range(1000)) == 1000
     assert worth.is_restored(1, first=0)

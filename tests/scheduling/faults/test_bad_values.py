@@ -130,7 +130,7 @@ def test_a_long_prompt_is_proven_by_its_first_token() -> None:
     harness.add([*stem, 3, 3], bad_position=21)
     harness.step()
     assert num_hits(harness, [*stem, 4]) == 0
-    (renewed,) = harness.scheduler._kv.prefix_cache._renewed
+    (renewed,) = harness.scheduler._kv.prefix_cache._invalidated
     assert renewed != harness.sequences[0].blocks.keys[0].digest
 
 
@@ -145,7 +145,7 @@ def test_what_continues_a_proven_prefix_is_still_found() -> None:
 
 
 def test_many_renewals_use_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.scheduling.prefix_cache._MAX_RENEWED", 3)
+    monkeypatch.setattr("cluster.scheduling.prefix_cache._MAX_INVALIDATED", 3)
     harness = Harness(block_size=2)
     for first in range(10):
         harness.add([first, 1, 1, 1, 1], bad_position=0)
@@ -154,7 +154,7 @@ def test_many_renewals_use_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> No
         assert num_hits(harness, [first, 1, 1, 1, 1]) == 4
     cache = harness.scheduler._kv.prefix_cache
     assert cache is not None
-    assert len(cache._renewed) <= 3
+    assert len(cache._invalidated) <= 3
 
 
 def test_a_sequence_that_is_finished_in_prefill_proves_nothing() -> None:
@@ -166,7 +166,7 @@ def test_a_sequence_that_is_finished_in_prefill_proves_nothing() -> None:
     cache = harness.scheduler._kv.prefix_cache
     assert cache is not None
     assert len(cache) == 1
-    assert not any(cache.is_proven(block) for block in range(64))
+    assert not any(cache.is_verified(block) for block in range(64))
     harness.drain()
 
 
@@ -180,9 +180,9 @@ def test_a_sequence_that_is_preempted_in_prefill_proves_nothing() -> None:
         harness.step()
     assert not second.has_sampled
     cache = harness.scheduler._kv.prefix_cache
-    proven = {block for block in range(8) if cache.is_proven(block)}
+    verified = {block for block in range(8) if cache.is_verified(block)}
     assert len(cache) > 4
-    assert proven <= set(first.blocks.ids)
+    assert verified <= set(first.blocks.ids)
     harness.drain()
 
 
@@ -193,7 +193,7 @@ def test_a_sequence_that_is_finished_after_a_token_proves_what_gave_it() -> None
     harness.finish(request_id, 0)
     cache = harness.scheduler._kv.prefix_cache
     assert cache is not None
-    assert sum(cache.is_proven(block) for block in range(64)) == 3
+    assert sum(cache.is_verified(block) for block in range(64)) == 3
     harness.drain()
 
 
@@ -207,4 +207,4 @@ def test_a_sequence_proves_the_prompt_that_a_sibling_computed_and_left_unproven(
     harness.finish(request_id, 0)
     harness.drain()
     cache = harness.scheduler._kv.prefix_cache
-    assert sum(cache.is_proven(block) for block in range(64)) == 2
+    assert sum(cache.is_verified(block) for block in range(64)) == 2

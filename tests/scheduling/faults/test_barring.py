@@ -79,12 +79,12 @@ def test_a_death_while_some_are_barred_loses_nothing() -> None:
 def test_lengths_in_flight_are_those_of_the_plans_without_an_output(num_steps: int) -> None:
     harness = make_harness(max_num_batched_tokens=4)
     first, second = harness.add([1] * 7, max_tokens=9), harness.add([4], max_tokens=9)
-    assert harness.scheduler.lengths_in_flight() == {}
+    assert harness.scheduler.in_flight_lengths() == {}
     for _ in range(num_steps):
         harness.schedule()
     # Four tokens of the first, then its other three and the second.
     expected = {first: {0: 7}, second: {0: 1}} if num_steps == 2 else {first: {0: 7}}
-    assert harness.scheduler.lengths_in_flight() == expected
+    assert harness.scheduler.in_flight_lengths() == expected
     harness.settle()
-    assert harness.scheduler.lengths_in_flight() == {}
+    assert harness.scheduler.in_flight_lengths() == {}
     harness.drain()

@@ -2,7 +2,7 @@ from array import array
 
 from cluster.scheduling.preemptor import (
     MAX_PREEMPTIONS,
-    choose_displaced,
+    choose_preempted,
     choose_victim,
 )
 from cluster.scheduling.sequence import ActiveRequest, Sequence
@@ -80,8 +80,8 @@ def test_only_a_sequence_of_lower_priority_that_does_not_end_anyway_is_displaced
     for sequence in (equal, lower, ending):
         sequence.active.share = head.share
     ending.num_computed = ending.max_length - 1
-    assert choose_displaced(make_queue(equal, lower, ending), head, num_own=3) is lower
-    assert choose_displaced(make_queue(equal, ending), head, num_own=2) is None
+    assert choose_preempted(make_queue(equal, lower, ending), head, num_own=3) is lower
+    assert choose_preempted(make_queue(equal, ending), head, num_own=2) is None
 
 
 def test_the_most_served_tenant_with_two_rows_more_is_displaced() -> None:
@@ -90,6 +90,6 @@ def test_the_most_served_tenant_with_two_rows_more_is_displaced() -> None:
         running, ((5.0, 3), (9.0, 3), (7.0, 3), (20.0, 2)), strict=True
     ):
         sequence.share.time, sequence.share.num_rows = time, num_rows
-    assert choose_displaced(make_queue(*running), head, num_own=1) is running[1]
+    assert choose_preempted(make_queue(*running), head, num_own=1) is running[1]
     head.share.time = 9.0
-    assert choose_displaced(make_queue(*running), head, num_own=1) is None
+    assert choose_preempted(make_queue(*running), head, num_own=1) is None

@@ -27,7 +27,7 @@ def wait_behind_swapped(
 
 
 @pytest.mark.parametrize(
-    ("tenant", "priority", "time", "is_entitled"),
+    ("tenant", "priority", "time", "may_preempt"),
     [
         ("one", 0, 5.0, False),
         ("one", 1, 5.0, True),
@@ -37,13 +37,13 @@ def wait_behind_swapped(
     ids=["same priority", "lower priority", "served as much", "served more"],
 )
 def test_no_waiting_sequence_takes_a_row_before_a_swapped_one_that_precedes_it(
-    tenant: str, priority: int, time: float, *, is_entitled: bool
+    tenant: str, priority: int, time: float, *, may_preempt: bool
 ) -> None:
     preemptor, head = wait_behind_swapped(tenant, priority=priority, time=time)
-    assert preemptor.is_entitled(head, []) == is_entitled
+    assert preemptor.may_preempt(head, []) == may_preempt
 
 
 def test_a_sequence_with_a_token_in_flight_takes_no_row() -> None:
     preemptor, head = wait_behind_swapped("other", time=6.0)
     head.prefill_end += 1
-    assert not preemptor.is_entitled(head, [])
+    assert not preemptor.may_preempt(head, [])

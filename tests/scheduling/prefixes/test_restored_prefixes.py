@@ -21,7 +21,7 @@ def run_and_evict(kv: KvManager, sequence: Sequence) -> list[BlockCopy]:
     """Compute a prompt, which was finite, and have its blocks evicted."""
     run_prompt(kv, sequence)
     sequence.token_ids = sequence.token_ids + array("I", [0])
-    kv.registry.prove_blocks(sequence)
+    kv.registry.mark_verified(sequence)
     kv.release(sequence)
     return evict_all(kv, 0)
 
@@ -117,7 +117,7 @@ def test_blocks_that_are_copied_back_do_not_lose_their_place_meanwhile() -> None
     (other,) = make_sequences(10, tenant="other")
     run_prompt(kv, other)
     other.token_ids = other.token_ids + array("I", [0])
-    kv.registry.prove_blocks(other)
+    kv.registry.mark_verified(other)
     kv.release(other)
     kv.take_copies(1)
     kv.acknowledge(1)

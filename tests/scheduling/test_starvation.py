@@ -6,7 +6,7 @@ import pytest
 
 from bench.scheduler.cases import wait_behind_large
 from bench.scheduler.replica import make_replica
-from cluster.scheduling.sequence_table import GRACE_STEPS, Passing, SequenceQueue
+from cluster.scheduling.sequence_table import GRACE_STEPS, SequenceQueue, StarvationGuard
 from cluster.simulation.virtual_replica import VirtualCall, distinct_prompt
 from pagedray.config import Preemption
 from tests.scheduling.harness import Harness
@@ -74,13 +74,13 @@ def test_a_large_sequence_starts_in_bounded_time_whatever_arrives_later(
 
 
 def test_borrowers_may_go_on_for_16_steps_after_each_time_they_hold_enough() -> None:
-    passing = Passing(SequenceQueue())
+    guard = StarvationGuard(SequenceQueue())
     for first_step in (100, 200):
         steps = range(first_step, first_step + 20)
-        may_take = [step for step in steps if passing.note_due(step, is_due=True)]
+        may_take = [step for step in steps if guard.note_reserved(step, has_enough=True)]
         assert may_take == [first_step + 16 + number for number in range(4)]
-        assert not passing.note_due(first_step + 20, is_due=False)
-        assert not passing.is_due
+        assert not guard.note_reserved(first_step + 20, has_enough=False)
+        assert not guard.is_reserved
 
 
 def passed_by_four(num_blocks: int) -> tuple[Harness, str]:
@@ -110,13 +110,13 @@ def test_only_as_many_borrowers_lose_their_blocks_as_needed_the_last_first(
     num_blocks: int, preempted: list[int]
 ) -> None:
     harness, large = passed_by_four(num_blocks)
-    borrowers = harness.sequences[-4:]
+    overtakers = harness.sequences[-4:]
     for _ in range(GRACE_STEPS):
         harness.step()
-    assert [(one.row >= 0, one.num_preemptions) for one in borrowers] == [(True, 0)] * 4
+    assert [(one.row >= 0, one.num_preemptions) for one in overtakers] == [(True, 0)] * 4
     while not harness.results.tokens[large, 0]:
         harness.step()
-    assert [one.num_preemptions for one in borrowers] == preempted
+    assert [one.num_preemptions for one in overtakers] == preempted
 
 
 def test_a_sequence_that_lacks_only_a_row_takes_that_of_the_last_borrower() -> None:
@@ -173,16 +173,16 @@ def test_others_start_again_once_the_sequence_that_none_may_pass_is_aborted() ->
 
 def test_only_later_sequences_that_start_after_the_shortage_borrow() -> None:
     running = SequenceQueue()
-    passing = Passing(running)
-    earlier, claimant, before, after, ending = (
+    guard = StarvationGuard(running)
+    earlier, starved, before, after, ending = (
         make_sequence(arrival=arrival) for arrival in range(5)
     )
     ending.num_computed = ending.max_length - 1
-    passing.note_start(before)
-    passing.note_shortage(claimant)
+    guard.note_start(before)
+    guard.note_failure(starved)
     for sequence in (earlier, after, ending):
-        passing.note_start(sequence)
+        guard.note_start(sequence)
     for sequence in (earlier, before, after, ending):
         running.insert(sequence)
-    assert passing.find_claimant() is claimant
-    assert passing.borrowers(claimant) == [after]
+    assert guard.find_starved() is starved
+    assert guard.overtakers(starved) == [after]
