@@ -167,7 +167,7 @@ def test_three_deaths_in_a_row_end_no_request(rig: Rig) -> None:
     for name, prompt in given.items():
         rig.submit(name, prompt)
     for number in range(1, 4):
-        wait_for(lambda: rig.engine._scheduler.lengths_in_flight(), timeout_s=60.0)
+        wait_for(lambda: rig.engine._scheduler.in_flight_lengths(), timeout_s=60.0)
         for rank in rank_processes():
             rank.kill()
         wait_for(lambda: rig.num_deaths == number, timeout_s=60.0)  # noqa: B023
@@ -182,7 +182,7 @@ def kill_before_steps(rig: Rig, monkeypatch: pytest.MonkeyPatch, name: str, *, l
     submit = executor.submit_plan
 
     def kill_and_submit(plan: StepPlan) -> None:
-        running = rig.engine._scheduler.lengths_in_flight().get(name, {})
+        running = rig.engine._scheduler.in_flight_lengths().get(name, {})
         if running.get(0, 0) >= length:
             ranks = rank_processes()
             for rank in ranks:
