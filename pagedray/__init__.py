@@ -89,7 +89,7 @@ def __dir__() -> list[str]:
 
 
 def _check_neighbors() -> None:
-    # The packages beside this one have common names: a user's own `cluster` that comes first on
+    # The packages beside this package have common names: a user's own `cluster` that comes first on
     # the path would shadow ours.
     root = Path(__file__).resolve().parent.parent
     for name in _NEIGHBORS:

@@ -63,7 +63,7 @@ TOKEN_ID_BYTES = 4
 
 
 class Decodes(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Sequences of which a step computes the last token and samples the next one.
+    """Sequences that compute only their last token in a step, and sample the next token.
 
     Every field has int32 in native byte order.
     """
@@ -73,7 +73,7 @@ class Decodes(msgspec.Struct, frozen=True, array_like=True, gc=False):
     positions: bytes = b""
     """`[num_decodes]`: of the tokens that are computed."""
     growing_rows: bytes = b""
-    """`[num_new_blocks]`: those of `rows` whose tokens are the first in their blocks."""
+    """`[num_new_blocks]`: the rows with a token that is the first in its block."""
     new_block_ids: bytes = b""
     """`[num_new_blocks]`: appended to the block tables of these rows before the forward pass."""
 
@@ -93,7 +93,7 @@ class Decodes(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def num_pairs(self) -> int:
-        """Pairs of a token and one that it attends to."""
+        """Pairs of a token and a token that it attends to."""
         return sum(array("i", self.positions)) + len(self)
 
 
@@ -117,7 +117,7 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
     """A sequence enters the batch, for the first time or after preemption."""
 
     row: int
-    """A row in `[0, max_num_seqs)`, whose previous sequence has ended."""
+    """A row in `[0, max_num_seqs)`; its previous sequence has ended."""
     token_ids: bytes
     """All tokens known so far: the prompt, then sampled tokens, as `pack_token_ids` returns them,
     which takes far less time than a list. Empty if it has a donor."""
@@ -128,14 +128,14 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
     sampling: SamplingParams
     seed: int
     index: int
-    """The index of the sequence among those of its request."""
+    """The index of the sequence among the sequences of its request."""
     eos_token_ids: tuple[int, ...] = ()
     """Not sampled before `min_tokens` tokens."""
     mask_start: int | None = None
     """Number of generated tokens after which each step samples under a mask, which also enforces
     `min_tokens` from then on; None is never."""
     donor_row: int = -1
-    """The row of the running sequence whose prompt it has, and nothing else; -1 is none."""
+    """Row of a running sequence that has the same prompt, for a fork; -1 is none."""
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
     """Sequences of tokens that must not be generated: the last token of each is never sampled after
     the others."""
@@ -143,7 +143,7 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
 
 # Plans are never part of a reference cycle, so the garbage collector need not track their parts.
 class SequencePlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One or more tokens of a sequence, which a step computes."""
+    """Tokens of a sequence that a step computes, at least one."""
 
     row: int
     first_position: int
@@ -155,7 +155,7 @@ class SequencePlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def num_pairs(self) -> int:
-        """Pairs of a token and one that it attends to."""
+        """Pairs of a token and a token that it attends to."""
         return self.num_tokens * self.first_position + self.num_tokens * (self.num_tokens + 1) // 2
 
 
@@ -165,7 +165,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     step: int
     """Increases by one within an epoch."""
     chunks: list[SequencePlan]
-    """Sequences of several tokens first, then those of one token."""
+    """Sequences of several tokens, then sequences of a single token."""
     starts: list[SequenceStart] = []
     decodes: Decodes = Decodes()
     """Decodes, which follow the chunks in the batch. Each could also be a chunk of one token."""
@@ -208,15 +208,16 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
 class StepMasks(msgspec.Struct, frozen=True, array_like=True, tag="masks"):
     """The tokens that masked sequences of a step may sample.
 
-    Sent after the step's plan and before the next one, once the tokens of all earlier steps are
+    Sent after the step's plan and before the next plan, once the tokens of all earlier steps are
     known; the forward pass does not wait for it.
     """
 
     step: int
     words: bytes
-    """int32 in native byte order, `[num_masked, ceil(vocab_size / 32)]`, in the plan's order:
-    bit `i % 32` of word `i // 32` is set if token `i` may be sampled. A sequence whose mask was not
-    made in time has no bit set and samples -1; a later plan computes its last token again."""
+    """int32 in native byte order, `[num_masked, ceil(vocab_size / 32)]`, in the plan's order: bit
+    `i % 32` of word `i // 32` is set if token `i` may be sampled. A sequence without a mask in time
+    has no bit set and samples -1; a later plan computes its last token again.
+    """
     released: list[int] = []
     """Indices of the masked sequences that sample without masks in later steps."""
 
@@ -314,12 +315,13 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="output"):
     forward_s: float = 0.0
     """Duration of the step without copies between the pools, in seconds; 0 if not measured."""
     swap_s: float = 0.0
-    """Duration of copies between the pools, in seconds: of those that `num_swapped` counts."""
+    """Duration of the copies of `num_swapped` blocks between the pools, in seconds."""
     prompt_logprobs: list[PromptLogprobs] = []
     """Log-probabilities of prompts that requested them and of which the step computed tokens."""
     num_swapped: int = 0
-    """Blocks that were copied between the pools by this step or earlier ones, and that no earlier
-    output counts."""
+    """Blocks copied between the pools by this step or earlier steps, except blocks in earlier
+    outputs.
+    """
     is_acknowledged: bool = True
     """Whether its block copies have ended too; if not, a `StepAck` follows."""
 
@@ -336,7 +338,8 @@ class StepAck(msgspec.Struct, frozen=True, array_like=True, tag="ack"):
 class DiskReport(msgspec.Struct, frozen=True, array_like=True, tag="disk"):
     """A rank has ended the reads of a plan from its file, or the writes to it.
 
-    There is one for each plan that has any, in the order of plans for each kind.
+    Each plan with reads gets a report, and each plan with writes, in the order of plans for each
+    kind.
     """
 
     step: int
@@ -348,7 +351,7 @@ class DiskReport(msgspec.Struct, frozen=True, array_like=True, tag="disk"):
 
 
 class RankLogLine(msgspec.Struct, frozen=True, array_like=True, tag="log"):
-    """What a rank has logged, for the log of the controller."""
+    """A log line of a rank, for the log of the controller."""
 
     level: int
     """As in `logging`."""

@@ -32,7 +32,7 @@ LENGTH = struct.Struct("!I")
 """The length of a frame, without itself."""
 _CHUNK_BYTES = 1 << 16
 _PEER_TIMEOUT_S = 30
-"""Time after which a TCP peer whose node does not answer counts as gone."""
+"""Time after which a TCP peer counts as gone if its node does not answer."""
 
 Outgoing = TypeVar("Outgoing")
 Incoming = TypeVar("Incoming")
@@ -69,7 +69,7 @@ class StepChannel(Generic[Outgoing, Incoming]):
         return self._socket.fileno()
 
     def post(self, message: Outgoing) -> None:
-        """Send what the socket takes of a message and keep the rest for `flush`; never waits.
+        """Send as much of a message as the socket takes and keep the rest for `flush`; never waits.
 
         Raises ChannelClosedError if the peer is gone.
         """
@@ -120,7 +120,7 @@ class StepChannel(Generic[Outgoing, Incoming]):
         return self._take(size)
 
     def received(self) -> list[Incoming]:
-        """Return the messages that have arrived; never waits for the rest of one.
+        """Return the messages that have arrived; never waits for the rest of a message.
 
         Raises ChannelClosedError if the peer is gone or sends an invalid message.
         """
@@ -157,7 +157,7 @@ class StepChannel(Generic[Outgoing, Incoming]):
             raise ChannelClosedError(f"Invalid message: {error}.") from error
 
     def _fill(self) -> bool:
-        """Receive what has arrived; return whether anything has."""
+        """Receive the bytes that have arrived; return whether there were any."""
         try:
             chunk = self._socket.recv(_CHUNK_BYTES)
         except BlockingIOError:

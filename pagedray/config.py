@@ -46,7 +46,7 @@ _MOST_THREADS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLimits:
-    """The limits of a step; defaults are those of all devices but large GPUs."""
+    """The limits of a step; the defaults suit all devices but large GPUs."""
 
     max_num_seqs: int = 256
     """Maximum number of sequences in a step."""
@@ -79,7 +79,7 @@ class KernelReport:
     providers: dict[str, dict[str, int]]
     """Number of layers that each provider of attention kernels computes, by part of a step."""
     replaced: tuple[str, ...] = ()
-    """The kernels of matrix products that do not compile, so that slower ones replace them."""
+    """Kernels of matrix products that do not compile and are replaced by slower kernels."""
 
     @property
     def attention(self) -> str:
@@ -108,7 +108,7 @@ class CacheConfig:
     enable_cpu_prefix_cache: bool = True
     """Whether prefixes that have no room on the device are kept in the CPU pool."""
     enable_kept_cpu_pool: bool = True
-    """Whether the CPU pool outlives the ranks that use it, so that new ones find its prefixes."""
+    """Whether the CPU pool outlives the ranks that use it, so that new ranks find its prefixes."""
     cpu_pool_checksums: bool = False
     """Whether blocks of a pool that outlived a rank are compared with checksums."""
     disk_cache_folder: str | None = None
@@ -186,7 +186,7 @@ class SchedulerConfig:
             )
 
     def limits(self, chosen: StepLimits | None = None) -> StepLimits:
-        """Return the limits of a step: those that are set, others as chosen or by default."""
+        """Return the limits of a step: limits set by options, others as chosen or by default."""
         others = StepLimits() if chosen is None else chosen
         return StepLimits(
             max_num_seqs=self.max_num_seqs or others.max_num_seqs,
@@ -293,12 +293,12 @@ class EngineConfig:
 
     @property
     def max_num_seqs(self) -> int:
-        """The maximum number of sequences in a step; ranks may choose a larger one."""
+        """The maximum number of sequences in a step; ranks may choose a larger number."""
         return self.scheduler.limits().max_num_seqs
 
     @property
     def max_num_batched_tokens(self) -> int:
-        """The token budget of a step; ranks may choose a larger one."""
+        """The token budget of a step; ranks may choose a larger budget."""
         return self.scheduler.limits().max_num_batched_tokens
 
     def with_limits(self, chosen: StepLimits) -> EngineConfig:

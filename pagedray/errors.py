@@ -81,7 +81,7 @@ class PagedRayError(Exception):
     """The reason in google.rpc.ErrorInfo."""
     openai_type: ClassVar[str] = "server_error"
     openai_code: ClassVar[str | None] = None
-    """OpenAI's error code, where it defines one."""
+    """OpenAI's error code, if OpenAI defines one."""
     outcome: ClassVar[str] = "error"
     """How a call that it ends is counted in metrics, traces and the log."""
 
@@ -106,7 +106,7 @@ def _restored(
 
 
 class StartupError(PagedRayError):
-    """The engine cannot start; the message is one line: what was given and what is allowed."""
+    """The engine cannot start; the message is one line with the given and the allowed values."""
 
 
 class CheckpointError(StartupError, ValueError):
@@ -322,7 +322,7 @@ class StreamTakenError(RequestError):
 
 
 class UnsupportedError(RequestError):
-    """This server does not offer what the client requests."""
+    """This server does not support the request."""
 
     http_status = 501
     grpc_status = "UNIMPLEMENTED"
@@ -378,7 +378,8 @@ class EngineError(PagedRayError):
     grpc_reason = "ENGINE_UNAVAILABLE"
     outcome = "unavailable"
     retry_after_s = 1.0
-    """When the client may try again: this replica may be back soon, or another one is chosen."""
+    """When the client may try again: this replica may be back soon, or another replica is chosen.
+    """
 
 
 class WorkerError(EngineError):
@@ -387,7 +388,7 @@ class WorkerError(EngineError):
     def __init__(self, message: str, *, details: str = "") -> None:
         super().__init__(message)
         self.details = details
-        """What the log has in addition to the message, such as the rank's traceback."""
+        """For the log, in addition to the message, such as the rank's traceback."""
 
 
 class HungRankError(WorkerError):

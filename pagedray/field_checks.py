@@ -1,4 +1,4 @@
-"""Checks of the values of a request, whose errors name the field."""
+"""Checks of the values of a request; errors name the field."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ CGROUP = Path("/sys/fs/cgroup")
 """Where a container finds the limits of its control group."""
 _MEMINFO = Path("/proc/meminfo")
 _START = 19
-"""The field of the start in what `process_status` returns."""
+"""The field of the start in the result of `process_status`."""
 _LOWEST = 19
 _SLICE_NS = 20_000_000
 """Longer than the kernel's default, which is at most 3 ms for up to 8 processors."""
@@ -75,7 +75,7 @@ def host_memory_bytes(cgroup: Path = CGROUP) -> int:
 def available_host_bytes(meminfo: Path = _MEMINFO, cgroup: Path = CGROUP) -> int:
     """Return the bytes of host memory that programs may still take here without swapping.
 
-    What the kernel can drop, such as the cached pages of checkpoints, counts as available.
+    Memory that the kernel can drop, such as the cached pages of checkpoints, counts as available.
     """
     available = 1024 * _entry(meminfo, "MemAvailable:")
     try:
@@ -102,7 +102,7 @@ def process_status(pid: int) -> list[str]:
 
 
 def start_ticks(pid: int) -> int:
-    """Return when a process started, which distinguishes it from a later one with the same id."""
+    """Return when a process started, to tell it from a later process with the same id."""
     return int(process_status(pid)[_START])
 
 
@@ -134,7 +134,7 @@ def _send(number: signal.Signals, pid: int, started: int) -> bool:
 
 
 class _Attributes(ctypes.Structure):
-    """What `sched_setattr` takes, in its first version."""
+    """The arguments of `sched_setattr`, in its first version."""
 
     _fields_ = (
         ("size", ctypes.c_uint32),
@@ -159,11 +159,11 @@ def lower_priority(thread_id: int, niceness: int) -> None:
 
 
 def let_others_interrupt(thread_id: int) -> None:
-    """Ask the kernel to interrupt a thread that computes whenever another one wakes.
+    """Ask the kernel to interrupt a computing thread whenever another thread wakes.
 
     Since Linux 6.6, a thread that runs may otherwise continue until the next tick, 1 to 10 ms, even
-    if its priority is low. From 6.12 on, a thread may request longer time slices, which one that
-    wakes with shorter ones interrupts. Threads that it starts inherit that. Other kernels ignore
+    if its priority is low. From 6.12 on, a thread may request longer time slices, which a waking
+    thread with shorter slices interrupts. Child threads inherit the request. Other kernels ignore
     it.
     """
     number = _SCHED_SETATTR.get(platform.machine())
@@ -191,7 +191,7 @@ def leave_removed_folder() -> None:
 
 
 def child_environment() -> dict[str, str]:
-    """Return an environment in which a Python process finds the packages that this one does."""
+    """Return an environment in which a Python process finds the packages of this process."""
     # They may be found on this process's path without being installed.
     return os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
@@ -203,7 +203,7 @@ def descriptor_limit() -> int:
 
 
 def raise_descriptor_limit() -> None:
-    """Raise the limit of this process, and of those that it starts, to the hard limit."""
+    """Raise the limit of this process, and of its children, to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX_LIMIT if hard == resource.RLIM_INFINITY else min(hard, _MAX_LIMIT)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -213,13 +213,13 @@ def raise_descriptor_limit() -> None:
 def start_threads(
     num_threads: int, *, name: str, initializer: Callable[[], object] | None = None
 ) -> ThreadPoolExecutor:
-    """Return a pool whose threads have been started, so that `submit` needs no new thread.
+    """Return a pool with started threads, so that `submit` needs no new thread.
 
-    An executor keeps the work whose thread could not be started, and may run it much later. Raises
+    If an executor cannot start a thread, it keeps the work and may run it much later. Raises
     RuntimeError if the system has no more threads.
     """
     threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name, initializer=initializer)
-    # A thread that waits is not idle, so that the next work gets another one.
+    # A waiting thread is not idle, so the next work gets another thread.
     are_started = threading.Barrier(num_threads)
     try:
         for _ in range(num_threads):

@@ -64,7 +64,7 @@ class RopeConfig:
     beta_slow: float = 1.0
     """Yarn divides by the factor pairs that turn less often than this."""
     is_range_rounded: bool = True
-    """Whether yarn rounds the first and the last pair between these two to whole ones."""
+    """Whether yarn rounds the first and the last pair between these two."""
     query_growth: float = 0.0
     """Queries at `position` are multiplied by `1 + query_growth * log(1 + n)`, where n is
     `position // original_max_positions`."""
@@ -156,7 +156,8 @@ class ExpertsConfig:
     intermediate_size: int
     """Intermediate size of each expert."""
     is_renormalized: bool
-    """Whether the weights of a token's experts add up to one; if not, those of all experts do."""
+    """Whether the weights of a token's chosen experts add up to one, or the weights of all experts.
+    """
     gate: ClampedGate | None = None
     """How gate and up projection are combined; None is `silu(gate) * up`."""
     has_bias: bool = False
@@ -181,7 +182,7 @@ class DenseModule:
     out_size: int
     has_bias: bool
     activation: Literal["identity", "tanh"]
-    """What is applied to its output."""
+    """Activation of the output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +190,7 @@ class TextTensors:
     """Where the checkpoint of a multimodal model keeps the tensors of its text model."""
 
     prefixes: tuple[tuple[str, str], ...]
-    """Prefixes of stored names, each with what replaces it in the names of `TensorNames`."""
+    """Prefixes of stored names, each with its replacement in the names of `TensorNames`."""
     skipped: tuple[str, ...]
     """Prefixes of the tensors of other modalities, which are not loaded."""
 
@@ -216,7 +217,7 @@ class HubRevision:
     files: tuple[HubFile, ...]
     """All files of the repository."""
     cache: Path | None = None
-    """Folder of the cache on each node; None is the one that the environment names."""
+    """Folder of the cache on each node; None is the folder that the environment names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,9 +244,10 @@ class ModelConfig:
     max_positions: int
     names: TensorNames = field(default_factory=TensorNames)
     stacked_names: TensorNames | None = None
-    """The names if the checkpoint has stacks of experts and not single ones, if it may have them.
+    """Tensor names if the checkpoint has stacks of experts, where it may have them.
 
-    Transformers 5 saves them so with `save_original_format=False`."""
+    Transformers 5 saves stacks with `save_original_format=False`.
+    """
     text_tensors: TextTensors | None = None
     """How tensors of a multimodal checkpoint are stored; None is by `names`."""
     norm_kind: NormKind = "rms"
@@ -269,7 +271,7 @@ class ModelConfig:
     rotated_layers: tuple[bool, ...] = ()
     """Whether each layer has RoPE; empty is all."""
     long_context: LongContext | None = None
-    """What replaces the RoPE if the engine runs longer sequences, or None."""
+    """Replacement of the RoPE if the engine runs longer sequences, or None."""
     alibi_slopes: tuple[float, ...] | None = None
     """ALiBi slopes by head, or None."""
     attention_scale: float | None = None
@@ -291,17 +293,17 @@ class ModelConfig:
     is_mlp_gated: bool = True
     has_mlp_bias: bool = False
     experts: ExpertsConfig | None = None
-    """What layers have instead of an MLP, or None."""
+    """Experts of layers, in place of an MLP, or None."""
     is_encoder: bool = False
     """Whether tokens attend to all others of their text, as in BERT."""
     is_bidirectional: bool = False
     """Whether tokens of a decoder attend to all others of their text; it only embeds."""
     dense_modules: tuple[DenseModule, ...] = ()
-    """What changes pooled vectors, in this order."""
+    """Layers applied to pooled vectors, in this order."""
     task: Task = "generate"
-    """What the model is used for; an encoder embeds, or scores if it has a head for it."""
+    """Use of the model; an encoder embeds, or scores if it has a head for scores."""
     score_activation: ScoreActivation = "sigmoid"
-    """What is applied to scores."""
+    """Activation of scores."""
     score_head: ScoreHeadKind = "roberta"
     """How a score comes from hidden states: by the head of a RoBERTa or a BERT, by one linear
     layer, or by the logits of two tokens that answer a question."""
@@ -310,8 +312,9 @@ class ModelConfig:
     num_token_types: int = 0
     """Size of an encoder's table of token types; a decoder has none."""
     position_padding_id: int | None = None
-    """The padding token of a RoBERTa: positions count from the row after its id, and it has none.
-    None is a model whose positions count from 0."""
+    """The padding token of a RoBERTa: positions count from the row after its id, and the padding
+    token has none. None is a model with positions from 0.
+    """
     dtype: Dtype = "bfloat16"
     """The dtype of weights and activations."""
     quantization: Quantization | None = None
@@ -350,13 +353,13 @@ class ModelConfig:
 
     @property
     def vector_size(self) -> int:
-        """The length of what becomes of a text: a vector, or one score."""
+        """The length of the result of a text: a vector, or a single score."""
         if self.task == "score":
             return 1
         return self.dense_modules[-1].out_size if self.dense_modules else self.hidden_size
 
     def with_context(self, length: int) -> ModelConfig:
-        """Return the configuration for sequences of this length, if the model has a longer one."""
+        """Return the configuration for sequences of this length, by `long_context` if needed."""
         if self.long_context is None or length <= self.max_positions:
             return self
         long = self.long_context

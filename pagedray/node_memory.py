@@ -52,7 +52,7 @@ def open_memory(address: MemoryAddress) -> int:
 
     Raises OSError, also if the address is of another node.
     """
-    # Opening what else may have the path could block or have effects.
+    # Opening another file at the path could block or have effects.
     _check_label(address.path, address)
     descriptor = os.open(address.path, os.O_RDWR | os.O_CLOEXEC)
     try:

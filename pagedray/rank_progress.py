@@ -68,7 +68,7 @@ class Phase(IntEnum):
 
     @property
     def is_blameless(self) -> bool:
-        """Whether the rank waits for what has limits of its own, such as its controller."""
+        """Whether the rank waits for a party with limits of its own, such as its controller."""
         return self in (Phase.MASKS, Phase.STARTED, Phase.DOWNLOADING)
 
     @property
@@ -114,11 +114,11 @@ class RankReport:
     """Whether it waits for a compiler in another process."""
     pid: int
     start_ticks: int = 0
-    """When the process started, which distinguishes it from a later one with the same id."""
+    """When the process started, which distinguishes it from a later process with the same id."""
     num_unpinned: int = 0
     """Blocks of its CPU pool that cannot be pinned."""
     num_uncaptured: int = 0
-    """Sizes of steps whose CUDA graphs could not be captured."""
+    """Numbers of tokens of steps that have no CUDA graph since the capture failed."""
     copying: int = 0
     """The oldest step of which only block copies still run, plus 1; 0 if there is none."""
 
@@ -129,7 +129,7 @@ class RankReport:
 
     @property
     def place(self) -> str:
-        """A description of what the rank does, for log messages."""
+        """A description of the rank's phase, for log messages."""
         index = self.word >> 8 & 0xFFFF
         if index == _NO_INDEX and self.phase is Phase.ALL_REDUCE:
             return "an all-reduce outside the layers"
@@ -153,7 +153,7 @@ class RankReport:
 
 
 class ProgressWord:
-    """Writes the cells of one rank. One thread writes the word, another one the heartbeat."""
+    """Writes the cells of a rank: one thread writes the word, another thread the heartbeat."""
 
     def __init__(self) -> None:
         """Until `attach` is called, the cells are private to this process."""
@@ -187,7 +187,7 @@ class ProgressWord:
         self.enter(Phase.STARTED)
 
     def enter(self, phase: Phase, index: int = _NO_INDEX) -> None:
-        """Note that the rank enters a phase; `index` is what the phase counts, such as a layer."""
+        """Note that the rank enters a phase; `index` counts within the phase, such as layers."""
         self._entered = index << 8 | phase
         self._write(self._entered)
 
@@ -204,11 +204,11 @@ class ProgressWord:
         self._cells[_NUM_FINISHED] = step + 1
 
     def await_copies(self, step: int | None) -> None:
-        """Note the oldest step whose block copies have not ended although the step has."""
+        """Note the oldest ended step with block copies that have not ended."""
         self._cells[_COPYING] = 0 if step is None else step + 1
 
     def note_unpinned(self, num_blocks: int) -> None:
-        """Note how many blocks of the CPU pool cannot be pinned, in this epoch and later ones."""
+        """Note how many blocks of the CPU pool cannot be pinned, in this epoch and later epochs."""
         self._num_unpinned = num_blocks
         self._cells[_NUM_UNPINNED] = num_blocks
 
@@ -217,7 +217,7 @@ class ProgressWord:
         self._cells[_NUM_UNCAPTURED] = 0
 
     def add_uncaptured(self, num_sizes: int) -> None:
-        """Note sizes of steps whose CUDA graphs could not be captured, in this epoch."""
+        """Note sizes of steps without CUDA graphs after failed captures, in this epoch."""
         self._cells[_NUM_UNCAPTURED] += num_sizes
 
     def beat(self, *, is_compiling: bool) -> None:
@@ -226,7 +226,7 @@ class ProgressWord:
         self._cells[_NUM_BEATS] += 1
 
     def cells(self) -> tuple[int, ...]:
-        """Return what `RankReport.from_cells` reads."""
+        """Return the cells, for `RankReport.from_cells`."""
         return tuple(self._cells)
 
     @property
@@ -251,7 +251,7 @@ class ProgressBoard:
         """Where ranks on this node open the board."""
 
     def report(self, rank: int) -> RankReport:
-        """Return what a rank has written; all zero if it writes to another board."""
+        """Return the report of a rank; all zero if the rank writes to another board."""
         first = rank * _NUM_CELLS
         return RankReport.from_cells(self._cells[first : first + _NUM_CELLS])
 
@@ -295,4 +295,4 @@ class PoolReport(NamedTuple):
     is_kept: bool = False
     """Whether it has the contents of the epoch before."""
     damaged: tuple[int, ...] = ()
-    """The blocks of a kept pool whose contents may have changed."""
+    """Blocks of a kept pool with contents that may have changed."""

@@ -1,7 +1,7 @@
-"""What the steps of a rank must read and compute, and how fast its device can do that.
+"""The work of a rank's steps, and the speed of its device.
 
-Weights and cached keys and values are counted. Activations, and what the ranks of a group send each
-other, are not.
+Weights and cached keys and values are counted. Activations, and exchanges between the ranks of a
+group, are not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class WeightWork:
     num_bytes: int = 0
     """Bytes that every step reads."""
     expert_bytes: int = 0
-    """Bytes of all experts, of which a step reads those that its rows have chosen."""
+    """Bytes of all experts; a step reads only the experts that its rows have chosen."""
     row_flop: float = 0.0
     """Operations of each row in products of the model's dtype; for experts, the mean over ranks."""
     fp8_row_flop: float = 0.0
@@ -51,7 +51,7 @@ class AttentionWork:
     token_bytes: int
     """Bytes of the keys and values of one token, in all these layers."""
     pair_flop: float
-    """Operations of each pair of a token and one that it sees, in all these layers."""
+    """Operations of each pair of a token and a token that it sees, in all these layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +84,9 @@ class RankRoofline:
     weights: WeightWork
     """Work for each token as a row. Of the embedding table, a step reads single rows."""
     sampled: WeightWork
-    """Work for each token as a row whose logits are computed: the head, and the part of the last
-    layer that follows its attention."""
+    """Work for each row with logits: the head, and the part of the last layer that follows its
+    attention.
+    """
     attention: tuple[AttentionWork, ...]
     experts: ExpertChoice | None
     speed: DeviceSpeed

@@ -22,7 +22,7 @@ _WHITESPACE_BYTES = WHITESPACE.encode()
 
 
 class AnswerHeader(msgspec.Struct, frozen=True, array_like=True):
-    """What precedes an answer in models whose turns are messages in channels."""
+    """The header of an answer, in models with turns of messages in channels."""
 
     token_ids: tuple[int, ...]
     text: str = ""
@@ -41,7 +41,7 @@ class Reasoning(msgspec.Struct, frozen=True, kw_only=True):
     has_special_tokens: bool = False
     """Whether one of these is a special token, which texts usually leave out."""
     answer_headers: tuple[AnswerHeader, ...] = ()
-    """One of these follows `end`, in models whose turns are messages in channels."""
+    """Headers of which one follows `end`, in models with turns of messages in channels."""
     num_prompt_tokens: int = 0
     """The first tokens of each header, with which the prompt of such a model ends."""
     is_open: bool = False
@@ -86,7 +86,7 @@ class ReasoningTracker:
         return self.place in (ReasoningPlace.AFTER, ReasoningPlace.ABSENT)
 
     def add_token(self, token_id: int, token: bytes) -> None:
-        """Add a token and its bytes, which may be empty for a special one."""
+        """Add a token and its bytes, which may be empty for a special token."""
         if self.is_passed:
             return
         self._tail += self._mark_tokens.get(token_id, token)

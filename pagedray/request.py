@@ -34,7 +34,7 @@ class Matcher(Protocol):
 
     @property
     def is_costly(self) -> bool:
-        """Whether its last mask took so long that no step should wait for the next one."""
+        """Whether the last mask took so long that no step should wait for the next mask."""
 
     @property
     def is_free(self) -> bool:
@@ -77,11 +77,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     seed: int
-    """The client's seed, or a random one."""
+    """The client's seed, or a random seed."""
     eos_token_ids: tuple[int, ...] = ()
     """Token ids that end a completion unless `ignore_eos`."""
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
-    """Sequences of tokens that no completion contains: those of `sampling.bad_words`."""
+    """Sequences of tokens that no completion contains, from `sampling.bad_words`."""
     tenant: str = ""
     """The tenant that sent the request; prefixes are shared only within a tenant."""
     cache_salt: str = ""
@@ -98,8 +98,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """How the model's reasoning is marked, which the structure does not apply to; None if it does
     not reason or the prompt is not a conversation."""
     generated_token_ids: tuple[tuple[int, ...] | None, ...] = ()
-    """The tokens that each sequence generated in another replica, None for one that has ended;
-    empty for a request that begins with its prompt. Never from a client."""
+    """The tokens that each sequence generated in another replica, None for an ended sequence; empty
+    for a request that begins with its prompt. Never from a client.
+    """
 
     @property
     def mask_start(self) -> int | None:

@@ -67,8 +67,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     allowed_token_ids: Sequence[int] = ()
     """Token ids that may be generated, including end-of-sequence tokens; empty allows all."""
     bad_words: Sequence[str] = ()
-    """Texts whose tokens are not generated in sequence: those of the text itself, and those of the
-    text with a leading space if they only differ in the first token."""
+    """Texts that are not generated: neither as the tokens of the text, nor as the tokens of the
+    text with a leading space if these only differ in the first token.
+    """
     seed: int | None = None
     """Random seed for sampling that is reproducible, except for rounding; None or -1 is random."""
     stop: Sequence[str] = ()
@@ -78,11 +79,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False
     """Whether to generate past the model's end-of-sequence tokens."""
     logprobs: int | None = None
-    """Number of most likely tokens to return in addition to the sampled one; None returns no
-    log-probabilities."""
+    """Number of most likely tokens to return in addition to the sampled token; None returns no
+    log-probabilities.
+    """
     logprob_token_ids: Sequence[int] = ()
-    """Token ids whose log-probabilities are returned in place of those of the most likely tokens;
-    requires `logprobs`."""
+    """Token ids to return log-probabilities for, in place of the most likely tokens; requires
+    `logprobs`.
+    """
     prompt_logprobs: int | None = None
     """Number of most likely tokens to return at each position of the prompt, in addition to the
     token of the prompt; None returns no log-probabilities of the prompt."""

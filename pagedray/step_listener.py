@@ -2,7 +2,7 @@
 
 A rank sends its number and the epoch's secret before anything else. Others can connect too: any
 user of the machine to the Unix socket, and of the network to a TCP port. So each connection may
-send a few bytes in little time before its secret is known, and delays no other one.
+send a few bytes in little time before its secret is known, and delays no other connection.
 """
 
 from __future__ import annotations
@@ -213,8 +213,8 @@ def connect(endpoint: str, rank: int, secret: bytes, timeout_s: float) -> Worker
 
 def _connect_unix(address: str, timeout_s: float) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    # While the listener's queue is full of other connections, a connection with Python's timeout
-    # would fail at once. The kernel's makes it wait, behind those that began to wait before.
+    # While the listener's queue is full, a connection with Python's timeout would fail at once. The
+    # kernel's timeout makes it wait, behind connections that began to wait before.
     seconds, rest_s = divmod(timeout_s, 1.0)
     limit = _TIMEVAL.pack(int(seconds), int(rest_s * 1e6))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)

@@ -24,7 +24,7 @@ _LONGEST_NAME = 32
 
 def quote(value: object) -> str:
     """Return a short text of a value, however large it is."""
-    # Formatting all of a large one would hold the event loop.
+    # Formatting all of a large mapping would block the event loop.
     if isinstance(value, Mapping):
         return "an object"
     if isinstance(value, list | tuple):
@@ -74,7 +74,7 @@ def misspelled_name(name: str, known: Iterable[str]) -> str | None:
 
 
 def _spellings(name: str) -> frozenset[str]:
-    """Return a name and what is left of it without one of its letters."""
+    """Return a name, and the name without each of its letters in turn."""
     plain = name.replace("_", "").lower()
     return frozenset((plain, *(plain[:at] + plain[at + 1 :] for at in range(len(plain)))))
 

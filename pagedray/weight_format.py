@@ -64,7 +64,7 @@ class Int4Format:
     has_zeros: bool = True
     """Whether the checkpoint has the numbers that stand for zero; otherwise 8 does."""
     zero_offset: int = 0
-    """What is added to a stored zero."""
+    """Added to a stored zero."""
     is_ordered: bool = False
     """Whether the inputs of a group may be any, as `g_idx` of the checkpoint says."""
 

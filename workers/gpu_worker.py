@@ -137,7 +137,7 @@ class GpuWorker:
         return self._rank.pool_report
 
     def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> str | KernelReport:
-        """Allocate both pools; return what `Worker.allocate_cache` does, or an error message."""
+        """Allocate both pools; return the report of the worker, or an error message."""
         return self._answer(self._rank.allocate_cache, num_blocks, num_cpu_blocks)
 
     def warm_up(self, captures_lazily: bool) -> dict[str, float]:

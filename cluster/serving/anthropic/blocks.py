@@ -1,4 +1,4 @@
-"""The messages of Anthropic's API, whose content is a text or a list of blocks."""
+"""The messages of Anthropic's API; content is a text or a list of blocks."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class ToolResultBlock(OpenPart):
 
 
 class ThinkingBlock(OpenPart):
-    """What the model thought before its answer; the chat template decides whether it is read."""
+    """The model's thoughts before its answer; the chat template decides whether to use them."""
 
     type: Literal["thinking"]
     thinking: str
@@ -106,7 +106,7 @@ _ROLES: Mapping[str, str] = {
     "tool_result": "user",
     "tool_use": "assistant",
 }
-"""The roles whose messages alone may have such blocks."""
+"""The role that each of these blocks requires."""
 
 
 def read_anthropic_messages(given: Sequence[AnthropicMessage]) -> tuple[ChatMessage, ...]:

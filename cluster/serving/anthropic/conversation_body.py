@@ -257,7 +257,7 @@ class ConversationBody(Body):
     def _template_arguments(
         self, support: ModelSupport, note_ignored: Callable[[str], None]
     ) -> dict[str, object]:
-        """Return the variables of the chat template, `thinking` among them if it has one."""
+        """Return the variables of the chat template, with `thinking` if the template has it."""
         effort = None if self.output_config is None else self.read_output_config().effort
         given = TemplateArguments(
             self.chat_template_kwargs, effort, effort_param="output_config.effort"
@@ -302,7 +302,7 @@ def combine_turns(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
 
 
 def joined_texts(texts: Iterable[str]) -> str:
-    """Return texts with a blank line between them, without empty ones."""
+    """Return the texts, separated by blank lines, without empty texts."""
     return "\n\n".join(text for text in texts if text)
 
 
@@ -322,10 +322,11 @@ def has_later_system_messages(messages: Sequence[ChatMessage]) -> bool:
 
 
 def merge_system_messages(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
-    """Return a conversation whose only system message, if any, is the first message.
+    """Return a conversation with no system message, except possibly as the first message.
 
-    Those at the beginning become one. A later one becomes the end of the user's turn or of the
-    tool's result before it; after a turn of the assistant, it becomes a part of what follows.
+    System messages at the beginning become one message. A later system message becomes the end of
+    the user's turn or of the tool's result before it; after a turn of the assistant, it becomes a
+    part of the next message.
     """
     leading = tuple(takewhile(lambda message: message.role == "system", messages))
     merged = (
@@ -370,7 +371,7 @@ def _ending(merged: list[ChatMessage], waiting: Sequence[str]) -> list[ChatMessa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSupport:
-    """What a model and its chat template support; the template may be another one with tools."""
+    """Features that a model and its chat template support; tools may have another template."""
 
     known_variables: frozenset[str]
     """The variables of the chat template that a request may set."""

@@ -57,7 +57,7 @@ _ERROR_KINDS: Mapping[int, str] = {
     504: "timeout_error",
 }
 _NO_THREADS: Json = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-"""What lets the tool runner of Anthropic's library send all messages in each request."""
+"""Makes the tool runner of Anthropic's library send all messages in each request."""
 
 _REASONS = {
     FinishReason.STOP: "end_turn",
@@ -219,7 +219,7 @@ class _Block:
 
 
 def _input(text: str) -> object:
-    """Return the arguments of a call; of one that was cut off, those that are complete.
+    """Return the arguments of a call; of an incomplete call, the complete arguments.
 
     A client that reads the stream with Anthropic's library gets the same.
     """

@@ -128,7 +128,7 @@ class MessagesBody(ConversationBody):
 
 
 class CountBody(ConversationBody):
-    """A conversation whose tokens are counted."""
+    """A conversation for counting its tokens."""
 
     def to_input(
         self, tools: ToolUse, support: ModelSupport, *, note_ignored: Callable[[str], None]

@@ -39,7 +39,7 @@ class ChoiceFormat(ABC):
     """The JSON between a choice's index and its text."""
     bare_end: ClassVar[bytes]
     has_prompt_in_choice: ClassVar[bool]
-    """Whether what belongs to a prompt is written in its choices: there may be several prompts."""
+    """Whether choices contain the data of their prompt, since there may be several prompts."""
 
     def __init__(
         self, generation: GenerationCall, token_bytes: TokenBytes, options: ResponseOptions
@@ -71,7 +71,7 @@ class ChoiceFormat(ABC):
         return {"prompt_token_ids": self.generation.prompts[prompt_index]}
 
     def begin_turn(self) -> Turn | None:
-        """Return what finds reasoning and tool calls in a choice, or None if nothing does."""
+        """Return the reader of reasoning and tool calls in a choice, or None without either."""
         return None
 
     def reason(self, sequence: SequenceOutput, choice: ResponseChoice) -> str | None:
@@ -266,7 +266,7 @@ def _call_delta(call: ToolCallDelta) -> Json:
 
 
 def _function_delta(calls: list[ToolCallDelta]) -> Json:
-    """Return what several pieces of the only call add."""
+    """Return the sum of several pieces of the only call."""
     name = calls[0].name
     delta: Json = {} if name is None else {"name": name}
     return {**delta, "arguments": "".join(call.arguments for call in calls)}
@@ -308,7 +308,7 @@ class CompletionFormat(ChoiceFormat):
         }
 
     def _offsets(self, prompt_index: int) -> TextOffsets:
-        """Return the offsets of what is generated for a prompt."""
+        """Return the offsets of the text generated for a prompt."""
         detokenizer = IncrementalDetokenizer.after(
             self.generation.prompts[prompt_index],
             self.token_bytes,
@@ -323,6 +323,6 @@ class CompletionFormat(ChoiceFormat):
             self.token_text(token_id): finite(value)
             for token_id, value in zip(logprobs.token_ids, logprobs.logprobs, strict=True)
         }
-        # The sampled token is included even if it is not among the top ones.
+        # The sampled token is included even if it is not among the top tokens.
         top.setdefault(text, finite(logprobs.chosen))
         return top

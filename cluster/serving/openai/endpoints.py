@@ -73,7 +73,7 @@ def openai_endpoints(servicer: Servicer) -> tuple[Endpoint, ...]:
 
 @dataclass(slots=True, kw_only=True)
 class _Asked:
-    """What a body requests; the body itself is not kept while the call runs."""
+    """The parsed request; the body itself is dropped while the call runs."""
 
     options: ResponseOptions
     is_stream: bool
@@ -167,7 +167,7 @@ class _OpenAIHandlers:
         return await self._embedded(call, kind="embedding", field="embedding")
 
     async def pooling(self, call: HttpCall) -> Response:
-        """Answer as vLLM does, whose entries have other names."""
+        """Answer as vLLM does; its entries have other names."""
         return await self._embedded(call, kind="pooling", field="data")
 
     async def _embedded(self, call: HttpCall, *, kind: str, field: str) -> Response:
@@ -194,7 +194,7 @@ class _OpenAIHandlers:
         return Response(content, media_type=JSON_TYPE)
 
     def _asked(self, call: HttpCall, body: GenerationBody, raw: bytes) -> _Asked:
-        """Return what is requested, without the input of the call."""
+        """Return the parsed request, without the input of the call."""
         is_resumable = body.is_resumable
         return _Asked(
             resumes_after=call.last_event_number if is_resumable else None,
@@ -315,7 +315,7 @@ class StreamHandlers:
     def keep(
         self, generation: GenerationCall, response: GenerationResponse, form: StreamFormat
     ) -> EventStream:
-        """Return the response to a call whose stream can be resumed."""
+        """Return the response to a call with a resumable stream."""
         events = response.numbered_events()
         reader = self._servicer.resumables.open_stream(generation, events, form)
         return _event_stream(generation.id, reader)
@@ -335,7 +335,7 @@ class StreamHandlers:
             return self._resume(call, call.path_value, call.last_event_number or 0, None)
 
     async def end(self, call: HttpCall) -> Response:
-        """Answer DELETE: abort a call and forget its stream, if there is one."""
+        """Answer DELETE: abort a call and forget its stream, if any."""
         self._servicer.abort_call(call.tenant.name, call.path_value)
         return json_response({"id": call.path_value, "object": "stream", "deleted": True})
 

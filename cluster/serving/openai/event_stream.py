@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["EventResponse", "EventStream", "answer_call", "unless_disconnected"]
 
 _PAUSE_RATIO = 3.0
-"""How long a pause between pieces is, compared with the time to send one."""
+"""Length of a pause between pieces, as a multiple of the time to send a piece."""
 _MAX_PAUSE_S = 0.01
 Result = TypeVar("Result")
 _OUTPUT_BYTES = 128
@@ -65,9 +65,9 @@ class EventStream(Response):
         take_progress: Callable[[], Encoded] | None = None,
         waiting_event: bytes | None = None,
     ) -> None:
-        """`close` ends what makes the events.
+        """`close` ends the source of the events.
 
-        `take_progress` returns what the events since the last call add; it is sent with them.
+        `take_progress` returns the progress since the last call; it is sent with the events.
         `waiting_event` is sent after every 15 seconds without an event.
         """
         super().__init__(
@@ -146,7 +146,7 @@ async def _send_parts(parts: tuple[bytes, ...], send: Send) -> None:
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[None, None, Result]) -> Result:
-    """Return what `work` returns; cancel it and raise ClientDisconnect when the client leaves."""
+    """Return the result of `work`; cancel it and raise ClientDisconnect when the client leaves."""
     worker = asyncio.create_task(work)
     watcher = asyncio.create_task(_wait_for_disconnect(receive))
     try:
@@ -169,7 +169,7 @@ class _Body(Protocol):
     """The response in the shape of one API."""
 
     def events(self) -> AsyncGenerator[bytes | tuple[bytes, ...]]:
-        """Yield server-sent events, large ones in parts; an error becomes the last one."""
+        """Yield server-sent events, large events in parts; an error becomes the last event."""
 
     async def complete(self, buffer: OutputBuffer) -> Sequence[bytes]:
         """Return the response once it is complete; its parts are counted in `buffer`."""
@@ -245,7 +245,7 @@ class EventResponse(ABC):
         return parts
 
     async def events(self) -> AsyncGenerator[bytes | tuple[bytes, ...]]:
-        """Yield server-sent events, large ones in parts; an error becomes the last one."""
+        """Yield server-sent events, large events in parts; an error becomes the last event."""
         if self._generation.replayed is not None:
             # The client has received these events, perhaps in smaller pieces.
             self._encode_events(self._generation.replayed)
@@ -270,7 +270,7 @@ class EventResponse(ABC):
 
     @abstractmethod
     def _collect(self, delta: TurnDelta) -> None:
-        """Add what the turn gained to the complete response."""
+        """Add the turn's progress to the complete response."""
 
     @abstractmethod
     def _encode_response(self, last: SequenceOutput, usage: Usage) -> Sequence[bytes]:
@@ -278,7 +278,7 @@ class EventResponse(ABC):
 
     @abstractmethod
     def _encode_events(self, output: GenerationOutput) -> bytes | tuple[bytes, ...]:
-        """Return the events of the next output, none of them for an error; large ones in parts."""
+        """Return the events of the next output, none for an error; large events in parts."""
 
     @abstractmethod
     def _error_event(self, error: PagedRayError) -> bytes:
@@ -309,7 +309,7 @@ class WaitingEvents:
             await asyncio.gather(task, return_exceptions=True)
 
     async def hold(self) -> None:
-        """Send none until `release` is called, and wait for one that is being sent."""
+        """Send nothing until `release` is called, and wait for the event that is being sent."""
         self._is_held = True
         if self._being_sent is not None:
             await self._being_sent

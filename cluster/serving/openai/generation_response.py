@@ -59,7 +59,7 @@ class GenerationResponse:
         return ResponseChunks(self._format).events()
 
     def numbered_events(self) -> AsyncGenerator[list[bytes]]:
-        """Yield the same events, those of an output together, each with its number as its id."""
+        """Yield the same events, grouped by output, each with its number as its id."""
         return ResponseChunks(self._format).numbered_events()
 
 
@@ -164,7 +164,7 @@ class CompleteResponse:
     def _logprobs(
         self, choice: CompleteChoice, of_prompt: Mapping[str, list[bytes]]
     ) -> Json | None:
-        """Return the log-probabilities of a choice, after those of its prompt."""
+        """Return the log-probabilities of a choice, after the log-probabilities of its prompt."""
         if not self._options.has_logprobs:
             return None
         lists = {
@@ -201,7 +201,7 @@ class ResponseChunks:
         self._options = format.options
         self._choices: dict[int, StreamedChoice] = {}
         self._error: PagedRayError | None = None
-        """What went wrong in a choice; it ends the stream."""
+        """The error of a choice; it ends the stream."""
         chunk_head = _encode(format.head(format.chunk_kind))[:-1]
         self._begin = b"data: " + chunk_head + b',"choices":[{"index":'
         self._end_chunks(b',"usage":null' if self._options.includes_usage else b"")
@@ -232,7 +232,7 @@ class ResponseChunks:
         yield DONE_EVENT
 
     async def numbered_events(self) -> AsyncGenerator[list[bytes]]:
-        """Yield the same events, those of an output together, each with its number as its id."""
+        """Yield the same events, grouped by output, each with its number as its id."""
         write = self._events_with_usage if self._options.has_continuous_usage else self._events
         number = 0
         try:

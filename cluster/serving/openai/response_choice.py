@@ -1,4 +1,4 @@
-"""The choices of a response while they are generated, and what a response contains."""
+"""The choices of a response while they are generated, and the options of their content."""
 
 from __future__ import annotations
 
@@ -56,36 +56,37 @@ DONE_EVENT = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseOptions:
-    """What a response contains in addition to its text."""
+    """Content of a response in addition to its text."""
 
     model: str
     created_s: int
     num_per_prompt: int
     """Choices that are generated for each prompt."""
     num_returned: int
-    """Number of choices in a complete response: those with the highest log-probabilities."""
+    """Number of choices in a complete response; choices with the highest log-probabilities."""
     has_logprobs: bool
     includes_usage: bool
     has_continuous_usage: bool = False
     """Whether every chunk contains the usage so far."""
     has_token_ids: bool = False
-    """Whether choices contain their token ids, and those of their prompts."""
+    """Whether choices contain their token ids, and the token ids of their prompts."""
     names_tokens_by_id: bool = False
     """Whether tokens in log-probabilities are written as `token_id:ID`."""
     num_prompt_logprobs: int | None = None
     """Number of most likely tokens for each token of a prompt; None disables them."""
     echoed_texts: tuple[str, ...] = ()
-    """The texts of the prompts, with which those of choices begin; empty if they do not."""
+    """The texts of the prompts, if the texts of choices begin with them; else empty."""
     num_echoed_logprobs: int | None = None
-    """Number of most likely tokens for each token of an echoed prompt, with whose log-probabilities
-    those of choices begin; None if they do not."""
+    """Number of most likely tokens for each token of an echoed prompt, if the log-probabilities of
+    choices begin with the prompt; else None.
+    """
     skips_special_tokens: bool = True
     """Whether texts have no special tokens."""
     hides_output: bool = False
     """Whether choices contain nothing that was generated."""
 
     def index_of(self, sequence: SequenceOutput) -> int:
-        """Return the index of a sequence's choice among those of all prompts."""
+        """Return the index of a sequence's choice among the choices of all prompts."""
         return sequence.prompt_index * self.num_per_prompt + sequence.index
 
 
@@ -130,7 +131,7 @@ class CompleteChoice(ResponseChoice):
     def mean_logprob(self) -> float:
         """Return the mean log-probability of its tokens, by which choices are compared.
 
-        It is the lowest of all without tokens, as those of an aborted call may be.
+        Without tokens, as in an aborted call, it is the lowest of all.
         """
         return self.sum_logprobs / self.num_tokens if self.num_tokens else -math.inf
 
@@ -147,7 +148,7 @@ def aborted_prompts(choices: Mapping[int, CompleteChoice], options: ResponseOpti
 def take_returned(
     choices: dict[int, CompleteChoice], options: ResponseOptions
 ) -> Iterator[CompleteChoice]:
-    """Remove all choices, and yield those that a complete response has, in order."""
+    """Remove all choices, and yield the choices of a complete response, in order."""
     ordered = [choices.pop(index) for index in sorted(choices)]
     size, number = options.num_per_prompt, options.num_returned
     if number == size:
@@ -181,8 +182,8 @@ class TextOffsets:
     def of_tokens(self, token_ids: Sequence[int], *, prompt: str | None = None) -> list[int]:
         """Return where the next tokens begin.
 
-        Special tokens of a `prompt` count if its text has them, as it has those that the client
-        wrote and not those that the tokenizer added.
+        Special tokens of a `prompt` count if its text has them: the client wrote them, and the
+        tokenizer did not add them.
         """
         return [self._next(token_id, prompt) for token_id in token_ids]
 
@@ -202,7 +203,7 @@ class TextOffsets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptReportForm:
-    """What a response says about each token of its prompts."""
+    """Content of a response for each token of its prompts."""
 
     num_listed: int | None
     """How many of the most likely tokens `prompt_logprobs` has; None leaves it out."""
@@ -239,7 +240,7 @@ class PromptReports:
         aborted: Collection[int],
         buffer: OutputBuffer,
     ) -> Self:
-        """Write what was found of each prompt, by its index, counted in `buffer`.
+        """Write the reports of each prompt, by its index, counted in `buffer`.
 
         The log-probabilities of `aborted` prompts, given by their indices, may be missing. Raises
         PagedRayError.
@@ -310,7 +311,7 @@ def finite(logprob: float) -> float:
 def _tokens_of(
     token_ids: Sequence[int], found: Sequence[PromptLogprobs], *, is_aborted: bool
 ) -> Iterator[tuple[int, PromptToken | None]]:
-    """Yield the tokens of a prompt with what is known of each; nothing of the first one."""
+    """Yield the tokens of a prompt with their reports; the first token has no report."""
     if (found[-1].end if found else 1) != len(token_ids):
         if is_aborted:
             return zip(token_ids, repeat(None))

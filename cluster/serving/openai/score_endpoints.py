@@ -105,7 +105,7 @@ class _ScoreHandlers:
         return await unless_disconnected(call.request.receive, work)
 
     async def _response(self, head: Json, name: str, entries: Sequence[Json]) -> Response:
-        """Return a response whose field `name` holds the entries, which may be many."""
+        """Return a response with possibly many entries in its field `name`."""
         encoded: list[bytes] = []
         num_characters = 0
         for entry in entries:

@@ -65,7 +65,7 @@ class _Asked:
 
 
 def responses_endpoints(servicer: Servicer, store: ResponseStore) -> tuple[Endpoint, ...]:
-    """Return the endpoints, whose responses are kept in `store`."""
+    """Return the endpoints, which keep responses in `store`."""
     handlers = _Handlers(servicer, store)
     base = "/v1/responses"
     path = f"{base}/{{response_id}}"
@@ -109,7 +109,7 @@ class _Handlers:
                 raise renamed(error, asked.params) from error
             raise
         generation.keep_until_closed(kept)
-        # Clients may choose the ids of calls, but not those of stored responses.
+        # Clients may choose the ids of calls, but not of stored responses.
         response_id = (
             self._store.new_id(continuation) if asked.is_stored else f"resp_{generation.id}"
         )
@@ -221,7 +221,7 @@ class _Handlers:
     def _keep(
         self, tenant: str, response_id: str, asked: _Asked, items: Sequence[Json], body: bytes
     ) -> None:
-        """Store a complete response, whose output is `items`, with the messages that it adds."""
+        """Store a complete response with the output `items`, and the messages that it adds."""
         problem = ""
         messages = asked.messages
         try:

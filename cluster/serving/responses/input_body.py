@@ -1,4 +1,4 @@
-"""What the bodies of the Responses API have in common: a conversation, tools and a format."""
+"""Common part of the bodies of the Responses API: a conversation, tools and a format."""
 
 from __future__ import annotations
 

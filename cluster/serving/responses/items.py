@@ -117,7 +117,7 @@ class FunctionOutputItem(OpenPart):
 
 
 class ReasoningItem(OpenPart):
-    """What the model thought; the chat template decides whether it is read."""
+    """The model's thoughts; the chat template decides whether to use them."""
 
     type: Literal["reasoning"]
     content: Any = Field(  # Any: read where it is used
@@ -291,13 +291,16 @@ class ItemsQuery:
     """Which items a client requests."""
 
     after: str | None = None
-    """The id of the item before the first one."""
+    """The id of the item before the first item."""
     limit: int = 20
     is_ascending: bool = False
 
     @classmethod
     def from_params(cls, params: QueryParams) -> ItemsQuery:
-        """Return what a query requests. Raises InvalidRequestError."""
+        """Return the requested query.
+
+        Raises InvalidRequestError.
+        """
         given = read_query(params, ("after", "include", "limit", "order"))
         check_include(params)
         limit, order = given.get("limit", "20"), given.get("order", "desc")
@@ -411,7 +414,10 @@ def check_included_fields(names: Iterable[object]) -> None:
 
 
 def read_query(params: QueryParams, known: Collection[str]) -> dict[str, str]:
-    """Return the values of parameters by name. Raises InvalidRequestError for an unknown one."""
+    """Return the values of parameters by name.
+
+    Raises InvalidRequestError for an unknown parameter.
+    """
     found: dict[str, str] = {}
     for given, value in params.multi_items():
         name = given.removesuffix(_LIST)
@@ -494,7 +500,7 @@ class FunctionTools:
         self.tools: list[Tool] = []
         """Named as the model knows them."""
         self.names: dict[str, FunctionName] = {}
-        """The names of functions in namespaces, by those that the model knows."""
+        """The names of functions in namespaces, by the names that the model knows."""
 
     def read(self, given: object, param: str = "tools") -> None:
         """Read the tools of a parameter. Raises InvalidRequestError."""

@@ -48,7 +48,7 @@ class _Item:
     id: str
     call_id: str | None = None
     function: FunctionName | None = None
-    """What a tool call names."""
+    """The function of a tool call."""
     pieces: list[str] = field(default_factory=list)
 
     @property
@@ -89,9 +89,10 @@ class ResponsesResponse(EventResponse):
         names: Mapping[str, FunctionName],
         keep: Callable[[Sequence[Json], bytes], None] | None = None,
     ) -> None:
-        """`echo` is what it repeats; `keep` stores its output and JSON once it is complete.
+        """`echo` is the repeated part of the request.
 
-        `names` are those of functions in namespaces, by those that the model knows.
+        `keep` stores output and JSON of the complete response. `names` are the functions in
+        namespaces, by the names that the model knows.
         """
         super().__init__(generation, turns)
         self._names = names
@@ -128,12 +129,12 @@ class ResponsesResponse(EventResponse):
                 ended = self._encode_response(sequence, output.usage)
                 self._write_response(_status(sequence), ended, events)
                 is_repeating = True
-        # A part is what the response repeats, which takes long to copy.
+        # The response repeats this part, which takes long to copy.
         is_large = is_repeating and len(self._repeated) > _LARGE_BYTES
         return tuple(events) if is_large else b"".join(events)
 
     def _add(self, delta: TurnDelta, events: list[bytes] | None) -> None:
-        """Add what the turn gained to the items, and its events."""
+        """Add the turn's progress to the items, with its events."""
         for part in delta.parts:
             if isinstance(part, TextDelta):
                 kind = _KINDS[part.kind]
@@ -217,7 +218,7 @@ class ResponsesResponse(EventResponse):
         return place if item.kind == "function_call" else place | {"content_index": 0}
 
     def _write(self, kind: str, fields: Json, events: list[bytes] | None) -> None:
-        """Add an event to those of a stream; a response that is not streamed has none."""
+        """Add an event to the stream; a response that is not streamed has no events."""
         if events is None:
             return
         written = _encode({"type": kind, "sequence_number": self._num_events, **fields})

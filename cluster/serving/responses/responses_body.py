@@ -216,7 +216,7 @@ class ResponsesBody(InputBody, SamplingFields):
 
 
 class InputTokensBody(InputBody):
-    """A conversation whose tokens are counted."""
+    """A conversation for counting its tokens."""
 
     defaults: ClassVar[Defaults] = {"truncation": ("disabled",)}
     rejected: ClassVar[Mapping[str, str]] = {

@@ -48,9 +48,9 @@ class StoreLimits:
 
 
 class StoredTurn:
-    """What one response adds to its conversation.
+    """The part of a conversation that a response adds.
 
-    It is kept as long as a response that clients can name is it or continues it.
+    It is kept while a response that clients can name is this turn or continues it.
     """
 
     def __init__(
@@ -177,7 +177,10 @@ class StoredResponses:
             self._forget_oldest(max(self._by_tenant, key=self._bytes.held_by))
 
     def delete(self, tenant: str, response_id: str) -> None:
-        """Forget a response; those that continue it stay. Raises UnknownResponseError."""
+        """Forget a response; its continuations stay.
+
+        Raises UnknownResponseError.
+        """
         self.find(tenant, response_id)
         self._forget(tenant, response_id)
 
@@ -186,7 +189,7 @@ class StoredResponses:
         return None if own is None else own.get(response_id)
 
     def _hold(self, tenant: str, turn: StoredTurn) -> None:
-        """Count one more turn that continues another one."""
+        """Count another turn that continues a turn."""
         held: StoredTurn | None = turn
         # It may have been forgotten while the response that continues it was generated.
         while held is not None:
@@ -254,7 +257,7 @@ class LostReplicaError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """What a replica returns about a response that it keeps."""
+    """The answer of a replica about a kept response."""
 
     body: bytes = b""
     """The response in JSON, if it is read."""
@@ -272,7 +275,7 @@ class OtherReplicas(Protocol):
         """The name of this replica, of letters and digits."""
 
     async def ask(self, replica: str, action: Action, tenant: str, response_id: str) -> Kept | None:
-        """Return what another replica keeps; None if it keeps no such response of the tenant.
+        """Return the answer of another replica; None if it keeps no such response of the tenant.
 
         Raises LostReplicaError.
         """
@@ -282,7 +285,7 @@ class ResponseStore:
     """Finds, keeps and deletes responses. Used from the event loop only."""
 
     def __init__(self, stored: StoredResponses, others: OtherReplicas | None = None) -> None:
-        """`stored` are those of this replica; `others` is None if it is the only one."""
+        """`stored` are the responses of this replica; `others` is None for a single replica."""
         self._stored = stored
         self._others = others
 
@@ -343,7 +346,7 @@ class ResponseStore:
         return StoredTurn(b"", kept.messages, None)
 
     def answer(self, action: Action, tenant: str, response_id: str) -> Kept | None:
-        """Return what another replica requests; None if it is not kept here."""
+        """Serve a stored response to another replica; None if it is not kept here."""
         try:
             match action:
                 case "read":

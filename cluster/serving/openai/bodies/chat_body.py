@@ -51,7 +51,7 @@ __all__ = ["MAX_MESSAGES", "ChatBody", "check_open_end"]
 
 MAX_MESSAGES = 4096
 _FUNCTION_NAMES = {"tools": "functions", "tool_choice": "function_call"}
-"""The parameters of a call with functions, by those of tools."""
+"""Parameters of calls with functions, keyed by the parameters of tools."""
 
 
 class ChatBody(GenerationBody):
@@ -211,8 +211,8 @@ class ChatBody(GenerationBody):
     ) -> GenerationInput:
         """Return the input of the call. Raises InvalidRequestError.
 
-        `known_variables` are those that the model's chat template reads; `note_ignored` is called
-        with the names of parameters that set others.
+        `known_variables` are the variables that the model's chat template reads; `note_ignored` is
+        called with the names of parameters that set others.
         """
         sampling = self.sampling()
         budget = thinking_budget(self.thinking_token_budget)
@@ -268,7 +268,7 @@ class ChatBody(GenerationBody):
 
 
 def check_open_end(adds_generation_prompt: bool, continues_final_message: bool) -> None:
-    """Raise InvalidRequestError if both a new message and the last one are to be generated."""
+    """Raise InvalidRequestError if a new message and the last message are both to be generated."""
     if adds_generation_prompt and continues_final_message:
         raise InvalidRequestError(
             "continue_final_message requires add_generation_prompt = false.",

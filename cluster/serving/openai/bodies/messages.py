@@ -117,7 +117,7 @@ def _plain_text(part: object) -> str | None:
     """Return the text of a string or a text part; None if it is another part."""
     if type(part) is str:
         return part
-    # As TextPart, whose validation would take ten times as long for each of thousands.
+    # As TextPart; its validation would take ten times as long for each of thousands.
     if type(part) is dict and part.get("type") == "text" and type(text := part.get("text")) is str:
         return text
     return None
@@ -284,7 +284,7 @@ def _check_assistant(message: Message, where: str) -> None:
 def _message_of(
     message: Message, calls: Sequence[MessageCall], where: str, ids: Mapping[str | None, str]
 ) -> ChatMessage:
-    """Return a message; `ids` are those of the last calls of functions, by their names."""
+    """Return a message; `ids` are the ids of the last calls of functions, by name."""
     _check_fields(message, where)
     reasoning = _reasoning_of(message, where)
     is_result = message.role == "function"

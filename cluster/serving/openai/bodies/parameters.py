@@ -74,7 +74,7 @@ IN_IGNORED: Mapping[str, Mapping[str, str]] = {
         "use_raw_prompt": "use /v1/completions",
     },
 }
-"""Fields of ignored parameters that would change the answer, and what to use instead."""
+"""Fields of ignored parameters that would change the answer, each with an alternative."""
 WITHOUT_EFFECT: Defaults = {
     "max_repetition_pattern_size": (0,),
     "min_repetition_pattern_size": (0,),
@@ -126,7 +126,7 @@ REJECTED: Mapping[str, str] = {
     "stop_regex": "use stop, or structured_outputs",
     "watermarking": "outputs have no watermark",
 }
-"""Parameters that would change the output, and what to use instead or why not."""
+"""Parameters that would change the output, each with an alternative or the reason."""
 MODERATION = "the server has no moderation model; send the texts to a moderation service"
 CHAT_REJECTED: Mapping[str, str] = {
     "audio": "the output is text",

@@ -245,7 +245,7 @@ class ResponseFormat(BodyPart):
 
 
 class RequestedStructure:
-    """Collects the parameters that request a structure, of which at most one may be set."""
+    """Collects the parameters that request a structure; at most one may be set."""
 
     def __init__(self) -> None:
         self.structure: Structure | None = None
@@ -253,7 +253,10 @@ class RequestedStructure:
         """The parameter that requests it."""
 
     def add_structure(self, kind: StructureKind, text: str, param: str) -> None:
-        """Request a structure. Raises InvalidRequestError for a second one."""
+        """Request a structure.
+
+        Raises InvalidRequestError for a second structure.
+        """
         if self.param is not None:
             raise InvalidRequestError(
                 f"{param} and {self.param} cannot be used together.", param=param
@@ -276,7 +279,10 @@ class RequestedStructure:
         self.add_structure("structural_tag", text, param)
 
     def add_outputs(self, given: StructuredOutputs, param: str) -> None:
-        """Request what vLLM's `structured_outputs` describes. Raises InvalidRequestError."""
+        """Request the structure of vLLM's `structured_outputs`.
+
+        Raises InvalidRequestError.
+        """
         if given.json_ is not None:
             self.add_schema(given.json_, f"{param}.json")
         if given.regex is not None:
@@ -298,7 +304,10 @@ class RequestedStructure:
 
 
 def read_response_format(given: object, requested: RequestedStructure) -> None:
-    """Request what OpenAI's `response_format` describes. Raises InvalidRequestError."""
+    """Request the structure of OpenAI's `response_format`.
+
+    Raises InvalidRequestError.
+    """
     param = "response_format"
     if isinstance(given, dict) and given.get("type") == "structural_tag":
         # Nulls in its schemas are values.
