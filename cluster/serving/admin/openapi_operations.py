@@ -1,4 +1,4 @@
-"""The operations of the OpenAPI document, one for each documented endpoint."""
+"""The operations of the OpenAPI document, for each documented endpoint."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class ApiOperation:
     """Media types and the names of their schemas; an empty name is any text."""
     body: str | None = None
     parameter: str | None = None
-    """The one in its path."""
+    """The parameter in its path."""
     others: tuple[ApiParameter, ...] = ()
     """Parameters in the header or the query."""
     empty_text: str | None = None
-    """Describes a response without content, status 204, if there is one."""
+    """Describes the response without content, status 204, if any."""
     errors: tuple[int, ...] = (401, 403, 500)
     error_schema: str = "Error"
     is_public: bool = False

@@ -95,7 +95,7 @@ class TokenizeBody(Body):
     ) -> TokenizeInput:
         """Return the input of the call. Raises InvalidRequestError.
 
-        `known_variables` returns those that the model's chat template reads, with tools or
+        `known_variables` returns the variables that the model's chat template reads, with tools or
         without; `note_ignored` is called with the names of parameters that set others.
         """
         if self.prompt is not None:

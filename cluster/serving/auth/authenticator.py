@@ -26,7 +26,7 @@ class Authenticator:
     """The keys of one file, or some keys; without any every call is of the tenant ANONYMOUS."""
 
     def __init__(self, path: Path | None = None, *, keys: Sequence[str] = ()) -> None:
-        """`keys` are those of one tenant, an admin, if there is no file.
+        """`keys` are the keys of a tenant, an admin, if there is no file.
 
         Raises StartupError if the file is missing or invalid, or if a key is.
         """

@@ -27,7 +27,7 @@ class Beam:
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """What was known at each position; `chosen` is of the beam's own token."""
+    """Log-probabilities at each position; `chosen` is the beam's own token."""
     cumulative_logprob: float = 0.0
     is_ended: bool = False
     """Whether it ends with an end-of-sequence token, which `token_ids` includes."""
@@ -47,10 +47,11 @@ class BeamSearch:
     ) -> None:
         """Search for `width` continuations.
 
-        A finished one scores its log-probability, divided by its number of tokens to the power of
-        `length_penalty`. The search ends when `width` have finished and no running one is likely
-        to score higher: as if none grew longer, or with `never` and a positive penalty as if each
-        grew to `max_tokens`. With an `early_stopping` of true it ends when `width` have finished.
+        The score of a finished beam is its log-probability, divided by its number of tokens to the
+        power of `length_penalty`. The search ends when `width` beams have finished and no running
+        beam is likely to score higher: as if none grew longer, or with `never` and a positive
+        penalty as if each grew to `max_tokens`. With an `early_stopping` of true it ends when
+        `width` have finished.
         """
         self._width = width
         self._max_tokens = max_tokens
@@ -70,7 +71,7 @@ class BeamSearch:
 
     @property
     def running(self) -> Sequence[Beam]:
-        """The beams whose next tokens are needed; empty if the search has ended."""
+        """The beams that need their next tokens; empty if the search has ended."""
         return self._running
 
     @property
@@ -79,7 +80,7 @@ class BeamSearch:
         return self._finished
 
     def advance(self, found: Sequence[TokenLogprobs]) -> None:
-        """Take the most likely tokens after each running beam, and choose the next ones."""
+        """Take the most likely tokens after each running beam, and choose the next beams."""
         candidates = sorted(
             (-(beam.cumulative_logprob + logprob), number, index)
             for number, (beam, likeliest) in enumerate(zip(self._running, found, strict=True))
@@ -98,7 +99,7 @@ class BeamSearch:
             if not (beam.is_ended or is_longest):
                 running.append(beam)
             elif is_best:
-                # One that is not among the best is not a result, even if it has ended.
+                # A beam that is not among the best is not a result, even if it has ended.
                 scored.append((self._score(beam.cumulative_logprob, length), beam))
         self._finished = sorted(self._finished + scored, key=lambda one: -one[0])[: self._width]
         self._running = running

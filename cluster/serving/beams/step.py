@@ -22,9 +22,9 @@ __all__ = ["beam_step", "check_beams_fit"]
 
 
 def beam_step(request: Request, beam: Beam, num_logprobs: int) -> Request:
-    """Return a request for one token after a beam of `request`, with the most likely tokens there.
+    """Return a request for a token after a beam of `request`, with the most likely tokens there.
 
-    The blocks of what precedes it are found in the prefix cache.
+    The prefix cache has the blocks before it.
     """
     return replace(
         request,
@@ -43,8 +43,8 @@ def check_beams_fit(
 ) -> None:
     """Raise InvalidRequestError if the longest step of searches exceeds an empty queue.
 
-    The requests of a step are submitted together; otherwise they would wait without end. `param`
-    is what the width is called.
+    The requests of a step are submitted together; otherwise they would wait without end. `param` is
+    the name of the width.
     """
     num_beams = width * len(requests)
     if num_beams == 1:

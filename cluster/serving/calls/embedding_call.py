@@ -1,4 +1,4 @@
-"""One running embedding call, whose vectors can be awaited and cancelled."""
+"""A running embedding call, with vectors that can be awaited and cancelled."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class EmbeddingOutput:
 
 
 class EmbeddingCall:
-    """A running call whose texts are embedded or scored."""
+    """A running call that embeds or scores texts."""
 
     def __init__(self, running: Future[NDArray[np.float32]]) -> None:
         loop = asyncio.get_running_loop()

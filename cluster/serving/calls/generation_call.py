@@ -56,7 +56,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class GenerationOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What a call's sequences gained since the last output, one entry for each that did."""
+    """Progress of a call's sequences since the last output, an entry for each with progress."""
 
     sequences: tuple[SequenceOutput, ...]
     usage: Usage
@@ -98,7 +98,7 @@ class GenerationCall:
         self._is_last = False
         self._has_failed = False
         self.replayed = self._replay(requests) if given.is_continued else None
-        """What another replica generated, if this call continues; its client has received it."""
+        """Output of another replica, if this call continues; its client has received it."""
         self._is_closed = False
         self._kept: OutputBuffer | None = None
         # Last, so that nothing runs in the engine if anything above fails.
@@ -113,12 +113,12 @@ class GenerationCall:
 
     @property
     def continuation(self) -> Continuation | None:
-        """What makes the call the same in other replicas; None if there are none."""
+        """Data that makes the call the same in other replicas; None without other replicas."""
         return self._continuation
 
     @property
     def id(self) -> str:
-        """The client's own id of the call, or the one that the server made."""
+        """The client's own id of the call, or the server's id."""
         return self._call.id
 
     async def outputs(self) -> AsyncGenerator[GenerationOutput]:
@@ -129,7 +129,7 @@ class GenerationCall:
                 yield output
                 if output.is_last:
                     return
-            # Otherwise the client would take the response for a complete one.
+            # Otherwise the client would take the response as complete.
             raise EngineError("The engine ended the request before it was finished.")
         except PagedRayError as error:
             self._has_failed = isinstance(error, EngineError)
@@ -145,9 +145,9 @@ class GenerationCall:
             raise failure from error
 
     def follow_progress(self) -> Callable[[], Encoded]:
-        """Return a function for what outputs add to a call that may continue elsewhere.
+        """Return a function that returns the progress since its last call.
 
-        It returns what was added since it was last called.
+        For a call that may continue elsewhere.
         """
         self._unsent = []
         return self._take_progress
@@ -268,7 +268,7 @@ class GenerationCall:
         return number, output.token_ids, output.finish_reason is not None
 
     def _replay(self, requests: Sequence[Request]) -> GenerationOutput:
-        """Bring the texts to where the call was cut, and return what was generated before."""
+        """Bring the texts to where the call was cut, and return the tokens generated before."""
         continuation = self._continuation
         assert continuation is not None
         self._num_cached_tokens = continuation.num_cached_tokens
@@ -331,7 +331,7 @@ def _event_of(request: Request, index: int, token_ids: tuple[int, ...]) -> Token
 
 
 class CallDeadline:
-    """Fails a call once its deadline has passed, if it has one."""
+    """Fails a call after its deadline, if it has a deadline."""
 
     def __init__(self, deadline_s: float | None, fail: Callable[[DeadlineError], None]) -> None:
         """`deadline_s` is a time of the monotonic clock; `fail` is called on the event loop."""
@@ -362,14 +362,14 @@ def _error() -> DeadlineError:
 class BeamStream:
     """The events of requests that have `n` beams each, beam by beam once the last search has ended.
 
-    Each step is one request of the engine for each beam, whose blocks are found in the prefix
-    cache. The methods are those of `EngineStream`.
+    Each step is a request of the engine for each beam; the prefix cache has the beams' blocks. Has
+    the methods of `EngineStream`.
     """
 
     def __init__(
         self, client: EngineClient, requests: Sequence[Request], *, length_penalty: float
     ) -> None:
-        """Submit the first step. Raises what `EngineClient.open_stream` does."""
+        """Submit the first step. Raises the errors of `EngineClient.open_stream`."""
         self._client = client
         self._searches = [(request, _search_of(request, length_penalty)) for request in requests]
         self._started_s = 0.0
@@ -390,7 +390,7 @@ class BeamStream:
                 await self._open_step()
             self._ending = self._events()
         else:
-            # What is done with one beam may take milliseconds.
+            # The work for a beam may take milliseconds.
             await asyncio.sleep(0)
         if self._error is not None:
             raise self._error
@@ -406,7 +406,7 @@ class BeamStream:
         self._stop(TokenEvent("", 0, finish_reason=FinishReason.ABORT))
 
     def close(self) -> None:
-        """Abort what runs in the engine."""
+        """Abort the running requests in the engine."""
         self.abort()
 
     def fail(self, error: PagedRayError) -> None:
@@ -420,7 +420,7 @@ class BeamStream:
         self._steps.close()
 
     async def _take_step(self) -> bool:
-        """Wait for a step; return whether another one is needed."""
+        """Wait for a step; return whether another step is needed."""
         found: dict[str, TokenLogprobs] = {}
         async for events in self._steps:
             for event in events:

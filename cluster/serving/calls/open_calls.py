@@ -159,7 +159,8 @@ class OpenCall:
     def close(self) -> None:
         """Release it and remove it from the open calls; idempotent."""
         self.release()
-        # It refers to this call. What refers to one another is freed by the collector only, later.
+        # It refers to this call. Objects in a reference cycle are freed later, by the collector
+        # only.
         self.task = None
         if self in self._open_calls:
             del self._open_calls[self]
@@ -177,7 +178,7 @@ class OpenCall:
         return aborted_s is not None and aborted_s >= self.started_s - earlier_s
 
     def info(self) -> CallInfo:
-        """Return what the server reports of it."""
+        """Return the server's report on the call."""
         return CallInfo(
             id=self.id,
             tenant=self.tenant.name,
@@ -208,9 +209,10 @@ class OpenCalls:
     def enter_call(
         self, tenant: Tenant, *, is_admitted: bool = False, may_resume: bool = False
     ) -> OpenCall:
-        """Return a call whose message has not been read. Raises OverloadedError beyond the limit.
+        """Return a call before its message has been read.
 
-        One that `may_resume` a stream may enter beyond it.
+        Raises OverloadedError beyond the limit. A call that `may_resume` a stream may enter beyond
+        the limit.
         """
         account = self._accounts.setdefault(tenant.name, _Account())
         if not is_admitted and not may_resume:

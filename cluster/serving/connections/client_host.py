@@ -7,7 +7,7 @@ from ipaddress import IPv6Address, IPv6Network, ip_address
 __all__ = ["client_host"]
 
 _SITE_BITS = 64
-"""What one IPv6 client gets to choose addresses from, at least."""
+"""The prefix of an IPv6 client: a client can choose any address behind it."""
 
 
 def client_host(address: str) -> str:

@@ -24,8 +24,10 @@ class ConnectionLimits:
     idle_s: float = 300.0
     """A gRPC connection without calls is closed after this time; its client connects again."""
     age_s: float = 3600.0
-    """A gRPC connection takes no more calls after this time, give or take a tenth. Open ones end
-    as if it did."""
+    """A gRPC connection takes no more calls after this time, give or take a tenth.
+
+    Open calls end as if it did.
+    """
 
 
 def connection_limits() -> ConnectionLimits:

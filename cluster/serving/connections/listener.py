@@ -67,12 +67,12 @@ def listen(frontend: str, host: str, port: int) -> socket.socket:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise _PortInUseError(host, {frontend: port}) from error
-        # What follows repeats the address.
+        # The rest repeats the address.
         reason = (error.strerror or "unknown error").partition(" (while attempting")[0]
         raise DeviceError(f"Cannot bind {frontend} to {host}:{port}: {reason}.") from error
     # Connections inherit TCP_NODELAY. Without it, Nagle's algorithm holds a small write back until
-    # the client acknowledges the last one, up to 40 ms later; asyncio sets it only on sockets made
-    # with the protocol's number.
+    # the client acknowledges the last write, up to 40 ms later; asyncio sets it only on sockets
+    # made with the protocol's number.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.setblocking(False)
     return listener

@@ -67,7 +67,7 @@ class CertificateStore:
 
     @property
     def server_context(self) -> ssl.SSLContext:
-        """A context whose handshakes use the current certificates."""
+        """A context that uses the current certificates for handshakes."""
         return self._context
 
     def current(self) -> Certificates:
@@ -143,7 +143,7 @@ def _context(files: TlsFiles) -> ssl.SSLContext:
     context.num_tickets = 0
     context.set_alpn_protocols(["http/1.1"])
     try:
-        # Without a password, OpenSSL would prompt for one on the terminal.
+        # Without a password, OpenSSL would prompt for it on the terminal.
         context.load_cert_chain(files.certificate, files.key, password="")
     except (ssl.SSLError, ValueError) as error:
         raise StartupError(

@@ -54,7 +54,7 @@ def _parsed(text: str) -> object:
 
 
 def _without_halves(text: str) -> object:
-    """Return what a text contains, with a replacement for each half of a character."""
+    """Return a text with a replacement for each half of a character."""
     if _HALF.search(text) is None or text.count("\\") > _MAX_ESCAPES:
         return None
     try:

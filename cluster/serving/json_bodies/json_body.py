@@ -70,7 +70,7 @@ def check_counts(raw: bytes, what: str, size: RequestSize = LARGEST) -> None:
 
 def _check_values(raw: bytes, parsed: dict[str, object], what: str) -> None:
     """Raise InvalidRequestError for a duplicate name, or a number that was read as infinite."""
-    # Each name is followed by a colon, but of duplicates only one was kept.
+    # Each name is followed by a colon, but of duplicates only the last was kept.
     _, bare = _outside_strings(raw)
     num_left = bare.count(b":")
     num_objects = bare.count(b"{")

@@ -17,14 +17,14 @@ class MemoryTrimmer:
     """Trims memory after many large requests and responses. Used from the event loop only.
 
     It takes tens of milliseconds on a thread, during which others may wait for memory, so it comes
-    a second after the last of them, or every five seconds while they continue. What small requests
-    take is used by the next ones.
+    a second after the last of them, or every five seconds while they continue. The next requests
+    use the memory of small requests.
     """
 
     def __init__(self, *, delay_s: float = _DELAY_S) -> None:
         self._delay_s = delay_s
         self._num_freed_bytes = 0
-        """What large requests and responses took since the last time."""
+        """Bytes of large requests and responses since the last trim."""
         self._timer: asyncio.TimerHandle | None = None
         self._is_quiet = True
         """Whether none of them was freed since the timer was started."""
@@ -56,7 +56,7 @@ class MemoryTrimmer:
 
 
 def trim_memory() -> None:
-    """Return what the allocator keeps to the system, if it is glibc's."""
+    """Return unused memory of the allocator to the system, if it is glibc's."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -95,8 +95,8 @@ class OutputBuffer:
         """Count bytes of a response that its client gets as a whole.
 
         Such responses have no limit of their own, since a client cannot read them earlier. Raises
-        InvalidRequestError for one that exceeds the limit of its tenant, and OverloadedError beyond
-        a limit; then the bytes are not counted.
+        InvalidRequestError for a response that exceeds the limit of its tenant, and OverloadedError
+        beyond a limit; then the bytes are not counted.
         """
         limits = self._bytes.limits
         if self.num_bytes + num_bytes > limits.tenant_bytes:

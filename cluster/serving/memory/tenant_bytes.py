@@ -40,7 +40,7 @@ class TenantBytes:
         return self._by_tenant.get(tenant, 0)
 
     def full_scope(self, tenant: str, num_bytes: int) -> Literal["tenant", "server"] | None:
-        """Return whose limit this many more bytes of a tenant exceed; None if they fit."""
+        """Return the owner of the limit that this many more bytes exceed; None if they fit."""
         if self.held_by(tenant) + num_bytes > self.limits.tenant_bytes:
             return "tenant"
         return "server" if self.num_bytes + num_bytes > self.limits.total_bytes else None

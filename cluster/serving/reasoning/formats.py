@@ -83,7 +83,7 @@ _DETECTED: tuple[ReasoningFormat, ...] = (
     "seed_oss",
     "qwen3",
 )
-"""Formats that are detected in a chat template, the more specific ones first."""
+"""Formats that are detected in a chat template, the more specific formats first."""
 
 
 def detect_reasoning(template: str) -> ReasoningFormat:

@@ -14,7 +14,7 @@ __all__ = ["ReasoningReader"]
 
 
 class ReasoningReader:
-    """Splits the text of one turn into reasoning and what follows it.
+    """Splits the text of a turn into reasoning and the rest.
 
     Whitespace around the reasoning belongs to neither. Text is held back only while it may be a
     part of a mark.

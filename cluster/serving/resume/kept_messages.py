@@ -18,12 +18,12 @@ class KeptMessages:
 
     def __init__(self) -> None:
         self.first = 1
-        """The oldest number that is kept, or the next one if none is."""
+        """The oldest kept number, or the next number if no message is kept."""
         self.last = 0
         """The last number so far."""
         self._messages: dict[int, bytes] = {}
         self._ends: dict[int, int] = {}
-        """Bytes of all messages up to the end of each that is kept, dropped ones included."""
+        """Bytes of all messages up to the end of each kept message, dropped messages included."""
         self._num_dropped_bytes = 0
 
     def append(self, message: bytes) -> None:

@@ -37,11 +37,11 @@ _LATE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class StreamFormat:
-    """What a client must repeat to resume a stream."""
+    """Properties that a client must repeat to resume a stream."""
 
     protocol: Literal["http", "grpc"]
     name: str
-    """The path or the method whose messages it has."""
+    """The path or the method of its messages."""
     digest: bytes = b""
     """Identifies the body of an HTTP request."""
 
@@ -88,7 +88,7 @@ class ResumableStreams:
 
     @property
     def num_awaited(self) -> int:
-        """Number of streams whose client has not read everything and may come back."""
+        """Number of streams with clients that have not read everything and may come back."""
         return sum(
             not (entry.stream.has_reader or entry.stream.is_delivered)
             for entry in self._entries.values()
@@ -167,7 +167,7 @@ class ResumableStreams:
         """Return a reader of a tenant's own stream after the message `number`; None at its end.
 
         Without a format, any format of the protocol will do. Raises UnknownStreamError, or
-        InvalidRequestError if the request is another one.
+        InvalidRequestError if the request differs.
         """
         self.check_allowed(tenant, repeats_body=form is not None and bool(form.digest))
         entry = self._entries.get((tenant, client_id))
@@ -190,13 +190,13 @@ class ResumableStreams:
         return entry.stream.attach_reader(number)
 
     def end_stream(self, tenant: str, client_id: str) -> None:
-        """Abort a stream and forget it; an unknown one is ignored."""
+        """Abort a stream and forget it; ignore an unknown stream."""
         entry = self._entries.get((tenant, client_id))
         if entry is None:
             return
         self._forget((tenant, client_id), entry)
         if entry.stream.has_reader:
-            # It still reads what was generated.
+            # It still reads the generated tokens.
             entry.stream.abort()
         else:
             entry.stream.close()
@@ -223,7 +223,8 @@ class ResumableStreams:
         loop = asyncio.get_running_loop()
         is_late = loop.time() - entry.timer.when() > _LATE_S
         if not entry.is_extended and (is_late or self._do_requests_wait()):
-            # A request that resumes the stream may be among those that the server has delayed.
+            # A request that resumes the stream may be among the requests that the server has
+            # delayed.
             entry.is_extended = True
             entry.timer = loop.call_later(MAX_WAIT_S, self._expire, key, entry)
             return
@@ -243,7 +244,7 @@ class ResumableStreams:
         """Drop delivered messages until `num_bytes` more fit in the stream's buffer."""
         stream, most = entry.stream, self._bytes.limits.call_bytes
         excess = entry.buffer.num_bytes + num_bytes - most
-        # What was on its way when the connection was cut did not reach the client.
+        # Messages on their way when the connection was cut did not reach the client.
         num_lost = 0 if stream.has_reader else most // 2
         if excess > 0 and stream.num_delivered_bytes > num_lost:
             # More than needed, so that the next messages find room.

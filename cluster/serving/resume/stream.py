@@ -1,4 +1,4 @@
-"""The messages of one call, kept so that a client whose connection was lost can resume them.
+"""The messages of a call, kept so that a client can resume after a lost connection.
 
 Messages are numbered from 1. A stream has one reader at a time, the call that resumed it last.
 Without a reader, generation continues within the limits of the stream's buffer, until the grace
@@ -40,7 +40,7 @@ class ResumableStream:
         make_room: Callable[[int], None],
         note_detached: Callable[[], None],
     ) -> None:
-        """Messages are counted in `buffer`; `make_room` frees bytes for the next one.
+        """Messages are counted in `buffer`; `make_room` frees bytes for the next message.
 
         `note_detached` is called when the reader leaves.
         """
@@ -55,7 +55,7 @@ class ResumableStream:
         self._num_sent = 0
         """The last number that any reader has taken."""
         self._num_delivered = 0
-        """The last number that the current reader, or the last one, has taken."""
+        """The last number that the current or last reader has taken."""
         self._error: PagedRayError | None = None
         self._reader: StreamReader | None = None
         self._task: asyncio.Task[None] | None = None
@@ -97,7 +97,7 @@ class ResumableStream:
         return self._reader
 
     def detach_reader(self, reader: StreamReader) -> None:
-        """Continue without the reader, unless another one has replaced it."""
+        """Continue without the reader, unless another reader has replaced it."""
         if self._reader is reader:
             self._reader = None
             self._note_detached()
@@ -121,7 +121,7 @@ class ResumableStream:
         self._buffer.remove(num_dropped)
 
     def abort(self) -> None:
-        """End generation; the messages end with what was generated so far."""
+        """End generation; the messages end with the text generated so far."""
         if not self.is_finished:
             self._generation.abort()
 

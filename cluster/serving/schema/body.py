@@ -34,7 +34,7 @@ class OpenPart(BodyPart):
 
     model_config = ConfigDict(extra="allow")
     rejected: ClassVar[Mapping[str, str]] = {}
-    """Fields that would change the answer, and what to use instead or why they are rejected."""
+    """Fields that would change the answer, with an alternative or the reason for rejection."""
 
 
 class Body(BodyPart):
@@ -45,13 +45,13 @@ class Body(BodyPart):
     ignored: ClassVar[Mapping[str, str]] = {}
     """Parameters that cannot change the answer, and why."""
     in_ignored: ClassVar[Mapping[str, Mapping[str, str]]] = {}
-    """Their fields that are rejected, and what to use instead."""
+    """Their rejected fields, with an alternative."""
     rejected: ClassVar[Mapping[str, str]] = {}
-    """Unsupported parameters, and what to use instead or why they are rejected."""
+    """Unsupported parameters, with an alternative or the reason for rejection."""
     synonyms: ClassVar[Mapping[str, str]] = {}
-    """Names that other APIs give to parameters, and those that they have here."""
+    """Names of parameters in other APIs, with our names."""
     max_entries: ClassVar[Mapping[str, int]] = {}
-    """Lists whose length is checked before their entries are validated."""
+    """Lists with a maximum length, checked before their entries are validated."""
     ids_field: ClassVar[str | None] = None
     """The field that holds token ids, which are the longest lists."""
     with_nulls: ClassVar[frozenset[str]] = frozenset()

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["read_body", "read_part"]
 
 _MAX_COMPARED = 16
-"""With more fields of a client's own in an object, none of them is taken for a misspelled one."""
+"""With more fields of a client's own in an object, none of them counts as misspelled."""
 _NO_EFFECT: tuple[object, ...] = (None, False, "", [], {})
 
 AnyBody = TypeVar("AnyBody", bound=Body)

@@ -20,7 +20,7 @@ __all__ = ["field_error", "missing_field", "path_of", "renamed", "unsupported_fi
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.]{1,64}")
 _MAX_NAMES = 64
-"""Names of an object that are compared with a missing one."""
+"""Names of an object that are compared with a missing name."""
 _EXPECTED = {
     "int_type": "an integer",
     "float_type": "a number",

@@ -85,7 +85,7 @@ class RejectedCalls:
             return
         fields: dict[str, str | int] = {"frontend": frontend, "status": status}
         given = {"method": method, "path": path, "param": param, "error": error}
-        # Formatters quote the fields and escape what begins a line.
+        # Formatters quote the fields and escape characters that begin a line.
         fields |= {name: str(one)[:_MAX_CHARACTERS] for name, one in given.items() if one}
         if num_omitted:
             fields["omitted"] = num_omitted

@@ -21,7 +21,7 @@ class CallReport:
     model: str
     """The served name of the model."""
     id: str
-    """The id known to the client; empty if the call was rejected before it had one."""
+    """The id known to the client; empty if the call was rejected before it had an id."""
     sampling: SamplingParams | None
     outcome: str
     is_rejected: bool

@@ -114,7 +114,7 @@ class CallTimes:
 class _GapCollector(Collector):
     """The times between outputs, which the library's histogram would observe too slowly.
 
-    Their bins are smaller than those of Prometheus, for the quantiles of the load history.
+    The bins are smaller than in Prometheus, for the quantiles of the load history.
     """
 
     def __init__(self, counter: DurationHistogram) -> None:

@@ -19,7 +19,7 @@ class IgnoredParameters:
     """Counts ignored parameters, and logs each name once; or rejects them."""
 
     def __init__(self, count: Callable[[str], None], *, is_strict: bool) -> None:
-        """`count` is called with each name; they are those of tables in the code."""
+        """`count` is called with each name; the names come from tables in the code."""
         self._count = count
         self._is_strict = is_strict
         self._logged: set[str] = set()

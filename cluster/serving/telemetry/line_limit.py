@@ -16,7 +16,7 @@ _PERIOD_S = 1.0
 
 
 class LineLimit:
-    """Allows one log line a minute, about all events since the last one."""
+    """Allows a log line per minute, about all events since the last line."""
 
     def __init__(
         self, *, interval_s: float = _INTERVAL_S, clock: Callable[[], float] = time.monotonic

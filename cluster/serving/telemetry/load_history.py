@@ -1,7 +1,7 @@
-"""What a server did in the last ten minutes, and the latencies of the last minute.
+"""The load of a server in the last ten minutes, and the latencies of the last minute.
 
-A sample is taken every five seconds and costs a few microseconds. Nothing of it is kept anywhere
-else; Prometheus has the long history.
+A sample is taken every five seconds and costs a few microseconds. Samples are kept nowhere else;
+Prometheus has the long history.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _INTERVAL_S = 5.0
 _NUM_SAMPLES = 120
 _NUM_RECENT = 12
 LATENCY_BOUNDS_S = tuple(0.0001 * 2 ** (number / 8) for number in range(8 * 24 + 1))
-"""Bounds from 0.1 ms to about half an hour, each 9 % higher than the one before it."""
+"""Bounds from 0.1 ms to about half an hour, each 9 % higher than the bound before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadSample:
-    """What a server did in one interval; times are None if no call had any."""
+    """The load of a server in an interval; times are None without calls."""
 
     uptime_s: float
     """The end of the interval, in seconds since the server started."""
@@ -57,7 +57,7 @@ class Latency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadHistory:
-    """What a server did in the last ten minutes."""
+    """The load of a server in the last ten minutes."""
 
     interval_s: float
     """Seconds between two samples."""
@@ -108,7 +108,7 @@ class LoadRecorder:
             self._timer = None
 
     def add_sample(self, stats: EngineStats, uptime_s: float) -> None:
-        """Record what happened since the last sample."""
+        """Record the load since the last sample."""
         counts = _Counts(
             uptime_s=uptime_s,
             num_prompt_tokens=stats.num_prompt_tokens,

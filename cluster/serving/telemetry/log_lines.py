@@ -128,7 +128,7 @@ def _one_line(parts: list[str]) -> str:
     line = " ".join(parts)
     if line.isprintable():
         return line
-    # Escape what would begin a new line or move the cursor of a terminal.
+    # Escape characters that would begin a new line or move the cursor of a terminal.
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode() for char in line
     )

@@ -1,7 +1,7 @@
 """The Prometheus metrics of the server: statistics of the engine, times of calls.
 
-Labels have a bounded number of values: tenants are those of the key file, up to a limit, and all
-others are defined in code. docs/observability.md lists all names.
+Labels have a bounded number of values: tenants come from the key file, up to a limit, and all other
+labels are defined in code. docs/observability.md lists all names.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Metrics:
         self._stalled_readers.labels(frontend).inc()
 
     def count_ignored(self, parameter: str) -> None:
-        """Count a parameter that was ignored; its name is one that is defined in code."""
+        """Count a parameter that was ignored; its name is defined in code."""
         self._ignored.labels(parameter).inc()
 
     def count_resume(self, frontend: Frontend) -> None:
@@ -116,13 +116,13 @@ class Metrics:
         num_streams: Callable[[], float],
         num_stream_bytes: Callable[[], float],
     ) -> None:
-        """Report what is kept for readers, which the functions return."""
+        """Report the unread output and the streams, which the functions return."""
         self._unread_output.set_function(num_unread_bytes)
         self._streams.set_function(num_streams)
         self._stream_bytes.set_function(num_stream_bytes)
 
     def hold_tokens(self, num_tokens: int) -> None:
-        """Add the tokens of a call that opens, or subtract those of one that ends."""
+        """Add the tokens of a call that opens, or subtract the tokens of a call that ends."""
         self._tokens_in_flight.inc(num_tokens)
 
     def count_continuation(self, cause: Cause) -> None:
@@ -152,7 +152,7 @@ class Metrics:
             self._rejections.labels(frontend, outcome).inc()
 
     def _tenant(self, name: str) -> str:
-        """Return a tenant's label: its name, or a common one if there are too many."""
+        """Return a tenant's label: its name, or a common label if there are too many."""
         if name not in self._tenants:
             if len(self._tenants) >= _MAX_TENANTS:
                 return _OTHER_TENANTS

@@ -47,7 +47,7 @@ _REASONS = {
     "stop": "stop",
     "tool_calls": "stop",
 }
-"""What vLLM calls the ends of calls, by their outcomes."""
+"""vLLM's names of the ends of calls, by outcome."""
 
 
 class RouterCollector(Collector):

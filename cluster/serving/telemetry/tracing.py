@@ -62,7 +62,7 @@ class Tracer:
 
     def trace(self, report: CallReport) -> None:
         """Create the spans of a call that ended."""
-        # Spans have wall-clock times, calls have monotonic ones.
+        # Spans have wall-clock times, calls have monotonic times.
         offset_ns = time.time_ns() - time.monotonic_ns()
 
         def wall(at_s: float) -> int:
@@ -84,7 +84,7 @@ class Tracer:
         span.end(wall(report.ended_s))
 
     def _parent(self, report: CallReport) -> Context:
-        """Return the context of the client's span, or an empty one."""
+        """Return the context of the client's span, or an empty context."""
         origin = report.origin
         if origin.traceparent is None:
             return Context()

@@ -1,4 +1,4 @@
-"""Tokens that `tokenizer_config.json` adds to those of `tokenizer.json`, as transformers does."""
+"""Tokens that `tokenizer_config.json` adds to `tokenizer.json`, as in transformers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def special_tokens_of(settings: Mapping[str, object]) -> dict[str, str]:
 def add_configured_tokens(
     tokenizer: tokenizers.Tokenizer, settings: Mapping[str, object], path: Path
 ) -> None:
-    """Add the tokens of settings to a tokenizer; those that it has get the flags given here.
+    """Add the tokens of settings to a tokenizer; known tokens get the flags given here.
 
     `path` is the file of the settings. Raises CheckpointError.
     """

@@ -29,7 +29,7 @@ _LIBRARIES = {
 
 
 def convertible_file(folder: Path) -> Path | None:
-    """Return the file that holds the tokenizer in another format, if there is one."""
+    """Return the file that holds the tokenizer in another format, if any."""
     paths = (folder / name for name in _LIBRARIES)
     return next(filter(has_file, paths), None)
 

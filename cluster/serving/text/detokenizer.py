@@ -39,7 +39,7 @@ class IncrementalDetokenizer:
     def after(
         cls, prompt: Sequence[int], token_bytes: TokenBytes, *, skips_special_tokens: bool
     ) -> Self:
-        """Return a detokenizer of what follows the tokens of a prompt."""
+        """Return a detokenizer of the tokens after a prompt."""
         # Only decoders that strip leading spaces depend on the text before.
         is_continuation = token_bytes.num_stripped > 0 and not all(
             map(token_bytes.is_special, prompt)

@@ -1,6 +1,6 @@
 """Fill-in-the-middle prompts: the model generates the text between a prefix and a suffix.
 
-The formats are those that the authors of the models published.
+The authors of the models published the formats.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Infilling:
     _marks: _Marks
     _mark_ids: tuple[int, ...]
     end_token_ids: tuple[int, ...]
-    """The tokens that end the middle, in addition to those that end every output."""
+    """The tokens that end the middle, in addition to the tokens that end every output."""
 
     def encode(
         self, prefix: str, suffix: str, encoder: _Encoder, *, add_special_tokens: bool

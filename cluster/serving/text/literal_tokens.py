@@ -1,10 +1,10 @@
-"""Special tokens that clients write in messages, encoded as the text that they are.
+"""Special tokens that clients write in messages, encoded as plain text.
 
 A chat template writes special tokens as text, next to the text of the messages, and the tokenizer
 would find both. Therefore, before a conversation is rendered, each special token that the client
-sent is replaced by a mark; those in the rendered text are then the template's. A second tokenizer
-with the same model knows each special token by an alias only. It encodes the text in which aliases
-replace the template's tokens, and the client's original text replaces the marks.
+sent is replaced by a mark; special tokens in the rendered text then come from the template. A
+second tokenizer with the same model knows each special token by an alias only. It encodes the text
+in which aliases replace the template's tokens, and the client's original text replaces the marks.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class MarkedText:
 
 
 class LiteralTokens:
-    """Marks special tokens in conversations, and encodes what was rendered from them."""
+    """Marks special tokens in conversations, and encodes the rendered text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         added = tokenizer.get_added_tokens_decoder()
@@ -78,7 +78,7 @@ class LiteralTokens:
             prompt,
             messages=tuple(map(marker.mark_message, prompt.messages)),
             tools=tuple(map(marker.mark_value, prompt.tools)),
-            # The names are those of the template.
+            # The names come from the template.
             variables={name: marker.mark_value(value) for name, value in prompt.variables.items()},
         )
         return marked, marker.originals
@@ -113,7 +113,7 @@ class _TokenFinder:
     """Finds special tokens in a text, and parts of them that an adjacent text may complete."""
 
     def __init__(self, special: Collection[AddedToken], tokenizer: Tokenizer) -> None:
-        # The tokenizer takes the longest one, too.
+        # The tokenizer takes the longest token, too.
         texts = sorted((token.content for token in special), key=len, reverse=True)
         self.pattern = re.compile("|".join(map(re.escape, texts)) or "(?!)")
         """Matches special tokens."""
@@ -200,7 +200,7 @@ class _Marker:
             extra=self.mark_value(message.extra),
         )
 
-    # Any: a value in JSON, whose type stays the same.
+    # Any: a value in JSON, of the same type.
     def mark_value(self, value: Any) -> Any:
         """Return a value in JSON with marks."""
         if isinstance(value, str):

@@ -14,19 +14,19 @@ _ROOT = 0
 
 
 class StopStrings:
-    """The stop strings of a call, which the matchers of all its sequences share.
+    """The stop strings of a call, shared by the matchers of all its sequences.
 
-    They form an automaton (Aho and Corasick, "Efficient string matching", 1975). A state is a text
-    with which stop strings begin, the longest one that is a suffix of the text so far. States are
-    created when a text first reaches them, since a client may send thousands of characters of stop
-    strings that the model never begins to generate.
+    They form an automaton (Aho and Corasick, "Efficient string matching", 1975). A state is the
+    longest suffix of the text so far with which a stop string begins. States are created when a
+    text first reaches them, since a client may send thousands of characters of stop strings that
+    the model never begins to generate.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(dict.fromkeys(stops))
         self.first_characters = frozenset(stop[0] for stop in self._stops)
         """Other characters leave the first state as it is."""
-        # One entry of each for a state, whose text is `stops[owner][:depth]`.
+        # Each has an entry per state; the state's text is `stops[owner][:depth]`.
         self._owners = array("H", (0,))
         self._depths = array("H", (0,))
         self._fallbacks = array("H", (_ROOT,))
@@ -65,7 +65,7 @@ class StopStrings:
         return following
 
     def _goto(self, state: int, character: str) -> int | None:
-        """Return the state whose text is that of `state` and the character; None without one."""
+        """Return the state of the text of `state` and the character; None if there is none."""
         followers = self._followers[state]
         if followers is None:
             followers = self._followers[state] = self._first_followers(state)
@@ -91,7 +91,7 @@ class StopStrings:
         return _ROOT if is_of_owner else followers
 
     def _make(self, state: int, character: str) -> int:
-        """Return a new state, whose text is that of `state` and the character."""
+        """Return a new state, for the text of `state` and the character."""
         depth = self._depths[state] + 1
         text = self._stops[self._owners[state]][: depth - 1] + character
         owners = [place for place, stop in enumerate(self._stops) if stop[:depth] == text]
@@ -124,7 +124,7 @@ class StopMatcher:
         self._held = ""
 
     def match_text(self, text: str) -> tuple[str, str | None]:
-        """Return the text before a stop string, and the stop string if one was found.
+        """Return the text before a stop string, and the stop string if found.
 
         A suffix that may begin a stop string is held back.
         """

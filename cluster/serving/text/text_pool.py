@@ -33,10 +33,10 @@ _NICENESS = 19
 class TextPool:
     """Runs functions in threads; used from one event loop.
 
-    The tenant whose texts have taken the least time comes next, and no tenant has all threads. The
-    texts of a tenant that has used up its budget are tokenized at the lowest priority, so that they
-    do not slow down the engine on a busy machine; its conversations are rendered with long pauses
-    while others wait for tokens.
+    The tenant with the least used time comes next, and no tenant has all threads. The texts of a
+    tenant that has used up its budget are tokenized at the lowest priority, so that they do not
+    slow down the engine on a busy machine; its conversations are rendered with long pauses while
+    others wait for tokens.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class TextPool:
         await self._take_turn(tenant)
         are_long = self._budgets.is_spent(tenant) and self._do_others_wait(tenant)
         # With several renderings at once, the event loop would wait for the GIL behind each.
-        # Those with long pauses use little CPU time, so others need not wait until they end.
+        # Renderings with long pauses use little CPU time, so others need not wait for them.
         one_at_a_time = nullcontext() if are_long else self._rendering
 
         def work() -> Result:

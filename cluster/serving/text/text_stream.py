@@ -26,7 +26,7 @@ _token_ids_of = attrgetter("token_ids")
 _logprobs_of = attrgetter("logprobs")
 
 
-# One is created for every token; gc=False is safe, because it is in no reference cycle.
+# An output is created for every token; gc=False is safe, because no reference cycle has it.
 class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The new tokens of one sequence since its last output."""
 
@@ -49,7 +49,7 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def failure(self) -> PagedRayError | None:
-        """The error that ended it, if one did."""
+        """The error that ended it, if any."""
         if self.finish_reason is not FinishReason.ERROR:
             return None
         if self.is_lethal:
@@ -90,7 +90,7 @@ class TextStream:
         skips_special_tokens: bool = True,
         includes_stop: bool = False,
     ) -> None:
-        """`stops` are those of the request, shared by all sequences of its call.
+        """`stops` belong to the request, shared by all sequences of its call.
 
         `includes_stop` keeps the stop string or the client's stop token in the text.
         """
@@ -144,7 +144,7 @@ class TextStream:
         )
 
     def _add_one_by_one(self, events: Sequence[TokenEvent]) -> SequenceOutput:
-        """Return the output of events of which one may end the sequence."""
+        """Return the output of events, one of which may end the sequence."""
         draft = _OutputDraft()
         for event in events:
             stop = self._push_tokens(event, draft)

@@ -9,9 +9,9 @@ __all__ = ["ThreadPauses"]
 _WORK_S = 0.0005
 """CPU time between two pauses."""
 _PAUSE_S = 0.0015
-"""Enough for most of what other threads do for a token."""
+"""Enough for most of the work of other threads for a token."""
 _LONG_PAUSE_S = 0.01
-"""Several tokens: on a busy machine, what a thread does between pauses delays one of them."""
+"""Several tokens: on a busy machine, the work of a thread between pauses delays one of them."""
 
 
 class ThreadPauses:

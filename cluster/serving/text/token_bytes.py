@@ -1,7 +1,7 @@
 """The bytes of each token.
 
 A tokenizer's decoder converts whole lists to text, but a stream needs the bytes token by token.
-This module supports the decoders of language models: byte-level ones, and those with a word
+This module supports the decoders of language models: byte-level decoders, and decoders with a word
 boundary character and byte fallback.
 """
 
@@ -50,14 +50,14 @@ class TokenBytes:
         )
         self._fallback_bytes = _fallback_bytes(tokenizer) if self._rules.has_byte_fallback else {}
         self.fallback_ids = frozenset(self._fallback_bytes)
-        """The tokens that stand for one byte of a character.
+        """The tokens that stand for a byte of a character.
 
-        If several consecutive ones are not valid UTF-8, each becomes U+FFFD.
+        Each of several consecutive tokens that are not valid UTF-8 becomes U+FFFD.
         """
         self.by_id = _BytesById(self._read)
         """The bytes of each token; empty for an id without a token."""
         self.ordinary_by_id = _BytesById(self._read_ordinary)
-        """The bytes of each token that is not special; empty for one that is."""
+        """The bytes of each token that is not special; empty for special tokens."""
 
     @property
     def num_stripped(self) -> int:

@@ -47,7 +47,7 @@ class TokenReader:
         )
 
     async def strings_of(self, token_ids: Sequence[int], *, tenant: str) -> list[str | None]:
-        """Return tokens as the vocabulary spells them; None for an id without one."""
+        """Return tokens as the vocabulary spells them; None for an id without a token."""
         read = self._tokenizer.token_strings
         if len(token_ids) < _MANY_TOKENS:
             return read(token_ids)

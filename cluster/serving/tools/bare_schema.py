@@ -9,9 +9,9 @@ from cluster.structured.grammar.schemas.schema_keywords import ANNOTATIONS, KNOW
 __all__ = ["bare_schema"]
 
 _OF_SCHEMAS = frozenset(("$defs", "definitions", "patternProperties", "properties"))
-"""Keywords whose values have schemas by names."""
+"""Keywords with schemas by name."""
 _OF_VALUES = frozenset(("const", "enum", "required"))
-"""Keywords whose values have no schemas."""
+"""Keywords with values that have no schemas."""
 
 
 def bare_schema(schema: Mapping[str, object]) -> dict[str, object]:

@@ -89,7 +89,7 @@ class ChatTemplate:
         self._names = code.names
 
     def render(self, prompt: ChatPrompt, *, pauses: ThreadPauses | None = None) -> str:
-        """Return the prompt for the next turn, or for the rest of the last one.
+        """Return the prompt for the next turn, or for the rest of the last turn.
 
         The thread takes the pauses, if any. Raises InvalidRequestError if the template rejects the
         messages.
@@ -125,7 +125,7 @@ class ChatTemplate:
 
     @cached_property
     def dropped_roles(self) -> tuple[str, ...]:
-        """The roles whose messages the template writes without their text."""
+        """The roles with messages that the template writes without their text."""
         dropped = []
         for role in _PROBES:
             if role in self._roles_of_parts:
@@ -137,7 +137,7 @@ class ChatTemplate:
 
     @cached_property
     def _roles_of_parts(self) -> frozenset[str]:
-        """The roles whose content the template only reads as a list of parts."""
+        """The roles with content that the template only reads as a list of parts."""
         if _TEXT not in self._names:
             # The name of a part's text.
             return frozenset()
@@ -234,7 +234,7 @@ def _read_fields(tool: Mapping[str, object], names: frozenset[str]) -> Mapping[s
 def _for_template(
     message: ChatMessage, names: frozenset[str], roles_of_parts: frozenset[str]
 ) -> dict[str, object]:
-    """Return a message, with those fields of the client that a template names."""
+    """Return a message, with the fields of the client that a template names."""
     written: dict[str, object] = {
         name: one for name, one in (message.extra or {}).items() if name in names
     }

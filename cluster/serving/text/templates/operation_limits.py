@@ -63,7 +63,7 @@ def check_power(base: Any, exponent: Any) -> None:
 
 
 def check_method(method: BuiltinMethodType, arguments: tuple[Any, ...]) -> None:
-    """Raise TemplateLimitError for a call of a method whose result may be too large."""
+    """Raise TemplateLimitError for a call of a method that may return too much."""
     owner, name = method.__self__, method.__name__
     if isinstance(owner, str):
         if name in _REMOVED_METHODS:
@@ -86,7 +86,7 @@ def _check_list(value: Any, *_: Any, **__: Any) -> None:
 
 
 def _check_split(value: Any, *_: Any, **__: Any) -> None:
-    """Check a value whose text becomes a list."""
+    """Check a value before its text becomes a list."""
     check_text(value)
     _check_list(value)
 

@@ -18,7 +18,7 @@ MAX_CPU_S = 2.0
 MAX_TOTAL = 2**27
 """Characters of all texts, and elements of all lists, that one rendering creates."""
 _MAX_CONSTANTS = 2**18
-"""The limit on what the compiler computes in advance, which stays in memory."""
+"""The limit on values that the compiler computes in advance and keeps in memory."""
 _CHECK_INTERVAL = 64
 """Steps between two readings of the clock, each of which takes as long as a step."""
 
@@ -28,7 +28,7 @@ class TemplateLimitError(TemplateError):
 
 
 class RenderingBudget(threading.local):
-    """What the rendering on the current thread has used; each thread has its own."""
+    """Amounts that the rendering on the current thread has used; each thread has its own."""
 
     def __init__(self, cpu_s: float) -> None:
         self._cpu_s = cpu_s
@@ -39,7 +39,7 @@ class RenderingBudget(threading.local):
         self._start(MAX_TOTAL, pauses)
 
     def start_compiling(self) -> None:
-        """Count from zero what is computed on this thread while a template is compiled."""
+        """Count from zero the values computed on this thread while a template is compiled."""
         self._start(_MAX_CONSTANTS, None)
 
     def _start(self, max_size: int, pauses: ThreadPauses | None) -> None:

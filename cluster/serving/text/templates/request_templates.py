@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 _PARAM = "chat_template"
 _MAX_LENGTH = 2**15
-"""Characters of a template: those of models have up to 20 000."""
+"""Characters of a template: templates of models have up to 20 000."""
 _NUM_KEPT = 32
 _RENDER_S = 0.5
 """CPU time of a rendering, since others with long conversations wait for it."""
@@ -39,7 +39,7 @@ _Key = tuple[str, str]
 
 
 class RequestTemplates:
-    """Compiles templates in another process, and keeps the most recently used ones.
+    """Compiles templates in another process, and keeps the most recently used templates.
 
     Used from one event loop, which it does not block: tenants take turns in a thread.
     """
@@ -49,7 +49,7 @@ class RequestTemplates:
     ) -> None:
         self._special_tokens = special_tokens
         self._compiler = TemplateCompilerClient() if compiler is None else compiler
-        # While one thread uses the process, the other one may be assigned to another tenant.
+        # While a thread uses the process, the other thread may be assigned to another tenant.
         self._threads = FairThreadPool(
             2,
             max_running=1,
@@ -93,7 +93,7 @@ class RequestTemplates:
         return running.result()
 
     def stop_accepting(self) -> None:
-        """Compile no more templates, and end the calls that wait for one."""
+        """Compile no more templates, and end the calls that wait for a template."""
         self._threads.close()
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ class RequestTemplates:
 
 
 class ProgramTemplates:
-    """Compiles templates of the program that runs the engine, and keeps the last one."""
+    """Compiles templates of the program that runs the engine, and keeps the last template."""
 
     def __init__(self, special_tokens: Mapping[str, str]) -> None:
         self._special_tokens = special_tokens

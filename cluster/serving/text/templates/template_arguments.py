@@ -54,9 +54,9 @@ class TemplateArguments:
     def variables(
         self, known: frozenset[str] | None, note_ignored: Callable[[str], None]
     ) -> dict[str, object]:
-        """Return those of the variables that are `known`, which the template reads.
+        """Return the `known` variables, which the template reads.
 
-        All are returned if that is None: the template is the request's own. `note_ignored` is
+        All are returned if `known` is None: the template is the request's own. `note_ignored` is
         called with the names of parameters that set others. Raises InvalidRequestError.
         """
         variables = _checked(self.given)

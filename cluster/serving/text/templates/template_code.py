@@ -30,7 +30,7 @@ __all__ = [
 
 _MAX_REASON_LENGTH = 200
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]*")
-"""The address of an object in memory; the text may end within one."""
+"""The address of an object in memory; the text may end within an address."""
 
 
 class InvalidTemplateError(ValueError):
@@ -43,7 +43,7 @@ class TemplateCode:
 
     code: CodeType
     variables: frozenset[str]
-    """The variables that it reads, except those of the environment."""
+    """The variables that it reads, except variables of the environment."""
     names: frozenset[str]
     """The names of fields that it may read, and all other strings in it."""
 
@@ -61,7 +61,7 @@ def compile_template(source: str) -> TemplateCode:
         variables = meta.find_undeclared_variables(parsed)
         names = {node.attr for node in parsed.find_all(nodes.Getattr)}
         names.update(n.value for n in parsed.find_all(nodes.Const) if isinstance(n.value, str))
-    # Jinja also raises what Python's compiler does for the code that Jinja generates.
+    # Jinja also raises the errors of Python's compiler for the code that Jinja generates.
     except (jinja2.TemplateError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InvalidTemplateError(reason_of(error)) from error
     known = environment.globals
@@ -105,7 +105,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # The parameters are those of Transformers, in the same order.
+    # The parameters of Transformers, in the same order.
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

@@ -1,4 +1,4 @@
-"""The chat templates of a checkpoint, one or several by name, or the one that replaces them."""
+"""The chat templates of a checkpoint, by name, or their replacement."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ChatTemplates:
     def from_folder(
         cls, folder: Path, settings: Mapping[str, object], special_tokens: Mapping[str, str]
     ) -> ChatTemplates | None:
-        """Return the templates of a folder, or None; settings are those of the tokenizer.
+        """Return the templates of a folder, or None; settings belong to the tokenizer.
 
         Files override the settings, as in Transformers. Raises CheckpointError.
         """
@@ -83,7 +83,7 @@ class ChatTemplates:
 
     @property
     def dropped_roles(self) -> tuple[str, ...]:
-        """The roles whose messages a template writes without their text."""
+        """The roles with messages that a template writes without their text."""
         templates = [one for one in (self._default, self._tool_use) if one is not None]
         return tuple(dict.fromkeys(role for one in templates for role in one.dropped_roles))
 

@@ -2,7 +2,7 @@
 
 The sandbox isolates a template from the rest of the process, but does not limit its time and
 memory: it may loop forever, or double a text until the memory is full. Therefore loops, calls,
-filters and operators are counted here, with the size of what they return.
+filters and operators are counted here, with the size of their results.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _REMOVED_FILTERS = frozenset(
         *("striptags", "urlencode", "urlize", "wordwrap", "xmlattr"),
     )
 )
-"""Filters that no prompt needs, and that are slow or turn small texts into large ones."""
+"""Filters that no prompt needs, and that are slow or turn small texts into large texts."""
 
 
 class LimitedEnvironment(ImmutableSandboxedEnvironment):
-    """A sandbox that counts what a template does, separately on each thread."""
+    """A sandbox that counts the operations of a template, separately on each thread."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
@@ -71,7 +71,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         self._budget.start_rendering(pauses)
 
     def start_compiling(self) -> None:
-        """Count from zero what is computed on this thread while a template is compiled."""
+        """Count from zero the values computed on this thread while a template is compiled."""
         self._budget.start_compiling()
 
     # Any: values of templates, here and below.
@@ -91,7 +91,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return value
 
     def counted(self, values: Iterable[Any]) -> Iterable[Any]:
-        """Return what a loop iterates over."""
+        """Return the values of a loop, counted."""
         if isinstance(values, Sized):
             self._budget.count_steps(len(values))
             return values
@@ -109,7 +109,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         self._budget.count_size(sum(map(len, texts)))
         return "".join(texts)
 
-    # The names of its parameters must not be those of keyword arguments.
+    # Parameter names must differ from the names of keyword arguments.
     def call(
         __self,  # noqa: N805
         __context: Context,
@@ -200,7 +200,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _printable(value: Any) -> Any:
-    """Return a value that a template writes, whose text is counted with all others."""
+    """Return a value that a template writes; its text is counted with all others."""
     check_text(value)
     return value
 

@@ -17,7 +17,7 @@ from cluster.serving.text.templates.rendering_budget import MAX_TOTAL, TemplateL
 __all__ = ["MAX_ELEMENTS", "check_text", "num_characters", "num_elements"]
 
 MAX_ELEMENTS = 2**18
-"""Elements of a list or mapping, including those of its elements."""
+"""Elements of a list or mapping, including nested elements."""
 _VIEWS = (KeysView, ValuesView, ItemsView)
 _WRITTEN = (complex, float, range, Undefined, type(None))
 """Types that are written, in addition to texts, integers and collections."""
@@ -25,7 +25,7 @@ _WRITTEN = (complex, float, range, Undefined, type(None))
 
 # Any: values of templates, here and below.
 def num_elements(value: Any) -> int:
-    """Return the number of elements of a list or mapping, with those of its elements.
+    """Return the number of elements of a list or mapping, nested elements included.
 
     Raises TemplateLimitError if it, or its text, is too large.
     """
@@ -47,9 +47,9 @@ def check_text(value: Any) -> None:
 
 
 def _size_of(value: Any, *, is_written: bool) -> tuple[int, int]:
-    """Return the elements and the characters of a value, with those of its elements.
+    """Return the elements and the characters of a value, nested values included.
 
-    Raises TemplateLimitError if there are too many, or if one that is written has no text.
+    Raises TemplateLimitError if there are too many, or if a written value has no text.
     """
     num_found = num_characters = 0
     waiting = [value]
