@@ -43,9 +43,9 @@ from cluster.engine.options.engine_options import EngineOptions, engine_config
 from cluster.serving.inputs import GenerationInput
 from cluster.serving.text.tokenizer import Tokenizer
 from cluster.serving.validation.validator import Validator
-from cluster.structured.matchers.vocabulary import Vocabulary, vocabulary_of
 from cluster.structured.processes.compiler import StructureCompiler
 from cluster.structured.processes.messages import CompileLimits
+from cluster.structured.vocabulary import Vocabulary, vocabulary_of
 from pagedray.request import Request
 from pagedray.sampling_params import SamplingParams
 from pagedray.structure import Structure

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cluster.serving.text.tokenizer import Tokenizer
-from cluster.structured.matchers.vocabulary import vocabulary_of
-from cluster.structured.matchers.xgrammar_library import XGrammarLibrary
 from cluster.structured.processes.compiler import StructureCompiler
 from cluster.structured.processes.messages import CompileLimits
+from cluster.structured.vocabulary import vocabulary_of
+from cluster.structured.xgrammar_library import XGrammarLibrary
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from cluster.structured.matchers.vocabulary import Vocabulary
+    from cluster.structured.vocabulary import Vocabulary
 
 TINY_LLAMA = Path(__file__).parents[2] / "examples" / "tiny-llama"
 VOCAB_SIZE = 3072

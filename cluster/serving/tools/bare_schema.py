@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from cluster.structured.grammar.schemas.schema_keywords import ANNOTATIONS, KNOWN
+from cluster.structured.grammar.schema_keywords import ANNOTATIONS, KNOWN
 
 __all__ = ["bare_schema"]
 

@@ -29,13 +29,13 @@ from cluster.serving.tools.json_calls import (
     MISTRAL_BEGIN,
 )
 from cluster.serving.tools.python_calls import PYTHON_MARKS
-from cluster.structured.grammar.calls.texts import Texts
-from cluster.structured.grammar.calls.turn_with_calls import (
+from cluster.structured.grammar.call_arguments import (
     CallsStructure,
     CallText,
     LeadingCallsStructure,
     Notation,
 )
+from cluster.structured.grammar.free_text import Texts
 from cluster.structured.grammar.grammar_text import MAX_TEXT_BYTES
 from pagedray.structure import Structure
 

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from cluster.serving.tools.object_text import MAX_DEPTH, ObjectText
 from cluster.serving.tools.turn_reader import TurnReader
-from cluster.structured.grammar.calls.element_values import read_value
-from cluster.structured.grammar.schemas.schema_keywords import types_of_value
-from cluster.structured.grammar.schemas.schema_values import kinds_of
+from cluster.structured.grammar.call_arguments import read_value
+from cluster.structured.grammar.schema_keywords import kinds_of, types_of_value
 
 if TYPE_CHECKING:
     from cluster.serving.tools.turn_reader import ToolSchemas

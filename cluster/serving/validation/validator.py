@@ -40,9 +40,9 @@ from cluster.serving.validation.sampling_reader import (
     check_reasoning_budget,
 )
 from cluster.serving.validation.truncation import truncated
-from cluster.structured.matchers.vocabulary import vocabulary_of
 from cluster.structured.processes.compiler import StructureCompiler
 from cluster.structured.processes.messages import limits_for
+from cluster.structured.vocabulary import vocabulary_of
 from pagedray.errors import InvalidRequestError, PromptLengthError
 from pagedray.field_checks import check_token_ids
 from pagedray.request import Request

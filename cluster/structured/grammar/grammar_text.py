@@ -2,19 +2,18 @@
 
 import json
 
-from cluster.structured.grammar.calls.turn_with_calls import read_calls, read_leading_calls
+from cluster.structured.grammar.call_arguments import read_calls, read_leading_calls
 from cluster.structured.grammar.expressions import (
     Alternation,
     Text,
     invalid_structure,
     write_ebnf,
 )
+from cluster.structured.grammar.json_schema import read_json_schema
 from cluster.structured.grammar.json_text import JSON_RULES, OBJECT
 from cluster.structured.grammar.loops import with_loops_as_rules
 from cluster.structured.grammar.regex import read_regex
-from cluster.structured.grammar.schemas.json_schema import read_json_schema
-from cluster.structured.grammar.shared_parts import with_shared_parts
-from cluster.structured.grammar.single_uses import without_single_uses
+from cluster.structured.grammar.shared_rules import inline_rules, with_shared_parts
 from cluster.structured.grammar.structural_tag import read_structural_tag
 from cluster.structured.grammar.turn import Grammar, read_messages, read_turn
 from pagedray.structure import Structure
@@ -46,7 +45,7 @@ def grammar_text(structure: Structure) -> str:
 
 def _written(grammar: Grammar) -> str:
     """Return the EBNF of the calls of several tools, whose arguments are often similar."""
-    return write_ebnf(*without_single_uses(*with_shared_parts(*grammar, "common")))
+    return write_ebnf(*inline_rules(*with_shared_parts(*grammar, "common")))
 
 
 def _grammar(kind: str, text: str) -> Grammar:

@@ -8,13 +8,9 @@ in a grammar (lookaround, backreferences, word boundaries, flags, inner anchors)
 import re
 import string
 
-from cluster.structured.grammar.compile_cost import (
+from cluster.structured.grammar.expressions import (
     MAX_COST,
     MAX_OPTIONAL_RUN,
-    cost_of,
-    optional_run_of,
-)
-from cluster.structured.grammar.expressions import (
     MAX_SIZE,
     Alternation,
     Characters,
@@ -24,7 +20,9 @@ from cluster.structured.grammar.expressions import (
     Repeat,
     Text,
     complement,
+    cost_of,
     invalid_structure,
+    optional_run_of,
     size_of,
 )
 

@@ -23,7 +23,7 @@ from pagedray.errors import EngineError, OverloadedError, ShuttingDownError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cluster.structured.matchers.vocabulary import Vocabulary
+    from cluster.structured.vocabulary import Vocabulary
     from pagedray.structure import Structure
 
 __all__ = ["StructureCompiler"]

@@ -43,7 +43,7 @@ from pagedray.machine import lower_priority
 from pagedray.structure import Structure
 
 if TYPE_CHECKING:
-    from cluster.structured.matchers.xgrammar_library import XGrammarLibrary
+    from cluster.structured.xgrammar_library import XGrammarLibrary
 
 __all__ = ["main"]
 
@@ -60,7 +60,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     start = read_message(control, CompilerStart)
     # Imported here, as the replica imports this module's package but not xgrammar.
-    from cluster.structured.matchers.xgrammar_library import XGrammarLibrary
+    from cluster.structured.xgrammar_library import XGrammarLibrary
 
     library = XGrammarLibrary(start.vocabulary)
     write_frame(control, b"")

@@ -17,10 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from cluster.structured.matchers.free_matcher import FreeMatcher
-from cluster.structured.matchers.mark_matcher import MarkMatcher
-from cluster.structured.matchers.reasoning_budget import ReasoningBudget
-from cluster.structured.matchers.reasoning_matcher import ReasoningMatcher
 from cluster.structured.processes.cpu_budgets import TenantCpuBudgets
 from cluster.structured.processes.frames import has_unread_bytes, read_message, write_frame
 from cluster.structured.processes.mask_job import CHECK_INTERVAL_S, MaskJob
@@ -34,13 +30,19 @@ from cluster.structured.processes.messages import (
     StepQuery,
 )
 from cluster.structured.processes.sequence_matcher import SequenceMatcher
+from cluster.structured.token_matchers import (
+    FreeMatcher,
+    MarkMatcher,
+    ReasoningBudget,
+    ReasoningMatcher,
+)
 
 if TYPE_CHECKING:
     import socket
 
-    from cluster.structured.matchers.token_matcher import TextMatcher, TokenMatcher
-    from cluster.structured.matchers.xgrammar_library import XGrammarLibrary
     from cluster.structured.processes.messages import MadeMask, MaskQuery, MatcherStart
+    from cluster.structured.token_matchers import TextMatcher, TokenMatcher
+    from cluster.structured.xgrammar_library import XGrammarLibrary
 
 __all__ = ["serve_masks"]
 

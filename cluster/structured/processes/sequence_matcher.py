@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from cluster.structured.matchers.token_matcher import TokenMatcher
     from cluster.structured.processes.cpu_budgets import CpuBudget
     from cluster.structured.processes.messages import MaskQuery, MatcherStart
+    from cluster.structured.token_matchers import TokenMatcher
 
 __all__ = ["BASE_CPU_S", "REJECTED_TOKEN", "SequenceMatcher", "allowed_cpu_s"]
 

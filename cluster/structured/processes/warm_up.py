@@ -11,14 +11,14 @@ import threading
 from typing import TYPE_CHECKING
 
 from cluster.structured.grammar.expressions import write_ebnf
-from cluster.structured.grammar.schemas.schema_strings import limited_string
+from cluster.structured.grammar.schema_strings import limited_string
 from pagedray.machine import lower_priority
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from cluster.structured.grammar.expressions import Expression
-    from cluster.structured.matchers.xgrammar_library import XGrammarLibrary
+    from cluster.structured.xgrammar_library import XGrammarLibrary
 
 __all__ = ["NICENESS", "WarmUp"]
 

@@ -25,7 +25,7 @@ from tests.serving.tools.strict_writer import (
 
 if TYPE_CHECKING:
     from cluster.serving.tools.tool_calls import ToolCallFormat
-    from cluster.structured.matchers.xgrammar_library import XGrammarLibrary
+    from cluster.structured.xgrammar_library import XGrammarLibrary
 
 LEADING_FORMATS = ("llama3_json", "llama4_pythonic", "pythonic")
 """Those in which a turn is calls or text."""

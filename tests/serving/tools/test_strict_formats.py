@@ -16,7 +16,7 @@ from tests.serving.tools.strict_writer import Writer, made_library, read, use_of
 
 if TYPE_CHECKING:
     from cluster.serving.tools.tool_calls import ToolCallFormat
-    from cluster.structured.matchers.xgrammar_library import XGrammarLibrary
+    from cluster.structured.xgrammar_library import XGrammarLibrary
 
 Call = tuple[str, dict[str, Any]]
 

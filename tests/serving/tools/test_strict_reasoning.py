@@ -16,7 +16,7 @@ from tests.serving.tools.test_strict_formats import MARKS, READERS, SCHEMA, TOOL
 
 if TYPE_CHECKING:
     from cluster.serving.tools.tool_calls import ToolCallFormat
-    from cluster.structured.matchers.xgrammar_library import XGrammarLibrary
+    from cluster.structured.xgrammar_library import XGrammarLibrary
 
 THOUGHTS = ("", "hm", "\nI [put(x=1)]\n", '{"name": "put"}', "a </thin b", "<tool_call>")
 BEGINNINGS = {"llama3_json": "{", "pythonic": "[put", "llama4_pythonic": "[put"}

@@ -16,10 +16,9 @@ from cluster.serving.tools.tool import Tool
 from cluster.serving.tools.tool_calls import TOOL_CALL_FORMATS
 from cluster.serving.tools.tool_choice import ToolChoice, ToolUse
 from cluster.structured.grammar.grammar_text import grammar_text
-from cluster.structured.matchers.mark_matcher import MarkMatcher
-from cluster.structured.matchers.reasoning_matcher import ReasoningMatcher
-from cluster.structured.matchers.vocabulary import Vocabulary
-from cluster.structured.matchers.xgrammar_library import XGrammarLibrary
+from cluster.structured.token_matchers import MarkMatcher, ReasoningMatcher
+from cluster.structured.vocabulary import Vocabulary
+from cluster.structured.xgrammar_library import XGrammarLibrary
 from pagedray.errors import InvalidRequestError
 from pagedray.reasoning import AnswerHeader, Reasoning
 from pagedray.structure import Structure
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
     from cluster.serving.tools.tool_calls import ToolCallFormat
     from cluster.serving.tools.turn_reader import TurnDelta
-    from cluster.structured.matchers.token_matcher import TokenMatcher
+    from cluster.structured.token_matchers import TokenMatcher
 
 EOS = 0
 SPECIAL = ("[TOOL_CALLS]", "<|python_tag|>")

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from msgspec.structs import replace
 
-from cluster.structured.grammar.calls.turn_with_calls import CallsStructure, CallText
+from cluster.structured.grammar.call_arguments import CallsStructure, CallText
 from cluster.structured.grammar.grammar_text import MAX_TEXT_LENGTH, grammar_text
 from cluster.structured.processes.compiled_grammar import CompiledGrammar
 from cluster.structured.processes.compiler import StructureCompiler
@@ -64,7 +64,7 @@ def test_warm_up_starts_the_process_without_torch(
 ) -> None:
     # Other tests may have imported it; here that would fail.
     monkeypatch.setitem(sys.modules, "xgrammar", None)
-    monkeypatch.delitem(sys.modules, "cluster.structured.matchers.xgrammar_library", raising=False)
+    monkeypatch.delitem(sys.modules, "cluster.structured.xgrammar_library", raising=False)
     own_compiler.warm_up()
     wait_for(lambda: own_compiler.process_id is not None)
     asyncio.run(own_compiler.compile(SMALL))

@@ -1,0 +1,381 @@
+"""The keywords of JSON Schema, and how the simplest of them are read."""
+
+from __future__ import annotations
+
+import json
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from itertools import combinations
+from typing import Any, NoReturn, cast
+from urllib.parse import unquote
+
+from cluster.structured.grammar.expressions import invalid_structure
+from pagedray.errors import InvalidRequestError
+from pagedray.text import nearest_name
+
+__all__ = [
+    "ANNOTATIONS",
+    "KEYWORDS",
+    "KNOWN",
+    "STANDALONE",
+    "VALUE_LIMITS",
+    "Schema",
+    "are_disjoint",
+    "check_keywords",
+    "count_limits_of",
+    "escaped_pointer",
+    "fail",
+    "finite_values",
+    "is_found",
+    "is_unrestricted",
+    "is_within_limits",
+    "kinds_of",
+    "pointer_of",
+    "resolve",
+    "resolved",
+    "types_of",
+    "types_of_value",
+]
+
+MAX_COUNT = 4096
+"""The largest minLength, minItems and minProperties."""
+_MOST = 2**17
+_INDEX = re.compile("0|[1-9][0-9]{0,4}")
+"""What a JSON pointer to an item of a list contains."""
+Schema = Mapping[str, object]
+ANNOTATIONS = frozenset(
+    (
+        *("title", "description", "default", "examples", "$comment", "$schema", "$id"),
+        *("deprecated", "readOnly", "writeOnly", "discriminator", "$defs", "definitions"),
+        *("$anchor", "$dynamicAnchor", "$recursiveAnchor", "$vocabulary", "id", "example"),
+        *("contentEncoding", "contentMediaType", "contentSchema", "externalDocs", "xml"),
+        *("nullable", "enumNames", "enumDescriptions", "markdownDescription", "~standard"),
+        *("isRequired", "ref", "tsType"),
+    )
+)
+"""Usual keywords that do not restrict values; all that are not known do not, either."""
+_NUMBERS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
+KEYWORDS: Mapping[str, frozenset[str]] = {
+    "null": frozenset(),
+    "boolean": frozenset(),
+    "integer": _NUMBERS,
+    "number": _NUMBERS,
+    "string": frozenset(("minLength", "maxLength", "pattern", "format")),
+    "array": frozenset(("items", "prefixItems", "minItems", "maxItems", "uniqueItems")),
+    "object": frozenset(
+        (
+            *("properties", "required", "additionalProperties", "patternProperties"),
+            *("propertyNames", "minProperties", "maxProperties"),
+        )
+    ),
+}
+_UNSUPPORTED = frozenset(
+    (
+        *("not", "if", "then", "else", "contains", "minContains", "maxContains"),
+        *("dependentRequired", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef"),
+        *("formatMinimum", "formatMaximum", "formatExclusiveMinimum", "formatExclusiveMaximum"),
+        *("propertyDependencies", "divisibleBy", "disallow"),
+    )
+)
+"""Keywords that restrict values and cannot be enforced."""
+_UNEVALUATED = {"unevaluatedProperties": "properties", "unevaluatedItems": "prefixItems"}
+"""Keywords that have no effect beside others, which allow nothing more."""
+STANDALONE = frozenset(("$ref", "const", "enum", "anyOf", "oneOf", "allOf"))
+"""Keywords that define a schema on their own and cannot be combined with others."""
+VALUE_LIMITS = frozenset(("type", "minimum", "maximum", "pattern", "format")).union(
+    ("minLength", "maxLength", "exclusiveMinimum", "exclusiveMaximum")
+)
+"""Keywords that the values of `enum` and `const` are compared with."""
+_RESTRICTING = frozenset(("type",)).union(STANDALONE, *KEYWORDS.values())
+KNOWN = _RESTRICTING | ANNOTATIONS
+_TYPES_OF_VALUES: Mapping[type, set[str]] = {
+    type(None): {"null"},
+    bool: {"boolean"},
+    int: {"integer", "number"},
+    str: {"string"},
+    list: {"array"},
+    dict: {"object"},
+}
+_MAX_DEPTH = 16
+"""Depth of nested references and branches."""
+
+
+def fail(path: str, what: str) -> NoReturn:
+    """Raise InvalidRequestError for the part of a schema at a JSON pointer."""
+    end = "" if what.endswith("?") else "."
+    raise invalid_structure(f"structure has an unsupported JSON Schema: {path[:200]} {what}{end}")
+
+
+def check_keywords(schema: Schema, path: str) -> set[str]:
+    """Return the keywords of a schema that restrict values.
+
+    Raises InvalidRequestError for a keyword that cannot be enforced, and for a misspelled one.
+    """
+    for keyword in sorted(schema.keys() - KNOWN):
+        beside = _UNEVALUATED.get(keyword, keyword)
+        is_free = beside in schema or schema[keyword] in (True, {})
+        if keyword in _UNSUPPORTED or (keyword in _UNEVALUATED and not is_free):
+            fail(f"{path}/{keyword}", "is not a supported keyword")
+        # As the standard requires, other keywords are ignored. A misspelled keyword is rejected,
+        # or the model would ignore a limit that the client has set.
+        if not keyword.startswith("x-") and (nearest := nearest_name(keyword, _RESTRICTING)):
+            fail(f"{path}/{keyword}", f"is not a supported keyword; did you mean {nearest}?")
+    return {keyword for keyword in schema if keyword in _RESTRICTING}
+
+
+def count_limits_of(schema: Schema, path: str, low: str, high: str) -> tuple[int, int | None]:
+    """Return the minimum and the maximum that two keywords set."""
+    for keyword, most in ((low, MAX_COUNT), (high, 2**63 - 1)):
+        value = schema.get(keyword, 0)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+            fail(f"{path}/{keyword}", f"must be an integer from 0 to {most}")
+    minimum = cast("int", schema.get(low, 0))
+    maximum = cast("int | None", schema.get(high))
+    if maximum is not None:
+        # No output is as long as the upper of these.
+        maximum = None if maximum > 8 * _MOST else min(maximum, _MOST)
+    if maximum is not None and maximum < minimum:
+        fail(path, f"has {high} below {low}")
+    return minimum, maximum
+
+
+def types_of(schema: Schema, path: str) -> tuple[str, ...] | None:
+    """Return the types that `type` lists, or None without `type`."""
+    given = schema.get("type")
+    if given is None and "type" not in schema:
+        return None
+    types = [given] if isinstance(given, str) else given
+    if (
+        not isinstance(types, list)
+        or not types
+        or not all(isinstance(name, str) and name in KEYWORDS for name in types)
+    ):
+        fail(f"{path}/type", f"must be one or several of {', '.join(KEYWORDS)}")
+    return tuple(dict.fromkeys(types))
+
+
+def types_of_value(value: object) -> set[str]:
+    """Return the JSON Schema types of a value from JSON."""
+    if isinstance(value, float):
+        return {"number", "integer"} if value.is_integer() else {"number"}
+    return _TYPES_OF_VALUES[type(value)]
+
+
+def is_within_limits(value: object, schema: Schema, path: str) -> bool:
+    """Return whether a listed value is within the limits of a schema for its type."""
+    if isinstance(value, str):
+        low, high = count_limits_of(schema, path, "minLength", "maxLength")
+        pattern = schema.get("pattern", "")
+        if not isinstance(pattern, str):
+            fail(f"{path}/pattern", "must be a regular expression")
+        is_long = high is not None and len(value) > high
+        return len(value) >= low and not is_long and is_found(pattern, value, f"{path}/pattern")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return True
+    # Any: numbers of several types
+    compared: tuple[tuple[str, Callable[[Any, Any], bool]], ...] = (
+        *(("minimum", operator.ge), ("maximum", operator.le)),
+        *(("exclusiveMinimum", operator.gt), ("exclusiveMaximum", operator.lt)),
+    )
+    for keyword, compare in compared:
+        bound = schema.get(keyword, value)
+        if isinstance(bound, bool) or not isinstance(bound, int | float | Fraction):
+            fail(f"{path}/{keyword}", "must be a number")
+        if keyword in schema and not compare(value, bound):
+            return False
+    return True
+
+
+def is_found(pattern: str, text: str, path: str) -> bool:
+    """Return whether a regular expression of a client matches anywhere in a text."""
+    try:
+        return re.search(pattern, text) is not None
+    except re.error:
+        fail(path, "has a regular expression that is not supported")
+
+
+def escaped_pointer(name: str) -> str:
+    """Return a name escaped for a JSON pointer."""
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def pointer_of(reference: object, path: str) -> str:
+    """Return the JSON pointer of a `$ref` at a path. Raises InvalidRequestError."""
+    if not isinstance(reference, str) or not (reference + "/").startswith("#/"):
+        fail(f"{path}/$ref", "must refer to a part of the schema, such as #/$defs/name")
+    # It is a URI, in which generators encode names such as Page<User>.
+    return unquote(reference)
+
+
+def resolve(root: object, pointer: str, path: str) -> object:
+    """Return the target of a JSON pointer. Raises InvalidRequestError."""
+    found = root
+    for part in pointer.split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, dict) and key in found:
+            found = found[key]
+        elif isinstance(found, list) and _INDEX.fullmatch(key) and int(key) < len(found):
+            found = found[int(key)]
+        else:
+            fail(f"{path}/$ref", "refers to a missing definition")
+    return found
+
+
+def kinds_of(schema: object, root: object) -> frozenset[str]:
+    """Return the types that values of a schema may have; empty if it does not specify them."""
+    return _kinds(schema, root, 0)
+
+
+def resolved(schema: object, root: object) -> object:
+    """Return what a schema that only refers to another one stands for."""
+    for _ in range(_MAX_DEPTH):
+        if not isinstance(schema, Mapping):
+            break
+        if isinstance(reference := schema.get("$ref"), str):
+            schema = _target(reference, root)
+        elif isinstance(parts := schema.get("allOf"), list) and len(parts) == 1:
+            schema = parts[0]
+        else:
+            break
+    return schema
+
+
+def is_unrestricted(schema: object, root: object) -> bool:
+    """Return whether all values of the types that a schema allows are valid."""
+    return _is_unrestricted(schema, root, 0)
+
+
+def finite_values(schema: object, root: object) -> list[object] | None:
+    """Return all values of a schema that lists them, or None."""
+    return _finite(schema, root, 0)
+
+
+def _kinds(schema: object, root: object, depth: int) -> frozenset[str]:
+    schema = resolved(schema, root)
+    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+        return frozenset()
+    if "type" in schema:
+        given = schema["type"]
+        names = given if isinstance(given, list) else [given]
+        return frozenset(name for name in names if isinstance(name, str))
+    if isinstance(values := _listed(schema), list):
+        return frozenset().union(*map(types_of_value, values))
+    for keyword in ("anyOf", "oneOf"):
+        if isinstance(branches := schema.get(keyword), list):
+            found = [_kinds(branch, root, depth + 1) for branch in branches]
+            return frozenset().union(*found) if all(found) else frozenset()
+    return frozenset()
+
+
+def _is_unrestricted(schema: object, root: object, depth: int) -> bool:
+    schema = resolved(schema, root)
+    if schema is True:
+        return True
+    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+        return False
+    keywords = schema.keys() & KNOWN - ANNOTATIONS
+    for keyword in ("anyOf", "oneOf"):
+        if keywords == {keyword} and isinstance(branches := schema[keyword], list):
+            return all(_is_unrestricted(branch, root, depth + 1) for branch in branches)
+    return keywords <= {"type"}
+
+
+def _finite(schema: object, root: object, depth: int) -> list[object] | None:
+    schema = resolved(schema, root)
+    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+        return None
+    if isinstance(values := _listed(schema), list):
+        types = _kinds(schema, root, depth)
+        return [value for value in values if not types_of_value(value).isdisjoint(types)]
+    if schema.get("type") == "null":
+        return [None]
+    if schema.get("type") == "boolean":
+        return [True, False]
+    for keyword in ("anyOf", "oneOf"):
+        if isinstance(branches := schema.get(keyword), list):
+            found: list[object] = []
+            for branch in branches:
+                part = _finite(branch, root, depth + 1)
+                if part is None:
+                    return None
+                found += part
+            return found
+    return None
+
+
+def _listed(schema: Mapping[str, object]) -> object:
+    return schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else None
+
+
+def _target(reference: str, root: object) -> object:
+    try:
+        return resolve(root, pointer_of(reference, "#"), "#")
+    except InvalidRequestError:
+        return None
+
+
+def are_disjoint(branches: Sequence[object], resolve: Callable[[object], object]) -> bool:
+    """Return whether types, constants or a required property's constants differ in all branches.
+
+    `resolve` returns the target of a `$ref`.
+    """
+    schemas = [_resolved(branch, resolve) for branch in branches]
+    return all(_differ(a, b) for a, b in combinations(schemas, 2))
+
+
+def _resolved(branch: object, resolve: Callable[[object], object]) -> Mapping[str, object]:
+    if isinstance(branch, Mapping) and "$ref" in branch:
+        branch = resolve(branch["$ref"])
+    return branch if isinstance(branch, Mapping) else {}
+
+
+def _differ(a: Mapping[str, object], b: Mapping[str, object]) -> bool:
+    values_a, values_b = _values(a), _values(b)
+    if values_a is not None and values_b is not None:
+        return not values_a & values_b
+    types_a, types_b = _types(a), _types(b)
+    if types_a and types_b and not types_a & types_b:
+        return True
+    if types_a != {"object"} or types_b != {"object"}:
+        return False
+    # A property that both require and whose values differ.
+    required_a, required_b = _required_properties(a), _required_properties(b)
+    return any(
+        _values_differ(part, required_b[name])
+        for name, part in required_a.items()
+        if name in required_b
+    )
+
+
+def _required_properties(schema: Mapping[str, object]) -> dict[str, object]:
+    properties, required = schema.get("properties"), schema.get("required")
+    if not isinstance(properties, Mapping) or not isinstance(required, list):
+        return {}
+    names = {one for one in required if isinstance(one, str)}
+    return {name: part for name, part in properties.items() if name in names}
+
+
+def _values_differ(a: object, b: object) -> bool:
+    values_a, values_b = _values(a), _values(b)
+    return values_a is not None and values_b is not None and not values_a & values_b
+
+
+def _values(schema: object) -> set[str] | None:
+    if not isinstance(schema, Mapping):
+        return None
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not isinstance(values, list) or not all(isinstance(one, str) for one in values):
+        # Numbers are not compared: 1 and 1.0 are the same value.
+        return None
+    return {json.dumps(one) for one in values}
+
+
+def _types(schema: Mapping[str, object]) -> set[str]:
+    given = schema.get("type")
+    names = [given] if isinstance(given, str) else given
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return set()
+    # An integer is a number.
+    return {"number" if name == "integer" else name for name in names}
