@@ -38,7 +38,7 @@ __all__ = ["Controller", "EventSink", "MaskPatience"]
 
 _ACK_POLL_S = 0.001
 _DEADLINE_POLL_S = 0.05
-# Steps of a small model on a GPU take milliseconds, prompts of a large one on a CPU minutes.
+# Steps of a small model on a GPU take milliseconds, prompts of a large model on a CPU minutes.
 _STEP_BOUNDS_S = (
     *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
     *(0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0, 60.0),
@@ -47,7 +47,7 @@ _STEP_BOUNDS_S = (
 _MIN_S = 0.003
 _MAX_S = 0.02
 _SHARE = 0.75
-"""Share of the duration of a step; less than one, so that waiting does not extend the wait."""
+"""Share of the duration of a step; less than 1, so that waiting does not extend the wait."""
 
 
 class EventSink(Protocol):
@@ -126,7 +126,7 @@ class Controller(StepLoop):
         self._outlet.publish(events)
 
     def finish_sequence(self, request_id: str, index: int) -> None:
-        """End one sequence, whose stop string the caller has found; no event follows."""
+        """End a sequence after the caller has found its stop string; no event follows."""
         with self._wake:
             self._scheduler.finish_sequence(request_id, index)
             self._wake.notify()
@@ -150,7 +150,7 @@ class Controller(StepLoop):
             )
 
     def measure_rooflines(self) -> list[RankRoofline]:
-        """Return what steps must do on each rank, and the speed of its device.
+        """Return the work of steps on each rank, and the speed of its device.
 
         No request may be open. Raises WorkerError, and DeviceError if too little memory is free.
         """
@@ -200,10 +200,10 @@ class Controller(StepLoop):
                 self._make_masks()
 
     def _make_masks(self) -> None:
-        """Send the masks of the plan in flight, if it samples under masks; ask for deferred ones.
+        """Send the masks of the plan in flight, if it samples under masks; ask for deferred masks.
 
         They are computed while the ranks run its forward pass, and without the lock, since a
-        grammar may be slow. A sequence whose mask is late samples in a later step. At most one plan
+        grammar may be slow. A sequence with a late mask samples in a later step. At most one plan
         is in flight, and its masks are not sent yet.
         """
         # No lock: only this thread changes which plans are in flight.
@@ -267,7 +267,7 @@ class Controller(StepLoop):
         self._outlet.publish(events)
 
     def _test_outputs(self) -> None:
-        """Submit a test request if one is due.
+        """Submit a test request if it is due.
 
         Raises WorkerError, which ends the engine, if tests have failed for too long.
         """
@@ -311,7 +311,7 @@ class MaskPatience:
     def wait_s(self, *, delays_others: bool) -> float:
         """Return the seconds to wait for the masks of the next step.
 
-        `delays_others` is true if a wait may delay sequences whose masks are not late.
+        `delays_others` is true if a wait may delay sequences without late masks.
         """
         if not delays_others:
             return _MAX_S

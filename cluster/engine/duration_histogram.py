@@ -33,7 +33,7 @@ class HistogramSnapshot:
         return replace(self, counts=gained, total_s=self.total_s - earlier.total_s)
 
     def in_bins(self, bounds_s: Sequence[float]) -> HistogramSnapshot:
-        """Return the same durations in larger bins, whose bounds are some of these."""
+        """Return the same durations in larger bins; the bounds are some of these bounds."""
         ends = [self.bounds_s.index(bound_s) + 1 for bound_s in bounds_s]
         firsts, lasts = [0, *ends], [*ends, None]
         counts = tuple(
@@ -44,7 +44,7 @@ class HistogramSnapshot:
     def quantile_s(self, part: float) -> float | None:
         """Return the duration that this part of all durations does not exceed; None without any.
 
-        It is interpolated within a bin. What exceeds every bound counts as the last bound.
+        It is interpolated within a bin. Durations above every bound count as the last bound.
         """
         rank = part * self.num_durations
         num_below = 0
@@ -71,7 +71,7 @@ class DurationHistogram:
         self._total_s += duration_s
 
     def snapshot(self) -> HistogramSnapshot:
-        """Return the durations so far, which later ones do not change."""
+        """Return the durations so far, unchanged by later durations."""
         return HistogramSnapshot(
             bounds_s=self._bounds_s, counts=tuple(self._counts), total_s=self._total_s
         )

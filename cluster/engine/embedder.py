@@ -187,7 +187,7 @@ class Embedder(StepLoop):
                 self._examine()
 
     def _drop_ended(self, now_s: float) -> None:
-        """Drop cancelled requests, and end those past their deadline."""
+        """Drop cancelled requests, and end requests past their deadline."""
         for job in tuple(self._jobs):
             deadline_s = job.request.deadline_s
             if job.answer.cancelled():
@@ -198,7 +198,7 @@ class Embedder(StepLoop):
                 )
 
     def _next_batch(self) -> _Batch:
-        """Return the texts of the next step: as many as the token budget holds, at least one."""
+        """Return the texts of the next step, at least one, within the token budget."""
         batch: _Batch = []
         num_tokens = 0
         while self._waiting:

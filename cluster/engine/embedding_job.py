@@ -24,7 +24,7 @@ class EmbeddingRequest:
     """A validated request to embed texts."""
 
     texts: tuple[tuple[int, ...], ...]
-    """Token ids by text, each at least one."""
+    """Token ids by text, at least one id per text."""
     pooling: Pooling
     is_normalized: bool = True
     size: int
@@ -81,7 +81,7 @@ class EmbeddingJob:
         return self.request.pooling, self.request.is_normalized
 
     def put_back(self, index: int) -> None:
-        """Return a text to those that are not embedded yet."""
+        """Return a text to the texts that are not embedded yet."""
         self.undone.append(index)
         self.undone.sort(key=lambda i: len(self.request.texts[i]), reverse=True)
 

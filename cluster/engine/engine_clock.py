@@ -1,4 +1,4 @@
-"""The time of an engine, and what its threads wait for each other on."""
+"""The time of an engine, and the conditions that its threads wait on."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ class EngineClock:
         return time.monotonic()
 
     def make_condition(self) -> threading.Condition:
-        """Return what a thread waits on until another one notifies it."""
+        """Return a condition for threads to wait on."""
         return threading.Condition()

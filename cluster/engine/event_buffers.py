@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["EventBuffer", "EventDispatcher"]
 
 _MANY_EVENTS = 8192
-"""So many are taken before a sequence ends, so that little is left to convert after the last one
-has."""
+"""So many are taken before a sequence ends, so that little is left to convert at the end."""
 
 
 class EventBuffer:
@@ -92,7 +91,7 @@ class EventDispatcher:
                 self._buffers.pop(request.id, None)
 
     def publish(self, events: Sequence[TokenEvent]) -> None:
-        """Add events to the buffers of their calls; those of closed buffers are dropped."""
+        """Add events to the buffers of their calls; drop events of closed buffers."""
         with self._lock:
             # Most steps have events of one call.
             for buffer, some in groupby(events, self._buffer_of):

@@ -23,7 +23,7 @@ class Outage:
     """The reason why dead ranks cannot be replaced, although steps still run."""
 
     reason: str
-    """What happened, in one sentence."""
+    """The cause, in one sentence."""
     is_final: bool
     """Whether the process has to be restarted."""
     is_ready: bool
@@ -34,7 +34,7 @@ class Outage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankHealth:
-    """What the observation of the ranks has found."""
+    """The findings about the ranks."""
 
     hang: str = ""
     """Which rank hangs and where it stands; empty if none does."""
@@ -45,7 +45,7 @@ class RankHealth:
     num_unpinned: int = 0
     """Blocks of CPU pools that cannot be pinned, of all ranks; 0 while a rank hangs."""
     num_uncaptured: int = 0
-    """Sizes of steps whose CUDA graphs could not be captured; 0 while a rank hangs."""
+    """Sizes of steps without CUDA graphs after failed captures; 0 while a rank hangs."""
 
 
 class Executor(ABC):
@@ -67,12 +67,12 @@ class Executor(ABC):
         """The last step that every rank has finished, block copies included."""
 
     def take_disk_reports(self) -> list[DiskReport]:
-        """Return what every rank has reported of its file since the last call, if it has one."""
+        """Return the reports of every rank on its file since the last call."""
         return []
 
     @property
     def outage(self) -> Outage | None:
-        """What prevents the replacement of ranks, if anything does."""
+        """The reason why ranks cannot be replaced, or None."""
         return None
 
     @abstractmethod
@@ -95,10 +95,10 @@ class Executor(ABC):
         """Run an encoder's plan, with no other in flight. Raises WorkerError."""
 
     def measure_rooflines(self) -> list[RankRoofline]:
-        """Measure the devices, and return what steps must do on each rank.
+        """Measure the devices, and return the work of steps on each rank.
 
-        There is nothing to return if the model does not generate. No plan may be in flight.
-        Raises WorkerError, and DeviceError if too little memory is free.
+        There is nothing to return if the model does not generate. No plan may be in flight. Raises
+        WorkerError, and DeviceError if too little memory is free.
         """
         return []
 
@@ -106,7 +106,7 @@ class Executor(ABC):
     def observe_ranks(self, now_s: float) -> RankHealth:
         """Return whether the ranks make progress.
 
-        Must be called several times a second, by another thread than the one that runs steps.
+        Must be called several times a second, by another thread than the step thread.
         """
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Keeps Python's garbage collector from traversing what long calls and servers do not change."""
+"""Keeps Python's garbage collector from traversing objects that long calls leave unchanged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FIRST_S = 60.0
 _SHARE = 0.002
 """Share of the time for full collections when calls begin, and for counting frozen objects."""
 _NUM_OF_PYTHON = 1000
-"""More than Python 3.12 freezes when it starts (375), and fewer than any program with this one."""
+"""More than Python 3.12 freezes when it starts (375), and fewer than a program with PagedRay."""
 
 
 @contextmanager
@@ -41,7 +41,8 @@ class CallFreezer:
     """Freezes the heap while calls run, and collects garbage in between.
 
     Freezing resets the counts by which Python decides when to make a full collection. A program
-    that does little but call would never make one, and its garbage in cycles would stay.
+    that does little but call would never make a full collection, and its garbage in cycles would
+    stay.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -57,7 +58,7 @@ class CallFreezer:
 
     @contextmanager
     def freeze(self) -> Generator[None]:
-        """Do as `freeze_heap` does until no call runs, after a full collection if one is due."""
+        """Run `freeze_heap` until no call runs, after a full collection if due."""
         call = object()
         with self._lock:
             if not self._calls and not self._has_caller_frozen():
@@ -84,7 +85,7 @@ class CallFreezer:
         return True
 
     def _collect_if_due(self) -> None:
-        # What the caller does not want to be collected is left alone.
+        # Leave the caller's garbage alone if the caller has disabled collection.
         if not gc.isenabled() or self._clock() < self._due_s:
             return
         began_s = self._clock()

@@ -1,7 +1,7 @@
 """A single rank inside the calling process, for debugging and small models.
 
 An exception in a step ends neither the process nor the model: the rank gets new rows and a new
-cache. What ends the process, such as a segmentation fault, ends the engine with it.
+cache. A fault that ends the process, such as a segmentation fault, ends the engine too.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class LocalExecutor(Executor):
         self._masks: SimpleQueue[StepMasks | None] = SimpleQueue()
         self._acknowledged_step = -1
         self._copying: deque[tuple[int, PendingStep]] = deque()
-        """Steps whose output was collected, but whose block copies had not ended."""
+        """Steps with collected output and running block copies."""
         self._is_given_up = False
         try:
             started = self._result(self._thread.submit(self._started))
@@ -211,8 +211,8 @@ class LocalExecutor(Executor):
     def _use_idle_time(self) -> float | None:
         """Let the worker pin memory, which would delay steps.
 
-        All graphs are captured before: while a graph is captured, CUDA rejects some calls of other
-        threads, which may be those of the program.
+        All graphs are captured before: during a capture, CUDA rejects some calls of other threads,
+        such as the program's.
         """
         if self._running or self._copying:
             return IDLE_S
@@ -280,14 +280,17 @@ class _OwnReports:
 
 
 def _survived(compute: Callable[[], Result]) -> Result:
-    """Return the result of what a rank computes. Raises WorkerError for most exceptions."""
+    """Return the result of a rank's computation.
+
+    Raises WorkerError for most exceptions.
+    """
     try:
         return compute()
     except PagedRayError:
         raise
     except Exception as error:
         lines = traceback.format_exception(error)
-        # They hold the cache, for which the next one needs the memory.
+        # The frames hold the cache, and the next cache needs the memory.
         traceback.clear_frames(error.__traceback__)
     raise WorkerError(f"Rank 0 failed: {lines[-1].strip()}.", details="".join(lines).strip())
 
@@ -307,7 +310,7 @@ class RankThread:
         self._thread.start()
 
     def submit(self, call: Callable[[], Result]) -> Future[Result]:
-        """Run a call after those submitted before."""
+        """Run a call after earlier calls."""
         future: Future[Result] = Future()
         self._calls.put((future, call))
         return future

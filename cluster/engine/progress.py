@@ -45,8 +45,8 @@ class ProgressLine:
     def report(self, what: str, fraction: float) -> None:
         """Show that `fraction` of `what`, 0 to 1, is done; has no effect after `close`.
 
-        A detail of `what` that changes often, such as a speed, follows `; `. Where lines stay,
-        one that only has another detail is shown every ten seconds.
+        A detail of `what` that changes often, such as a speed, follows `; `. Where lines stay, a
+        line with only another detail is shown every ten seconds.
         """
         if self._is_closed:
             return
@@ -78,7 +78,7 @@ class ProgressLine:
         self._is_closed = True
 
     def _write(self, text: str) -> None:
-        # What is under way does not depend on a disk that is full, or a terminal that is gone.
+        # The work does not depend on a full disk, or a closed terminal.
         with suppress(OSError):
             self._stream.write(text)
             self._stream.flush()

@@ -27,7 +27,7 @@ class EngineStats:
     replacements: dict[str, int] = field(default_factory=dict)
     """How often ranks were replaced, by cause: `death` or `hang`."""
     num_hangs: dict[str, int] = field(default_factory=dict)
-    """Hangs that were found, by what made no progress: `rank` or `steps`."""
+    """Hangs that were found, by the party without progress: `rank` or `steps`."""
     num_lethal_requests: int = 0
     """Requests that ended because ranks died whenever they ran."""
     num_unpinned_blocks: int = 0

@@ -39,7 +39,7 @@ _LOCK_TIMEOUT_S = 1.0
 class StepLoop(ABC):
     """The thread, state and errors of an engine.
 
-    A subclass accesses what threads share under `_wake`, and notifies `_wake` of work.
+    A subclass accesses shared state under `_wake`, and notifies `_wake` of work.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class StepLoop(ABC):
         self._replacements = {"death": 0, "hang": 0}
         """Times that ranks were replaced, by cause."""
         self._num_hangs = {"rank": 0, "steps": 0}
-        """Hangs that were found, by what made no progress."""
+        """Hangs that were found, by the party without progress."""
         self._num_unpinned = 0
         """Blocks of CPU pools that cannot be pinned."""
         self._num_uncaptured = 0
-        """Sizes of steps whose CUDA graphs could not be captured."""
+        """Sizes of steps without CUDA graphs after failed captures."""
         self._stall = ""
-        """What makes no progress; empty if everything does."""
+        """The part without progress; empty if everything makes progress."""
         self._step_clock, self._stall_clock = ProgressClock(), ProgressClock()
         self._watchdog = Watchdog(self._check_progress)
         self._num_steps = 0
@@ -119,7 +119,7 @@ class StepLoop(ABC):
 
     @property
     def outage(self) -> Outage | None:
-        """What prevents the replacement of ranks, if anything does."""
+        """The reason why ranks cannot be replaced, or None."""
         return self._executor.outage
 
     @abstractmethod
@@ -141,7 +141,7 @@ class StepLoop(ABC):
 
     @abstractmethod
     def _note_death(self) -> bool:
-        """Note what ran when ranks died; return whether that narrowed the search for the cause.
+        """Note the requests that ran when ranks died; return whether that narrowed the search.
 
         Called with `_wake`, before new ranks start.
         """
@@ -155,7 +155,7 @@ class StepLoop(ABC):
 
     @abstractmethod
     def _end_requests(self, error: EngineError) -> None:
-        """End every request; called once, without `_wake`, after new ones are rejected."""
+        """End every request; called once, without `_wake`, after new requests are rejected."""
 
     def _check_open(self) -> None:
         """Raise EngineError if the engine has ended or is stopping."""
@@ -171,7 +171,7 @@ class StepLoop(ABC):
         self._step_times.record(step_s)
 
     def _replace_ranks(self, error: WorkerError) -> None:
-        """Start new ranks after a death or a hang; requests continue with what they have.
+        """Start new ranks after a death or a hang; requests continue with their tokens.
 
         Raises WorkerError once the budget of deaths is spent, StartupError and ShuttingDownError.
         """
@@ -191,7 +191,7 @@ class StepLoop(ABC):
         logger.info("All ranks are ready again after %.1f s.", self._clock.now_s() - started_s)
 
     def _restart_ranks(self) -> Sequence[int] | None:
-        """Start new ranks, and replace those that die meanwhile."""
+        """Start new ranks, and replace ranks that die meanwhile."""
         while True:
             try:
                 return self._executor.restart_ranks()
@@ -199,10 +199,10 @@ class StepLoop(ABC):
                 self._pause_after(error, "Starting the ranks again.")
 
     def _pause_after(self, error: WorkerError, what: str, *, has_narrowed: bool = False) -> None:
-        """Log a death of ranks and what follows, and pause as long as the budget of deaths says.
+        """Log a death of ranks, and pause as long as the budget of deaths says.
 
-        `has_narrowed` is true if it narrowed the search for its cause. Raises WorkerError if the
-        budget is spent, and ShuttingDownError.
+        `has_narrowed` is true if the death narrowed the search for its cause. Raises WorkerError if
+        the budget is spent, and ShuttingDownError.
         """
         if error.details:
             logger.warning("%s", error.details)

@@ -1,4 +1,4 @@
-"""Finds the requests that cause deaths of ranks: restricts what runs, and ends the culprits."""
+"""Finds the requests that cause deaths of ranks, by running only some requests, and ends them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PROBE_ID = "engine-probe"
 
 
 class DeathInquiry:
-    """Restricts the scheduler to some requests after deaths, and ends those that cause them.
+    """Restricts the scheduler to some requests after deaths, and ends the requests that cause them.
 
     Used under the controller's lock.
     """
@@ -113,6 +113,6 @@ class DeathInquiry:
 
 
 def _content_of(request: Request) -> Hashable:
-    """Return what a request has in common with those that a client sends again."""
+    """Return the content of a request that stays the same when a client sends it again."""
     sampling = msgspec.structs.replace(request.sampling, seed=None)
     return request.prompt_token_ids, msgspec.msgpack.encode(sampling)

@@ -22,7 +22,7 @@ _TENANT_PREFIX = "\0"
 def make_engine_request(name: str, *, max_tokens: int) -> Request:
     """Return a greedy request with a prompt of one token, which a full queue accepts.
 
-    `name` must be that of no other open one.
+    No other open request may have this `name`.
     """
     return Request(
         id=f"{_ID_PREFIX}{name}",

@@ -26,24 +26,24 @@ __all__ = ["OutputWatch"]
 logger = logging.getLogger(__name__)
 
 _MAX_IN_A_ROW = 3
-"""Requests in a row whose logits may be bad before the ranks are tested."""
+"""Requests in a row that may have bad logits before the ranks are tested."""
 _TEST_INTERVAL_S = 1.0
 _MAX_TEST_S = 10.0
-"""How long a test may take before another one is made: it may have ended with its ranks."""
+"""Limit of a test, after which another test is made: it may have ended with its ranks."""
 _MAX_BROKEN_S = 30.0
-"""How long tests may fail before the engine ends, so that its supervisor starts another one."""
+"""Limit of failing tests, after which the engine ends and its supervisor restarts it."""
 _LOG_INTERVAL_S = 60.0
 
 
 class OutputWatch:
-    """Follows the requests whose logits were not finite, and makes test requests.
+    """Follows requests with logits that were not finite, and makes test requests.
 
     It has no clock and no thread: times are arguments, and callers hold a lock.
     """
 
     def __init__(self) -> None:
         self._bad_ids: set[str] = set()
-        """Requests with bad logits since the last finite ones."""
+        """Requests with bad logits since the last finite logits."""
         self._num_tests = 0
         self._open_test: str | None = None
         self._tested_s = -math.inf
@@ -94,7 +94,7 @@ class OutputWatch:
         return request
 
     def _note_finite(self, now_s: float, *, is_test: bool) -> None:
-        """Note finite logits; `is_test` is true if they are, among others, those of a test."""
+        """Note finite logits; `is_test` is true if a test has some of them."""
         if self.is_broken:
             logger.warning("The logits of the model are finite again.")
         elif is_test and now_s >= self._next_log_s:

@@ -1,4 +1,4 @@
-"""Observes the ranks of a group, and describes those that hang.
+"""Observes the ranks of a group, and describes ranks that hang.
 
 It knows the plans that they have and the limits of each phase and device; `rank_watch` decides.
 """
@@ -74,7 +74,7 @@ class WorkInFlight:
     def __init__(self) -> None:
         self._kinds: deque[tuple[int, Hashable]] = deque()
         self.num_plans = 0
-        """Plans sent, finished ones included."""
+        """Plans sent, including finished plans."""
 
     def add_plan(self, step: int, kind: Hashable) -> None:
         """Note that a plan was sent; plans of one kind take about the same time."""
@@ -103,7 +103,7 @@ class RankWatch:
         self._longest_s: defaultdict[Hashable, float] = defaultdict(float)
         """The longest time between two words in steps of a kind."""
         self._known: set[Hashable] = set()
-        """Kinds of steps of which at least one has finished."""
+        """Kinds of steps that have finished at least once."""
         self.longest_start_s = 0.0
         """The longest time until the first heartbeat of a rank."""
 
@@ -114,9 +114,9 @@ class RankWatch:
         work: WorkInFlight,
         stopped: Container[int] = (),
     ) -> list[int]:
-        """Return the ranks that hang, or none. Those that wait for others are not named.
+        """Return the ranks that hang, or none. Ranks that wait for others are not named.
 
-        `stopped` has the ranks whose processes are known to be stopped.
+        `stopped` has the ranks with processes that are known to be stopped.
         """
         elapsed_s = 0.0
         if self._observed_s is not None:
@@ -195,7 +195,7 @@ class RankWatch:
         return max(self._limits.word_s, self._limits.factor * longest_s)
 
     def _culprits(self, silent: list[int]) -> list[int]:
-        """Return those of the silent ranks for which the others wait."""
+        """Return the silent ranks that the others wait for."""
         alone = [rank for rank in silent if not self._stands[rank].report.phase.is_collective]
         # A rank may wait for the device, and the device for another rank.
         on_host = [rank for rank in alone if self._stands[rank].report.phase is not Phase.DEVICE]
@@ -216,7 +216,7 @@ class ReportSource(Protocol):
         """Return the latest report of each rank; must not wait."""
 
     def process_state(self, rank: int) -> str:
-        """Return what is unusual about the state of a rank's process, or an empty string."""
+        """Return the unusual state of a rank's process, or an empty string."""
 
     def is_stopped(self, rank: int) -> bool:
         """Return whether a rank's process is known to be stopped."""
@@ -246,7 +246,7 @@ class RankMonitor:
         self._watch = RankWatch(_LIMITS[self._device])
 
     def note_message(self, message: StepPlan | StepMasks | EmbedPlan) -> None:
-        """Note what was sent to the ranks."""
+        """Note a message sent to the ranks."""
         if isinstance(message, StepPlan | EmbedPlan):
             self._work.add_plan(message.step, _kind(message))
 
@@ -308,7 +308,7 @@ def _kind(plan: StepPlan | EmbedPlan) -> tuple[int, int]:
     num_tokens = len(plan.chunks) + len(plan.decodes)
     work = 0
     for chunk in plan.chunks:
-        # Those of several tokens come first.
+        # Sequences of several tokens come first.
         if chunk.num_tokens == 1:
             break
         num_tokens += chunk.num_tokens - 1

@@ -11,7 +11,7 @@ _FACTOR = 5.0
 
 
 class StartLimit:
-    """The time until the first heartbeat of a process, learned from those that have started."""
+    """The time until the first heartbeat of a process, learned from started processes."""
 
     def __init__(self) -> None:
         self.limit_s = _FIRST_S

@@ -80,7 +80,7 @@ class Suspects:
         self._examined: set[str] = set()
         """The requests that run during a search."""
         self._other_half: list[str] = []
-        """Includes a culprit if no examined request is one."""
+        """Includes a culprit if no examined request is a culprit."""
         self._rest: list[str] = []
         """Suspects that may all be innocent, to be examined together at the end."""
         self._died: list[str] = []
@@ -95,12 +95,12 @@ class Suspects:
 
     @property
     def are_any(self) -> bool:
-        """Whether `note_lengths` may change what runs."""
+        """Whether `note_lengths` may change the requests that run."""
         return bool(self._suspects or self.accused or self._separations)
 
     @property
     def ids(self) -> set[str]:
-        """The requests whose lengths `note_lengths` needs."""
+        """The requests that `note_lengths` needs the lengths of."""
         accused = () if self.accused is None else (self.accused,)
         return {*self._suspects, *self._num_vain, *accused}
 
@@ -218,7 +218,7 @@ class Suspects:
         self._examined, self._other_half = set(guilty[:half]), guilty[half:]
 
     def _go_on(self) -> bool:
-        """Examine the next suspects if no examined one is left; return whether any changed."""
+        """Examine the next suspects if all are examined; return whether any changed."""
         has_ended = self._end_separations()
         if not self._is_searching or self.accused is not None:
             return has_ended

@@ -113,7 +113,7 @@ class EngineOptions:
     override_generation_config: dict[str, Any] | None = None  # Any: JSON
     revision: str | None = None
     tokenizer: str | None = None
-    """Must be the model, whose tokenizer is always used."""
+    """Must be the model; the tokenizer of the model is always used."""
     tokenizer_revision: str | None = None
     """Must be the revision of the model."""
     download_dir: str | None = None
@@ -128,8 +128,8 @@ def engine_config(
 ) -> EngineConfig:
     """Return the configuration of an engine for a model: a folder or a Hub id.
 
-    Reads no tensor of the checkpoint, and downloads none. `report_progress` is called with what is
-    downloaded, and the part that is done. Raises StartupError.
+    Reads no tensor of the checkpoint, and downloads none. `report_progress` is called with a
+    description of the download, and the finished part. Raises StartupError.
     """
     options = replace(options, device=options.device or default_device())
     cache = None if options.download_dir is None else Path(options.download_dir)
@@ -193,7 +193,7 @@ def full_name(model: str | Path, options: EngineOptions) -> str | Path:
 
 
 def _own_backend(name: str) -> str:
-    """Return the name of an attention backend; vLLM's other ones are `auto`."""
+    """Return the name of an attention backend; vLLM's other backends are `auto`."""
     if _FOREIGN_BACKEND.fullmatch(name) is None:
         return name
     logger.info(
@@ -243,7 +243,7 @@ def check_options(options: EngineOptions) -> None:
 
 
 def _config_from(kind: type[Config], options: EngineOptions) -> Config:
-    """Return a configuration whose every field is an option of the same name."""
+    """Return a configuration with the options of the same names as fields."""
     return kind(**{field.name: getattr(options, field.name) for field in fields(kind)})
 
 

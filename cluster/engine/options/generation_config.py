@@ -26,7 +26,7 @@ def sampling_defaults(
     """Return the names and values of parameters of requests that do not set them.
 
     `given` is `auto`, the model's own file if there is one; `none` or `vllm`; or another folder.
-    `overrides` take precedence; a value of None removes one. Raises StartupError.
+    `overrides` take precedence; a value of None removes a parameter. Raises StartupError.
     """
     for name in overrides or ():
         if name not in _NAMES:
@@ -41,7 +41,10 @@ def sampling_defaults(
 
 
 def _path(given: str | Path, model_folder: Path) -> Path | None:
-    """Return the file of the defaults, if there is one. Raises StartupError."""
+    """Return the file of the defaults, if any.
+
+    Raises StartupError.
+    """
     if str(given) in _NONE:
         return None
     is_auto = str(given) == "auto"

@@ -23,8 +23,8 @@ def checked_options(
 ) -> Options:
     """Return an object of `kind`, a dataclass, with these fields.
 
-    A field of None has its default. With `takes_text`, strings may hold numbers. `what` is what
-    messages call a field. Raises StartupError that names the invalid one.
+    A field of None has its default. With `takes_text`, strings may hold numbers. Messages call a
+    field `what`. Raises StartupError that names the invalid field.
     """
     chosen = {name: _plain(value) for name, value in given.items() if value is not None}
     try:

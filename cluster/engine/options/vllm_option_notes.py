@@ -217,7 +217,7 @@ IGNORED: Mapping[str, str] = MappingProxyType(
         ),
     }
 )
-"""Options that cannot change a token, and why or what there is instead."""
+"""Options that cannot change a token, with the reason or an alternative."""
 
 WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
@@ -294,7 +294,7 @@ WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "watermark_config": ({},),
     }
 )
-"""Values that ask for what happens anyway; so does None for every option."""
+"""Values without effect, since they ask for our behavior; None is such a value of every option."""
 
 _STRUCTURE_DEFAULTS: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
@@ -306,7 +306,7 @@ _STRUCTURE_DEFAULTS: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "reasoning_parser": ("",),
     }
 )
-"""Values of the fields of `structured_outputs_config` that ask for what happens anyway."""
+"""Values of the fields of `structured_outputs_config` that ask for our behavior."""
 
 LISTS = frozenset(
     (
@@ -415,7 +415,7 @@ REJECTED: Mapping[str, str] = MappingProxyType(
         )
     )
 )
-"""Why vLLM's options that have no equivalent are rejected, and what to use instead."""
+"""Why vLLM's options without an equivalent are rejected, with an alternative."""
 
 OVERRIDES = ("rope_scaling", "rope_theta")
 """Options that are fields of `hf_overrides`."""
@@ -425,7 +425,7 @@ VLLM_NAMES = frozenset((*ALIASES, *IGNORED, *OVERRIDES, *REJECTED))
 
 
 def is_our_behavior(name: str, value: object) -> bool:
-    """Return whether an option of vLLM asks with this value for what happens anyway."""
+    """Return whether a value of a vLLM option asks for our behavior."""
     if value is None:
         return name in VLLM_NAMES
     if name == "max_logprobs":
@@ -441,5 +441,5 @@ def is_our_behavior(name: str, value: object) -> bool:
 
 
 def ignored_reason(name: str, value: object) -> str | None:
-    """Return why an option of vLLM has no effect, unless it asks for what happens anyway."""
+    """Return why an option of vLLM has no effect, unless it asks for our behavior."""
     return None if is_our_behavior(name, value) else IGNORED.get(name)

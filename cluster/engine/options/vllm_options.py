@@ -61,13 +61,16 @@ _UNITS = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G"
 def engine_options(given: Mapping[str, object]) -> EngineOptions:
     """Return options by our names and values, or vLLM's.
 
-    Raises StartupError for one that we do not have, and for a value that it does not take.
+    Raises StartupError for an unknown option or an invalid value.
     """
     return checked_options(own_options(given), EngineOptions, what="option", takes_text=False)
 
 
 def own_options(given: Mapping[str, object]) -> dict[str, object]:
-    """Return options by our names and values. Raises StartupError for one that we do not have."""
+    """Return options by our names and values.
+
+    Raises StartupError for an unknown option.
+    """
     known = {field.name for field in fields(EngineOptions)}
     options: dict[str, object] = {}
     overrides: dict[str, object] = {}

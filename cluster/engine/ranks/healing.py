@@ -15,7 +15,7 @@ _LEAST_S = 0.005
 
 
 class Healing:
-    """The phases of one replacement of ranks, one after the other, and what each rank did."""
+    """The phases of a replacement of ranks, in order, with the parts of each rank."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -49,7 +49,7 @@ class Healing:
         replaced: Mapping[int, str],
         parts: Sequence[Mapping[str, float]],
     ) -> None:
-        """Note which ranks stayed, which were replaced and by what, and their parts by rank."""
+        """Note the ranks that stayed, the replaced ranks, and the parts of each rank."""
         self._kept, self._replaced, self._parts = list(kept), dict(replaced), list(parts)
 
     def __str__(self) -> str:

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class PoolMemories:
-    """The memories of the CPU pools, one for each rank."""
+    """The memories of the CPU pools, by rank."""
 
     def __init__(self, num_ranks: int) -> None:
         self._memories: list[NodeMemory | None] = [self._make_memory() for _ in range(num_ranks)]
@@ -35,7 +35,7 @@ class PoolMemories:
     def note_reports(self, reports: Sequence[PoolReport]) -> None:
         """Note the reports of ranks about their pools, by rank, before they serve steps."""
         for rank, report in enumerate(reports):
-            # What the memory has is older than the rank's own pool: no later rank may find it.
+            # The memory is older than the rank's own pool: no later rank may find it.
             if not report.is_shared and (memory := self._memories[rank]) is not None:
                 memory.close()
                 self._memories[rank] = self._make_memory()
@@ -46,7 +46,7 @@ class PoolMemories:
         """Return the blocks that are damaged on some rank, or None if some rank has a new pool.
 
         Covers all reports since the last call: a rank may have died after its report, and the next
-        one has kept a pool that was new.
+        rank has kept a pool that was new.
         """
         damaged = None if self._is_lost else sorted(self._damaged)
         self._is_lost = False
@@ -54,7 +54,7 @@ class PoolMemories:
         return damaged
 
     def renew(self) -> None:
-        """Give the ranks that start next other memory, and free this one, which no rank uses."""
+        """Give the next ranks other memory, and free this memory, which no rank uses."""
         self.close()
         self._memories = [self._make_memory() for _ in self._memories]
 

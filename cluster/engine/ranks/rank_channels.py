@@ -32,7 +32,7 @@ class RankChannels:
         self._channels = tuple(channels)
         self._rank_of = {channel.fileno(): rank for rank, channel in enumerate(channels)}
         self._unsent: set[int] = set()
-        """Ranks whose socket has not taken all of their plans."""
+        """Ranks with plans that their sockets have not taken completely."""
         self._poller = select.poll()
         for channel in self._channels:
             self._poller.register(channel, select.POLLIN)
@@ -42,7 +42,7 @@ class RankChannels:
         self.disk_reports = DiskReports(len(self._channels))
 
     def send(self, message: StepPlan | StepMasks | EmbedPlan) -> None:
-        """Send a message to every rank; what a rank does not receive yet is sent by `exchange`.
+        """Send a message to every rank; `exchange` sends the rest to ranks that are busy.
 
         Raises ChannelClosedError if a rank is gone.
         """
@@ -51,13 +51,13 @@ class RankChannels:
             self._flush(rank)
 
     def exchange(self, timeout_s: float) -> None:
-        """Wait up to `timeout_s` until a rank can be served; receive and send what is possible.
+        """Wait up to `timeout_s` until a rank can be served; receive and send without waiting.
 
         Raises ChannelClosedError if a rank is gone, and WorkerError if it reports a failure.
         """
         for descriptor, events in self._poller.poll(timeout_s * 1e3):
             rank = self._rank_of[descriptor]
-            # What a rank sent before it ended comes before the end-of-file.
+            # Messages that a rank sent before it ended come before the end-of-file.
             if events & ~select.POLLOUT:
                 for message in self._channels[rank].received():
                     self._take(rank, message)
@@ -65,7 +65,7 @@ class RankChannels:
                 self._flush(rank)
 
     def shut_down(self) -> None:
-        """Tell every rank to end, except those that are gone or busy with earlier messages."""
+        """Tell every rank to end, except ranks that are gone or busy with earlier messages."""
         for channel in self._channels:
             try:
                 channel.post(Shutdown())
@@ -114,7 +114,7 @@ class DiskReports:
         }
 
     def add_report(self, rank: int, report: DiskReport) -> None:
-        """Add the report of one rank; each sends those of a kind in the order of plans."""
+        """Add the report of a rank; each rank reports in the order of plans for each kind."""
         self._by_kind[report.is_read][rank].append(report)
 
     def take_joined(self) -> list[DiskReport]:

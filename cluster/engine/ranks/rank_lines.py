@@ -1,4 +1,4 @@
-"""Writes what ranks log to the log of the controller."""
+"""Writes log lines of ranks to the log of the controller."""
 
 from __future__ import annotations
 

@@ -24,10 +24,10 @@ Actor = Any
 
 
 class RankPlaces:
-    """The last bundles of a placement group, one for each rank, as they are placed at present."""
+    """The last bundles of a placement group, a bundle for each rank, as placed at present."""
 
     def __init__(self, config: EngineConfig, placement: PlacementGroup) -> None:
-        """Raises WorkerError while the group has no node for a rank, since one has died."""
+        """Raises WorkerError while the group has no node for a rank, after a node has died."""
         self._config = config
         self._placement = placement
         self._size = config.parallel.tensor_parallel_size
@@ -68,7 +68,7 @@ class RankPlaces:
         return [addresses[node] for node in self.nodes]
 
     def _start(self, rank: int, *, num_cpus: int, num_gpus: int) -> Actor:
-        # Two threads: one runs steps, the other answers Ray.
+        # Two threads: a thread runs steps, the other answers Ray.
         return (
             ray.remote(GpuWorker)
             .options(

@@ -1,7 +1,7 @@
 """Ranks as Ray actors in a placement group.
 
-When a rank dies, `restart_ranks` starts another one in the same bundle of the placement group, and
-joins the ranks that are left to it.
+When a rank dies, `restart_ranks` starts a new rank in the same bundle, and joins it with the
+remaining ranks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class RayExecutor(Executor):
     ) -> None:
         """Start the ranks in the last bundles of `placement`, or in a new placement group.
 
-        `close` removes only a new one.
+        `close` removes only a new placement group.
         """
         self._config = config
         self._report_progress = report_progress

@@ -1,7 +1,7 @@
-"""One epoch of a group: its actors and their channels.
+"""An epoch of a group: its actors and their channels.
 
-Plans go over the step channel; Ray starts the actors and reports why one has died. Each epoch
-has a secret, so that ranks of an older epoch cannot connect to a newer one.
+Plans go over the step channel; Ray starts the actors and reports the cause of a death. Each epoch
+has a secret, so that ranks of an older epoch cannot connect to a newer epoch.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class RayRanks:
         self._running: list[Reference] = []
         self._actors: list[Actor] = []
         self._healing: Healing | None = None
-        """Set until the first output of an epoch that replaced another one."""
+        """Set until the first output of an epoch that replaced an earlier epoch."""
 
     def start_ranks(self) -> tuple[CacheSize, KernelReport]:
         """Start the ranks, load the model and connect.
@@ -177,11 +177,11 @@ class RayRanks:
         return min(self._channels.acknowledged)
 
     def take_disk_reports(self) -> list[DiskReport]:
-        """Return what every rank has reported of its file since the last call."""
+        """Return the reports of every rank on its file since the last call."""
         return self._channels.disk_reports.take_joined()
 
     def send_to_ranks(self, message: StepPlan | StepMasks | EmbedPlan) -> None:
-        """Send a plan, or the masks of the last one, to every rank; never waits for a rank.
+        """Send a plan, or the masks of the last plan, to every rank; never waits for a rank.
 
         Raises WorkerError.
         """
@@ -219,9 +219,9 @@ class RayRanks:
         return [answer for answer in answers if answer is not None]
 
     def observe_ranks(self, now_s: float) -> RankHealth:
-        """Return whether the ranks make progress; if one hangs, other calls raise HungRankError.
+        """Return whether the ranks make progress; if a rank hangs, other calls raise HungRankError.
 
-        Called by another thread than the one that sends plans.
+        Called by another thread than the thread that sends plans.
         """
         if self._hang is None:
             health = self._monitor.observe(now_s)
@@ -231,10 +231,10 @@ class RayRanks:
         return RankHealth(hang=str(self._hang))
 
     def end_epoch(self) -> dict[int, Actor]:
-        """End the epoch after the death of a rank; return the ranks that can join another.
+        """End the epoch after the death of a rank; return the ranks that can join another epoch.
 
-        The others are ended, whatever their state. All are, if no rank is found dead: then it is
-        unknown what is wrong.
+        All other ranks are ended, whatever their state. All ranks are ended if no rank is found
+        dead, since the cause is unknown.
         """
         # First, so that nothing that they still send counts.
         self._channels.close()
@@ -287,7 +287,7 @@ class RayRanks:
         return self._results(references, progress)
 
     def _limits(self) -> StepLimits:
-        """Return the limits of a step: those that are set, or the least that ranks choose."""
+        """Return the limits of a step: limits set by options, or the least that ranks choose."""
         chosen: list[StepLimits] = self._call(_at("Measuring memory"), "default_limits")
         return self._config.scheduler.limits(
             StepLimits(
@@ -314,7 +314,10 @@ class RayRanks:
         return address
 
     def _join(self, address: GroupAddress) -> None:
-        """Connect the ranks. Raises WorkerError also if one cannot: another may just have died."""
+        """Connect the ranks.
+
+        Raises WorkerError also if a rank cannot connect: another rank may just have died.
+        """
         places = ((address, host) for host in self.places.hosts)
         try:
             self._call(_at("Connecting the ranks"), "join_group", *places)
@@ -332,10 +335,10 @@ class RayRanks:
     def _results(
         self, references: list[Reference], progress: Callable[[], tuple[str, float]]
     ) -> list[Any]:
-        """Return the actors' results. Raises StartupError if one is an error message.
+        """Return the actors' results.
 
-        Raises HungRankError if a rank makes no progress. Reports progress meanwhile, which may
-        raise to end the wait.
+        Raises StartupError if a result is an error message. Raises HungRankError if a rank makes no
+        progress. Reports progress meanwhile, which may raise to end the wait.
         """
         waiting = references
         while waiting:
@@ -349,7 +352,7 @@ class RayRanks:
         return list(ray.get(references))
 
     def _loading_progress(self) -> tuple[str, float]:
-        """Return what the ranks do, and the part that is done."""
+        """Return a description of the ranks' work, and the finished part."""
         asking = [actor.load_progress.remote() for actor in self._actors]
         try:
             shown: list[LoadProgress] = ray.get(asking, timeout=_POLL_S)
@@ -391,17 +394,17 @@ class RayRanks:
 
 
 def _at(what: str) -> Callable[[], tuple[str, float]]:
-    """Return the progress of what has no parts."""
+    """Return the progress of work without parts."""
     return lambda: (what, 0.0)
 
 
 def end_actors(
     actors: Sequence[Actor], *, hung: Sequence[int], reports: RayReports
 ) -> dict[int, Actor]:
-    """End the ranks of an epoch but for those that can join another; return these by rank.
+    """End the ranks of an epoch, except ranks that can join another epoch; return these by rank.
 
-    Ranks that are `hung` are killed at once. All are ended if no rank is found dead: then it is
-    unknown what is wrong. Closes `reports`.
+    Ranks that are `hung` are killed at once. All ranks are ended if no rank is found dead, since
+    the cause is unknown. Closes `reports`.
     """
     # A process that is stopped would not answer Ray, and would end only when it continues.
     reports.kill_processes(hung)

@@ -24,7 +24,7 @@ __all__ = ["RayReports"]
 
 _LOOK_UP_PERIOD_S = 1.0
 _KILL_TIMEOUT_S = 5.0
-"""A new process of Ray on another node, which kills one there, starts within seconds."""
+"""A new process of Ray that kills a process on another node starts within seconds."""
 _STOPPED = "T"
 _STATES = {
     _STOPPED: "is stopped",
@@ -53,7 +53,7 @@ class RayReports:
         """A descriptor of each rank's process on this node, which no other process takes over."""
 
     def attach_actors(self, actors: Sequence[Any], nodes: Sequence[str]) -> None:
-        """Give the board to the epoch's actors, by rank; those that cannot open it are asked."""
+        """Give the board to the epoch's actors, by rank; actors that cannot open it are asked."""
         self._actors, self._nodes = tuple(actors), tuple(nodes)
         for rank, actor in enumerate(actors):
             actor.attach_board.remote(self._board.address, rank)
@@ -74,7 +74,7 @@ class RayReports:
         return reports
 
     def process_state(self, rank: int) -> str:
-        """Return what is unusual about the state of a rank's process, or an empty string."""
+        """Return the unusual state of a rank's process, or an empty string."""
         return _STATES.get(self._state_letter(rank), "")
 
     def is_stopped(self, rank: int) -> bool:
@@ -84,7 +84,7 @@ class RayReports:
     def kill_processes(self, ranks: Sequence[int]) -> None:
         """Kill some of the ranks, regardless of the state of their processes.
 
-        Waits briefly for other nodes. Those that cannot be reached are left to Ray, which waits for
+        Waits briefly for other nodes. Ranks that cannot be reached are left to Ray, which waits for
         an answer of the process.
         """
         killing = []

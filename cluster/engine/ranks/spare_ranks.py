@@ -1,8 +1,8 @@
 """Spare processes, which have imported their libraries and wait to take the place of a rank.
 
 Starting a process and importing torch and the kernel libraries takes seconds, most of the time that
-a new rank needs. A spare has no device of its own: it sees those of all ranks of its node, and uses
-none before it becomes one of them.
+a new rank needs. A spare process sees every GPU of its node and uses no GPU until it replaces a
+rank.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SpareRanks:
                 spares.append((actor, actor.import_libraries.remote(visible)))
 
     def take(self, rank: int, places: RankPlaces) -> tuple[Actor, int] | None:
-        """Return a spare on the node of a rank, and the rank's device among those that it sees.
+        """Return a spare on the node of a rank, and the index of the rank's device in the spare.
 
         None if there is no spare. The caller ends the spare.
         """
@@ -81,7 +81,7 @@ class SpareRanks:
 
 
 def _is_alive(actor: Actor, imported: Any) -> bool:  # Any: a reference of Ray
-    """Return whether a spare lives; one that is still starting counts."""
+    """Return whether a spare lives; a starting spare counts."""
     finished, _ = ray.wait([imported], timeout=0)
     if not finished:
         return True

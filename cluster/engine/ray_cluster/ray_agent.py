@@ -20,7 +20,7 @@ _RAYLET_PID = "RAY_RAYLET_PID"
 
 
 def main() -> None:
-    """Run the program that the arguments name, as if it were this one."""
+    """Run the program that the arguments name, in place of this program."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.environ.get(_RAYLET_PID) not in (None, str(os.getppid())):
         # It has ended before.

@@ -39,12 +39,12 @@ def start_call(call: Callable[[], Result]) -> Future[Result]:
 def result_unless(
     check: Callable[[], None], call: Callable[[], Result], *, period_s: float
 ) -> Result:
-    """Return what `call` returns, or raise what it raises.
+    """Return the result of `call`, or raise its error.
 
     While it runs, `check` is called every `period_s`; if that raises, the call is abandoned.
     """
     future = start_call(call)
-    # Not `future.result`, whose time may be over just before the call returns.
+    # Not `future.result`, which may time out just before the call returns.
     while not wait((future,), period_s).done:
         check()
     return future.result()

@@ -1,4 +1,4 @@
-"""The connection of this process to Ray: it joins a cluster, or starts one and stops it."""
+"""The connection of this process to Ray: it joins a cluster, or starts and stops its own."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ class RayConnection:
     """A connection to Ray, until `close`."""
 
     def __init__(self, config: EngineConfig, report_progress: ReportProgress) -> None:
-        """Connect to the running Ray cluster, or start one. Raises StartupError."""
+        """Connect to the running Ray cluster, or start a cluster.
+
+        Raises StartupError.
+        """
         self._environment: RayEnvironment | None = None
         if not ray.is_initialized() and "RAY_ADDRESS" not in os.environ:
             self._start_ray(config, report_progress)
@@ -106,7 +109,7 @@ class RayConnection:
 
 
 def _check_is_direct() -> None:
-    """Raise StartupError for Ray Client, whose programs are not part of the cluster."""
+    """Raise StartupError for Ray Client: its programs are not part of the cluster."""
     is_client = os.environ.get("RAY_ADDRESS", "").startswith("ray://")
     if is_client or ray.util.client.ray.is_connected():
         raise StartupError(

@@ -57,7 +57,7 @@ class RayEnvironment:
             os.environ[_MODE] = "token"
             loader = AuthenticationTokenLoader.instance()
             if not loader.has_token(ignore_auth_mode=True):
-                # Ray would write one to the home directory.
+                # Ray would write a token to the home directory.
                 os.environ[_TOKEN] = secrets.token_hex(32)
         _read_environment()
 

@@ -1,8 +1,8 @@
 """Watches the two Ray processes that replace dead ranks.
 
 They are the cluster's control service (GCS) and the raylet of this node. Steps need neither, so
-running requests continue without them until Ray ends this process. One that hangs may continue: the
-server is not ready meanwhile, and is restarted if that lasts.
+running requests continue without them until Ray ends this process. A process that hangs may
+continue: the server is not ready meanwhile, and is restarted if that lasts.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ _NO_ANSWER = (
 class RayHealth:
     """Notices within seconds that GCS or this node's raylet has ended or hangs. Thread-safe.
 
-    A raylet whose socket was removed, for example by a program that cleans /tmp, counts as ended:
-    no new process can connect to it.
+    A raylet without its socket, for example after a program has cleaned /tmp, counts as ended: no
+    new process can connect to it.
     """
 
     def __init__(self, *, reconnect_s: float, can_return: bool) -> None:
@@ -96,7 +96,7 @@ class RayHealth:
 
     @property
     def outage(self) -> Outage | None:
-        """What has ended or hangs, if anything does."""
+        """A description of the process that has ended or hangs, or None."""
         return self._outage
 
     def wait_for_outage(self, timeout_s: float) -> Outage | None:
@@ -107,9 +107,10 @@ class RayHealth:
         return self._outage
 
     def run_unless_out(self, call: Callable[[], Result]) -> Result:
-        """Return what `call` returns, which needs Ray. Raises StartupError during an outage.
+        """Return the result of `call`, which needs Ray.
 
-        Calls to Ray may then block forever, so the call is abandoned, or fail at once.
+        Raises StartupError during an outage. Calls to Ray may then block forever, so the call is
+        abandoned, or fail at once.
         """
         self._check_outage()
         try:
@@ -123,7 +124,7 @@ class RayHealth:
         self._closed.set()
 
     def end(self, call: Callable[[], object]) -> None:
-        """Run `call`, which ends what Ray runs; during an outage, wait at most 3 s.
+        """Run `call`, which ends processes of Ray; during an outage, wait at most 3 s.
 
         The outage may begin during the call.
         """
@@ -165,7 +166,7 @@ class RayHealth:
             daemon.close()
 
     def _found(self, now_s: float) -> Outage | None:
-        """Return what the last observations show."""
+        """Return the outage that the last observations show."""
         if self._raylet.has_ended:
             return self._ended(self._raylet, is_final=True)
         if self._has_socket and _is_missing(self._socket):
@@ -266,7 +267,7 @@ class RayDaemon:
                 check(b"", timeout=_CALL_TIMEOUT_S)
                 self._num_answers += 1
             except grpc.RpcError as error:
-                # Also an error shows that the process runs, such as one about a token.
+                # Also an error shows that the process runs, such as a rejected token.
                 self._num_answers += error.code() not in _NO_ANSWER
             except Exception:
                 # gRPC reports a closed channel with a ValueError.

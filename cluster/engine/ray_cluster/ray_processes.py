@@ -57,22 +57,23 @@ class RayProcess:
 def ray_processes() -> frozenset[RayProcess]:
     """Return the daemons of Ray that this process has started, and all their descendants.
 
-    Also those whose parent has ended: an agent that waits for a GCS that has ended does not notice.
+    Includes processes with an ended parent: an agent that waits for a GCS that has ended does not
+    notice.
     """
     return _found(_ray_children(), _pass)
 
 
 def kill_processes(processes: frozenset[RayProcess]) -> None:
-    """Kill those of the processes that still run."""
+    """Kill the processes that still run."""
     for process in processes:
         with suppress(OSError):
             kill_process(process.pid, process.start_ticks)
 
 
 def kill_ray_processes() -> None:
-    """Kill what `ray_processes` returns, also if it starts other processes meanwhile.
+    """Kill all `ray_processes`, also if they start other processes meanwhile.
 
-    Each is stopped before its children are looked up: one that it started later would not be found
+    Each process is stopped before its children are looked up: a later child would not be found
     among the descendants of this process once its parent has been killed.
     """
     kill_processes(_found(_ray_children(), _stop))
@@ -135,13 +136,13 @@ def _children(pid: str) -> list[int]:
 
 
 def _orphans() -> list[int]:
-    """Return those processes of Ray that write to a log of a Ray that this process started."""
+    """Return processes of Ray that write to a log of a Ray that this process started."""
     started = start_ticks(os.getpid())
     found: list[int] = []
     for folder in _PROC.glob("[0-9]*"):
         pid = int(folder.name)
         with suppress(OSError):
-            # An earlier process may have had the id of this one.
+            # An earlier process may have had the same id.
             if _is_of_ray(pid) and start_ticks(pid) >= started and _writes_to_our_log(pid):
                 found.append(pid)
     return found

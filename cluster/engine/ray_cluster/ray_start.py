@@ -43,7 +43,7 @@ _SIGACTION_BYTES = 512
 
 _REGISTRATION_POLL_S = 0.01
 _REGISTRATION_TIMEOUT_S = 10.0
-"""Afterwards, Ray waits, and reports what is wrong."""
+"""Afterwards, Ray waits, and reports the problem."""
 _AGENT_PROGRAM = str(Path(__file__).with_name("ray_agent.py"))
 
 
@@ -69,7 +69,7 @@ def start_ray(*, num_cpus: int) -> None:
             return
         # Ray raises all kinds: of the disk, of its processes, of time limits.
         except Exception as error:
-            # Ray leaves running what it started before it failed.
+            # Ray leaves processes running that it started before it failed.
             kill_ray_processes()
             ray.shutdown()
             if is_last or not _is_timeout(error):
@@ -103,9 +103,9 @@ def _init_ray(**options: Any) -> None:  # Any: the options of `ray.init`
 
 
 def _restore_excepthook() -> None:
-    """Undo what Ray does with an exception that ends this process.
+    """Undo Ray's handling of an exception that ends this process.
 
-    It would report it to GCS, for which it waits if that has ended, before it is printed.
+    Printing it first would block on a dead GCS.
     """
     worker = ray._private.worker
     if sys.excepthook is worker.custom_excepthook:
@@ -113,7 +113,7 @@ def _restore_excepthook() -> None:
 
 
 def _report(error: Exception) -> str:
-    """Return what Ray reports, in one line."""
+    """Return Ray's report, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0].rstrip(".") if lines else type(error).__name__
     return f"{text}.{_disk_hint(error)}{_logs_hint(error)}"
@@ -149,7 +149,7 @@ def _logs_hint(error: Exception) -> str:
 
 @contextmanager
 def kept_sigterm_handler() -> Iterator[None]:
-    """Undo what native code inside the block does to SIGTERM; Python's handlers are kept.
+    """Undo the effect of native code inside the block on SIGTERM; keep Python's handlers.
 
     Ray's core worker installs Abseil's failure signal handler. For SIGTERM, it prints a stack trace
     and starts an alarm that aborts the process after 3 s, and then calls the handler before it: no
@@ -176,10 +176,10 @@ class SmallNode(Node):
         """Start nothing: no dashboard, no usage statistics."""
 
     def start_monitor(self) -> None:
-        """Start nothing: no nodes are added to this one."""
+        """Start nothing: no nodes are added to this node."""
 
     def start_log_monitor(self) -> None:
-        """Start nothing: what ranks log stays in their files."""
+        """Start nothing: the logs of ranks stay in their files."""
 
     def start_ray_processes(self) -> None:
         """Start the raylet, and wait until GCS knows it, which Ray looks up only once a second."""

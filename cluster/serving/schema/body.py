@@ -79,7 +79,7 @@ def parts_of(kind: type[BodyPart]) -> Mapping[str, tuple[type[BodyPart], bool]]:
 
 
 def part_at(kind: type[BodyPart], path: Iterable[int | str]) -> type[BodyPart]:
-    """Return the kind of the part at a path inside another; one without fields if it has none."""
+    """Return the kind of the part at a path inside another part; without fields if none."""
     for step in path:
         if isinstance(step, str):
             kind, _ = parts_of(kind).get(step, (BodyPart, False))

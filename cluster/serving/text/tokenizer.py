@@ -234,7 +234,7 @@ class Tokenizer:
         return self._templates is not None
 
     def template_variables(self, *, has_tools: bool) -> frozenset[str]:
-        """Return the variables of the chat template that a request may set; none without one."""
+        """Return the template variables that a request may set; none without a template."""
         if self._templates is None:
             return frozenset()
         return self._templates.variables(has_tools=has_tools)

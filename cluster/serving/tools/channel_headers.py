@@ -33,7 +33,7 @@ CHANNEL_MARK = "<|channel|>"
 MESSAGE_MARK = "<|message|>"
 START_MARK = "<|start|>"
 END_MARKS = ("<|end|>", "<|call|>", "<|return|>", START_MARK)
-"""The marks that end a message; the last one begins the next one, too."""
+"""The marks that end a message; the last mark also begins the next message."""
 MAX_HEADER_LENGTH = 512
 
 ANSWER_HEADER = f"{START_MARK}assistant{CHANNEL_MARK}final{MESSAGE_MARK}"
@@ -60,7 +60,7 @@ _CUT_HEADER = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What a header says about its message."""
+    """The fields of a message's header."""
 
     kind: Literal["call", "content", "reasoning"]
     function: str = ""
@@ -75,7 +75,7 @@ def call_header(function: str) -> str:
 
 
 def read_header(text: str, tool_names: Collection[str]) -> Header:
-    """Return what a header says, given its text before `<|message|>`."""
+    """Return the fields of a header, given its text before `<|message|>`."""
     channel, recipient = _CHANNEL.search(text), _RECIPIENT.search(text)
     name = "" if recipient is None else recipient[1].removeprefix(_FUNCTIONS)
     has_recipient = recipient is not None
@@ -86,7 +86,7 @@ def read_header(text: str, tool_names: Collection[str]) -> Header:
 
 
 def begins_header(text: str, *, is_first: bool) -> bool | None:
-    """Return whether the text where a message may begin is a header; None if it may become one."""
+    """Return whether the text where a message may begin is a header; None if undecided."""
     starts = _FIRST_STARTS if is_first else _HEADER_STARTS
     begun = text[:_MAX_BEGIN_LENGTH].lstrip(WHITESPACE)
     num_whitespace = min(len(text), _MAX_BEGIN_LENGTH) - len(begun)

@@ -36,7 +36,7 @@ _ANY_END = re.compile("|".join(map(re.escape, END_MARKS)))
 
 
 class ChannelReader(ArgumentsReader):
-    """Messages with headers; the first one may lack `<|start|>assistant`, which ends a prompt."""
+    """Messages with headers; the first may lack `<|start|>assistant`, which ends a prompt."""
 
     _marks = END_MARKS
 
@@ -64,12 +64,12 @@ class ChannelReader(ArgumentsReader):
         self._name = ""
         """The function of a call that has not begun."""
         self._has_reasoning = False
-        """Whether a message had reasoning, so that another one needs a line of its own."""
+        """Whether a message had reasoning, so that more reasoning needs a line of its own."""
         self._is_next_line = False
 
     @property
     def tool_names(self) -> Collection[str]:
-        """The functions whose calls are messages."""
+        """The functions with calls that are messages."""
         return self._tools.keys()
 
     def flush(self, *, is_cut_off: bool = False) -> TurnDelta:

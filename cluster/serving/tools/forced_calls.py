@@ -46,7 +46,7 @@ def list_structure(tools: Sequence[Tool], param: str, *, is_parallel: bool) -> S
     Raises InvalidRequestError that names `param`.
     """
     call, definitions = _call_schema(tools, param, "parameters")
-    # The first call and those after it are one part, which is compiled once.
+    # The first call and later calls are a single part, which is compiled once.
     definitions[_CALL] = call
     items = {"$ref": f"#/$defs/{_CALL}"}
     schema: dict[str, object] = {"type": "array", "minItems": 1, "items": items}
@@ -67,7 +67,7 @@ def message_structure(tools: Sequence[Tool], param: str, answer: Structure | Non
         text = json_text(bare_schema(tool.schema()), param, most_bytes=MAX_TEXT_BYTES)
         num_characters += len(text)
         check_length(num_characters, param)
-        # Names have no whitespace, so none is the beginning of another one.
+        # Names have no whitespace, so no name is the beginning of another name.
         opening = f"{tool.name} "
         messages.append(MessageForm(opening, "json_schema", text))
         headers.append((call_header(tool.name), opening))
@@ -144,7 +144,7 @@ def _structure(schema: Mapping[str, object], param: str) -> Structure:
 
 @dataclass(frozen=True, slots=True)
 class _Hoisting:
-    """What moves a tool's schema into another."""
+    """Moves a tool's schema into another schema."""
 
     tool_name: str
     root: str

@@ -36,7 +36,7 @@ _ListPlace: TypeAlias = Literal[
     "content", "begun", "between", "call", "behind", "name", "arguments"
 ]
 _EXCESS = re.compile(r"(?:\s*[}\]),;])+")
-"""What models write behind a call in excess."""
+"""Excess characters that models write behind a call."""
 
 
 class _ObjectsReader(TurnReader):

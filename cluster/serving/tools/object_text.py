@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 __all__ = ["MAX_DEPTH", "ObjectText"]
 
 MAX_DEPTH = 100
-"""Nested containers; a deeper one is null, since parsers limit their recursion."""
+"""Nested containers; a deeper container is null, since parsers limit their recursion."""
 _MAX_NUMBER_LENGTH = 4300
 """The most digits that Python reads as an integer; a longer number is a string."""
 _MAX_KEY_LENGTH = 256
@@ -42,14 +42,14 @@ _OPEN_ESCAPE = re.compile(
     r"\\(?:u[0-9a-fA-F]{0,3}|U[0-9a-fA-F]{0,7}|x[0-9a-fA-F]?|[0-7]{0,2}"
     r"|N(?:\{[A-Za-z0-9 -]{0,88})?)?"
 )
-"""What may be the beginning of a longer escape."""
+"""A possible beginning of a longer escape."""
 _HIGH, _LOW = re.compile(r"\\u[dD][89abAB]"), re.compile(r"\\u[dD][c-fC-F][0-9a-fA-F]{2}")
 _OPEN_LOW = re.compile(r"(?:\\(?:u(?:[dD](?:[c-fC-F][0-9a-fA-F]?)?)?)?)?")
 _REPLACEMENT = "\\ufffd"
 
 
 _Where: TypeAlias = Literal["key", "colon", "value", "item", "comma"]
-"""What may follow in the innermost container."""
+"""The next part of the innermost container."""
 
 
 @dataclass(slots=True)
@@ -200,7 +200,7 @@ class ObjectText:
         return False
 
     def _begin_entry(self) -> None:
-        """Write what is before a key or a value."""
+        """Write the characters before a key or a value."""
         if self._where == "comma":
             self._damage()
             self._space = f",{self._space or ' '}"

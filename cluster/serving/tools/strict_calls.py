@@ -50,7 +50,7 @@ __all__ = ["strict_structure"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Form:
-    """What a model writes around the arguments of calls; `{name}` stands for the tool."""
+    """The text around the arguments of calls; `{name}` stands for the tool."""
 
     mark: str
     opening: Texts = ()
@@ -140,7 +140,7 @@ _FORMS: Mapping[ToolCallFormat, _Form] = {
     "qwen3_coder": _QWEN,
     "qwen3_xml": _QWEN,
 }
-"""All formats but `openai`, whose calls are messages."""
+"""All formats but `openai`, in which calls are messages."""
 
 
 def strict_structure(

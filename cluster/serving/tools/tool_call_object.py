@@ -16,7 +16,7 @@ _MAX_HEAD_LENGTH = 4096
 class ToolCallObject(ObjectText):
     """Reads `{"name": ..., "arguments": {...}}`, with keys in any order.
 
-    Arguments may also be a string that contains the object. Those of another type are left out.
+    Arguments may also be a string that contains the object. Arguments of another type are left out.
     """
 
     def __init__(self, *, marks: tuple[str, ...] = ()) -> None:
@@ -99,7 +99,7 @@ class ToolCallObject(ObjectText):
 
     def _skip(self) -> int:
         if self.name is not None and len(self._open) == 1:
-            # What follows is no part of the call.
+            # The rest is no part of the call.
             self.close()
             return 0
         return super()._skip()

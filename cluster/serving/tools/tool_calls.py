@@ -1,6 +1,6 @@
 """The formats in which models write tool calls, by the names of vLLM's parsers.
 
-The format depends on the chat template; each reader knows one. This module knows no protocol.
+The format depends on the chat template; each reader knows a format. This module knows no protocol.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ class ToolUse:
         return self._choice.kind == "named"
 
     def structure(self, answer: Structure | None, param: str | None) -> Structure | None:
-        """Return the structure of a turn whose answer has one, if any, which `param` requests.
+        """Return the structure of a turn with a structured answer, if any, which `param` requests.
 
         A forced call is not an answer. Raises InvalidRequestError.
         """
@@ -156,7 +156,7 @@ class ToolUse:
         return ChannelReader({}, answer=self.reader() if self.is_read else None, is_open=is_open)
 
     def _strict_structure(self) -> Structure:
-        """Return the structure of text and calls of which those of strict tools are valid."""
+        """Return the structure of text and calls in which calls of strict tools are valid."""
         tools = [
             tool if tool.is_strict else replace(tool, parameters=_ANY_OBJECT)
             for tool in self._tools
@@ -191,7 +191,10 @@ class ToolUse:
 
 
 def _only_allowed(tools: Sequence[Tool], allowed: Sequence[Tool]) -> list[Tool]:
-    """Return the tools that are allowed. Raises InvalidRequestError if one is none of them."""
+    """Return the allowed tools.
+
+    Raises InvalidRequestError if a name in `allowed` is no tool.
+    """
     by_name = {tool.name: tool for tool in tools}
     for one in allowed:
         if one.name not in by_name:
@@ -235,7 +238,7 @@ def check_allowed(given: object, param: str) -> None:
 def read_each_tool(
     given: object, param: str, read_tool: Callable[[object, str], Tool]
 ) -> list[Tool]:
-    """Return the tools of a parameter; `read_tool` reads one, given its place in the body.
+    """Return the tools of a parameter; `read_tool` reads a tool, given its place in the body.
 
     Raises InvalidRequestError.
     """

@@ -51,7 +51,7 @@ class TextDelta(NamedTuple):
 
 
 class TurnDelta:
-    """What a turn gained, in its order, which does not depend on the sizes of outputs."""
+    """Progress of a turn, in its order, which does not depend on the sizes of outputs."""
 
     __slots__ = ("parts",)
 
@@ -72,7 +72,7 @@ class TurnDelta:
 
     @property
     def calls(self) -> list[ToolCallDelta]:
-        """What the tool calls gained."""
+        """Progress of the tool calls."""
         return [part for part in self.parts if isinstance(part, ToolCallDelta)]
 
     def add_text(self, kind: Literal["reasoning", "content"], text: str) -> None:
@@ -85,7 +85,7 @@ class TurnDelta:
         self.parts.append(call)
 
     def add_delta(self, other: TurnDelta) -> None:
-        """Add what the turn gained then."""
+        """Add later progress of the turn."""
         self.parts += other.parts
 
     def drop_reasoning(self) -> None:

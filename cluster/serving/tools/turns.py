@@ -1,4 +1,4 @@
-"""The turns of one call: what its sequences write becomes reasoning, content and tool calls."""
+"""The turns of a call: reasoning, content and tool calls of its sequences."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Turn:
         return self._calls is None and (self._reasoning is None or self._reasoning.is_passed)
 
     def read(self, output: SequenceOutput) -> TurnDelta:
-        """Return what the turn gains by an output, all that was held back included at the end."""
+        """Return the progress of the turn by an output; at the end, also all text held back."""
         is_last = output.finish_reason is not None
         if self._channels is not None:
             self._count_in_channels(output.token_ids, self._channels)

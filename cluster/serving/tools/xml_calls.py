@@ -1,4 +1,4 @@
-"""Readers of tool calls whose arguments are elements, as Qwen3-Coder and GLM write them.
+"""Readers of tool calls with elements as arguments, as Qwen3-Coder and GLM write them.
 
 Models leave marks out. Every mark that cannot be a part of a value ends the value, and every mark
 behind an argument ends the call.
@@ -29,7 +29,7 @@ _FUNCTION_END = "</function>"
 _MAX_HEAD_LENGTH = 512
 """Characters of a name or a key with its marks."""
 _MAX_LITERAL_LENGTH = 2**15
-"""Characters of a literal of Python; to read longer ones would hold the event loop."""
+"""Characters of a literal of Python; reading longer literals would block the event loop."""
 _Answer = bool | None
 """None if more text is needed."""
 

@@ -55,7 +55,7 @@ class EmbeddingValidator:
             self._prompts = SentencePrompts.from_folder(config.model.folder)
             self._context = longest_text(config.model.folder, config.max_model_len)
         self._size = config.model.vector_size
-        # The last token of a causal decoder is the only one that attends to all others.
+        # Only the last token of a causal decoder attends to all others.
         attends_to_all = config.model.is_encoder or config.model.is_bidirectional
         default: Pooling = "mean" if attends_to_all else "last"
         self._pooling = _read_pooling(config.model.folder, default)

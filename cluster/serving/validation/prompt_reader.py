@@ -115,7 +115,7 @@ class PromptReader:
                 tenant=tenant,
                 is_truncated=is_truncated,
             )
-        # The caller rejects what is too long.
+        # The caller rejects prompts that are too long.
         if len(prompt) <= self._context:
             check_token_ids(prompt, self._vocab_size, param)
         return prompt
@@ -154,7 +154,7 @@ class PromptReader:
         """Return the token ids of a pair of texts, and how many of them are of type 0.
 
         The caller checks how many there are. `is_long` is `are_long` of all texts of the call.
-        Raises what `read_prompt` does, with the name of the text.
+        Raises the errors of `read_prompt`, with the name of the text.
         """
         self._check_pair(pair, params)
         encode = functools.partial(self._tokenizer.encode_pair, *pair)
@@ -177,8 +177,8 @@ class PromptReader:
     ) -> tuple[int, ...]:
         """Return the token ids of the question whether a document meets a query.
 
-        Otherwise as `read_pair`. Special tokens in the texts are ordinary text, unless those of
-        messages are parsed.
+        Otherwise as `read_pair`. Special tokens in the texts are ordinary text, unless special
+        tokens of messages are parsed.
         """
         self._check_pair(pair, params)
         check_unicode(instruction, "instruction")
@@ -291,7 +291,7 @@ class PromptReader:
     def _check_length(self, text: str, param: str, *, is_truncated: bool = False) -> None:
         """Raise ContextLengthError for a text that exceeds the context however it is tokenized.
 
-        One that is truncated may exceed it, within limits.
+        A text to be truncated may exceed it, within limits.
         """
         most = self._context * self._tokenizer.max_token_length
         allowed = f"the context of {self._context} tokens holds at most {most}"

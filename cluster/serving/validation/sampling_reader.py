@@ -1,4 +1,4 @@
-"""The sampling parameters of a call, with the model's defaults for those that it lacks.
+"""The sampling parameters of a call, completed with the model's defaults.
 
 `SamplingParams` checks the type and range of each field; this module checks the limits of the
 model, and combinations with other parts of a call.
@@ -66,7 +66,10 @@ class SamplingReader:
     def with_max_tokens(
         self, sampling: SamplingParams, num_prompt_tokens: int, given: GenerationInput
     ) -> SamplingParams:
-        """Return parameters whose `max_tokens` fits the context. Raises OutputLengthError."""
+        """Return parameters with a `max_tokens` that fits the context.
+
+        Raises OutputLengthError.
+        """
         room = self._context - num_prompt_tokens
         if "max_tokens" in given.sampling:
             if sampling.max_tokens > room:
@@ -155,7 +158,7 @@ def _check_structure(structure: object) -> None:
 
 
 def _strings_of(headers: object) -> Iterator[object]:
-    """Yield both parts of each header, or else what is not one."""
+    """Yield both parts of each header, or an invalid header itself."""
     if not isinstance(headers, tuple):
         yield headers
         return

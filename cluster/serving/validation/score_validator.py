@@ -41,7 +41,10 @@ class ScoreValidator:
         self._num_types = config.model.num_token_types
 
     async def validate(self, given: ScoreInput) -> EmbeddingRequest:
-        """Return the request, whose vectors are the scores. Raises RequestError."""
+        """Return the request; its vectors are the scores.
+
+        Raises RequestError.
+        """
         check_model_name(given.model, self._model)
         _, name = given.params
         if not 1 <= len(given.pairs) <= MAX_PAIRS:
@@ -76,7 +79,7 @@ class ScoreValidator:
             await asyncio.sleep(0)
         return EmbeddingRequest(
             texts=tuple(texts),
-            # The last token of a decoder is the only one that attends to all others.
+            # Only the last token of a decoder attends to all others.
             pooling="last" if self._is_decoder else "cls",
             is_normalized=False,
             size=1,

@@ -1,6 +1,6 @@
 """The prompts of a sentence-transformers checkpoint, which are written before texts.
 
-`config_sentence_transformers.json` names them, and says which one is the default.
+`config_sentence_transformers.json` names them, and the default.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["SentencePrompts"]
 
 
 class SentencePrompts:
-    """Prompts by name, and the one that is used if a client names none."""
+    """Prompts by name, and the default prompt."""
 
     def __init__(self, prompts: Mapping[str, str], default: str = "") -> None:
         self._prompts = prompts
@@ -48,7 +48,10 @@ class SentencePrompts:
         return cls(prompts, prompts[default])
 
     def prompt(self, name: str | None) -> str:
-        """Return the prompt of a name, or the default one. Raises InvalidRequestError."""
+        """Return the prompt of a name, or the default prompt.
+
+        Raises InvalidRequestError.
+        """
         if name is None:
             return self._default
         if name not in self._prompts:

@@ -215,7 +215,7 @@ class Validator:
         )
 
     def _end_token_ids(self, prompt: Prompt) -> tuple[int, ...]:
-        """Return the tokens that end what follows a prompt."""
+        """Return the tokens that end the text after a prompt."""
         infilling = self._tokenizer.infilling
         if infilling is None or not isinstance(prompt, InfillPrompt):
             return self._eos_token_ids
@@ -232,7 +232,7 @@ class Validator:
         return reasoning_after(self.reasoning, end)
 
     def _check_continuation(self, given: GenerationInput, num_sequences: int) -> None:
-        """Raise InvalidRequestError if the tokens so far cannot be those of this call."""
+        """Raise InvalidRequestError if the tokens so far cannot belong to this call."""
         if not given.is_continued:
             return
         assert given.continuation is not None
