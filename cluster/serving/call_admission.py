@@ -58,6 +58,11 @@ class CallAdmission:
         """Whether calls are accepted."""
         return self._phase is _Phase.READY
 
+    @property
+    def has_started(self) -> bool:
+        """Whether the model was loaded."""
+        return self._phase is not _Phase.STARTING
+
     def set_ready(self) -> bool:
         """Accept calls; return whether this is new. Has no effect once they are rejected."""
         if self._phase is not _Phase.STARTING:

@@ -171,6 +171,11 @@ class Servicer:
         )
 
     @property
+    def is_alive(self) -> bool:
+        """Whether the model was loaded and the engine has not failed permanently."""
+        return self._admission.has_started and not self.client.has_failed
+
+    @property
     def is_ready(self) -> bool:
         """Whether requests are accepted and the engine makes progress."""
         return self._admission.is_ready and self.client.is_healthy

@@ -67,14 +67,16 @@ class _ServerHandlers:
         self._page = openapi_page(self._document)
 
     def is_alive(self) -> bool:
-        return not self._servicer.client.has_failed
+        return self._servicer.is_alive
 
     def is_ready(self) -> bool:
         return self._servicer.is_ready
 
     async def health(self, call: HttpCall) -> Response:
-        if not self.is_alive():
+        if self._servicer.client.has_failed:
             raise EngineError("The engine has failed permanently; see the server log.")
+        if not self.is_alive():
+            raise EngineError("The model is not loaded yet.")
         return json_response(HEALTHY)
 
     async def ready(self, call: HttpCall) -> Response:

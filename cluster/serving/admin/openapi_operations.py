@@ -299,7 +299,7 @@ OPERATIONS = (
     ApiOperation(
         id="getHealth",
         path="/health",
-        summary="Check liveness: the server responds and its engine has not failed permanently.",
+        summary="Check liveness: the model is loaded and the engine has not failed permanently.",
         response_text="The server is alive.",
         contents=((_JSON, "Status"),),
         errors=(500, 503),

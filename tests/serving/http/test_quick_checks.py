@@ -149,5 +149,7 @@ async def test_checks_that_do_not_succeed_are_for_the_application(tokenizer: Tok
     servicer = Servicer(client, tokenizer, engine_config())
     app = build_http_app(servicer, allowed_hosts=AllowedHosts())
     paths = ("/health", "/ping", "/ready", "/v1/models", "/nothing")
+    assert not any(app.passes_check(path, "10.0.0.7") for path in paths)
+    servicer.set_ready()
     assert [path for path in paths if app.passes_check(path, "10.0.0.7")] == ["/health", "/ping"]
     assert not any(app.passes_check(path, "evil.example") for path in paths)
