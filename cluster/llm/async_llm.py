@@ -80,7 +80,7 @@ class AsyncLLM(PublicLLM):
                 )
             self._config = config
             self._tokenizer = Tokenizer.from_config(config)
-            # Each text waits for its turn: one that is rejected would be read again and again.
+            # Each text waits for its turn: a rejected text would be read again and again.
             text_pool = TextPool(max_waiting=sys.maxsize)
             self._validator = Validator(config, self._tokenizer, text_pool=text_pool)
             self._requests = RequestMaker(self._validator, config)

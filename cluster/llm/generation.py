@@ -72,8 +72,9 @@ class Completion:
     content: str = ""
     """The text after the reasoning; the whole text if there is no reasoning."""
     logprobs: tuple[Mapping[int, Logprob], ...] | None = None
-    """For each token, its log-probability and those of the most likely tokens at its position; None
-    if not requested."""
+    """For each token, its log-probability and the most likely tokens at its position; None if not
+    requested.
+    """
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -106,7 +107,7 @@ class Generation:
 
 
 class _Progress:
-    """What one completion has so far, or since the last result."""
+    """The progress of a completion, so far or since the last result."""
 
     def __init__(
         self, index: int, reader: ReasoningReader | ChannelTexts | None, *, has_text: bool
@@ -144,7 +145,7 @@ class _Progress:
         self._last = output
 
     def clear(self) -> None:
-        """Forget what the last result has."""
+        """Forget the contents of the last result."""
         self._text = self._reasoning = self._content = ""
         self._token_ids.clear()
         self._logprobs.clear()
@@ -235,11 +236,11 @@ class Collector:
         return output
 
     def generation(self) -> Generation:
-        """Return what there is so far, of all completions."""
+        """Return all completions so far."""
         return self._result(self._progress)
 
     def take_delta(self) -> Generation:
-        """Return what completions gained since the last call, of those that did."""
+        """Return the progress of completions since the last call, without unchanged completions."""
         found = self._result([one for one in self._progress if one.has_news])
         for one in self._progress:
             one.clear()
@@ -360,7 +361,7 @@ class BeamSearchOutput:
 
 
 class BeamSearches:
-    """The searches of some prompts, whose steps are computed together."""
+    """The searches of some prompts; their steps are computed together."""
 
     def __init__(self, prompts: Sequence[Request], params: BeamSearchParams) -> None:
         """The request of each prompt has the parameters `params.sampling`.

@@ -72,7 +72,7 @@ _CLOSED = "The LLM is closed; create another one."
 _FIRST_PART = 16
 """Number of prompts of a call that are validated before the first of them is submitted."""
 _LARGEST_PART = 256
-"""Maximum number of prompts that are validated before the tokens of running ones are collected."""
+"""Maximum number of prompts that are validated before tokens of running prompts are collected."""
 
 
 class LLM(PublicLLM):
@@ -199,7 +199,7 @@ class LLM(PublicLLM):
 
     @property
     def vocab_size(self) -> int:
-        """The number of token ids; those of prompts must be below it."""
+        """The number of token ids; ids in prompts must be lower."""
         return self._vocab_size
 
     @property

@@ -41,7 +41,7 @@ _REJECTED: Mapping[str, str] = {
     "tokenization_kwargs": "tokenize prompts in the program, and pass their token ids",
     "trace_headers": "only requests to a server are part of traces",
 }
-"""Arguments, and what to use instead or why not."""
+"""Arguments, each with an alternative or the reason."""
 _WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     "chat_template_content_format": (None, "auto", "openai", "string"),
     "priority": (None, 0),
@@ -95,7 +95,7 @@ _MISSING: Mapping[str, str] = {
     "tokenizer": "use get_tokenizer()",
     "wait_for_requests_to_drain": "await the requests",
 }
-"""Attributes of vLLM's classes, and what to use instead or why not."""
+"""Attributes of vLLM's classes, each with an alternative or the reason."""
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
@@ -109,7 +109,7 @@ class LLMOptions(TypedDict, total=False):
     tensor_parallel_size: int
     """Number of ranks, one per device, that the model is sharded over."""
     device: Device | None
-    """None selects a GPU if there is one."""
+    """None selects a GPU if available."""
     dtype: (
         Literal["auto", "half", "fp16", "float16", "bf16", "bfloat16", "float", "fp32", "float32"]
         | None
@@ -148,7 +148,7 @@ class LLMOptions(TypedDict, total=False):
     enable_kept_cpu_pool: bool
     """Keep the CPU blocks when ranks are replaced, so that the new ranks reuse their prefixes."""
     cpu_pool_checksums: bool
-    """When a rank is replaced, drop CPU blocks whose checksum does not match."""
+    """When a rank is replaced, drop CPU blocks with a wrong checksum."""
     disk_cache_folder: str
     """Folder for files of prefixes evicted from the CPU blocks."""
     disk_cache_bytes: int
@@ -178,7 +178,7 @@ class LLMOptions(TypedDict, total=False):
     trust_request_chat_template: bool
     """Only affects servers; `chat` always accepts a template."""
     generation_config: str
-    """`auto`, `none`, or a folder whose generation_config.json has the default parameters."""
+    """`auto`, `none`, or a folder with a generation_config.json for the default parameters."""
     override_generation_config: dict[str, object] | None
     """Default parameters that take precedence over generation_config.json."""
     revision: str | None
@@ -190,7 +190,7 @@ class LLMOptions(TypedDict, total=False):
     download_dir: str | None
     """Folder of the Hub's cache on each node."""
     hf_overrides: dict[str, object] | None
-    """Fields that replace those of config.json."""
+    """Replacements of fields of config.json."""
 
     gpu_memory_utilization: float
     """The same as `memory_fraction`."""
@@ -211,10 +211,10 @@ class LLMOptions(TypedDict, total=False):
 
 
 def with_vllm_arguments(method: Callable[Given, Result]) -> Callable[Given, Result]:
-    """Return a method that accepts vLLM's defaults, and says what to use for other values.
+    """Return a method that accepts vLLM's defaults, and names alternatives to other values.
 
     It raises InvalidRequestError for an argument of vLLM's that would have an effect, and TypeError
-    for one that vLLM does not have either.
+    for an argument that vLLM does not have either.
     """
 
     @functools.wraps(method)
@@ -233,7 +233,7 @@ def with_vllm_arguments(method: Callable[Given, Result]) -> Callable[Given, Resu
 
 
 class PublicLLM:
-    """What `LLM` and `AsyncLLM` say about themselves, and about names of vLLM's that they lack."""
+    """Information about `LLM` and `AsyncLLM`, and about vLLM's names that they lack."""
 
     _CLOSE = "close"
 

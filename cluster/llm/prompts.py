@@ -62,7 +62,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class SaltedPrompt:
-    """A prompt, whose prefixes are shared only with others of the same salt."""
+    """A prompt with prefixes that are shared only with prompts of the same salt."""
 
     value: Prompt
     salt: str = ""
@@ -71,7 +71,10 @@ class SaltedPrompt:
 def read_prompts(
     given: GivenPrompt | Sequence[GivenPrompt], param: str = "prompts"
 ) -> list[SaltedPrompt]:
-    """Return the prompts of a call, of which there may be one. Raises InvalidRequestError."""
+    """Return the prompts of a call, or its only prompt.
+
+    Raises InvalidRequestError.
+    """
     if isinstance(given, str | Mapping):
         return [_read_prompt(given, param)]
     items = _items_of(given, param)
@@ -89,7 +92,10 @@ def read_conversations(
     variables: Mapping[str, object] | None,
     template: str | None,
 ) -> list[SaltedPrompt]:
-    """Return the conversations of a call, of which there may be one. Raises InvalidRequestError."""
+    """Return the conversations of a call, or its only conversation.
+
+    Raises InvalidRequestError.
+    """
     for name, value, kind, noun in (
         ("tools", tools, Iterable, "list"),
         ("chat_template_kwargs", variables, Mapping, "dictionary"),
@@ -136,7 +142,10 @@ def read_stream_prompt(given: GivenPrompt | Conversation) -> SaltedPrompt:
 
 
 def read_texts(given: str | Iterable[str], param: str) -> list[str]:
-    """Return the texts of a call, of which there may be one. Raises InvalidRequestError."""
+    """Return the texts of a call, or its only text.
+
+    Raises InvalidRequestError.
+    """
     if isinstance(given, str):
         return [given]
     if isinstance(given, Iterable) and not isinstance(given, Mapping):
@@ -256,7 +265,7 @@ class SampledPrompt:
 
 
 class RequestMaker:
-    """Makes requests of prompts, which have a seed each if the model was given one."""
+    """Makes requests of prompts, with a seed each if the model was given a seed."""
 
     def __init__(
         self,
@@ -267,7 +276,7 @@ class RequestMaker:
         self.recommended: Mapping[str, Any] = dict(config.sampling_defaults)
         """The fields of parameters that the model's file sets."""
         self.default_params = SamplingParams(**self.recommended)
-        """The parameters of requests without any: those that the model's file recommends."""
+        """The default parameters of requests, which the model's file recommends."""
         self._validator = validator
         self._seeds = None if config.seed is None else random.Random(config.seed)
 

@@ -44,15 +44,17 @@ __all__ = [
 ]
 
 HELD_POLL_S = 0.05
-"""Time between two attempts to submit what the queue has no room for."""
+"""Time between two attempts to submit requests to a full queue."""
 _NUM_LEAST = 256
 """Requests that may always run: up to this many, a GPU spends most of a step reading weights."""
 _EXTRA_SHARE = 16
-"""The share of the requests that would end with the longest one is a sixteenth larger, since
-requests that begin later also have prompts."""
+"""The share of the requests that would end with the longest request is a sixteenth larger, since
+requests that begin later also have prompts.
+"""
 _GROUP_SHARE = 8
-"""Requests begin in groups of an eighth of those that run, since a step with prompts takes longer
-to launch."""
+"""Requests begin in groups of an eighth of the running requests, since a step with prompts takes
+longer to launch.
+"""
 
 
 class RequestRunner:
@@ -148,7 +150,7 @@ class _Call:
     def take_events(self, timeout_s: float | None) -> None:
         """Wait for events and pass them to their collectors. Raises EngineError.
 
-        Without a timeout, it waits until there is one.
+        Without a timeout, it waits until there is an event.
         """
         for events in _by_sequence(self._buffer.take_events(timeout_s)):
             index = self._indices[events[0].request_id]
@@ -179,12 +181,12 @@ class _Call:
     def finish(self) -> list[Generation]:
         """Wait for the ends of all requests, and return their results. Raises EngineError."""
         while self._num_finished < len(self._collectors):
-            # A queue filled by other calls drains without an event for this one.
+            # A queue filled by other calls drains without an event for this call.
             self.take_events(HELD_POLL_S if self._waiting else None)
         return [one.generation() for one in self._collectors]
 
     def abort(self) -> None:
-        """End all requests, also those that were not submitted."""
+        """End all requests, also requests that were not submitted."""
         for request_id in self._indices:
             self._controller.abort_request(request_id)
 
@@ -229,7 +231,7 @@ def _by_sequence(events: Iterable[TokenEvent]) -> Collection[Sequence[TokenEvent
 
 
 def longest_first(lengths: Sequence[int]) -> list[int]:
-    """Return the indices of `lengths` from the largest to the smallest; equal ones keep order."""
+    """Return the indices of `lengths`, largest first; equal lengths keep their order."""
     return sorted(range(len(lengths)), key=lambda index: -lengths[index])
 
 
@@ -268,7 +270,7 @@ class CallWidth:
         return num_free if num_free >= num_grouped else 0
 
     def _widen(self) -> None:
-        """Let more requests run if those that are left are shorter than expected."""
+        """Let more requests run if the remaining requests are shorter than expected."""
         if self._num_tokens:
             num_most = -(-self._num_tokens // self._lengths[self._first])
             self._num_most = max(self._num_most, num_most + num_most // _EXTRA_SHARE)

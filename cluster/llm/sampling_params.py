@@ -57,7 +57,7 @@ _REJECTED: Mapping[str, str] = {
     "truncate_prompt_tokens": "truncate prompts in the program, or over HTTP with this parameter",
     "use_beam_search": "call beam_search()",
 }
-"""Fields of vLLM's class that this one lacks, and what to use instead."""
+"""Fields of vLLM's class that this class lacks, each with an alternative."""
 _WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     "best_of": (1,),
     "early_stopping": (False,),
@@ -70,7 +70,7 @@ _WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     "spaces_between_special_tokens": (True,),
     "use_beam_search": (False,),
 }
-"""Values of vLLM's fields that ask for what happens anyway; so does None."""
+"""Values of vLLM's fields that ask for our behavior; so does None."""
 
 
 class _FieldNames(msgspec.StructMeta):
@@ -84,7 +84,7 @@ class _FieldNames(msgspec.StructMeta):
 
 
 def _check_unknown(name: str, value: object, known: Sequence[str]) -> None:
-    """Raise an error unless a field of vLLM asks for what happens anyway."""
+    """Raise an error unless a field of vLLM asks for our behavior."""
     allowed = _WITHOUT_EFFECT.get(name, ())
     if name in (*_REJECTED, *_WITHOUT_EFFECT) and (value is None or value in allowed):
         return
@@ -107,7 +107,7 @@ class SamplingParams(
     kw_only=True,
     omit_defaults=True,
 ):
-    """How tokens are sampled, when generation stops, and what the text contains.
+    """How tokens are sampled, when generation stops, and the contents of the text.
 
     Raises InvalidRequestError, which names the field and its allowed values.
     """
@@ -121,10 +121,11 @@ class SamplingParams(
     allowed_token_ids: Sequence[int] | None = ()  # type: ignore[assignment]  # as above
     """Token ids that may be generated, including end-of-sequence tokens; empty allows all."""
     logprob_token_ids: Sequence[int] | None = ()  # type: ignore[assignment]  # as above
-    """Token ids whose log-probabilities are returned in place of those of the most likely tokens;
-    requires `logprobs`."""
+    """Token ids to return log-probabilities for, in place of the most likely tokens; requires
+    `logprobs`.
+    """
     bad_words: Sequence[str] | None = ()  # type: ignore[assignment]  # as above
-    """Texts whose tokens are not generated in sequence."""
+    """Texts that are not generated."""
     logit_bias: Mapping[int, float] | None = {}  # type: ignore[assignment]  # as above
     """Added to the logits of these token ids."""
     detokenize: bool = True

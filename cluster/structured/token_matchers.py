@@ -30,7 +30,7 @@ _MAX_LINE_FEEDS = 2
 
 
 class TokenMatcher(Protocol):
-    """A position in a grammar, or in what surrounds it."""
+    """A position in a grammar, or in the text around it."""
 
     @property
     def is_complete(self) -> bool:
@@ -91,7 +91,7 @@ class MarkMatcher:
     ) -> None:
         """The token stands for `text`, with which a text of the grammar must begin.
 
-        With `text_index`, free text may precede it, whose tokens the index knows.
+        With `text_index`, free text may precede it; the index knows its tokens.
         """
         self._matcher = matcher
         self._token_id = token_id
@@ -149,7 +149,7 @@ class MarkMatcher:
 
 
 class ReasoningBudget:
-    """Allows what another matcher allows, until the reasoning has as many tokens as it may have.
+    """Allows the tokens of another matcher, until the reasoning has as many tokens as it may have.
 
     From then on, only the mark of its end is allowed. It is a TokenMatcher.
     """
@@ -248,7 +248,7 @@ class ReasoningMatcher:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the grammar matches what follows the reasoning."""
+        """Whether the grammar matches the text after the reasoning."""
         if self._headers:
             return False
         return self._matcher.is_complete and self._tracker.place is not ReasoningPlace.INSIDE

@@ -57,7 +57,7 @@ class TokenIndex:
     """The tokens of a vocabulary in the order of their bytes."""
 
     def __init__(self, tokens: Sequence[bytes], special_token_ids: Mapping[str, int]) -> None:
-        """Tokens without bytes, which special ones are, are never found."""
+        """Tokens without bytes, such as special tokens, are never found."""
         self.tokens = tokens
         self._special = {one: text.encode() for text, one in special_token_ids.items()}
         self._ids = sorted(
@@ -67,7 +67,7 @@ class TokenIndex:
         self._containing: dict[bytes, tuple[int, ...]] = {}
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Return the bytes of a token, even of a special one; empty for one that ends a text."""
+        """Return the bytes of a token, even of a special token; empty for an end-of-text token."""
         return self.tokens[token_id] or self._special.get(token_id, b"")
 
     def beginning_with(self, text: bytes) -> list[int]:

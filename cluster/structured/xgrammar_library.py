@@ -63,7 +63,7 @@ def _imported() -> Any:
             with _stubbed(torch=_StubModule("torch"), transformers=_StubModule("transformers")):
                 import xgrammar
         except Exception:
-            # This release needs more than the stubs: remove what was partly imported.
+            # This release needs more than the stubs: remove the partly imported modules.
             for name in [name for name in sys.modules if name.partition(".")[0] == "xgrammar"]:
                 del sys.modules[name]
     import xgrammar
@@ -105,7 +105,7 @@ class XGrammarLibrary:
         return _with_size(self._compiler.compile_grammar(text))
 
     def compile_alone(self, text: str) -> tuple[Any, int]:
-        """Return what `compile_grammar` does, without the cache and in the calling thread only.
+        """Run `compile_grammar` without the cache and in the calling thread only.
 
         The library ends the process if another thread of it runs out of memory.
         """

@@ -101,7 +101,7 @@ class ElementNotation:
     key_end: Expression
     value_end: str
     line: str
-    """What is before the end mark, and no part of the value."""
+    """The text before the end mark that is no part of the value."""
 
     def rules(self) -> dict[str, Expression]:
         """Return the rules that the arguments of all calls share."""
@@ -139,7 +139,7 @@ class _ElementValues:
         self._strings = RawStrings(rules)
 
     def value_of(self, member: Member) -> Expression:
-        """Return what the value of a member may be, as it is read back."""
+        """Return the possible values of a member, as they are read back."""
         schema, root = member.schema, self._root
         kinds = kinds_of(schema, root)
         if is_unrestricted(schema, root) and (not kinds or "string" in kinds):
@@ -192,7 +192,7 @@ def _checked_key(member: Member) -> str:
 
 
 def _as_element(expression: Expression) -> Expression | None:
-    """Return what replaces a part of JSON, so that no end mark can be in a string of it."""
+    """Return a replacement for a part of JSON, in which no string can contain an end mark."""
     match expression:
         case Text(text) if "<" in text:
             return Text(text.replace("<", _ESCAPED_ANGLE))
@@ -289,7 +289,7 @@ def _without_angle(expression: Expression) -> Expression | None:
 
 
 def read_value(text: str, kinds: Set[str]) -> object:
-    """Return the value of a text; one that is not JSON of an allowed type is a string.
+    """Return the value of a text; a text that is not JSON of an allowed type is a string.
 
     `kinds` are the types that the schema allows, empty if it does not specify them.
     """
@@ -374,7 +374,7 @@ PYTHON_RULES: dict[str, Expression] = {
 }
 
 
-"""What the arguments of all calls share."""
+"""Rules that the arguments of all calls share."""
 
 Notation = Literal["json", "python", "parameters", "arg_keys"]
 """How arguments are written."""
@@ -390,7 +390,7 @@ _RULES: Mapping[Notation, dict[str, Expression]] = {
     "parameters": PARAMETERS.rules(),
     "arg_keys": ARG_KEYS.rules(),
 }
-"""What the arguments of all calls share."""
+"""Rules that the arguments of all calls share."""
 
 
 class CallText(msgspec.Struct, frozen=True, array_like=True):
@@ -409,11 +409,11 @@ class CallsStructure(msgspec.Struct, frozen=True, kw_only=True):
     mark: str
     """How calls begin; it may be a special token."""
     opening: Texts
-    """What follows the mark."""
+    """The text after the mark."""
     calls: tuple[CallText, ...]
     separator: Texts
     closing: Texts
-    """What ends the turn, after its calls."""
+    """The end of the turn, after its calls."""
     is_parallel: bool
     """Whether there may be several calls."""
     notation: Notation = "json"
@@ -423,7 +423,7 @@ class LeadingCallsStructure(CallsStructure, frozen=True, kw_only=True):
     """The text of a structure of this kind, as JSON; the mark is optional in it."""
 
     beginnings: tuple[Texts, ...]
-    """What a turn cannot begin with unless it consists of calls."""
+    """Beginnings that only a turn of calls can have."""
 
 
 _Given = TypeVar("_Given", bound=CallsStructure)

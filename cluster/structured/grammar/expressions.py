@@ -49,7 +49,7 @@ MAX_COST = 1024
 MAX_OPTIONAL_RUN = 256
 """Consecutive optional parts; these make about 30 000 transitions."""
 _MAX_STATES = 192
-"""States counted for one repetition: xgrammar does not unroll longer ones."""
+"""States counted for a repetition: xgrammar does not unroll longer repetitions."""
 _NUM_WIDE_LETTERS = 16
 
 

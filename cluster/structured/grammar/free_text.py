@@ -28,7 +28,7 @@ MAX_STATES = 128
 """Nearly all tokens may follow each of them, which takes long to compile."""
 _LAST_WHITESPACE = 0x3000
 _WHITESPACE = tuple(filter(str.isspace, map(chr, range(_LAST_WHITESPACE + 1))))
-"""What readers skip, as Python's strip does."""
+"""Whitespace that readers skip, as Python's strip does."""
 
 Texts = tuple[str, ...]
 """Literal texts with optional whitespace between them."""
@@ -47,13 +47,14 @@ def spaced(texts: Texts) -> Expression:
 def text_until(
     stops: Mapping[str, Expression], prefix: str, *, may_end: bool
 ) -> tuple[dict[str, Expression], Expression]:
-    """Return rules, named with a prefix, and text in which no stop occurs, or one at its end.
+    """Return rules, named with a prefix, and text without a stop, or with a stop at its end.
 
-    The expression of a stop is what follows it. With `may_end`, the text may also end without.
+    The expression of a stop is its continuation. With `may_end`, the text may also end without a
+    stop.
     """
     # A state is the longest end of the text that begins a stop.
     states = {""} | {stop[:length] for stop in stops for length in range(1, len(stop))}
-    # Those after a stop are never reached.
+    # States after a stop are never reached.
     states = {one for one in states if not any(stop in one for stop in stops)}
     names = {state: f"{prefix}{number}" for number, state in enumerate(sorted(states))}
     letters = sorted({letter for stop in stops for letter in stop})

@@ -44,7 +44,7 @@ def grammar_text(structure: Structure) -> str:
 
 
 def _written(grammar: Grammar) -> str:
-    """Return the EBNF of the calls of several tools, whose arguments are often similar."""
+    """Return the EBNF of the calls of several tools; their arguments are often similar."""
     return write_ebnf(*inline_rules(*with_shared_parts(*grammar, "common")))
 
 

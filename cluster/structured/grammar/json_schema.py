@@ -1,7 +1,7 @@
 """Converts JSON schemas to grammars: every text of the grammar is valid under the schema.
 
 The converse does not hold: properties come in the order of the schema, without any additional
-ones. A keyword that cannot be enforced is rejected by its name.
+properties. A keyword that cannot be enforced is rejected by its name.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ class _SchemaReader:
             fail(f"{path}/prefixItems", "must be a list of schemas")
         items = schema.get("items", not prefix)
         if must_differ(schema, path) and (maximum is None or maximum > 1):
-            # It rejects what is not supported.
+            # It rejects unsupported keywords.
             self.read(items, f"{path}/items", depth=depth + 1, unguarded=())
             plain = resolve(self._plain_root, f"{path}/items", path) if "items" in schema else items
             values = finite_values(plain, self._plain_root)
@@ -408,7 +408,7 @@ def members_in_order(
     *,
     separator: Concat = COMMA,
 ) -> Expression:
-    """Return members in order with a separator; those that are not required may be omitted.
+    """Return members in order with a separator; optional members may be omitted.
 
     `rules` gets rules for parts of them, most of which are used once.
     """
@@ -490,7 +490,7 @@ def _short(part: Expression, rules: dict[str, Expression]) -> Expression:
 
 
 def leading_items(items: Sequence[Expression], minimum: int, more: Expression) -> Expression:
-    """Return items in order, of which those after the first `minimum` are optional."""
+    """Return items in order; items after the first `minimum` are optional."""
     following = more
     for index in range(len(items) - 1, -1, -1):
         comma = () if index == 0 else (Text(","), SPACE)
@@ -520,7 +520,7 @@ def unique_items(
 ) -> Expression:
     """Return arrays of `minimum` to `maximum` different values, in any order.
 
-    `values` are those that items may have; None are unlimited. Rules are added to `rules`.
+    Items have these `values`; None are unlimited. Rules are added to `rules`.
     """
     if values is None:
         fail(

@@ -103,7 +103,7 @@ def surrounded(left: str, inside: Expression, right: str) -> Expression:
 
 
 def as_json_string(expression: Expression) -> Expression:
-    """Return JSON strings whose content matches an expression."""
+    """Return JSON strings with contents that match an expression."""
     return Concat((_QUOTE, _as_content(expression), _QUOTE))
 
 
@@ -166,7 +166,7 @@ _INTEGER = Alternation(
 )
 """Integers of 64 bits."""
 _E = _one_of("eE")
-# Numbers are finite as doubles, and may have more digits than those.
+# Numbers are finite as doubles, and may have more digits than doubles.
 _NUMBER = Concat(
     (
         _SIGN,

@@ -47,7 +47,7 @@ def with_loops_as_rules(
 
 
 class _LoopRewriter:
-    """Works from the end to the beginning, since the rule of a loop includes what follows it."""
+    """Works from the end backward, since the rule of a loop includes everything behind it."""
 
     def __init__(self, prefix: str) -> None:
         self.rules: dict[str, Expression] = {}
@@ -135,8 +135,8 @@ def counted_letters(
 ) -> Expression:
     """Return `minimum` to `maximum` letters and the end after them.
 
-    A letter is any of `letters`, each of which matches one. The rules that are added to `rules`
-    have names that begin with `prefix`; calls with the same letters and end may share it.
+    A letter is any of `letters`, each of which matches a letter. The names of rules added to
+    `rules` begin with `prefix`; calls with the same letters and end may share it.
     """
     chain = _LetterChain(letters, end, prefix, rules)
     if maximum is not None and maximum <= MAX_CHAIN:
@@ -156,7 +156,7 @@ def counted_letters(
     whole = Concat((blocks, chain.letters(num_left, most)))
     if not num_required:
         return whole
-    # Nothing follows a required block but another one, so the same letters are in blocks that
+    # Nothing follows a required block but another block, so the same letters are in blocks that
     # begin half a block later, too.
     half = size // 2
     if most is not None and num_blocks == num_required:
@@ -209,7 +209,7 @@ class _LetterChain:
         following: tuple[Expression, ...] | None,
         end: tuple[Expression, ...] | None,
     ) -> None:
-        """Add a rule of a letter and what follows it, or the end, unless they are None."""
+        """Add a rule of a letter and its continuation, or the end, unless they are None."""
         choices: list[Expression] = []
         ahead: tuple[Expression, ...] = ()
         if following is not None:

@@ -49,7 +49,7 @@ _CLASSES: dict[str, Ranges] = {
     "W": complement(_WORD).ranges,
     "S": complement(_ALL_SPACES).ranges,
 }
-# A negated set excludes what it excludes in either language.
+# A negated set excludes everything that it excludes in either language.
 _NEGATED_CLASSES = {**_CLASSES, "s": _ALL_SPACES, "S": complement(_SPACES).ranges}
 # The line terminators of both languages.
 _LINE_ENDS: Ranges = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))

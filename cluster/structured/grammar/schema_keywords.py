@@ -43,7 +43,7 @@ MAX_COUNT = 4096
 """The largest minLength, minItems and minProperties."""
 _MOST = 2**17
 _INDEX = re.compile("0|[1-9][0-9]{0,4}")
-"""What a JSON pointer to an item of a list contains."""
+"""The index in a JSON pointer to an item of a list."""
 Schema = Mapping[str, object]
 ANNOTATIONS = frozenset(
     (
@@ -111,7 +111,7 @@ def fail(path: str, what: str) -> NoReturn:
 def check_keywords(schema: Schema, path: str) -> set[str]:
     """Return the keywords of a schema that restrict values.
 
-    Raises InvalidRequestError for a keyword that cannot be enforced, and for a misspelled one.
+    Raises InvalidRequestError for a keyword that cannot be enforced or is misspelled.
     """
     for keyword in sorted(schema.keys() - KNOWN):
         beside = _UNEVALUATED.get(keyword, keyword)
@@ -229,7 +229,7 @@ def kinds_of(schema: object, root: object) -> frozenset[str]:
 
 
 def resolved(schema: object, root: object) -> object:
-    """Return what a schema that only refers to another one stands for."""
+    """Return the schema that a schema refers to, if it only refers."""
     for _ in range(_MAX_DEPTH):
         if not isinstance(schema, Mapping):
             break
@@ -340,7 +340,7 @@ def _differ(a: Mapping[str, object], b: Mapping[str, object]) -> bool:
         return True
     if types_a != {"object"} or types_b != {"object"}:
         return False
-    # A property that both require and whose values differ.
+    # A property that both require, with different values.
     required_a, required_b = _required_properties(a), _required_properties(b)
     return any(
         _values_differ(part, required_b[name])

@@ -199,7 +199,7 @@ def numbers_between(
 def _whole_bounds(
     low: Fraction | None, high: Fraction | None, *, is_low_open: bool, is_high_open: bool
 ) -> tuple[int, int]:
-    """Return the first and the last integer: those of 64 bits, or others if there is none."""
+    """Return the first and the last integer, of 64 bits if such integers exist."""
     first = None if low is None else floor(low) + 1 if is_low_open else ceil(low)
     last = None if high is None else ceil(high) - 1 if is_high_open else floor(high)
     most = _MAX_UINT64 if last is not None else _INT64[1]
@@ -304,7 +304,7 @@ def _of_length(low: str, high: str, writer: _Writer) -> list[Expression]:
         return writer.numbers(low, None, len(low))
     parts: list[Expression] = []
     length = len(low)
-    # A bound whose remaining digits are unrestricted is merged into the middle range.
+    # A bound with unrestricted remaining digits is merged into the middle range.
     is_low_whole = set(low[same + 1 :]) <= {"0"}
     is_high_whole = set(high[same + 1 :]) <= {"9"}
     # Numbers that share a prefix with `low`, or with `high`, and the middle range.
@@ -413,7 +413,7 @@ class Multiples:
     def _choice(
         self, digits: Iterable[int], rest: int, num_digits: int, divisor: int
     ) -> Expression | None:
-        """Return one of these digits and those that complete a multiple; None if none do."""
+        """Return one of these digits and the digits that complete a multiple; None if none do."""
         by_rest: dict[int, list[int]] = {}
         for digit in digits:
             changed = (rest + digit * 10 ** (num_digits - 1)) % divisor

@@ -1,7 +1,7 @@
-"""Writes schemas with fewer keywords: merges combined ones, and spells those of draft 7 anew.
+"""Writes schemas with fewer keywords: merges combined schemas, and replaces those of draft 7.
 
-What is written allows no value that the original schema does not allow. A schema that cannot be
-written anew stays as it is, so that its reader rejects it by the name of the keyword.
+The result allows no value that the original schema does not allow. A schema that cannot be
+rewritten stays as it is, so that its reader rejects it by the name of the keyword.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MAX_MERGES = 1024
 """Merges of one schema; branches within branches may need a power of two of them."""
 
 _MAX_EXPONENT = 400
-"""The largest exponent of a number; no float has a larger one."""
+"""The largest exponent of a number; no float has a larger exponent."""
 
 
 def rewritten(root: object) -> object:
@@ -45,7 +45,7 @@ class _Rewriter:
     def __init__(self, root: object) -> None:
         self._root = root
         self._targets: dict[str, object] = {}
-        """Schemas of references that are merged, by pointer; of those being read, as they are."""
+        """Schemas of merged references, by pointer; unmerged while being read."""
         self._num_merges = 0
 
     def schema(self, given: object, depth: int) -> object:
@@ -97,7 +97,7 @@ class _Rewriter:
             found["properties"] = {name: value for name in listed if name in known}
 
     def _combined(self, found: _Json, depth: int) -> object:
-        """Merge allOf, and what stands beside anyOf and oneOf with each branch."""
+        """Merge allOf, and the keywords beside anyOf and oneOf with each branch."""
         for name in ("anyOf", "oneOf"):
             branches = found.get(name)
             if isinstance(branches, list) and any(part is not False for part in branches):
@@ -200,7 +200,7 @@ def _names(value: object) -> list[str]:
 
 
 def _permits(a: _Json, b: _Json) -> bool:
-    """Return whether all properties of `b` are among those of `a`, if `a` limits others."""
+    """Return whether `a` has all properties of `b`, if `a` limits others."""
     if _is_any(a.get("additionalProperties", True)) and "patternProperties" not in a:
         return True
     properties = a.get("properties", {})

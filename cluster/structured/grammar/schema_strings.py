@@ -1,4 +1,4 @@
-"""The strings that a JSON schema allows, and what they cost to compile."""
+"""The strings that a JSON schema allows, and their cost of compilation."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class SchemaStrings:
             try:
                 return self._pattern(schema["pattern"], schema, path, "pattern")
             except InvalidRequestError:
-                # What has no grammar, such as a lookahead, usually belongs to the format.
+                # A pattern without a grammar, such as a lookahead, usually belongs to the format.
                 if "format" not in schema or _format_of(schema, path) is None:
                     raise
         if "format" in schema and (found := _format_of(schema, path)) is not None:
@@ -132,7 +132,7 @@ class SchemaStrings:
 
 
 def limited_string(rules: dict[str, Expression], minimum: int, maximum: int | None) -> Expression:
-    """Return JSON strings of `minimum` to `maximum` characters, whose rules are added to `rules`.
+    """Return JSON strings of `minimum` to `maximum` characters; `rules` gets their rules.
 
     All strings share them, as they are slow to compile.
     """
@@ -148,8 +148,8 @@ def found_in(pattern: str, text: Expression) -> tuple[Expression, ...]:
     Raises InvalidRequestError.
     """
     expression = read_regex(pattern)
-    # Without an anchor the pattern may match anywhere in the string. One that belongs to the first
-    # or last alternative only is applied to all of them, which allows no other strings.
+    # Without an anchor the pattern may match anywhere in the string. An anchor of the first or last
+    # alternative only is applied to all of them, which allows no other strings.
     before = () if pattern.startswith("^") else (text,)
     after = () if ends_with_anchor(pattern) else (text,)
     return (*before, expression, *after)

@@ -46,7 +46,7 @@ def with_shared_parts(
 def _with_distinct_rules(
     rules: dict[str, Expression], start: Expression
 ) -> tuple[dict[str, Expression], Expression]:
-    """Return the rules without those that equal an earlier one."""
+    """Return the rules without duplicates of earlier rules."""
     names: dict[Expression, str] = {}
     instead: dict[str, Rule] = {}
 
@@ -108,7 +108,7 @@ class _Parts:
 def _may_be_shared(expression: Expression) -> bool:
     """Return whether a part is a rule to xgrammar, too, and does not match single characters.
 
-    Those are compiled for each place, as tokens may span them.
+    Single characters are compiled for each place, as tokens may span them.
     """
     return isinstance(expression, Alternation | Repeat) and not _has_characters(expression)
 
@@ -141,7 +141,7 @@ def _with_parts(expression: Expression, parts: tuple[Expression, ...]) -> Expres
 def inline_rules(
     rules: dict[str, Expression], start: Expression
 ) -> tuple[dict[str, Expression], Expression]:
-    """Return the rules that are needed, and the start, with the others put in their places.
+    """Return the needed rules, and the start, with the other rules inlined.
 
     A rule is used by those after it, or by itself.
     """

@@ -39,7 +39,7 @@ Part = Mapping[str, Any]  # Any: JSON
 
 @dataclass(frozen=True, slots=True)
 class _Following:
-    """What follows a part: a literal text and an expression, both perhaps empty."""
+    """The continuation of a part: a literal text and an expression, both perhaps empty."""
 
     end: str = ""
     rest: Expression = _EMPTY
@@ -71,7 +71,7 @@ def read_structural_tag(text: str, read_one: ReadOne) -> Grammar:
 
 
 class _Reader:
-    """Reads parts from what follows them, which the rules of free text include."""
+    """Reads parts from their continuations, which the rules of free text include."""
 
     def __init__(self, read_one: ReadOne) -> None:
         self.rules: dict[str, Expression] = {}
@@ -97,7 +97,7 @@ class _Reader:
         return self._triggered(given, tags, "", _Following(), 0)
 
     def read(self, part: object, path: str, following: _Following, depth: int) -> Expression:
-        """Return the expression of a part and of what follows it."""
+        """Return the expression of a part and of its continuation."""
         self._num_parts += 1
         if depth > _MAX_DEPTH or self._num_parts > _MAX_PARTS:
             fail_at(path, f"has more than {_MAX_DEPTH} levels or {_MAX_PARTS} parts")
@@ -162,7 +162,7 @@ class _Reader:
         return following.expression
 
     def _followed(self, part: Part, path: str, following: _Following, depth: int) -> _Following:
-        """Return a part and what follows it; free text before it ends where its text begins."""
+        """Return a part and its continuation; free text before it ends where its text begins."""
         match part.get("type"):
             case "const_string":
                 return self._const(part, path, following)
@@ -216,7 +216,7 @@ class _Reader:
     def _triggered(
         self, part: Part, tags: Sequence[Tag], path: str, following: _Following, depth: int
     ) -> Expression:
-        """Return the expression of free text with tags, and of what follows it."""
+        """Return the expression of free text with tags, and of its continuation."""
         triggers = triggers_of(part, path)
         text = self._new_rule()
         following = _Following(following.end, self._named(following.rest))
@@ -242,7 +242,7 @@ class _Reader:
         begun: Sequence[_Following] = (),
         triggers: Sequence[str] = (),
     ) -> Expression:
-        """Return any text up to one of the `triggers` or to what follows.
+        """Return any text up to one of the `triggers` or to the continuation.
 
         All that may come at the triggers is `begun`, each with one of these.
         """
@@ -252,7 +252,7 @@ class _Reader:
             fail_at(path, "is free text without an end mark: a text must follow it, or nothing")
         stops: dict[str, list[Expression]] = {}
         for one in begun:
-            # The shortest one ends the text.
+            # The shortest mark ends the text.
             mark = min(filter(one.end.startswith, triggers), key=len)
             rest = Concat((Text(one.end.removeprefix(mark)), one.rest))
             stops.setdefault(mark, []).append(rest)
@@ -270,7 +270,7 @@ class _Reader:
         return start
 
     def _inside(self, tag: Tag, after: Expression, depth: int) -> Expression:
-        """Return the content of a tag with its end, and what follows the tag."""
+        """Return the content of a tag with its end, and the continuation of the tag."""
         following = _Following(tag.end, after)
         return self.read(tag.content, tag.content_path, following, depth + 1)
 

@@ -45,12 +45,12 @@ Places = frozenset[int]
 
 
 class CallForm(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model writes around calls that are JSON objects, as it was trained to."""
+    """The text around calls that are JSON objects, as the model was trained to write it."""
 
     mark: str
     """How calls begin; it may be a special token."""
     opening: str = ""
-    """What follows the mark."""
+    """The text after the mark."""
     separator: str
     closing: str = ""
     arguments: str = "arguments"
@@ -73,7 +73,7 @@ class MessageForm(msgspec.Struct, frozen=True, array_like=True):
     """One kind of message that a turn may be."""
 
     opening: str
-    """What stands for its header, different for each."""
+    """The text that stands for its header, different for each."""
     kind: str
     text: str
     """The kind and the text of its structure."""
@@ -136,7 +136,7 @@ def read_turn(text: str, read_answer: Callable[[str, str], Grammar]) -> Grammar:
 
 
 def under_prefix(grammar: Grammar, prefix: str, *, shared: Container[str] = JSON_RULES) -> Grammar:
-    """Return a grammar whose rules, other than those that all parts share, have their own names."""
+    """Return a grammar with own names for its rules, except rules that all parts share."""
 
     def own_name(name: str) -> str:
         return name if name in shared else f"{prefix}{name}"
@@ -150,7 +150,7 @@ def under_prefix(grammar: Grammar, prefix: str, *, shared: Container[str] = JSON
 
 
 def may_begin_with(text: str, rules: Mapping[str, Expression], start: Expression) -> bool:
-    """Return whether the text is a beginning of one that a grammar accepts.
+    """Return whether a grammar accepts some text that begins with this text.
 
     Every expression of the grammar accepts some text.
     """
@@ -164,7 +164,7 @@ class _Reading:
         self._text = text
         self._rules = rules
         self._known: dict[tuple[int, int], Places] = {}
-        """Places by expression (its `id`) and place; empty for those that are being read."""
+        """Places by expression (its `id`) and place; empty while being read."""
 
     def after(self, expression: Expression, at: int) -> Places:
         """Return the places after an expression that begins at a place."""

@@ -97,7 +97,7 @@ class MatcherHandle:
         self.error = ""
         """Why the structure ended the sequence with an error; empty if it did not."""
         self.is_free = False
-        """Whether its last mask was the last one that the sequence needs."""
+        """Whether the sequence needs no more masks."""
         self.id = sequence_id
         """The id of the sequence in the mask process."""
         self._note_end = note_end

@@ -58,7 +58,7 @@ class StructureCompiler:
         """`make_vocabulary` is called once, for the first structure or at warm-up."""
         self._limits = limits or CompileLimits()
         self._cache_bytes = _CACHE_BYTES
-        # By tenant: the time that a structure takes must not reveal what others have sent.
+        # By tenant: the time that a structure takes must not reveal structures of others.
         self._cache: OrderedDict[_Key, _Loaded] = OrderedDict()
         self._running: dict[_Key, Future[_Loaded]] = {}
         self._lock = threading.Lock()
@@ -111,7 +111,7 @@ class StructureCompiler:
         return grammar
 
     def stop_accepting(self) -> None:
-        """Compile no more structures, and end the calls that wait for one; others continue."""
+        """Compile no more structures, and end the waiting calls; others continue."""
         self._threads.close()
 
     def close(self) -> None:

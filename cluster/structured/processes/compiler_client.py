@@ -45,7 +45,7 @@ class _HungError(EngineError):
 
 
 class _ShortageError(EngineError):
-    """The system has no more files or processes for this one."""
+    """The system has no more files or processes."""
 
     def __init__(self, cause: OSError) -> None:
         super().__init__(f"Structures cannot be compiled: {cause.strerror}. Retry later.")
@@ -87,7 +87,7 @@ class StructureCompilerClient:
         try:
             return self._compiled(structure)
         except _HungError:
-            # Such as one that could start no threads for a while.
+            # Such as a process that could start no threads for a while.
             pass
         except _ShortageError:
             raise
@@ -143,7 +143,7 @@ class StructureCompilerClient:
 
     @contextlib.contextmanager
     def _awaiting(self, connection: socket.socket) -> Iterator[None]:
-        """Let `close` end what waits for a connection."""
+        """Let `close` end the wait for a connection."""
         with self._lock:
             self._awaited.add(connection)
         try:
@@ -162,7 +162,7 @@ class StructureCompilerClient:
             return self._process
 
     def _end_hung(self, process: subprocess.Popen[bytes] | None) -> None:
-        """End a process unless another one has replaced it; its forks continue."""
+        """End a process unless another process has replaced it; its forks continue."""
         with self._lock:
             if self._process is process:
                 self._end()

@@ -109,7 +109,7 @@ def _supervise(connection: socket.socket, library: XGrammarLibrary, limits: Comp
 
 def _answer(connection: socket.socket, library: XGrammarLibrary, limits: CompileLimits) -> None:
     structure = read_message(connection, Structure)
-    # Masks and ranks have priority, since whole batches wait for those.
+    # Masks and ranks have priority, since whole batches wait for them.
     lower_priority(os.getpid(), NICENESS)
     _limit(limits)
     try:
@@ -156,7 +156,10 @@ def _limit(limits: CompileLimits) -> None:
 
 
 def _compiled(text: str, library: XGrammarLibrary, limits: CompileLimits) -> GrammarText:
-    """Compile a grammar and try it out. Raises InvalidRequestError, or what the library does."""
+    """Compile a grammar and try it out.
+
+    Raises InvalidRequestError, or errors of the library.
+    """
     compiled, _ = library.compile_grammar(text)
     if library.num_state_bytes(compiled) > limits.state_bytes:
         # Its JSON would take far more time and memory than itself.

@@ -19,7 +19,7 @@ _ROW_S = 0.003
 A JSON schema takes 0.1 to 0.3 ms, and up to 2.4 ms where a limited string is near its end.
 """
 _IDLE_SHARE = 0.1
-"""CPU time that a second adds, so that a tenant whose sequences have ended recovers."""
+"""CPU time that a second adds, so that a tenant recovers after its sequences have ended."""
 _BURST_S = 0.5
 """The largest balance, not counting its rows; and the largest debt."""
 _RECOVERY_S = 2 * _BURST_S / _IDLE_SHARE
@@ -81,7 +81,7 @@ class TenantCpuBudgets:
             self._tenants.pop(sequence_id, None)
 
     def begin_step(self, sequence_ids: Iterable[int]) -> None:
-        """Refill the budgets of these sequences' tenants; drop the ones that have recovered."""
+        """Refill the budgets of these sequences' tenants; drop full budgets."""
         now_s = self._clock()
         num_rows = Counter(self._tenants[sequence_id] for sequence_id in sequence_ids)
         for tenant, number in num_rows.items():

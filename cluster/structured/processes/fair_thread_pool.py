@@ -30,9 +30,9 @@ class _Queue:
         self._tasks.append((size, task))
 
     def take(self) -> _Task:
-        """Remove and return the smallest task, or every second time the oldest one.
+        """Remove and return the smallest task, or every second time the oldest task.
 
-        Small tasks do not wait for all large ones, and large ones do not wait forever.
+        Small tasks do not wait for all large tasks, and large tasks do not wait forever.
         """
         sizes = [size for size, _ in self._tasks]
         at = 0 if self._takes_oldest else sizes.index(min(sizes))
@@ -42,7 +42,7 @@ class _Queue:
 
 
 class FairThreadPool:
-    """Runs the compilations of tenants in turn. Any thread may submit one."""
+    """Runs the compilations of tenants in turn. Any thread may submit tasks."""
 
     def __init__(
         self, num_threads: int, *, max_running: int, max_open: int, max_open_total: int, what: str

@@ -1,7 +1,7 @@
 """The replica's client of the process that makes masks.
 
 Its state can be replayed to another process, so that its death ends only the sequence that caused
-it and those of the same grammar.
+it and sequences of the same grammar.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _COSTLY_SHARE = 0.5
 """A mask with more CPU time than this share of the time that a caller waits is not worth waiting
 for."""
 _TOO_COSTLY = "its masks take too much time or memory"
-"""Why sequences end whose structure has ended a process, or would end it."""
+"""The reason for the end of sequences with a structure that has ended a process, or would."""
 
 _Asked = tuple[MatcherHandle, "Sequence[int]"]
 
@@ -104,7 +104,7 @@ class MaskClient:
                 self._query_all(asked, num_awaited, wait_s, self._step_s)
             except MaskProcessDiedError as error:
                 logger.warning("Querying each sequence alone. %s", error)
-                # Only the cause ends, with the other sequences of its grammar: each of those would
+                # Only the cause ends, with the other sequences of its grammar: each of them would
                 # cost a process too.
                 crashing: set[CompiledGrammar] = set()
                 for one in asked:
@@ -118,7 +118,7 @@ class MaskClient:
             self._connection.close()
 
     def _query_alone(self, asked: _Asked, crashing: set[CompiledGrammar]) -> None:
-        """Wait for the outcome of one; add its grammar to `crashing` if that ends a process."""
+        """Wait for the outcome of a query; add its grammar to `crashing` if that ends a process."""
         matcher, token_ids = asked
         if matcher.outcome_after(token_ids) is not None:
             return
@@ -135,7 +135,7 @@ class MaskClient:
     def _query_all(
         self, asked: Sequence[_Asked], num_awaited: int, wait_s: float, limit_s: float
     ) -> set[CompiledGrammar]:
-        """Query masks and wait for the first ones; return the grammars that ended a process.
+        """Query masks and wait for the first masks; return the grammars that ended a process.
 
         Raises MaskProcessDiedError.
         """

@@ -65,7 +65,7 @@ class MaskProcess(NamedTuple):
     """A fork that makes masks, from its start until it exits or is replaced."""
 
     incarnation: int
-    """The number of this incarnation, which knows nothing that was sent to an earlier one."""
+    """The number of this incarnation, which has no state of earlier incarnations."""
     masks: socket.socket
     grammars: socket.socket
 
@@ -96,7 +96,7 @@ class MaskConnection:
         """Sockets for masks of dead processes, to be closed by the thread that reads them."""
         self._num_incarnations = 0
         self._unanswered: set[int] = set()
-        """The sequences whose masks were requested."""
+        """The sequences with requested masks."""
         self._early: deque[tuple[MaskProcess, MaskReply]] = deque()
         """Replies that came while queries were sent."""
         self._heard_s = 0.0
@@ -169,7 +169,8 @@ class MaskConnection:
                 for grammar in missing:
                     self.load_grammar(grammar)
             except (EngineError, OverloadedError, OSError) as error:
-                # No process could be started, or it cannot load what an earlier one could.
+                # No process could be started, or it cannot load a grammar that an earlier process
+                # could load.
                 raise MaskProcessDiedError(str(error)) from error
         raise MaskProcessDiedError(f"The mask process died {_MAX_INCARNATIONS} times in a row.")
 
@@ -180,7 +181,7 @@ class MaskConnection:
 
         If the process replies meanwhile that it exits, the rest is not sent.
         """
-        # The process replies in time for what arrives last to be read.
+        # The process replies early enough for the last masks to be read in time.
         patience_s = min(_PATIENCE_SHARE * wait_s, _MAX_PATIENCE_S)
         sequence_ids, grammar_ids = _drained(self.ended_sequence_ids), self.ended_grammar_ids
         query = StepQuery(queries, sequence_ids, _drained(grammar_ids), patience_s, limit_s)

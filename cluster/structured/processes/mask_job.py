@@ -27,7 +27,7 @@ __all__ = ["CHECK_INTERVAL_S", "MaskJob"]
 CHECK_INTERVAL_S = 0.05
 """Time between two checks of the limits of masks that are being made."""
 _CHEAP_S = 0.001
-"""CPU time of masks that are made before others, even of a tenant that has costly ones."""
+"""CPU time of masks that are made before others, even of a tenant with costly masks."""
 _SLEEP_FACTOR = 6
 """A mask may sleep this many times its CPU time."""
 _MIN_SLEEP_S = 3.0

@@ -94,7 +94,7 @@ class _MaskServer:
         self._connection = connection
         # Any: the library's own type.
         self._grammars: dict[int, Any] = {}
-        """None for those that allow every token."""
+        """None for grammars that allow every token."""
         self._matchers: dict[int, SequenceMatcher] = {}
         self._budgets = TenantCpuBudgets()
         self._work = MaskWork(min(_MAX_THREADS, len(os.sched_getaffinity(0))), self._send)
@@ -116,7 +116,10 @@ class _MaskServer:
         return num_bytes
 
     def answer(self, step: StepQuery) -> None:
-        """Make masks and send those that are quick. Raises OSError, MemoryError or RuntimeError."""
+        """Make masks and send the quick masks.
+
+        Raises OSError, MemoryError or RuntimeError.
+        """
         self._limit_s = step.limit_s
         signal.setitimer(signal.ITIMER_REAL, self._limit_s)
         self._work.cancel(step.ended_sequence_ids)

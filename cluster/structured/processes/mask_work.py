@@ -47,13 +47,13 @@ class MaskWork:
         """Notified when all masks that `make_masks` waits for are made."""
         self._quick: deque[MaskJob] = deque()
         self._costly: dict[str, deque[MaskJob]] = {}
-        """What the thread of a tenant makes next."""
+        """The next masks of a tenant's thread."""
         self._running: dict[int, MaskJob] = {}
         """Jobs by the thread that runs them."""
         self._awaited: Collection[MaskJob] = ()
-        """What `make_masks` waits for."""
+        """The masks that `make_masks` waits for."""
         self._num_awaited = 0
-        """How many of those are not made yet."""
+        """How many of them are not made yet."""
         # A thread started later might find no memory for its stack.
         all_run = threading.Barrier(num_threads + 1)
         for _ in range(num_threads):
@@ -66,7 +66,7 @@ class MaskWork:
         return not (self._running or self._quick or self._costly)
 
     def make_masks(self, jobs: Sequence[MaskJob], patience_s: float) -> list[MadeMask]:
-        """Return the masks that are made once all quick ones are, or after `patience_s`."""
+        """Return the finished masks once all quick masks are made, or after `patience_s`."""
         with self._lock:
             for job in jobs:
                 job.is_alone = len(jobs) == 1 and self.is_idle
@@ -79,13 +79,13 @@ class MaskWork:
             return _made(quick)
 
     def cancel(self, sequence_ids: Collection[int]) -> None:
-        """Make no masks for sequences that have ended; one that is being made is not returned."""
+        """Make no masks for ended sequences, and do not return a mask being made."""
         with self._lock:
             for job in (*self._quick, *self._running.values(), *self._left_costly()):
                 job.is_cancelled = job.is_cancelled or job.sequence_id in sequence_ids
 
     def check_limits(self) -> list[MadeMask]:
-        """Return how sequences end whose masks take too long, and the masks not returned yet.
+        """Return how sequences with overlong masks end, and the masks not returned yet.
 
         It returns nothing if no mask takes too long. Called every `CHECK_INTERVAL_S`.
         """
@@ -103,8 +103,8 @@ class MaskWork:
             return [*_made(self._awaited), *offenders] if offenders else []
 
     def _queue(self, jobs: Sequence[MaskJob], patience_s: float) -> list[MaskJob]:
-        """Queue masks, and return those that are expected to be made in time."""
-        # The slowest come last, so that these are the ones an exhausted budget ends.
+        """Queue masks, and return the masks that are expected in time."""
+        # The slowest come last, so that an exhausted budget ends these.
         ordered = sorted(jobs, key=lambda job: job.expected_s or 0.0)
         room_s = dict.fromkeys((job.tenant for job in jobs), patience_s * self._num_threads)
         quick = []
@@ -192,7 +192,7 @@ class MaskWork:
             if not job.is_cancelled:
                 made = job.make()
         except BaseException as error:
-            # The sequence of a cancelled one has no budget anymore.
+            # The sequence of a cancelled job has no budget anymore.
             if not job.is_cancelled or is_out_of_memory(error):
                 if job.is_alone and is_out_of_memory(error):
                     self._send([job.failed("its mask ran out of memory")])

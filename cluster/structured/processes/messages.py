@@ -33,7 +33,7 @@ MAKE_MASKS = b"m"
 
 
 class CompileLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What compiling a structure and making its masks may take."""
+    """Limits of compiling a structure and making its masks."""
 
     compile_s: float = 10.0
     """CPU time, which does not depend on the load of the machine."""
@@ -70,7 +70,7 @@ class CompilerStart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GrammarText(msgspec.Struct, frozen=True, array_like=True):
-    """What the mask process loads a grammar from."""
+    """The serialized grammar, for the mask process."""
 
     text: bytes
     """Empty for a grammar that allows every token."""
@@ -97,7 +97,7 @@ class Died(msgspec.Struct, frozen=True, tag="died"):
 
 
 class MatcherStart(msgspec.Struct, frozen=True, array_like=True):
-    """Starts a sequence's matcher: its grammar, and what else limits its tokens."""
+    """Starts a sequence's matcher: its grammar, and other limits of its tokens."""
 
     grammar_id: int
     min_tokens: int
@@ -109,11 +109,11 @@ class MatcherStart(msgspec.Struct, frozen=True, array_like=True):
     reasoning: Reasoning | None = None
     """The reasoning that may precede the structure."""
     mark: str = ""
-    """What the structure may begin with, which may be a special token."""
+    """The beginning that the structure may have, such as a special token."""
     has_text_before_mark: bool = False
     """Whether free text may precede the mark."""
     tenant: str = ""
-    """The tenant whose CPU budget its masks are charged to."""
+    """The tenant that pays for its masks with CPU budget."""
     reasoning_budget: int | None = None
     """Number of tokens after which the reasoning is ended; None does not limit it."""
 
@@ -129,13 +129,13 @@ class MaskQuery(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepQuery(msgspec.Struct, frozen=True, array_like=True):
-    """Asks for masks, each of a sequence whose last mask was received."""
+    """Asks for masks of sequences that have received their last masks."""
 
     queries: list[MaskQuery]
     ended_sequence_ids: list[int]
     ended_grammar_ids: list[int]
     patience_s: float
-    """How long quick masks are waited for; those made by then come in one reply."""
+    """Time to wait for quick masks; masks made by then come in a single reply."""
     limit_s: float
     """Time after which the kernel kills the process if a mask keeps it from reading its clock."""
 

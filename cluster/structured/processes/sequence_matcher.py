@@ -26,9 +26,9 @@ BASE_CPU_S = 0.5
 _TOKEN_CPU_S = 0.01
 """CPU time that each token allows."""
 _REPLAYED_TOKEN_CPU_S = 0.0001
-"""CPU time that a replayed token allows, in addition to what the sequence took before."""
+"""CPU time that a replayed token allows, in addition to the sequence's earlier time."""
 REJECTED_TOKEN = "the grammar rejected a token"
-"""The error of a sequence whose mask allowed a token that its grammar does not."""
+"""The error of a sequence with a mask that allowed a token that its grammar rejects."""
 _BUDGET_ERROR = "the CPU time for masks of its tenant is exhausted"
 
 
@@ -83,7 +83,7 @@ class SequenceMatcher:
     def write_mask(
         self, token_ids: list[int], masks: NDArray[np.int32], row: int
     ) -> FinishReason | None:
-        """Accept tokens and write the mask of the next one, or return how the sequence ends.
+        """Accept tokens and write the mask of the next token, or return how the sequence ends.
 
         `masks` is `[num_rows, ceil(vocab_size / 32)]`; the row is all zero. Raises only errors of
         memory, which another sequence may have caused.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["NICENESS", "WarmUp"]
 
 _LENGTHS = (*((0, most) for most in range(2, 65, 2)), (0, 128), (32, 256))
-"""Limits of strings whose rules all strings share."""
+"""Limits of strings with rules that all strings share."""
 NICENESS = 10
 """Priority of compilations, below that of masks and ranks."""
 
