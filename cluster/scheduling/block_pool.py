@@ -78,14 +78,9 @@ class BlockPool:
         """The idle blocks, the least recently used first."""
         return self._idle.keys()
 
-    @property
-    def num_owned(self) -> int:
-        """Blocks that a sequence has a reference to."""
-        return self.num_blocks - self.num_free - self.num_in_transit
-
-    def is_idle(self, block: int) -> bool:
-        """Return whether a block is free with its content kept."""
-        return block in self._idle
+    def num_in_use(self, blocks: Sequence[int]) -> int:
+        """Return how many of the `blocks`, which are owned, in transit or idle, are not idle."""
+        return sum(block not in self._idle for block in blocks)
 
     def is_shared(self, block: int) -> bool:
         """Return whether several sequences own a block."""
@@ -105,6 +100,10 @@ class BlockPool:
         self._num_references[block] = 1
         return block
 
+    def allocate_all(self, num_blocks: int) -> list[int]:
+        """Return several free blocks, each owned once."""
+        return [self.allocate() for _ in range(num_blocks)]
+
     def share(self, block: int) -> None:
         """Add an owner to a block that is owned, in transit or idle."""
         if not self._num_references[self._checked(block)]:
@@ -116,6 +115,11 @@ class BlockPool:
             else:
                 raise BlockError(f"Block {block} is free and cannot be shared.")
         self._num_references[block] += 1
+
+    def share_all(self, blocks: Sequence[int]) -> None:
+        """Add an owner to each of several blocks that are owned, in transit or idle."""
+        for block in blocks:
+            self.share(block)
 
     def release(self, block: int) -> None:
         """Take one owner from a block."""
@@ -147,6 +151,12 @@ class BlockPool:
         if not self._num_references[self._checked(block)]:
             raise BlockError(f"Block {block} is pinned but has no owner.")
         self._num_pins[block] += 1
+
+    def pin_cached(self, block: int) -> None:
+        """Keep a block that is owned, in transit or idle from being freed until `unpin`."""
+        self.share(block)
+        self.pin(block)
+        self.release(block)
 
     def unpin(self, block: int) -> None:
         """Undo `pin`, because the copy is done."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from cluster.scheduling.fault_recovery import FaultRecovery
-    from cluster.scheduling.prefix_finder import PrefixRegistry
+    from cluster.scheduling.kv_manager import KvManager
     from cluster.scheduling.sequence_table import SequenceTable
 
 __all__ = ["InFlightStep", "OutputReader", "PromptLogprobsBuffer"]
@@ -28,17 +28,17 @@ __all__ = ["InFlightStep", "OutputReader", "PromptLogprobsBuffer"]
 class OutputReader:
     """Applies outputs to the sequences of their plans."""
 
-    __slots__ = ("_prompt_logprobs", "_recovery", "_registry", "_table", "num_nonfinite_sequences")
+    __slots__ = ("_kv", "_prompt_logprobs", "_recovery", "_table", "num_nonfinite_sequences")
 
     def __init__(
         self,
-        registry: PrefixRegistry,
+        kv: KvManager,
         sequence_table: SequenceTable,
         *,
         recovery: FaultRecovery,
         prompt_logprobs: PromptLogprobsBuffer,
     ) -> None:
-        self._registry = registry
+        self._kv = kv
         self._table = sequence_table
         self._recovery = recovery
         self._prompt_logprobs = prompt_logprobs
@@ -114,22 +114,22 @@ class OutputReader:
         """Do what a sequence's last token calls for; return why it ends, if it does."""
         if sequence.state is SequenceState.RUNNING:
             if not sequence.recheck_at:
-                self._registry.mark_verified(sequence)
-            self._registry.register_blocks(sequence)
+                self._kv.mark_verified(sequence)
+            self._kv.register_blocks(sequence)
         if sequence.may_end_with(token_id):
             reason = FinishReason.STOP
         elif len(sequence.token_ids) == sequence.max_length:
             reason = FinishReason.LENGTH
         else:
             return None
-        self._registry.mark_verified(sequence)
+        self._kv.mark_verified(sequence)
         self._table.remove_sequence(sequence)
         return reason
 
     def _end_nonfinite(self, sequence: Sequence) -> TokenEvent:
         """End a sequence whose logits were not finite, and return the event."""
         self.num_nonfinite_sequences += 1
-        self._registry.forget_blocks(sequence)
+        self._kv.forget_blocks(sequence)
         return self.end_sequence(sequence, FinishReason.ERROR)
 
     def _forget_ended(self, in_flight: InFlightStep, output: StepOutput) -> None:
@@ -137,7 +137,7 @@ class OutputReader:
         for sequence, token_id in zip(in_flight.sampled, output.token_ids, strict=True):
             is_ended = token_id < 0 and sequence.state is SequenceState.FINISHED
             if is_ended and sequence not in in_flight.late:
-                self._registry.forget_blocks(sequence)
+                self._kv.forget_blocks(sequence)
 
 
 class InFlightStep(msgspec.Struct, frozen=True):

@@ -97,10 +97,10 @@ class Planner:
             self._plan_prompts(prefills, draft)
         self._register(draft)
         draft.evictions, draft.restores = self._kv.take_copies(step)
-        if self._kv.disk_cache is not None:
-            draft.disk_reads = self._kv.disk_cache.take_reads(step)
+        if self._kv.disk is not None:
+            draft.disk_reads = self._kv.disk.take_reads(step)
             if not draft.is_empty:
-                draft.disk_writes = self._kv.disk_cache.take_writes(step)
+                draft.disk_writes = self._kv.disk.take_writes(step)
         return draft
 
     def _plan_decodes(self, draft: PlanDraft) -> list[Sequence]:
@@ -178,7 +178,7 @@ class Planner:
         if not table.waiting.has_first or draft.is_held or skipped.is_full:
             return None
         # Copies prolong a step, as tokens do.
-        num_restored = self._kv.restores.num_planned * self._kv.block_size
+        num_restored = self._kv.device.num_loads * self._kv.block_size
         if num_restored >= self._max_num_tokens:
             return None
         # Each needs a row, and one block at least.
@@ -361,7 +361,7 @@ class Planner:
 
     def _awaits_disk(self, sequence: Sequence, step: int) -> bool:
         """Return whether a waiting sequence waits for blocks that are read from the disk."""
-        if self._kv.disk_cache is None or self._donor_for(sequence, step) is not None:
+        if self._kv.disk is None or self._donor_for(sequence, step) is not None:
             return False
         return self._kv.awaits_disk(sequence, step)
 
@@ -381,7 +381,7 @@ class Planner:
         # After all starts: a step cannot read blocks that it computes itself.
         for sequence in draft.prefilled:
             with Blame(sequence):
-                self._kv.registry.register_blocks(sequence)
+                self._kv.register_blocks(sequence)
                 if sequence.prompt_step == draft.step:
                     self._table.release_siblings(sequence)
 

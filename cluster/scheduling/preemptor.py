@@ -146,7 +146,7 @@ class Preemptor:
         else:
             if sequence.has_sampled:
                 # What is verified may stay cached in the CPU pool.
-                self._kv.registry.mark_verified(sequence)
+                self._kv.mark_verified(sequence)
             self._kv.release(sequence)
             sequence.forget_computed()
             self._table.preempt_sequence(sequence, SequenceState.WAITING)

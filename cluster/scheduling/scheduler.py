@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cluster.scheduling.backlog import Backlog
 from cluster.scheduling.fault_recovery import Blame, FaultRecovery
-from cluster.scheduling.kv_manager import KvOptions, cache_counts, make_kv_manager
+from cluster.scheduling.kv_manager import KvManager, KvOptions
 from cluster.scheduling.masked_step import MadeMasks, MaskedStep
 from cluster.scheduling.output_reader import InFlightStep, OutputReader, PromptLogprobsBuffer
 from cluster.scheduling.planner import Planner
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
     from cluster.scheduling.event import TokenEvent
-    from cluster.scheduling.kv_manager import KvManager
     from cluster.scheduling.prefix_cache import PromptKeys
     from pagedray.batch import DiskReport, StepOutput, StepPlan
     from pagedray.config import SchedulerConfig
@@ -69,11 +68,15 @@ class Scheduler:
         self._max_model_len = max_model_len
         step_times = StepTimes()
         self._swap_costs = SwapCosts(step_times)
-        self._kv = make_kv_manager(config, self._swap_costs, kv)
         self._backlog = Backlog(
             max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens
         )
         limits = config.limits()
+        self._kv = KvManager(
+            kv,
+            costs=None if config.preemption == "swap" else self._swap_costs,
+            max_num_tokens=limits.max_num_batched_tokens,
+        )
         self._max_num_tokens = limits.max_num_batched_tokens
         self._table = SequenceTable(self._kv, num_rows=limits.max_num_seqs, backlog=self._backlog)
         self._admission = Admission(self._kv, self._backlog, max_model_len=max_model_len)
@@ -82,7 +85,7 @@ class Scheduler:
         pace = None
         if config.itl_target_ms is not None:
             pace = StepPace(config.itl_target_ms / 1e3, step_times)
-        may_copy = config.preemption == "auto" or self._kv.cpu_cache is not None
+        may_copy = config.preemption == "auto" or self._kv.cpu.is_enabled
         has_choice = kv.num_cpu_blocks > 0 and config.preemption != "swap" and may_copy
         self._cost_meter = None
         if has_choice or pace is not None:
@@ -97,7 +100,7 @@ class Scheduler:
         self._num_arrivals = 0
         self._prompt_logprobs = PromptLogprobsBuffer()
         self._outputs = OutputReader(
-            self._kv.registry,
+            self._kv,
             self._table,
             recovery=self.recovery,
             prompt_logprobs=self._prompt_logprobs,
@@ -114,7 +117,7 @@ class Scheduler:
     @property
     def has_disk(self) -> bool:
         """Whether plans may have reads and writes of files."""
-        return self._kv.disk_cache is not None
+        return self._kv.disk is not None
 
     @property
     def has_work(self) -> bool:
@@ -152,7 +155,7 @@ class Scheduler:
         Raises InvalidRequestError.
         """
         token_ids = self._admission.read_prompt(request)
-        return PreparedPrompt(token_ids, self._kv.finder.hash_prompt(request, token_ids))
+        return PreparedPrompt(token_ids, self._kv.hash_prompt(request, token_ids))
 
     def add_request(self, request: Request, prepared: PreparedPrompt | None = None) -> None:
         """Queue a request. Raises CapacityError, InvalidRequestError or OverloadedError."""
@@ -192,7 +195,7 @@ class Scheduler:
             if sequence.index == index:
                 # Its stop string may be found while it is computed again.
                 if sequence.has_sampled:
-                    self._kv.registry.mark_verified(sequence)
+                    self._kv.mark_verified(sequence)
                 self._table.remove_sequence(sequence)
                 self._prompt_logprobs.forget_sequence(sequence)
                 return True
@@ -302,7 +305,7 @@ class Scheduler:
                 # It was quarantined meanwhile and has no blocks.
                 sequence.prefill_end -= 1
             else:
-                self._kv.registry.take_back(sequence)
+                self._kv.take_back(sequence)
         self._deferred += [one for one in made.deferred if one not in self._deferred]
         return [
             self._outputs.end_sequence(sequence, reason, _error_of_structure(sequence, reason))
@@ -317,13 +320,13 @@ class Scheduler:
         self._kv.acknowledge(step)
         for sequence in self._table.run_arrived(step):
             with Blame(sequence):
-                self._kv.registry.register_blocks(sequence)
+                self._kv.register_blocks(sequence)
 
     def note_disk_report(self, report: DiskReport) -> None:
         """Take note of blocks that every rank has read from its file or written to it."""
-        disk_cache = self._kv.disk_cache
-        assert disk_cache is not None
-        num_blocks = disk_cache.note_report(report)
+        disk = self._kv.disk
+        assert disk is not None
+        num_blocks = disk.note_report(report)
         if report.is_read and not report.failed:
             self._swap_costs.note_reads(num_blocks, report.seconds)
 
@@ -368,7 +371,7 @@ class Scheduler:
             num_scheduled_tokens=self._num_scheduled_tokens,
             num_steps=self._num_steps,
             num_nonfinite_sequences=self.num_nonfinite_sequences,
-            **cache_counts(self._kv),
+            **self._kv.counts(),
         )
 
     def _check_output(self, output: StepOutput) -> None:

@@ -12,6 +12,8 @@ from cluster.scheduling.prefix_cache import BlockKey
 from pagedray.batch import PromptLogprobs
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from pagedray.request import Matcher, Request
 
 __all__ = ["ActiveRequest", "FailedAdmission", "Sequence", "SequenceMasks", "SequenceState"]
@@ -186,7 +188,7 @@ class Sequence:
         """None if it samples without masks from its next token on."""
 
         self.blocks = SequenceBlocks()
-        """What the KV manager and its `prefixes` change, with `recheck_at`."""
+        """Changed by the KV manager, like `recheck_at`."""
         self.recheck_at = 0
         """Number of tokens at which it ends or the next block can be registered; 0 while many are
         unverified."""
@@ -313,7 +315,7 @@ class FailedAdmission(NamedTuple):
 
 
 class SequenceBlocks:
-    """The blocks of a sequence in both pools; the KV manager and its `prefixes` change them."""
+    """The blocks of a sequence in both pools."""
 
     __slots__ = (
         "awaits_copies",
@@ -358,3 +360,20 @@ class SequenceBlocks:
         """Blocks before these that were not swapped out, since others shared them."""
         self.failure: FailedAdmission | None = None
         """The failure at its last attempt to start, if it has waited since then."""
+
+    def hold(
+        self, ids: Iterable[int], reserved_ids: list[int], block_size: int, *, num_verified: int
+    ) -> None:
+        """Begin the block table, the first `num_verified` blocks of which are verified."""
+        self.ids = array("i", ids)
+        self.num_slots = len(self.ids) * block_size
+        self.reserved_ids = reserved_ids
+        self.num_verified = num_verified
+
+    def extend(self, num_blocks: int, block_size: int) -> list[int]:
+        """Move reserved blocks to the block table, and return them."""
+        reserved_ids = self.reserved_ids
+        added = [reserved_ids.pop() for _ in range(num_blocks)]
+        self.ids.extend(added)
+        self.num_slots = len(self.ids) * block_size
+        return added

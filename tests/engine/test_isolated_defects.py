@@ -12,7 +12,7 @@ from cluster.engine.local_executor import LocalExecutor
 from cluster.engine.options.engine_options import EngineOptions, engine_config
 from cluster.scheduling.kv_manager import KvManager
 from cluster.scheduling.prefix_cache import PrefixCache
-from cluster.scheduling.prefix_finder import PrefixRegistry
+from cluster.scheduling.kv_manager import KvManager
 from cluster.scheduling.sequence import Sequence
 from pagedray.batch import SequenceStart
 from pagedray.request import FinishReason, Request
@@ -110,7 +110,7 @@ STAGES: dict[str, tuple[type, str]] = {
     "admit": (KvManager, "admit"),
     "allocate for a chunk": (KvManager, "extend"),
     "allocate for a token": (KvManager, "append"),
-    "register": (PrefixRegistry, "register_blocks"),
+    "register": (KvManager, "register_blocks"),
     "start of a row": (InputBatch, "_start"),
     "sampling parameters": (Sampler, "start"),
 }

@@ -47,7 +47,7 @@ class Invariants:
         """Check every invariant of the scheduler's state, and of the blocks of its worker."""
         kv = self._scheduler._kv
         holders = [s for s in self._sequences if s.state is not SequenceState.FINISHED]
-        swaps = list(kv._swaps._copied)
+        swaps = list(kv._swaps)
         _check_pool(
             kv.pool,
             references=[
@@ -65,9 +65,9 @@ class Invariants:
                 *(copy.source for copy in _disk_copies(worker, is_read=False)),
             ],
         )
-        if kv.disk_cache is not None:
+        if kv.disk is not None:
             _check_pool(
-                kv.disk_cache.pool,
+                kv.disk.pool,
                 references=[],
                 pins=[
                     *(copy.source for copy in _disk_copies(worker, is_read=True)),
@@ -129,10 +129,7 @@ class Invariants:
                     )
 
     def _blocks_being_saved(self) -> list[int]:
-        cpu_cache = self._scheduler._kv.cpu_cache
-        if cpu_cache is None:
-            return []
-        return [block for _, blocks in cpu_cache._in_flight for block in blocks]
+        return [block for _, blocks in self._scheduler._kv.cpu._in_flight for block in blocks]
 
     def _check_places(self, holders: list[ScheduledSequence]) -> None:
         sequence_table = self._scheduler._table
@@ -170,11 +167,11 @@ class Invariants:
 
     def _check_cache(self, worker: FakeWorker) -> None:
         kv = self._scheduler._kv
-        if not kv.prefix_cache.is_enabled:
+        if not kv.device.is_enabled:
             assert not any(kv.pool._is_kept)
-            assert len(kv.prefix_cache) == 0
+            assert len(kv.device) == 0
             return
-        block_of, keys = kv.prefix_cache._block_of, kv.prefix_cache._keys
+        block_of, keys = kv.device._block_of, kv.device._keys
         key_of = {block: key for block, key in enumerate(keys) if key is not None}
         assert {key.digest: block for block, key in key_of.items()} == block_of
         assert set(key_of) == {b for b in range(kv.pool.num_blocks) if kv.pool._is_kept[b]}
@@ -187,21 +184,20 @@ class Invariants:
             return
         # Keys match the content of their sequence.
         for block, key in key_of.items():
-            if block in kv.restores._arriving:
+            if block in kv.device.arriving:
                 continue
             content = worker.device[block]
             if not any(isinstance(value, BadValue) for value in content):
                 assert content == self._expected_content[key.digest]
             else:
                 # It may still be bad in the cache, but is not verified.
-                assert not kv.prefix_cache.is_verified(block)
+                assert not kv.device.is_verified(block)
 
     def _check_cpu_cache(self, worker: FakeWorker) -> None:
         kv = self._scheduler._kv
-        cpu_cache = kv.cpu_cache
-        if cpu_cache is None:
+        cpu_cache = kv.cpu
+        if not cpu_cache.is_enabled:
             assert not any(kv.cpu_pool._is_kept)
-            return
         assert kv.cpu_pool is cpu_cache.pool
         key_of, saving = cpu_cache._key_of, set(self._blocks_being_saved())
         saving |= {copy.target for copy in _disk_copies(worker, is_read=True)}
@@ -210,14 +206,14 @@ class Invariants:
         assert set(kv.cpu_pool._idle) <= set(key_of)
         assert cpu_cache._incomplete == saving & set(key_of)
         assert not cpu_cache._copies, "a plan lacks copies"
-        assert not kv.restores._copies, "a plan lacks copies"
+        assert not kv.device._loads, "a plan lacks copies"
         for block, key in key_of.items():
             if block not in saving:
                 assert cpu_cache.find_block(key) == block
                 assert worker.cpu[block] == self._expected_content[key.digest]
 
     def _check_disk_cache(self, worker: FakeWorker) -> None:
-        disk_cache = self._scheduler._kv.disk_cache
+        disk_cache = self._scheduler._kv.disk
         if disk_cache is None:
             return
         key_of, pool = disk_cache._key_of, disk_cache.pool
@@ -276,8 +272,8 @@ def _check_pool(pool: BlockPool, *, references: Iterable[int], pins: Iterable[in
     assert set(free) == set(blocks) - used
     in_transit = {block for block in blocks if num_pins[block] and not num_references[block]}
     assert pool.num_in_transit == len(in_transit)
-    assert pool.num_owned == len({block for block in blocks if num_references[block]})
-    assert pool.num_free + pool.num_owned + pool.num_in_transit == pool.num_blocks
+    num_owned = len({block for block in blocks if num_references[block]})
+    assert pool.num_free + num_owned + pool.num_in_transit == pool.num_blocks
 
 
 def _disk_copies(worker: FakeWorker, *, is_read: bool) -> list[BlockCopy]:

@@ -2,12 +2,10 @@
 
 from array import array
 
-from cluster.scheduling.kv_manager import KvManager
-from cluster.scheduling.prefix_cache import PrefixCache
+from cluster.scheduling.kv_manager import KvManager, KvOptions
 from cluster.scheduling.sequence import ActiveRequest, Sequence
 from pagedray.request import Request
 from pagedray.sampling_params import SamplingParams
-from tests.scheduling.blocks.test_cpu_prefix_cache import make_cpu_cache
 
 BLOCK_SIZE = 4
 
@@ -19,13 +17,15 @@ def make_manager(
     enable_prefix_cache: bool = True,
     has_cpu_cache: bool = False,
 ) -> KvManager:
-    return KvManager(
+    options = KvOptions(
         block_size=BLOCK_SIZE,
         num_blocks=num_blocks,
         num_cpu_blocks=num_cpu_blocks,
-        prefix_cache=PrefixCache(b"key", num_blocks=num_blocks, is_enabled=enable_prefix_cache),
-        cpu_cache=make_cpu_cache(num_cpu_blocks) if has_cpu_cache else None,
+        enable_prefix_cache=enable_prefix_cache,
+        enable_cpu_prefix_cache=has_cpu_cache,
+        hash_key=b"key",
     )
+    return KvManager(options, costs=None, max_num_tokens=100)
 
 
 def make_sequences(num_tokens: int, *, n: int = 1, tenant: str = "") -> list[Sequence]:
@@ -47,4 +47,4 @@ def run_prompt(kv: KvManager, sequence: Sequence) -> None:
     assert kv.admit(sequence, num_tokens=num_tokens, num_spare=0)
     kv.extend(sequence, num_tokens)
     sequence.num_computed = num_tokens
-    kv.registry.register_blocks(sequence)
+    kv.register_blocks(sequence)

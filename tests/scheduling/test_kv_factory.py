@@ -2,10 +2,7 @@
 
 import pytest
 
-from cluster.scheduling.kv_manager import KvOptions, make_kv_manager
-from cluster.scheduling.step_times import StepTimes
-from cluster.scheduling.swap_costs import SwapCosts
-from pagedray.config import SchedulerConfig
+from cluster.scheduling.kv_manager import KvManager, KvOptions
 
 
 @pytest.mark.parametrize(
@@ -25,9 +22,7 @@ def test_a_tier_needs_the_one_above_it(
     num_disk_blocks: int,
     tiers: tuple[bool, bool, bool],
 ) -> None:
-    kv = make_kv_manager(
-        SchedulerConfig(),
-        SwapCosts(StepTimes()),
+    kv = KvManager(
         KvOptions(
             block_size=4,
             num_blocks=8,
@@ -36,8 +31,9 @@ def test_a_tier_needs_the_one_above_it(
             enable_prefix_cache=is_enabled,
             enable_cpu_prefix_cache=has_cpu_tier,
         ),
+        costs=None,
+        max_num_tokens=100,
     )
-    caches = kv.prefix_cache, kv.cpu_cache, kv.disk_cache
-    assert (caches[0].is_enabled, caches[1] is not None, caches[2] is not None) == tiers
+    assert (kv.device.is_enabled, kv.cpu.is_enabled, kv.disk is not None) == tiers
     # Sequences may be swapped out without a cache.
     assert kv.cpu_pool.num_blocks == num_cpu_blocks

@@ -9,7 +9,7 @@ def test_admitted_sequence_has_blocks_for_its_tokens() -> None:
     kv = make_manager()
     (sequence,) = make_sequences(9)
     assert kv.admit(sequence, num_tokens=9, num_spare=0)
-    assert kv.pool.num_owned == 3
+    assert kv.pool.num_free == kv.pool.num_blocks - 3
     assert len(kv.extend(sequence, 5)) == 2
     assert sequence.blocks.num_slots == 8
     assert len(kv.extend(sequence, 9)) == 1
@@ -84,7 +84,7 @@ def test_prefix_outlives_its_sequence_until_the_block_is_needed() -> None:
     assert (kv.pool.num_free, kv.pool.num_idle) == (3, 2)
     for _ in range(3):
         kv.pool.allocate()
-    assert len(kv.prefix_cache) == 0
+    assert len(kv.device) == 0
 
 
 def test_end_of_a_chain_is_evicted_before_its_beginning() -> None:
@@ -100,7 +100,7 @@ def test_forgotten_sequence_leaves_no_prefix() -> None:
     kv = make_manager()
     first, second = make_sequences(9)[0], make_sequences(9)[0]
     run_prompt(kv, first)
-    kv.registry.forget_blocks(first)
+    kv.forget_blocks(first)
     kv.release(first)
     assert kv.pool.num_idle == 0
     assert kv.admit(second, num_tokens=9, num_spare=0)
@@ -255,7 +255,7 @@ def test_swapped_in_prefix_is_known_again() -> None:
         kv.pool.release(block)
     kv.swap_in(first, 1, num_tokens=10, num_spare=0)
     kv.acknowledge(1)
-    kv.registry.register_blocks(first)
+    kv.register_blocks(first)
     assert kv.admit(second, num_tokens=10, num_spare=0)
     assert second.blocks.ids == first.blocks.ids[:2]
 
@@ -301,8 +301,8 @@ def test_blocks_of_a_released_sequence_are_kept(
     num_cpu_blocks: int, has_cpu_cache: bool, is_open: bool, expected: bool
 ) -> None:
     kv = make_manager(num_cpu_blocks=num_cpu_blocks, has_cpu_cache=has_cpu_cache)
-    if kv.cpu_cache is not None:
-        kv.cpu_cache.worth.is_open = is_open
+    if kv.cpu is not None:
+        kv.cpu.policy.is_open = is_open
     (sequence,) = make_sequences(10)
     run_prompt(kv, sequence)
     assert kv.keeps_released(sequence) == expected

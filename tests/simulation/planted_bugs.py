@@ -16,16 +16,14 @@ from cluster.engine.faults.death_inquiry import DeathInquiry
 from cluster.engine.faults.suspects import Suspects
 from cluster.engine.ranks.pool_memories import PoolMemories
 from cluster.engine.ranks.rank_channels import DiskReports
-from cluster.scheduling.cpu_prefix_cache import BlockIndex, CpuPrefixCache
-from cluster.scheduling.disk_prefix_cache import DiskPrefixCache
-from cluster.scheduling.kv_manager import CopiesInFlight, KvManager
+from cluster.scheduling.kv_manager import KvManager
 from cluster.scheduling.output_reader import OutputReader
 from cluster.scheduling.planner import Planner
 from cluster.scheduling.preemptor import Preemptor
 from cluster.scheduling.prefix_cache import PrefixCache
-from cluster.scheduling.prefix_finder import HostLoads, PrefixFinder
 from cluster.scheduling.scheduler import Scheduler
 from cluster.scheduling.sequence_table import SequenceTable
+from cluster.scheduling.tiers import BlockIndex, CpuTier, DiskTier
 from cluster.serving.engine_stream import EngineStream
 from pagedray.channel import StepChannel
 
@@ -69,13 +67,13 @@ PLANTED_BUGS = (
         "a cached block is used and not owned",
         KvManager,
         "admit",
-        "for block in hits:",
-        "for block in hits[:-1]:",
+        "self.pool.share_all(hits)",
+        "self.pool.share_all(hits[:-1])",
     ),
     _bug(
         "a prompt that is wholly cached computes nothing",
-        PrefixFinder,
-        "num_shareable",
+        KvManager,
+        "_num_shareable",
         "(len(sequence.token_ids) - 1)",
         "len(sequence.token_ids)",
     ),
@@ -95,10 +93,10 @@ PLANTED_BUGS = (
     ),
     _bug(
         "a copied block is free a step too early",
-        CopiesInFlight,
-        "take_ended",
-        "self._copied[0].step <= step",
-        "self._copied[0].step <= step + 1",
+        KvManager,
+        "acknowledge",
+        "self._swaps[0].step <= step",
+        "self._swaps[0].step <= step + 1",
     ),
     _bug(
         "blocks of the CPU pool are never released",
@@ -137,21 +135,21 @@ PLANTED_BUGS = (
     ),
     _bug(
         "a sequence runs before its cached blocks are copied back",
-        HostLoads,
-        "restore_blocks",
-        "sequence.blocks.awaits_copies = True",
+        KvManager,
+        "admit",
+        "awaits_copies = awaits_copies or bool(loaded)",
         "pass",
     ),
     _bug(
         "a sequence that shares blocks being copied back runs at once",
         KvManager,
         "admit",
-        "blocks.awaits_copies = self.restores.are_arriving(hits)",
-        "pass",
+        "not self.device.arriving.isdisjoint(hits)",
+        "False",
     ),
     _bug(
         "cached blocks in the memory of dead ranks are found",
-        CpuPrefixCache,
+        CpuTier,
         "begin_epoch",
         "self.clear()",
         "pass",
@@ -193,30 +191,30 @@ PLANTED_BUGS = (
     ),
     _bug(
         "a CPU block is taken while it is written to the disk",
-        DiskPrefixCache,
+        DiskTier,
         "take_writes",
-        "pool.pin(block)",
+        "pool.pin_cached(block)",
         "pass",
     ),
     _bug(
         "a disk block is taken while it is read",
-        DiskPrefixCache,
+        DiskTier,
         "read_blocks",
-        "self.pool.pin(source)",
+        "self.pool.pin_cached(source)",
         "pass",
     ),
     _bug(
         "a block that could not be read is found",
-        DiskPrefixCache,
+        DiskTier,
         "_end_reads",
-        "self._cpu_cache.fail_copy(target)",
-        "self._cpu_cache.end_copy(target)",
+        "self._cpu.fail_copy(target)",
+        "self._cpu.end_copy(target)",
     ),
     _bug(
         "blocks in the files of dead ranks are found",
         KvManager,
         "clear",
-        "self.disk_cache.clear()",
+        "self.disk.clear()",
         "pass",
     ),
     _bug(
@@ -289,7 +287,7 @@ PLANTED_BUGS = (
         "a late mask samples a token",
         Scheduler,
         "apply_masks",
-        "self._kv.registry.take_back(sequence)",
+        "self._kv.take_back(sequence)",
         "pass",
     ),
     _bug(

@@ -135,12 +135,12 @@ class _Run:
         scheduler = self._controller._scheduler
         kv, stats = scheduler._kv, scheduler.stats()
         assert scheduler.num_open == 0
-        assert kv.pool.num_owned == 0, "blocks are lost"
+        assert not any(kv.pool._num_references), "blocks are lost"
         assert not any(kv.cpu_pool._num_references), "blocks of the CPU pool are lost"
         assert len(scheduler._table._free_rows) == self._scenario.max_num_seqs, "rows are lost"
         assert stats.num_queued_requests == stats.num_queued_tokens == 0, "the queue is not empty"
-        if kv.disk_cache is not None and not (kv.disk_cache._reading or kv.disk_cache._writing):
-            assert not kv.disk_cache.pool.num_in_transit, "disk blocks are lost"
+        if kv.disk is not None and not (kv.disk._reading or kv.disk._writing):
+            assert not kv.disk.pool.num_in_transit, "disk blocks are lost"
         self._outcome.num_read_blocks = stats.num_read_blocks
         self._outcome.num_kept_hit_tokens = stats.num_kept_hit_tokens
         self._outcome.num_deaths = self._ranks.num_deaths

@@ -1,24 +1,24 @@
 from array import array
 
-from cluster.scheduling.cpu_prefix_cache import CpuPrefixCache
 from cluster.scheduling.prefix_cache import BlockKey, PrefixCache
 from cluster.scheduling.swap_costs import TierPolicy
+from cluster.scheduling.tiers import CpuTier
 from pagedray.batch import BlockCopy
 
 PREFIXES = PrefixCache(b"key", num_blocks=0, is_enabled=True)
 
 
-def make_cpu_cache(num_blocks: int, *, max_saved: int = 100) -> CpuPrefixCache:
+def make_cpu_cache(num_blocks: int, *, max_saved: int = 100) -> CpuTier:
     """Return one for which every copy is worth it."""
-    worth = TierPolicy(None, num_blocks=num_blocks, block_size=2)
-    return CpuPrefixCache(num_blocks, worth=worth, max_saved=max_saved)
+    policy = TierPolicy(None, num_blocks=num_blocks, block_size=2)
+    return CpuTier(num_blocks, policy=policy, max_saved=max_saved)
 
 
 def key_of(*token_ids: int, tenant: str = "") -> BlockKey:
     return PREFIXES.key_after(PREFIXES.root(tenant), array("I", token_ids))
 
 
-def save(cache: CpuPrefixCache, step: int, *keys: BlockKey) -> None:
+def save(cache: CpuTier, step: int, *keys: BlockKey) -> None:
     """Save blocks and take the copies as done."""
     for device_block, key in enumerate(keys):
         cache.save_block(key, device_block)

@@ -1,25 +1,22 @@
-from cluster.scheduling.cpu_prefix_cache import CpuPrefixCache
-from cluster.scheduling.disk_prefix_cache import DiskPrefixCache
 from cluster.scheduling.prefix_cache import BlockKey
+from cluster.scheduling.tiers import CpuTier, DiskTier
 from pagedray.batch import BlockCopy, DiskReport
 from tests.scheduling.blocks.test_cpu_prefix_cache import key_of, make_cpu_cache, save
 
 KEYS = [key_of(number, number) for number in range(12)]
 
 
-def make_caches(
-    *, num_cpu_blocks: int, num_disk_blocks: int
-) -> tuple[CpuPrefixCache, DiskPrefixCache]:
+def make_caches(*, num_cpu_blocks: int, num_disk_blocks: int) -> tuple[CpuTier, DiskTier]:
     cpu_cache = make_cpu_cache(num_cpu_blocks)
-    return cpu_cache, DiskPrefixCache(num_disk_blocks, cpu_cache)
+    return cpu_cache, DiskTier(num_disk_blocks, cpu_cache)
 
 
-def keys_of(cpu_cache: CpuPrefixCache, copies: list[BlockCopy]) -> list[BlockKey | None]:
+def keys_of(cpu_cache: CpuTier, copies: list[BlockCopy]) -> list[BlockKey | None]:
     """Return the keys of the CPU blocks that are written."""
     return [cpu_cache.key_of(copy.source) for copy in copies]
 
 
-def write(disk_cache: DiskPrefixCache, step: int) -> list[BlockCopy]:
+def write(disk_cache: DiskTier, step: int) -> list[BlockCopy]:
     """Take writes and report them as made."""
     copies = disk_cache.take_writes(step)
     if copies:

@@ -130,7 +130,7 @@ def test_a_long_prompt_is_proven_by_its_first_token() -> None:
     harness.add([*stem, 3, 3], bad_position=21)
     harness.step()
     assert num_hits(harness, [*stem, 4]) == 0
-    (renewed,) = harness.scheduler._kv.prefix_cache._invalidated
+    (renewed,) = harness.scheduler._kv.device._invalidated
     assert renewed != harness.sequences[0].blocks.keys[0].digest
 
 
@@ -152,7 +152,7 @@ def test_many_renewals_use_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> No
         harness.drain()
         assert num_hits(harness, [first, 1, 1, 1, 1]) == 0
         assert num_hits(harness, [first, 1, 1, 1, 1]) == 4
-    cache = harness.scheduler._kv.prefix_cache
+    cache = harness.scheduler._kv.device
     assert cache is not None
     assert len(cache._invalidated) <= 3
 
@@ -163,7 +163,7 @@ def test_a_sequence_that_is_finished_in_prefill_proves_nothing() -> None:
     harness.schedule()
     harness.finish(request_id, 0)
     harness.settle()
-    cache = harness.scheduler._kv.prefix_cache
+    cache = harness.scheduler._kv.device
     assert cache is not None
     assert len(cache) == 1
     assert not any(cache.is_verified(block) for block in range(64))
@@ -179,7 +179,7 @@ def test_a_sequence_that_is_preempted_in_prefill_proves_nothing() -> None:
     while not second.num_preemptions:
         harness.step()
     assert not second.has_sampled
-    cache = harness.scheduler._kv.prefix_cache
+    cache = harness.scheduler._kv.device
     verified = {block for block in range(8) if cache.is_verified(block)}
     assert len(cache) > 4
     assert verified <= set(first.blocks.ids)
@@ -191,7 +191,7 @@ def test_a_sequence_that_is_finished_after_a_token_proves_what_gave_it() -> None
     request_id = harness.add([0] * 6)
     harness.step()
     harness.finish(request_id, 0)
-    cache = harness.scheduler._kv.prefix_cache
+    cache = harness.scheduler._kv.device
     assert cache is not None
     assert sum(cache.is_verified(block) for block in range(64)) == 3
     harness.drain()
@@ -206,5 +206,5 @@ def test_a_sequence_proves_the_prompt_that_a_sibling_computed_and_left_unproven(
     assert harness.sequences[1].num_computed >= 5
     harness.finish(request_id, 0)
     harness.drain()
-    cache = harness.scheduler._kv.prefix_cache
+    cache = harness.scheduler._kv.device
     assert sum(cache.is_verified(block) for block in range(64)) == 2

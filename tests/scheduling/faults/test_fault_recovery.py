@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cluster.scheduling.kv_manager import KvOptions
-from cluster.scheduling.prefix_finder import PrefixRegistry
+from cluster.scheduling.kv_manager import KvManager, KvOptions
 from cluster.scheduling.scheduler import Scheduler
 from pagedray.batch import StepOutput
 from pagedray.config import SchedulerConfig
@@ -37,11 +36,11 @@ def test_no_token_follows_one_that_was_lost(monkeypatch: pytest.MonkeyPatch) -> 
     plans = [scheduler.schedule(), scheduler.schedule()]
     assert None not in plans
 
-    def fail(_: PrefixRegistry, sequence: Sequence) -> None:
+    def fail(_: KvManager, sequence: Sequence) -> None:
         raise RuntimeError(f"A defect with {sequence.request_id}.")
 
     with monkeypatch.context() as patch:
-        patch.setattr(PrefixRegistry, "register_blocks", fail)
+        patch.setattr(KvManager, "register_blocks", fail)
         assert scheduler.update(StepOutput(0, [7])) == []
     assert scheduler.update(StepOutput(1, [8])) == []
     scheduler.acknowledge(1)

@@ -27,12 +27,12 @@ def on_disk(
         harness.add([7], max_tokens=2)
         harness.drain()
     kv = harness.scheduler._kv
-    assert kv.disk_cache is not None
-    assert kv.cpu_cache is not None
+    assert kv.disk is not None
+    assert kv.cpu is not None
     first = harness.sequences[0].blocks.keys
-    assert [kv.disk_cache.find_block(key) is not None for key in first] == [True, True]
-    assert [kv.cpu_cache.find_block(key) for key in first] == [None, None]
-    assert [kv.prefix_cache.find_block(key) for key in first] == [None, None]
+    assert [kv.disk.find_block(key) is not None for key in first] == [True, True]
+    assert [kv.cpu.find_block(key) for key in first] == [None, None]
+    assert [kv.device.find_block(key) for key in first] == [None, None]
     return harness
 
 

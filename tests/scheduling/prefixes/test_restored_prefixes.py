@@ -21,7 +21,7 @@ def run_and_evict(kv: KvManager, sequence: Sequence) -> list[BlockCopy]:
     """Compute a prompt, which was finite, and have its blocks evicted."""
     run_prompt(kv, sequence)
     sequence.token_ids = sequence.token_ids + array("I", [0])
-    kv.registry.mark_verified(sequence)
+    kv.mark_verified(sequence)
     kv.release(sequence)
     return evict_all(kv, 0)
 
@@ -82,7 +82,7 @@ def test_forgotten_blocks_are_not_copied_back() -> None:
     kv = make_manager(has_cpu_cache=True)
     (first,) = make_sequences(10)
     run_and_evict(kv, first)
-    kv.registry.forget_blocks(first)
+    kv.forget_blocks(first)
     (second,) = make_sequences(10)
     assert kv.admit(second, num_tokens=10, num_spare=0)
     assert second.num_computed == 0
@@ -117,7 +117,7 @@ def test_blocks_that_are_copied_back_do_not_lose_their_place_meanwhile() -> None
     (other,) = make_sequences(10, tenant="other")
     run_prompt(kv, other)
     other.token_ids = other.token_ids + array("I", [0])
-    kv.registry.mark_verified(other)
+    kv.mark_verified(other)
     kv.release(other)
     kv.take_copies(1)
     kv.acknowledge(1)
@@ -131,21 +131,21 @@ def test_blocks_that_are_copied_back_do_not_lose_their_place_meanwhile() -> None
 
 def test_no_block_is_copied_back_that_the_device_has_behind_a_missing_one() -> None:
     kv = make_manager(has_cpu_cache=True)
-    assert kv.cpu_cache is not None
+    assert kv.cpu is not None
     first, second = (make_sequences(13)[0] for _ in range(2))
     run_prompt(kv, first)
     keys, blocks = first.blocks.keys, first.blocks.ids
     kv.release(first)
     for key, block in zip(keys, blocks, strict=False):
-        kv.cpu_cache.save_block(key, block)
+        kv.cpu.save_block(key, block)
     kv.take_copies(0)
     kv.acknowledge(0)
     # The second of three is left on the device.
     for block in (blocks[0], blocks[2]):
-        kv.prefix_cache.forget_block(block)
+        kv.device.forget_block(block)
         kv.pool.discard(block)
     assert kv.admit(second, num_tokens=13, num_spare=0)
     _, restores = kv.take_copies(1)
     assert [copy.target for copy in restores] == list(second.blocks.ids)
     assert len(second.blocks.ids) == 1
-    assert kv.prefix_cache.find_block(keys[1]) == blocks[1]
+    assert kv.device.find_block(keys[1]) == blocks[1]

@@ -5,9 +5,10 @@ from array import array
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from cluster.scheduling.kv_manager import KvManager
-from cluster.scheduling.prefix_cache import BlockKey, PrefixCache
+from cluster.scheduling.kv_manager import KvManager, KvOptions
+from cluster.scheduling.prefix_cache import BlockKey
 from cluster.scheduling.sequence import ActiveRequest, Sequence
+from cluster.scheduling.tiers import CpuTier, DeviceTier
 from pagedray.request import Request
 from pagedray.sampling_params import SamplingParams
 
@@ -15,13 +16,13 @@ BLOCK_SIZE = 2
 NUM_BLOCKS = 12
 
 
-class WatchedCache(PrefixCache):
+class WatchedTier(DeviceTier):
     """Counts look-ups."""
 
     __slots__ = ("num_lookups",)
 
-    def __init__(self) -> None:
-        super().__init__(b"key", num_blocks=NUM_BLOCKS, is_enabled=True)
+    def __init__(self, below: CpuTier) -> None:
+        super().__init__(b"key", num_blocks=NUM_BLOCKS, is_enabled=True, below=below)
         self.num_lookups = 0
 
     def find_block(self, key: BlockKey) -> int | None:
@@ -43,16 +44,17 @@ class WatchedCache(PrefixCache):
         )
 
 
-def make_manager() -> tuple[KvManager, WatchedCache]:
-    cache = WatchedCache()
-    kv = KvManager(
+def make_manager() -> tuple[KvManager, WatchedTier]:
+    options = KvOptions(
         block_size=BLOCK_SIZE,
         num_blocks=NUM_BLOCKS,
         num_cpu_blocks=8,
-        prefix_cache=cache,
-        cpu_cache=None,
+        enable_cpu_prefix_cache=False,
     )
-    return kv, cache
+    kv = KvManager(options, costs=None, max_num_tokens=100)
+    device = WatchedTier(kv.cpu)
+    kv.device, kv.pool = device, device.pool
+    return kv, device
 
 
 def make_sequence(token_ids: tuple[int, ...]) -> Sequence:
@@ -68,12 +70,12 @@ def compute(kv: KvManager, sequence: Sequence) -> None:
     """Take all known tokens of an admitted sequence as computed."""
     kv.extend(sequence, len(sequence.token_ids))
     sequence.num_computed = len(sequence.token_ids)
-    kv.registry.register_blocks(sequence)
+    kv.register_blocks(sequence)
 
 
 def has_room(kv: KvManager, sequence: Sequence, *, num_tokens: int, num_spare: int) -> bool:
     """Return whether a sequence can be admitted, by looking up its whole prefix."""
-    cache = kv.prefix_cache
+    cache = kv.device
     assert cache is not None
     parent, num_shared = cache.root(""), 0
     for first in range(0, len(sequence.token_ids) - BLOCK_SIZE, BLOCK_SIZE):
@@ -82,7 +84,7 @@ def has_room(kv: KvManager, sequence: Sequence, *, num_tokens: int, num_spare: i
         if block is None:
             break
         parent = key.digest
-        num_shared += not kv.pool.is_idle(block)
+        num_shared += block not in kv.pool.idle_blocks
     return kv.blocks_for(num_tokens) - num_shared + num_spare <= kv.pool.num_free
 
 
@@ -115,7 +117,7 @@ def test_a_sequence_is_admitted_as_soon_as_there_is_room(
         elif event == 5 and running:
             kv.append(running[which % len(running)])
         elif event == 6 and running and amount == 0:
-            kv.registry.forget_blocks(running[which % len(running)])
+            kv.forget_blocks(running[which % len(running)])
         elif event == 7 and running and kv.can_swap_out(running[-1]):
             # Its blocks are in transit until step 1 is acknowledged.
             swapped = running.pop()
@@ -161,7 +163,7 @@ def test_a_waiting_sequence_finds_blocks_under_renewed_keys() -> None:
     kv.release(bad)
     assert not kv.admit(waiting, num_tokens=9, num_spare=9)
     # Three blocks are forgotten; of the fourth, which is not, only the key is renewed.
-    kv.registry.forget_blocks(bad)
+    kv.forget_blocks(bad)
     again = make_sequence((1, 1, 2, 2, 3, 3, 5, 5, 6))
     assert kv.admit(again, num_tokens=9, num_spare=0)
     compute(kv, again)
