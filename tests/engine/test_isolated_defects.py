@@ -12,7 +12,6 @@ from cluster.engine.local_executor import LocalExecutor
 from cluster.engine.options.engine_options import EngineOptions, engine_config
 from cluster.scheduling.kv_manager import KvManager
 from cluster.scheduling.prefix_cache import PrefixCache
-from cluster.scheduling.kv_manager import KvManager
 from cluster.scheduling.sequence import Sequence
 from pagedray.batch import SequenceStart
 from pagedray.request import FinishReason, Request
