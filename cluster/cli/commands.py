@@ -1,4 +1,4 @@
-"""The command `pagedray`: its commands, each of which imports what it runs."""
+"""The command `pagedray`: each subcommand imports the code that it runs."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _with_config(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> S
     return [command, *apply_config(command_parser(parser, command), others)]
 
 
-# Each command imports what it runs, so that --help is quick.
+# Each command imports its code when it runs, so that --help is quick.
 
 
 def _config(parsed: argparse.Namespace) -> EngineConfig:

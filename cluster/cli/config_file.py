@@ -1,4 +1,4 @@
-"""`--config FILE`: flags of a command in YAML, which those on the command line override."""
+"""`--config FILE`: flags of a command in YAML; flags of the command line override them."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _names_model(arguments: Sequence[str], options: Mapping[str, argparse.Action
 
 
 def _read(path: Path) -> dict[str, object]:
-    """Return what a file has, by the names of flags."""
+    """Return the values of a file, by the names of flags."""
     try:
         with path.open("rb") as file:
             text = file.read(_MAX_BYTES + 1)
@@ -110,7 +110,7 @@ def _read(path: Path) -> dict[str, object]:
 
 
 def _reason(error: Exception) -> str:
-    """Return the place of an error in YAML and what is wrong there, on one line."""
+    """Return the place and description of an error in YAML, on one line."""
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return " ".join(str(error).replace('in "<byte string>", ', "at ").split())[:200]
     place, problem = error.problem_mark, error.problem or ""

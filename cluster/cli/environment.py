@@ -1,4 +1,4 @@
-"""`pagedray collect-env`: what a bug report needs to know about a machine."""
+"""`pagedray collect-env`: information about a machine for bug reports."""
 
 from __future__ import annotations
 

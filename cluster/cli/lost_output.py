@@ -13,9 +13,9 @@ _DISK_FULL = frozenset((errno.EDQUOT, errno.EFBIG, errno.ENOSPC))
 
 
 def discard_output() -> None:
-    """Discard what is written from now on, and what could not be written.
+    """Discard all later output, and output that could not be written.
 
-    Otherwise the interpreter would try that again at its exit, and report it.
+    Otherwise the interpreter would try to write it again at its exit, and report the failure.
     """
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, _STDOUT)

@@ -1,4 +1,4 @@
-"""A parser of flags whose errors are one line, with the known flag that an unknown one is like."""
+"""A parser of flags with errors in one line, which name similar flags."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser whose error message is one line.
+    """A parser with error messages in one line.
 
     As in vLLM, flags may be written with `_` for `-`, a flag of a JSON object field by field
     (`--flag.key VALUE`), and MODEL as `--model`. Flags are not abbreviated: a flag that is added
@@ -56,7 +56,7 @@ class OneLineParser(argparse.ArgumentParser):
         super().__init__(formatter_class=_HelpFormatter, allow_abbrev=False, **arguments)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Return the arguments; an error names the known flag that an unknown one is like."""
+        """Return the arguments; an error about an unknown flag names a similar flag."""
         words = [*_with_dashes(sys.argv[1:] if args is None else args)]
         parser: argparse.ArgumentParser = self
         num_commands = 0
@@ -73,9 +73,9 @@ class OneLineParser(argparse.ArgumentParser):
         return parsed
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Return the arguments and the unknown ones.
+        """Return the arguments and the unknown arguments.
 
-        Without any, print the help if it lists what to choose from.
+        Without any, print the help if it lists commands to choose from.
         """
         words = sys.argv[1:] if args is None else args
         if not words and any(one.choices for one in self._get_positional_actions()):
@@ -96,7 +96,7 @@ class OneLineParser(argparse.ArgumentParser):
         super()._check_value(action, value)
 
     def error(self, message: str) -> NoReturn:
-        # Those of argparse have no full stop.
+        # Messages of argparse have no full stop.
         what = message.removesuffix(".")
         self.exit(USAGE_EXIT, f"{self.prog}: error: {what} (see {self.prog} --help)\n")
 
@@ -141,7 +141,7 @@ def _dashed_flag(word: str) -> str:
 def _with_dashes(words: Sequence[str]) -> Iterator[str]:
     is_flag_allowed = True
     for word in words:
-        # What follows a `--` is not a flag.
+        # Words after a `--` are not flags.
         is_flag_allowed = is_flag_allowed and word != "--"
         yield _dashed_flag(word) if is_flag_allowed else word
 

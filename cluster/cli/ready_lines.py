@@ -1,4 +1,4 @@
-"""What `pagedray serve` prints when it is ready: what it runs, its capacity and its addresses."""
+"""The output of `pagedray serve` when it is ready: model, capacity and addresses."""
 
 from __future__ import annotations
 

@@ -123,9 +123,10 @@ def read_batch(path: Path) -> list[BatchLine]:
 def run_batch(
     config: EngineConfig, options: CallOptions, lines: Sequence[BatchLine], output: Path
 ) -> int:
-    """Write the results of a batch to a file, in the order of the requests. Raises PagedRayError.
+    """Write the results of a batch to a file, in the order of the requests.
 
-    Results are written once those before are, so that an interrupted batch has a beginning.
+    Raises PagedRayError. Results are written once all results before them are, so that an
+    interrupted batch has a beginning.
     """
     try:
         file = output.open("w", encoding="utf-8")
@@ -162,7 +163,7 @@ async def _run(
 
 
 class _Batch:
-    """Some requests, whose results are written in their order."""
+    """Some requests; their results are written in their order."""
 
     def __init__(
         self,
@@ -178,7 +179,7 @@ class _Batch:
         self._file = file
         self._bar = bar
         self._results: dict[int, bytes] = {}
-        """Results that wait for those before them, by their numbers."""
+        """Results that wait for earlier results, by their numbers."""
         self._num_written = 0
         self.num_failed = 0
         """Number of results that are errors."""

@@ -126,8 +126,8 @@ class Server:
         try:
             client.attach_engine(engine)
             guard_exit(engine, asyncio.get_running_loop())
-            # What is loaded lives as long as the server; a collection that traverses it would block
-            # the event loop for 70 ms.
+            # Loaded objects live as long as the server; a collection that traverses them would
+            # block the event loop for 70 ms.
             gc.collect()
             # Device memory of a closed rank is freed by the collector, so not until then.
             with freeze_heap():
@@ -151,7 +151,7 @@ class Server:
             await asyncio.wait((loading,), timeout=_LOADING_GRACE_S)
         if not loading.done():
             # Ray's start cannot be interrupted, and Python would wait for its thread. Most of Ray's
-            # processes end with this one, but not its agents.
+            # processes end with this process, but not its agents.
             if self._config.parallel.executor == "ray":
                 from cluster.engine.ray_cluster.ray_processes import kill_child_processes
 

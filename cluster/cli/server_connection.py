@@ -54,7 +54,7 @@ class ServerConnection:
     def __init__(
         self, url: str, *, key: str | None = None, ca_file: Path | None = None, kind: str
     ) -> None:
-        """`kind` is what the server should be, as errors say it; a URL without a scheme is HTTP.
+        """`kind` names the expected server in errors; a URL without a scheme is HTTP.
 
         Raises StartupError for an invalid URL, key or CA file.
         """
@@ -112,7 +112,7 @@ class ServerConnection:
         raise EngineError("The connection to the server was lost; the answer is incomplete.")
 
     def close(self) -> None:
-        """Close the connection; the next request opens another one."""
+        """Close the connection; the next request opens another."""
         self._connection.close()
 
     def _sent(self, path: str, body: object) -> http.client.HTTPResponse:
@@ -169,7 +169,7 @@ class ServerConnection:
             kind = UnreachableError if isinstance(error, ConnectionRefusedError) else EngineError
             raise kind(f"Cannot reach the server at {place}: {reason}.") from error
         except http.client.HTTPException as error:
-            # Its message is what the other end sent.
+            # Its message is from the other end.
             self.close()
             raise EngineError(
                 "The server does not respond in HTTP; the URL must have its HTTP port, not that of "

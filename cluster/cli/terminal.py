@@ -232,7 +232,7 @@ def _dimmed(text: str, stream: TextIO) -> str:
 
 
 def _read_message() -> str | None:
-    """Return what the user typed, which is not empty; None at the end of the input."""
+    """Return the user's input, which is not empty; None at the end of the input."""
     while (line := _read_line("> ")) is not None:
         if not line.strip():
             continue

@@ -21,7 +21,7 @@ __all__ = ["LocalModel", "TextLLM"]
 
 
 class TextLLM(LLM):
-    """An `LLM` whose model must generate text, which is checked before the model is loaded."""
+    """An `LLM` with a model that generates text, which is checked before the model is loaded."""
 
     def _open(self, config: EngineConfig, report_progress: ReportProgress) -> None:
         task = config.model.task
@@ -47,7 +47,7 @@ class LocalModel:
     def __init__(self, model: str, options: EngineOptions, given: Mapping[str, Any]) -> None:
         """Load a model; `given` are the sampling parameters that the user sets."""
         self._llm = TextLLM(model, **asdict(options))
-        # Parameters of the user, of the model's file, or greedy ones, in this order.
+        # Parameters of the user, of the model's file, or greedy parameters, in this order.
         recommended = self._llm.recommended_sampling
         self._sampling = SamplingParams(**{"temperature": 0.0, **recommended, **given})
         self.num_tokens = 0

@@ -1,4 +1,4 @@
-"""Which calls a server accepts, by what is known before their texts are read."""
+"""Decides which calls a server accepts, before their texts are read."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a call has generated, kept outside its replica so that another one can continue the call.
+"""Tokens of a call, stored outside its replica so that another replica can continue.
 
-It is kept by what forwards a replica's responses, such as Ray Serve's proxies, and never comes from
-a client. Plain data without a protocol.
+Whatever forwards a replica's responses keeps them, such as Ray Serve's proxies; they never come
+from a client. Plain data without a protocol.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SequenceProgress(NamedTuple):
     """Tokens of one sequence of a call."""
 
     number: int
-    """Its index among all sequences of the call, those of the first prompt first."""
+    """Its index among all sequences of the call, in the order of prompts."""
     token_ids: tuple[int, ...]
     is_finished: bool
 
@@ -48,7 +48,7 @@ Encoded = tuple[int, tuple[tuple[int, tuple[int, ...], bool], ...], int, bool, b
 
 
 class Progress(NamedTuple):
-    """What one message of a stream adds to its call."""
+    """The progress of a call by a message of its stream."""
 
     num_sequences: int
     """The sequences of the call."""
@@ -63,7 +63,7 @@ class Progress(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Continuation:
-    """What makes a call the same in any replica, and how far it has come."""
+    """Data that makes a call the same in any replica, and its progress so far."""
 
     call_id: str
     """The id of the call if its client gave none."""
@@ -76,7 +76,7 @@ class Continuation:
     cause: Cause | None = None
     """Why the call does not run where it began; None at first."""
     replica: str = ""
-    """The name of the replica whose response the client has the beginning of; empty at first."""
+    """The replica of the response that the client has the beginning of; empty at first."""
     num_cached_tokens: int = 0
     """The prompt tokens found in the prefix cache when it began."""
     sequences: tuple[SequenceProgress, ...] = ()
@@ -90,11 +90,11 @@ class Continuation:
         return hashlib.blake2b(given.encode(), digest_size=16).hexdigest()
 
     def seed_of(self, prompt_index: int) -> int:
-        """Return the seed of a prompt; equal prompts of a call have different ones."""
+        """Return the seed of a prompt; equal prompts of a call have different seeds."""
         return (self.seed + prompt_index) % _SEEDS
 
     def generated_token_ids(self, prompt_index: int, n: int) -> tuple[tuple[int, ...] | None, ...]:
-        """Return the tokens of each sequence of a prompt, None for one that has ended."""
+        """Return the tokens of each sequence of a prompt, None for an ended sequence."""
         begin = prompt_index * n
         return tuple(
             None if one.is_finished else one.token_ids for one in self.sequences[begin : begin + n]

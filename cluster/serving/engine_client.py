@@ -90,7 +90,7 @@ class EngineClient:
 
     def publish(self, events: Sequence[TokenEvent]) -> None:
         """Deliver the events of one step."""
-        # To wake the event loop takes long, and those of a call that it has closed go nowhere.
+        # Waking the event loop is slow, so skip events of closed calls.
         if any(event.request_id in self._streams for event in events):
             self._call(lambda: self._deliver(events))
 

@@ -1,4 +1,4 @@
-"""What the frontends need of an engine."""
+"""The interface between frontends and an engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["EmbeddingEngine", "Engine", "GenerationEngine"]
 
 
 class Engine(Protocol):
-    """What the frontends need of any engine; thread-safe."""
+    """The interface of any engine to the frontends; thread-safe."""
 
     def check_room(self, tenant: str, num_tokens: int) -> None:
         """Raise OverloadedError if the queue has no room for this many more prompt tokens."""
@@ -40,7 +40,7 @@ class Engine(Protocol):
 
 
 class EmbeddingEngine(Engine, Protocol):
-    """An engine whose model is an encoder."""
+    """An engine of a model that embeds."""
 
     def submit_request(self, request: EmbeddingRequest) -> Future[NDArray[np.float32]]:
         """Accept a request. Raises OverloadedError or EngineError."""
@@ -48,13 +48,13 @@ class EmbeddingEngine(Engine, Protocol):
 
 
 class GenerationEngine(Engine, Protocol):
-    """An engine whose model generates."""
+    """An engine of a model that generates."""
 
     def submit_request(self, request: Request) -> None:
         """Accept a request. Raises CapacityError, OverloadedError or EngineError."""
 
     def abort_request(self, request_id: str) -> None:
-        """End a request; an unknown or ended one is ignored."""
+        """End a request; ignore an unknown or ended request."""
 
     def finish_sequence(self, request_id: str, index: int) -> None:
         """End one sequence of a request, without an event for it."""

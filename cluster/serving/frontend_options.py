@@ -1,4 +1,4 @@
-"""Where the frontends of a replica listen, and what they offer."""
+"""Addresses and features of the frontends of a replica."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ class FrontendOptions:
     allowed_hosts: tuple[str, ...] = ()
     """Hosts for which HTTP answers without keys, besides IP addresses, `localhost` and `host`."""
     allowed_origins: AllowedOrigins | None = None
-    """Whose web pages may use HTTP from a browser."""
+    """Origins of web pages that may use HTTP from a browser."""
     store_limits: StoreLimits | None = None
     """Limits on stored responses of /v1/responses; None stores none."""

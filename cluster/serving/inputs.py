@@ -30,7 +30,7 @@ Frontend = Literal["http", "grpc", "ray", "none"]
 """The frontend that received a call."""
 
 Operation = Literal["chat", "text_completion", "embeddings", "score"]
-"""What a call does, by OpenTelemetry's names where it has one."""
+"""The operation of a call, by OpenTelemetry's name if there is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,17 +99,17 @@ class GenerationInput:
     max_prompt_tokens: int | None = None
     """Number of tokens of a prompt that are kept; -1 is as many as fit."""
     truncates_end: bool = False
-    """Whether those at the beginning of the prompt are kept, and not those at its end."""
+    """Whether tokens at the beginning of the prompt are kept, and not at its end."""
     cache_salt: str = ""
     """Prefixes are shared only by requests with the same salt."""
     beam_length_penalty: float | None = None
-    """The length penalty of a beam search, whose `n` best beams are the completions; None samples
-    them."""
+    """The length penalty of a beam search for the `n` best completions; None samples completions.
+    """
     is_resumable: bool = False
     """Whether the client may come back for the stream after its connection was cut."""
     origin: CallOrigin = CallOrigin()
     continuation: Continuation | None = None
-    """What keeps the call the same if it continues in another replica."""
+    """Keeps the call the same if it continues in another replica."""
 
     @property
     def is_continued(self) -> bool:
@@ -145,7 +145,7 @@ class EmbeddingInput:
     max_prompt_tokens: int | None = None
     """Number of tokens of a text that are kept, with its special tokens; -1 is as many as fit."""
     truncates_end: bool = True
-    """Whether those at the beginning of the text are kept, and not those at its end."""
+    """Whether tokens at the beginning of the text are kept, and not at its end."""
     model: str | None = None
     deadline_s: float | None = None
     """When the call fails, on the monotonic clock; None if it has no deadline."""

@@ -1,4 +1,4 @@
-"""The model that a client names, and the names of the one that is served."""
+"""The model that a client names, and the names of the served model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_SHOWN = 128
 
 
 def check_model_name(given: str | None, model: ModelConfig) -> None:
-    """Raise UnknownModelError for a name other than those of the model; None is accepted."""
+    """Raise UnknownModelError unless the name is a name of the model; None is accepted."""
     if given is not None and given != model.name and given not in model.other_names:
         raise UnknownModelError(given[:_MAX_SHOWN], *served_names(model))
 
@@ -30,9 +30,9 @@ def served_names(model: ModelConfig) -> tuple[str, ...]:
 
 
 def with_served_names(config: EngineConfig, names: Sequence[str]) -> EngineConfig:
-    """Return a configuration whose model has these names, or its own if there are none.
+    """Return a configuration with these names of the model, or its own without any.
 
-    Raises StartupError for a name that is empty.
+    Raises StartupError for an empty name.
     """
     if not all(names):
         raise StartupError("served_model_name must not be empty.")

@@ -1,4 +1,4 @@
-"""What a server reports about itself, independent of any protocol."""
+"""The reports of a server about itself, independent of any protocol."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ServerInfo:
     max_num_batched_tokens: int
     max_queued_requests: int
     sampling_defaults: dict[str, float]
-    """What requests use that do not set it, from the model's generation_config.json."""
+    """Defaults of requests, from the model's generation_config.json."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ class ServerLoads:
     num_blocks: int
     num_free_blocks: int
     num_cached_blocks: int
-    """Free blocks whose content is still in the prefix cache."""
+    """Free blocks that are still in the prefix cache."""
     num_cpu_blocks: int
     num_free_cpu_blocks: int
     num_steps: int

@@ -95,7 +95,7 @@ class Servicer:
         self.ignored = IgnoredParameters(
             self.metrics.count_ignored, is_strict=options.strict_parameters
         )
-        """What HTTP clients send and is ignored."""
+        """Ignored parameters of HTTP clients."""
         self.rejected_calls = RejectedCalls()
         """Logs the calls that frontends reject."""
         self._recorder = LoadRecorder(self.metrics.times.between_tokens)
@@ -207,7 +207,7 @@ class Servicer:
         self.validator.stop_accepting()
 
     async def drain(self, grace_s: float) -> None:
-        """Accept no more requests, and end those that run longer than `grace_s`."""
+        """Accept no more requests, and end requests that run longer than `grace_s`."""
         self.stop_accepting()
         deadline_s = time.monotonic() + grace_s
         while (len(self._calls) or self.resumables.num_awaited) and time.monotonic() < deadline_s:

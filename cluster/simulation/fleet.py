@@ -23,7 +23,7 @@ _TICKS_PER_REPORT = 10
 """Ray Serve collects the loads of replicas once a second."""
 _MOST_SAMPLES = 2000
 _FIRST_PREFIX = 10**9
-"""Token ids of prefixes start here, above those of prompts."""
+"""Token ids of prefixes start here, above the ids of prompts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Sample:
     time_s: float
     num_running: int
     num_waiting: int
-    """Sequences that wait, swapped ones included."""
+    """Sequences that wait, including swapped sequences."""
     kv_use: float
     """The part of the blocks that is taken."""
     num_preemptions: int
@@ -52,7 +52,7 @@ class Fleet:
         num_replicas: int,
         placement: Placement | None = None,
     ) -> None:
-        """`placement` is the router's, by default one with its defaults."""
+        """`placement` is the router's, by default with its default options."""
         self._replicas = {f"replica {number}": make_replica() for number in range(num_replicas)}
         self._placement = placement or Placement(draws=random.Random(0))
         self._tick = self._next_report = 0

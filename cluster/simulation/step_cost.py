@@ -26,14 +26,16 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """A model of the duration of a step, and of copies between the pools."""
 
     points: tuple[tuple[int, float], ...]
-    """Numbers of tokens in a step, and the seconds that it takes without what they attend to.
+    """Numbers of tokens in a step, and its seconds without attention.
 
     In between and beyond, the time is linear.
     """
     context_s: float = 0.0
     """Time for each token that a sequence with a single token in the step attends to."""
     pair_s: float = 0.0
-    """Time for each pair of a token and one that it attends to, in a sequence of several tokens."""
+    """Time for each pair of a token and a token that it attends to, in a sequence of several
+    tokens.
+    """
     block_out_s: float = 0.0
     """Time for each block that is copied from the device to the CPU pool."""
     block_in_s: float = 0.0
@@ -56,7 +58,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @classmethod
     def linear(cls, *, step_s: float, token_s: float, block_s: float = 0.0) -> StepCost:
-        """Return a fixed time for a step, and one for each token and copied block.
+        """Return a fixed time for a step, and a time for each token and copied block.
 
         Blocks are copied equally fast in both directions.
         """
@@ -67,7 +69,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         )
 
     def tokens_s(self, num_tokens: int) -> float:
-        """Return how long a step of this many tokens takes, without what they attend to."""
+        """Return how long a step of this many tokens takes, without attention."""
         points = self.points
         index = bisect_left(points, (num_tokens, -1.0), 1, len(points) - 1)
         (low, low_s), (high, high_s) = points[index - 1], points[index]
@@ -76,7 +78,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def forward_s(self, plan: StepPlan) -> float:
         """Return how long the step of a plan takes, without copies between the pools.
 
-        One without tokens, which only starts copies, takes no time.
+        A plan without tokens, which only starts copies, takes no time.
         """
         if not plan.num_tokens:
             return 0.0
@@ -100,16 +102,18 @@ LLAMA_8B_H200 = StepCost(
     block_out_s=39.1e-6,
     block_in_s=39.2e-6,
 )
-"""A Llama of 8B parameters in bfloat16 on one NVIDIA H200, fitted to single steps.
+"""A Llama of 8B parameters in bfloat16 on an NVIDIA H200, fitted to single steps.
 
-Copies of blocks are those of an H100.
-
-docs/simulation.md says to which figures, docs/benchmarks.md how it predicts whole runs.
+Copies of blocks were measured on an H100. docs/simulation.md has the figures, docs/benchmarks.md
+compares predictions with whole runs.
 """
 
 
 def read_step_cost(path: Path) -> StepCost:
-    """Return the cost in a JSON file, whose fields are those of `StepCost`. Raises StartupError."""
+    """Return the cost in a JSON file with the fields of `StepCost`.
+
+    Raises StartupError.
+    """
     try:
         return msgspec.json.decode(path.read_bytes(), type=StepCost)
     except OSError as error:

@@ -1,8 +1,8 @@
 """Copies between the pools in virtual time, while steps run.
 
-They behave like those of `workers/runner/block_swaps.py`: one stream for each direction, which
-waits for the steps before, while a step waits only for the evicted blocks that found no staging
-block. When they end is known when they begin.
+They behave like `BlockSwaps`: a stream for each direction, which waits for the steps before, while
+a step waits only for the evicted blocks that found no staging block. The end of a copy is known
+when it begins.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["VirtualCopies"]
 _MAX_STAGING_BLOCKS = 512
 """1 GiB of blocks of Llama 8B with 16 tokens each."""
 _MAX_STAGING_PART = 32
-"""Staging blocks are at most one in this many of the device pool."""
+"""Staging blocks are at most this fraction of the device pool."""
 
 
 class _Span(NamedTuple):
@@ -58,7 +58,7 @@ class VirtualCopies:
             num_staged = self._stage(len(plan.evictions), now_s)
             num_unstaged = len(plan.evictions) - num_staged
             began_s = max(self._out_ended_s, steps_ended_s)
-            # Those that find no staging block are copied first.
+            # Blocks without a staging block are copied first.
             if num_unstaged:
                 begins_s = began_s + num_unstaged * self._cost.block_out_s
             self._out_ended_s = began_s + num_out * self._cost.block_out_s
@@ -82,7 +82,7 @@ class VirtualCopies:
         return num_blocks, seconds
 
     def _stage(self, num_blocks: int, now_s: float) -> int:
-        """Take staging blocks; return how many of the wanted ones were free."""
+        """Take staging blocks; return how many of the wanted blocks were free."""
         while self._staged and self._staged[0][0] <= now_s:
             self._num_staging += self._staged.popleft()[1]
         num_staged = min(num_blocks, self._num_staging)

@@ -1,7 +1,7 @@
 """Reads and writes of cached blocks on a disk in virtual time.
 
-They behave like those of `workers/runner/disk_jobs.py`: one thread reads and one writes, each in
-the order of plans, and no step waits for them.
+They behave like `DiskJobs`: a thread reads and another writes, each in the order of plans, and no
+step waits for them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class VirtualDisk:
         self._jobs: dict[bool, deque[_Job]] = {True: deque(), False: deque()}
         """Reads and writes that were not reported."""
         self._free_s = {True: 0.0, False: 0.0}
-        """When each thread has done what it was given."""
+        """When each thread has finished its work."""
 
     @property
     def next_report_s(self) -> float:
@@ -42,7 +42,7 @@ class VirtualDisk:
         return min((jobs[0].ended_s for jobs in self._jobs.values() if jobs), default=inf)
 
     def launch(self, plan: StepPlan, now_s: float) -> None:
-        """Begin the reads and writes of a plan, after those of earlier plans."""
+        """Begin the reads and writes of a plan, after earlier plans."""
         for is_read, copies in ((True, plan.disk_reads), (False, plan.disk_writes)):
             if not copies:
                 continue
@@ -53,7 +53,7 @@ class VirtualDisk:
             self._jobs[is_read].append(_Job(ended_s, report))
 
     def take_reports(self, now_s: float) -> list[DiskReport]:
-        """Return what has ended since the last call."""
+        """Return the reports since the last call."""
         reports = []
         for jobs in self._jobs.values():
             while jobs and jobs[0].ended_s <= now_s:

@@ -46,7 +46,7 @@ class VirtualCall:
     arrival_step: int = -1
     """Steps that had ended when it arrived."""
     start_step: int = -1
-    """Steps that ended before the one that first ran it."""
+    """Steps that ended before the step that first ran it."""
     first_token_step: int = -1
     token_times_s: array[float] = field(default_factory=lambda: array("d"))
     """When its tokens came, of all its sequences."""
@@ -101,7 +101,7 @@ class VirtualReplica:
         max_model_len: int,
         disk: VirtualDisk | None = None,
     ) -> None:
-        """The `disk` stores the disk blocks of `kv`; without one, `kv` must have none."""
+        """The `disk` stores the disk blocks of `kv`; without a disk, `kv` must have none."""
         assert disk is not None or not kv.num_disk_blocks
         self.scheduler = Scheduler(
             config=config,
@@ -125,7 +125,7 @@ class VirtualReplica:
         self._step_ended_s = 0.0
         """When the last step that was launched ends."""
         self._unacknowledged: deque[_Flight] = deque()
-        """Steps whose output was taken, but not their acknowledgement."""
+        """Steps with taken output, but without acknowledgement."""
         self._numbers = itertools.count()
 
     def submit(
@@ -202,7 +202,7 @@ class VirtualReplica:
         if self._in_flight and (plan is None or len(self._in_flight) == MAX_PLANS_IN_FLIGHT):
             self._end_step()
         elif plan is None:
-            # Every sequence waits for copies, or for what is read from the disk.
+            # Every sequence waits for copies, or for reads from the disk.
             self.now_s = self._next_end_s()
             if self._arrivals:
                 self.now_s = min(self.now_s, self._arrivals[0][0])
@@ -267,5 +267,5 @@ class VirtualReplica:
 
 
 def distinct_prompt(number: int, num_tokens: int) -> list[int]:
-    """Return a prompt that shares no block with those of other numbers."""
+    """Return a prompt that shares no block with the prompts of other numbers."""
     return [1000 + number] * num_tokens

@@ -67,7 +67,10 @@ class Workload:
     seed: int = 0
 
     def arrivals(self) -> list[Arrival]:
-        """Return the requests, by time. Raises ValueError if one is too long or too late."""
+        """Return the requests, by time.
+
+        Raises ValueError if a request is too long or too late.
+        """
         draws = random.Random(self.seed)
         arrivals, now_s = [], 0.0
         for _ in range(self.num_requests):
@@ -93,9 +96,9 @@ class Workload:
 
 
 def read_trace(path: Path) -> Sequence[Arrival]:
-    """Return the requests of a file of JSON lines, by time. Raises PagedRayError.
+    """Return the requests of a file of JSON lines, by time.
 
-    The fields of a line are those of `Arrival`; empty lines are skipped.
+    Raises PagedRayError. The fields of a line are the fields of `Arrival`; empty lines are skipped.
     """
     decoder = msgspec.json.Decoder(_TraceLine)
     arrivals = []

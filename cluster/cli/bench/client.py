@@ -1,4 +1,4 @@
-"""The interface of a load test's clients: what they send, and what they record of the answer."""
+"""The interface of a load test's clients: their requests, and their records of the answers."""
 
 from __future__ import annotations
 

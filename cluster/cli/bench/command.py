@@ -111,7 +111,7 @@ def _check(parsed: argparse.Namespace) -> None:
 
 
 async def _measure(parsed: argparse.Namespace, target: Target) -> tuple[str, LoadResult]:
-    """Return the model's name, and what became of the requests."""
+    """Return the model's name, and the results of the requests."""
     name = parsed.served_model_name or parsed.model
     async with _client(target) as client:
         model = await client.open(name)
@@ -151,7 +151,7 @@ def _client(target: Target) -> BenchClient:
 
 
 async def _requests(parsed: argparse.Namespace, tokenizer: TextTokenizer) -> list[BenchRequest]:
-    """Return the measured requests, then those that warm the server up."""
+    """Return the measured requests, then the warm-up requests."""
     number = parsed.num_prompts + parsed.num_warmups
     if parsed.dataset_name == "sharegpt":
         return await sharegpt_requests(

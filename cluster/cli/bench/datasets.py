@@ -83,10 +83,10 @@ class _Conversation(msgspec.Struct):
 async def sharegpt_requests(
     tokenizer: TextTokenizer, number: int, path: Path, output_len: int | None, seed: int
 ) -> list[BenchRequest]:
-    """Return the first turns of conversations, as many tokens to generate as their answers have.
+    """Return the first turns of conversations, with the lengths of their answers to generate.
 
-    Very short and very long ones are left out, and the rest is repeated if there are too few.
-    Raises StartupError.
+    Very short and very long conversations are left out, and the rest is repeated if there are too
+    few. Raises StartupError.
     """
     try:
         conversations = msgspec.json.decode(path.read_bytes(), type=list[_Conversation])

@@ -62,7 +62,7 @@ def bench_latency(parsed: argparse.Namespace, options: EngineOptions) -> int:
     latencies_s = []
     with _engine(parsed, options) as llm:
         for index in range(num_warm_ups + parsed.num_iters):
-            # Other prompts each time, since those of the last time are cached.
+            # Other prompts each time, since the last prompts are cached.
             requests = workload.requests(llm.vocab_size, parsed.seed + 2 * index)
             if index == num_warm_ups:
                 before = llm.stats()

@@ -25,7 +25,7 @@ _MOST_REQUESTS = 1_000_000
 
 
 def add_latency_flags(parser: argparse.ArgumentParser) -> None:
-    """Add those of one batch that is generated again and again."""
+    """Add the flags of a batch that is generated again and again."""
     group = parser.add_argument_group("benchmark")
     for flag, default, what in (
         ("--input-len", 32, "Number of tokens per prompt."),
@@ -47,7 +47,7 @@ def add_latency_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_throughput_flags(parser: argparse.ArgumentParser) -> None:
-    """Add those of requests that are submitted at once."""
+    """Add the flags of requests that are submitted at once."""
     group = parser.add_argument_group("benchmark")
     group.add_argument(
         "--workload",

@@ -85,7 +85,7 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_request_fields(group: argparse._ArgumentGroup) -> None:
-    """Add what all requests have in common."""
+    """Add the fields of all requests."""
     group.add_argument(
         "--header",
         nargs="*",

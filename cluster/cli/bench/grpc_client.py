@@ -137,7 +137,7 @@ class GrpcClient(BenchClient):
 
 def _rejection(error: grpc.aio.AioRpcError) -> BenchError:
     details = error.details() or ""
-    # What another protocol's answer or status is to a gRPC client.
+    # Another protocol's answer or status looks like this to a gRPC client.
     if "HTTP/2" in details or "http2 header" in details:
         return BenchError(
             "The server does not respond in gRPC; --base-url must have its gRPC port, not that of "

@@ -247,7 +247,7 @@ def _failure(error: Exception) -> PagedRayError:
         return StartupError(f"--base-url is not a URL: {error}.")
     if isinstance(error, TimeoutError):
         return BenchError("The server did not respond in time.")
-    # aiohttp raises it for what is not HTTP, such as the frames of gRPC.
+    # aiohttp raises it for other protocols than HTTP, such as frames of gRPC.
     if isinstance(error, aiohttp.ClientResponseError):
         return BenchError(
             "The server did not respond in HTTP; PagedRay's gRPC port requires --backend grpc."

@@ -18,4 +18,4 @@ METRICS: Mapping[str, str] = {
 """Latencies by name. `tpot` is the mean of a request after its first token; `itl` are the times
 between its messages, each of which may have several tokens."""
 GOALS = ("ttft", "tpot", "e2el")
-"""What `--goodput` may limit: they have one value for each request."""
+"""Figures that `--goodput` may limit: each request has a value of them."""

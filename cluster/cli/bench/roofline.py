@@ -34,7 +34,7 @@ class SequenceLengths:
     num_output: int
 
     def num_pairs(self, window: int | None) -> int:
-        """Return the pairs of a computed token and one that it sees, itself included."""
+        """Return the pairs of a computed token and a token that it sees, itself included."""
         # The last token is sampled, and never computed.
         return _sum_of_contexts(self.num_cached + 1, self.num_prompt + self.num_output - 1, window)
 

@@ -75,7 +75,7 @@ class Summary:
 def summarize(
     result: LoadResult, *, percentiles: Sequence[float], limits_ms: Mapping[str, float]
 ) -> Summary:
-    """Return the figures; `limits_ms` are those of `GOALS` that a good request keeps."""
+    """Return the figures; good requests keep `limits_ms` for some of `GOALS`."""
     of_requests = [_latencies(timing) for timing in result.timings]
     good = [one for one in of_requests if all(one[goal] <= limits_ms[goal] for goal in limits_ms)]
     values = {name: [one[name] for one in of_requests if name in one] for name in GOALS}

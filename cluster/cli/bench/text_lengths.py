@@ -24,7 +24,7 @@ class TextTokenizer(Protocol):
         """Return the tokens of a text, with special tokens."""
 
     async def decode(self, token_ids: list[int]) -> str:
-        """Return the text of tokens, without those special tokens that were added."""
+        """Return the text of tokens, without added special tokens."""
 
 
 class LocalTokenizer:
@@ -81,7 +81,7 @@ async def text_of_length(
 async def _cut(tokenizer: TextTokenizer, text: str, token_ids: list[int], excess: int) -> str:
     """Return the text without as many tokens at its end."""
     tail = await tokenizer.decode(token_ids[-excess:])
-    # Tokenizers differ in the whitespace and special tokens of what they decode.
+    # Tokenizers differ in the whitespace and special tokens of decoded texts.
     return text[: max(1, len(text) - max(1, len(tail.strip())))].rstrip()
 
 

@@ -27,10 +27,10 @@ class Workload:
 
     num_requests: int
     draw_lengths: Callable[[random.Random], tuple[int, int]]
-    """Returns the tokens of a prompt, and those to generate."""
+    """Returns the numbers of tokens of a prompt, and to generate."""
     num_prefixes: int = 1
     prefix_len: int = 0
-    """Tokens that precede those of `draw_lengths` in a prompt: one of `num_prefixes` prefixes."""
+    """Tokens of a prompt before the tokens of `draw_lengths`: one of `num_prefixes` prefixes."""
 
     def requests(self, vocab_size: int, seed: int) -> list[EngineRequest]:
         """Return the requests, equal for equal seeds."""
@@ -51,7 +51,7 @@ class Workload:
 def uniform_workload(
     num_requests: int, lengths: RandomLengths, *, num_prefixes: int = 1
 ) -> Workload:
-    """Return requests of equal lengths, or of uniform ones in a range."""
+    """Return requests of equal lengths, or of uniform lengths in a range."""
     return Workload(
         num_requests=num_requests,
         draw_lengths=lambda draws: (
@@ -68,7 +68,7 @@ def _mixed_lengths(draws: random.Random) -> tuple[int, int]:
 
 
 def _lognormal(draws: random.Random, mean: float, deviation: float, most: int) -> int:
-    """Return a length; `mean` and `deviation` are those of its logarithm."""
+    """Return a length; `mean` and `deviation` describe its logarithm."""
     return min(max(round(draws.lognormvariate(mean, deviation)), _LEAST_TOKENS), most)
 
 

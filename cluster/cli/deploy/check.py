@@ -1,4 +1,4 @@
-"""`pagedray deploy check`: reports what in Helm values cannot work, before anything starts."""
+"""`pagedray deploy check`: reports Helm values that cannot work, before anything starts."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _EXAMPLE = "registry.example.com/"
 
 
 def check(paths: Sequence[Path], *, chart: Path, release: str, checkpoint: Path | None) -> int:
-    """Print a line for each error, and return 1 if there is one. Raises StartupError.
+    """Print a line for each error, and return 1 after any. Raises StartupError.
 
-    Files are merged as by Helm: values of later ones win.
+    Files are merged as by Helm: values of later files win.
     """
     values = read_values(paths, chart)
     names = ", ".join(map(str, paths))
     errors = [f"{path}: {error}" for path in paths for error in spelling_errors(path)]
-    # The rules rely on what the schema requires.
+    # The rules rely on the requirements of the schema.
     if not errors:
         errors = [f"{names}: {error}" for error in schema_errors(values, chart)]
     if not errors:

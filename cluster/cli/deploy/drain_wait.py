@@ -37,7 +37,7 @@ class Nodes(Protocol):
 
 
 class GcsNodes:
-    """What the GCS of a Ray cluster knows about its nodes."""
+    """The GCS's information about the nodes of a Ray cluster."""
 
     def __init__(self, address: str) -> None:
         host, _, port = address.rpartition(":")

@@ -1,7 +1,7 @@
 """`pagedray deploy fetch`: downloads a model from the Hub or S3, or waits until it is there.
 
-A Job of the Helm chart downloads into a volume, and each pod waits until it can be read. What a
-process left half-way is continued, and files count as missing until they are verified.
+A Job of the Helm chart downloads into a volume, and each pod waits until it can be read. An
+interrupted download is continued, and files count as missing until they are verified.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ def fetch_command(model: str, *, folder: Path | None, is_waiting: bool) -> int:
 
 
 def fetch(model: str, settings: HubSettings) -> Path:
-    """Return the folder of a model whose files are all there. Raises CheckpointError."""
+    """Return the folder of a complete model.
+
+    Raises CheckpointError.
+    """
     return _fetch(_hub_name(model), settings)
 
 
@@ -105,7 +108,7 @@ def wait_for_mirror(folder: Path, poll_s: float = _POLL_S) -> Path:
 
 
 def _wait(look: Callable[[], Path | str], poll_s: float) -> Path:
-    """Return the folder that `look` finds; otherwise it says what is missing."""
+    """Return the folder that `look` finds; until then, `look` returns the missing part."""
     last = ""
     while True:
         found = look()

@@ -16,7 +16,7 @@ _CHART = Path("deploy/helm/pagedray")
 
 
 def add_check_flags(parser: argparse.ArgumentParser) -> None:
-    """Add what `deploy check` reads."""
+    """Add the flags of `deploy check`."""
     parser.add_argument(
         "values",
         type=Path,
@@ -44,7 +44,7 @@ def add_check_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_fetch_flags(parser: argparse.ArgumentParser) -> None:
-    """Add what `deploy fetch` downloads."""
+    """Add the flags of `deploy fetch`."""
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -64,7 +64,7 @@ def add_fetch_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_hold_flags(parser: argparse.ArgumentParser) -> None:
-    """Add what `deploy hold` waits for."""
+    """Add the flags of `deploy hold`."""
     parser.add_argument(
         "--address", default="127.0.0.1:6379", metavar="ADDRESS", help="Address of Ray's GCS."
     )
@@ -78,7 +78,7 @@ def add_hold_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_status_flags(parser: argparse.ArgumentParser) -> None:
-    """Add what `deploy status` reads."""
+    """Add the flags of `deploy status`."""
     parser.add_argument(
         "release",
         nargs="?",

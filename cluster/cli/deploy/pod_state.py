@@ -1,4 +1,4 @@
-"""What pods, Jobs and volume claims wait for, by their status and events."""
+"""Why pods, Jobs and volume claims wait, by their status and events."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _WARNINGS = {
     "PersistentVolumeClaim": {"ProvisioningFailed"},
     "Pod": {"FailedAttachVolume", "FailedCreatePodSandBox", "FailedMapVolume", "FailedMount"},
 }
-"""The reasons of events that say what the status of an object does not."""
+"""The reasons of events that say more than the status of an object."""
 _WAIT = "wait-for-model"
 _WORKER = "ray-worker"
 
@@ -51,7 +51,7 @@ def warning_of(one: _Object, events: list[_Object]) -> str:
 
 
 def claim_lines(claim: _Object, warning: str, volume: str) -> Iterator[str]:
-    """Yield what the claim of a volume waits for."""
+    """Yield why the claim of a volume waits."""
     if claim.get("status", {}).get("phase") == "Pending":
         modes = ", ".join(claim.get("spec", {}).get("accessModes", []))
         values = _CLAIM_VALUES.get(volume, "gcs.rocksdb.storageClassName")
@@ -63,7 +63,7 @@ def claim_lines(claim: _Object, warning: str, volume: str) -> Iterator[str]:
 
 
 def job_lines(job: _Object, warning: str) -> Iterator[str]:
-    """Yield what a Job that downloads a model waits for."""
+    """Yield why a Job that downloads a model waits."""
     name, status = job["metadata"]["name"], job.get("status", {})
     conditions = {one["type"]: one for one in status.get("conditions", [])}
     if conditions.get("Failed", {}).get("status") == "True":
@@ -81,7 +81,7 @@ def job_lines(job: _Object, warning: str) -> Iterator[str]:
 
 
 def pod_lines(pod: _Object, warning: str) -> Iterator[str]:
-    """Yield what a pod waits for."""
+    """Yield why a pod waits."""
     name, status = pod["metadata"]["name"], pod.get("status", {})
     if status.get("phase") == "Succeeded" or "deletionTimestamp" in pod["metadata"]:
         return
@@ -101,7 +101,7 @@ def pod_lines(pod: _Object, warning: str) -> Iterator[str]:
     containers = [*initial, *main]
     for one in containers:
         yield from _container(pod, one)
-    # Nothing runs yet, so that the event is not an old one: a Secret is missing, for example.
+    # Nothing runs yet, so the event is recent: a Secret is missing, for example.
     if warning and all(_waiting_reason(one) in _CREATING for one in containers):
         yield f"Pod {name} does not start: {warning}."
 
@@ -142,7 +142,7 @@ def _target_of(event: _Object) -> tuple[str, str]:
 
 
 def _time_of(event: _Object) -> str:
-    # Times of one format, in UTC. An event has one or the other.
+    # Times of one format, in UTC. An event has either of the two.
     return event.get("lastTimestamp") or event.get("eventTime") or ""
 
 

@@ -23,7 +23,7 @@ _GIB = 2**30
 _OBJECT_STORE_BYTES = 512 * 2**20
 _GRACE_MARGIN_S = 60
 _CLAIM_MARGIN = 1.05
-"""Space for the tokenizer, and for what a file system keeps for itself."""
+"""Space for the tokenizer, and for the file system itself."""
 _DISK_FOLDER = "/var/cache/pagedray"
 _DISK_NEEDS = {"enable_prefix_cache": False, "enable_cpu_prefix_cache": False, "num_cpu_blocks": 0}
 """The arguments that the disk cache needs, and the values that leave nothing for it."""
@@ -235,7 +235,7 @@ def _arguments(values: Values) -> Iterator[str]:
     try:
         check_options(read_arguments(given).engine)
     except StartupError as error:
-        # Which begins with the argument's name, if it is about one.
+        # Errors about an argument begin with its name.
         name = str(error).partition(" ")[0]
         path = f"arguments.{name}" if name in values["arguments"] else "arguments"
         yield f"{path}: {error}"
@@ -249,7 +249,7 @@ def _num_workers(values: Values) -> int:
 
 
 def _default_shared_memory(ranks: int) -> str:
-    """Return what the chart gives a worker."""
+    """Return the shared memory that the chart gives a worker."""
     return "32Gi" if ranks > 1 else "1Gi"
 
 

@@ -1,4 +1,4 @@
-"""What a RayService waits for, by the status that KubeRay writes."""
+"""Why a RayService waits, by the status that KubeRay writes."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _waits(service: _Object, status: _Object) -> Iterator[str]:
 
 
 def _clusters(service: _Object, status: _Object) -> Iterator[str]:
-    """Yield what the Ray clusters of a service wait for: the one that serves, and its successor."""
+    """Yield why the Ray clusters of a service wait: the serving cluster, and its successor."""
     active, pending = (status.get(f"{kind}ServiceStatus", {}) for kind in ("active", "pending"))
     has_active, has_pending = ("rayClusterName" in one for one in (active, pending))
     if not has_active and not has_pending:
@@ -144,7 +144,7 @@ def _text(condition: _Object) -> str:
 
 
 def _shown(text: str) -> str:
-    """Return a text in one line, or the end of a long one, where a traceback names its error."""
+    """Return a text in one line, or the end of a long text, where a traceback names its error."""
     line = " ".join(text.split())
     line = line if len(line) <= _MAX_MESSAGE else f"...{line[-_MAX_MESSAGE:]}"
     return line.rstrip(".")

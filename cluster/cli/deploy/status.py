@@ -1,4 +1,4 @@
-"""`pagedray deploy status`: reports in words what a deployment on Kubernetes waits for."""
+"""`pagedray deploy status`: reports why a deployment on Kubernetes waits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def status(name: str, *, namespace: str | None, file: Path | None) -> int:
 
 
 def status_lines(service: Object, others: list[Object]) -> list[str]:
-    """Return the state of a RayService, and what its pods, Jobs and claims wait for."""
+    """Return the state of a RayService, and why its pods, Jobs and claims wait."""
     pods = [one for one in others if one.get("kind") == "Pod"]
     events = [one for one in others if one.get("kind") == "Event"]
     volumes = _claimed_volumes(pods)

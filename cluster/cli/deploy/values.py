@@ -39,7 +39,7 @@ _NOT_TEXT = "put it in quotes: without them, YAML reads no, off and yes as boole
 
 
 def read_values(paths: Sequence[Path], chart: Path) -> Values:
-    """Return the values of files, of which later ones win, with the defaults of the chart.
+    """Return the values of files, where later files win, with the defaults of the chart.
 
     Raises StartupError.
     """
@@ -80,7 +80,7 @@ def _ambiguous(node: Any, path: str) -> Iterator[str]:
 
 
 def schema_errors(values: Values, chart: Path) -> list[str]:
-    """Return a line for each value that the chart rejects, with its path and what is allowed."""
+    """Return a line for each value that the chart rejects, with its path and the allowed values."""
     try:
         schema = json.loads((chart / "values.schema.json").read_text())
     except OSError as error:
@@ -179,7 +179,7 @@ class _StrictLoader(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        # What a mapping merges with `<<` may have its keys, too.
+        # A mapping that is merged with `<<` may have the same keys.
         keys = [(key.tag, key.value) for key, _ in node.value if isinstance(key.value, str)]
         if len(set(keys)) < len(keys):
             raise yaml.MarkedYAMLError(

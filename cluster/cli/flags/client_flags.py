@@ -33,7 +33,7 @@ def add_client_flags(group: argparse._ActionsContainer, *, variables: str) -> No
 
 
 def with_key_hint(message: str, *, variables: str) -> str:
-    """Return the message of a server that rejects a key, and where the command takes one from."""
+    """Return the message of a server that rejects a key, and the sources of a command's key."""
     return f"{message.rstrip('.')}. Use --api-key-file or set {variables}."
 
 

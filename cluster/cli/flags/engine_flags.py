@@ -1,4 +1,4 @@
-"""The flags of the engine: a table with one for each field of `EngineOptions`."""
+"""The flags of the engine: a table with a flag for each field of `EngineOptions`."""
 
 from __future__ import annotations
 

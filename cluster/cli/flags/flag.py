@@ -20,7 +20,7 @@ class Flag:
 
     field: str
     help: str
-    """Names the default only where the parser cannot: None, which selects one."""
+    """Names the default only where the parser cannot: None, which selects a default."""
     kind: type | tuple[str, ...] | Callable[[str], object] = str
     """The type of its value, or its allowed values."""
     metavar: str | None = "N"

@@ -1,4 +1,4 @@
-"""Flags of which a command knows whether they were given, to reject those without effect."""
+"""Flags that know whether they were given, so that a command can reject flags without effect."""
 
 from __future__ import annotations
 

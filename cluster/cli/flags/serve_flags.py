@@ -1,4 +1,4 @@
-"""The flags of `pagedray serve` besides those of its engine."""
+"""The flags of `pagedray serve` besides the flags of its engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags of `vllm serve` that we do not have: those without effect, and those that are rejected."""
+"""Flags of `vllm serve` that we do not have: flags without effect, and rejected flags."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ def ignored_flags(parsed: argparse.Namespace) -> Mapping[str, str]:
 
 
 def flag_notes(parser: argparse.ArgumentParser) -> list[tuple[str, str]]:
-    """Return flags of vLLM that are other ones here, or none, with a note on each.
+    """Return flags of vLLM that are missing or have other names here, with a note on each.
 
-    `parser` is that of `pagedray serve`.
+    `parser` is the parser of `pagedray serve`.
     """
     notes: dict[str, str] = {}
     for action in parser._actions:

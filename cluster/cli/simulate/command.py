@@ -1,4 +1,4 @@
-"""`pagedray simulate`: what replicas would do under a load, in virtual time."""
+"""`pagedray simulate`: replicas under a load, in virtual time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The flags of `pagedray simulate`; those of requests have the names of `pagedray bench serve`."""
+"""The flags of `pagedray simulate`; flags of requests are named as in `pagedray bench serve`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def add_simulate_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def set_sizes(parsed: argparse.Namespace) -> None:
-    """Set the limits of steps and the CPU blocks that are not given to those of the cost."""
+    """Set the limits of steps and the CPU blocks from the cost, unless given."""
     limits, num_cpu_blocks = COSTS.get(parsed.cost, _FILE_SIZES)
     for name, value in (
         ("max_num_seqs", limits.max_num_seqs),
@@ -226,6 +226,6 @@ def _add_count(
     default: int | None,
     action: type[argparse.Action] | str = "store",
 ) -> None:
-    """Add a flag whose value is an integer in a range."""
+    """Add a flag for an integer in a range."""
     kind = count(low, high)
     group.add_argument(flag, action=action, type=kind, default=default, metavar="N", help=what)

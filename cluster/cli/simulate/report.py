@@ -26,7 +26,7 @@ class Report:
 
     summary: Summary
     rejections: tuple[str, ...]
-    """The reasons why requests were rejected, one for each of these requests."""
+    """The reasons why requests were rejected, a reason for each request."""
     num_swap_preemptions: int
     num_recompute_preemptions: int
     hit_rate: float
@@ -70,7 +70,7 @@ def make_report(fleet: Fleet) -> Report:
 
 
 def _load_of(calls: Sequence[VirtualCall]) -> LoadResult:
-    """Return what a client would have seen of the calls."""
+    """Return the load as a client would have seen it."""
     timings, requests = [], []
     for call in calls:
         if call.end_s is None:
@@ -104,7 +104,7 @@ def _load_of(calls: Sequence[VirtualCall]) -> LoadResult:
 
 
 def _peak_concurrency(timings: Sequence[Timing]) -> int:
-    # One that ends when another begins is not open at the same time.
+    # A call that ends when another begins is not open at the same time.
     changes = sorted(
         change for one in timings for change in ((one.started_s, 1), (one.ended_s, -1))
     )

@@ -53,7 +53,7 @@ def _show(console: Console, poller: LoadsPoller, url: str, keys: int) -> None:
     loads: ServerLoads | None = None
     before: ServerLoads | None = None
     size = os.get_terminal_size(keys)
-    # `Live` draws on the alternate screen and restores the old one.
+    # `Live` draws on the alternate screen and restores the old screen.
     with Live(TopView(url, None), console=console, screen=True, auto_refresh=False) as live:
         while not _wait_for_end(keys):
             if (reading := poller.take_reading()) is not None:

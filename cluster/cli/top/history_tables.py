@@ -48,9 +48,9 @@ def plot_table(
     row_height: int,
     is_ascii: bool,
 ) -> Table:
-    """Return one plot in each row, between its current and its highest value.
+    """Return a plot in each row, between its current and its highest value.
 
-    A row of more than one line ends with a blank one.
+    A row of more than one line ends with a blank line.
     """
     plot_width = max(10, width - _NUM_OTHER_COLUMNS)
     num_places = max(1, round(_SPAN_S / max(1.0, history.interval_s)))

@@ -27,7 +27,7 @@ class Reading:
 
     loads: ServerLoads | None
     history: LoadHistory | None
-    """The latest one, or None if the key may not read it or none was read."""
+    """The latest history, or None if the key may not read it or none was read."""
     name: ServerName
     error: str = ""
 

@@ -24,7 +24,7 @@ def draw_plot(
 ) -> str:
     """Return `height` lines of `width` characters: the highest value of each column.
 
-    `values` are the latest of `num_places` equally long intervals; the last one is at the right. A
+    `values` are the latest of `num_places` equally long intervals; the latest is at the right. A
     column without a value is blank. The scale begins at 0 and ends at `top` or a higher value.
     """
     width = min(width, num_places)

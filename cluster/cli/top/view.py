@@ -67,7 +67,7 @@ class TopView:
         )
         for segment in console.render(panel, options):
             if is_ascii:
-                # Rich has an ellipsis for what it cuts.
+                # Rich writes an ellipsis for text that it cuts.
                 text = segment.text.replace("…", ".").encode("ascii", "replace").decode()
                 segment = segment._replace(text=text)
             yield segment

@@ -202,7 +202,7 @@ class Acceptor:
                     lambda: self._make_protocol(release, has_turn), connection
                 )
             else:
-                # What has arrived is the handshake.
+                # The data so far is the handshake.
                 protocol = self._make_protocol(release, False)
                 await self._open_tls(connection, protocol, self._context)
         except OSError:
@@ -255,7 +255,7 @@ class Acceptor:
 
 
 def _received(connection: socket.socket) -> bytes | None:
-    """Return the beginning of what a connection has received, and leave it there.
+    """Return the first bytes received on a connection, and leave them there.
 
     None if nothing has arrived, or the client has reset the connection.
     """

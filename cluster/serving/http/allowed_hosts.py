@@ -50,7 +50,7 @@ class AllowedHosts:
         """Raise HTTPException for a request that a foreign page may have caused."""
         if _ANY in self._names:
             return
-        # Only HTTP/1.0 has requests without one, and no browser sends these.
+        # Only HTTP/1.0 has requests without this header, and no browser sends these.
         authority = headers.get("host", "")
         if authority and not self._is_allowed(authority):
             raise HTTPException(
@@ -79,7 +79,7 @@ class AllowedHosts:
             return False
         if site.lower() == authority.lower():
             return True
-        # What other servers of this machine serve on other ports is foreign.
+        # Other servers of this machine on other ports are foreign.
         return _host_of(site) in self._names
 
 

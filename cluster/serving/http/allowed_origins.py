@@ -1,4 +1,4 @@
-"""The origins whose web pages may use the server from a browser (CORS).
+"""The origins of web pages that may use the server from a browser (CORS).
 
 A browser asks with OPTIONS before it sends most requests for a page of another origin, and shows
 the page a response only if the response names its origin.

@@ -61,13 +61,13 @@ logger = logging.getLogger(__name__)
 
 _CLIENT_ERROR = "invalid_request_error"
 _MAX_WAITING_BODIES = 256
-"""Requests of a client that wait, up to 64 KiB of whose bodies are received each."""
+"""Waiting requests of a client; up to 64 KiB of each body are received."""
 _OTHER_S = 0.0002
-"""What it takes to receive a request and to send the response."""
+"""Time to receive a request and to send the response."""
 _CONNECTION_S = 0.0003
-"""What it takes to accept a connection and to close it."""
+"""Time to accept a connection and to close it."""
 _FREE_CALL_S = 0.001
-"""What most calls take until they are in the engine's queue."""
+"""Time of most calls until they are in the engine's queue."""
 # The client has disconnected and receives nothing.
 _DISCONNECTED_STATUS = 400
 
@@ -98,12 +98,12 @@ class HttpApp:
 
     @property
     def write_timeout_s(self) -> float:
-        """How long a connection may take to accept what is sent."""
+        """How long a connection may take to accept sent data."""
         return self._servicer.reader_limits.write_timeout_s
 
     @property
     def read_turns(self) -> ReadTurns:
-        """Decides when what was received on connections is handled."""
+        """Decides when data received on connections is handled."""
         return self._servicer.intake.read_turns
 
     def passes_check(self, path: str, host: str) -> bool:
@@ -124,7 +124,7 @@ class HttpApp:
     def note_unreadable(self, status: HTTPStatus, error: str) -> None:
         """Count a request that was rejected before its path was known."""
         self._servicer.metrics.count_outcome("invalid", "http")
-        # The connection logs those that are not valid HTTP.
+        # The connection logs requests that are not valid HTTP.
         if status is not HTTPStatus.BAD_REQUEST:
             self._servicer.rejected_calls.note(
                 "http", status=status.value, method="", path="", param=None, error=error
@@ -169,14 +169,14 @@ class HttpApp:
         charged_s = _charged_s(endpoint, response, used_s)
         call_s = _OTHER_S + used_s - charged_s
         shares.charge_call(client, tenant, call_s, always_s=charged_s)
-        # What it used earlier was in other passes.
+        # Earlier time was in other passes.
         self.read_turns.exclude(min(charged_s, timer.last_s))
         return response
 
     def _client_of(self, request: Request) -> tuple[str, str]:
-        """Return whose requests take turns, and their tenant.
+        """Return the client that takes turns, and its tenant.
 
-        These are the requests of a tenant, or of a host without a valid key.
+        The client is a tenant, or a host without a valid key.
         """
         if self._servicer.authenticator.requires_keys:
             with suppress(AuthenticationError):
@@ -319,7 +319,7 @@ class HttpApp:
 
 
 def _credential(request: Request) -> str | None:
-    """Return the Authorization header, or what Anthropic's clients send instead.
+    """Return the Authorization header, or the key header of Anthropic's clients.
 
     Raises AuthenticationError.
     """
@@ -333,7 +333,7 @@ def _credential(request: Request) -> str | None:
 
 
 def _id_of(request: Request) -> str:
-    """Return the client's own id of a request, or another one."""
+    """Return the client's own id of a request, or a new id."""
     given = request.headers.get("x-request-id", "")
     is_valid = 0 < len(given) <= MAX_CLIENT_ID_LENGTH and given.isprintable()
     return given if is_valid else secrets.token_hex(16)

@@ -41,7 +41,7 @@ def declared_length(headers: Headers) -> int | None:
 async def read_raw(
     request: Request, incoming: IncomingMessage, *, max_bytes: int, timeout_s: float
 ) -> bytes:
-    """Return the body, whose bytes are counted in `incoming`.
+    """Return the body; its bytes are counted in `incoming`.
 
     Raises HTTPException if it is too large, too slow or encoded, and OverloadedError if too many
     bytes are being received.

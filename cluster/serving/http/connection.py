@@ -53,12 +53,12 @@ class _InvalidRequestError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionOptions:
-    """What the connections of a server have in common."""
+    """The common options of a server's connections."""
 
     read_timeout_s: float
     """How long a request's head may take to arrive."""
     write_timeout_s: float
-    """How long the client may leave what was written unread."""
+    """How long the client may leave written data unread."""
     note_rejection: Callable[[HTTPStatus, str], None]
     """Called with the status and the error of a request that does not reach the application."""
     note_stall: Callable[[], None]
@@ -81,26 +81,26 @@ class HttpConnection(HttpToolsProtocol):
     note_lost: Callable[[], None]
     """Called when the connection is lost."""
     has_turn = False
-    """Whether what has arrived before the connection was opened is handled at once."""
+    """Whether data that arrived before the connection was opened is handled at once."""
     _unhandled = b""
-    """What was received and waits for its turn."""
+    """Received data that waits for its turn."""
     _head_timer: Timer
     """Runs until the head of a request has arrived."""
     _write_timer: Timer
     """Runs while writing is paused, and while the rest of a complete response is unsent."""
     _held: HeldBytes
-    """What the parser has not completed."""
+    """Data that the parser has not completed."""
     _has_head = False
     """Whether the parser is between the head and the end of a request."""
     _has_long_head = False
     _parts: RequestParts
-    """What the parser has found of the request."""
+    """Counts of the request's headers and chunks."""
 
     # Any: uvicorn's base class leaves the transport's type to its caller.
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         if hasattr(transport, "max_size"):
-            # What asyncio reads at once; reading pauses only after it.
+            # Bytes that asyncio reads at once; reading pauses only after them.
             transport.max_size = _RECEIVED_BYTES
         self._parts = RequestParts()
         self._held = HeldBytes(self.options.held)
@@ -298,7 +298,8 @@ class HttpConnection(HttpToolsProtocol):
         self._head_timer.stop()
         self.options.note_rejection(status, text)
         if self._has_head and self.cycle is not None and self.cycle.response_started:
-            # The request has its response, and the client would take another one for the next's.
+            # The request has its response, and the client would take another response for the next
+            # request's.
             self.transport.close()
             return
         body = msgspec.json.encode(error_body(text, "invalid_request_error"))
@@ -324,7 +325,7 @@ class HttpConnection(HttpToolsProtocol):
             return
         if self.transport.get_write_buffer_size():
             self.options.note_stall()
-            # Without lingering, the system drops what it has not sent, and resets the connection.
+            # Without lingering, the system drops unsent data, and resets the connection.
             connection = self.transport.get_extra_info("socket")
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
             self.transport.abort()

@@ -34,15 +34,15 @@ class Endpoint:
 
     method: str
     path: str
-    """A name in braces matches the rest of a path, up to what follows it here."""
+    """A name in braces matches the rest of a path, up to the text after the braces."""
     handler: Callable[[HttpCall], Awaitable[Response]] = field(repr=False)
     access: Access = Access.TENANTS
     operation: Operation | None = None
     """The operation of the engine that its calls wait for, if any."""
     errors: ErrorFormat = OPENAI_ERRORS
-    """The format of its errors, and of those of paths below its own that do not exist."""
+    """The format of its errors, and of errors of missing paths below its own."""
     is_counted: bool = False
-    """Whether its calls count toward the limit of open calls; those of an operation always do."""
+    """Whether its calls count toward the limit of open calls; calls of an operation always do."""
     is_healthy: Callable[[], bool] | None = field(default=None, repr=False)
     """Whether a health check succeeds, with the body `HEALTHY`; None for other endpoints."""
 

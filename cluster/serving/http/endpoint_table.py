@@ -1,4 +1,4 @@
-"""Finds the endpoint of a path, or the one that a client most likely means."""
+"""Finds the endpoint of a path, or the endpoint that a client most likely means."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ ABSENT: tuple[tuple[tuple[str, ...], str], ...] = (
     (("/v1/complete",), "use `/v1/messages`"),
     (("/redoc",), "use `/docs`"),
 )
-"""Paths of other servers that do not exist here, and what to use instead, or why.
+"""Paths of other servers that do not exist here, each with an alternative or the reason.
 
 A path that ends with dots stands for itself and for all paths below it. `docs/compatibility.md` is
 made from this table.
@@ -118,7 +118,7 @@ class EndpointTable:
     def __init__(self, endpoints: tuple[Endpoint, ...]) -> None:
         self._exact: dict[str, dict[str, Endpoint]] = {}
         self._open: dict[tuple[str, str], dict[str, Endpoint]] = {}
-        """Endpoints whose paths have a parameter, by what precedes it and what follows it."""
+        """Parameterized endpoints, keyed by (prefix, suffix)."""
         for endpoint in endpoints:
             prefix, brace, rest = endpoint.path.partition("{")
             if brace:
@@ -133,7 +133,7 @@ class EndpointTable:
         self._errors_below = {
             f"{one.path}/": one.errors for one in endpoints if one.errors is not OPENAI_ERRORS
         }
-        # A path with an end is more specific than one whose parameter is all of the rest.
+        # A path with an end is more specific than a path that ends with its parameter.
         self._open = dict(sorted(self._open.items(), key=lambda one: -len(one[0][1])))
 
     def find(self, path: str) -> tuple[Mapping[str, Endpoint], str]:

@@ -35,7 +35,7 @@ class HeldBytes:
         self._num_bytes += num_bytes
 
     def forget(self) -> None:
-        """Hold nothing: the parser has completed a head or a chunk with what it was given."""
+        """Hold nothing: the parser has completed a head or a chunk with its data."""
         self._num_bytes = 0
 
     def update_total(self) -> None:
@@ -50,5 +50,5 @@ class HeldBytes:
 
     @property
     def has_no_room(self) -> bool:
-        """Whether all connections hold too many bytes for the head of this one."""
+        """Whether all connections hold too many bytes for another head."""
         return self._total.num_bytes > _MAX_TOTAL_BYTES and self._num_bytes > _SHORT_HEAD_BYTES

@@ -66,7 +66,7 @@ class HttpCall:
 
     @property
     def continuation(self) -> Continuation | None:
-        """What keeps the call the same in another replica, from the proxy in front of this one."""
+        """Keeps the call the same in another replica; from the proxy in front of this replica."""
         return self.request.scope.get(CONTINUATION_KEY)
 
     @property

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["KeptResponse", "kept_if_large", "pieces_of", "whole_response"]
 
 _LARGE_BYTES = 2**16
-"""What a connection buffers anyway."""
+"""Bytes that a connection buffers anyway."""
 _PIECE_BYTES = 2**16
 
 
@@ -63,7 +63,7 @@ class KeptResponse(Response):
 def whole_response(
     parts: Sequence[bytes], buffer: OutputBuffer, *, headers: Mapping[str, str]
 ) -> Response:
-    """Return the response in JSON whose parts are counted in `buffer`."""
+    """Return the JSON response with these parts, counted in `buffer`."""
     if sum(map(len, parts)) > _LARGE_BYTES:
         return KeptResponse(parts, buffer, headers={"content-type": JSON_TYPE, **headers})
     buffer.clear()
@@ -86,7 +86,7 @@ def kept_if_large(response: Response, buffers: OutputBuffers, tenant: str) -> Re
 
 
 def pieces_of(parts: Sequence[bytes]) -> Iterator[bytes]:
-    """Yield what is sent at once; nothing is empty."""
+    """Yield the parts that are sent at once; no part is empty."""
     pending: list[bytes] = []
     num_bytes = 0
     for part in parts:

@@ -27,7 +27,7 @@ _HEADERS = frozenset((b"accept", b"accept-encoding", b"connection", b"host", b"u
 class QuickChecks:
     """Answers requests for a health check that also ask to close the connection.
 
-    All others are for the application, and so are those that it does not answer with success.
+    Failing checks and every other request go to the application.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class QuickChecks:
     ) -> None:
         """`passes` returns whether the health check of a path succeeds for a host.
 
-        `common_headers` returns what each response begins with.
+        `common_headers` returns the first headers of each response.
         """
         self._passes = passes
         self._common_headers = common_headers

@@ -19,7 +19,7 @@ def is_ambiguous(version: str, headers: _Headers) -> bool:
     codings = [value for name, value in headers if name == b"transfer-encoding"]
     if not codings:
         return False
-    # HTTP/1.0 has no chunks, so a proxy may take what follows the head for all of the body.
+    # HTTP/1.0 has no chunks, so a proxy may take all bytes after the head for the body.
     return version == "1.0" or len(codings) > 1 or codings[0].lower() != b"chunked"
 
 

@@ -1,4 +1,4 @@
-"""Counts the headers and chunks of a request, whose numbers are limited.
+"""Counts the headers and chunks of a request, and limits their numbers.
 
 Each takes time on the event loop, even a short one.
 """
@@ -13,14 +13,14 @@ __all__ = ["FREE_CHUNKS", "MAX_HEADERS", "MIN_CHUNK_BYTES", "RequestParts"]
 MAX_HEADERS = 128
 """Headers and trailers of a request."""
 MIN_CHUNK_BYTES = 64
-"""What a body's chunks must have on average."""
+"""Minimum average size of a body's chunks."""
 FREE_CHUNKS = 256
 """Chunks of a body that may be smaller."""
 
 
 @dataclass(slots=True)
 class RequestParts:
-    """What the parser has found of one request."""
+    """Counts of a request's headers and chunks."""
 
     num_headers: int = 0
     """Number of headers and trailers."""

@@ -32,7 +32,7 @@ _CLOSE_POLL_S = 0.05
 
 
 class HttpServer:
-    """The HTTP frontend, from a bound port to a closed one."""
+    """The HTTP frontend, from binding its port to closing it."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class HttpServer:
 
     async def start_server(self) -> None:
         """Bind the port and serve. Raises DeviceError if the port is not available."""
-        # Its first call imports what takes 50 ms, in which no other request would be served.
+        # Its first call imports modules for 50 ms, in which no other request would be served.
         await Request({"type": "http"}, _receive_nothing).is_disconnected()
         listener = listen("HTTP", self._host, self._wanted_port)
         self.port = listener.getsockname()[1]
@@ -89,7 +89,7 @@ class HttpServer:
             await asyncio.sleep(0.005)
 
     async def stop_server(self) -> None:
-        """Accept no more connections, and close the idle ones, then the others."""
+        """Accept no more connections, and close the idle connections, then the others."""
         if self._server is None or self._task is None:
             return
         self._server.request_exit()

@@ -18,7 +18,7 @@ BODY_KEY = "pagedray.body"
 
 
 def receive_carried(scope: Scope, receive: Receive) -> Receive:
-    """Return a `receive` whose first message is the body that `scope` carries, if it has one.
+    """Return a `receive` that begins with the body that `scope` carries, if any.
 
     The messages of the body may be received again, which applications ignore.
     """

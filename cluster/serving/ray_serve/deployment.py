@@ -236,7 +236,7 @@ class PagedRay(ServedReplica):
             replica.servicer.abort_call(tenant_name, request_id)
 
     async def kept_response(self, action: Action, tenant: str, response_id: str) -> Kept | None:
-        """Return what another replica requests of a response that this one keeps."""
+        """Serve a stored response to another replica."""
         # Serve also calls a replica that is still loading, which has no responses.
         store = getattr(self, "_store", None)
         return None if store is None else store.answer(action, tenant, response_id)

@@ -47,7 +47,7 @@ def add_services(servicer: object, server: grpc.aio.Server) -> None:
 
 
 class _Handlers(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in stubs only
-    """The methods of one service, whose handlers Serve replaces by its own; these are wrapped."""
+    """The methods of a service; Serve replaces its handlers, and these are wrapped."""
 
     def __init__(
         self, service: str, methods: dict[str, bool], held: HeldBytes, owners: Owners
@@ -71,7 +71,7 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in
         handler = self._method_handlers.get(handler_call_details.method)
         if handler is None:
             return None
-        # gRPC leaves a call open whose client ends it without a message, unless its handler reads.
+        # gRPC leaves a call open if its client ends it without a message, unless its handler reads.
         make, inner = (
             (_streaming, handler.unary_stream)
             if handler.response_streaming

@@ -225,7 +225,7 @@ def _read_sampling(given: object) -> dict[str, object]:
 
 
 def _fields_of(params: SamplingParams) -> dict[str, object]:
-    """Return the fields of parameters, which may be those of the Python API."""
+    """Return the fields of parameters, which may be of the Python API."""
     fields: dict[str, object] = msgspec.structs.asdict(params)
     if fields["max_tokens"] == MAX_COUNT:
         # None in the Python API: as many as fit into the context.

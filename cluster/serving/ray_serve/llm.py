@@ -33,7 +33,7 @@ __all__ = ["LLMAnswers", "PagedRayLLM", "llm_arguments", "post"]
 
 _MODELS = "ray.serve.llm.openai_api_models"
 _HEADERS = ("authorization", "traceparent", "tracestate", "x-request-id")
-"""Headers that our application reads, besides those of the body."""
+"""Headers that our application reads, besides headers of the body."""
 _SERVE_NAMES = frozenset(field.name for field in fields(ServeOptions))
 
 

@@ -25,7 +25,7 @@ Options = TypeVar("Options", EngineOptions, "ServeOptions")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """The options of a deployment besides those of its engines."""
+    """The options of a deployment besides the options of its engines."""
 
     num_replicas: int = 1
     max_replicas: int | None = None
@@ -49,7 +49,7 @@ class ServeOptions:
     """A stream that is not read for this long is cancelled; at least 5 s, so that busy callers
     renew in time."""
     continue_calls: bool = True
-    """Whether calls of a replica that died or does not respond continue on another one."""
+    """Whether calls of a dead or unresponsive replica continue on another replica."""
     tool_call_format: ToolCallFormat | None = None
     """The format of tool calls; None detects it from the chat template."""
     reasoning_format: ReasoningFormat | None = None
@@ -134,7 +134,7 @@ def _check_at_least(name: str, value: float, least: float) -> None:
 
 
 def _hint(name: str) -> str:
-    """Return what an unknown argument may mean, such as the flag --no-prefix-cache."""
+    """Return the likely meaning of an unknown argument, such as the flag --no-prefix-cache."""
     known = _ENGINE_NAMES | _SERVE_NAMES
     switch = name.replace("no_", "enable_", 1)
     if name.startswith("no_") and switch in known:

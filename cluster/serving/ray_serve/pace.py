@@ -49,7 +49,7 @@ class PacedStream:
         """Whether it has sent a message."""
 
     async def pause(self) -> None:
-        """Wait after a message; output that arrives meanwhile is merged into the next one."""
+        """Wait after a message; output that arrives meanwhile is merged into the next message."""
         await asyncio.sleep(self._pace.pause_s(self))
 
     def paced(self, send: Send) -> Send:

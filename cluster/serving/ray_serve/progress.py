@@ -7,7 +7,7 @@ from cluster.engine.faults.watchdog import ProgressClock
 __all__ = ["ProgressWatch"]
 
 _MAX_TICK_S = 15.0
-"""Serve checks every 5 s. What passes beyond that is a pause of the replica or of the machine."""
+"""Serve checks every 5 s. A longer time is a pause of the replica or of the machine."""
 
 
 class ProgressWatch:
@@ -24,7 +24,7 @@ class ProgressWatch:
     ) -> str | None:
         """Return an error message, or None if the engine makes progress.
 
-        An engine without work, or one that replaces its ranks, runs no steps.
+        An engine without work, or that replaces its ranks, runs no steps.
         """
         may_rest = not (has_work and is_healthy)
         still_s = self._steps.silence_s(now_s, num_steps, is_expected=may_rest)

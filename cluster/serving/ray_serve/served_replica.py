@@ -35,7 +35,10 @@ class ServedReplica:
     def make_executor(
         config: EngineConfig, report_progress: ReportProgress, placement: PlacementGroup | None
     ) -> Executor:
-        """Return an executor whose ranks are loaded. Raises StartupError."""
+        """Return an executor with loaded ranks.
+
+        Raises StartupError.
+        """
         return make_executor(config, report_progress, placement)
 
     async def __init__(self, arguments: ServeArguments) -> None:  # type: ignore[misc]  # Serve awaits it

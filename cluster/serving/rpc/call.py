@@ -31,7 +31,7 @@ class RpcCall:
     add_done_callback: Callable[[Callable[[], None]], None] = _never
     """Registers a callback for the end of the call, also if it is cancelled during a write."""
     continuation: Continuation | None = None
-    """What keeps the call the same in another replica, from the proxy in front of this one."""
+    """Keeps the call the same in another replica; from the proxy in front of this replica."""
     entered: OpenCall | None = None
     """The call in its tenant's limits, if its method counts and its message has been received."""
     num_bytes: int = 0

@@ -51,11 +51,11 @@ _UNPROVEN_BYTES_PER_S = 2**12
 """Health checks need less, at several a second."""
 _MAX_STALLED = 64
 _MAX_STALLED_PER_HOST = 8
-"""Further connections are ended instead, so that the memory for stalled ones is bounded."""
+"""Further connections are ended instead, so that the memory for stalled connections is bounded."""
 _STALL_S = 60.0
 _TRIM_INTERVAL_S = 5.0
 _MANY_ENDED = 64
-"""Sockets between two looks whose memory is worth returning to the system."""
+"""Number of closed sockets between two looks after which memory is returned to the system."""
 
 
 @dataclass(frozen=True, slots=True)

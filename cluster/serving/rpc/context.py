@@ -23,7 +23,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def host_of(context: Context) -> str:
-    """Return the host of a client, whose address gRPC gives as in a URL."""
+    """Return the host of a client, from gRPC's address in the form of a URL."""
     found = _PEER.fullmatch(unquote(context.peer()))
     assert found is not None
     return client_host(found["address"].strip("[]"))
@@ -34,7 +34,7 @@ def metadata_of(entries: Iterable[tuple[str, str | bytes]] | None) -> dict[str, 
     metadata: dict[str, str] = {}
     for key, value in entries or ():
         if isinstance(value, str):
-            # As in HTTP. Two API keys are then an invalid one.
+            # As in HTTP. Two API keys then form an invalid key.
             metadata[key] = f"{metadata[key]}, {value}" if key in metadata else value
     return metadata
 
@@ -52,7 +52,7 @@ async def abort_call(context: Context, error: Exception) -> NoReturn:
 
 
 def drop_frames(error: BaseException) -> None:
-    """Free what the frames hold that an error, and those that it was raised from, passed through.
+    """Free the variables in the frames of an error and of its causes.
 
     gRPC keeps the error of an aborted call in a reference cycle, so the call's message would stay
     in memory until a garbage collection.

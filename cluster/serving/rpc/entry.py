@@ -46,7 +46,7 @@ class EntryInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         ],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """Return the method's handler, or one that rejects the call."""
+        """Return the method's handler, or a handler that rejects the call."""
         method = handler_call_details.method
         if not (method in _OPEN_METHODS or method.startswith(_OPEN_PREFIX)):
             metadata = metadata_of(handler_call_details.invocation_metadata)

@@ -78,7 +78,7 @@ class _Walk:
                 tag, at = _varint(body, at - 1, end)
             wire = tag & 7
             if wire in (_GROUP, _GROUP_END):
-                # No message has groups, so the parser would skip one and parse what follows.
+                # No message has groups, so the parser would skip a group and parse the rest.
                 raise unknown_field(kind.name, tag >> 3)
             field = fields.get(tag >> 3)
             name = "" if field is None else field.name
@@ -126,7 +126,7 @@ class _Walk:
 
 
 def _varint(body: bytes, at: int, end: int) -> tuple[int, int]:
-    """Return the number at an offset, and the offset after it; `end` for an invalid one."""
+    """Return the number at an offset, and the offset after it; `end` for an invalid number."""
     if at < end and body[at] < 128:
         # The fast path of most tags and lengths.
         return body[at], at + 1

@@ -31,7 +31,7 @@ _Status = health_pb2.HealthCheckResponse.ServingStatus
 _MAX_REQUEST_BYTES = 256
 _READ_TIMEOUT_S = 5.0
 _MAX_WAITING_CALLS = 256
-"""Calls of one host whose message has not arrived. With one more, the oldest is ended."""
+"""Calls of a host without their message. With one more, the oldest is ended."""
 _MAX_WATCHES = 32
 """Watch calls of one host. Check calls are answered at once, so that they are not limited."""
 _MAX_ALL_WATCHES = 512
@@ -50,7 +50,7 @@ class Health:
         self._changed = asyncio.Condition()
         self._num_watches: Counter[str] = Counter()
         self._waiting: defaultdict[str, dict[asyncio.Timeout, None]] = defaultdict(dict)
-        """The timeouts of calls whose message has not arrived by host, oldest first."""
+        """The timeouts of calls without their message by host, oldest first."""
 
     async def set_serving(self, is_serving: bool) -> None:
         """Set the status of all services and notify Watch calls."""

@@ -22,7 +22,7 @@ __all__ = ["MessageReader"]
 _WINDOW_BYTES = 2**16
 """Bytes of a message that HTTP/2's flow control lets a client send before it is read."""
 _MAX_UNCOUNTED = 256
-"""Messages that may wait although what has arrived of them exceeds the limit."""
+"""Messages that may wait although their received bytes exceed the limit."""
 
 Incoming = TypeVar("Incoming", bound=Message)
 
@@ -80,7 +80,7 @@ class MessageReader(Generic[Incoming]):
         try:
             incoming.add(_WINDOW_BYTES)
         except OverloadedError:
-            # Calls that came with this one may have all of the room until their messages are read.
+            # Calls that came with this call may take all of the room until their messages are read.
             if self._intake.reception.num_waiting >= _MAX_UNCOUNTED:
                 raise
         await incoming.wait_room(self._most_bytes - incoming.num_bytes)

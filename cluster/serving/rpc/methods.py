@@ -49,7 +49,7 @@ _OVERLOADED: tuple[object, ...] = (
 _CALL_S = 0.002
 """The most that a call takes until it is in the engine's queue."""
 _OTHER_S = 0.0002
-"""What it takes to receive a call and to send its status."""
+"""Time to receive a call and to send its status."""
 _WORD_START = re.compile("(?<!^)(?=[A-Z])")
 
 
@@ -192,9 +192,9 @@ async def _wait_turn(context: Context, servicer: Servicer, name: str) -> tuple[s
 
 
 def _client_of(context: Context, servicer: Servicer) -> tuple[str, str]:
-    """Return whose calls take turns, and their tenant.
+    """Return the client that takes turns, and its tenant.
 
-    These are the calls of a tenant, or of a host without a valid key.
+    The client is a tenant, or a host without a valid key.
     """
     if servicer.authenticator.requires_keys:
         with suppress(AuthenticationError):
@@ -207,7 +207,7 @@ def _client_of(context: Context, servicer: Servicer) -> tuple[str, str]:
 async def _abort_stalled(
     context: Context, error: StalledReaderError, num_bytes: int, servicer: Servicer
 ) -> NoReturn:
-    """Send the status of a call whose client has not read its last message, of `num_bytes`.
+    """Send the status of a call after its client left the last message, of `num_bytes`, unread.
 
     gRPC keeps the last messages until the client reads them, cancels the call or disconnects.
     """

@@ -1,4 +1,4 @@
-"""All sockets of this process: gRPC does not report which ones are its own."""
+"""All sockets of this process: gRPC does not report its own sockets."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def peer_address(descriptor: int, port: int) -> tuple[str, int] | None:
         connection = socket.socket(fileno=descriptor)
         try:
             if connection.family in (socket.AF_INET, socket.AF_INET6):
-                # It may be one that listens, or that is closed: it has no peer.
+                # A listening or closed socket has no peer.
                 peer_host, peer_port = connection.getpeername()[:2]
                 if connection.getsockname()[1] == port:
                     return peer_host.removeprefix(_MAPPED), peer_port
@@ -85,7 +85,7 @@ def num_received_bytes(descriptor: int) -> int:
 
 
 def end_connection(descriptor: int, inode: int) -> None:
-    """End a connection, which its owner then closes, and drop what has not been read from it."""
+    """End a connection, which its owner then closes, and drop its unread data."""
     # Its owner may have closed it meanwhile, but a duplicate stays what it is.
     with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
         if os.fstat(connection.fileno()).st_ino == inode:
@@ -111,7 +111,7 @@ def stall_connection(descriptor: int, inode: int) -> bool:
 
 
 def resume_connection(descriptor: int, inode: int) -> None:
-    """Receive again what the client of a stalled connection sends."""
+    """Receive again from the client of a stalled connection."""
     with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
         if os.fstat(connection.fileno()).st_ino == inode:
             connection.setsockopt(socket.SOL_SOCKET, _DETACH_FILTER, 0)

@@ -58,7 +58,7 @@ __all__ = [
 
 _MAX_CHOICES = 1024
 _MOST_NAMED_BYTES = 1024
-"""Unknown fields of up to this size are searched for the first one, to name it in the error."""
+"""Unknown fields of up to this size are searched for the first field, to name it in the error."""
 _MAX_ENTRIES = {
     "stop": MAX_STOP,
     "stop_token_ids": MAX_LOGIT_BIAS,
@@ -79,7 +79,7 @@ _POOLINGS: dict[int, Pooling | None] = {
 }
 
 _Truncated: TypeAlias = pb.GenerateRequest | pb.ChatRequest | pb.EmbedRequest
-"""A message whose prompts may be truncated."""
+"""A message with prompts that may be truncated."""
 
 Incoming = TypeVar("Incoming", bound=Message)
 

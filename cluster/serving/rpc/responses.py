@@ -52,7 +52,7 @@ def generate_response(
 def write_frame(
     response: pb.GenerateResponse | pb.ChatResponse, output: GenerationOutput, *, is_first: bool
 ) -> None:
-    """Set the fields of the first and the last message of a stream, and what describes a prompt."""
+    """Set the fields of the first and the last message of a stream, and the prompt's fields."""
     usage = output.usage
     if is_first or output.prompt_logprobs:
         response.prompt_info.num_prompt_tokens = usage.num_prompt_tokens
@@ -71,14 +71,14 @@ def finish_reason(output: SequenceOutput) -> pb.FinishReason:
 
 
 def stop_reason(output: SequenceOutput) -> str:
-    """Return what stopped a sequence, or why it failed; empty for other reasons."""
+    """Return the token or text that stopped a sequence, or its failure; empty for other reasons."""
     if (failure := output.failure) is not None:
         return str(failure)
     return "" if output.stop_reason is None else str(output.stop_reason)
 
 
 def logprobs_of(logprobs: Sequence[TokenLogprobs]) -> list[pb.TokenLogprobs]:
-    """Return the messages of log-probabilities, one for each token."""
+    """Return the messages of log-probabilities, a message for each token."""
     return [
         pb.TokenLogprobs(
             logprob=one.chosen,

@@ -52,7 +52,7 @@ CHANNEL_OPTIONS = (
 
 
 class GrpcServer:
-    """The gRPC frontend, from a bound port to a closed one."""
+    """The gRPC frontend, from binding its port to closing it."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class GrpcServer:
         await self._health.set_serving(is_serving)
 
     async def stop_server(self, grace_s: float) -> None:
-        """Reject new calls and cancel those that still run after `grace_s`."""
+        """Reject new calls and cancel calls that still run after `grace_s`."""
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.wait((self._watching,))

@@ -47,7 +47,7 @@ OPERATIONS: dict[str, Operation] = {
 }
 """The methods that use the engine, and their operations."""
 COUNTED = frozenset((*OPERATIONS, "Tokenize", "Detokenize"))
-"""The methods whose calls count toward the limit of open calls."""
+"""The methods with calls that count toward the limit of open calls."""
 
 _MAX_ABORT_IDS = 1024
 _MAX_DETOKENIZE_IDS = 2**17

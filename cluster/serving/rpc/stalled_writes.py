@@ -1,7 +1,7 @@
-"""Ends streaming calls whose client accepts no messages.
+"""Ends streaming calls of clients that accept no messages.
 
-A writer only counts its marks, because a timer for each message would be slow. One timer looks at
-all writers a few times within the timeout. Looks are counted instead of seconds, so a pause of the
+A writer only counts its marks, because a timer for each message would be slow. A timer looks at all
+writers a few times within the timeout. Looks are counted instead of seconds, so a pause of the
 process, in which no client could have been served, is not a stall.
 """
 
@@ -29,7 +29,7 @@ class StreamWriter:
     def __init__(self, task: asyncio.Task[object]) -> None:
         self.task = task
         self.num_marks = 0
-        """Increased before and after each write, so that it is odd during one."""
+        """Increased before and after each write, so that it is odd during a write."""
         self.num_seen = -1
         """The marks when they were last looked at."""
         self.num_looks = 0

@@ -63,7 +63,7 @@ class ProxiedGrpcContext:
         task = asyncio.current_task()
         assert task is not None
         if code is grpc.StatusCode.CANCELLED:
-            # Serve swallows the cancellation of this task. Without one, it is the replica that
+            # Serve swallows the cancellation of this task. Without a cancellation, the replica
             # cancelled the call, as when its lease expired.
             return None if task.cancelling() else "truncated"
         if code is grpc.StatusCode.OK:

@@ -1,4 +1,4 @@
-"""What a replica gets from Ray Serve's gRPC proxy with a call, and clients cannot send."""
+"""A message from Ray Serve's gRPC proxy to a replica, which clients cannot send."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ TIMEOUT_KEY = "pagedray-timeout-ms"
 
 
 class ProxiedMessage(NamedTuple):
-    """The message of a call, with what keeps the call the same in any replica.
+    """The message of a call, with the data that keeps the call the same in any replica.
 
-    Clients cannot send one: Serve decodes their messages as bytes.
+    Clients cannot send such a message: Serve decodes their messages as bytes.
     """
 
     body: bytes

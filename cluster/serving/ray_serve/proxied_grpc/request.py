@@ -61,7 +61,7 @@ class ProxiedGrpcRequest:
 
     @classmethod
     async def received(cls, context: Context, method: str, owners: Owners) -> ProxiedGrpcRequest:
-        """Return the request, or end the call if it has no message, or one that is too long."""
+        """Return the request, or end the call if it has no message, or a too long message."""
         body: Any = await context.read()  # Any: bytes, or grpc's mark of the end.
         try:
             if not isinstance(body, bytes):
@@ -95,7 +95,7 @@ class ProxiedGrpcRequest:
         return ProxiedGrpcContext(context, metadata)
 
     def note_response(self, body: bytes, call: ProxiedCall) -> None:
-        """Record what a message adds to the call."""
+        """Record the progress that a message adds to the call."""
         message = self._response_kind.FromString(body)
         if message.HasField("prompt_info"):
             call.note_cached_tokens(message.prompt_info.num_cached_tokens)

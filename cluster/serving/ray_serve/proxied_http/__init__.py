@@ -1,1 +1,1 @@
-"""A request in Ray Serve's HTTP proxy, and the response that is made of those of replicas."""
+"""A request in Ray Serve's HTTP proxy, and its response, made of replicas' responses."""

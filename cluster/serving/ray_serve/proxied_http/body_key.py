@@ -11,7 +11,7 @@ __all__ = ["key_of_body"]
 
 
 class _Prompt(msgspec.Struct):
-    """What a request body says about its prompt."""
+    """The parts of a request body that identify its prompt."""
 
     prompt: str | list[int] | None = None
     messages: list[dict[str, object]] | None = None

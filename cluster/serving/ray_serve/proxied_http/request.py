@@ -20,7 +20,7 @@ __all__ = ["ProxiedHttpRequest"]
 _MOST_READ_BYTES = 256 * 2**10
 """Requests with longer bodies are routed by load alone, since reading them delays others."""
 _READ_TIMEOUT_S = 10.0
-"""Requests whose bodies take longer are routed by load alone, too."""
+"""Requests with slower bodies are routed by load alone, too."""
 _PAUSE_S = 0.1
 """A client that sends nothing for so long waits for the response, or does not send the rest."""
 _MOST_PAUSES = 100

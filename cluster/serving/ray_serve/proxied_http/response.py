@@ -1,4 +1,4 @@
-"""The response to a request in Ray Serve's HTTP proxy, made of those of several replicas."""
+"""The response to a request in Ray Serve's HTTP proxy, made of several replicas' responses."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ProxiedHttpResponse:
         self._call = call
         self._request = request
         self._kept: list[Message] = []
-        """What is sent unless another replica serves the request."""
+        """Messages that are sent unless another replica serves the request."""
         self._has_started = False
         """Whether the client has the status."""
         self._is_stream = False
@@ -121,7 +121,7 @@ class ProxiedHttpResponse:
 
     @property
     def _is_cut(self) -> bool:
-        """Whether something is missing from what the replicas have sent."""
+        """Whether the messages of the replicas are incomplete."""
         has_status = self._has_started or bool(self._kept)
         return not has_status or (self._is_stream and self._call.is_ours and not self._is_done)
 
@@ -145,7 +145,7 @@ class ProxiedHttpResponse:
             self._has_started = True
             await self._send(message)
         else:
-            # Another replica can still take the place of one that dies before the body.
+            # Another replica can still take the place of a replica that dies before the body.
             self._kept.append(message)
 
     async def _send_part(self, message: Message, progress: Progress | None) -> None:

@@ -38,11 +38,11 @@ _OWNER_BYTES = 16
 
 
 class RoutingKey(NamedTuple):
-    """What requests have in common that one replica serves best."""
+    """The common property of requests that the same replica serves best."""
 
     text: str
     owner: str = ""
-    """Whose requests they are, as `Owners` says; empty if it is not known."""
+    """The owner of the requests, as `Owners` says; empty if not known."""
 
     def as_session_id(self) -> str:
         """Return the key as the session id of Serve's requests."""
@@ -71,7 +71,7 @@ class Owners:
 
 
 def replica_key(name: str) -> str:
-    """Return the key of requests that one replica serves best, such as one with their state."""
+    """Return the key of requests that a replica serves best, such as requests with its state."""
     return f"{_REPLICA}{name}"
 
 

@@ -1,4 +1,4 @@
-"""The error of a client whose replica died, the same from both of Ray Serve's proxies."""
+"""The error of a client after its replica has died, the same from both of Ray Serve's proxies."""
 
 from __future__ import annotations
 

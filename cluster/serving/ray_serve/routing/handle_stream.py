@@ -54,7 +54,7 @@ class HandleRequest:
             self._deadline_s = time.monotonic() + timeout_s
 
     def set_continuation(self) -> None:
-        """Let the first replica know what keeps the call the same in any replica."""
+        """Send the first replica the data that keeps the call the same in any replica."""
         self._request.kwargs["continuation"] = self.call.continuation()
 
     def continued(self) -> PendingRequest:
@@ -90,7 +90,7 @@ class HandleStream:
         self._send = send
         self._loop = asyncio.get_running_loop()
         self._later: ReplicaResult | None = None
-        """The response of a later replica, kept here; the program keeps that of the first one."""
+        """The response of a later replica, kept here; the program keeps the first response."""
         self._anext_now: Callable[[], Awaitable[Any]] = result.__anext__
         self._next_now: Callable[[], Any] = result.__next__  # Any: what Serve returns
         self._cancel_now: Callable[[], None] = result.cancel

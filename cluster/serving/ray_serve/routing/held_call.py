@@ -1,4 +1,4 @@
-"""What a proxy holds of a call, so that another replica can continue it: its request and tokens."""
+"""The request and tokens of a call, held in a proxy so that another replica can continue."""
 
 from __future__ import annotations
 

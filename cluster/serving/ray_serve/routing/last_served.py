@@ -1,7 +1,7 @@
 """Remembers which replica served the requests of a key last, if it is not the key's own.
 
 Plain Python without Ray. The replica of most keys follows from the key, so nothing has to be
-remembered for them: these are the keys whose requests were moved because of load.
+remembered for them: these are keys with requests that were moved because of load.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ __all__ = ["LastServed"]
 
 
 class LastServed:
-    """The replicas of the keys that were used last, of each owner alone.
+    """The replicas of recently used keys, separate for each owner.
 
-    What another owner sent must not decide where a request goes, since its sender could find out.
+    Requests of another owner must not decide where a request goes, since its sender could find out.
     A key takes about 200 bytes.
     """
 

@@ -25,10 +25,10 @@ __all__ = ["DEFAULT_CALL_LOAD", "DEFAULT_CALM", "DEFAULT_SLACK", "MAX_CHOICES", 
 DEFAULT_SLACK = 1.5
 DEFAULT_CALM = 0.25
 DEFAULT_CALL_LOAD = 0.01
-"""What a request adds to the load of its replica until that reports it."""
+"""Load that a request adds to its replica until the replica reports it."""
 
 MAX_CHOICES = 8
-"""Replicas among which a request without a key, or one that is rejected, finds the least loaded."""
+"""Replicas from which a request without a key, or a rejected request, chooses the least loaded."""
 
 
 class Placement:
@@ -106,7 +106,7 @@ class Placement:
         if loads[own] <= bound:
             self._last_served.forget(key)
             return own
-        # One that is the mean of all may be rounded to more.
+        # A load that equals the mean may be rounded to more.
         scores[loads > max(bound, float(loads.min()))] = 0
         place = int(scores.argmax())
         if named is None:

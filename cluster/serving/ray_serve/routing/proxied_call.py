@@ -1,4 +1,4 @@
-"""One client's call in a proxy: what replicas have generated, and whether another may continue.
+"""A client's call in a proxy: its progress, and whether another replica may continue.
 
 The proxy's handlers own it; the router, in another thread of the same process, finds it in the
 context of the request that it routes. It knows no protocol.
@@ -83,15 +83,15 @@ class ProxiedCall:
         self._held.hold(num_bytes)
 
     def forgo_continuation(self) -> None:
-        """Never continue the call: what the client has received cannot be continued."""
+        """Never continue the call: the client's part of the response cannot be continued."""
         self._held.forgo()
 
     def close(self) -> None:
-        """Release what the call holds."""
+        """Release the call's resources."""
         self._held.release()
 
     def add_progress(self, progress: Progress) -> None:
-        """Record what a message to the client adds."""
+        """Record the progress by a message to the client."""
         self.num_sequences = progress.num_sequences
         self._first_replica = self._first_replica or self._replica
         self.add_tokens(progress.sequences)
@@ -107,7 +107,7 @@ class ProxiedCall:
         self._num_cached_tokens = number
 
     def continuation(self) -> Continuation:
-        """Return what a replica needs to run the call from where it is."""
+        """Return the data for a replica to continue the call from its progress."""
         sequences = tuple(self._held.sequence(number) for number in range(self.num_sequences))
         has_tokens = any(one.token_ids for one in sequences)
         return Continuation(
@@ -162,7 +162,7 @@ class ProxiedCall:
         self._may_continue = may_continue
 
     def note_accepted(self) -> None:
-        """Record that the replica has the call, whose first token may take long."""
+        """Record that the replica has the call; the first token may take long."""
         self._is_hung, self._is_accepted = False, True
         self._loop.call_soon_threadsafe(self._reschedule, None)
 

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 def current_call_id() -> str | None:
     """Return Serve's id of the current task's call; None if no router sent it."""
-    # Direct ingress has its own connections, whose ends are seen.
+    # Direct ingress has its own connections, and sees their ends.
     if RAY_SERVE_ENABLE_DIRECT_INGRESS:
         return None
     return _get_serve_request_context()._internal_request_id or None

@@ -1,6 +1,6 @@
-"""Reads of one response of a replica: whether it is read, and an error that ends them.
+"""Reads of a replica's response: whether it is read, and an error that ends the reads.
 
-Ray notices a dead replica but not one that does not respond, so a read of its response would wait
+Ray notices a dead replica but not an unresponsive replica, so a read of its response would wait
 forever. This uses private parts of Serve.
 """
 
@@ -25,7 +25,7 @@ Found = TypeVar("Found")
 
 
 class ReplicaReads:
-    """Wraps the methods by which Serve takes what a replica sends."""
+    """Wraps the methods by which Serve reads from a replica."""
 
     def __init__(
         self,
@@ -74,9 +74,9 @@ class ReplicaReads:
         return 0.0 if self._is_waiting else self._clock() - self._read_s
 
     def fail(self, error: Exception) -> None:
-        """End the current read and all later ones with `error`. May be called from any thread.
+        """End the current read and all later reads with `error`.
 
-        A read that blocks a thread is not interrupted.
+        May be called from any thread. A read that blocks a thread is not interrupted.
         """
         # A read sets its task before it looks for the error, so it cannot miss both.
         self._error = error

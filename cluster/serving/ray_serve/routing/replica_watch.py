@@ -53,7 +53,7 @@ class ReplicaWatch:
         self._task: asyncio.Task[None] | None = None
 
     def watch_replicas(self, replicas: Sequence[RunningReplica]) -> None:
-        """Watch these replicas instead of those before."""
+        """Watch these replicas instead of the previous replicas."""
         self._replicas = {one.replica_id: one for one in replicas}
         for replica_id in self._pings.keys() - self._replicas.keys():
             self._pings.pop(replica_id).cancel()

@@ -108,7 +108,7 @@ class AffinityRouter(RequestRouter):
     ) -> list[list[RunningReplica]]:
         """Return some candidates in the order in which to try them, one in each list.
 
-        Those that do not respond are left out; Serve asks again if none accepts the request.
+        Unresponsive replicas are left out; Serve asks again if none accepts the request.
         """
         if pending_request is not None:
             # Without this Serve asks again at once, forever if no replica responds. That blocks
@@ -165,7 +165,7 @@ class AffinityRouter(RequestRouter):
         return load + self._num_sent.get(replica_id, 0) * self._call_load
 
     def _key(self, request: PendingRequest | None) -> RoutingKey | None:
-        """Return what a request shares with those that one replica serves best."""
+        """Return the key that a request shares with requests for the same replica."""
         if request is None:
             return None
         metadata = request.metadata
@@ -188,7 +188,7 @@ class AffinityRouter(RequestRouter):
 
 
 class _LeasingReplica(RunningReplica):
-    """A replica whose streams' leases are renewed, and whose calls end when it hangs."""
+    """A replica with renewed leases of streams, and with calls that end when it hangs."""
 
     def __init__(
         self,
