@@ -48,7 +48,7 @@ class BlockPool:
         self.clear()
 
     def clear(self, *, idle: Sequence[int] = ()) -> None:
-        """Make all blocks free, those of `idle` idle, the least recently used first."""
+        """Make all blocks free, and blocks of `idle` idle, the least recently used first."""
         self.num_in_transit = 0
         """Blocks that a copy still uses and no sequence owns."""
         self.num_reused = 0
@@ -65,12 +65,12 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be allocated, idle ones included."""
+        """Blocks that can be allocated, including idle blocks."""
         return len(self._free) + len(self._idle)
 
     @property
     def num_idle(self) -> int:
-        """Free blocks whose content is kept."""
+        """Free blocks that keep their contents."""
         return len(self._idle)
 
     @property
@@ -87,7 +87,7 @@ class BlockPool:
         return self._num_references[block] > 1
 
     def allocate(self) -> int:
-        """Return a free block, owned once; the least recently used idle one if all are idle."""
+        """Return a free block, owned once; if all are idle, the least recently used."""
         if self._free:
             block = self._free.pop()
         elif self._idle:
@@ -181,12 +181,12 @@ class BlockPool:
             self._free.append(block)
 
     def touch(self, block: int) -> None:
-        """Make an idle block the most recently used one."""
+        """Make an idle block the most recently used."""
         if block in self._idle:
             self._idle.move_to_end(block)
 
     def age(self, block: int) -> None:
-        """Make an idle block the least recently used one."""
+        """Make an idle block the least recently used."""
         if block in self._idle:
             self._idle.move_to_end(block, last=False)
 

@@ -18,7 +18,7 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     token_ids: tuple[int, ...] = ()
     """Includes the token that ended the sequence."""
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """Empty, or one for each token."""
+    """Empty, or an entry for each token."""
     finish_reason: FinishReason | None = None
     """Set only in the last event of a sequence."""
     stop_token_id: int | None = None

@@ -55,7 +55,9 @@ class Share(Generic[Item]):
         self.time = 0.0
         """The tenant's virtual clock: the cost that was served, divided by the weight."""
         self.last_charge = 0
-        """Charges of the queue up to the last one to it, which orders equal clocks."""
+        """Number of charges of the queue at the last charge of this tenant, which orders equal
+        clocks.
+        """
         self.num_open = 0
         """Requests that have not ended."""
         self.num_rows = 0
@@ -76,7 +78,7 @@ class FairQueue(Generic[Item]):
         self._open = LeastFirst[Share[Item]](_clock)
         """Shares with requests that have not ended."""
         self._idle = LeastFirst[Share[Item]](_clock)
-        """All other shares, which were served more than the least served of those with requests."""
+        """All other shares, which were served more than the least served share with requests."""
         self._num_items = 0
         self._num_charges = 0
 
@@ -133,7 +135,7 @@ class FairQueue(Generic[Item]):
             del self._shares[dropped.tenant]
 
     def charge(self, share: Share[Item], cost: float) -> None:
-        """Advance the clock of a tenant by the cost of what was served, over its weight."""
+        """Advance the clock of a tenant by the cost of the served tokens, over its weight."""
         share.time += cost
         self._num_charges += 1
         share.last_charge = self._num_charges
@@ -155,7 +157,7 @@ class FairQueue(Generic[Item]):
             self._backlogged.add(share)
 
     def hide_share(self, share: Share[Item]) -> None:
-        """Hide the items of a tenant from `first` until another item becomes its first one."""
+        """Hide the items of a tenant from `first` until another item becomes its first."""
         self._backlogged.discard(share)
 
     def remove(self, item: Item) -> None:
@@ -190,7 +192,7 @@ class LeastFirst(Generic[Member]):
     def __init__(self, key: Callable[[Member], _Key]) -> None:
         self._key = key
         self._entries: dict[Member, tuple[_Key, int, Member]] = {}
-        """The valid entries of the heap, whose keys are at most those of their members."""
+        """The valid entries of the heap; their keys are at most their members' keys."""
         self._heap: list[tuple[_Key, int, Member]] = []
         self._numbers = count()
 
@@ -225,7 +227,7 @@ class LeastFirst(Generic[Member]):
             heapify(self._heap)
 
     def discard(self, member: Member) -> None:
-        """Remove a member, if it is one."""
+        """Remove a member, if present."""
         self._entries.pop(member, None)
 
     def clear(self) -> None:

@@ -62,7 +62,7 @@ class FaultRecovery:
         """Whether a method of the scheduler failed; there are no plans before the repair."""
 
     def restrict(self, may_run: Callable[[str], bool]) -> None:
-        """Run only the requests whose ids satisfy `may_run`, until the next call.
+        """Run only requests with ids that satisfy `may_run`, until the next call.
 
         Others lose their rows and blocks; their tokens in flight still arrive.
         """
@@ -87,7 +87,7 @@ class FaultRecovery:
         self.needs_repair = True
 
     def repair(self) -> list[Sequence]:
-        """Let every sequence be recomputed; return those of the requests at fault, to be ended.
+        """Let every sequence be recomputed; return the sequences of requests at fault, to be ended.
 
         No step may be in flight, on any rank.
         """

@@ -104,7 +104,7 @@ class KvManager:
     def clear(self, damaged: Collection[int] | None = None) -> None:
         """Make every block free; the caller clears each sequence with `disown`.
 
-        The CPU pool keeps its complete blocks except the `damaged` ones, or none if `damaged` is
+        The CPU pool keeps its complete blocks except `damaged` blocks, or none if `damaged` is
         None; all other pools become empty.
         """
         self._swaps.clear()
@@ -145,11 +145,11 @@ class KvManager:
         return blocks.disk_step > self.disk.read_step
 
     def admit(self, sequence: Sequence, *, num_tokens: int, num_spare: int) -> bool:
-        """Give a sequence blocks for `num_tokens`, cached ones first; return False without room.
+        """Give a sequence blocks for `num_tokens`, cached blocks first; return False without room.
 
         At least `num_spare` blocks stay free. `num_computed` becomes the number of cached tokens;
         at least one known token is always left to compute. If `awaits_copies`, the sequence must
-        not run before the step is acknowledged whose plan has the copies of `take_copies`.
+        not run before the acknowledgement of the step with the copies of `take_copies`.
         """
         blocks, num_blocks = sequence.blocks, self.blocks_for(num_tokens)
         if self._still_fails(sequence, num_needed=num_blocks + num_spare):
@@ -312,7 +312,7 @@ class KvManager:
         return [BlockCopy(*pair) for pair in zip(sources, targets, strict=True)]
 
     def num_lacking(self, sequence: Sequence, *, num_tokens: int, num_spare: int) -> int:
-        """Return the blocks that a waiting sequence lacks beyond those free or in transit."""
+        """Return how many blocks a waiting sequence lacks, beyond free blocks and transit."""
         num_needed = self.blocks_for(num_tokens) + num_spare
         failure = sequence.blocks.failure
         if failure is not None:
@@ -320,9 +320,9 @@ class KvManager:
         return num_needed - self.pool.num_free - self.pool.num_in_transit
 
     def num_owned_alone(self, sequence: Sequence) -> int:
-        """Return the blocks of a running sequence that no other owns, in O(log n).
+        """Return the blocks of a running sequence that no other sequence owns, in O(log n).
 
-        An estimate: it holds if those behind the first such block are such blocks too.
+        An estimate: it holds if the blocks behind the first such block are such blocks too.
         """
         blocks, is_shared = sequence.blocks, self.pool.is_shared
         num_shared = bisect_left(blocks.ids, True, key=lambda block: not is_shared(block))
@@ -520,8 +520,8 @@ class KvManager:
     def _still_fails(self, sequence: Sequence, *, num_needed: int) -> bool:
         """Return whether there is certainly no room yet, in O(1).
 
-        Among the cached blocks of a sequence, one more is in use only after an idle block was
-        shared, a block was forgotten and computed again, or the first missing block was computed.
+        The number of a sequence's cached blocks in use grows only if an idle block was shared, a
+        block was forgotten and computed again, or the first missing block was computed.
         """
         failure, device, pool = sequence.blocks.failure, self.device, self.pool
         if failure is None or failure.revision != device.revision:
@@ -546,7 +546,7 @@ class KvManager:
     def _num_shareable(self, sequence: Sequence) -> int:
         """Return the blocks of known tokens that may be shared: one token is left to compute.
 
-        A sequence that computes the log-probabilities of its prompt shares no blocks.
+        None are shareable while log-probabilities of the prompt are to be computed.
         """
         if not self.device.is_enabled:
             return 0
@@ -555,7 +555,7 @@ class KvManager:
         return (len(sequence.token_ids) - 1) // self.block_size
 
     def _key_at(self, sequence: Sequence, index: int) -> BlockKey:
-        """Return the key of block `index`, whose predecessors have theirs."""
+        """Return the key of block `index`, after the keys of its predecessors."""
         keys = sequence.blocks.keys
         if index < len(keys):
             return keys[index]

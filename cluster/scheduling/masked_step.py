@@ -16,26 +16,26 @@ _Outcome = bytes | FinishReason | None
 
 
 class MadeMasks(NamedTuple):
-    """The masks of a step, and the sequences without one."""
+    """The masks of a step, and the sequences without a mask."""
 
     masks: StepMasks | None
     """None if no plan is in flight."""
     ends: list[tuple[Sequence, FinishReason]]
-    """Sequences whose grammar allows no token."""
+    """Sequences with a grammar that allows no token."""
     late: list[Sequence]
     """Sequences of the step that sample no token, since their masks are not made."""
     deferred: list[Sequence]
-    """Sequences of the step whose next token is planned only once its mask is made."""
+    """Sequences of the step that are planned again only once their mask is made."""
 
 
 class MaskedStep(NamedTuple):
-    """The only step in flight, if any, and those of its sequences that sample under masks."""
+    """The only step in flight, if any, and its sequences that sample under masks."""
 
     step: int
     sequences: list[Sequence]
     """Sequences in the order of the plan; empty if no plan is in flight."""
     waiting: list[Sequence]
-    """Sequences without a plan in flight whose next token waits for its mask."""
+    """Sequences without a plan in flight that wait for the mask of their next token."""
 
     @property
     def is_first(self) -> bool:
@@ -97,7 +97,7 @@ def _note(sequence: Sequence, *, is_late: bool) -> None:
 
 
 def _words(sequence: Sequence, outcomes: dict[Sequence, _Outcome]) -> bytes:
-    """Return the mask of a row: anything for one that has ended, nothing for one that is late."""
+    """Return the mask of a row: anything for an ended sequence, nothing for a late mask."""
     outcome = outcomes.get(sequence, FinishReason.ABORT)
     if isinstance(outcome, bytes):
         return outcome

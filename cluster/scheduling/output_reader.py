@@ -1,6 +1,6 @@
-"""Turns outputs into events: appends sampled tokens, and ends the sequences that they end.
+"""Turns outputs into events: appends sampled tokens, and ends finished sequences.
 
-It does not know which plans are in flight: the scheduler passes the one that an output is of.
+It does not know the plans in flight: the scheduler passes the plan of an output.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class OutputReader:
         return events
 
     def _examine(self, sequence: Sequence, token_id: int) -> FinishReason | None:
-        """Do what a sequence's last token calls for; return why it ends, if it does."""
+        """Handle a sequence's last token; return why the sequence ends, if it does."""
         if sequence.state is SequenceState.RUNNING:
             if not sequence.recheck_at:
                 self._kv.mark_verified(sequence)
@@ -127,13 +127,13 @@ class OutputReader:
         return reason
 
     def _end_nonfinite(self, sequence: Sequence) -> TokenEvent:
-        """End a sequence whose logits were not finite, and return the event."""
+        """End a sequence after logits that were not finite, and return the event."""
         self.num_nonfinite_sequences += 1
         self._kv.forget_blocks(sequence)
         return self.end_sequence(sequence, FinishReason.ERROR)
 
     def _forget_ended(self, in_flight: InFlightStep, output: StepOutput) -> None:
-        """Forget the blocks of ended sequences whose logits were not finite."""
+        """Forget the blocks of sequences that ended with logits that were not finite."""
         for sequence, token_id in zip(in_flight.sampled, output.token_ids, strict=True):
             is_ended = token_id < 0 and sequence.state is SequenceState.FINISHED
             if is_ended and sequence not in in_flight.late:
@@ -148,11 +148,11 @@ class InFlightStep(msgspec.Struct, frozen=True):
     prefilled: list[Sequence]
     """Sequences that compute known tokens, whether they sample or not."""
     late: list[Sequence]
-    """Sampled sequences whose masks were not made in time; they sample no token."""
+    """Sampled sequences with late masks; they sample no token."""
     prompt_logprob_rows: dict[int, Sequence]
-    """Sequences by row, of whose prompts the step computes log-probabilities."""
+    """Sequences by row with log-probabilities of their prompts in the step."""
     masked: list[Sequence]
-    """Sampled sequences whose token is masked."""
+    """Sampled sequences with a masked token."""
 
 
 class PromptLogprobsBuffer:
@@ -168,7 +168,7 @@ class PromptLogprobsBuffer:
             self.requests[active.request.id] = active
 
     def forget_sequence(self, sequence: Sequence) -> None:
-        """Drop those of a request whose first sequence, which computes them, has ended."""
+        """Drop a request's log-probabilities when its first sequence ends."""
         if sequence.index == 0:
             self.requests.pop(sequence.request_id, None)
 
@@ -197,13 +197,13 @@ class PromptLogprobsBuffer:
     def add_to(self, event: TokenEvent) -> TokenEvent:
         """Return the first event of a request with the log-probabilities of its prompt.
 
-        It is that of another sequence if the mask of the first one is late.
+        It belongs to another sequence if the mask of the first sequence is late.
         """
         active = self.requests.get(event.request_id)
         if active is None:
             return event
         kept = active.prompt_logprobs or []
-        # Others may also have computed the prompt, after the first one was preempted.
+        # Other sequences may also have computed the prompt, after the first was preempted.
         if event.index and (kept[-1].end if kept else 1) < event.num_prompt_tokens:
             return event
         del self.requests[event.request_id]

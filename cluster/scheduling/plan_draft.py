@@ -62,7 +62,7 @@ class PlanDraft:
         self.decode_positions: list[int] = []
         """The positions of these tokens."""
         self.growing_rows: list[int] = []
-        """The rows of those of `decodes` that get a new block."""
+        """The rows of `decodes` that get a new block."""
         self.new_block_ids: list[int] = []
         """The blocks that these rows get."""
         self.chunks: list[SequencePlan] = []
@@ -73,7 +73,7 @@ class PlanDraft:
         self.prefilled: list[Sequence] = []
         """Sequences that compute known tokens."""
         self.first_share: Share[Sequence] | None = None
-        """The tenant whose prompt ends in this step first."""
+        """The tenant of the first prompt that ends in this step."""
         self.fork_cost = 0
         """The cost of the forks so far, in tokens."""
         self.num_other_tokens = 0
@@ -130,7 +130,7 @@ class PlanDraft:
             (self.chunk_samples if num_tokens > 1 else self.single_samples).append(sequence)
 
     def build_plan(self) -> StepPlan:
-        """Return the plan, with chunks of several tokens before those of one, and decodes last."""
+        """Return the plan: chunks of several tokens, then of a single token, then decodes."""
         return StepPlan(
             self.step,
             self.chunks + self.singles,

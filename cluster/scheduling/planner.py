@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Planner"]
 
 _MAX_FEW = 8
-"""Waiting sequences of a tenant whose prompts are to end in short steps."""
+"""Waiting sequences of a tenant up to which its prompts end in short steps."""
 _FORK_COST = 2**14
 """The fixed cost of a fork, in tokens of a prompt that it copies."""
 _MAX_FORK_COST = 5 * 2**17
@@ -36,7 +36,7 @@ _MAX_FORK_COST = 5 * 2**17
 
 _MAX_SKIPPED = 8
 _MAX_SKIPPED_OF_TENANT = 4
-"""More than one, so that a large prompt does not stop its own tenant either."""
+"""More than 1, so that a large prompt does not stop its own tenant either."""
 
 
 class Planner:
@@ -104,12 +104,12 @@ class Planner:
         return draft
 
     def _plan_decodes(self, draft: PlanDraft) -> list[Sequence]:
-        """Plan the next token of each running sequence, and return those still in prefill."""
+        """Plan the next token of each running sequence, and return sequences still in prefill."""
         prefills: list[Sequence] = []
         decodes, positions = draft.decodes, draft.decode_positions
         # With more sequences than tokens, the budget may end at any of them.
         is_tight = len(self._table.running) > draft.budget
-        # Preemption removes sequences from the queue, but only behind the current one.
+        # Preemption removes sequences from the queue, but only behind the current sequence.
         for sequence in self._table.running:
             position = sequence.num_computed
             if is_tight or position >= sequence.unchecked_until:
@@ -146,7 +146,7 @@ class Planner:
         return True
 
     def _plan_prompts(self, prefills: list[Sequence], draft: PlanDraft) -> None:
-        """Compute prompts and start waiting sequences, those of the least served tenant first."""
+        """Compute prompts and start waiting sequences, of the least served tenant first."""
         if len(prefills) > 1:
             prefills.sort(key=lambda sequence: sequence.share.time)
         left = deque(prefills)
@@ -194,9 +194,9 @@ class Planner:
     def _budget_for(self, sequence: Sequence, draft: PlanDraft) -> int:
         """Return how many tokens a prompt may take.
 
-        A step in which the prompt of a less served tenant ends is kept short: prompts of others
-        take at most a quarter of the budget. If many of that tenant wait, what counts is
-        throughput.
+        A step that ends the prompt of a less served tenant is kept short: prompts of others take at
+        most a quarter of the budget. If many sequences of that tenant wait, throughput counts
+        instead.
         """
         first = draft.first_share
         if first is None or first is sequence.share or len(first.waiting) > _MAX_FEW:
@@ -220,7 +220,7 @@ class Planner:
 
     def _start(self, sequence: Sequence, draft: PlanDraft, *, budget: int) -> None:
         """Start a waiting sequence that has its blocks."""
-        # What was computed before, or is cached, costs its tenant nothing.
+        # Tokens computed before, or cached, cost the tenant nothing.
         sequence.num_charged = max(sequence.num_charged, sequence.num_computed)
         if sequence is self._preemptor.pending_preemptor:
             self._preemptor.pending_preemptor = None
@@ -238,7 +238,7 @@ class Planner:
         share = sequence.share
         num_tokens = min(budget, sequence.prefill_end - sequence.num_computed)
         if self._pace is not None:
-            # One that has just started has at least a token.
+            # A sequence that has just started has at least a token.
             first_position = sequence.num_computed
             num_tokens = int(min(num_tokens, max(self._pace.num_tokens(first_position), 1)))
             self._pace.add_tokens(num_tokens, first_position=first_position)
@@ -263,7 +263,7 @@ class Planner:
         """Give blocks to waiting sequences that may take the rows of others, and return them.
 
         They are the first of the least served tenant. They start once the decodes are planned,
-        which must not include those that lose their rows.
+        which must not include sequences that lose their rows.
         """
         table, preempting = self._table, list[Sequence]()
         num_most = min(MAX_SKIPPED, draft.budget)
@@ -289,7 +289,7 @@ class Planner:
         return preempting
 
     def _take_room(self, head: Sequence, preempting: list[Sequence], draft: PlanDraft) -> bool:
-        """Find a row for a waiting sequence and give it its blocks, those of others if needed.
+        """Find a row and blocks for a waiting sequence, from others if needed.
 
         Returns False if it must wait.
         """
@@ -309,7 +309,7 @@ class Planner:
         return True
 
     def _swap_in(self, draft: PlanDraft, acknowledged_step: int) -> None:
-        """Swap sequences in while there is room; those behind may pass the first few."""
+        """Swap sequences in while there is room; later sequences may overtake the first few."""
         num_skipped = 0
         guard = self._table.guard
         for sequence in [*self._table.swapped]:
@@ -366,7 +366,7 @@ class Planner:
         return self._kv.awaits_disk(sequence, step)
 
     def _donor_for(self, sequence: Sequence, step: int) -> Sequence | None:
-        """Return a sibling whose prompt is in device blocks since an earlier step, or None."""
+        """Return a sibling with its prompt in device blocks since an earlier step, or None."""
         if sequence.index == 0 or len(sequence.token_ids) > sequence.num_prompt_tokens:
             return None
         for sibling in sequence.active.sequences:

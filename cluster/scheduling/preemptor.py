@@ -1,8 +1,8 @@
 """Takes rows and blocks from running sequences, for others.
 
-A running sequence that needs a block takes those of one behind it. A waiting sequence may take a
-row, and blocks, of a tenant that has more rows than its own, and of a lower priority within its
-tenant. A sequence that others passed takes back what they borrowed, as `StarvationGuard` says.
+A running sequence that needs a block takes blocks of a sequence behind it. A waiting sequence may
+take a row, and blocks, of a tenant that has more rows than its own, and of a lower priority within
+its tenant. A starved sequence takes back the blocks of its overtakers, as `StarvationGuard` says.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 __all__ = ["MAX_PREEMPTIONS", "AdmissionSize", "Preemptor", "choose_preempted", "choose_victim"]
 
 _STEPS_PER_CHECK = 4
-"""Steps between two looks at the blocks of sequences that passed another one."""
+"""Steps between two looks at the blocks of overtakers."""
 _SPARE_BLOCKS = 4
-"""Blocks for each running sequence that those which pass another one leave free."""
+"""Free blocks to leave per running sequence when a sequence overtakes a starved one."""
 _MAX_HEADROOM = 16
 """The most blocks that a preempted sequence gets for its next tokens when it starts again."""
 
@@ -57,7 +57,7 @@ class Preemptor:
     def make_room(self, sequence: Sequence, draft: PlanDraft) -> int | None:
         """Add a block to a running sequence and return it, or None if it waits a step."""
         while (block := self._kv.append(sequence)) is None:
-            # Blocks being swapped out may suffice for the stalled sequences and this one.
+            # Blocks being swapped out may suffice for the stalled sequences and this sequence.
             if self._kv.pool.num_in_transit > draft.num_stalled:
                 break
             victim = choose_victim(self._table.running, sequence)
@@ -92,7 +92,7 @@ class Preemptor:
             self._preempt(sequence, draft)
 
     def may_preempt(self, head: Sequence, preempting: list[Sequence]) -> bool:
-        """Return whether a waiting sequence may take the row of another one."""
+        """Return whether a waiting sequence may take the row of another sequence."""
         if head.num_pending:
             return False
         if head is self.pending_preemptor:
@@ -102,11 +102,11 @@ class Preemptor:
         return self._choose_preempted(head, preempting) is not None
 
     def preempt_for(self, head: Sequence, preempting: list[Sequence], draft: PlanDraft) -> bool:
-        """Preempt a sequence for a waiting one; return False if there is none."""
+        """Preempt a sequence for a waiting sequence; return False if there is none."""
         victim = self._choose_preempted(head, preempting)
         if victim is None:
             return False
-        # Those of other tenants are protected by the rows that their tenants keep.
+        # Sequences of other tenants are protected by the rows that their tenants keep.
         victim.num_preemptions += victim.share is head.share
         self.pending_preemptor = head
         self._preempt(victim, draft)
@@ -145,7 +145,7 @@ class Preemptor:
             self.num_swap_preemptions += 1
         else:
             if sequence.has_sampled:
-                # What is verified may stay cached in the CPU pool.
+                # Verified blocks may stay cached in the CPU pool.
                 self._kv.mark_verified(sequence)
             self._kv.release(sequence)
             sequence.forget_computed()
@@ -168,14 +168,14 @@ class Preemptor:
 
 
 def _precedes(swapped: Sequence, head: Sequence) -> bool:
-    """Return whether a swapped sequence comes before a waiting one."""
+    """Return whether a swapped sequence comes before a waiting sequence."""
     if swapped.share is head.share:
         return swapped.priority <= head.priority
     return swapped.share.time <= head.share.time
 
 
 class AdmissionSize:
-    """Says what room a sequence needs to start."""
+    """The number of blocks that a sequence needs to start."""
 
     __slots__ = ("_kv", "_table")
 
@@ -187,7 +187,7 @@ class AdmissionSize:
         """Return the number of tokens that a sequence gets blocks for when it starts."""
         num_tokens = sequence.length
         if sequence.num_preemptions:
-            # The more often it lost its blocks, the longer it runs before it needs another one.
+            # The more often it lost its blocks, the longer it runs before it needs another block.
             num_blocks = min(2**sequence.num_preemptions, _MAX_HEADROOM)
             num_tokens += num_blocks * self._kv.block_size
         # The last token is never computed.
@@ -200,7 +200,7 @@ class AdmissionSize:
         return num_rows * (_SPARE_BLOCKS if is_passing else 1)
 
     def num_lacking(self, sequence: Sequence) -> int:
-        """Return the blocks that a sequence lacks beyond those free or in transit."""
+        """Return how many blocks a sequence lacks beyond free blocks and blocks in transit."""
         return self._kv.num_lacking(
             sequence,
             num_tokens=self.num_tokens_to_hold(sequence),

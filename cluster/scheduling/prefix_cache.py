@@ -30,7 +30,7 @@ _DIGEST_BYTES = 32
 _MANY_BLOCKS = 64
 
 
-# There is one for each block: never part of a reference cycle, it need not be tracked.
+# Each block has a key, which is never part of a reference cycle and need not be tracked.
 class BlockKey(msgspec.Struct, frozen=True, gc=False):
     """The content of a full block."""
 
@@ -49,7 +49,7 @@ class PromptKeys(NamedTuple):
 
 
 class PrefixCache:
-    """Maps the content of full blocks to blocks, one to one."""
+    """Maps the contents of full blocks to blocks."""
 
     __slots__ = (
         "_block_of",
@@ -73,7 +73,7 @@ class PrefixCache:
         self._keys: list[BlockKey | None] = [None] * num_blocks
         self._is_verified = bytearray(num_blocks)
         self._invalidated: dict[bytes, bytes] = {}
-        """The digests that replace those that were renewed."""
+        """New digests in place of invalidated digests."""
         self.num_forgotten = 0
         """Blocks that were removed so far."""
         self.revision = 0
@@ -144,9 +144,9 @@ class PrefixCache:
     ) -> list[int]:
         """Return the blocks of the longest prefix that is in the cache, at most `num_blocks`.
 
-        `token_ids` are uint32 and fill `num_blocks`. `keys` are those of the first ones, and get
-        more as far as blocks are looked up; `root` is the digest before them, used if there are
-        none. One loop does all of it, since a prompt has hundreds of blocks and the step waits.
+        `token_ids` are uint32 and fill `num_blocks`. `keys` belong to the first blocks, and grow as
+        blocks are looked up; `root` is the digest before them, used if there are none. A single
+        loop does all of it, since a prompt has hundreds of blocks and the step waits.
         """
         block_of, cached_keys, renewed = self._block_of, self._keys, self._invalidated
         num_keys = len(keys)
@@ -187,10 +187,10 @@ class PrefixCache:
         return True
 
     def mark_verified(self, blocks: Collection[int]) -> None:
-        """Record that logits which depend on blocks were finite; those not cached are ignored."""
+        """Record that logits which depend on blocks were finite; ignore uncached blocks."""
         keys, is_verified = self._keys, self._is_verified
         if len(blocks) > _MANY_BLOCKS:
-            # Those that siblings share are verified by the first of them.
+            # The first sibling verifies the blocks that siblings share.
             ids = np.asarray(blocks, np.int32)
             blocks = ids[np.frombuffer(is_verified, np.uint8)[ids] == 0].tolist()
         for block in blocks:
@@ -202,7 +202,7 @@ class PrefixCache:
         return bool(self._is_verified[block])
 
     def num_verified(self, blocks: Iterable[int]) -> int:
-        """Return how many leading ones of `blocks` are verified."""
+        """Return how many leading `blocks` are verified."""
         return sum(1 for _ in takewhile(self.is_verified, blocks))
 
     def key_of(self, block: int) -> BlockKey | None:
@@ -218,7 +218,7 @@ class PrefixCache:
             self._is_verified[block] = False
 
     def clear(self) -> None:
-        """Remove all blocks, whose contents are lost."""
+        """Remove all blocks; their contents are lost."""
         num_blocks = len(self._keys)
         self._block_of.clear()
         self._keys = [None] * num_blocks

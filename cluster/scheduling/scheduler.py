@@ -108,7 +108,7 @@ class Scheduler:
         self.has_structures = False
         """Whether any request so far had a grammar."""
         self._deferred: list[Sequence] = []
-        """Sequences whose next tokens are planned only once their masks are made."""
+        """Sequences that are planned again only once their masks are made."""
         self._num_steps = 0
         self._num_scheduled_tokens = 0
         self._num_swapped_out_blocks = 0
@@ -141,12 +141,12 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that have neither row nor blocks, quarantined ones included."""
+        """Sequences that have neither row nor blocks, including quarantined sequences."""
         return len(self._table.waiting) + self._table.num_held + len(self._table.quarantined)
 
     @property
     def num_swapped(self) -> int:
-        """Sequences whose blocks are in the CPU pool, or on their way there or back."""
+        """Sequences with blocks in the CPU pool, or on their way there or back."""
         return len(self._table.swapped) + len(self._table.arriving)
 
     def prepare_prompt(self, request: Request) -> PreparedPrompt:
@@ -237,7 +237,7 @@ class Scheduler:
         }
 
     def expire_requests(self, now_s: float) -> list[TokenEvent]:
-        """End the requests whose deadline has passed; to be called regularly."""
+        """End requests past their deadline; to be called regularly."""
         self._backlog.tick(now_s)
         events: list[TokenEvent] = []
         for request_id in self._deadlines.take_due(now_s):
@@ -296,7 +296,7 @@ class Scheduler:
         return MaskedStep(step, sequences, waiting) if sequences or waiting else None
 
     def apply_masks(self, made: MadeMasks) -> list[TokenEvent]:
-        """Take back the plans of sequences whose masks are late, and end what has no mask."""
+        """Take back the plans of sequences with late masks, and end sequences without a mask."""
         for sequence in made.late:
             self._in_flight[0].late.append(sequence)
             if sequence.state is SequenceState.FINISHED:
@@ -343,11 +343,11 @@ class Scheduler:
         """Begin an epoch with new ranks: steps count from 0, the blocks of the device are empty.
 
         Every sequence is recomputed from its known tokens; tokens in flight are sampled again. The
-        CPU pool is empty too if `damaged` is None. Otherwise every rank has the one it had, and
-        what was whole is still found, except in `damaged` blocks.
+        CPU pool is empty too if `damaged` is None. Otherwise every rank has its earlier pool, and
+        complete blocks are still found, except `damaged` blocks.
         """
         if self._acknowledged_step < 0:
-            # The last ranks died before they ended a step: what they were given may be the cause.
+            # The last ranks died before they ended a step: their blocks may be the cause.
             damaged = None
         self._in_flight.clear()
         self._step = 0
@@ -393,7 +393,7 @@ def _error_of_structure(sequence: Sequence, reason: FinishReason) -> str:
 
 
 class Admission:
-    """Rejects requests that can never run, and those for which the queue has no room."""
+    """Rejects requests that can never run, and requests that a full queue cannot hold."""
 
     __slots__ = ("_backlog", "_kv", "_max_model_len")
 
@@ -470,7 +470,7 @@ class Deadlines:
         return len(self._heap)
 
     def add_request(self, request: Request) -> None:
-        """Note the deadline of an open request, if it has one."""
+        """Note the deadline of an open request, if any."""
         if request.deadline_s is None:
             return
         heapq.heappush(self._heap, (request.deadline_s, request.id))
@@ -479,7 +479,7 @@ class Deadlines:
             heapq.heapify(self._heap)
 
     def take_due(self, now_s: float) -> list[str]:
-        """Return the ids of the open requests whose deadline has passed, and forget them."""
+        """Return the ids of open requests past their deadline, and forget them."""
         due: list[str] = []
         while self._heap and self._heap[0][0] <= now_s:
             deadline_s, request_id = heapq.heappop(self._heap)

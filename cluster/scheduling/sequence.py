@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 __all__ = ["ActiveRequest", "FailedAdmission", "Sequence", "SequenceMasks", "SequenceState"]
 
 _NUM_DEFERRED = 8
-"""Tokens of a sequence for whose masks no step waits, after one that was late or costly."""
+"""Tokens of a sequence without waits for their masks, after a late or costly mask."""
 
 
 class SequenceState(Enum):
-    """The state of a sequence, which determines what it holds."""
+    """The state of a sequence, which determines its rows and blocks."""
 
     HELD = auto()
     """Waits for the prompt of its sibling; holds nothing."""
@@ -82,14 +82,14 @@ class ActiveRequest:
         self.num_cached_tokens = 0
         is_described = sampling.prompt_logprobs is not None and 0 in request.open_indices
         self.prompt_logprobs = list[PromptLogprobs]() if is_described else None
-        """What is known of the prompt until its first token is sampled; None if not needed."""
+        """Log-probabilities of the prompt until its first token is sampled; None if not needed."""
         self.sequences = [
             Sequence(self, index, arrival=arrival, max_model_len=max_model_len)
             for index in request.open_indices
         ]
         self.num_unfinished = len(self.sequences)
         self.held = [one for one in self.sequences if one.state is SequenceState.HELD]
-        """Sequences that wait for the prompt of the first one."""
+        """Sequences that wait for the prompt of the first sequence."""
 
 
 class Sequence:
@@ -140,11 +140,11 @@ class Sequence:
         self.request_id = request.id
         self.index = index
         self.order = (request.priority, arrival, index)
-        """Lower ones are served first and preempted last."""
+        """Lower orders are served first and preempted last."""
         self.stop_token_ids = active.stop_token_ids
         self.num_prompt_tokens = num_prompt_tokens
         self.min_length = num_prompt_tokens + sampling.min_tokens
-        """Tokens before the first one that may end the sequence."""
+        """Tokens before the first token that may end the sequence."""
         self.max_length = min(num_prompt_tokens + sampling.max_tokens, max_model_len)
         """Number of tokens at which the sequence ends."""
 
@@ -155,7 +155,7 @@ class Sequence:
         self.donor_row = -1
         """The row of the sibling that it was forked from, until it starts; -1 is none."""
         self.token_ids = active.prompt
-        """All tokens known, uint32; those of the request as long as there are no others."""
+        """All tokens known, uint32; the request's array as long as there are no others."""
         if generated:
             self.own_tokens()
             self.token_ids.extend(generated)
@@ -173,7 +173,7 @@ class Sequence:
         self.prompt_step: int | None = None
         """The step that completed the prompt in the current blocks."""
         self.ready_step = -1
-        """The step whose copies must be acknowledged before the next transition."""
+        """The step with copies that must be acknowledged before the next transition."""
         self.num_preemptions = 0
         self.start_number = 0
         """Starts of sequences up to its own."""
@@ -217,7 +217,7 @@ class Sequence:
 
     @property
     def priority(self) -> int:
-        """Lower ones are served first."""
+        """Lower priorities are served first."""
         return self.order[0]
 
     @property
@@ -228,7 +228,7 @@ class Sequence:
     @property
     def length(self) -> int:
         """All tokens known or being sampled."""
-        # After the prefill, a plan computes the last one.
+        # After the prefill, a plan computes the last token.
         return self.prefill_end if self.is_prefill else self.num_computed + 1
 
     @property
@@ -294,7 +294,7 @@ class SequenceMasks:
         return not self.num_deferred or self.is_made
 
     def note_made(self, *, is_late: bool) -> None:
-        """Note a mask, after which no step waits for the next ones if it was late."""
+        """Note a mask; after a late mask, no step waits for the next masks."""
         if is_late:
             self.num_deferred = _NUM_DEFERRED
         elif self.num_deferred:
@@ -302,7 +302,7 @@ class SequenceMasks:
 
 
 class FailedAdmission(NamedTuple):
-    """The state of the prefix cache when a sequence that shares blocks found too few free ones."""
+    """The state of the prefix cache when a sharing sequence found too few free blocks."""
 
     next_key: BlockKey | None
     """Key of the first block that was not cached; None if all that it can share were."""
@@ -355,7 +355,7 @@ class SequenceBlocks:
         self.awaits_copies = False
         """Whether some of its blocks are copied to the device when it starts."""
         self.disk_step: int | None = None
-        """The step whose reads from the disk it waits for, or -1; None if it needs a look-up."""
+        """The step of the disk reads that it waits for, or -1; None if it needs a look-up."""
         self.num_unswapped = 0
         """Blocks before these that were not swapped out, since others shared them."""
         self.failure: FailedAdmission | None = None

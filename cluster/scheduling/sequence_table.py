@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["GRACE_STEPS", "MAX_SKIPPED", "SequenceQueue", "SequenceTable", "StarvationGuard"]
 
 MAX_SKIPPED = 4
-"""Sequences that may be passed in one step, which bounds the time to find one that has room."""
+"""Sequences that may be overtaken in a step, which bounds the time to find a sequence with room."""
 GRACE_STEPS = 16
 """Steps for which overtakers may continue, since many end by themselves."""
 
@@ -55,7 +55,7 @@ class SequenceTable:
         self.arriving = SequenceQueue()
         self.quarantined = SequenceQueue()
         self.guard = StarvationGuard(self.running)
-        """What happens while a sequence finds too few blocks."""
+        """Guards a sequence that finds too few blocks."""
         self.num_rows = num_rows
         """Sequences that can run at once."""
         self._free_rows = list(range(num_rows - 1, -1, -1))
@@ -298,7 +298,7 @@ class StarvationGuard:
         ]
 
     def note_reserved(self, step: int, *, has_enough: bool) -> bool:
-        """Note whether overtakers hold what the starved lacks; return whether it may take that."""
+        """Note whether overtakers hold the missing blocks; return whether to take them back."""
         if not has_enough:
             self._reserved_step = -1
         elif self._reserved_step < 0:

@@ -17,7 +17,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting: int
     """Sequences that have neither row nor blocks."""
     num_swapped: int = 0
-    """Sequences whose blocks are in the CPU pool, or on their way there or back."""
+    """Sequences with blocks in the CPU pool, or on their way there or back."""
     num_queued_requests: int
     """Requests of which no sequence has started."""
     num_queued_tokens: int = 0
@@ -25,16 +25,16 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
 
     num_blocks: int = 0
     num_free_blocks: int = 0
-    """Blocks that can be allocated, cached ones included."""
+    """Blocks that can be allocated, including cached blocks."""
     num_cached_blocks: int = 0
-    """Free blocks whose content the prefix cache still knows."""
+    """Free blocks that the prefix cache still knows."""
     num_transit_blocks: int = 0
     """Blocks without an owner that a copy still reads or writes."""
     num_cpu_blocks: int = 0
     num_free_cpu_blocks: int = 0
-    """Blocks that can be allocated, cached ones included."""
+    """Blocks that can be allocated, including cached blocks."""
     num_cached_cpu_blocks: int = 0
-    """Free blocks that hold what was evicted from the device pool."""
+    """Free blocks that hold blocks evicted from the device pool."""
     num_transit_cpu_blocks: int = 0
 
     num_queried_tokens: int = 0
@@ -54,9 +54,9 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_kept_hit_tokens: int = 0
     """Tokens that were found in such blocks and copied back."""
     num_damaged_cpu_blocks: int = 0
-    """Blocks of the CPU pool whose checksums were wrong when a rank was replaced."""
+    """Blocks of the CPU pool with wrong checksums when a rank was replaced."""
     num_disk_blocks: int = 0
-    """Blocks that the disk may hold; the next field counts those that it holds."""
+    """Maximum number of blocks on the disk; the next field counts blocks on it."""
     num_cached_disk_blocks: int = 0
     num_written_blocks: int = 0
     """Blocks of the CPU pool that were written to the disk."""
@@ -72,6 +72,5 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_nonfinite_sequences: int = 0
     """Sequences that ended because their logits were not finite."""
     num_swapped_out_blocks: int = 0
-    """Blocks of preempted sequences copied to the CPU pool; the next field counts those copied
-    back."""
+    """Blocks of preempted sequences copied to the CPU pool; the next field counts copies back."""
     num_swapped_in_blocks: int = 0

@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 __all__ = ["CostMeter", "SwapCosts", "TierPolicy"]
 
 _KEPT = 0.8
-"""Weight of a measurement relative to the next one."""
+"""Weight of a measurement relative to the next measurement."""
 _MAX_UNMEASURED = 16
 """Choices against swapping after which it is tried again."""
 _STEPS_PER_MEASUREMENT = 32
-"""Steps without prompts are similar: one in this many is measured."""
+"""Steps without prompts are similar: of this many, a single step is measured."""
 
 _SAVED_ANYWAY = 64
-"""One in this many blocks is copied even if it is not worth it, so that copies are measured."""
+"""One in this many blocks is copied even without a gain, so that copies are measured."""
 _FIRST_WEIGHT = 512
 """Blocks that count as evicted and found again before any was."""
 _MOST_WEIGHT = 8192
-"""Evicted blocks after which older ones count half."""
+"""Evicted blocks after which older blocks count half."""
 
 
 class SwapCosts:
@@ -105,7 +105,7 @@ class SwapCosts:
     def pays(self, *, num_copied: float, num_found: float, num_tokens: int) -> bool:
         """Return whether copying blocks out saves time if this many of them are found again.
 
-        A block has `num_tokens`. What its tokens attend to is not counted in its favor.
+        A block has `num_tokens`. Their attention is not counted in its favor.
         """
         if not self.is_measured:
             return True
@@ -249,11 +249,11 @@ class TierPolicy:
         )
 
     def clear(self) -> None:
-        """Forget what was lost: the blocks of new ranks are empty."""
+        """Forget all lost blocks: the blocks of new ranks are empty."""
         self._lost.clear()
 
     def _check(self, costs: SwapCosts) -> None:
-        """Compare what recent evictions cost with what was saved."""
+        """Compare the cost of recent evictions with the savings."""
         self.is_open = costs.pays(
             num_copied=self._num_evicted, num_found=self._num_found, num_tokens=self._block_size
         )

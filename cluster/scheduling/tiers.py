@@ -52,7 +52,7 @@ class BlockIndex:
         self._incomplete: set[int] = set()
         """Blocks that are not found yet."""
         self.num_evicted_blocks = 0
-        """Blocks whose place another one took."""
+        """Number of evicted blocks."""
 
     def __len__(self) -> int:
         return len(self._block_of)
@@ -65,7 +65,7 @@ class BlockIndex:
         return block if self._key_of[block].token_bytes == key.token_bytes else None
 
     def block_being_copied(self, key: BlockKey) -> int | None:
-        """Return the block with this key whose content has not arrived, or None."""
+        """Return the block with this key that is still being copied, or None."""
         block = self._block_of.get(key.digest)
         return block if block in self._incomplete else None
 
@@ -78,7 +78,7 @@ class BlockIndex:
         return self._key_of.get(block)
 
     def touch_key(self, key: BlockKey) -> bool:
-        """Make the block with this key the most recently used one; return False if none has it."""
+        """Make the block with this key the most recently used; return False if there is none."""
         block = self._block_of.get(key.digest)
         if block is None:
             return False
@@ -102,14 +102,14 @@ class BlockIndex:
         self.pool.unpin(block)
 
     def fail_copy(self, block: int) -> None:
-        """Make a block free whose content has not arrived."""
+        """Make a block free after its copy has failed."""
         if block in self._key_of:
             self._remove(block)
             self.pool.discard(block)
         self.pool.unpin(block)
 
     def forget_key(self, key: BlockKey) -> None:
-        """Remove the block with this key, whose content is invalid."""
+        """Remove the block with this key: its content is invalid."""
         block = self._block_of.get(key.digest)
         if block is not None:
             self._remove(block)
@@ -123,12 +123,12 @@ class BlockIndex:
         self._incomplete.clear()
 
     def retain_complete(self, damaged: Container[int]) -> list[int]:
-        """Make every block free; return those whose content is kept, in order of their last use.
+        """Make every block free; return the blocks that stay cached, least recently used first.
 
-        They are those that were found, but for the `damaged` ones.
+        These are the complete blocks, except `damaged` blocks.
         """
         idle = self.pool.idle_blocks
-        # Those that sequences or copies use are the most recently used ones.
+        # Blocks that sequences or copies use are the most recently used.
         blocks = [*idle, *(block for block in self._key_of if block not in idle)]
         kept = [one for one in blocks if one not in self._incomplete and one not in damaged]
         key_of = {block: self._key_of[block] for block in kept}
@@ -302,7 +302,7 @@ class CpuTier(BlockIndex):
             self.num_kept_hit_blocks += sum(block in self._kept for block in blocks)
 
     def begin_epoch(self, damaged: Collection[int] | None) -> None:
-        """Keep the blocks that were complete before ranks were replaced, except `damaged` ones.
+        """Keep the blocks that were complete before ranks were replaced, except `damaged` blocks.
 
         None if the pool of some rank is new, so that nothing is left.
         """
@@ -368,7 +368,7 @@ class DiskTier(BlockIndex):
         self._paused_step = -1
         """The step from which on blocks are written."""
         self.read_step = -1
-        """The last step whose reads have ended."""
+        """The last step with ended reads."""
         self.num_read_blocks = self.num_written_blocks = 0
         self.num_failed_reads = self.num_failed_writes = 0
 

@@ -43,7 +43,7 @@ class ProvenConnections:
         self._names.add(name)
 
     def forget_closed(self, open_names: Collection[str]) -> None:
-        """Forget what is closed; a connection may be noted shortly before it is seen as open."""
+        """Forget closed connections; a connection may be noted shortly before it is seen open."""
         closed = {name for name in tuple(self._names) if name not in open_names}
         self._names -= closed & self._closed
         self._closed = closed
