@@ -24,12 +24,12 @@ from unittest import mock
 
 from bench.controller import InstantExecutor
 from bench.engine import SHAPES, save_model, write_results
-from cluster.cli.bench.workloads import WORKLOADS
+from cluster.cli.bench.datasets import WORKLOADS
 from cluster.engine import open_engine
 from pagedray import LLM, SamplingParams
 
 if TYPE_CHECKING:
-    from cluster.cli.bench.workloads import Workload
+    from cluster.cli.bench.datasets import Workload
     from pagedray.batch import StepOutput, StepPlan
 
 MAX_NUM_SEQS = 1024

@@ -2,8 +2,7 @@
 
 import sys
 
-from cluster.cli.interrupts import INTERRUPT_EXIT, exiting_at_interrupt
-from cluster.cli.standard_streams import open_standard_streams
+from cluster.cli.process import INTERRUPT_EXIT, exiting_at_interrupt, open_standard_streams
 from pagedray.machine import leave_removed_folder
 
 __all__ = ["main"]

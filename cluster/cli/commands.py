@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from contextlib import closing
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster.cli.flags.engine_flags import engine_options
-from cluster.cli.flags.sampling_flags import sampling_fields
-from cluster.cli.flags.serve_flags import CONFIG_FLAG, DEFAULT_GRPC_PORT, DEFAULT_HTTP_PORT
-from cluster.cli.flags.vllm_flags import ignored_flags, log_ignored_flags
-from cluster.cli.interrupts import exiting_at_interrupt
-from cluster.cli.lost_output import discard_output, has_lost_reader, is_disk_full
-from cluster.cli.one_line_parser import USAGE_EXIT, command_parser
-from cluster.cli.parser import make_parser
+from cluster.cli.client_flags import sampling_fields
+from cluster.cli.engine_flags import engine_options
+from cluster.cli.parser import USAGE_EXIT, command_parser, make_parser
+from cluster.cli.process import discard_output, exiting_at_interrupt, has_lost_reader, is_disk_full
+from cluster.cli.serve_flags import CONFIG_FLAG, DEFAULT_GRPC_PORT, DEFAULT_HTTP_PORT
+from cluster.cli.vllm_flags import ignored_flags, log_ignored_flags
 from cluster.engine.options.engine_options import EngineOptions, engine_config
 from cluster.engine.progress import progress_reports
 from pagedray.errors import InvalidRequestError, PagedRayError, StartupError
 from pagedray.machine import raise_descriptor_limit
 
 if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from cluster.cli.remote_model import RemoteModel
     from cluster.cli.text_llm import LocalModel
@@ -33,6 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["main", "set_ports"]
 
 _FAILURE_EXIT = 1
+_FOLDERS = frozenset(("FOLDER", "MODEL"))
+"""Metavars of flags that take a folder."""
 _RAY_DEATHS = "^(A worker died or was killed while executing a task|Raylet is terminated)"
 
 
@@ -228,7 +229,7 @@ def _text_model(parsed: argparse.Namespace) -> LocalModel | RemoteModel:
         from cluster.cli.text_llm import LocalModel
 
         return LocalModel(parsed.model, options, given)
-    from cluster.cli.flags.client_flags import read_key
+    from cluster.cli.client_flags import read_key
     from cluster.cli.remote_model import RemoteModel
 
     for name, value in asdict(replace(options, executor="ray")).items():
@@ -242,13 +243,18 @@ def _text_model(parsed: argparse.Namespace) -> LocalModel | RemoteModel:
 
 
 def _new_key(parsed: argparse.Namespace) -> int:
-    from cluster.cli.keys import print_new_key
+    from cluster.serving.auth.key_file import check_tenant_name, digest_of, new_key
 
-    return print_new_key(parsed.tenant)
+    check_tenant_name(parsed.tenant)
+    key = new_key()
+    print(f"API key for {parsed.tenant}; it is not shown again:\n\n    {key}\n")
+    print("Add this to the file given to --api-keys:\n")
+    print(f'[tenants."{parsed.tenant}"]\nkeys = ["sha256:{digest_of(key).hex()}"]')
+    return 0
 
 
 def _top(parsed: argparse.Namespace) -> int:
-    from cluster.cli.flags.client_flags import read_key
+    from cluster.cli.client_flags import read_key
     from cluster.cli.top.command import top
 
     return top(
@@ -272,7 +278,7 @@ def _bench(parsed: argparse.Namespace) -> int:
 
 
 def _simulate(parsed: argparse.Namespace) -> int:
-    from cluster.cli.simulate.command import simulate
+    from cluster.cli.simulate import simulate
 
     return simulate(parsed)
 
@@ -301,17 +307,37 @@ def _deploy(parsed: argparse.Namespace) -> int:
 
 
 def _collect_env(parsed: argparse.Namespace) -> int:
+    from cluster.cli.client_flags import read_key
     from cluster.cli.environment import print_environment
-    from cluster.cli.flags.client_flags import read_key
 
     return print_environment(parsed.url, key=read_key(parsed.api_key_file), ca_file=parsed.tls_ca)
 
 
 def _completion(parsed: argparse.Namespace) -> int:
-    from cluster.cli.completion import completion_script
-
-    print(completion_script(make_parser(), parsed.shell))
+    print(_completion_script(make_parser(), parsed.shell))
     return 0
+
+
+def _completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
+    """Return the script of a shell: bash, tcsh or zsh."""
+    import shtab
+
+    for action in _actions(parser):
+        # A shell completes nothing by itself once it has a script for a command.
+        if action.metavar in _FOLDERS:
+            action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]  # what shtab reads
+        elif action.type is Path:
+            action.complete = shtab.FILE  # type: ignore[attr-defined]  # what shtab reads
+    return str(shtab.complete(parser, shell))
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Yield the actions of a parser and of its commands."""
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from _actions(command)
 
 
 _COMMANDS = {

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from cluster.cli.flags.flag import MergedObject
-from cluster.cli.flags.serve_flags import CONFIG_FLAG
-from cluster.cli.one_line_parser import MODEL_FLAG, operands
+from cluster.cli.flag import MergedObject
+from cluster.cli.parser import MODEL_FLAG, operands
+from cluster.cli.serve_flags import CONFIG_FLAG
 from pagedray.errors import StartupError
 from pagedray.text import nearest_name, quote_json
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import ipaddress
 import logging
 import os
 import signal
+import threading
+import time
 from typing import TYPE_CHECKING
 
-from cluster.cli.exit_guard import guard_exit
-from cluster.cli.lost_output import discard_output
-from cluster.cli.ready_lines import address_lines, ready_lines
+from cluster.cli.process import discard_output
 from cluster.engine.frozen_heap import freeze_heap
 from cluster.engine.open_engine import open_engine
 from cluster.engine.progress import progress_reports
+from cluster.serving.connections.listener import url_host
 from cluster.serving.engine_client import EngineClient
 from cluster.serving.frontends import Frontends
 from cluster.serving.text.tokenizer import Tokenizer
@@ -22,8 +24,11 @@ from pagedray.errors import StartupError
 from pagedray.text import pluralize
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
     from cluster.engine.controller import Controller
     from cluster.engine.embedder import Embedder
+    from cluster.engine.stats import EngineStats
     from cluster.engine.step_loop import StepLoop
     from cluster.serving.auth.authenticator import Authenticator
     from cluster.serving.connections.tls import CertificateStore
@@ -31,7 +36,7 @@ if TYPE_CHECKING:
     from cluster.serving.telemetry.tracing import Tracer
     from pagedray.config import EngineConfig
 
-__all__ = ["Server"]
+__all__ = ["Server", "address_lines", "ready_lines"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +46,10 @@ _LOADING_GRACE_S = 2.5
 _POLL_S = 0.5
 _OUTAGE_EXIT = 1
 _LOOPBACKS = ("127.0.0.1", "::1", "localhost")
+
+_LIMIT_S = 30.0
+_GUARD_POLL_S = 1.0
+_EXIT_CODE = 1
 
 
 class Server:
@@ -229,3 +238,91 @@ class Server:
 
 class _StoppedError(StartupError):
     """A signal stopped the server before it was ready."""
+
+
+def ready_lines(config: EngineConfig, stats: EngineStats) -> Iterator[str]:
+    """Yield lines about the model, its device and the capacity of its KV cache."""
+    model = config.model
+    ranks = config.parallel.tensor_parallel_size
+    device = config.parallel.device.upper() if config.parallel.device == "cpu" else "CUDA"
+    weights = "" if model.quantization is None else f", {model.quantization.method} weights"
+    yield (
+        f"{model.architecture} on {device} in {model.dtype}{weights}, {pluralize(ranks, 'rank')}, "
+        f"context length {config.max_model_len}"
+    )
+    num_blocks = stats.scheduler.num_blocks
+    if num_blocks:
+        block_size = config.cache.block_size
+        num_full = num_blocks // -(-config.max_model_len // block_size)
+        most = min(num_full, stats.scheduler.max_num_seqs)
+        dtype = config.cache.kv_cache_dtype
+        yield (
+            f"KV cache of {num_blocks * block_size} tokens in "
+            f"{model.dtype if dtype == 'auto' else dtype}: "
+            f"{pluralize(most, 'request')} of full length at once"
+        )
+    if config.sampling_defaults:
+        values = ", ".join(f"{name} {value:g}" for name, value in config.sampling_defaults)
+        yield f"Requests that set nothing else use {values}"
+
+
+def address_lines(
+    model: str,
+    host: str,
+    *,
+    http_port: int | None,
+    grpc_port: int | None,
+    has_tls: bool,
+    allowed_hosts: Collection[str] | None = None,
+) -> Iterator[str]:
+    """Yield the URLs of the frontends; the last line says that the server is ready.
+
+    `allowed_hosts` are the names by which clients may reach a server without keys; None allows all.
+    """
+    if allowed_hosts is not None and "*" not in allowed_hosts and not _is_loopback(host):
+        names = ", ".join(("localhost", *allowed_hosts))
+        yield (
+            f"Without API keys, HTTP requests must name the server by an IP address, or by "
+            f"{names}; others get 421. Add names with --allowed-hosts, or keys with --api-key."
+        )
+    s, host = "s" if has_tls else "", url_host(host)
+    url = f"http{s}://{host}:{http_port}"
+    yield f"Page {url}/  API {url}/docs  metrics {url}/metrics"
+    yield f"Ready: {model} at {url}/v1 and grpc{s}://{host}:{grpc_port}. Press Ctrl-C to stop."
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def guard_exit(
+    engine: StepLoop, loop: asyncio.AbstractEventLoop, *, limit_s: float = _LIMIT_S
+) -> None:
+    """Start a thread that ends the process if the loop hangs once the engine has ended.
+
+    The process ends with exit code 1 after the loop has run nothing for `limit_s`.
+    """
+    threading.Thread(
+        target=_guard, args=(engine, loop, limit_s), name="pagedray-exit-guard", daemon=True
+    ).start()
+
+
+def _guard(engine: StepLoop, loop: asyncio.AbstractEventLoop, limit_s: float) -> None:
+    while True:
+        time.sleep(_GUARD_POLL_S)
+        if engine.error is None:
+            continue
+        has_run = threading.Event()
+        try:
+            loop.call_soon_threadsafe(has_run.set)
+        except RuntimeError:
+            # It has been closed: the server has stopped.
+            return
+        if not has_run.wait(limit_s) and not loop.is_closed():
+            logger.critical(
+                "The engine has ended (%s), and the server does not respond. Exiting.", engine.error
+            )
+            os._exit(_EXIT_CODE)

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from attention.selector import BACKEND_NAMES
+from cluster.cli.client_flags import sampling_fields
 from cluster.cli.commands import main, set_ports
-from cluster.cli.flags.engine_flags import engine_options
-from cluster.cli.flags.sampling_flags import sampling_fields
+from cluster.cli.engine_flags import engine_options
 from cluster.cli.parser import make_parser
 from cluster.engine.options.engine_options import EngineOptions
 from cluster.engine.progress import ProgressLine

@@ -11,7 +11,7 @@ from tests.system.server_process import ROOT
 PROGRAM = """
 import asyncio, time
 from types import SimpleNamespace
-from cluster.cli.exit_guard import guard_exit
+from cluster.cli.server import guard_exit
 
 async def serve():
     guard_exit(SimpleNamespace(error={error}), asyncio.get_running_loop(), limit_s=1.0)

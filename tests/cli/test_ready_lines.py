@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from cluster.cli.ready_lines import address_lines, ready_lines
+from cluster.cli.server import address_lines, ready_lines
 from cluster.engine.options.engine_options import EngineOptions, engine_config
 from cluster.engine.stats import EngineStats
 from cluster.scheduling.stats import SchedulerStats

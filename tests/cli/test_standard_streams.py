@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 SHOW_STREAMS = """
 import os, sys
-from cluster.cli.standard_streams import open_standard_streams
+from cluster.cli.process import open_standard_streams
 open_standard_streams()
 print("lost", file=sys.stderr, flush=True)
 with open(sys.argv[1], "w") as file:

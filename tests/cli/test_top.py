@@ -13,8 +13,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from cluster.cli.client_flags import read_key
 from cluster.cli.commands import main
-from cluster.cli.flags.client_flags import read_key
 from cluster.cli.top.loads_client import LoadsClient, ServerName
 from cluster.cli.top.loads_poller import LoadsPoller
 from cluster.cli.top.plot import draw_plot

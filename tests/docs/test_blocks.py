@@ -24,8 +24,7 @@ from ray.serve.config import AutoscalingConfig
 from ray.serve.schema import ServeDeploySchema
 
 from cluster.cli.config_file import apply_config
-from cluster.cli.one_line_parser import command_parser
-from cluster.cli.parser import make_parser
+from cluster.cli.parser import command_parser, make_parser
 from cluster.serving.auth.key_file import KeyFile
 from cluster.serving.ray_serve.autoscaling import TokensPolicy
 from cluster.serving.ray_serve.options import read_arguments

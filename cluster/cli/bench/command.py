@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING
 import msgspec
 from rich.console import Console
 
-from cluster.cli.bench.client import BenchError
-from cluster.cli.bench.datasets import RandomLengths, random_requests, sharegpt_requests
-from cluster.cli.bench.load import Load, send_load
-from cluster.cli.bench.summary import summarize
-from cluster.cli.bench.table import latency_table, total_table
-from cluster.cli.bench.target import Target
-from cluster.cli.bench.text_lengths import LocalTokenizer
-from cluster.cli.flags.client_flags import read_key
-from cluster.cli.flags.noted_flag import noted_flags
+from cluster.cli.bench.client import BenchError, Load, Target, send_load
+from cluster.cli.bench.datasets import (
+    LocalTokenizer,
+    RandomLengths,
+    random_requests,
+    sharegpt_requests,
+)
+from cluster.cli.bench.summary import latency_table, summarize, total_table
+from cluster.cli.client_flags import read_key
+from cluster.cli.flag import noted_flags
 from cluster.serving.connections.listener import url_host
 from pagedray.errors import StartupError
 from workers.hub.locate import locate_model
@@ -28,9 +29,8 @@ from workers.hub.locate import locate_model
 if TYPE_CHECKING:
     import argparse
 
-    from cluster.cli.bench.client import BenchClient, BenchRequest
-    from cluster.cli.bench.load import LoadResult
-    from cluster.cli.bench.text_lengths import TextTokenizer
+    from cluster.cli.bench.client import BenchClient, BenchRequest, LoadResult
+    from cluster.cli.bench.datasets import TextTokenizer
 
 __all__ = ["bench_serve"]
 

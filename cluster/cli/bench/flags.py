@@ -1,31 +1,43 @@
-"""The flags of `pagedray bench serve`, with vLLM's names."""
+"""The flags of `pagedray bench`, with the names of vLLM."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from cluster.cli.bench.client import KEY_VARIABLES
-from cluster.cli.bench.latencies import GOALS, METRICS
-from cluster.cli.bench.target import Backend
-from cluster.cli.flags.client_flags import add_client_flags
-from cluster.cli.flags.flag_values import count, number
-from cluster.cli.flags.noted_flag import NotedFlag
-from cluster.cli.flags.random_request_flags import (
-    MOST_REQUESTS,
-    add_random_requests,
-    add_request_rate,
-)
+from cluster.cli.bench.client import GOALS, KEY_VARIABLES, METRICS, Backend
+from cluster.cli.bench.datasets import WORKLOADS
+from cluster.cli.client_flags import add_client_flags
+from cluster.cli.flag import NotedFlag, count, number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["add_bench_flags"]
+__all__ = [
+    "DEFAULT_NUM_PROMPTS",
+    "LENGTH_FLAGS",
+    "add_bench_flags",
+    "add_latency_flags",
+    "add_random_requests",
+    "add_request_rate",
+    "add_throughput_flags",
+]
 
 _ALIASES = {"vllm": "openai", "vllm-chat": "openai-chat"}
 _MOST_TOKENS = 10_000_000
+MOST_REQUESTS = 10_000_000
+
+DEFAULT_NUM_PROMPTS = 1000
+LENGTH_FLAGS = {
+    "input_len": (1024, "Number of tokens per prompt."),
+    "output_len": (128, "Number of tokens to generate per prompt."),
+    "prefix_len": (0, "Number of additional tokens that all prompts share at their beginning."),
+}
+"""Defaults and texts of the lengths of `throughput`, by their names."""
+_MOST_REQUESTS = 1_000_000
 
 
 def add_bench_flags(parser: argparse.ArgumentParser) -> None:
@@ -254,3 +266,120 @@ def _goal(text: str) -> tuple[str, float]:
             f"must be NAME:MS with one of the names {','.join(GOALS)}, not {text!r:.80}"
         )
     return name, number(0.0, 1e9)(limit)
+
+
+def add_random_requests(group: argparse._ArgumentGroup) -> None:
+    """Add the number of requests and their lengths."""
+    for flag, least, most, default, what in (
+        ("--num-prompts", 1, MOST_REQUESTS, 1000, "Number of requests."),
+        ("--random-input-len", 1, _MOST_TOKENS, 1024, "Number of tokens per random prompt."),
+        (
+            "--random-output-len",
+            1,
+            _MOST_TOKENS,
+            128,
+            "Number of tokens to generate per random prompt.",
+        ),
+        (
+            "--random-prefix-len",
+            0,
+            _MOST_TOKENS,
+            0,
+            "Number of additional tokens that random prompts share at their beginning.",
+        ),
+    ):
+        group.add_argument(
+            flag,
+            action=NotedFlag,
+            type=count(least, most),
+            default=default,
+            metavar="N",
+            help=what,
+        )
+    group.add_argument(
+        "--random-range-ratio",
+        action=NotedFlag,
+        type=number(0.0, 1.0),
+        default=0.0,
+        metavar="R",
+        help="Draw lengths uniformly from 1 - R to 1 + R times the given length.",
+    )
+
+
+def add_request_rate(group: argparse._ArgumentGroup) -> None:
+    """Add how often a request is sent."""
+    group.add_argument(
+        "--request-rate",
+        action=NotedFlag,
+        type=number(1e-6, math.inf),
+        default=math.inf,
+        metavar="R",
+        help="Requests per second, at random intervals; inf sends all at once.",
+    )
+
+
+def add_latency_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a batch that is generated again and again."""
+    group = parser.add_argument_group("benchmark")
+    for flag, default, what in (
+        ("--input-len", 32, "Number of tokens per prompt."),
+        ("--output-len", 128, "Number of tokens to generate per prompt."),
+        ("--batch-size", 8, "Number of prompts per batch."),
+        ("--num-iters", 30, "Number of measured batches."),
+    ):
+        group.add_argument(
+            flag, type=count(1, _MOST_TOKENS), default=default, metavar="N", help=what
+        )
+    group.add_argument(
+        "--num-iters-warmup",
+        type=count(0, _MOST_TOKENS),
+        default=10,
+        metavar="N",
+        help="Number of warm-up batches before the measured ones.",
+    )
+    _add_json_output(group)
+
+
+def add_throughput_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of requests that are submitted at once."""
+    group = parser.add_argument_group("benchmark")
+    group.add_argument(
+        "--workload",
+        choices=tuple(WORKLOADS),
+        help="Named set of requests, which replaces the flags for their number and lengths. "
+        "(default: random prompts)",
+    )
+    group.add_argument(
+        "--num-prompts",
+        type=count(1, _MOST_REQUESTS),
+        metavar="N",
+        help=f"Number of requests. (default: {DEFAULT_NUM_PROMPTS})",
+    )
+    for name, (default, what) in LENGTH_FLAGS.items():
+        group.add_argument(
+            f"--{name.replace('_', '-')}",
+            f"--random-{name.replace('_', '-')}",
+            type=count(min(default, 1), _MOST_TOKENS),
+            metavar="N",
+            help=f"{what} (default: {default})",
+        )
+    group.add_argument(
+        "--random-range-ratio",
+        type=number(0.0, 1.0),
+        metavar="R",
+        help="Draw lengths uniformly from 1 - R to 1 + R times the given length. (default: 0)",
+    )
+    _add_json_output(group)
+
+
+def _add_json_output(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="Random seed of prompts and lengths."
+    )
+    group.add_argument(
+        "--json", action="store_true", help="Print one JSON object instead of a table."
+    )
+    group.add_argument(
+        "--output-json", type=Path, metavar="FILE", help="Also write the JSON object to a file."
+    )
+    group.add_argument("--disable-tqdm", action="store_true", help="Show no progress bar.")

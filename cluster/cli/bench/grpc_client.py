@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from cluster.cli.bench.client import KEY_VARIABLES, BenchClient, BenchError, BenchRequest, Timing
-from cluster.cli.flags.client_flags import with_key_hint
+from cluster.cli.client_flags import with_key_hint
 from pagedray.errors import StartupError
 from pagedray.v1 import pagedray_pb2, pagedray_pb2_grpc
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from cluster.cli.bench.target import Target
+    from cluster.cli.bench.client import Target
 
 __all__ = ["GrpcClient"]
 

@@ -10,14 +10,14 @@ import aiohttp
 import msgspec
 
 from cluster.cli.bench.client import KEY_VARIABLES, BenchClient, BenchError, BenchRequest, Timing
-from cluster.cli.flags.client_flags import with_key_hint
+from cluster.cli.client_flags import with_key_hint
 from cluster.serving.connections.listener import url_host
 from pagedray.errors import PagedRayError, StartupError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from cluster.cli.bench.target import Target
+    from cluster.cli.bench.client import Target
 
 __all__ = ["HttpClient"]
 

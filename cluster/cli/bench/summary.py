@@ -1,4 +1,4 @@
-"""Figures of a load test, under the names that `vllm bench serve` gives them."""
+"""The figures of a load test, and the tables that print them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from rich.table import Table
 
-from cluster.cli.bench.latencies import GOALS, METRICS
+from cluster.cli.bench.client import GOALS, METRICS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-    from cluster.cli.bench.client import Timing
-    from cluster.cli.bench.load import LoadResult
+    from cluster.cli.bench.client import LoadResult, Timing
 
-__all__ = ["Distribution", "Summary", "summarize"]
+__all__ = ["Distribution", "Summary", "latency_table", "summarize", "total_table"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,3 +126,43 @@ def _distribution(values: Sequence[float], percentiles: Sequence[float]) -> Dist
         std=float(found.std()),
         percentiles={one: float(np.percentile(found, one)) for one in percentiles},
     )
+
+
+def total_table(summary: Summary, limits_ms: Mapping[str, float]) -> Table:
+    """Return a table of counts and throughput."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column(justify="right")
+    for name, value in _totals(summary, limits_ms):
+        table.add_row(name, value)
+    return table
+
+
+def latency_table(summary: Summary, names: Sequence[str], percentiles: Sequence[float]) -> Table:
+    """Return the latencies of these names, in milliseconds."""
+    table = Table()
+    table.add_column("ms")
+    for heading in ("mean", *(f"p{one:g}" for one in percentiles)):
+        table.add_column(heading, justify="right")
+    for name in names:
+        found = summary.latencies[name]
+        values = (found.mean, *(found.percentiles[one] for one in percentiles))
+        table.add_row(f"{METRICS[name]} ({name})", *(f"{value:.2f}" for value in values))
+    return table
+
+
+def _totals(summary: Summary, limits_ms: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+    duration_s = max(summary.duration_s, 1e-9)
+    total = summary.num_input_tokens + summary.num_output_tokens
+    yield "Requests completed", str(summary.completed)
+    yield "Requests failed", str(summary.failed)
+    yield "Duration (s)", f"{summary.duration_s:.2f}"
+    yield "Peak requests in flight", str(summary.peak_concurrency)
+    yield "Input tokens", str(summary.num_input_tokens)
+    yield "Output tokens", str(summary.num_output_tokens)
+    yield "Requests per second", f"{summary.completed / duration_s:.2f}"
+    yield "Output tokens per second", f"{summary.num_output_tokens / duration_s:.2f}"
+    yield "Tokens per second", f"{total / duration_s:.2f}"
+    if summary.goodput is not None:
+        limits = ", ".join(f"{name} {limit:g} ms" for name, limit in limits_ms.items())
+        yield f"Goodput ({limits}) in requests per second", f"{summary.goodput:.2f}"

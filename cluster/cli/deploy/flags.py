@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster.cli.flags.flag_values import seconds
+from cluster.cli.flag import seconds
 
 if TYPE_CHECKING:
     import argparse

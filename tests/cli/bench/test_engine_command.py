@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 import pytest
 from safetensors.torch import load_file
 
-from cluster.cli.bench.workloads import WORKLOADS
+from cluster.cli.bench.datasets import WORKLOADS
 from cluster.cli.commands import main
 from cluster.llm.llm import LLM
 from pagedray.errors import DeviceError

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from cluster.cli.bench.roofline import (
+from cluster.cli.bench.engine_command import (
     MeasuredRun,
     SequenceLengths,
     UnknownRoofline,

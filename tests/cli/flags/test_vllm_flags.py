@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster.cli.flags.engine_flags import engine_options
-from cluster.cli.flags.flag_values import read_object
-from cluster.cli.flags.vllm_flags import flag_notes, ignored_flags
-from cluster.cli.one_line_parser import OneLineParser, command_parser
-from cluster.cli.parser import make_parser
+from cluster.cli.engine_flags import engine_options
+from cluster.cli.flag import read_object
+from cluster.cli.parser import OneLineParser, command_parser, make_parser
+from cluster.cli.vllm_flags import flag_notes, ignored_flags
 from cluster.engine.options.engine_options import EngineOptions
 from cluster.engine.options.vllm_option_notes import IGNORED, IGNORED_SWITCHES, REJECTED
 from cluster.serving.auth.authenticator import Authenticator

@@ -10,7 +10,7 @@ from bench.engine import WORKLOADS
 from bench.simulation import measured_figure, simulated_figure
 from cluster.cli.commands import main
 from cluster.cli.parser import make_parser
-from cluster.cli.simulate.flags import set_sizes
+from cluster.cli.simulate_flags import set_sizes
 from cluster.simulation.step_cost import LLAMA_8B_H200, StepCost
 
 COST = '{"points": [[0, 0.01], [1, 0.01]]}'

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster.cli.flags.flag import group_of
-from cluster.cli.flags.flag_values import count, names, seconds
+from cluster.cli.flag import count, group_of, names, seconds
 from cluster.serving.intake.limits import IntakeLimits
 from cluster.serving.memory.tenant_bytes import BufferLimits
 from cluster.serving.reasoning.formats import REASONING_FORMATS

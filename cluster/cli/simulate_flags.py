@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from cluster.cli.flags.flag_values import count, number
-from cluster.cli.flags.noted_flag import NotedFlag
-from cluster.cli.flags.random_request_flags import add_random_requests, add_request_rate
+from cluster.cli.bench.flags import add_random_requests, add_request_rate
+from cluster.cli.flag import NotedFlag, count, number
 from cluster.simulation.step_cost import MOST_TOKENS
 from pagedray.config import LARGE_LIMITS, Preemption, SchedulerConfig, StepLimits
 

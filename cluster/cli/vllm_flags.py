@@ -8,7 +8,7 @@ import logging
 import re
 from typing import TYPE_CHECKING, Any
 
-from cluster.cli.flags.flag_values import read_value
+from cluster.cli.flag import read_value
 from cluster.engine.options.vllm_option_notes import (
     IGNORED,
     IGNORED_SWITCHES,

@@ -6,8 +6,7 @@ import argparse
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, get_args
 
-from cluster.cli.flags.flag import Flag, MergedObject, add_flag, group_of
-from cluster.cli.flags.flag_values import read_object
+from cluster.cli.flag import Flag, MergedObject, add_flag, group_of, read_object
 from cluster.engine.options.engine_options import EngineOptions
 from cluster.engine.options.vllm_options import token_count
 from pagedray.config import (
