@@ -47,6 +47,7 @@ PATTERNS = {
     ),
     "whose": re.compile(r"\bwhose\b", re.IGNORECASE),
 }
+_CODE = re.compile(r"`[^`]*`")
 _WORD = re.compile(r"[A-Za-z][\w'-]*")
 _DIRECTIVE = re.compile(r"#\s*(?:noqa|type:|fmt:|ruff:|mypy:|pragma)")
 
@@ -80,7 +81,7 @@ def counted_words(texts: Iterable[str]) -> tuple[int, Counter[str]]:
     for text in texts:
         num_words += len(_WORD.findall(text))
         for name, pattern in PATTERNS.items():
-            found[name] += len(pattern.findall(text))
+            found[name] += len(pattern.findall(_CODE.sub("", text)))
     return num_words, found
 
 
@@ -93,7 +94,7 @@ def _files(places: Iterable[str]) -> list[Path]:
 def _print_places(files: Iterable[Path]) -> None:
     for file in files:
         for line, text in sorted(prose_of(file.read_text())):
-            if names := [name for name, pattern in PATTERNS.items() if pattern.search(text)]:
+            if names := list(+counted_words([text])[1]):
                 print(f"{file.relative_to(ROOT)}:{line}: [{', '.join(names)}] {text}")
 
 
