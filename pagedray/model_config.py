@@ -156,7 +156,7 @@ class ExpertsConfig:
     intermediate_size: int
     """Intermediate size of each expert."""
     is_renormalized: bool
-    """Whether the weights of a token's chosen experts add up to one, or the weights of all experts.
+    """Whether the weights of a token's chosen experts add up to 1, or the weights of all experts.
     """
     gate: ClampedGate | None = None
     """How gate and up projection are combined; None is `silu(gate) * up`."""

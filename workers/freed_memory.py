@@ -20,7 +20,7 @@ _TIMEOUT_S = 10.0
 _POLL_S = 0.1
 
 
-# Any: the arguments are those of the function.
+# Any: the arguments of the function.
 def with_freed_memory(function: Callable[..., object], *arguments: Any) -> None:
     """Call the function, again and again while memory that it needs is being freed."""
     deadline_s: float | None = None

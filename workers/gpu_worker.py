@@ -186,7 +186,7 @@ class GpuWorker:
             return f"The collectives of rank {self._rank.rank} did not end within {timeout_s:g} s."
         return self._rank.failure
 
-    # Any: the arguments are those of the function.
+    # Any: the arguments of the function.
     def _run(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """Run a function in the computing thread, and return its result."""
         return self._thread.submit(self._called, function, *arguments).result()

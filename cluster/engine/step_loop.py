@@ -80,7 +80,7 @@ class StepLoop(ABC):
         self._watchdog.start()
 
     def stop_steps(self, reason: EngineError | None = None, *, timeout_s: float = 5.0) -> None:
-        """End every request, reject new ones, and end the thread.
+        """End every request, reject new requests, and end the thread.
 
         Requests end with `reason`, or a ShuttingDownError.
         """

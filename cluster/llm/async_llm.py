@@ -161,7 +161,8 @@ class AsyncLLM(PublicLLM):
     async def beam_search(self, prompt: GivenPrompt, params: BeamSearchParams) -> BeamSearchOutput:
         """Return the result of a beam search for a prompt.
 
-        The prompt and the errors are those of `generate`. Cancelling the task aborts the search.
+        Takes the prompts and raises the errors of `generate`. Cancelling the task aborts the
+        search.
         """
         prompts = read_prompts(prompt, "prompt")
         if len(prompts) != 1:

@@ -176,9 +176,10 @@ class Collector:
         prompt: str | None = None,
         params: EngineSamplingParams | None = None,
     ) -> None:
-        """`request_id` is what results are called, by default as the request.
+        """`request_id` names the results, by default as the request.
 
-        `params` decide what becomes of the text; None is their default."""
+        `params` control the text; None is their default.
+        """
         self.request = request
         self._token_text = tokenizer.token_bytes.text_of
         self._id = request_id or request.id

@@ -175,7 +175,7 @@ class LLM(PublicLLM):
     ) -> list[BeamSearchOutput]:
         """Return the results of a beam search for each prompt, in the order of the prompts.
 
-        Prompts and errors are those of `generate`.
+        Takes the prompts and raises the errors of `generate`.
         """
         check_params(params, BeamSearchParams, "params")
         given = read_prompts(prompts)

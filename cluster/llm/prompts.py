@@ -208,7 +208,7 @@ def _items_of(given: object, param: str) -> list[Any]:  # Any: as the caller say
     """Return the entries of anything but bytes, which are no token ids, and sets without order."""
     others = bytes, bytearray, memoryview, set, frozenset
     if isinstance(given, Iterable) and not isinstance(given, others):
-        # Any: what an array of another library returns.
+        # Any: the elements of another library's array.
         to_list: Callable[[], Any] | None = getattr(given, "tolist", None)
         items = list(given) if to_list is None else to_list()
         # An array without a dimension has none.
@@ -286,7 +286,7 @@ class RequestMaker:
             raise InvalidRequestError("The model does not generate text; use embed() or score().")
         return self._validator
 
-    # Any: what a caller gave.
+    # Any: the caller's value.
     def sample(self, prompts: Sequence[SaltedPrompt], params: Any) -> list[SampledPrompt]:
         """Return the prompts of a call with their parameters. Raises InvalidRequestError."""
         seeds = self._seeds
@@ -299,7 +299,7 @@ class RequestMaker:
             for prompt, one in zip(prompts, self._params_of(params, len(prompts)), strict=True)
         ]
 
-    # Any: what a caller gave.
+    # Any: the caller's value.
     def _params_of(self, given: Any, num_prompts: int) -> Sequence[EngineSamplingParams]:
         """Return the parameters of each prompt. Raises InvalidRequestError."""
         if given is None or isinstance(given, EngineSamplingParams):

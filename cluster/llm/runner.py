@@ -74,10 +74,10 @@ class RequestRunner:
     ) -> list[Generation]:
         """Run the requests of all parts to their end; return results in order.
 
-        They generate at most as many tokens as `lengths` says, the longest first. Those of a part
-        run while the next one is made. Tokens are read as they arrive if the call `is_watched`,
-        which stop strings need. Raises EngineError if the engine fails, and what making a part
-        raises; all of the requests are aborted then.
+        They generate at most `lengths` tokens, the longest first. The requests of a part run while
+        the next part is made. Tokens are read as they arrive if the call `is_watched`, which stop
+        strings need. Raises EngineError if the engine fails, and errors of making a part; all of
+        the requests are aborted then.
         """
         with tqdm(total=len(lengths), unit="prompt", disable=not show_progress) as bar:
             width = CallWidth(lengths)
@@ -236,13 +236,13 @@ def longest_first(lengths: Sequence[int]) -> list[int]:
 
 
 class CallWidth:
-    """Limits how many requests of a call run at once, so that short ones are left for its end.
+    """Limits how many requests of a call run at once, so that short requests are left for its end.
 
     Every step reads all weights, however few sequences it has. If all requests began together, only
-    the longest ones would be left at the end, in steps that take nearly as long as full ones. The
+    the longest would be left at the end, in steps that take nearly as long as full steps. The
     longest therefore begin first, and the others follow when requests have ended (the longest
     processing time rule; Graham, "Bounds on Multiprocessing Timing Anomalies", 1969). As many run
-    at once as let all of them end with the longest one: all of them if they are equally long.
+    at once as let all of them end with the longest: all of them if they are equally long.
     """
 
     def __init__(self, lengths: Sequence[int]) -> None:

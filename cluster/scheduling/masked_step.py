@@ -43,7 +43,7 @@ class MaskedStep(NamedTuple):
         return bool(self.sequences) and not any(one.has_sampled for one in self.sequences)
 
     def make_masks(self, wait_s: float) -> MadeMasks:
-        """Wait up to `wait_s` for the masks of the step, and request those of waiting sequences."""
+        """Wait up to `wait_s` for the masks of the step, and request masks of waiting sequences."""
         # The previous step may have ended a sequence; its token of this step is discarded.
         rows = [one for one in self.sequences if one.state is not SequenceState.FINISHED]
         # A deferred sequence that was preempted may be in the plan before its mask is made.

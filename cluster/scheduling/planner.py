@@ -133,7 +133,7 @@ class Planner:
     def _prepare_decode(self, sequence: Sequence, draft: PlanDraft) -> bool:
         """Find out how long a sequence decodes unexamined; return False if it cannot decode now.
 
-        It gets a block if it needs one.
+        It gets a block if needed.
         """
         if sequence.num_computed == sequence.blocks.num_slots:
             block = self._preemptor.make_room(sequence, draft)
@@ -270,7 +270,7 @@ class Planner:
         while table.waiting and len(preempting) < num_most:
             head = table.waiting.first
             # A fork needs few free blocks, but too many would be preempted for it: `lacks_blocks`
-            # also counts those that it shares.
+            # also counts shared blocks.
             with Blame(head):
                 if self._donor_for(head, draft.step) is not None:
                     break

@@ -225,11 +225,11 @@ def choose_victim(running: SequenceQueue, needy: Sequence) -> Sequence | None:
 
 
 def choose_preempted(running: SequenceQueue, head: Sequence, *, num_own: int) -> Sequence | None:
-    """Return the sequence whose row a waiting one may take, or None.
+    """Return a sequence to preempt for the row of a waiting sequence, or None.
 
-    It is one of its own tenant with lower priority that is not protected, or the last one of the
-    most served tenant that has at least two rows more than the `num_own` of the waiting one's
-    tenant. Hence the first sequence of a tenant keeps its row.
+    It is a sequence of the same tenant with lower priority that is not protected, or the last
+    sequence of the most served tenant, if that tenant has at least two rows more than the `num_own`
+    rows of the waiting sequence's tenant. Hence the first sequence of a tenant keeps its row.
     """
     share, victim = head.share, None
     for sequence in reversed(running):

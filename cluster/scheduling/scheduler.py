@@ -466,7 +466,7 @@ class Deadlines:
         self._heap: list[tuple[float, str]] = []
 
     def __len__(self) -> int:
-        """Return the number of kept deadlines, including those of ended requests."""
+        """Return the number of kept deadlines, including deadlines of ended requests."""
         return len(self._heap)
 
     def add_request(self, request: Request) -> None:

@@ -86,7 +86,7 @@ class SequenceTable:
                 yield sequence
 
     def add_request(self, active: ActiveRequest) -> None:
-        """Queue the sequences of a request, except those that wait for a sibling's prompt.
+        """Queue the sequences of a request, except sequences that wait for a sibling's prompt.
 
         A quarantined request waits for `readmit_request`.
         """
@@ -248,7 +248,7 @@ class SequenceTable:
 
 
 class StarvationGuard:
-    """The sequence that has lacked room for the longest time, and those that borrow its room."""
+    """The sequence that has lacked room for the longest time, and its overtakers."""
 
     __slots__ = ("_num_starts", "_reserved_step", "_running", "starved")
 

@@ -22,7 +22,7 @@ _STEPS_PER_MEASUREMENT = 32
 """Steps without prompts are similar: of this many, a single step is measured."""
 
 _SAVED_ANYWAY = 64
-"""One in this many blocks is copied even without a gain, so that copies are measured."""
+"""Every so many blocks, a block is copied even without a gain, so that copies are measured."""
 _FIRST_WEIGHT = 512
 """Blocks that count as evicted and found again before any was."""
 _MOST_WEIGHT = 8192

@@ -228,7 +228,7 @@ class DeviceTier(PrefixCache):
 
 
 class CpuTier(BlockIndex):
-    """Blocks of the CPU pool, which saves what the device pool evicts."""
+    """Blocks of the CPU pool, which saves blocks evicted from the device pool."""
 
     __slots__ = (
         "_copies",

@@ -237,7 +237,7 @@ class Servicer:
 
         Raises OverloadedError while the tenant is at its limit or the queue of the engine is full;
         the caller passes it to `note_rejected`. Frontends call it before they read a message, so
-        that an overloaded server spends little on what it rejects. A server that is not ready is
+        that an overloaded server spends little on rejected calls. A server that is not ready is
         reported by `start_generation` and `embed`.
         """
         # A call that resumes a stream needs no room; others are rejected later.
@@ -250,7 +250,7 @@ class Servicer:
     def note_rejected(
         self, error: OverloadedError, arrival: Arrival | None, frontend: Frontend
     ) -> None:
-        """Count a call that may not enter; one that uses the engine has an `arrival`."""
+        """Count a call that may not enter; a call of the engine has an `arrival`."""
         if arrival is None:
             self.metrics.count_rejection(error, frontend)
         else:
@@ -303,14 +303,14 @@ class Servicer:
         )
 
     async def token_strings(self, token_ids: Sequence[int], *, tenant: str) -> list[str | None]:
-        """Return tokens of a prompt as the vocabulary spells them; None for an id without one."""
+        """Return tokens of a prompt as the vocabulary spells them; None for an unknown id."""
         return await self._tokens.strings_of(token_ids, tenant=tenant)
 
     def abort_call(self, tenant_name: str, client_id: str) -> None:
         """Abort a tenant's call by its id, and forget its stream.
 
-        A call that began before but has its id here only later is aborted then, such as one that
-        continues here after its replica failed.
+        A call that has its id here only later is aborted then, such as a call that continues here
+        after its replica failed.
         """
         self.resumables.end_stream(tenant_name, client_id)
         call = self._calls.find_call(tenant_name, client_id)
@@ -327,7 +327,7 @@ class Servicer:
         return server_info(self.config, self.client.engine.stats())
 
     def loads(self, tenant: Tenant) -> ServerLoads:
-        """Return the current loads, restricted to what the tenant may see.
+        """Return the current loads, restricted to the tenant's view.
 
         Raises EngineError before the model is loaded.
         """
@@ -340,7 +340,7 @@ class Servicer:
         return loads if tenant.is_admin else own_loads(loads)
 
     def load_history(self) -> LoadHistory:
-        """Return what all tenants' calls did in the last ten minutes, for admins."""
+        """Return the load of all tenants in the last ten minutes, for admins."""
         return self._recorder.history()
 
     def _uptime_s(self) -> float:

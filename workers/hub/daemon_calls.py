@@ -14,7 +14,7 @@ __all__ = ["start_call"]
 Result = TypeVar("Result")
 
 
-# Any: the arguments are those of the function.
+# Any: the arguments of the function.
 def start_call(function: Callable[..., Result], *arguments: Any) -> Future[Result]:
     """Run a function in a daemon thread; Python exits without waiting for it, unlike a pool."""
     future: Future[Result] = Future()

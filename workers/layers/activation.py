@@ -21,7 +21,7 @@ def activation_function(activation: Activation) -> Callable[[torch.Tensor], torc
 
 
 def clamped_gate(columns: torch.Tensor, form: ClampedGate) -> torch.Tensor:
-    """Return the gated first half of the columns times the second half plus one.
+    """Return the gated first half of the columns times the second half plus 1.
 
     From `[num_rows, 2 * size]` to `[num_rows, size]`.
     """

@@ -65,7 +65,7 @@ class VocabEmbedding(Layer):
 
 
 class ParallelHead(Layer):
-    """Hidden states to logits; each rank computes those of its part of the vocabulary.
+    """Hidden states to logits; each rank computes its part of the vocabulary.
 
     `soft_cap` bounds them as `soft_cap * tanh(logits / soft_cap)`, as Gemma-2 does, after `scale`
     multiplies them.
@@ -109,10 +109,10 @@ class ParallelHead(Layer):
         self._kernel.weight.zero_()
 
     def __call__(self, hidden: torch.Tensor) -> ShardedLogits:
-        """Return the logits of each token, of which this rank computes its part.
+        """Return this rank's part of the logits of each token.
 
-        They are float32 with a soft cap, and else of the model's dtype: what chooses reads every
-        dtype. `hidden` is `[num_tokens, hidden_size]`.
+        They are float32 with a soft cap, and else of the model's dtype: sampling reads every dtype.
+        `hidden` is `[num_tokens, hidden_size]`.
         """
         logits = self._kernel(hidden)
         if self._scale != 1.0:

@@ -136,7 +136,7 @@ class StackedExperts(ExpertProduct):
         self._gate_up_bias = biases(part.gate_up_shape) if part.config.has_bias else None
         self._down_bias = biases(part.down_shape) if part.has_output_bias else None
         self._stored: ExpertWeights | None = None
-        """What the kernels read; None before `finalize`."""
+        """The weights that the kernels read; None before `finalize`."""
         self._allocate(part)
 
     @abstractmethod
@@ -183,7 +183,7 @@ class StackedExperts(ExpertProduct):
 
 
 class GroupedExperts(StackedExperts):
-    """Experts whose weights have the dtype of the rows."""
+    """Experts with weights in the dtype of the rows."""
 
     def _allocate(self, part: ExpertPart) -> None:
         self._gate_up, self._down = (

@@ -56,7 +56,7 @@ class ExpertTensors:
         self._part = part
 
     def weight_shards(self, product: ExpertProduct) -> Iterator[WeightShard]:
-        """Yield the part of each tensor of all experts, to be loaded to those of the product."""
+        """Yield the part of each tensor of all experts, to be loaded to the product's experts."""
         for expert in range(self._config.num_experts):
             yield from self._input_shards(expert, product)
             yield from self._output_shards(expert, product)
@@ -89,7 +89,7 @@ class ExpertTensors:
             yield self._part_of_stack(name, expert, (self._hidden_size,), (_ALL,), target)
 
     def _index_of(self, expert: int) -> int | None:
-        """Return the index of an expert among those of this rank, or None."""
+        """Return the index of an expert on this rank, or None."""
         return expert - self.experts.start if expert in self.experts else None
 
     def _input_columns(self) -> Iterator[tuple[str, int, slice]]:
@@ -169,7 +169,7 @@ class ExpertTensors:
         *,
         dummy: float | None = None,
     ) -> WeightShard:
-        """Return what the stack of all experts has of one, or nothing without a target."""
+        """Return an expert's part of the stack of all experts, or nothing without a target."""
         rows = slice(expert, expert + 1)
         if target is None:
             rows, target = slice(0), torch.empty((0,) * len(shape))

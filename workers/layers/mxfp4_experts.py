@@ -1,4 +1,4 @@
-"""Experts whose weights are stored in mxfp4: multiplied as they are, or dequantized."""
+"""Experts with weights stored in mxfp4: multiplied directly, or dequantized."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["DequantizedExperts", "Mxfp4Experts", "make_expert_product", "product
 
 
 class Mxfp4Experts(StackedExperts):
-    """Experts whose weights stay in mxfp4 and are dequantized in registers; rows are bfloat16."""
+    """Experts with weights in mxfp4, dequantized in registers; rows are bfloat16."""
 
     def _allocate(self, part: ExpertPart) -> None:
         assert part.dtype == torch.bfloat16
@@ -56,7 +56,7 @@ class Mxfp4Experts(StackedExperts):
 
 
 class DequantizedExperts(ExpertProduct):
-    """Experts whose weights are stored in mxfp4 and dequantized when they are loaded."""
+    """Experts with weights in mxfp4 that are dequantized when they are loaded."""
 
     def __init__(self, part: ExpertPart) -> None:
         self._plain = _plain_class(part.device)(part)

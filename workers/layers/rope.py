@@ -39,7 +39,7 @@ def inverse_frequencies(rope: RopeConfig, size: int) -> torch.Tensor:
 
 
 def _scaled_as_llama3(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
-    """Divide low frequencies by the factor, keep high ones, and interpolate in between."""
+    """Divide low frequencies by the factor, keep high frequencies, and interpolate in between."""
     wavelengths = 2 * math.pi / frequencies
     periods = rope.original_max_positions / wavelengths
     blend = (periods - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -49,7 +49,7 @@ def _scaled_as_llama3(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tens
 
 
 def _scaled_as_yarn(rope: RopeConfig, frequencies: torch.Tensor, size: int) -> torch.Tensor:
-    """Keep high frequencies, divide low ones by the factor, and interpolate in between."""
+    """Keep high frequencies, divide low frequencies by the factor, and interpolate in between."""
     first, last = (
         size
         * math.log(rope.original_max_positions / (turns * 2 * math.pi))
@@ -68,7 +68,7 @@ class Rotation(ABC):
     """The rotation of queries and keys to the positions of one step's tokens."""
 
     rotary: Rotary | None = None
-    """What kernels of attention or of products need to rotate whole heads themselves."""
+    """The rotation for kernels of attention or of products that rotate whole heads themselves."""
 
     @abstractmethod
     def __call__(self, heads: torch.Tensor) -> torch.Tensor:
@@ -80,7 +80,7 @@ class Rotation(ABC):
     def select(self, indices: torch.Tensor) -> Rotation | None:
         """Return the rotation of some tokens, `[num_selected]` int64.
 
-        It and this one may be called with queries or keys alone. None if these are not rotated
+        Both rotations may be called with queries or keys alone. None if these are not rotated
         alike.
         """
         del indices

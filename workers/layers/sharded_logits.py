@@ -1,4 +1,4 @@
-"""The logits of some tokens, of which each rank holds those of its part of the vocabulary."""
+"""The logits of some tokens; each rank holds its part of the vocabulary."""
 
 from __future__ import annotations
 
@@ -40,5 +40,5 @@ class ShardedLogits:
         return self._group.all_gather_last(self._padded).narrow(1, 0, self._vocab_size)
 
     def gather(self, found: torch.Tensor) -> torch.Tensor:
-        """Return what each rank has found in its part, `[num_tokens]`, as `[num_tokens, size]`."""
+        """Return the findings of each rank in its part, `[num_tokens]`, as `[num_tokens, size]`."""
         return self._group.all_gather_last(found.unsqueeze(1))

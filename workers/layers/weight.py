@@ -1,7 +1,7 @@
-"""What links a parameter to a checkpoint, and the interface of everything that holds weights.
+"""The link between a parameter and a checkpoint, and the interface of layers with weights.
 
-Loading has three steps, which `Layer` names: `weight_shards` says which part of which tensor goes
-where, the loader fills these targets, and `finalize` converts what was loaded.
+Loading has three steps, which `Layer` names: `weight_shards` returns the target of each part of
+each tensor, the loader fills these targets, and `finalize` converts the loaded tensors.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class MatrixPart:
 
 
 class Layer(ABC):
-    """Holds weights. Not a `torch.nn.Module`, whose hooks cost more than a small layer does."""
+    """Holds weights. Not a `torch.nn.Module`: its hooks cost more than a small layer does."""
 
     @abstractmethod
     def weight_shards(self) -> Iterator[WeightShard]:
@@ -64,7 +64,7 @@ class Layer(ABC):
         """Convert loaded weights into the layout of the kernels, and drop the originals."""
 
     def weight_work(self) -> WeightWork:
-        """Return what the weights cost a step; must be called after `finalize`.
+        """Return the cost of the weights in a step; must be called after `finalize`.
 
         A table, of which a step reads single rows, costs nothing.
         """

@@ -32,7 +32,7 @@ class WholeQKNorm(Layer):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`num_heads` and `num_kv_heads` are those of all ranks together."""
+        """`num_heads` and `num_kv_heads` count the heads of all ranks together."""
         self._names = names
         self._eps = eps
         self._dtype = dtype

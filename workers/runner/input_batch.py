@@ -206,7 +206,7 @@ class InputBatch:
         self._append_blocks(start.row, start.block_ids)
 
     def _prompt_chunk(self, row: int, position: int, num_tokens: int) -> PromptChunk | None:
-        """Return the prompt tokens whose log-probabilities the tokens from a position on give.
+        """Return the prompt tokens that get log-probabilities from the tokens at `position` on.
 
         None behind the prompt.
         """

@@ -347,7 +347,7 @@ def merge_system_messages(messages: Sequence[ChatMessage]) -> tuple[ChatMessage,
 def _with_text(
     merged: list[ChatMessage], waiting: Sequence[str], following: ChatMessage
 ) -> ChatMessage:
-    """Put the waiting texts into the last message, or into the following one, which is returned."""
+    """Put the waiting texts into the last message, or into the returned following message."""
     if not waiting:
         return following
     if merged[-1].role in _ANSWERED or following.role not in _ANSWERED:

@@ -353,8 +353,8 @@ def _charged_s(endpoint: Endpoint | None, response: Response, used_s: float) -> 
         return 0.0
     if response.status_code >= 400:
         return _OTHER_S + used_s
-    # The engine's queue limits calls, but not what one costs before it has a place there. What it
-    # generates is not charged, which a complete response includes.
+    # The engine's queue limits calls, but not the time before a call has its place. Generation is
+    # not charged, which a complete response includes.
     is_stream = response.media_type == "text/event-stream"
     return max(0.0, used_s - _FREE_CALL_S) if is_stream else 0.0
 

@@ -95,8 +95,8 @@ class HttpServer:
         self._server.request_exit()
         await asyncio.wait((self._task,), timeout=_CLOSE_GRACE_S)
         # uvicorn would cancel running requests and log a traceback for each; aborted connections
-        # end them as if the client had disconnected. One that was being opened comes later, and
-        # uvicorn would wait for as long as its client keeps it open.
+        # end them as if the client had disconnected. A connection that was being opened comes
+        # later, and uvicorn would wait for as long as its client keeps it open.
         while not self._task.done():
             for connection in list(self._server.server_state.connections):
                 connection.transport.abort()

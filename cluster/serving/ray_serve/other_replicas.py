@@ -37,7 +37,7 @@ class OtherServeReplicas:
         return self._own_id.unique_id
 
     async def ask(self, replica: str, action: Action, tenant: str, response_id: str) -> Kept | None:
-        """Return what another replica keeps; None if it keeps no such response of the tenant.
+        """Return the answer of another replica; None if it keeps no such response of the tenant.
 
         Raises LostReplicaError.
         """

@@ -82,7 +82,7 @@ class Chat:
     ) -> GenerationInput:
         """Return the servicer's input. Raises InvalidRequestError.
 
-        `known_variables` returns those that the chat template reads, with tools or without;
+        `known_variables` returns the variables that the chat template reads, with tools or without;
         `note_ignored` is called with the names of fields that set others.
         """
         message = self._message

@@ -27,9 +27,9 @@ _CONTINUED = bytes(range(128, 256))
 
 
 def check_fields(kind: type[Message], body: bytes, size: RequestSize) -> None:
-    """Raise InvalidRequestError for too many fields, or too many token ids in one of them.
+    """Raise InvalidRequestError for too many fields, or too many token ids in a field.
 
-    What is not a valid message is left to the parser.
+    An invalid message is left to the parser.
     """
     if len(body) <= _FEW_BYTES:
         return

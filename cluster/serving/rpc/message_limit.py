@@ -11,8 +11,8 @@ def max_received_bytes(max_bytes: int) -> int:
     """Return the size of messages that gRPC receives if they may have `max_bytes`.
 
     A message between the two limits is received and rejected with error details. gRPC itself
-    rejects a longer one by its length, before it is received, without details. A call may hold
-    this much memory, so the limit is close to the other one.
+    rejects a longer message by its length, before it is received, without details. A call may hold
+    this much memory, so the limit is close to the other limit.
     """
     return max_bytes + max_bytes // 2
 

@@ -391,7 +391,7 @@ class Multiples:
     def _following(self, rest: int, num_digits: int, divisor: int) -> Expression | None:
         """Return the digits that complete a multiple; None if none do.
 
-        `rest` is the remainder of the number whose last digits are zeros.
+        `rest` is the remainder of the number with zeros as last digits.
         """
         if -rest % divisor >= 10**num_digits:
             return None

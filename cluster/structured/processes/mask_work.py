@@ -1,9 +1,9 @@
-"""The masks that are being made: quick ones by a few threads, costly ones by others.
+"""The masks being made: quick masks by a few threads, costly masks by others.
 
-A thread inside xgrammar cannot be interrupted. So a thread whose mask is costly continues at low
-priority, and another one takes its place; each tenant has one such thread at a time, which makes
-its other costly masks, too. A mask that takes too long altogether ends its sequence and the
-process.
+A thread inside xgrammar cannot be interrupted. So a thread with a costly mask continues at low
+priority, and another thread takes its place; each tenant has at most one such thread at a time,
+which makes its other costly masks, too. A mask that takes too long altogether ends its sequence and
+the process.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Warm-up of the compiler process while it is idle.
 
-Strings of limited length are the largest part of what schemas cost to compile: xgrammar checks each
-position against the whole vocabulary. Positions are the same in all schemas, so they are computed
-once, before a client needs them, in small steps of low priority.
+Strings of limited length are the largest part of the cost of compiling schemas: xgrammar checks
+each position against the whole vocabulary. Positions are the same in all schemas, so they are
+computed once, before a client needs them, in small steps of low priority.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""A weight in float8_e4m3fn. Each output channel has a scale, or one for each block of inputs.
+"""A weight in float8_e4m3fn.
 
-Scales of whole tensors, and of blocks of several output channels, are those of all their channels.
+Each output channel has a scale, or a scale for each block of inputs. Scales of whole tensors, and
+of blocks of several output channels, apply to all their channels.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Fp8Weight(StoredWeight):
         self.input_scale: torch.Tensor | None = None
         """`[1]` float32, the scale of all inputs, or None if they get their own in each step."""
         self._loaded: dict[tuple[Literal["weight", "input"], int, int], torch.Tensor] = {}
-        """Scales as they are stored, by what they are of and rows."""
+        """Scales as they are stored, by kind and rows."""
         self._first_row: dict[int, int] = {}
         """The place of a first row in its block, by row."""
 
@@ -112,7 +113,7 @@ class Fp8Weight(StoredWeight):
         )
 
     def _spread_scales(self) -> None:
-        """Write the loaded scales of tensors and blocks to those of their rows."""
+        """Write the loaded scales of tensors and blocks to the scales of their rows."""
         for key in [key for key in self._loaded if key[0] == "weight"]:
             _, first, end = key
             scales = self._loaded.pop(key)

@@ -22,12 +22,12 @@ __all__ = ["Int4Weight"]
 _MIDDLE = 8
 """The number that stands for zero in a symmetric format."""
 _NO_GROUP = -1
-"""The group of inputs of dummy weights, whose groups are in order."""
+"""The group of inputs of dummy weights, which have groups in order."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _Part:
-    """What is loaded of one layer of the checkpoint."""
+    """The loaded tensors of a layer of the checkpoint."""
 
     source: MatrixPart
     numbers: torch.Tensor
@@ -95,7 +95,7 @@ class Int4Weight(StoredWeight):
                 yield shard(
                     "weight_zero_point", (out_words, num_groups), (words_out, groups), part.zeros
                 )
-            # It repeats what config.json says.
+            # The shape is known from config.json.
             shape = torch.empty(2, dtype=torch.int64, device=self._device)
             yield shard("weight_shape", (2,), (slice(None),), shape)
             return
@@ -137,7 +137,7 @@ class Int4Weight(StoredWeight):
         return torch.empty_like(weight).index_copy_(1, self.input_order, weight)
 
     def _new_part(self, source: MatrixPart, num_rows: int) -> _Part:
-        """Return uninitialized tensors for what the checkpoint has of some rows."""
+        """Return uninitialized tensors for the checkpoint's tensors of some rows."""
         in_size, per_word = self._size[1], self._format.per_word
         if num_rows % per_word or in_size % per_word or in_size % self.group_size:
             raise CheckpointError(
@@ -207,7 +207,7 @@ class Int4Weight(StoredWeight):
 
 
 def _divided(part: slice, size: int, step: int) -> slice:
-    """Return the part of a dimension that has one element for `step` of this one."""
+    """Return the part of a dimension that is `step` times coarser."""
     first, end, _ = part.indices(size)
     if first % step or end % step:
         raise CheckpointError(

@@ -49,7 +49,7 @@ class Int8Weight(StoredWeight):
                 part=(out_part, _divided(in_part, in_size, _PER_WORD)),
                 target=self.numbers[rows].view(torch.int32),
             )
-            # It repeats what config.json says.
+            # The shape is known from config.json.
             shape = torch.empty(2, dtype=torch.int64, device=self.numbers.device)
             yield WeightShard(
                 name=f"{source.name}.weight_shape", shape=(2,), part=(slice(None),), target=shape
@@ -107,6 +107,6 @@ class Int8Weight(StoredWeight):
 
 
 def _divided(part: slice, size: int, step: int) -> slice:
-    """Return the part of a dimension that has one element for `step` of this one."""
+    """Return the part of a dimension that is `step` times coarser."""
     first, end, _ = part.indices(size)
     return slice(first // step, end // step)

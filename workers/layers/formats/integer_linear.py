@@ -38,7 +38,7 @@ class _CpuIntegerLinear(QuantizedLinear):
 
 
 class CpuInt4Linear(_CpuIntegerLinear):
-    """The product with a weight of four bits, whose inputs may be in another order."""
+    """The product with a weight of four bits; its inputs may be in another order."""
 
     def __init__(self, stored: Int4Weight, bias: torch.Tensor | None, device: torch.device) -> None:
         super().__init__(stored, bias, device)

@@ -1,4 +1,4 @@
-"""Products with stored weights: the interface, and the one that dequantizes when it is loaded."""
+"""Products with stored weights: the interface, and the product that dequantizes at loading."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class QuantizedLinear(LinearKernel):
 
 
 class DequantizedLinear(QuantizedLinear):
-    """A weight that is dequantized when it is loaded, for CPUs; it is as large as a plain one."""
+    """A weight that is dequantized when it is loaded, for CPUs; as large as a plain weight."""
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ class StoredWeight(ABC):
 
     @abstractmethod
     def weight_shards(self, source: MatrixPart, rows: slice) -> Iterator[WeightShard]:
-        """Yield what a checkpoint stores of a weight, which becomes these rows of this one."""
+        """Yield the checkpoint tensors that fill these rows of the weight."""
 
     @abstractmethod
     def reorder(self, order: torch.Tensor) -> None:

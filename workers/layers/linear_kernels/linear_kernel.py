@@ -57,7 +57,7 @@ class LinearKernel(ABC):
         return kernel
 
     def weight_shards(self, source: MatrixPart, rows: slice) -> Iterator[WeightShard]:
-        """Yield what a checkpoint stores of a weight, which becomes these rows of this one."""
+        """Yield the checkpoint tensors that fill these rows of the weight."""
         yield WeightShard(
             name=f"{source.name}.weight",
             shape=source.shape,

@@ -74,11 +74,11 @@ class PackedGemmLinear(OneDnnLinear):
 
 
 class SharedLayoutLinear(OneDnnLinear):
-    """The weight in oneDNN's layout, by which a kernel of our own multiplies a few rows.
+    """The weight in oneDNN's layout, with which our own kernel multiplies a few rows.
 
-    For CPUs on which oneDNN's GEMM is the faster one: in bfloat16 those with AMX, in float32 those
-    without AVX-512. A few rows are limited by memory bandwidth, of which our kernel uses more. If
-    oneDNN has chosen a layout that the kernel does not know, it multiplies a few rows too: a second
+    For CPUs with a faster GEMM of oneDNN: in bfloat16 CPUs with AMX, in float32 CPUs without
+    AVX-512. A few rows are limited by memory bandwidth, of which our kernel uses more. If oneDNN
+    has chosen a layout that the kernel does not know, oneDNN multiplies a few rows too: a second
     layout would take twice the memory.
     """
 

@@ -32,7 +32,7 @@ def gptq_format(section: ConfigFile) -> Int4Format:
     num_bits: Literal[4, 8] = 4 if bits == 4 else 8
     section.choice("method", ("gptq",), "gptq")
     section.choice("pack_dtype", ("int32",), "int32")
-    # The first format stores zeros less one.
+    # The first format stores zeros less 1.
     key = section.first_of("checkpoint_format", "format")
     version = section.choice(key, ("gptq", "gptq_v2"), "gptq")
     return Int4Format(

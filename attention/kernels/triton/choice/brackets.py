@@ -53,7 +53,7 @@ _UNITS = tl.constexpr((1 << 50) - 1)
 
 @triton.jit
 def _counted(units: tl.tensor) -> tl.tensor:
-    """Return units plus a count of one, in bits above the largest sum of units of a thread."""
+    """Return units plus a count of 1, in bits above the largest sum of units of a thread."""
     return units + _ONE
 
 

@@ -39,7 +39,7 @@ _TILE = 1024
 _PROGRAMS = 2048
 """Approximate number of programs that are launched for a pass over the rows."""
 _PASSES = 4
-"""Passes that narrow the brackets. One or two usually suffice; the others return at once."""
+"""Passes that narrow the brackets. Usually one or two passes suffice; the others return at once."""
 _SAMPLE_RUN = 32
 _LANES = 128
 _SHIFTS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}

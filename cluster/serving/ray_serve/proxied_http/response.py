@@ -25,8 +25,8 @@ __all__ = ["ProxiedHttpResponse"]
 _TIMEOUT = 408
 """The status of a replica that did not receive the whole body in time, and closes the connection.
 
-It is also that of a client that does not read, whose connection stays open, and of Serve itself
-when its time limit passed.
+A client that does not read gets the same status, but its connection stays open, and so does Serve
+itself after its time limit.
 """
 
 

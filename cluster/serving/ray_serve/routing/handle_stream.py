@@ -92,7 +92,7 @@ class HandleStream:
         self._later: ReplicaResult | None = None
         """The response of a later replica, kept here; the program keeps the first response."""
         self._anext_now: Callable[[], Awaitable[Any]] = result.__anext__
-        self._next_now: Callable[[], Any] = result.__next__  # Any: what Serve returns
+        self._next_now: Callable[[], Any] = result.__next__  # Any: a response of Serve
         self._cancel_now: Callable[[], None] = result.cancel
         # Serve's handles call these on the instance.
         result.__anext__ = self._anext  # type: ignore[method-assign]  # see above
@@ -117,7 +117,7 @@ class HandleStream:
                     raise StopIteration from None
                 self._take(self._sending(error).result(), error)
 
-    def _noted(self, output: Any) -> GenerationOutput:  # Any: what Serve returns
+    def _noted(self, output: Any) -> GenerationOutput:  # Any: a response of Serve
         found: GenerationOutput = output
         self._call.note_cached_tokens(found.usage.num_cached_tokens)
         self._call.add_tokens(

@@ -34,8 +34,8 @@ MAX_CHOICES = 8
 class Placement:
     """The replicas of one router, and where its requests go.
 
-    A key belongs to a replica by rendezvous hashing (Thaler and Ravishankar, 1998): the one with
-    the highest score for it. Another replica that is added or removed does not change that.
+    A key belongs to the replica with the highest score for it, by rendezvous hashing (Thaler and
+    Ravishankar, 1998). Adding or removing another replica does not change that.
     """
 
     def __init__(
@@ -81,9 +81,9 @@ class Placement:
     def choose_replicas(self, key: RoutingKey | None) -> list[str]:
         """Return up to `MAX_CHOICES` replicas in the order in which to try them, none if empty.
 
-        The first is the one that served the key last, the one that the key belongs to, or the
-        replica within the bound of load that the key prefers then; without a key it is the least
-        loaded of those drawn at random. The others are drawn, and follow by load.
+        The first is the replica that served the key last, the replica that the key belongs to, or
+        the replica within the bound of load that the key prefers then; without a key it is the
+        least loaded of some replicas drawn at random. The others are drawn, and follow by load.
         """
         number = min(len(self._names), MAX_CHOICES)
         drawn = self._draws.sample(range(len(self._names)), number)

@@ -38,8 +38,8 @@ class ReplicaReads:
     ) -> None:
         """`note_accepted` is called, from the router's thread, when the replica has the request.
 
-        `note_cancelled` is called when Serve cancels a request that the replica has.
-        `is_last` tells the last item of a complete stream; one that ends earlier raises
+        `note_cancelled` is called when Serve cancels a request that the replica has. `is_last`
+        recognizes the last item of a complete stream; a stream that ends earlier raises
         ReplicaDiedError.
         """
         self._is_last = is_last
