@@ -109,9 +109,7 @@ class Servicer:
             options.reader_limits.unread_buffer, note_freed=trimmer.note_freed
         )
         """The output that clients have not read."""
-        self.resumables = ResumableStreams(
-            options.reader_limits, do_requests_wait=lambda: self.intake.loop_shares.has_waiting
-        )
+        self.resumables = ResumableStreams(options.reader_limits)
         """The streams that clients may resume."""
         self._measure_readers()
         self._admission = CallAdmission(client, config.model, self.authenticator, self.buffers)
@@ -136,8 +134,6 @@ class Servicer:
         return Intake(
             self.config,
             options.intake_limits,
-            has_streams=lambda: len(self._calls) > 0,
-            has_others=self._calls.has_others,
             note_freed=trimmer.note_freed,
         )
 
@@ -212,7 +208,6 @@ class Servicer:
         deadline_s = time.monotonic() + grace_s
         while (len(self._calls) or self.resumables.num_awaited) and time.monotonic() < deadline_s:
             await asyncio.sleep(_IDLE_POLL_S)
-        self.intake.loop_shares.end_waits()
         for call in self._calls:
             if call.task is not None:
                 call.task.fail(EngineError("The server shut down before the request was finished."))

@@ -24,7 +24,7 @@ from tests.system.server_process import ROOT
             r"\| ([\d ]+) concurrent calls on one gRPC connection, or twice",
             MIN_STREAMS,
         ),
-        ("docs/security.md", r"half of the others, but at most ([\d ]+),", MAX_TOTAL),
+        ("docs/security.md", r"half of the others, but at most ([\d ]+)\.", MAX_TOTAL),
     ],
 )
 def test_documents_have_the_limits_of_connections(document: str, text: str, limit: int) -> None:

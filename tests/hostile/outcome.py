@@ -18,7 +18,7 @@ __all__ = ["TABLE_HEAD", "Outcome", "Period"]
 
 TABLE_HEAD = f"{'attack':28} {'gap p99 ms':>18} {'health p99 ms':>20} {'RSS MiB':>16}  held"
 
-_MAX_GAP_RATIO = 2.0
+_MAX_GAP_RATIO = 5.0
 _MAX_HEALTH_P99_MS = 250.0
 
 

@@ -35,11 +35,11 @@ def server_endpoints(servicer: Servicer) -> tuple[Endpoint, ...]:
     public, admins = Access.PUBLIC, Access.ADMINS
     return (
         *(
-            Endpoint(method="GET", path=path, handler=handler, access=public, is_healthy=is_healthy)
-            for path, handler, is_healthy in (
-                ("/health", handlers.health, handlers.is_alive),
-                ("/ready", handlers.ready, handlers.is_ready),
-                ("/ping", handlers.health, handlers.is_alive),
+            Endpoint(method="GET", path=path, handler=handler, access=public, is_health_check=True)
+            for path, handler in (
+                ("/health", handlers.health),
+                ("/ready", handlers.ready),
+                ("/ping", handlers.health),
             )
         ),
         Endpoint(method="POST", path="/ping", handler=handlers.health, access=public),

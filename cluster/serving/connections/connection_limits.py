@@ -19,8 +19,6 @@ class ConnectionLimits:
     """The open connections of one frontend."""
 
     total: int = MAX_TOTAL
-    per_host: int = MAX_TOTAL // 2
-    """Fewer, so that one host cannot keep the others out."""
     idle_s: float = 300.0
     """A gRPC connection without calls is closed after this time; its client connects again."""
     age_s: float = 3600.0
@@ -34,4 +32,4 @@ def connection_limits() -> ConnectionLimits:
     """Return the limits of each frontend under the descriptor limit of this process."""
     available = max(descriptor_limit() - _RESERVE, descriptor_limit() // 4)
     total = max(2, min(MAX_TOTAL, available // _NUM_FRONTENDS))
-    return ConnectionLimits(total, total // 2)
+    return ConnectionLimits(total)

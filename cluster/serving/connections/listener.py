@@ -12,9 +12,10 @@ from pagedray.errors import DeviceError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["check_ports", "free_port", "listen", "url_host"]
+__all__ = ["BACKLOG", "check_ports", "free_port", "listen", "url_host"]
 
-_BACKLOG = 2048
+BACKLOG = 2048
+"""Connections that wait to be accepted."""
 _MAX_PORT = 65535
 
 
@@ -63,7 +64,7 @@ def listen(frontend: str, host: str, port: int) -> socket.socket:
         raise DeviceError(f"{frontend} port must be from 0 to {_MAX_PORT}, not {port}.")
     try:
         address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.create_server(address[4][:2], family=address[0], backlog=_BACKLOG)
+        listener = socket.create_server(address[4][:2], family=address[0], backlog=BACKLOG)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise _PortInUseError(host, {frontend: port}) from error

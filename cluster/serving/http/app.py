@@ -9,31 +9,23 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from contextlib import suppress
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from cluster.serving.auth.tenant import ANONYMOUS, Tenant
-from cluster.serving.connections.client_host import client_host
 from cluster.serving.continuation import CONTINUATION_KEY
 from cluster.serving.http.allowed_origins import AllowedOrigins
-from cluster.serving.http.body import declared_length
-from cluster.serving.http.connection import IS_FIRST_KEY
 from cluster.serving.http.endpoint import Access, Endpoint, json_response
 from cluster.serving.http.endpoint_table import EndpointTable
 from cluster.serving.http.errors import error_body, rejection_body
-from cluster.serving.http.held_bytes import MAX_HEAD_BYTES
 from cluster.serving.http.http_call import HttpCall
 from cluster.serving.http.kept_response import kept_if_large
-from cluster.serving.http.request_head import num_head_bytes
-from cluster.serving.http.request_parts import MAX_HEADERS
+from cluster.serving.http.request_head import check_head
 from cluster.serving.inputs import MAX_CLIENT_ID_LENGTH, Arrival
-from cluster.serving.intake.loop_shares import MAX_WAITING, LoopTimer, TooManyWaitError
 from pagedray.errors import (
     AuthenticationError,
     EngineError,
@@ -46,13 +38,13 @@ from pagedray.errors import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from starlette.datastructures import Headers
     from starlette.types import Receive, Scope, Send
 
     from cluster.serving.calls.open_calls import OpenCall
     from cluster.serving.http.allowed_hosts import AllowedHosts
     from cluster.serving.http.errors import Json
     from cluster.serving.inputs import Operation
-    from cluster.serving.intake.read_turns import ReadTurns
     from cluster.serving.servicer import Servicer
 
 __all__ = ["HttpApp"]
@@ -60,14 +52,6 @@ __all__ = ["HttpApp"]
 logger = logging.getLogger(__name__)
 
 _CLIENT_ERROR = "invalid_request_error"
-_MAX_WAITING_BODIES = 256
-"""Waiting requests of a client; up to 64 KiB of each body are received."""
-_OTHER_S = 0.0002
-"""Time to receive a request and to send the response."""
-_CONNECTION_S = 0.0003
-"""Time to accept a connection and to close it."""
-_FREE_CALL_S = 0.001
-"""Time of most calls until they are in the engine's queue."""
 # The client has disconnected and receives nothing.
 _DISCONNECTED_STATUS = 400
 
@@ -101,22 +85,6 @@ class HttpApp:
         """How long a connection may take to accept sent data."""
         return self._servicer.reader_limits.write_timeout_s
 
-    @property
-    def read_turns(self) -> ReadTurns:
-        """Decides when data received on connections is handled."""
-        return self._servicer.intake.read_turns
-
-    def passes_check(self, path: str, host: str) -> bool:
-        """Return whether a health check of a path succeeds for a client that names a host."""
-        endpoint = self._table.find(path)[0].get("GET")
-        if endpoint is None or endpoint.is_healthy is None:
-            return False
-        try:
-            self._check_host(Headers({"host": host}))
-        except HTTPException:
-            return False
-        return endpoint.is_healthy()
-
     def count_stalled(self) -> None:
         """Count a client that did not read."""
         self._servicer.metrics.count_stalled_reader("http")
@@ -138,52 +106,11 @@ class HttpApp:
             await send({"type": "websocket.close", "code": 1008})
             return
         request = Request(scope, receive)
-        response = await self._respond_in_turn(request)
+        response = await self._respond(request)
         origin = request.headers.get("origin")
         if origin is not None and self._origins.allows(origin):
             response.headers.update(self._origins.headers_for(origin))
         await response(scope, receive, send)
-
-    async def _respond_in_turn(self, request: Request) -> Response:
-        """Return the response once it is its client's turn."""
-        endpoint = self._table.find(_path_of(request.scope))[0].get(request.method)
-        shares = self._servicer.intake.loop_shares
-        client, tenant = self._client_of(request)
-        is_public = endpoint is not None and endpoint.access is Access.PUBLIC
-        # A health check on a connection of its own never waits.
-        may_wait = not (is_public and request.scope.get(IS_FIRST_KEY, True))
-        if may_wait:
-            most = _MAX_WAITING_BODIES if _has_body(request) else MAX_WAITING
-            if shares.num_waiting(client) >= most:
-                shares.charge(client, _OTHER_S)
-                error = TooManyWaitError(shares.wait_s(client))
-                return self._rejection(request, error, {"connection": "close"})
-            await shares.wait_turn(client)
-        timer = LoopTimer()
-        response = await timer.run(self._respond(request))
-        if not may_wait:
-            # Else the checks of a host, which are not delayed, would delay its other requests.
-            return response
-        is_first = request.scope.get(IS_FIRST_KEY, False)
-        used_s = timer.used_s + (_CONNECTION_S if is_first else 0.0)
-        charged_s = _charged_s(endpoint, response, used_s)
-        call_s = _OTHER_S + used_s - charged_s
-        shares.charge_call(client, tenant, call_s, always_s=charged_s)
-        # Earlier time was in other passes.
-        self.read_turns.exclude(min(charged_s, timer.last_s))
-        return response
-
-    def _client_of(self, request: Request) -> tuple[str, str]:
-        """Return the client that takes turns, and its tenant.
-
-        The client is a tenant, or a host without a valid key.
-        """
-        if self._servicer.authenticator.requires_keys:
-            with suppress(AuthenticationError):
-                tenant = self._servicer.authenticate(_credential(request)).name
-                return f"tenant {tenant}", tenant
-        address = request.scope.get("client")
-        return client_host(address[0]) if address else "", ANONYMOUS.name
 
     async def _respond(self, request: Request) -> Response:
         try:
@@ -224,7 +151,7 @@ class HttpApp:
 
     def _log_rejection(self, method: str, path: str, error: object, status: int) -> None:
         endpoint = self._table.find(path)[0].get(method)
-        if endpoint is not None and endpoint.is_healthy is not None:
+        if endpoint is not None and endpoint.is_health_check:
             # A health check fails every few seconds while the server starts.
             return
         assert isinstance(error, dict)
@@ -238,7 +165,11 @@ class HttpApp:
         )
 
     async def _dispatch(self, request: Request) -> Response:
-        _check_head(request.scope)
+        try:
+            check_head(request.scope)
+        except HTTPException:
+            self._servicer.metrics.count_outcome("invalid", "http")
+            raise
         try:
             self._check_host(request.headers)
         except HTTPException:
@@ -339,26 +270,6 @@ def _id_of(request: Request) -> str:
     return given if is_valid else secrets.token_hex(16)
 
 
-def _has_body(request: Request) -> bool:
-    return "transfer-encoding" in request.headers or bool(declared_length(request.headers))
-
-
-def _charged_s(endpoint: Endpoint | None, response: Response, used_s: float) -> float:
-    """Return the time of the event loop that a request's client is charged."""
-    if endpoint is None or endpoint.operation is None:
-        return _OTHER_S + used_s
-    if response.status_code == OverloadedError.http_status:
-        # An overloaded server rejects at once; clients that it has room for are not delayed
-        # unless others wait (`LoopShares.charge_call`).
-        return 0.0
-    if response.status_code >= 400:
-        return _OTHER_S + used_s
-    # The engine's queue limits calls, but not the time before a call has its place. Generation is
-    # not charged, which a complete response includes.
-    is_stream = response.media_type == "text/event-stream"
-    return max(0.0, used_s - _FREE_CALL_S) if is_stream else 0.0
-
-
 def _arrival(call: HttpCall, operation: Operation | None) -> Arrival | None:
     if operation is None:
         return None
@@ -368,16 +279,6 @@ def _arrival(call: HttpCall, operation: Operation | None) -> Arrival | None:
         client_id=call.client_id,
         origin=call.origin,
     )
-
-
-def _check_head(scope: Scope) -> None:
-    """Raise HTTPException if a head is too large: Ray Serve's proxy has no limits of its own."""
-    headers = scope["headers"]
-    if len(headers) > MAX_HEADERS:
-        raise HTTPException(431, f"A request may have at most {MAX_HEADERS} headers.")
-    url = scope.get("raw_path", b"") + scope.get("query_string", b"")
-    if num_head_bytes(url, headers) > MAX_HEAD_BYTES:
-        raise HTTPException(431, f"The head of the request exceeds {MAX_HEAD_BYTES} bytes.")
 
 
 def _path_of(scope: Scope) -> str:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from typing import TYPE_CHECKING
 
 import uvicorn
 from starlette.requests import Request
 
 from cluster.serving.connections.connection_limits import ConnectionLimits
-from cluster.serving.connections.listener import listen
-from cluster.serving.http.acceptor import Acceptor
-from cluster.serving.http.connection import ConnectionOptions, HttpConnection, connection_kind
-from cluster.serving.http.quick_checks import QuickChecks
+from cluster.serving.connections.listener import BACKLOG, listen
+from cluster.serving.http.connection import ConnectionOptions, connection_kind
 
 if TYPE_CHECKING:
-    import socket
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from starlette.types import Message
 
@@ -26,8 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["HttpServer"]
 
+_ACCEPTED_AT_ONCE = 16
 _CLOSE_GRACE_S = 1.0
-_DATE_PERIOD_S = 1.0
 _CLOSE_POLL_S = 0.05
 
 
@@ -61,13 +59,16 @@ class HttpServer:
         listener = listen("HTTP", self._host, self._wanted_port)
         self.port = listener.getsockname()[1]
         certificates = self._certificates
+        # Connections inherit it: the system ends a connection if its client does not read.
+        listener.setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self._app.write_timeout_s * 1e3)
+        )
         kind = connection_kind(
             ConnectionOptions(
+                most_open=self._limits.total,
                 read_timeout_s=self._app.read_timeout_s,
-                write_timeout_s=self._app.write_timeout_s,
                 note_rejection=self._app.note_unreadable,
                 note_stall=self._app.count_stalled,
-                read_turns=self._app.read_turns,
             )
         )
         config = uvicorn.Config(
@@ -77,22 +78,25 @@ class HttpServer:
             ws="none",
             log_config=None,
             access_log=False,
+            # asyncio accepts as many connections at once.
+            backlog=_ACCEPTED_AT_ONCE,
             server_header=False,
             proxy_headers=False,
             ssl_context_factory=None
             if certificates is None
             else lambda _config, _default: certificates.server_context,
         )
-        self._server = _Server(config, kind, self._limits, self._app)
+        self._server = _Server(config)
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
         while not self._server.started and not self._task.done():
             await asyncio.sleep(0.005)
+        listener.listen(BACKLOG)
 
     async def stop_server(self) -> None:
         """Accept no more connections, and close the idle connections, then the others."""
         if self._server is None or self._task is None:
             return
-        self._server.request_exit()
+        self._server.should_exit = True
         await asyncio.wait((self._task,), timeout=_CLOSE_GRACE_S)
         # uvicorn would cancel running requests and log a traceback for each; aborted connections
         # end them as if the client had disconnected. A connection that was being opened comes
@@ -106,57 +110,7 @@ class HttpServer:
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that limits connections, and leaves signals to its process."""
-
-    def __init__(
-        self,
-        config: uvicorn.Config,
-        kind: type[HttpConnection],
-        limits: ConnectionLimits,
-        app: HttpApp,
-    ) -> None:
-        super().__init__(config)
-        self._kind = kind
-        self._limits = limits
-        self._read_turns = app.read_turns
-        self._checks = QuickChecks(app.passes_check, lambda: self.server_state.default_headers)
-        self._exit_requested = asyncio.Event()
-
-    def request_exit(self) -> None:
-        """End the main loop at once."""
-        self.should_exit = True
-        self._exit_requested.set()
-
-    async def main_loop(self) -> None:
-        """Renew the date of responses until the exit; uvicorn's loop looks at it every 0.1 s."""
-        while not await self.on_tick(0):
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._exit_requested.wait(), _DATE_PERIOD_S)
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        assert sockets is not None
-        await self.lifespan.startup()
-        # uvicorn only closes them and waits for that.
-        self.servers = [
-            Acceptor(  # type: ignore[misc]  # not an asyncio.Server
-                listener,
-                self._make_connection,
-                limits=self._limits,
-                read_turns=self._read_turns,
-                answer_check=self._checks.response_to,
-                context=self.config.ssl,
-            )
-            for listener in sockets
-        ]
-        self.started = True
-
-    def _make_connection(self, note_lost: Callable[[], None], has_turn: bool) -> HttpConnection:
-        connection = self._kind(
-            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
-        )
-        connection.note_lost = note_lost
-        connection.has_turn = has_turn
-        return connection
+    """A uvicorn server that leaves signals to its process."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

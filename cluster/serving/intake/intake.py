@@ -6,9 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, TypeVar
 
 from cluster.serving.intake.limits import IntakeLimits, request_size
-from cluster.serving.intake.loop_shares import LoopShares
 from cluster.serving.intake.read_deadlines import ReadDeadlines
-from cluster.serving.intake.read_turns import ReadTurns
 from cluster.serving.intake.reception import Reception
 from pagedray.machine import start_threads
 
@@ -18,14 +16,6 @@ if TYPE_CHECKING:
     from pagedray.config import EngineConfig
 
 __all__ = ["Intake"]
-
-_CLIENT_SHARE = 0.25
-"""Share of the event loop's time for what a client sends, as `LoopShares` charges it."""
-_CLIENT_SHARE_BESIDE_RANKS = 0.15
-"""The share if ranks may run on the loop's core, since they compute for these requests, too."""
-_SHARE_BESIDE_RANKS = 0.3
-"""Share of the event loop's time for reading requests, if ranks may compute on its core."""
-
 
 _INLINE_BYTES = 2**15
 """The largest request that is parsed on the event loop."""
@@ -41,29 +31,14 @@ class Intake:
         config: EngineConfig,
         limits: IntakeLimits,
         *,
-        has_streams: Callable[[], bool],
-        has_others: Callable[[str], bool],
         note_freed: Callable[[int], None],
     ) -> None:
-        """`has_streams` returns whether anyone waits for tokens.
-
-        `has_others` returns whether a tenant other than the given one does. `note_freed` is called
-        with the bytes of each request that is not needed any longer.
-        """
+        """`note_freed` is called with the bytes of each request when it is freed."""
         self.size = request_size(config, limits)
         self.read_timeout_s = limits.read_timeout_s
         self.reception = Reception(limits.received, wait_s=limits.wait_s, note_freed=note_freed)
         self.deadlines = ReadDeadlines(limits.read_timeout_s)
         self._parser = start_threads(1, name="pagedray-parser")
-        is_beside_ranks = config.parallel.device == "cpu"
-        self.loop_shares = LoopShares(
-            has_streams=has_streams,
-            do_others_wait=has_others if is_beside_ranks else None,
-            share=_CLIENT_SHARE_BESIDE_RANKS if is_beside_ranks else _CLIENT_SHARE,
-        )
-        self.read_turns = ReadTurns(
-            has_streams=has_streams, share=_SHARE_BESIDE_RANKS if is_beside_ranks else 1.0
-        )
 
     async def parse(self, num_bytes: int, read: Callable[[], Result]) -> Result:
         """Return the result of `read`, which parses a request of this many bytes.

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from cluster.serving.auth.tenant import ANONYMOUS
-from cluster.serving.intake.loop_shares import MAX_WAIT_S
 from cluster.serving.memory.output_buffer import OutputBuffer
 from cluster.serving.memory.tenant_bytes import TenantBytes
 from cluster.serving.resume.stream import ResumableStream, StreamReader
@@ -21,7 +20,7 @@ from pagedray.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Sequence
+    from collections.abc import AsyncGenerator, Sequence
 
     from cluster.serving.calls.generation_call import GenerationCall
     from cluster.serving.memory.reader_limits import ReaderLimits
@@ -31,6 +30,7 @@ __all__ = ["ResumableStreams", "StreamFormat"]
 _STREAM_BYTES = 4096
 """Memory of a stream without messages."""
 _RETRY_S = 5.0
+_EXTRA_S = 10.0
 _LATE_S = 1.0
 """A timer that is later than this was delayed by a server that paused, as requests were."""
 
@@ -69,9 +69,7 @@ class _Entry:
 class ResumableStreams:
     """The streams of a server that can be resumed. Used from the event loop only."""
 
-    def __init__(self, limits: ReaderLimits, *, do_requests_wait: Callable[[], bool]) -> None:
-        """`do_requests_wait` returns whether the server delays any request."""
-        self._do_requests_wait = do_requests_wait
+    def __init__(self, limits: ReaderLimits) -> None:
         self._grace_s = limits.resume_grace_s
         self._allows_anonymous = limits.resumes_anonymous
         self._bytes = TenantBytes(limits.resume_buffer)
@@ -222,11 +220,10 @@ class ResumableStreams:
         assert entry.timer is not None
         loop = asyncio.get_running_loop()
         is_late = loop.time() - entry.timer.when() > _LATE_S
-        if not entry.is_extended and (is_late or self._do_requests_wait()):
-            # A request that resumes the stream may be among the requests that the server has
-            # delayed.
+        if is_late and not entry.is_extended:
+            # The server was busy: a request to resume the stream may have arrived.
             entry.is_extended = True
-            entry.timer = loop.call_later(MAX_WAIT_S, self._expire, key, entry)
+            entry.timer = loop.call_later(_EXTRA_S, self._expire, key, entry)
             return
         self._forget(key, entry)
         entry.stream.close()

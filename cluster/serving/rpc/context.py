@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any, NoReturn
-from urllib.parse import unquote
 
 import grpc
 
-from cluster.serving.connections.client_host import client_host
 from cluster.serving.rpc.status import DETAILS_KEY, code_of, status_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["Context", "abort_call", "drop_frames", "host_of", "metadata_of"]
-
-_PEER = re.compile(r"(?:ipv[46]:)?(?P<address>.*?)(?::\d+)?")
+__all__ = ["Context", "abort_call", "drop_frames", "metadata_of"]
 
 # grpc's own stubs leave the context's message types open.
 Context = grpc.aio.ServicerContext[Any, Any]
-
-
-def host_of(context: Context) -> str:
-    """Return the host of a client, from gRPC's address in the form of a URL."""
-    found = _PEER.fullmatch(unquote(context.peer()))
-    assert found is not None
-    return client_host(found["address"].strip("[]"))
 
 
 def metadata_of(entries: Iterable[tuple[str, str | bytes]] | None) -> dict[str, str]:

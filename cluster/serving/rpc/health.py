@@ -7,19 +7,16 @@ rest of a message, and answers an invalid message with a traceback.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import grpc
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
-from cluster.serving.rpc.context import host_of
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Iterator
+    from collections.abc import Awaitable, Callable, Iterable
 
     from cluster.serving.rpc.context import Context
 
@@ -30,11 +27,8 @@ UNKNOWN_SERVICE = "Unknown service."
 _Status = health_pb2.HealthCheckResponse.ServingStatus
 _MAX_REQUEST_BYTES = 256
 _READ_TIMEOUT_S = 5.0
-_MAX_WAITING_CALLS = 256
-"""Calls of a host without their message. With one more, the oldest is ended."""
-_MAX_WATCHES = 32
-"""Watch calls of one host. Check calls are answered at once, so that they are not limited."""
-_MAX_ALL_WATCHES = 512
+_MAX_WATCHES = 512
+"""Open Watch calls. Check calls are answered at once, so they are not limited."""
 
 
 class Health:
@@ -48,9 +42,7 @@ class Health:
         self._read_timeout_s = read_timeout_s
         self._is_serving = dict.fromkeys(("", *services), False)
         self._changed = asyncio.Condition()
-        self._num_watches: Counter[str] = Counter()
-        self._waiting: defaultdict[str, dict[asyncio.Timeout, None]] = defaultdict(dict)
-        """The timeouts of calls without their message by host, oldest first."""
+        self._num_watches = 0
 
     async def set_serving(self, is_serving: bool) -> None:
         """Set the status of all services and notify Watch calls."""
@@ -79,9 +71,8 @@ class Health:
     async def _read_service(self, context: Context) -> str:
         """Return the name of the requested service. Aborts the call if none arrives in time."""
         try:
-            async with asyncio.timeout(self._read_timeout_s) as timeout:
-                with self._counted_as_waiting(timeout, host_of(context)):
-                    body = await context.read()
+            async with asyncio.timeout(self._read_timeout_s):
+                body = await context.read()
         except TimeoutError:
             text = f"The request message did not arrive within {self._read_timeout_s:g} s."
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)
@@ -90,47 +81,20 @@ class Health:
         except InvalidRequestError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
-    @contextmanager
-    def _counted_as_waiting(self, timeout: asyncio.Timeout, host: str) -> Iterator[None]:
-        waiting = self._waiting[host]
-        waiting[timeout] = None
-        if len(waiting) > _MAX_WAITING_CALLS:
-            oldest = next(iter(waiting))
-            del waiting[oldest]
-            if not oldest.expired():
-                oldest.reschedule(asyncio.get_running_loop().time())
-        try:
-            yield
-        finally:
-            waiting.pop(timeout, None)
-            if not waiting:
-                self._waiting.pop(host, None)
-
-    @contextmanager
-    def _counted_as_watch(self, host: str) -> Iterator[bool]:
-        """Count a Watch call of a host; yield whether it is within the limits."""
-        self._num_watches[host] += 1
-        try:
-            yield (
-                self._num_watches[host] <= _MAX_WATCHES
-                and self._num_watches.total() <= _MAX_ALL_WATCHES
-            )
-        finally:
-            self._num_watches[host] -= 1
-            if not self._num_watches[host]:
-                del self._num_watches[host]
-
     async def _check(self, service: str, context: Context) -> None:
         if service not in self._is_serving:
             await context.abort(grpc.StatusCode.NOT_FOUND, UNKNOWN_SERVICE)
         await context.write(self._answer(service))
 
     async def _watch(self, service: str, context: Context) -> None:
-        with self._counted_as_watch(host_of(context)) as is_within_limits:
-            if not is_within_limits:
-                text = f"A host may have at most {_MAX_WATCHES} open Watch calls."
-                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+        if self._num_watches >= _MAX_WATCHES:
+            text = f"The server may have at most {_MAX_WATCHES} open Watch calls."
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+        self._num_watches += 1
+        try:
             await self._send_changes(service, context)
+        finally:
+            self._num_watches -= 1
 
     async def _send_changes(self, service: str, context: Context) -> None:
         sent = b""

@@ -9,20 +9,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
 from google.protobuf.message_factory import GetMessageClass
 
 from cluster.serving.auth.tenant import ANONYMOUS
-from cluster.serving.intake.loop_shares import MAX_WAITING, LoopTimer, TooManyWaitError
 from cluster.serving.rpc.call import AUTHORIZATION
-from cluster.serving.rpc.context import Context, abort_call, drop_frames, host_of, metadata_of
+from cluster.serving.rpc.context import Context, abort_call, drop_frames, metadata_of
 from cluster.serving.rpc.entry import log_rejection
 from cluster.serving.rpc.message_reader import MessageReader
-from cluster.serving.rpc.service import OPERATIONS, SERVICE, GrpcService
-from cluster.serving.rpc.stalled_writes import StalledWrites, StreamWriter
+from cluster.serving.rpc.service import SERVICE, GrpcService
+from cluster.serving.rpc.stalled_writes import StalledWrites
 from pagedray.errors import AuthenticationError, StalledReaderError
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from cluster.serving.rpc.call import RpcCall
     from cluster.serving.servicer import Servicer
 
-    _Answer = Callable[[Context, LoopTimer], Coroutine[None, None, None]]
+    _Answer = Callable[[Context], Coroutine[None, None, None]]
 
 __all__ = ["method_handlers", "python_name"]
 
@@ -41,15 +40,6 @@ logger = logging.getLogger(__name__)
 
 _MOST_WRITTEN_BYTES = 2**16
 """Bytes of messages of a call that gRPC takes before it makes the next write wait."""
-# A context returns the number of its code.
-_OVERLOADED: tuple[object, ...] = (
-    grpc.StatusCode.RESOURCE_EXHAUSTED,
-    grpc.StatusCode.RESOURCE_EXHAUSTED.value[0],
-)
-_CALL_S = 0.002
-"""The most that a call takes until it is in the engine's queue."""
-_OTHER_S = 0.0002
-"""Time to receive a call and to send its status."""
 _WORD_START = re.compile("(?<!^)(?=[A-Z])")
 
 
@@ -70,7 +60,7 @@ def method_handlers(servicer: Servicer) -> grpc.GenericRpcHandler[Any, Any]:
             run = _one_message(run)
         answer = _answering(run, reader, servicer, writes, name=method.name)
         handlers[method.name] = grpc.stream_stream_rpc_method_handler(
-            _handler(answer, servicer, name=method.name),
+            _handler(answer),
             response_serializer=_serialize,
         )
     return grpc.method_handlers_generic_handler(SERVICE.full_name, handlers)
@@ -98,20 +88,21 @@ def _answering(
     *,
     name: str,
 ) -> _Answer:
-    async def answer(context: Context, timer: LoopTimer) -> None:
+    async def answer(context: Context) -> None:
         message: Message | bytes | None = None
         try:
-            incoming, call = await timer.run(reader.read_message(context))
+            incoming, call = await reader.read_message(context)
             try:
                 with writes.watched() as writer:
                     async with aclosing(method(incoming, call)) as messages:
-                        # Later messages are the engine's work, and a timer for each is slow.
-                        message = await timer.run(_first_of(messages))
-                        if message is None:
-                            return
-                        await timer.run(_write_first(message, context, writer))
+                        is_first = True
                         async for message in messages:
                             writer.num_marks += 1
+                            if is_first and _is_large(message):
+                                # Headers that go with the message would be pending with it, and
+                                # gRPC sends no status meanwhile.
+                                await context.send_initial_metadata(())
+                            is_first = False
                             await context.write(message)
                             writer.num_marks += 1
             finally:
@@ -129,45 +120,10 @@ def _answering(
     return answer
 
 
-async def _first_of(messages: AsyncGenerator[Message | bytes]) -> Message | bytes | None:
-    async for message in messages:
-        return message
-    return None
-
-
-async def _write_first(message: Message | bytes, context: Context, writer: StreamWriter) -> None:
-    writer.num_marks += 1
-    if _is_large(message):
-        # Headers that go with the message would be pending with it, and gRPC sends no status
-        # meanwhile.
-        await context.send_initial_metadata(())
-    await context.write(message)
-    writer.num_marks += 1
-
-
-def _handler(
-    answer: _Answer, servicer: Servicer, *, name: str
-) -> Callable[[object, Context], Awaitable[None]]:
-    uses_engine = name in OPERATIONS
-
+def _handler(answer: _Answer) -> Callable[[object, Context], Awaitable[None]]:
     async def handle(_requests: object, context: Context) -> None:
         try:
-            client, tenant = await _wait_turn(context, servicer, name)
-            timer = LoopTimer()
-            is_complete = False
-            try:
-                await answer(context, timer)
-                is_complete = True
-            finally:
-                # An overloaded server rejects at once; clients that it has room for are not
-                # delayed unless others wait.
-                is_free = is_complete or context.code() in _OVERLOADED
-                shares = servicer.intake.loop_shares
-                if is_free and uses_engine:
-                    shares.charge_call(client, tenant, _OTHER_S + timer.used_s)
-                else:
-                    used_s = min(timer.used_s, _CALL_S) if uses_engine else timer.used_s
-                    shares.charge(client, _OTHER_S + used_s)
+            await answer(context)
         except grpc.aio.AbortError as abort:
             drop_frames(abort)
             raise
@@ -177,31 +133,6 @@ def _handler(
             raise asyncio.CancelledError from left
 
     return handle
-
-
-async def _wait_turn(context: Context, servicer: Servicer, name: str) -> tuple[str, str]:
-    """Wait for the turn of a call's client, and return the client and the tenant."""
-    shares = servicer.intake.loop_shares
-    client, tenant = _client_of(context, servicer)
-    if shares.num_waiting(client) >= MAX_WAITING:
-        error = TooManyWaitError(shares.wait_s(client))
-        log_rejection(servicer, name, error)
-        await abort_call(context, error)
-    await shares.wait_turn(client)
-    return client, tenant
-
-
-def _client_of(context: Context, servicer: Servicer) -> tuple[str, str]:
-    """Return the client that takes turns, and its tenant.
-
-    The client is a tenant, or a host without a valid key.
-    """
-    if servicer.authenticator.requires_keys:
-        with suppress(AuthenticationError):
-            given = metadata_of(context.invocation_metadata()).get(AUTHORIZATION)
-            tenant = servicer.authenticate(given).name
-            return f"tenant {tenant}", tenant
-    return host_of(context), ANONYMOUS.name
 
 
 async def _abort_stalled(

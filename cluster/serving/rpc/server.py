@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING
 
 import grpc
@@ -10,12 +9,10 @@ from grpc_reflection.v1alpha import reflection
 
 from cluster.serving.connections.connection_limits import ConnectionLimits
 from cluster.serving.connections.listener import listen, url_host
-from cluster.serving.rpc.connection_watch import ConnectionWatch
 from cluster.serving.rpc.entry import EntryInterceptor
 from cluster.serving.rpc.health import HEALTH, Health
 from cluster.serving.rpc.message_limit import max_received_bytes
 from cluster.serving.rpc.methods import method_handlers
-from cluster.serving.rpc.proven_connections import ProofInterceptor, ProvenConnections
 from cluster.serving.rpc.service import SERVICE
 
 if TYPE_CHECKING:
@@ -71,7 +68,6 @@ class GrpcServer:
         self._certificates = certificates
         self._health = Health((SERVICE.full_name,))
         self._server: grpc.aio.Server | None = None
-        self._watching: asyncio.Task[None] | None = None
         self.port = 0
         """The bound port; 0 before the server has started."""
 
@@ -95,12 +91,7 @@ class GrpcServer:
                 max_received_bytes(self._servicer.intake.size.num_bytes),
             ),
         )
-        proven = ProvenConnections()
-        interceptors = (
-            EntryInterceptor(self._servicer),
-            ProofInterceptor(self._servicer, proven),
-        )
-        server = grpc.aio.server(interceptors=interceptors, options=options)
+        server = grpc.aio.server(interceptors=(EntryInterceptor(self._servicer),), options=options)
         server.add_generic_rpc_handlers((method_handlers(self._servicer), self._health.handlers()))
         names = (SERVICE.full_name, HEALTH, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
@@ -114,19 +105,13 @@ class GrpcServer:
         )
         await server.start()
         self._server = server
-        watch = ConnectionWatch(self.port, self._limits, proven)
-        self._watching = asyncio.create_task(watch.watch())
 
     async def set_serving(self, is_serving: bool) -> None:
         """Set the status that grpc.health.v1 reports."""
         await self._health.set_serving(is_serving)
 
     async def stop_server(self, grace_s: float) -> None:
-        """Reject new calls and cancel calls that still run after `grace_s`."""
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.wait((self._watching,))
-            self._watching = None
+        """Reject new calls and cancel those that still run after `grace_s`."""
         if self._server is not None:
             server, self._server = self._server, None
             await server.stop(grace_s)

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp
 
-    from cluster.serving.intake.read_turns import ReadTurns
 
 __all__ = ["MemoryServer"]
 
@@ -30,7 +29,6 @@ class MemoryServer:
         self,
         app: ASGIApp,
         loop: asyncio.AbstractEventLoop,
-        read_turns: ReadTurns,
         default_headers: Iterable[tuple[bytes, bytes]] = (),
     ) -> None:
         """`default_headers` are what each response begins with."""
@@ -44,10 +42,9 @@ class MemoryServer:
             http=connection_kind(
                 ConnectionOptions(
                     read_timeout_s=_TIMEOUT_S,
-                    write_timeout_s=_TIMEOUT_S,
+                    most_open=8,
                     note_rejection=_ignore,
                     note_stall=_ignore,
-                    read_turns=read_turns,
                 )
             ),
             lifespan="off",
@@ -68,7 +65,6 @@ class MemoryServer:
         connection = self._config.http_protocol_class(  # type: ignore[call-arg]  # of both parsers'
             config=self._config, server_state=self._state, app_state={}, _loop=self._loop
         )
-        connection.note_lost = _ignore  # type: ignore[attr-defined]  # ours
         connection.connection_made(transport)
         for segment in segments:
             if not transport.is_closed:

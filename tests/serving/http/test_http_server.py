@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -124,7 +124,9 @@ async def test_connections_made_while_the_server_stops_do_not_hold_it_up(
     servicer = Servicer(client, tokenizer, engine_config())
     server = HttpServer(build_http_app(servicer), host="127.0.0.1", port=0)
     await server.start_server()
-    make = server._server._make_connection  # type: ignore[union-attr]  # it has started
+    running = server._server
+    assert running is not None
+    make: Any = running.config.http_protocol_class  # Any: typed as a protocol of any kind
     ends: list[socket.socket] = []
 
     async def keep_connecting() -> None:
@@ -135,7 +137,10 @@ async def test_connections_made_while_the_server_stops_do_not_hold_it_up(
                 ends.append(socket.create_connection(listener.getsockname()))
                 theirs, _ = listener.accept()
                 await asyncio.get_running_loop().connect_accepted_socket(
-                    lambda: make(lambda: None, False), theirs
+                    lambda: make(
+                        config=running.config, server_state=running.server_state, app_state={}
+                    ),
+                    theirs,
                 )
                 await asyncio.sleep(0.005)
 
@@ -156,7 +161,7 @@ async def test_invalid_requests_are_logged_in_one_line(
     await patient_server.start_server()
     for _ in range(20):
         reader, writer = await asyncio.open_connection("127.0.0.1", patient_server.port)
-        writer.write(b"GET / HTTP/1.1\r\n\r\n")
+        writer.write(b"GET / HTTP\r\n\r\n")
         assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
         writer.close()
     await patient_server.stop_server()

@@ -224,7 +224,7 @@ async def test_reader_of_a_closed_stream_gets_an_error() -> None:
         await asyncio.sleep(60.0)
 
     limits = ReaderLimits(resume_grace_s=GRACE_S, resumes_anonymous=True)
-    streams = ResumableStreams(limits, do_requests_wait=lambda: False)
+    streams = ResumableStreams(limits)
     generation = SimpleNamespace(id="call", tenant="", close=lambda *_: None)
     reader = streams.open_stream(generation, batches(), StreamFormat("grpc", "Generate"))  # type: ignore[arg-type]  # a stand-in
     await wait_until(lambda: streams.num_bytes > 4096)
@@ -242,7 +242,7 @@ async def test_resuming_does_not_look_at_what_was_delivered(
         await asyncio.sleep(60.0)
 
     limits = ReaderLimits(resume_grace_s=GRACE_S, resumes_anonymous=True)
-    streams = ResumableStreams(limits, do_requests_wait=lambda: False)
+    streams = ResumableStreams(limits)
     generation = SimpleNamespace(id="call", tenant="", close=lambda *_: None)
     reader = streams.open_stream(generation, batches(), StreamFormat("grpc", "Generate"))  # type: ignore[arg-type]  # a stand-in
     num_read = 0
@@ -273,7 +273,7 @@ async def test_what_another_stream_has_delivered_makes_room_for_a_new_one() -> N
 
     buffer = BufferLimits(512 * 2**10)
     limits = ReaderLimits(resume_grace_s=GRACE_S, resumes_anonymous=True, resume_buffer=buffer)
-    streams = ResumableStreams(limits, do_requests_wait=lambda: False)
+    streams = ResumableStreams(limits)
     form = StreamFormat("grpc", "Generate")
     readers = []
     for number in range(8):

@@ -11,7 +11,6 @@ import grpc
 import httpx
 import pytest
 
-from cluster.serving.intake.loop_shares import MAX_WAIT_S, LoopShares
 from cluster.serving.memory.reader_limits import ReaderLimits
 from cluster.serving.memory.tenant_bytes import BufferLimits
 from cluster.serving.resume.registry import ResumableStreams, StreamFormat
@@ -221,7 +220,7 @@ async def test_delivered_messages_make_room_for_their_tenant_or_if_the_server_is
 
     buffer = BufferLimits(512 * 2**10)
     limits = ReaderLimits(resume_grace_s=GRACE_S, resume_buffer=buffer)
-    streams = ResumableStreams(limits, do_requests_wait=lambda: False)
+    streams = ResumableStreams(limits)
     readers = [
         open_stream(tenant, number, 10) for tenant in ("ann", "ben", "cid", "dan")
         for number in range(8)
@@ -240,7 +239,7 @@ async def test_delivered_messages_make_room_for_their_tenant_or_if_the_server_is
     streams.close()
 
 
-def _kept_stream(shares: LoopShares, grace_s: float) -> ResumableStreams:
+def _kept_stream(grace_s: float) -> ResumableStreams:
     """Return the streams of a server with one, `call`, whose reader has left."""
 
     async def batches() -> AsyncGenerator[list[bytes]]:
@@ -248,7 +247,7 @@ def _kept_stream(shares: LoopShares, grace_s: float) -> ResumableStreams:
         await asyncio.sleep(1000.0)
 
     limits = ReaderLimits(resume_grace_s=grace_s, resumes_anonymous=True)
-    streams = ResumableStreams(limits, do_requests_wait=lambda: shares.has_waiting)
+    streams = ResumableStreams(limits)
     generation = SimpleNamespace(id="call", tenant="", close=lambda *_: None)
     form = StreamFormat("grpc", "Generate")
     streams.open_stream(generation, batches(), form).close()  # type: ignore[arg-type]  # a stand-in
@@ -256,36 +255,13 @@ def _kept_stream(shares: LoopShares, grace_s: float) -> ResumableStreams:
 
 
 @in_virtual_time
-async def test_stream_outlives_the_wait_of_the_request_that_resumes_it() -> None:
-    now_s = asyncio.get_running_loop().time
-    shares = LoopShares(has_streams=lambda: True, clock=now_s)
-    shares.charge("host", 100.0)
-    streams = _kept_stream(shares, grace_s=5.0)
-    await shares.wait_turn("host")
-    assert now_s() > 5.0
-    reader = streams.resume_stream("", "call", 0, protocol="grpc")
-    assert reader is not None
-    # The next grace period is as long, and can be extended only once.
-    reader.close()
-    shares.charge("host", 100.0)
-    waiting = [asyncio.ensure_future(shares.wait_turn("host")) for _ in range(1000)]
-    await asyncio.sleep(5.0 + MAX_WAIT_S - 1.0)
-    assert len(streams) == 1
-    await asyncio.sleep(2.0)
-    assert len(streams) == 0
-    for one in waiting:
-        one.cancel()
-
-
-@in_virtual_time
 async def test_stream_outlives_a_pause_of_the_server() -> None:
-    shares = LoopShares(has_streams=lambda: True)
-    streams = _kept_stream(shares, grace_s=5.0)
+    streams = _kept_stream(grace_s=5.0)
     await asyncio.sleep(1.0)
     pass_time(60.0)
     await asyncio.sleep(1.0)
     assert streams.resume_stream("", "call", 0, protocol="grpc") is not None
-    other = _kept_stream(shares, grace_s=5.0)
+    other = _kept_stream(grace_s=5.0)
     await asyncio.sleep(6.0)
     with pytest.raises(UnknownStreamError):
         other.resume_stream("", "call", 0, protocol="grpc")

@@ -6,8 +6,7 @@ import asyncio
 import atexit
 from typing import TYPE_CHECKING, Any
 
-from cluster.serving.http.held_bytes import MAX_HEAD_BYTES
-from cluster.serving.intake.read_turns import ReadTurns
+from cluster.serving.http.request_head import MAX_HEAD_BYTES
 from tests.hostile.fuzz.memory_server import MemoryServer
 from tests.hostile.fuzz.target import Target
 
@@ -43,29 +42,22 @@ _LOOP = asyncio.new_event_loop()
 atexit.register(_LOOP.close)
 
 
-def _waits_for_tokens() -> bool:
-    return _WAITING[0]
-
-
-_WAITING = [False]
-"""Whether anyone waits for tokens, so that reads take turns."""
-_SERVER = MemoryServer(_app, _LOOP, ReadTurns(has_streams=_waits_for_tokens))
+_SERVER = MemoryServer(_app, _LOOP)
 
 
 def run(data: bytes) -> None:
     """Answer with whole responses; the first byte selects where the segments meet.
 
-    If it is odd, there may be many, which take turns.
+    If it is odd, there may be many, which arrive at once.
     """
     if not data:
         return
-    _WAITING[0] = data[0] % 2 == 1
+    is_at_once = data[0] % 2 == 1
     place = max(1, len(data) * data[0] // 256)
     segments: tuple[bytes, ...] = (data[1:place], data[place:])
-    if _WAITING[0]:
+    if is_at_once:
         segments = tuple(data[at : at + place] for at in range(1, len(data), place))
-    # Reads that take turns come in one pass of the loop.
-    written = _LOOP.run_until_complete(_SERVER.respond(segments, is_at_once=_WAITING[0]))
+    written = _LOOP.run_until_complete(_SERVER.respond(segments, is_at_once=is_at_once))
     assert not written or written.startswith(_STATUS), written[:100]
     assert b" 500 " not in written[: len(_STATUS) + 4], written[:200]
 
