@@ -465,7 +465,7 @@ def _read_speed(device: torch.device) -> float:
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Return how long a call takes at its fastest, if it follows others of its kind."""
+    """Return the shortest time of a call, measured behind other calls of the same kind."""
 
     def run(num_calls: int) -> float:
         started_s = time.perf_counter()

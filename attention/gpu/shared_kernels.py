@@ -34,10 +34,9 @@ _PROGRAMS_PER_MULTIPROCESSOR = 4
 _SATURATING_PROGRAMS = 1.75
 """Programs of a decode per multiprocessor that together use the whole memory bandwidth."""
 _MOST_ROWS_IN_ONE_LAUNCH = 4
-"""Rows of a decode that rotates and writes new tokens itself.
+"""Most rows of a decode that rotates and writes new tokens itself.
 
-Each of its programs takes about 2 us longer then. Of more rows, programs run one after another, and
-another kernel takes less time for all of them.
+Each program then takes about 2 us longer. Above this number of rows, a separate kernel is faster.
 """
 
 

@@ -55,7 +55,7 @@ def add_client_flags(group: argparse._ActionsContainer, *, variables: str) -> No
         "--tls-ca",
         type=Path,
         metavar="FILE",
-        help="CA certificates to trust, in PEM format. (default: those of the system)",
+        help="CA certificates to trust, in PEM format. (default: the system's certificates)",
     )
 
 

@@ -55,7 +55,7 @@ _GROUPS = {
         ),
         Flag(
             "hf_overrides",
-            'JSON object of fields that replace those of config.json, such as \'{"rope_scaling": '
+            'JSON object of fields that replace fields of config.json, such as \'{"rope_scaling": '
             '{"rope_type": "yarn", "factor": 4.0}}\'.',
             read_object,
             "JSON",
@@ -77,7 +77,7 @@ _GROUPS = {
         Flag(
             "task",
             "Generate texts, embed texts, score pairs of texts, or embed or score (pooling). "
-            "(default: the one that the checkpoint is for)",
+            "(default: the checkpoint's own task)",
             (*get_args(Task), "pooling"),
         ),
         Flag(
@@ -135,7 +135,7 @@ _GROUPS = {
         Flag("enable_kept_cpu_pool", "Do not keep CPU blocks when a rank is replaced.", bool),
         Flag(
             "cpu_pool_checksums",
-            "Drop CPU blocks whose checksum is wrong when a rank is replaced.",
+            "Drop CPU blocks with wrong checksums when a rank is replaced.",
             bool,
         ),
         Flag(

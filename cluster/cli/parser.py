@@ -346,7 +346,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--url",
         metavar="URL",
-        help="URL of a running server, PagedRay's or another one with an OpenAI-compatible API, in "
+        help="URL of a running server of PagedRay, or of another with an OpenAI-compatible API, in "
         "which case MODEL is a name that it serves. (default: http://127.0.0.1:8000 if there is "
         "no MODEL)",
     )
@@ -426,7 +426,7 @@ def _add_deploy(commands: _Commands) -> None:
     )
     what = "Check Helm values for errors, without a cluster."
     add_check_flags(verbs.add_parser("check", help=what, description=what))
-    what = "Explain what a deployment is waiting for; exit with status 0 if it serves requests."
+    what = "Explain why a deployment is waiting; exit with status 0 if it serves requests."
     add_status_flags(verbs.add_parser("status", help=what, description=what))
     what = "Download a model from the Hub or S3, or wait until it is downloaded."
     add_fetch_flags(verbs.add_parser("fetch", help=what, description=what))

@@ -61,13 +61,13 @@ def _add_ports(group: _Group) -> None:
         type=int,
         default=DEFAULT_HTTP_PORT,
         metavar="PORT",
-        help="Port for HTTP; 0 selects a free one.",
+        help="Port for HTTP; 0 selects a free port.",
     )
     group.add_argument(
         "--grpc-port",
         type=int,
         metavar="PORT",
-        help="Port for gRPC; 0 selects a free one. (default: 9000; with another --http-port than "
+        help="Port for gRPC; 0 selects a free port. (default: 9000; with another --http-port than "
         "8000, the first free port from 9000 on)",
     )
     for flag, what in _FILES.items():

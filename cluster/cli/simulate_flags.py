@@ -52,7 +52,7 @@ def _add_requests(group: argparse._ArgumentGroup) -> None:
         "--trace",
         type=Path,
         metavar="FILE",
-        help="File of requests in JSON lines, instead of random ones: arrival_s, "
+        help="File of requests in JSON lines, in place of random requests: arrival_s, "
         "num_prompt_tokens and num_output_tokens, and optionally tenant, prefix and "
         "num_prefix_tokens.",
     )

@@ -160,7 +160,8 @@ class StepLoop(ABC):
     def _check_open(self) -> None:
         """Raise EngineError if the engine has ended or is stopping."""
         if self._error is not None:
-            # Otherwise it would keep the frames of each call that raises it, and their requests.
+            # Otherwise the error would keep the frames of each call that raises it, with their
+            # requests.
             raise self._error.with_traceback(None)
         if self._is_stopping:
             raise ShuttingDownError

@@ -187,7 +187,7 @@ class AdmissionSize:
         """Return the number of tokens that a sequence gets blocks for when it starts."""
         num_tokens = sequence.length
         if sequence.num_preemptions:
-            # The more often it lost its blocks, the longer it runs before it needs another block.
+            # A sequence that lost its blocks more often runs longer before it needs another block.
             num_blocks = min(2**sequence.num_preemptions, _MAX_HEADROOM)
             num_tokens += num_blocks * self._kv.block_size
         # The last token is never computed.

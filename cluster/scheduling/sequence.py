@@ -233,7 +233,7 @@ class Sequence:
 
     @property
     def is_ending(self) -> bool:
-        """Whether its last token is being sampled, after which it frees its blocks anyway."""
+        """Whether the last token is being sampled; the sequence then frees its blocks anyway."""
         return self.num_computed == self.max_length - 1
 
     @property
@@ -243,7 +243,7 @@ class Sequence:
 
     @property
     def has_sampled(self) -> bool:
-        """Whether it has got a token that was computed from its blocks."""
+        """Whether a token was sampled from the current blocks."""
         return len(self.token_ids) > self.num_prefilled
 
     @property
@@ -305,11 +305,11 @@ class FailedAdmission(NamedTuple):
     """The state of the prefix cache when a sharing sequence found too few free blocks."""
 
     next_key: BlockKey | None
-    """Key of the first block that was not cached; None if all that it can share were."""
+    """Key of the first block that was not cached; None if every shareable block was cached."""
     num_shared: int
     """Cached blocks that need no free block, since they were not idle."""
     num_changes: int
-    """Events so far that may let it share one more of them."""
+    """Count of pool changes that may free a shared block."""
     revision: int
     """The revision of the prefix cache."""
 

@@ -32,7 +32,7 @@ class Arrival:
     """When it arrives, from the start of the simulation."""
     num_prompt_tokens: int
     num_output_tokens: int
-    """Tokens that it generates; it sets this as its limit."""
+    """Tokens to generate, which is also the limit of the request."""
     tenant: str = ""
     prefix: str = ""
     """Requests with the same one begin with the same tokens; empty if nothing is shared."""

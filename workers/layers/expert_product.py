@@ -47,7 +47,7 @@ class ExpertProduct(ABC):
 
     @abstractmethod
     def down_bias(self, expert: int) -> torch.Tensor | None:
-        """Return where its bias is loaded, `[hidden_size]`, if this rank adds it."""
+        """Return the target of the bias, `[hidden_size]`, if this rank adds the bias."""
 
     @abstractmethod
     def __call__(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:

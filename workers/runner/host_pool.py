@@ -125,7 +125,7 @@ class HostPool:
             self._thread.join()
 
     def has_layout(self, num_blocks: int, block_shape: Sequence[int], dtype: torch.dtype) -> bool:
-        """Return whether this pool has this many blocks of this shape."""
+        """Return whether the pool has `num_blocks` blocks of this shape."""
         wanted = num_blocks, tuple(block_shape), dtype
         return (len(self.blocks), self._shape, self._dtype) == wanted
 

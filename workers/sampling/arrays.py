@@ -25,7 +25,7 @@ def upload(array: NDArray[Any], device: torch.device) -> Tensor:  # Any: every e
 
 
 def select_rows(matrix: Tensor, indices: IntArray) -> Tensor:
-    """Return these rows of the matrix; the matrix itself if they are all of them, in order."""
+    """Return these rows of the matrix, or the matrix itself for all rows in order."""
     if len(indices) == len(matrix):
         return matrix
     return matrix.index_select(0, upload(indices, matrix.device))

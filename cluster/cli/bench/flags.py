@@ -109,7 +109,7 @@ def _add_request_fields(group: argparse._ArgumentGroup) -> None:
         "--extra-body",
         type=_json_object,
         metavar="JSON",
-        help="JSON object whose fields are added to the body of HTTP requests.",
+        help="JSON object of fields to add to the body of HTTP requests.",
     )
     group.add_argument(
         "--temperature",
@@ -178,7 +178,7 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         type=count(1, MOST_REQUESTS),
         default=1,
         metavar="N",
-        help="Number of warm-up requests, sent one after another before the measured ones.",
+        help="Number of warm-up requests, sent in sequence before the measured requests.",
     )
 
 
@@ -335,7 +335,7 @@ def add_latency_flags(parser: argparse.ArgumentParser) -> None:
         type=count(0, _MOST_TOKENS),
         default=10,
         metavar="N",
-        help="Number of warm-up batches before the measured ones.",
+        help="Number of warm-up batches before the measured batches.",
     )
     _add_json_output(group)
 

@@ -22,7 +22,7 @@ def add_check_flags(parser: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="+",
         metavar="VALUES",
-        help="Files of Helm values; later files override earlier ones.",
+        help="Files of Helm values; later files override earlier files.",
     )
     parser.add_argument(
         "--chart",
@@ -38,7 +38,7 @@ def add_check_flags(parser: argparse.ArgumentParser) -> None:
         "--checkpoint",
         type=Path,
         metavar="FOLDER",
-        help="Local copy of the model, whose size is compared with that of the claim. (default: "
+        help="Local copy of the model, to compare its size with the claim's. (default: "
         "ask the Hub, if the model is there)",
     )
 

@@ -98,7 +98,7 @@ class GenerationCall:
         self._is_last = False
         self._has_failed = False
         self.replayed = self._replay(requests) if given.is_continued else None
-        """Output of another replica, if this call continues; its client has received it."""
+        """Output of another replica, which the client has received, if this call continues."""
         self._is_closed = False
         self._kept: OutputBuffer | None = None
         # Last, so that nothing runs in the engine if anything above fails.

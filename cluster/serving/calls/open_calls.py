@@ -167,10 +167,7 @@ class OpenCall:
             self._account.num_open -= 1
 
     def was_aborted(self, earlier_s: float) -> bool:
-        """Return whether its client aborted it before it had its id here.
-
-        It began `earlier_s` before it arrived, in another replica.
-        """
+        """Return whether the client aborted the call before this replica knew the id."""
         noted = self._account.aborted_s
         if self.proxied_id and self.proxied_id in noted:
             return True

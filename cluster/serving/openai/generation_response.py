@@ -215,7 +215,7 @@ class ResponseChunks:
         """Yield server-sent events; an error becomes the last event before `[DONE]`."""
         write = self._events_with_usage if self._options.has_continuous_usage else self._events
         if self._generation.replayed is not None:
-            # The client has received these events; they bring the choices to where it was cut off.
+            # The client has received these events; they bring the choices to the point of the cut.
             for _ in write(self._generation.replayed):
                 pass
             self._note_begun_choices()

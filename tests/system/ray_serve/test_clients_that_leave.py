@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
-LEASE_EXPIRED = "Cancelled a stream whose caller no longer renews its lease."
+LEASE_EXPIRED = "Cancelled a stream because its caller stopped renewing the lease."
 
 
 async def test_an_unread_stream_ends(cluster: ServeCluster) -> None:

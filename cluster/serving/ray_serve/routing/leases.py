@@ -82,7 +82,7 @@ class Leases:
         begin_s = self._clock() - self._unheard_s
         late = {one for one in self._leases if self._are_renewed and one.renewed_s < begin_s}
         for lease in late:
-            logger.warning("Cancelled a stream whose caller no longer renews its lease.")
+            logger.warning("Cancelled a stream because its caller stopped renewing the lease.")
             lease.task.cancel()
         self._leases -= late
         if self._leases:
