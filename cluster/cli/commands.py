@@ -284,25 +284,14 @@ def _simulate(parsed: argparse.Namespace) -> int:
 
 
 def _deploy(parsed: argparse.Namespace) -> int:
-    if parsed.verb == "check":
-        from cluster.cli.deploy.check import check
-
-        return check(
-            parsed.values,
-            chart=parsed.chart,
-            release=parsed.release,
-            checkpoint=parsed.checkpoint,
-        )
-    if parsed.verb == "status":
-        from cluster.cli.deploy.status import status
-
-        return status(parsed.release, namespace=parsed.namespace, file=parsed.file)
     if parsed.verb == "hold":
-        from cluster.cli.deploy.drain_wait import hold
+        from cluster.cli.deploy_hold import hold
 
         return hold(parsed.address, limit_s=parsed.limit_s)
-    from cluster.cli.deploy.fetch import fetch_command
+    from cluster.cli.deploy import check, fetch_command
 
+    if parsed.verb == "check":
+        return check(parsed.values, chart=parsed.chart)
     return fetch_command(parsed.model, folder=parsed.folder, is_waiting=parsed.wait)
 
 

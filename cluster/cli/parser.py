@@ -12,12 +12,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from cluster.cli.bench.flags import add_bench_flags, add_latency_flags, add_throughput_flags
 from cluster.cli.client_flags import add_client_flags, add_sampling_flags
-from cluster.cli.deploy.flags import (
-    add_check_flags,
-    add_fetch_flags,
-    add_hold_flags,
-    add_status_flags,
-)
 from cluster.cli.engine_flags import add_engine_flags
 from cluster.cli.flag import group_of, read_value, seconds
 from cluster.cli.serve_flags import add_model_names, add_serve_flags
@@ -419,22 +413,60 @@ def _add_simulate(commands: _Commands) -> None:
 
 
 def _add_deploy(commands: _Commands) -> None:
-    what = "Check a deployment on Kubernetes, show its status, or download its model."
+    what = "Check a deployment on Kubernetes, or download its model."
     deploy = commands.add_parser("deploy", help=what, description=what)
     verbs = deploy.add_subparsers(
         dest="verb", required=True, metavar="VERB", parser_class=OneLineParser
     )
-    what = "Check Helm values for errors, without a cluster."
-    add_check_flags(verbs.add_parser("check", help=what, description=what))
-    what = "Explain why a deployment is waiting; exit with status 0 if it serves requests."
-    add_status_flags(verbs.add_parser("status", help=what, description=what))
+    what = "Check Helm values for errors that Helm does not find, without a cluster."
+    check = verbs.add_parser("check", help=what, description=what)
+    check.add_argument(
+        "values",
+        type=Path,
+        nargs="+",
+        metavar="VALUES",
+        help="Files of Helm values; later files override earlier files.",
+    )
+    check.add_argument(
+        "--chart",
+        type=Path,
+        default=Path("deploy/helm/pagedray"),
+        metavar="FOLDER",
+        help="Folder of PagedRay's Helm chart.",
+    )
     what = "Download a model from the Hub or S3, or wait until it is downloaded."
-    add_fetch_flags(verbs.add_parser("fetch", help=what, description=what))
+    fetch = verbs.add_parser("fetch", help=what, description=what)
+    fetch.add_argument(
+        "model",
+        metavar="MODEL",
+        help="Hub id, ORG/NAME or ORG/NAME@REVISION, or s3://BUCKET/PREFIX.",
+    )
+    fetch.add_argument(
+        "--folder",
+        type=Path,
+        metavar="FOLDER",
+        help="Folder to download a model from S3 into.",
+    )
+    fetch.add_argument(
+        "--wait",
+        action="store_true",
+        help="Do not download; wait until another process has downloaded the last file.",
+    )
     what = (
         "Delay the shutdown of a Ray cluster's head until the workers that shut down with it have "
         "drained."
     )
-    add_hold_flags(verbs.add_parser("hold", help=what, description=what))
+    hold = verbs.add_parser("hold", help=what, description=what)
+    hold.add_argument(
+        "--address", default="127.0.0.1:6379", metavar="ADDRESS", help="Address of Ray's GCS."
+    )
+    hold.add_argument(
+        "--limit-s",
+        type=seconds(0, 86400),
+        default=150.0,
+        metavar="SECONDS",
+        help="Maximum time to wait.",
+    )
 
 
 def _add_collect_env(commands: _Commands) -> None:

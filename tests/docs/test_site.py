@@ -75,7 +75,7 @@ def test_command_page_has_every_command() -> None:
         ("bench serve", "--request-rate"),
         ("bench throughput", "--num-prompts"),
         ("keys new", "--tenant"),
-        ("deploy check", "--checkpoint"),
+        ("deploy check", "--chart"),
     ):
         section = re.split(r"^#+ ", page.partition(f"# pagedray {command}\n")[2], flags=re.M)[0]
         assert flag in section, command

@@ -41,6 +41,22 @@ _HUB = {"model": "Qwen/Qwen3-8B"}
         ),
         (_HUB | {"gcs": {"faultTolerance": "rocksdb"}}, "GCSFaultToleranceEmbeddedStorage"),
         (_HUB | {"gateway": {"enabled": True}}, "gateway.name"),
+        (_HUB | {"gateway": {"inferencePool": {"enabled": True}}}, "it needs gateway.enabled"),
+        (
+            _HUB
+            | {
+                "maxReplicas": 2,
+                "gateway": {"enabled": True, "name": "one"},
+                "upgrade": {"strategy": "NewClusterWithIncrementalUpgrade"},
+            },
+            "has none for gRPC",
+        ),
+        (
+            _HUB | {"maxReplicas": 2, "upgrade": {"strategy": "NewClusterWithIncrementalUpgrade"}},
+            "needs a GatewayClass",
+        ),
+        (_HUB | {"maxReplicas": 1, "replicas": 2}, "maxReplicas: it must be 0"),
+        ({"model": "/models"}, "model: write a folder below /models"),
         (_HUB | {"graceSeconds": 100}, "graceSeconds: 100"),
         ({"model": "a b"}, "model"),
         ({"model": "/models/'x'"}, "model"),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from cluster.cli.deploy.drain_wait import GcsNodes
+from cluster.cli.deploy_hold import GcsNodes
 from tests.fakes import wait_for
 from tests.orphan_guard import OrphanGuard
 from tests.system.server_process import free_port

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.cli.deploy.drain_wait import GcsNodes, wait_for_drains
+from cluster.cli.deploy_hold import GcsNodes, wait_for_drains
 from tests.fakes import wait_for
 from tests.system.ray_cluster.ray_nodes import DRAIN_S, RayNodes
 

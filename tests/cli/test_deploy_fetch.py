@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cluster.cli.commands import main
-from cluster.cli.deploy.fetch import fetch, wait_for_mirror, wait_for_model
+from cluster.cli.deploy import fetch, wait_for_mirror, wait_for_model
 from pagedray.errors import CheckpointError
 from tests.downloads.faulty_server import Fault
 from tests.downloads.small_hub import SmallHub, folder_files

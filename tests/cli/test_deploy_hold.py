@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from cluster.cli.deploy.drain_wait import wait_for_drains
+from cluster.cli.deploy_hold import wait_for_drains
 
 LIMIT_S = 150.0
 

@@ -1,1 +1,0 @@
-"""`pagedray deploy`: a deployment on Kubernetes, before it starts and while it runs."""
