@@ -8,6 +8,7 @@ import ipaddress
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -44,6 +45,7 @@ _INTERRUPT_DRAIN_S = 2.0
 """Upper bound of the drain time after Ctrl-C, where a user is waiting."""
 _LOADING_GRACE_S = 2.5
 _POLL_S = 0.5
+_SWITCH_INTERVAL_S = 0.001
 _OUTAGE_EXIT = 1
 _LOOPBACKS = ("127.0.0.1", "::1", "localhost")
 
@@ -138,6 +140,8 @@ class Server:
             # Loaded objects live as long as the server; a collection that traverses them would
             # block the event loop for 70 ms.
             gc.collect()
+            # A thread that reads a long text delays the event loop by a millisecond at a time.
+            sys.setswitchinterval(_SWITCH_INTERVAL_S)
             # Device memory of a closed rank is freed by the collector, so not until then.
             with freeze_heap():
                 await frontends.set_ready()

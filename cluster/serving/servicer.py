@@ -87,9 +87,7 @@ class Servicer:
         if self.authenticator.requires_keys:
             tokenizer.disable_cache()
         self._calls = OpenCalls()
-        self._text_pool = (
-            TextPool(do_others_wait=self._calls.has_others) if text_pool is None else text_pool
-        )
+        self._text_pool = TextPool() if text_pool is None else text_pool
         self._tokens = TokenReader(config, tokenizer, self._text_pool)
         self.metrics = Metrics(client, config)
         self.ignored = IgnoredParameters(

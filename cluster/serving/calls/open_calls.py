@@ -198,11 +198,6 @@ class OpenCalls:
     def __iter__(self) -> Iterator[OpenCall]:
         return iter(tuple(self._open))
 
-    def has_others(self, tenant_name: str) -> bool:
-        """Return whether a call of another tenant is open."""
-        account = self._accounts.get(tenant_name)
-        return len(self._open) > (0 if account is None else account.num_open)
-
     def enter_call(
         self, tenant: Tenant, *, is_admitted: bool = False, may_resume: bool = False
     ) -> OpenCall:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 import secrets
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -25,7 +24,6 @@ from pagedray.errors import InvalidRequestError
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from cluster.serving.text.thread_pauses import ThreadPauses
 
 __all__ = ["LiteralTokens", "MarkedText"]
 
@@ -69,11 +67,9 @@ class LiteralTokens:
             for token_id, token in special.items()
         }
 
-    def mark(
-        self, prompt: ChatPrompt, *, pauses: ThreadPauses | None = None
-    ) -> tuple[ChatPrompt, Mapping[str, str]]:
+    def mark(self, prompt: ChatPrompt) -> tuple[ChatPrompt, Mapping[str, str]]:
         """Return a conversation with marks, and the text that each stands for."""
-        marker = _Marker(self._finder, pauses)
+        marker = _Marker(self._finder)
         marked = replace(
             prompt,
             messages=tuple(map(marker.mark_message, prompt.messages)),
@@ -170,10 +166,8 @@ class _TokenFinder:
 class _Marker:
     """Replaces parts of the texts of one conversation with marks."""
 
-    def __init__(self, finder: _TokenFinder, pauses: ThreadPauses | None) -> None:
+    def __init__(self, finder: _TokenFinder) -> None:
         self._finder = finder
-        self._pauses = pauses
-        self._num_texts = 0
         self._nonce = ""
         self.originals: dict[str, str] = {}
         """The text that each mark stands for."""
@@ -219,9 +213,6 @@ class _Marker:
         )
 
     def _mark(self, text: str) -> str:
-        self._num_texts += 1
-        if self._pauses is not None and self._num_texts % _CHECK_INTERVAL == 0:
-            self._pauses.pause_if_due(time.thread_time())
         begin, end = self._finder.part_to_mark(text)
         if begin >= end:
             return text

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cluster.serving.text.templates.chat_template import ChatTemplate
-    from cluster.serving.text.thread_pauses import ThreadPauses
     from pagedray.config import EngineConfig
 
 __all__ = ["Tokenizer", "read_tokenizer"]
@@ -190,16 +189,15 @@ class Tokenizer:
         prompt: ChatPrompt,
         *,
         template: ChatTemplate | None = None,
-        pauses: ThreadPauses | None = None,
     ) -> str:
         """Return the prompt of a conversation, with special tokens as text.
 
-        `template` takes the place of the model's. The thread takes the pauses, if any. Raises
+        `template` takes the place of the model's. Raises
         InvalidRequestError.
         """
         if template is None:
             template = self._template_for(prompt)
-        return template.render(prompt, pauses=pauses)
+        return template.render(prompt)
 
     @panics_as_errors()
     def render_marked_chat(
@@ -208,7 +206,6 @@ class Tokenizer:
         *,
         template: ChatTemplate | None = None,
         marks_special_tokens: bool,
-        pauses: ThreadPauses | None = None,
     ) -> MarkedText:
         """Run `render_chat`, if requested with marks for the messages' special tokens.
 
@@ -216,8 +213,8 @@ class Tokenizer:
         """
         originals: Mapping[str, str] = {}
         if marks_special_tokens and (self._templates is not None or template is not None):
-            prompt, originals = self._marker().mark(prompt, pauses=pauses)
-        return MarkedText(self.render_chat(prompt, template=template, pauses=pauses), originals)
+            prompt, originals = self._marker().mark(prompt)
+        return MarkedText(self.render_chat(prompt, template=template), originals)
 
     def _template_for(self, prompt: ChatPrompt) -> ChatTemplate:
         if self._templates is None:

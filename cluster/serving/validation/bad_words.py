@@ -41,7 +41,7 @@ class BadWordReader:
             check_unicode(word, _PARAM)
         read_all = partial(self._read_all, words)
         if self._text_pool is not None and are_long(words):
-            return await self._text_pool.encode_in_thread(tenant, read_all)
+            return await self._text_pool.run_in_thread(tenant, read_all)
         return read_all()
 
     def _read_all(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:

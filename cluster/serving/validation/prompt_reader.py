@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from cluster.serving.text.templates.chat_template import ChatTemplate
     from cluster.serving.text.text_pool import TextPool
-    from cluster.serving.text.thread_pauses import ThreadPauses
     from cluster.serving.text.tokenizer import Tokenizer
     from pagedray.config import EngineConfig
 
@@ -160,7 +159,7 @@ class PromptReader:
         encode = functools.partial(self._tokenizer.encode_pair, *pair)
         pool = self._text_pool if is_long else None
         token_ids, num_first_type = (
-            encode() if pool is None else await pool.encode_in_thread(tenant, encode)
+            encode() if pool is None else await pool.run_in_thread(tenant, encode)
         )
         if self._has_unknown_tokens:
             self._check_known(token_ids, params[1])
@@ -209,7 +208,7 @@ class PromptReader:
         template = await self._template_of(prompt, tenant)
         render = functools.partial(self._render, prompt, template)
         marked = (
-            await self._text_pool.render_in_thread(tenant, render)
+            await self._text_pool.run_in_thread(tenant, render)
             if self._text_pool is not None and _is_long_chat(prompt)
             else render()
         )
@@ -245,14 +244,11 @@ class PromptReader:
         check_unicode(source, "chat_template")
         return await self._request_templates.template_of(source, tenant)
 
-    def _render(
-        self, prompt: ChatPrompt, template: ChatTemplate | None, pauses: ThreadPauses | None = None
-    ) -> MarkedText:
+    def _render(self, prompt: ChatPrompt, template: ChatTemplate | None) -> MarkedText:
         return self._tokenizer.render_marked_chat(
             prompt,
             template=template,
             marks_special_tokens=self._marks_special_tokens,
-            pauses=pauses,
         )
 
     async def _encode(
@@ -283,7 +279,7 @@ class PromptReader:
     ) -> tuple[int, ...]:
         """Return the tokens of a text or a conversation, encoded in a thread if it is long."""
         pool = self._text_pool if is_long else None
-        token_ids = encode() if pool is None else await pool.encode_in_thread(tenant, encode)
+        token_ids = encode() if pool is None else await pool.run_in_thread(tenant, encode)
         if self._has_unknown_tokens:
             self._check_known(token_ids, param)
         return tuple(token_ids)

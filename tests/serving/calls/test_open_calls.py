@@ -70,18 +70,6 @@ def test_a_call_that_another_replica_admitted_has_no_limit() -> None:
     calls.enter_call(ANN, is_admitted=True, may_resume=True).begin()
 
 
-def test_only_open_calls_of_other_tenants_are_those_of_others() -> None:
-    calls = OpenCalls()
-    call = calls.enter_call(ANN)
-    assert not calls.has_others("ben")
-    call.begin()
-    assert not calls.has_others("ann")
-    assert calls.has_others("ben")
-    call.close()
-    call.close()
-    assert not calls.has_others("ben")
-
-
 def test_the_work_of_a_closed_call_is_freed_at_once() -> None:
     calls = OpenCalls()
     call = calls.enter_call(ANN)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import pytest
 
@@ -14,9 +14,9 @@ from tests.serving.conftest import engine_config
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cluster.serving.text.thread_pauses import ThreadPauses
     from cluster.serving.text.tokenizer import Tokenizer
 
+Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
 
@@ -25,11 +25,11 @@ class CountingPool(TextPool):
 
     num_runs = 0
 
-    async def render_in_thread(
-        self, tenant: str, render: Callable[[ThreadPauses], Result]
+    async def run_in_thread(
+        self, tenant: str, work: Callable[Given, Result], *args: Given.args, **kwargs: Given.kwargs
     ) -> Result:
         self.num_runs += 1
-        return await super().render_in_thread(tenant, render)
+        return await super().run_in_thread(tenant, work, *args, **kwargs)
 
 
 def tool(num_parameters: int) -> dict[str, object]:

@@ -27,7 +27,6 @@ from pagedray.errors import CheckpointError, InvalidRequestError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from cluster.serving.text.thread_pauses import ThreadPauses
 
 __all__ = ["ChatTemplate"]
 
@@ -88,13 +87,12 @@ class ChatTemplate:
         """The variables that it reads and that a request may set."""
         self._names = code.names
 
-    def render(self, prompt: ChatPrompt, *, pauses: ThreadPauses | None = None) -> str:
+    def render(self, prompt: ChatPrompt) -> str:
         """Return the prompt for the next turn, or for the rest of the last turn.
 
-        The thread takes the pauses, if any. Raises InvalidRequestError if the template rejects the
-        messages.
+        Raises InvalidRequestError if the template rejects the messages.
         """
-        self._environment.start_rendering(pauses)
+        self._environment.start_rendering()
         messages = _in_channels(prompt.messages) if self._has_channels else prompt.messages
         mark = secrets.token_hex(16) if prompt.continues_final_message and messages else None
         if mark is None:

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
 
 from jinja2 import TemplateError
-
-if TYPE_CHECKING:
-    from cluster.serving.text.thread_pauses import ThreadPauses
 
 __all__ = ["MAX_CPU_S", "MAX_TOTAL", "RenderingBudget", "TemplateLimitError"]
 
@@ -34,19 +30,18 @@ class RenderingBudget(threading.local):
         self._cpu_s = cpu_s
         self.start_rendering()
 
-    def start_rendering(self, pauses: ThreadPauses | None = None) -> None:
-        """Count from zero on this thread, which takes the pauses, if any."""
-        self._start(MAX_TOTAL, pauses)
+    def start_rendering(self) -> None:
+        """Count from zero on this thread."""
+        self._start(MAX_TOTAL)
 
     def start_compiling(self) -> None:
         """Count from zero the values computed on this thread while a template is compiled."""
-        self._start(_MAX_CONSTANTS, None)
+        self._start(_MAX_CONSTANTS)
 
-    def _start(self, max_size: int, pauses: ThreadPauses | None) -> None:
+    def _start(self, max_size: int) -> None:
         self._num_steps = self._size = 0
         self._max_size = max_size
         self._end_s = time.thread_time() + self._cpu_s
-        self._pauses = pauses
 
     def count_steps(self, num_steps: int = 1) -> None:
         """Count steps of a template. Raises TemplateLimitError if they took too long."""
@@ -57,8 +52,6 @@ class RenderingBudget(threading.local):
         now_s = time.thread_time()
         if now_s > self._end_s:
             raise TemplateLimitError(f"the template takes more than {self._cpu_s:g} s of CPU time")
-        if self._pauses is not None:
-            self._pauses.pause_if_due(now_s)
 
     def count_size(self, size: int) -> None:
         """Count characters or elements. Raises TemplateLimitError if there are too many."""

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from jinja2.runtime import Context
 
-    from cluster.serving.text.thread_pauses import ThreadPauses
 
 __all__ = ["LimitedEnvironment"]
 
@@ -66,9 +65,9 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         """Add or replace a filter."""
         self.filters[name] = self._limited_filter(name, function)
 
-    def start_rendering(self, pauses: ThreadPauses | None = None) -> None:
-        """Count from zero on this thread, which takes the pauses, if any."""
-        self._budget.start_rendering(pauses)
+    def start_rendering(self) -> None:
+        """Count from zero on this thread."""
+        self._budget.start_rendering()
 
     def start_compiling(self) -> None:
         """Count from zero the values computed on this thread while a template is compiled."""
