@@ -26,9 +26,9 @@ import torch
 
 from attention.kernels.triton.token_rows import add_norm
 from bench.engine import write_results
-from workers.parallel.group_factory import make_group
+from workers.parallel.peer_memory import RowShape
+from workers.parallel.process_group import make_group
 from workers.parallel.rendezvous import LOOPBACK
-from workers.parallel.row_shape import RowShape
 
 if TYPE_CHECKING:
     from collections.abc import Callable

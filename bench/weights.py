@@ -28,8 +28,7 @@ from workers.models.decoder import Decoder
 from workers.models.families.registry import read_model_config
 from workers.parallel.group import SoloGroup
 from workers.weights.checkpoint import Checkpoint
-from workers.weights.finite_tensors import FiniteTensors
-from workers.weights.load_weights import fill_shards
+from workers.weights.load_weights import FiniteTensors, fill_shards
 
 SHAPE: dict[str, Any] = {  # Any: JSON values
     **LLAMA_8B,

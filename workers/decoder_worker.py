@@ -8,6 +8,8 @@ import threading
 import time
 from collections import defaultdict
 from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
@@ -19,12 +21,16 @@ from pagedray.errors import DeviceError, StartupError
 from pagedray.machine import num_usable_cores
 from pagedray.rank_progress import PoolReport
 from pagedray.rank_roofline import AttentionWork, DeviceSpeed, ExpertChoice, RankRoofline
-from workers.cache_sizing import cache_size, free_host_bytes, num_staging
-from workers.compiled_note import CompiledNote
-from workers.graph_sizes import GraphSizes, graph_sizes
 from workers.layers.formats.fp8_rows import FP8
 from workers.layers.linear_kernels.choice import make_linear_kernel, replaced_kernels
-from workers.memory_profile import MemoryProfile
+from workers.memory_profile import (
+    GraphSizes,
+    MemoryProfile,
+    cache_size,
+    free_host_bytes,
+    graph_sizes,
+    num_staging,
+)
 from workers.models.decoder import Decoder
 from workers.models.self_attention import attention_spec
 from workers.parallel.group import GroupBrokenError
@@ -41,10 +47,8 @@ from workers.runner.model_runner import ModelRunner
 from workers.runner.sampled_attention import SampledAttention
 from workers.runner.token_table import TokenTable
 from workers.sampler import Sampler
-from workers.weights.cache_format import with_cache_format
-from workers.weights.load_weights import load_weights
-from workers.weights.stored_experts import with_stored_experts
-from workers.weights.stored_head import with_stored_head
+from workers.weights.checkpoint import with_cache_format
+from workers.weights.load_weights import load_weights, with_stored_experts, with_stored_head
 from workers.worker import Worker, release_gpu_memory
 
 if TYPE_CHECKING:
@@ -56,7 +60,7 @@ if TYPE_CHECKING:
     from workers.runner.host_pool import HostPool
     from workers.runner.pending_tokens import PendingTokens
 
-__all__ = ["DecoderWorker", "attention_work", "measure_roofline", "product_speed"]
+__all__ = ["CompiledNote", "DecoderWorker", "attention_work", "measure_roofline", "product_speed"]
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +70,8 @@ _MATRIX_SIZE = {"cpu": 1024, "cuda": 8192}
 _WARM_UP_S = 0.05
 _TRIAL_S = 0.02
 _NUM_TRIALS = 10
+
+_FOLDER = "pagedray"
 
 
 class DecoderWorker(Worker):
@@ -480,3 +486,33 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
     each_s = run(num_warm_ups) / num_warm_ups
     num_calls = max(1, math.ceil(_TRIAL_S / each_s))
     return min(run(num_calls) for _ in range(_NUM_TRIALS)) / num_calls
+
+
+class CompiledNote:
+    """A file in the folder where Triton keeps kernels, for each configuration and kind of GPU."""
+
+    def __init__(self, config: EngineConfig, device: torch.device) -> None:
+        # Triton is imported only where it compiles.
+        import triton
+
+        from attention.kernels.triton.launches.kernel_keys import fix_kernel_keys
+
+        kinds = (config, torch.cuda.get_device_name(device), triton.__version__, fix_kernel_keys())
+        digest = sha256(repr(kinds).encode()).hexdigest()
+        self._path = Path(triton.knobs.cache.dir) / _FOLDER / digest[:32]
+
+    @property
+    def exists(self) -> bool:
+        """Return whether a rank with this configuration has compiled its kernels."""
+        try:
+            return self._path.exists()
+        except OSError:
+            return False
+
+    def write(self) -> None:
+        """Record that the kernels are compiled. Otherwise, the next start checks each of them."""
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.touch()
+        except OSError as error:
+            logger.info("Could not note in %s that kernels are compiled: %s", self._path, error)

@@ -17,28 +17,28 @@ from attention.abstract import AttentionBatch
 from pagedray.batch import EmbedOutput, EmbedPlan, StepPlan
 from pagedray.config import CacheSize, KernelReport
 from pagedray.rank_progress import Phase
+from workers.decoder_worker import DecoderWorker
 from workers.layers.linear_kernels.choice import replaced_kernels
+from workers.layers.weight import Layer, WeightShard
 from workers.models.bert import Bert, encoder_spec
 from workers.models.decoder import Decoder
 from workers.models.self_attention import attention_spec
 from workers.models.text_positions import text_positions
-from workers.pooling import Dense, pooled
-from workers.weights.load_weights import load_weights
-from workers.weights.stored_experts import with_stored_experts
-from workers.weights.stored_head import with_stored_head
+from workers.weights.load_weights import load_weights, with_stored_experts, with_stored_head
 from workers.worker import Worker, release_gpu_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     import numpy.typing as npt
 
     from attention.abstract import AttentionMetadata, AttentionMetadataBuilder
-    from pagedray.batch import StepMasks
+    from pagedray.batch import Pooling, StepMasks
     from pagedray.config import EngineConfig, StepLimits
+    from pagedray.model_config import DenseModule
     from workers.parallel.group import ParallelGroup
 
-__all__ = ["EmbeddingWorker", "PendingVectors"]
+__all__ = ["EmbeddingWorker", "PendingVectors", "make_worker", "pooled"]
 
 logger = logging.getLogger(__name__)
 
@@ -201,3 +201,55 @@ def _token_types(plan: EmbedPlan, lengths: npt.NDArray[np.int32]) -> torch.Tenso
     pairs = np.stack([plan.num_first_type, lengths - plan.num_first_type], axis=1)
     types = np.tile(np.array([0, 1], dtype=np.int64), len(lengths))
     return torch.from_numpy(np.repeat(types, pairs.ravel()))
+
+
+def pooled(
+    hidden: torch.Tensor, lengths: torch.Tensor, pooling: Pooling, *, normalize: bool
+) -> torch.Tensor:
+    """Return `[num_sequences, hidden_size]` float32.
+
+    `hidden` is `[num_tokens, hidden_size]`, the sequences one after another and padding after
+    them. `lengths` is `[num_sequences]` int64, each at least 1. `mean` averages all tokens, `cls`
+    takes the first and `last` the last. Normalized vectors have an L2 norm of 1.
+    """
+    stops = lengths.cumsum(0)
+    if pooling == "cls":
+        vectors = hidden.index_select(0, stops - lengths).float()
+    elif pooling == "last":
+        vectors = hidden.index_select(0, stops - 1).float()
+    else:
+        # In float32, since a long sum in bfloat16 loses most of its terms.
+        vectors = torch.segment_reduce(
+            hidden[: int(lengths.sum())].float(), "mean", lengths=lengths, axis=0, unsafe=True
+        )
+    return functional.normalize(vectors, dim=1) if normalize else vectors
+
+
+class Dense(Layer):
+    """A linear layer for pooled vectors, in float32; every rank holds all of it."""
+
+    def __init__(self, module: DenseModule, device: torch.device) -> None:
+        self.folder = module.folder
+        """The name of the folder that has its weights."""
+        self._weight = torch.empty(module.out_size, module.in_size, device=device)
+        self._bias = torch.empty(module.out_size, device=device) if module.has_bias else None
+        self._has_tanh = module.activation == "tanh"
+
+    def __call__(self, vectors: torch.Tensor) -> torch.Tensor:
+        """Return `[num_sequences, out_size]` float32 for `[num_sequences, in_size]` float32."""
+        output = functional.linear(vectors, self._weight, self._bias)
+        return output.tanh_() if self._has_tanh else output
+
+    def weight_shards(self) -> Iterator[WeightShard]:
+        for name, target in (("linear.weight", self._weight), ("linear.bias", self._bias)):
+            if target is not None:
+                part = (slice(None),) * target.dim()
+                yield WeightShard(name=name, shape=tuple(target.shape), part=part, target=target)
+
+
+def make_worker(
+    config: EngineConfig, group: ParallelGroup, device: torch.device | None = None
+) -> Worker:
+    """Return the worker of one rank. Raises StartupError."""
+    kind = EmbeddingWorker if config.model.pools else DecoderWorker
+    return kind(config, group, device)

@@ -12,16 +12,15 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pagedray.errors import StartupError
 from pagedray.machine import leave_removed_folder, raise_descriptor_limit
 from pagedray.rank_progress import Phase, ProgressWord
 from pagedray.step_listener import connect
-from workers.heartbeat import start_heartbeat
 from workers.parallel.rendezvous import LOOPBACK, FileRendezvous, SocketRendezvous
-from workers.rank_lifecycle import RankLifecycle
-from workers.rank_log import capture_log
+from workers.rank_lifecycle import RankLifecycle, capture_log
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,11 +35,14 @@ if TYPE_CHECKING:
 __all__ = ["GpuWorker"]
 
 Result = TypeVar("Result")
-
 _CONNECT_TIMEOUT_S = 30.0
 _ORPHAN_POLL_S = 1.0
 _STEPS_END_S = 0.3
 _VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+
+_INTERVAL_S = 0.5
+_NUM_QUIET_BEATS = 2
+"""Heartbeats without progress of the rank after which to look for a compiler process."""
 
 
 class GpuWorker:
@@ -227,3 +229,38 @@ def _or_message(function: Callable[..., Result], *arguments: Any) -> Result | st
 
 def _nothing() -> None:
     pass
+
+
+def start_heartbeat(progress: ProgressWord) -> None:
+    """Write heartbeats for as long as the process lives."""
+    threading.Thread(
+        target=_beat_forever, args=(progress,), name="pagedray-heartbeat", daemon=True
+    ).start()
+
+
+def _beat_forever(progress: ProgressWord) -> None:
+    # Waiting for an event, unlike sleeping, is not affected by a change of the clock.
+    never = threading.Event()
+    word, num_quiet = -1, 0
+    while True:
+        num_quiet = num_quiet + 1 if progress.word == word else 0
+        word = progress.word
+        progress.beat(is_compiling=num_quiet >= _NUM_QUIET_BEATS and _has_children())
+        never.wait(_INTERVAL_S)
+
+
+def _has_children() -> bool:
+    """Return whether this process waits for others: compilers, such as nvcc, ptxas or gcc."""
+    try:
+        threads = tuple(Path("/proc/self/task").iterdir())
+    except OSError:
+        # This process may open no more files.
+        return False
+    for thread in threads:
+        try:
+            if (thread / "children").read_text().strip():
+                return True
+        except OSError:
+            # The thread has ended, or the kernel has no such file.
+            continue
+    return False

@@ -13,7 +13,7 @@ from collections import deque
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from pagedray.batch import Shutdown, StepAck, StepMasks, StepOutput, WorkerFailure
+from pagedray.batch import RankLogLine, Shutdown, StepAck, StepMasks, StepOutput, WorkerFailure
 from pagedray.channel import ChannelClosedError
 from pagedray.rank_progress import MAX_INDEX, LoadProgress, Phase
 from workers.hub.download_line import DownloadLine
@@ -27,12 +27,11 @@ if TYPE_CHECKING:
     from pagedray.rank_progress import PoolReport, ProgressWord
     from pagedray.rank_roofline import RankRoofline
     from workers.parallel.group import ParallelGroup
+    from workers.parallel.peer_memory import RowShape
     from workers.parallel.rendezvous import GroupAddress, Rendezvous
-    from workers.parallel.row_shape import RowShape
-    from workers.rank_log import RankLog
     from workers.worker import PendingStep, Worker
 
-__all__ = ["RankLifecycle", "serve_steps"]
+__all__ = ["RankLifecycle", "RankLog", "capture_log", "serve_steps"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +39,9 @@ _POLL_S = 5e-5
 """Interval of polling for the end of a step while no plan arrives."""
 _IDLE_S = 0.05
 """Time without a step after which idle time is used; shorter pauses are between steps."""
+
+_PACKAGES = ("attention", "pagedray", "workers")
+_MAX_LINES = 1000
 
 
 class RankLifecycle:
@@ -80,7 +82,7 @@ class RankLifecycle:
 
     def import_libraries(self) -> None:
         """Import the libraries that the rank may need, before its model is known."""
-        from workers.imports import import_libraries, uncollected_imports
+        from workers.startup import import_libraries, uncollected_imports
 
         with self._timed("imports"), uncollected_imports():
             import_libraries(self._config)
@@ -92,15 +94,14 @@ class RankLifecycle:
 
         `device_index` is its place among the visible devices; `memory` is for its CPU pool.
         """
-        from workers.early_context import begin_context
-        from workers.imports import import_modules, uncollected_imports
+        from workers.startup import begin_context, import_modules, uncollected_imports
 
         self.durations = {}
         if self._config.parallel.device == "cuda":
             begin_context(device_index)
         with self._timed("imports"), uncollected_imports():
             import_modules(self._config)
-        from workers.freed_memory import with_freed_memory
+        from workers.memory_profile import with_freed_memory
 
         self.rank = rank
         self._fetch_weights()
@@ -200,9 +201,9 @@ class RankLifecycle:
     def _load_weights(self, device_index: int, memory: MemoryAddress | None) -> None:
         import torch
 
-        from workers.parallel.group_factory import make_group
+        from workers.embedding_worker import make_worker
+        from workers.parallel.process_group import make_group
         from workers.worker import rank_device
-        from workers.worker_factory import make_worker
 
         with self._timed("device"):
             device = rank_device(self._config, device_index)
@@ -229,7 +230,7 @@ class RankLifecycle:
         """Return the rows that the one-shot kernel sums over the ranks, or None if NCCL does."""
         import torch
 
-        from workers.parallel.row_shape import RowShape
+        from workers.parallel.peer_memory import RowShape
 
         if self._config.parallel.all_reduce == "nccl":
             return None
@@ -369,3 +370,40 @@ class _StepServer:
         assert isinstance(masks, StepMasks)
         launched.take_masks(masks)
         return True
+
+
+class RankLog(logging.Handler):
+    """Keeps the log records of a rank until its controller takes them."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self._lines: deque[RankLogLine] = deque(maxlen=_MAX_LINES)
+
+    @property
+    def has_lines(self) -> bool:
+        """Whether anything was logged since the last call of `take_lines`."""
+        return bool(self._lines)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a record, in place of the oldest record if there are too many."""
+        self._lines.append(RankLogLine(record.levelno, self.format(record)))
+
+    def take_lines(self) -> list[RankLogLine]:
+        """Return the lines logged since the last call."""
+        # Other threads may log meanwhile.
+        return [self._lines.popleft() for _ in range(len(self._lines))]
+
+
+def capture_log() -> RankLog:
+    """Return the log of this process from now on; warnings also go to standard error.
+
+    That is all that is left of a rank that dies.
+    """
+    log = RankLog()
+    for name in _PACKAGES:
+        package = logging.getLogger(name)
+        package.setLevel(logging.INFO)
+        package.addHandler(log)
+        if logging.lastResort is not None:
+            package.addHandler(logging.lastResort)
+    return log

@@ -39,7 +39,7 @@ from bench.records.command import command_and_date
 from bench.records.machine import cpu_name
 from bench.structured.timed_engine import EOS_TOKEN_ID, EndlessSink, TimedExecutor, pick_token
 from cluster.engine.controller import Controller
-from cluster.engine.options.engine_options import EngineOptions, engine_config
+from cluster.engine.engine_options import EngineOptions, engine_config
 from cluster.serving.inputs import GenerationInput
 from cluster.serving.text.tokenizer import Tokenizer
 from cluster.serving.validation.validator import Validator

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from cluster.engine.controller import Controller
+from cluster.engine.engine_options import EngineOptions, engine_config
 from cluster.engine.local_executor import LocalExecutor
 from cluster.engine.open_engine import open_engine
-from cluster.engine.options.engine_options import EngineOptions, engine_config
 from pagedray.request import Request
 from pagedray.sampling_params import SamplingParams
 from workers.decoder_worker import DecoderWorker

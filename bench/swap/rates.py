@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bench.swap.engine import wait_until_pinned
-from cluster.engine.options.engine_options import EngineOptions, engine_config
+from cluster.engine.engine_options import EngineOptions, engine_config
 from pagedray.batch import BlockCopy, SequencePlan, SequenceStart, StepPlan, pack_token_ids
 from pagedray.sampling_params import SamplingParams
 from workers.decoder_worker import DecoderWorker

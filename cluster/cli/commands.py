@@ -16,7 +16,7 @@ from cluster.cli.parser import USAGE_EXIT, command_parser, make_parser
 from cluster.cli.process import discard_output, exiting_at_interrupt, has_lost_reader, is_disk_full
 from cluster.cli.serve_flags import CONFIG_FLAG, DEFAULT_GRPC_PORT, DEFAULT_HTTP_PORT
 from cluster.cli.vllm_flags import ignored_flags, log_ignored_flags
-from cluster.engine.options.engine_options import EngineOptions, engine_config
+from cluster.engine.engine_options import EngineOptions, engine_config
 from cluster.engine.progress import progress_reports
 from pagedray.errors import InvalidRequestError, PagedRayError, StartupError
 from pagedray.machine import raise_descriptor_limit

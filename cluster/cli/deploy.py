@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import jsonschema
 import yaml
 
-from cluster.engine.options.engine_options import check_options
+from cluster.engine.engine_options import check_options
 from cluster.serving.ray_serve.options import read_arguments
 from pagedray.errors import CheckpointError, StartupError
 from workers.hub.fetch import fetch_files, find_revision, side_files

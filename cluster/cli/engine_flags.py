@@ -7,8 +7,8 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, get_args
 
 from cluster.cli.flag import Flag, MergedObject, add_flag, group_of, read_object
-from cluster.engine.options.engine_options import EngineOptions
-from cluster.engine.options.vllm_options import token_count
+from cluster.engine.engine_options import EngineOptions
+from cluster.engine.vllm_options import token_count
 from pagedray.config import (
     AllReduce,
     Device,

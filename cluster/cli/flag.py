@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cluster.engine.options.vllm_option_notes import ALIASES
-from cluster.engine.options.vllm_options import own_value
+from cluster.engine.vllm_options import ALIASES, own_value
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -166,7 +166,7 @@ class Server:
             # Ray's start cannot be interrupted, and Python would wait for its thread. Most of Ray's
             # processes end with this process, but not its agents.
             if self._config.parallel.executor == "ray":
-                from cluster.engine.ray_cluster.ray_processes import kill_child_processes
+                from cluster.engine.ray_processes import kill_child_processes
 
                 kill_child_processes()
             os._exit(0)

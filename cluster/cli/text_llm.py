@@ -12,8 +12,8 @@ from pagedray.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
 
+    from cluster.engine.engine_options import EngineOptions
     from cluster.engine.executor import ReportProgress
-    from cluster.engine.options.engine_options import EngineOptions
     from cluster.llm.generation import Collector
     from pagedray.config import EngineConfig
 

@@ -9,7 +9,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from cluster.cli.flag import read_value
-from cluster.engine.options.vllm_option_notes import (
+from cluster.engine.vllm_options import (
     IGNORED,
     IGNORED_SWITCHES,
     LISTS,
@@ -17,8 +17,8 @@ from cluster.engine.options.vllm_option_notes import (
     WITHOUT_EFFECT,
     ignored_reason,
     is_our_behavior,
+    notice_level,
 )
-from cluster.engine.options.vllm_options import notice_level
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

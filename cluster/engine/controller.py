@@ -11,9 +11,8 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
-from cluster.engine.faults.death_inquiry import DeathInquiry
-from cluster.engine.faults.engine_request import client_events
-from cluster.engine.faults.output_watch import OutputWatch
+from cluster.engine.crash_search import DeathInquiry
+from cluster.engine.output_watch import OutputWatch, client_events
 from cluster.engine.stats import EngineStats
 from cluster.engine.step_loop import StepLoop
 from cluster.scheduling.fault_recovery import BlamedError
@@ -24,9 +23,9 @@ from pagedray.errors import WorkerError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cluster.engine.engine_clock import EngineClock
+    from cluster.engine.crash_search import DeathBudget
     from cluster.engine.executor import Executor
-    from cluster.engine.faults.death_budget import DeathBudget
+    from cluster.engine.watchdog import EngineClock
     from cluster.scheduling.event import TokenEvent
     from pagedray.batch import DiskReport, StepOutput, StepPlan
     from pagedray.config import EngineConfig

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from cluster.engine.crash_search import LethalRequests, Suspects
 from cluster.engine.embedding_job import EmbeddingJob
-from cluster.engine.faults.lethal_requests import LethalRequests
-from cluster.engine.faults.suspects import Suspects
 from cluster.engine.stats import EngineStats
 from cluster.engine.step_loop import StepLoop
 from cluster.scheduling.backlog import Backlog
@@ -36,9 +35,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from cluster.engine.crash_search import DeathBudget
     from cluster.engine.embedding_job import EmbeddingRequest
     from cluster.engine.executor import Executor
-    from cluster.engine.faults.death_budget import DeathBudget
     from pagedray.config import EngineConfig
 
     _Batch = list[tuple[EmbeddingJob, int]]

@@ -16,8 +16,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cluster.engine.executor import Executor, RankHealth
-from cluster.engine.faults.rank_monitor import RankMonitor
-from cluster.engine.faults.start_limit import StartLimit
+from cluster.engine.rank_monitor import RankMonitor, StartLimit
 from pagedray.batch import EmbedOutput, EmbedPlan, StepOutput
 from pagedray.errors import HungRankError, PagedRayError, StartupError, WorkerError
 from pagedray.machine import let_others_interrupt
@@ -163,10 +162,10 @@ class LocalExecutor(Executor):
 
     def _started(self) -> Started:
         # torch is imported only in the process of a rank.
-        from workers.imports import import_modules
+        from workers.embedding_worker import make_worker
         from workers.parallel.group import SoloGroup
+        from workers.startup import import_modules
         from workers.weights.local_weights import with_local_weights
-        from workers.worker_factory import make_worker
 
         if self._config.model.hub is not None:
             self._progress.enter(Phase.DOWNLOADING)

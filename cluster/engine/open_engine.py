@@ -33,7 +33,7 @@ def make_executor(
     if config.parallel.executor == "local":
         return LocalExecutor(config, report_progress)
     # Ray is imported only if it is used.
-    from cluster.engine.ranks.ray_executor import RayExecutor
+    from cluster.engine.ray_executor import RayExecutor
 
     return RayExecutor(config, report_progress, placement=placement)
 

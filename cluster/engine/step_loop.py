@@ -8,10 +8,9 @@ from abc import ABC, abstractmethod
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from cluster.engine.duration_histogram import DurationHistogram
-from cluster.engine.engine_clock import EngineClock
-from cluster.engine.faults.death_budget import DeathBudget
-from cluster.engine.faults.watchdog import ProgressClock, Watchdog, position_of
+from cluster.engine.crash_search import DeathBudget
+from cluster.engine.stats import DurationHistogram
+from cluster.engine.watchdog import EngineClock, ProgressClock, Watchdog, position_of
 from pagedray.errors import (
     EngineError,
     HungRankError,

@@ -10,11 +10,11 @@ from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Self, Unpack
 
 from cluster.engine.controller import Controller
+from cluster.engine.engine_options import engine_config
 from cluster.engine.frozen_heap import CallFreezer
 from cluster.engine.open_engine import open_engine
-from cluster.engine.options.engine_options import engine_config
-from cluster.engine.options.vllm_options import engine_options
 from cluster.engine.progress import progress_reports
+from cluster.engine.vllm_options import engine_options
 from cluster.llm.generation import BeamSearches, BeamSearchParams, Collector, first_logprobs
 from cluster.llm.options import ExitClose, PublicLLM, with_vllm_arguments
 from cluster.llm.prompts import RequestMaker, check_params, read_conversations, read_prompts

@@ -8,12 +8,12 @@ from tqdm import tqdm
 
 from cluster.engine.controller import Controller
 from cluster.engine.embedder import Embedder
+from cluster.engine.engine_options import engine_config
 from cluster.engine.event_buffers import EventDispatcher
 from cluster.engine.frozen_heap import CallFreezer
 from cluster.engine.open_engine import open_engine
-from cluster.engine.options.engine_options import engine_config
-from cluster.engine.options.vllm_options import engine_options
 from cluster.engine.progress import progress_reports
+from cluster.engine.vllm_options import engine_options
 from cluster.llm.generation import (
     BeamSearches,
     BeamSearchOutput,

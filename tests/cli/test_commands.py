@@ -20,7 +20,7 @@ from cluster.cli.client_flags import sampling_fields
 from cluster.cli.commands import main, set_ports
 from cluster.cli.engine_flags import engine_options
 from cluster.cli.parser import make_parser
-from cluster.engine.options.engine_options import EngineOptions
+from cluster.engine.engine_options import EngineOptions
 from cluster.engine.progress import ProgressLine
 from cluster.llm.llm import LLM
 from pagedray.errors import CheckpointError, DeviceError

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from cluster.cli.commands import main
-from cluster.engine.options.engine_options import EngineOptions
+from cluster.engine.engine_options import EngineOptions
 from cluster.serving.ray_serve.options import ServeOptions
 
 if TYPE_CHECKING:

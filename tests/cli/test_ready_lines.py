@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from cluster.cli.server import address_lines, ready_lines
-from cluster.engine.options.engine_options import EngineOptions, engine_config
+from cluster.engine.engine_options import EngineOptions, engine_config
 from cluster.engine.stats import EngineStats
 from cluster.scheduling.stats import SchedulerStats
 from pagedray.config import KernelReport

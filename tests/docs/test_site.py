@@ -8,7 +8,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-from cluster.engine.options.engine_options import EngineOptions, engine_config
+from cluster.engine.engine_options import EngineOptions, engine_config
 from cluster.serving.intake.limits import IntakeLimits, request_size
 from cluster.serving.rpc.message_limit import max_received_bytes
 from pagedray.errors import PagedRayError

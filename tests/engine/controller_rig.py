@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cluster.engine.controller import Controller
-from cluster.engine.faults.death_budget import DeathBudget
+from cluster.engine.crash_search import DeathBudget
 from pagedray.config import EngineConfig
 from pagedray.request import Request
 from pagedray.sampling_params import SamplingParams
 from tests.fakes import FakeExecutor, RecordingSink, unused_model, wait_for
 
 if TYPE_CHECKING:
-    from cluster.engine.engine_clock import EngineClock
+    from cluster.engine.watchdog import EngineClock
     from pagedray.request import Grammar
 
 

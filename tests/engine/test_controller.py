@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.engine.engine_clock import EngineClock
+from cluster.engine.watchdog import EngineClock
 from pagedray.errors import (
     EngineError,
     ShuttingDownError,

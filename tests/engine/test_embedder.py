@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from cluster.engine.crash_search import DeathBudget
 from cluster.engine.embedder import Embedder
 from cluster.engine.embedding_job import EmbeddingRequest
-from cluster.engine.faults.death_budget import DeathBudget
 from pagedray.batch import EmbedOutput, EmbedPlan
 from pagedray.config import EngineConfig, SchedulerConfig
 from pagedray.errors import (

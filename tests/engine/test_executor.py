@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from cluster.engine.engine_options import EngineOptions, engine_config
 from cluster.engine.local_executor import LocalExecutor
-from cluster.engine.options.engine_options import EngineOptions, engine_config
 from pagedray.batch import BlockCopy, SequencePlan, SequenceStart, StepPlan, pack_token_ids
 from pagedray.errors import WorkerError
 from pagedray.sampling_params import SamplingParams

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cluster.engine.controller import Controller
+from cluster.engine.engine_options import EngineOptions, engine_config
 from cluster.engine.local_executor import LocalExecutor
-from cluster.engine.options.engine_options import EngineOptions, engine_config
 from cluster.scheduling.kv_manager import KvManager
 from cluster.scheduling.prefix_cache import PrefixCache
 from cluster.scheduling.sequence import Sequence

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from cluster.engine.engine_options import EngineOptions, engine_config
 from cluster.engine.open_engine import open_engine
-from cluster.engine.options.engine_options import EngineOptions, engine_config
 from pagedray.config import StepLimits
 from pagedray.errors import StartupError
 from tests.fakes import FakeExecutor, RecordingSink

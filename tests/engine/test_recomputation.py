@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cluster.engine.engine_options import EngineOptions, engine_config
 from cluster.engine.local_executor import LocalExecutor
-from cluster.engine.options.engine_options import EngineOptions, engine_config
 from pagedray.batch import SequencePlan, SequenceStart, StepPlan, pack_token_ids
 from pagedray.sampling_params import SamplingParams
 from tests.system.server_process import TINY_LLAMA

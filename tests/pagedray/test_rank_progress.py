@@ -21,7 +21,7 @@ WRITER = """
 import sys, time
 from pagedray.node_memory import MemoryAddress
 from pagedray.rank_progress import Phase, ProgressWord
-from workers.heartbeat import start_heartbeat
+from workers.gpu_worker import start_heartbeat
 progress = ProgressWord()
 start_heartbeat(progress)
 progress.attach(MemoryAddress(*sys.argv[1:3]), int(sys.argv[3]))

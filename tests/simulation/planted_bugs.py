@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cluster.engine.controller import Controller
-from cluster.engine.faults.death_inquiry import DeathInquiry
-from cluster.engine.faults.suspects import Suspects
-from cluster.engine.ranks.pool_memories import PoolMemories
-from cluster.engine.ranks.rank_channels import DiskReports
+from cluster.engine.crash_search import DeathInquiry, Suspects
+from cluster.engine.rank_channels import DiskReports
+from cluster.engine.rank_places import PoolMemories
 from cluster.scheduling.kv_manager import KvManager
 from cluster.scheduling.output_reader import OutputReader
 from cluster.scheduling.planner import Planner

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from cluster.engine.executor import Executor, RankHealth
-from cluster.engine.ranks.pool_memories import PoolMemories
-from cluster.engine.ranks.rank_channels import DiskReports
+from cluster.engine.rank_channels import DiskReports
+from cluster.engine.rank_places import PoolMemories
 from pagedray.config import CacheSize, KernelReport
 from pagedray.errors import HungRankError
 from pagedray.rank_progress import PoolReport

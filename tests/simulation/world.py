@@ -8,7 +8,7 @@ import itertools
 import math
 from typing import TYPE_CHECKING, Any
 
-from cluster.engine.engine_clock import EngineClock
+from cluster.engine.watchdog import EngineClock
 
 if TYPE_CHECKING:
     import threading

@@ -12,7 +12,7 @@ import torch
 from transformers import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from cluster.engine.options.engine_options import EngineOptions, engine_config
+from cluster.engine.engine_options import EngineOptions, engine_config
 from pagedray import LLM, SamplingParams
 from pagedray.batch import SequencePlan, SequenceStart, StepPlan, pack_token_ids
 from tests.greedy import (

@@ -11,8 +11,7 @@ import pytest
 from pagedray.batch import RankLogLine, Shutdown, StepAck, StepOutput, StepPlan
 from pagedray.rank_progress import ProgressWord, RankReport
 from tests.workers.copying_steps import CopyingWorker
-from workers.rank_lifecycle import serve_steps
-from workers.rank_log import RankLog
+from workers.rank_lifecycle import RankLog, serve_steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable

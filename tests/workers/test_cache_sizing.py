@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from cluster.engine.options.engine_options import EngineOptions, engine_config
+from cluster.engine.engine_options import EngineOptions, engine_config
 from pagedray.errors import DeviceError
 from pagedray.machine import available_host_bytes
 from tests.system.server_process import TINY_LLAMA
-from workers.cache_sizing import cache_size, free_host_bytes, host_pool_bytes
+from workers.memory_profile import cache_size, free_host_bytes, host_pool_bytes
 from workers.models.self_attention import attention_spec
 from workers.parallel.group import SoloGroup
 from workers.runner.kv_cache import block_bytes
@@ -67,7 +67,7 @@ def test_pools_of_given_sizes_are_not_measured() -> None:
 def test_pool_beside_a_gpu_has_at_most_four_times_its_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("workers.cache_sizing.available_host_bytes", lambda: 2**40)
+    monkeypatch.setattr("workers.memory_profile.available_host_bytes", lambda: 2**40)
     assert gpu_cache_size(256, replace(BESIDE_GPU, max_num_seqs=1)).num_cpu_blocks == 4 * 32
 
 
@@ -97,6 +97,6 @@ def test_cache_of_a_cpu_takes_half_of_the_memory_that_the_kernel_can_free(
     num_ranks: int, gib: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Most of it may be cached pages, as after a checkpoint was read.
-    monkeypatch.setattr("workers.cache_sizing.available_host_bytes", lambda: 6 * GIB)
+    monkeypatch.setattr("workers.memory_profile.available_host_bytes", lambda: 6 * GIB)
     options = EngineOptions(device="cpu", memory_fraction=0.5, tensor_parallel_size=num_ranks)
     assert free_host_bytes(engine_config(TINY_LLAMA, options)) == int(gib * GIB * 0.5)

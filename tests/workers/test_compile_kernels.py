@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from cluster.engine.options.engine_options import EngineOptions, engine_config
+from cluster.engine.engine_options import EngineOptions, engine_config
 from pagedray.config import StepLimits
 from tests.small_models.checkpoints import save_word_tokenizer
 from tests.workers.runner.graphs.test_piece_graphs import CONFIG, VOCAB_SIZE
-from workers.compiled_note import CompiledNote
-from workers.decoder_worker import DecoderWorker
+from workers.decoder_worker import CompiledNote, DecoderWorker
 from workers.parallel.group import SoloGroup
 from workers.runner.graphs.step_graphs import StepGraphs
 

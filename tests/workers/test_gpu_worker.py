@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from cluster.engine.options.engine_options import EngineOptions, engine_config
+from cluster.engine.engine_options import EngineOptions, engine_config
 from pagedray.batch import SequencePlan, StepPlan, WorkerFailure
 from pagedray.config import CacheSize
 from pagedray.step_listener import StepListener
@@ -77,9 +77,9 @@ def test_a_new_rank_waits_for_memory_that_is_being_freed(monkeypatch: pytest.Mon
     def fail(*arguments: Any, **options: Any) -> HostPool:  # Any: those of any function
         raise failures.pop(0)
 
-    monkeypatch.setattr("workers.freed_memory._POLL_S", 0.0)
+    monkeypatch.setattr("workers.memory_profile._POLL_S", 0.0)
     # The torch of a CPU does not have all that this calls.
-    monkeypatch.setattr("workers.freed_memory.release_gpu_memory", lambda: None)
+    monkeypatch.setattr("workers.memory_profile.release_gpu_memory", lambda: None)
     with monkeypatch.context() as patch:
         patch.setattr("workers.decoder_worker.make_host_pool", fail)
         message = rank.load_rank(0, 0, CACHE)
@@ -111,8 +111,8 @@ def test_a_new_rank_drops_what_a_failed_attempt_allocated(
         gc.collect()
         numbers_left.append(sum(one() is not None for one in allocated))
 
-    monkeypatch.setattr("workers.freed_memory._POLL_S", 0.0)
-    monkeypatch.setattr("workers.freed_memory.release_gpu_memory", release)
+    monkeypatch.setattr("workers.memory_profile._POLL_S", 0.0)
+    monkeypatch.setattr("workers.memory_profile.release_gpu_memory", release)
     monkeypatch.setattr("workers.decoder_worker.load_weights", fail_at_first)
     assert rank.load_rank(0, 0, CACHE) is None
     assert numbers_left == [0, 0, 0]
@@ -138,9 +138,9 @@ def test_a_new_rank_tries_again_even_if_its_first_attempt_takes_long(
         return load_weights(model, config, report)
 
     clock = SimpleNamespace(monotonic=lambda: now_s, sleep=lambda _: None)
-    monkeypatch.setattr("workers.freed_memory.time", clock)
+    monkeypatch.setattr("workers.memory_profile.time", clock)
     # The torch of a CPU does not have all that this calls.
-    monkeypatch.setattr("workers.freed_memory.release_gpu_memory", gc.collect)
+    monkeypatch.setattr("workers.memory_profile.release_gpu_memory", gc.collect)
     monkeypatch.setattr("workers.decoder_worker.load_weights", fail_late)
     assert rank.load_rank(0, 0, CACHE) is None
     assert num_attempts == 2

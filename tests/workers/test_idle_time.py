@@ -10,8 +10,7 @@ from pagedray.batch import ControllerMessage, Shutdown, StepOutput, StepPlan, Wo
 from pagedray.channel import ControllerChannel, WorkerChannel
 from pagedray.rank_progress import ProgressWord
 from tests.workers.copying_steps import CopyingStep, CopyingWorker
-from workers.rank_lifecycle import serve_steps
-from workers.rank_log import RankLog
+from workers.rank_lifecycle import RankLog, serve_steps
 
 if TYPE_CHECKING:
     from pagedray.batch import EmbedPlan

@@ -27,7 +27,7 @@ print(len(kernels), sum(kernel.hash is not None for kernel in kernels))
 IMPORTS = """
 import sys
 from contextlib import suppress
-from cluster.engine.options.engine_options import EngineOptions, engine_config
+from cluster.engine.engine_options import EngineOptions, engine_config
 from pagedray.errors import DeviceError
 from pagedray.rank_progress import ProgressWord
 from workers.rank_lifecycle import RankLifecycle

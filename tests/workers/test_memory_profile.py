@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, cast
 import pytest
 import torch
 
-from cluster.engine.options.engine_options import EngineOptions, engine_config
+from cluster.engine.engine_options import EngineOptions, engine_config
 from pagedray.rank_progress import ProgressWord
 from tests.system.server_process import TINY_LLAMA
-from workers.graph_sizes import NO_GRAPHS, GraphSizes
-from workers.memory_profile import MemoryProfile
+from workers.memory_profile import NO_GRAPHS, GraphSizes, MemoryProfile
 
 if TYPE_CHECKING:
     from pagedray.batch import StepPlan

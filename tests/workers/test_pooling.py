@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pagedray.batch import Pooling
-from workers.pooling import pooled
+from workers.embedding_worker import pooled
 
 HIDDEN = torch.randn(11, 6, generator=torch.Generator().manual_seed(0))
 LENGTHS = [3, 1, 5]

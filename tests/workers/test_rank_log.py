@@ -7,11 +7,11 @@ import subprocess
 import sys
 
 from pagedray.batch import RankLogLine
-from workers.rank_log import RankLog
+from workers.rank_lifecycle import RankLog
 
 PROGRAM = """
 import logging
-from workers.rank_log import capture_log
+from workers.rank_lifecycle import capture_log
 
 log = capture_log()
 logger = logging.getLogger("workers.weights")

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 
-from cluster.engine.options.engine_options import EngineOptions, engine_config
+from cluster.engine.engine_options import EngineOptions, engine_config
 from pagedray.batch import BlockCopy, DiskReport, StepPlan
 from pagedray.config import StepLimits
 from pagedray.errors import DeviceError, StartupError

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from workers.parallel.one_shot import OneShotAllReduce
+    from workers.parallel.all_reduce import OneShotAllReduce
     from workers.parallel.pending_sum import PendingSum
     from workers.parallel.rendezvous import GroupAddress, Rendezvous
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["PeerMemory", "PeerMemoryError"]
+__all__ = ["PeerMemory", "PeerMemoryError", "RowShape"]
 
 _HANDLE_BYTES = 64
 _LAZY_ENABLE_PEER_ACCESS = 1
@@ -151,3 +152,16 @@ def _load_runtime() -> ctypes.CDLL:
         return ctypes.CDLL(name)
     except OSError as error:
         raise PeerMemoryError(str(error)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class RowShape:
+    """The common properties of rows."""
+
+    width: int
+    dtype: torch.dtype
+
+    @property
+    def row_bytes(self) -> int:
+        """Return the bytes of one row."""
+        return self.width * self.dtype.itemsize

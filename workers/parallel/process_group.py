@@ -19,8 +19,8 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from pagedray.errors import DeviceError
 from pagedray.rank_progress import Phase, ProgressWord
-from workers.parallel.group import GroupBrokenError, ParallelGroup
-from workers.parallel.one_shot import OneShotAllReduce
+from workers.parallel.all_reduce import OneShotAllReduce
+from workers.parallel.group import GroupBrokenError, ParallelGroup, SoloGroup
 from workers.parallel.peer_memory import PeerMemoryError
 from workers.parallel.pending_sum import PendingSum
 from workers.parallel.rendezvous import (
@@ -32,15 +32,14 @@ from workers.parallel.rendezvous import (
 )
 
 if TYPE_CHECKING:
-    from workers.parallel.row_shape import RowShape
+    from workers.parallel.peer_memory import RowShape
 
-__all__ = ["ProcessGroup"]
+__all__ = ["ProcessGroup", "make_group"]
 
 logger = logging.getLogger(__name__)
 
 _NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 _NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-
 _SIOCGIFCONF = 0x8912
 _NAME_BYTES = 16
 _ENTRY_BYTES = 40
@@ -48,6 +47,8 @@ _ENTRY_BYTES = 40
 _ADDRESS = slice(_NAME_BYTES + 4, _NAME_BYTES + 8)
 """Offset of the IPv4 address: after the name, and the family and port of `sockaddr_in`."""
 _MAX_ENTRIES = 256
+
+_TIMEOUT_S = 300.0
 
 
 class ProcessGroup(ParallelGroup):
@@ -332,3 +333,24 @@ def _ipv6_names() -> dict[bytes, str]:
         return {}
     lines = [line.split() for line in table.read_text(encoding="ascii").splitlines()]
     return {bytes.fromhex(fields[0]): fields[-1] for fields in lines}
+
+
+def make_group(
+    rank: int,
+    size: int,
+    *,
+    device: torch.device,
+    timeout_s: float = _TIMEOUT_S,
+    progress: ProgressWord | None = None,
+    rows: RowShape | None = None,
+) -> ParallelGroup:
+    """Return the group of `size` ranks for rank `rank`, which has not joined it yet.
+
+    `rows` is the shape of the rows that layers sum over the ranks, for the faster all-reduce of
+    GPUs.
+    """
+    if size == 1:
+        return SoloGroup(progress)
+    return ProcessGroup(
+        rank, size, device=device, timeout_s=timeout_s, progress=progress, rows=rows
+    )

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections import defaultdict
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from pagedray.errors import CheckpointError
 from pagedray.text import pluralize
+from pagedray.weight_format import CacheScales
+from workers.layers.formats.fp8_rows import quantized_rows
 from workers.layers.formats.mxfp4 import SCALE
-from workers.weights.row_writer import write_rows
-from workers.weights.tensor_digest import tensor_digest
 from workers.weights.tensor_entries import ITEM_BYTES, read_entries, shown_name
-from workers.weights.tensor_reader import TensorReader
+from workers.weights.tensor_reader import TensorReader, tensor_digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -28,17 +30,25 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-    from pagedray.model_config import TextTensors
+    from pagedray.config import EngineConfig
+    from pagedray.model_config import ModelConfig, TextTensors
     from workers.layers.weight import WeightShard
-    from workers.weights.read_ahead import FileRange
     from workers.weights.tensor_entries import TensorEntry
+    from workers.weights.tensor_reader import FileRange
 
-__all__ = ["HEAD_NAME", "Checkpoint", "device_of"]
+__all__ = [
+    "HEAD_NAME",
+    "Checkpoint",
+    "as_numbers",
+    "device_of",
+    "quantize_to",
+    "with_cache_format",
+    "write_rows",
+]
 
 logger = logging.getLogger(__name__)
 
 HEAD_NAME = "lm_head.weight"
-
 _FLOATS = ("F64", "F32", "F16", "BF16")
 # The stored dtypes of a target of other dtypes, which are not converted.
 _STORED_AS: dict[torch.dtype, tuple[str, ...]] = {
@@ -255,3 +265,64 @@ def _stored_names(names: Iterable[str], text_tensors: TextTensors | None) -> dic
         for prefix, replacement in prefixes
         if name.startswith(prefix)
     }
+
+
+def as_numbers(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the numbers that are stored for a target of a dtype: exponents are bytes."""
+    return stored.view(SCALE) if dtype == SCALE else stored
+
+
+def write_rows(shard: WeightShard, rows: slice, stored: torch.Tensor) -> None:
+    """Write `stored` to these rows of the target, in its dtype, unless it is there already."""
+    target = shard.target[rows]
+    if shard.scales is not None:
+        quantize_to(target, shard.scales[rows], stored)
+    elif stored.data_ptr() != target.data_ptr():
+        target.copy_(as_numbers(stored, target.dtype))
+
+
+def quantize_to(target: torch.Tensor, scales: torch.Tensor, rows: torch.Tensor) -> None:
+    """Quantize rows, and write their values and their scales, `[num_rows, 1]`."""
+    values, row_scales = quantized_rows(rows)
+    target.copy_(values)
+    scales.copy_(row_scales)
+
+
+def with_cache_format(config: EngineConfig) -> EngineConfig:
+    """Return the configuration of a model that knows its cache. Raises CheckpointError."""
+    dtype = config.cache.kv_cache_dtype
+    model = replace(config.model, kv_cache_dtype=dtype)
+    has_scales = model.quantization is not None and model.quantization.has_cache_scales
+    if has_scales and dtype == "auto":
+        logger.info(
+            "The checkpoint has scales for an fp8 cache, which --kv-cache-dtype fp8_e4m3 uses."
+        )
+    elif has_scales and config.load_format != "dummy":
+        model = replace(model, cache_scales=_stored_scales(model))
+    return replace(config, model=model)
+
+
+def _stored_scales(model: ModelConfig) -> tuple[CacheScales, ...]:
+    with Checkpoint(model.folder, model.text_tensors) as checkpoint:
+        return tuple(
+            CacheScales(*(_scale(checkpoint, name) for name in model.cache_scale_names(layer)))
+            for layer in range(model.num_layers)
+        )
+
+
+def _scale(checkpoint: Checkpoint, name: str) -> float:
+    if name not in checkpoint:
+        raise CheckpointError(f"{checkpoint.folder}: tensor {name} is missing.")
+    chunks = list(checkpoint.chunks(name)) if checkpoint.shape_of(name) == (1,) else []
+    if not chunks:
+        raise CheckpointError(
+            f"{checkpoint.path_of(name)}: tensor {name} has shape "
+            f"{list(checkpoint.shape_of(name))}, but a scale of an fp8 cache has [1]."
+        )
+    scale = float(chunks[0])
+    if not 0 < scale < math.inf:
+        raise CheckpointError(
+            f"{checkpoint.path_of(name)}: tensor {name} is {scale}, but a scale of an fp8 cache "
+            "must be positive and finite."
+        )
+    return scale

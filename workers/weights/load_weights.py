@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import math
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -10,10 +12,19 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from attention.kernels.cpu.finite_copy import are_finite, copy_finite
+from pagedray.errors import CheckpointError
 from pagedray.machine import num_usable_cores
-from workers.weights.checkpoint import Checkpoint
-from workers.weights.dummy_tensors import DummyTensors
-from workers.weights.finite_tensors import FiniteTensors
+from workers.layers.formats.fp8_rows import FP8
+from workers.layers.formats.mxfp4 import SCALE
+from workers.weights.checkpoint import (
+    HEAD_NAME,
+    Checkpoint,
+    as_numbers,
+    device_of,
+    quantize_to,
+    write_rows,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -21,13 +32,25 @@ if TYPE_CHECKING:
     from pagedray.config import EngineConfig
     from workers.layers.weight import Layer, WeightShard
 
-__all__ = ["TensorSource", "fill_shards", "load_weights"]
+__all__ = [
+    "DummyTensors",
+    "FiniteTensors",
+    "TensorSource",
+    "fill_shards",
+    "load_weights",
+    "with_stored_experts",
+    "with_stored_head",
+]
 
 logger = logging.getLogger(__name__)
 
 _MAX_THREADS = 8
 # Of a tensor that one thread loads at a time, so that all threads have work until the end.
 _PIECE_BYTES = 2**25
+_CHUNK_ELEMENTS = 2**22
+_STANDARD_DEVIATION = 0.02
+_NAN_BITS = {FP8: 0x7F, SCALE: 0xFF}
+"""The bits that are all set in NaN alone."""
 
 
 class TensorSource(Protocol):
@@ -142,3 +165,181 @@ def _num_threads(config: EngineConfig) -> int:
         return min(_MAX_THREADS, torch.get_num_threads())
     share = num_usable_cores() // config.parallel.tensor_parallel_size
     return max(1, min(_MAX_THREADS, share))
+
+
+class DummyTensors:
+    """Random numbers by seed, name and position alone, equal for any number of ranks.
+
+    They are generated on the target's device, and differ between device types.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def fill_shard(self, shard: WeightShard) -> None:
+        """Write this rank's part: the shard's dummy value, or a normal distribution."""
+        if shard.dummy is not None:
+            shard.target.fill_(shard.dummy)
+            return
+        first, end, _ = shard.part[0].indices(shard.shape[0])
+        for rows, chunk in self._chunks(shard, first, end):
+            low, high = max(rows.start, first), min(rows.stop, end)
+            part = chunk[low - rows.start : high - rows.start][(slice(None), *shard.part[1:])]
+            write_rows(shard, slice(low - first, high - first), part)
+
+    def _chunks(
+        self, shard: WeightShard, first: int, end: int
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield slices of the first dimension and their numbers; all ranks chunk alike."""
+        num_rows, row_shape = shard.shape[0], shard.shape[1:]
+        height = max(1, _CHUNK_ELEMENTS // max(1, torch.Size(row_shape).numel()))
+        device = shard.target.device
+        generator = torch.Generator(device)
+        for index in range(first // height, -(-end // height)):
+            rows = slice(index * height, min(num_rows, (index + 1) * height))
+            generator.manual_seed(self._seed_of(shard.name, index))
+            dtype = shard.target.dtype
+            shape = (rows.stop - rows.start, *row_shape)
+            if dtype.is_floating_point:
+                # Torch has no random numbers in fp8.
+                made = torch.bfloat16 if dtype == FP8 else dtype
+                chunk = torch.empty(shape, dtype=made, device=device)
+                yield rows, chunk.normal_(0.0, _STANDARD_DEVIATION, generator=generator)
+            else:
+                chunk = torch.empty(shape, dtype=dtype, device=device)
+                yield rows, chunk.random_(generator=generator)
+
+    def _seed_of(self, name: str, index: int) -> int:
+        digest = hashlib.sha256(f"{self._seed}/{name}/{index}".encode()).digest()
+        return int.from_bytes(digest[:7])
+
+
+class FiniteTensors:
+    """The tensors of a checkpoint, each checked once when it is loaded, by any thread."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._sums: list[tuple[WeightShard, torch.Tensor]] = []
+        """A number for each shard, on its device: finite if all values are."""
+
+    def fill_shard(self, shard: WeightShard) -> None:
+        """Write this rank's part of a tensor to the shard's target, converted to its dtype."""
+        with device_of(shard):
+            sums = [_copied(shard, *copy) for copy in self._checkpoint.copies(shard)]
+        self._sums.append((shard, torch.stack(sums).sum()))
+
+    def raise_if_not_finite(self) -> None:
+        """Raise CheckpointError for the first tensor that has NaN or infinite values."""
+        if not self._sums:
+            return
+        # A GPU is waited for only here, not after each tensor.
+        are_finite = torch.stack([total for _, total in self._sums]).isfinite().tolist()
+        for (shard, _), is_finite in zip(self._sums, are_finite, strict=True):
+            # Large values may add up to infinity.
+            if not is_finite and not _is_finite(shard):
+                raise self._error(shard)
+
+    def _error(self, shard: WeightShard) -> CheckpointError:
+        path = self._checkpoint.path_of(shard.name)
+        num_stored = num_converted = 0
+        for stored in self._checkpoint.chunks(shard.name):
+            chunk = as_numbers(stored, shard.target.dtype)
+            num_stored += _count(chunk)
+            num_converted += _count(chunk.to(shard.target.dtype))
+        if num_stored:
+            return CheckpointError(
+                f"{path}: tensor {shard.name} has {_values(num_stored)} NaN or infinite; "
+                "download or export the checkpoint again."
+            )
+        dtype = str(shard.target.dtype).removeprefix("torch.")
+        return CheckpointError(
+            f"{path}: tensor {shard.name} has {_values(num_converted)} beyond the range of "
+            f"{dtype}; use another --dtype."
+        )
+
+
+def _copied(shard: WeightShard, rows: slice, source: torch.Tensor) -> torch.Tensor:
+    """Write `source` to these rows of the shard's target, unless it is there.
+
+    Returns a number that is finite only if all values are.
+    """
+    target = shard.target[rows]
+    if shard.scales is not None:
+        scales = shard.scales[rows]
+        quantize_to(target, scales, source)
+        return scales.sum()
+    if target.dtype in _NAN_BITS or not target.is_floating_point():
+        write_rows(shard, rows, source)
+        return _zero_if_finite(target)
+    is_there = source.data_ptr() == target.data_ptr()
+    is_finite = are_finite(target) if is_there else copy_finite(target, source)
+    if is_finite is not None:
+        return target.new_full((), 0.0 if is_finite else math.nan)
+    if not is_there:
+        target.copy_(source)
+    # A sum is NaN or infinite if one of its values is, and is faster than `isfinite`.
+    return target.sum()
+
+
+def _zero_if_finite(values: torch.Tensor) -> torch.Tensor:
+    """Return 0, or NaN if a value of 8 bits is NaN; these dtypes have no infinity."""
+    zero = torch.zeros((), device=values.device)
+    if values.dtype not in _NAN_BITS:
+        return zero
+    bits = _NAN_BITS[values.dtype]
+    has_nan = (values.view(torch.uint8) & bits).eq(bits).any()
+    return zero.masked_fill(has_nan, math.nan)
+
+
+def _is_finite(shard: WeightShard) -> bool:
+    values = shard.scales if shard.scales is not None else shard.target
+    if values.dtype in _NAN_BITS:
+        return bool(_zero_if_finite(values).isfinite())
+    # With a NaN, both are NaN. A single pass without a temporary, unlike `isfinite`.
+    return bool(torch.stack(torch.aminmax(values)).isfinite().all())
+
+
+def _count(chunk: torch.Tensor) -> int:
+    return int((~chunk.float().isfinite()).sum())
+
+
+def _values(number: int) -> str:
+    return "1 value that is" if number == 1 else f"{number} values that are"
+
+
+def with_stored_head(config: EngineConfig) -> EngineConfig:
+    """Return the configuration, untied if the checkpoint has a head that is not its embedding.
+
+    Transformers 5 does the same. Raises CheckpointError.
+    """
+    model = config.model
+    if not model.has_tied_embeddings or config.load_format == "dummy":
+        return config
+    embedding = f"{model.names.embedding}.weight"
+    with Checkpoint(model.folder, model.text_tensors) as checkpoint:
+        has_both = HEAD_NAME in checkpoint and embedding in checkpoint
+        if not has_both or checkpoint.are_equal(HEAD_NAME, embedding):
+            return config
+    logger.warning(
+        "config.json ties %s to the embedding, but the checkpoint stores different values, which "
+        "are used; set tie_word_embeddings to false to silence this.",
+        HEAD_NAME,
+    )
+    return replace(config, model=replace(model, has_tied_embeddings=False))
+
+
+def with_stored_experts(config: EngineConfig) -> EngineConfig:
+    """Return the configuration with the names of the stacks, if the checkpoint has them.
+
+    Raises CheckpointError.
+    """
+    model = config.model
+    stacked = model.stacked_names
+    if stacked is None or config.load_format == "dummy":
+        return config
+    layers = [layer for layer in range(model.num_layers) if model.experts_of(layer) is not None]
+    names = [f"{stacked.decoder_layer.format(layer)}.{stacked.expert_output}" for layer in layers]
+    with Checkpoint(model.folder, model.text_tensors) as checkpoint:
+        if not any(name in checkpoint for name in names):
+            return config
+    return replace(config, model=replace(model, names=stacked, stacked_names=None))

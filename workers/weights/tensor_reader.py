@@ -6,16 +6,17 @@ memory of the process.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import threading
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from workers.weights.columns import MAX_PARTS, Columns, read_bytes, read_columns
-from workers.weights.read_ahead import FileRange, ReadAhead
+from pagedray.errors import CheckpointError
 from workers.weights.tensor_entries import ITEM_BYTES
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from workers.weights.tensor_entries import TensorEntry
 
-__all__ = ["TensorReader"]
+__all__ = ["FileRange", "ReadAhead", "TensorReader", "tensor_digest"]
 
 _DTYPES = {
     "F64": torch.float64,
@@ -44,6 +45,16 @@ _DIRECT_CHUNK_BYTES = 2**22
 _PINNED_CHUNK_BYTES = 2**24
 # Narrower columns are copied faster than the kernel changes buffers.
 _MIN_COLUMNS_BYTES = 512
+MAX_PARTS = os.sysconf("SC_IOV_MAX") // 2
+"""Rows of which a call can read columns: each row is a buffer, and so is each gap."""
+_MOST_BYTES = 2**29
+"""Asked for and not yet read: more than the pieces that all threads of a rank read at a time."""
+_FEW_BYTES = _MOST_BYTES // 2
+_STEP_BYTES = 2**23
+
+_SAMPLE_BYTES = 4096
+_DISTANCE_BYTES = 2**24
+"""Distance from the beginning of one sample to that of the next."""
 
 
 class TensorReader:
@@ -218,3 +229,122 @@ def _bytes_of(target: torch.Tensor, entry: TensorEntry, columns: Columns) -> tor
     )
     is_narrow = columns.num_other_bytes > 0 and columns.num_bytes < _MIN_COLUMNS_BYTES
     return target.view(-1).view(torch.uint8) if is_as_stored and not is_narrow else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """The bytes of each row that are meant, which are adjacent."""
+
+    first_byte: int
+    num_bytes: int
+    row_bytes: int
+
+    @property
+    def num_other_bytes(self) -> int:
+        """Bytes between two rows."""
+        return self.row_bytes - self.num_bytes
+
+
+def read_columns(
+    descriptor: int,
+    memory: memoryview,
+    position: int,
+    columns: Columns,
+    other: memoryview,
+    path: Path,
+) -> None:
+    """Fill memory with the columns of the rows from a position, at most `MAX_PARTS` if not all.
+
+    The bytes between are read too, to `other`, of at least `num_other_bytes`, which stays in the
+    CPU's cache: a call for each row would take longer. Raises OSError, and CheckpointError if the
+    file is shorter.
+    """
+    position += columns.first_byte
+    if not columns.num_other_bytes:
+        read_bytes(descriptor, memory, position, path)
+        return
+    size = columns.num_bytes
+    parts = [memory[first : first + size] for first in range(0, len(memory), size)]
+    between = other[: columns.num_other_bytes]
+    buffers = [buffer for part in parts for buffer in (part, between)][:-1]
+    num_bytes = os.preadv(descriptor, buffers, position)
+    if num_bytes < len(parts) * columns.row_bytes - columns.num_other_bytes:
+        # Some file systems return less than there is.
+        for index, part in enumerate(parts):
+            read_bytes(descriptor, part, position + index * columns.row_bytes, path)
+
+
+def read_bytes(descriptor: int, memory: memoryview, position: int, path: Path) -> None:
+    """Fill memory from a position. Raises OSError, and CheckpointError if the file is shorter."""
+    while memory:
+        num_bytes = os.preadv(descriptor, [memory], position)
+        if num_bytes == 0:
+            raise CheckpointError(f"{path} is truncated: it ends at byte {position}.")
+        memory = memory[num_bytes:]
+        position += num_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRange:
+    """Adjacent bytes of an open file."""
+
+    descriptor: int
+    first_byte: int
+    num_bytes: int
+
+
+class ReadAhead:
+    """A thread that requests ranges of files, in the order in which others read them."""
+
+    def __init__(self, ranges: Sequence[FileRange]) -> None:
+        self._ranges = ranges
+        self._condition = threading.Condition()
+        self._num_ahead = 0
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="pagedray-read-ahead", daemon=True)
+        self._thread.start()
+
+    def note_read(self, num_bytes: int) -> None:
+        """Count bytes that are being read; any thread may call this."""
+        with self._condition:
+            self._num_ahead -= num_bytes
+            # Rarely, since the woken thread takes a core from a reading thread.
+            if self._num_ahead < _FEW_BYTES:
+                self._condition.notify()
+
+    def close(self) -> None:
+        """End the thread; the descriptors may be closed then."""
+        with self._condition:
+            self._is_closed = True
+            self._condition.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        for part in self._ranges:
+            end = part.first_byte + part.num_bytes
+            for position in range(part.first_byte, end, _STEP_BYTES):
+                num_bytes = min(_STEP_BYTES, end - position)
+                with self._condition:
+                    if self._num_ahead >= _MOST_BYTES:
+                        self._condition.wait_for(self._asks_again)
+                    if self._is_closed:
+                        return
+                    self._num_ahead += num_bytes
+                os.posix_fadvise(part.descriptor, position, num_bytes, os.POSIX_FADV_WILLNEED)
+
+    def _asks_again(self) -> bool:
+        return self._is_closed or self._num_ahead < _FEW_BYTES
+
+
+def tensor_digest(name: str, entry: TensorEntry, reader: TensorReader) -> bytes:
+    """Return 32 bytes for a tensor's name, dtype, shape, and samples of its values.
+
+    All values would take long to read. The samples are at its beginning and its end, where
+    training may change a few rows only, and at equal distances between them. Raises OSError, and
+    CheckpointError if the file has become shorter.
+    """
+    num_bytes = math.prod(entry.shape) * ITEM_BYTES.get(entry.dtype, 0)
+    digest = hashlib.sha256(repr((name, entry.dtype, entry.shape)).encode())
+    for first in (*range(0, num_bytes, _DISTANCE_BYTES), max(0, num_bytes - _SAMPLE_BYTES)):
+        digest.update(reader.read(entry, first, min(_SAMPLE_BYTES, num_bytes - first)))
+    return digest.digest()

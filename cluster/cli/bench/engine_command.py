@@ -16,7 +16,7 @@ from rich.table import Table
 from cluster.cli.bench.datasets import WORKLOADS, RandomLengths, uniform_workload
 from cluster.cli.bench.flags import DEFAULT_NUM_PROMPTS, LENGTH_FLAGS
 from cluster.cli.text_llm import TextLLM
-from cluster.engine.options.engine_options import default_device
+from cluster.engine.engine_options import default_device
 from pagedray.errors import DeviceError, StartupError
 from pagedray.sampling_params import SamplingParams
 from pagedray.text import pluralize
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from cluster.cli.bench.datasets import EngineRequest, Workload
-    from cluster.engine.options.engine_options import EngineOptions
+    from cluster.engine.engine_options import EngineOptions
     from cluster.engine.stats import EngineStats
     from cluster.llm.llm import LLM
     from pagedray.rank_roofline import ExpertChoice, RankRoofline

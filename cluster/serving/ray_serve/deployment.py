@@ -13,7 +13,7 @@ import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
-from cluster.engine.options.engine_options import full_name
+from cluster.engine.engine_options import full_name
 from cluster.serving.http_app import build_http_app
 from cluster.serving.memory.tenant_bytes import BufferLimits
 from cluster.serving.ray_serve.carried_body import receive_carried
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ray.serve.grpc_util import RayServegRPCContext
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-    from cluster.engine.options.engine_options import EngineOptions
+    from cluster.engine.engine_options import EngineOptions
     from cluster.serving.continuation import Continuation
     from cluster.serving.inputs import Prompt
     from cluster.serving.responses.stored_responses import Action, Kept

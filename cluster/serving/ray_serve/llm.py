@@ -15,7 +15,7 @@ from dataclasses import fields
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from cluster.engine.options.vllm_options import own_options
+from cluster.engine.vllm_options import own_options
 from cluster.serving.http_app import build_http_app
 from cluster.serving.ray_serve.deployment import deployment_options
 from cluster.serving.ray_serve.options import ServeOptions, read_arguments

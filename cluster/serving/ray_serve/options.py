@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from cluster.engine.options.engine_options import EngineOptions
-from cluster.engine.options.option_values import checked_options
-from cluster.engine.options.vllm_option_notes import VLLM_NAMES
-from cluster.engine.options.vllm_options import own_options
+from cluster.engine.engine_options import EngineOptions
+from cluster.engine.vllm_options import VLLM_NAMES, checked_options, own_options
 from cluster.serving.reasoning.formats import ReasoningFormat
 from cluster.serving.telemetry.log_lines import LogFormat
 from cluster.serving.tools.tool_calls import ToolCallFormat

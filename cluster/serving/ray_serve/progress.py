@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.engine.faults.watchdog import ProgressClock
+from cluster.engine.watchdog import ProgressClock
 
 __all__ = ["ProgressWatch"]
 

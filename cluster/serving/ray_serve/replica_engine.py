@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from ray.util.placement_group import get_current_placement_group
 
+from cluster.engine.engine_options import engine_config
 from cluster.engine.frozen_heap import freeze_heap
 from cluster.engine.open_engine import open_engine
-from cluster.engine.options.engine_options import engine_config
 from cluster.serving.auth.authenticator import Authenticator
 from cluster.serving.auth.tenant import ANONYMOUS
 from cluster.serving.call_options import CallOptions

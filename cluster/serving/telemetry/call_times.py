@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import Histogram
 from prometheus_client.registry import Collector
 
-from cluster.engine.duration_histogram import DurationHistogram
+from cluster.engine.stats import DurationHistogram
 from cluster.serving.telemetry.engine_metrics import duration_family
 from cluster.serving.telemetry.load_history import LATENCY_BOUNDS_S
 

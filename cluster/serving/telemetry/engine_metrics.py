@@ -16,8 +16,7 @@ from prometheus_client.registry import Collector
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from cluster.engine.duration_histogram import HistogramSnapshot
-    from cluster.engine.stats import EngineStats
+    from cluster.engine.stats import EngineStats, HistogramSnapshot
     from cluster.scheduling.stats import SchedulerStats
     from cluster.serving.engine_client import EngineClient
 

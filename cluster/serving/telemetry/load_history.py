@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cluster.engine.duration_histogram import DurationHistogram, HistogramSnapshot
+from cluster.engine.stats import DurationHistogram, HistogramSnapshot
 from pagedray.errors import EngineError
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from cluster.cli.engine_flags import engine_options
 from cluster.cli.flag import read_object
 from cluster.cli.parser import OneLineParser, command_parser, make_parser
 from cluster.cli.vllm_flags import flag_notes, ignored_flags
-from cluster.engine.options.engine_options import EngineOptions
-from cluster.engine.options.vllm_option_notes import IGNORED, IGNORED_SWITCHES, REJECTED
+from cluster.engine.engine_options import EngineOptions
+from cluster.engine.vllm_options import IGNORED, IGNORED_SWITCHES, REJECTED
 from cluster.serving.auth.authenticator import Authenticator
 from pagedray.errors import AuthenticationError, StartupError
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import yaml
 
-from cluster.engine.options.engine_options import check_options
+from cluster.engine.engine_options import check_options
 from cluster.serving.ray_serve.options import read_arguments
 from tests.deploy.helm.chart import needs_helm, render_chart, run_helm
 from tests.deploy.quantity import parse_quantity

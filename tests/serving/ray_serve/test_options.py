@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cluster.engine.options.engine_options import EngineOptions
+from cluster.engine.engine_options import EngineOptions
 from cluster.serving.ray_serve.options import ServeOptions, read_arguments
 from pagedray.errors import StartupError
 

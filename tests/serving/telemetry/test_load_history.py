@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.engine.duration_histogram import DurationHistogram
+from cluster.engine.stats import DurationHistogram
 from cluster.serving.telemetry.load_history import LATENCY_BOUNDS_S, LoadRecorder
 from tests.serving.waiting import wait_until
 

@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from cluster.engine.controller import Controller
+from cluster.engine.engine_options import EngineOptions, engine_config
 from cluster.engine.open_engine import make_executor
-from cluster.engine.options.engine_options import EngineOptions, engine_config
 from cluster.serving.engine_client import EngineClient
 from cluster.serving.frontend_options import FrontendOptions
 from cluster.serving.frontends import Frontends

@@ -9,8 +9,8 @@ import psutil
 import pytest
 
 from cluster.engine.controller import Controller
+from cluster.engine.engine_options import EngineOptions, engine_config
 from cluster.engine.open_engine import open_engine
-from cluster.engine.options.engine_options import EngineOptions, engine_config
 from pagedray.request import FinishReason, Request
 from pagedray.sampling_params import SamplingParams
 from tests.fakes import RecordingSink, wait_for

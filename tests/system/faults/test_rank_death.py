@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.engine.ranks.ray_ranks import RayRanks
+from cluster.engine.ray_ranks import RayRanks
 from pagedray.errors import EngineError
 from tests.small_models.checkpoints import CASES, save_checkpoint
 from tests.system.rank_group import kill_after_steps, open_group, tokens_of

@@ -16,8 +16,8 @@ import transformers
 from msgspec.structs import replace
 
 import pagedray
-from cluster.engine.options.engine_options import EngineOptions
-from cluster.engine.options.vllm_options import own_options, token_count
+from cluster.engine.engine_options import EngineOptions
+from cluster.engine.vllm_options import own_options, token_count
 from cluster.llm.options import LLMOptions
 from pagedray import LLM, AsyncLLM, SamplingParams
 from pagedray.errors import InvalidRequestError, StartupError

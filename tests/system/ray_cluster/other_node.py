@@ -22,7 +22,7 @@ import psutil
 import ray
 from ray.cluster_utils import Cluster
 
-from cluster.engine.ranks import ray_executor, ray_ranks, ray_reports
+from cluster.engine import rank_channels, ray_executor, ray_ranks
 from pagedray import LLM, SamplingParams
 from pagedray.errors import DeviceError
 from pagedray.node_memory import MemoryAddress
@@ -112,7 +112,7 @@ def disturb(folder: str, fault: Callable[[LLM], None]) -> None:
     # Into the log of the test: where the seconds go.
     logging.getLogger("cluster").setLevel(logging.INFO)
     logging.basicConfig(format="%(asctime)s %(message)s")
-    ray_reports.ProgressBoard = FarBoard  # type: ignore[attr-defined]  # it is imported there
+    rank_channels.ProgressBoard = FarBoard  # type: ignore[attr-defined]  # it is imported there
     params = SamplingParams(max_tokens=900, temperature=0.0, ignore_eos=True)
     with (
         open_llm(folder, num_ranks=2, placement_strategy="PACK") as llm,

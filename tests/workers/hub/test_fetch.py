@@ -24,7 +24,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from cluster.engine.options.engine_options import EngineOptions, engine_config
+from cluster.engine.engine_options import EngineOptions, engine_config
 from pagedray.config import EngineConfig
 from pagedray.errors import CheckpointError
 from tests.downloads.faulty_server import Fault

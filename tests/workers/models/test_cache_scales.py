@@ -17,7 +17,7 @@ from tests.workers.reference import CPU, run
 from workers.models.decoder import Decoder
 from workers.models.families.registry import read_model_config
 from workers.parallel.group import SoloGroup
-from workers.weights.cache_format import with_cache_format
+from workers.weights.checkpoint import with_cache_format
 from workers.weights.load_weights import load_weights
 
 if TYPE_CHECKING:

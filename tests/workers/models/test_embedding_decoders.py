@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 from transformers import AutoModel, AutoModelForCausalLM
 
-from cluster.engine.options.engine_options import EngineOptions, engine_config
+from cluster.engine.engine_options import EngineOptions, engine_config
 from pagedray.batch import EmbedPlan, Pooling
 from pagedray.errors import CheckpointError, StartupError
 from tests.workers.models.encoder_reference import (

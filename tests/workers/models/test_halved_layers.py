@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from cluster.engine.options.engine_options import EngineOptions, engine_config
+from cluster.engine.engine_options import EngineOptions, engine_config
 from tests.small_models.quantized_checkpoints import save_compressed, save_wide
 from tests.workers.models.test_quantized_models import COMPRESSED
 from tests.workers.models.two_ranks import on_two_ranks
 from tests.workers.reference import loaded_model, reference_logits, run, save_checkpoint, token_ids
+from workers.embedding_worker import make_worker
 from workers.models import halved_layers
 from workers.models.decoder import Decoder
 from workers.models.step_attention import SelectedAttention
 from workers.parallel.group import SoloGroup
-from workers.parallel.group_factory import make_group
-from workers.worker_factory import make_worker
+from workers.parallel.process_group import make_group
 
 if TYPE_CHECKING:
     from collections.abc import Callable

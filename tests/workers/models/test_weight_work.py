@@ -17,8 +17,7 @@ from tests.workers.reference_cases import CASES
 from workers.models.decoder import Decoder
 from workers.models.families.registry import read_model_config
 from workers.parallel.group import SoloGroup
-from workers.weights.load_weights import load_weights
-from workers.weights.stored_experts import with_stored_experts
+from workers.weights.load_weights import load_weights, with_stored_experts
 
 if TYPE_CHECKING:
     from pathlib import Path

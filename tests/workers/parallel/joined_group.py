@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from workers.parallel.group_factory import make_group
+from workers.parallel.process_group import make_group
 from workers.parallel.rendezvous import LOOPBACK
 
 if TYPE_CHECKING:

@@ -19,13 +19,13 @@ import torch
 
 from attention.kernels.triton.sums import one_shot_all_reduce
 from attention.kernels.triton.token_rows import add_norm
-from workers.parallel.group_factory import make_group
+from workers.parallel.peer_memory import RowShape
+from workers.parallel.process_group import make_group
 from workers.parallel.rendezvous import LOOPBACK
-from workers.parallel.row_shape import RowShape
 
 if TYPE_CHECKING:
+    from workers.parallel.all_reduce import OneShotAllReduce
     from workers.parallel.group import ParallelGroup
-    from workers.parallel.one_shot import OneShotAllReduce
     from workers.parallel.pending_sum import PendingSum
 
 DEVICE = torch.device("cuda", 0)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from workers.parallel.peer_sums import PeerSums
-from workers.parallel.row_shape import RowShape
+from workers.parallel.all_reduce import PeerSums
+from workers.parallel.peer_memory import RowShape
 
 ROOT = Path(__file__).parents[3]
 

@@ -21,8 +21,7 @@ from tests.workers.parallel.joined_group import join_group
 from tests.workers.reference import CPU, reference_logits, save_checkpoint
 from tests.workers.reference_cases import CASES, EXPERT_PARALLEL_CASES, TWO_RANK_CASES
 from workers.parallel.group import GroupBrokenError, ParallelGroup, SoloGroup
-from workers.parallel.group_factory import make_group
-from workers.parallel.process_group import _choose_nccl_interface
+from workers.parallel.process_group import _choose_nccl_interface, make_group
 from workers.parallel.rendezvous import LOOPBACK, FileRendezvous, GroupAddress
 
 ROOT = Path(__file__).parents[3]

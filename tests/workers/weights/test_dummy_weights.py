@@ -13,8 +13,7 @@ from tests.workers.weights.small_checkpoint import CASE, UNTIED, decoder_of
 from workers.layers.weight import WeightShard
 from workers.models.families.registry import read_model_config
 from workers.parallel.group import SoloGroup
-from workers.weights.dummy_tensors import DummyTensors
-from workers.weights.load_weights import fill_shards, load_weights
+from workers.weights.load_weights import DummyTensors, fill_shards, load_weights
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,7 +33,7 @@ def test_dummy_weights_do_not_depend_on_the_ranks(size: int, tmp_path: Path) -> 
 
 
 def test_dummy_weights_cross_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.weights.dummy_tensors._CHUNK_ELEMENTS", 30)
+    monkeypatch.setattr("workers.weights.load_weights._CHUNK_ELEMENTS", 30)
     whole, part = torch.zeros(11, 7), torch.zeros(4, 5)
     DummyTensors(1).fill_shard(
         WeightShard(name="w", shape=(11, 7), part=(slice(None), slice(None)), target=whole)

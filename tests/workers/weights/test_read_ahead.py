@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 from workers.layers.weight import WeightShard
-from workers.weights import read_ahead
+from workers.weights import tensor_reader
 from workers.weights.checkpoint import Checkpoint
-from workers.weights.read_ahead import FileRange, ReadAhead
+from workers.weights.tensor_reader import FileRange, ReadAhead
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,9 +49,9 @@ class Advice:
 def advice(monkeypatch: pytest.MonkeyPatch) -> Iterator[Advice]:
     advice = Advice()
     monkeypatch.setattr(os, "posix_fadvise", advice.ask)
-    monkeypatch.setattr(read_ahead, "_STEP_BYTES", 4)
-    monkeypatch.setattr(read_ahead, "_MOST_BYTES", 16)
-    monkeypatch.setattr(read_ahead, "_FEW_BYTES", 8)
+    monkeypatch.setattr(tensor_reader, "_STEP_BYTES", 4)
+    monkeypatch.setattr(tensor_reader, "_MOST_BYTES", 16)
+    monkeypatch.setattr(tensor_reader, "_FEW_BYTES", 8)
     yield advice
     assert not any(thread.name == "pagedray-read-ahead" for thread in threading.enumerate())
 
@@ -90,7 +90,7 @@ def test_closing_ends_a_thread_that_waits(advice: Advice) -> None:
 def test_a_checkpoint_asks_for_what_its_shards_read(
     advice: Advice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(read_ahead, "_MOST_BYTES", 2**20)
+    monkeypatch.setattr(tensor_reader, "_MOST_BYTES", 2**20)
     tensors = {"a": torch.randn(40, 6), "b": torch.randn(9), "c": torch.randn(7, 5)}
     save_file(tensors, tmp_path / "model.safetensors")
     shards = [

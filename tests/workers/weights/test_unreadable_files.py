@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.engine.options.generation_config import sampling_defaults
+from cluster.engine.engine_options import sampling_defaults
 from cluster.serving.text.tokenizer import Tokenizer
 from cluster.serving.validation.sentence_prompts import SentencePrompts
 from pagedray.errors import CheckpointError

@@ -142,7 +142,7 @@ def test_columns_are_read_to_their_place(
 
     read = os.preadv
     if most_bytes is not None:
-        monkeypatch.setattr("workers.weights.columns.os.preadv", read_less)
+        monkeypatch.setattr("workers.weights.tensor_reader.os.preadv", read_less)
     stored = torch.randn(1200, 1000)
     save_file({"a": stored}, tmp_path / "model.safetensors")
     part = (slice(7, 1190), columns)

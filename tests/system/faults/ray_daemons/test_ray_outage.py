@@ -33,7 +33,7 @@ POLLING = "ray_listen_error_messages"
 KILL_GCS = """
 import json, os, threading, time
 import psutil, ray
-from cluster.engine.ray_cluster.ray_health import RayHealth
+from cluster.engine.ray_health import RayHealth
 
 def show_threads():
     print(json.dumps([thread.name for thread in threading.enumerate()]), flush=True)

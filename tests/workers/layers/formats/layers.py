@@ -11,8 +11,7 @@ from pagedray.weight_format import FormatRule, Quantization
 from workers.layers.linear import ColumnParallelLinear, Columns, RowParallelLinear
 from workers.parallel.group import SoloGroup
 from workers.weights.checkpoint import Checkpoint
-from workers.weights.finite_tensors import FiniteTensors
-from workers.weights.load_weights import fill_shards
+from workers.weights.load_weights import FiniteTensors, fill_shards
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -18,7 +18,7 @@ from tests.workers.models.families.config_json import SHAPE, read_config, writte
 from tests.workers.reference import loaded_model, reference_logits, run, save_checkpoint
 from workers.models.families.registry import read_model_config
 from workers.parallel.group import SoloGroup
-from workers.weights.stored_head import with_stored_head
+from workers.weights.load_weights import with_stored_head
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -22,7 +22,7 @@ from tests.workers.reference import (
 from workers.decoder_worker import DecoderWorker
 from workers.models.families.registry import read_model_config
 from workers.parallel.group import SoloGroup
-from workers.weights.stored_head import with_stored_head
+from workers.weights.load_weights import with_stored_head
 
 if TYPE_CHECKING:
     from pathlib import Path

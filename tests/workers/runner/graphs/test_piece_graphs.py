@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from cluster.engine.options.engine_options import EngineOptions, engine_config
+from cluster.engine.engine_options import EngineOptions, engine_config
 from pagedray import LLM, SamplingParams
 from pagedray.batch import SequencePlan, SequenceStart, StepPlan, pack_token_ids
 from tests.small_models.checkpoints import save_word_tokenizer

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from cluster.engine.options.engine_options import EngineOptions, engine_config
+from cluster.engine.engine_options import EngineOptions, engine_config
 from tests.small_models.checkpoints import CASES, save_checkpoint
 from workers.runner.kept_pool.pool_mapper import PoolOrigin
 

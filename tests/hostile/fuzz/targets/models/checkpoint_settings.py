@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from cluster.engine.options.generation_config import sampling_defaults
+from cluster.engine.engine_options import sampling_defaults
 from cluster.serving.validation.sentence_modules import longest_text
 from cluster.serving.validation.sentence_prompts import SentencePrompts
 from pagedray.errors import CheckpointError

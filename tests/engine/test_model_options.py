@@ -1,0 +1,276 @@
+"""Options that name a model, its revision and tokenizer, and that replace fields of its files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cluster.engine.engine_options import EngineOptions, engine_config, full_name
+from cluster.engine.vllm_options import engine_options, own_options
+from pagedray.errors import StartupError
+from tests.system.server_process import TINY_LLAMA
+from workers.models.families.registry import read_model_config
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+COMMIT = "a" * 40
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+OPTIONS = EngineOptions(device="cpu", executor="local")
+TEXT = json.loads((TINY_LLAMA / "config.json").read_text())
+# As transformers 4 wrote it.
+OLD_TEXT = {name: value for name, value in TEXT.items() if name != "rope_parameters"} | {
+    "rope_theta": 5e4
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "expected"),
+    [
+        ("org/name", {}, "org/name"),
+        ("org/name", {"revision": "main"}, "org/name@main"),
+        ("org/name", {"revision": COMMIT}, f"org/name@{COMMIT}"),
+        ("org/name@v1", {"revision": "v1"}, "org/name@v1"),
+        ("org/name", {"tokenizer": "org/name"}, "org/name"),
+        ("org/name", {"tokenizer": "org/name@v1", "revision": "v1"}, "org/name@v1"),
+        ("org/name", {"tokenizer_revision": "main"}, "org/name"),
+        ("org/name", {"tokenizer_revision": "v1", "revision": "v1"}, "org/name@v1"),
+        ("org/name@v1", {"tokenizer_revision": "v1"}, "org/name@v1"),
+        (str(TINY_LLAMA), {"revision": "main", "tokenizer": str(TINY_LLAMA)}, str(TINY_LLAMA)),
+        (TINY_LLAMA, {"tokenizer": f"{TINY_LLAMA}/"}, TINY_LLAMA),
+        ("/on/other/nodes", {"revision": "main"}, "/on/other/nodes"),
+    ],
+)
+def test_the_name_of_a_model_has_its_revision(
+    model: str | Path, options: dict[str, Any], expected: str | Path
+) -> None:
+    assert full_name(model, EngineOptions(**options)) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"revision": "v2"}, "org/name@v1 names another revision than revision v2; use one."),
+        ({"tokenizer": "org/other"}, "tokenizer org/other is not supported: the tokenizer is read"),
+        ({"tokenizer_revision": "v2"}, "tokenizer_revision v2 is not supported: the tokenizer is"),
+    ],
+)
+def test_another_name_is_rejected(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(StartupError) as caught:
+        full_name("org/name@v1", EngineOptions(**options))
+    assert str(caught.value).startswith(text)
+
+
+def folder_with(path: Path, text: Mapping[str, object]) -> Path:
+    """Return a copy of the tiny model with another config.json."""
+    shutil.copytree(TINY_LLAMA, path, ignore=shutil.ignore_patterns("config.json", "*.safetensors"))
+    (path / "config.json").write_text(json.dumps(text))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "same_as"),
+    [
+        (TEXT, {"rope_scaling": YARN}, {"rope_parameters": YARN | {"rope_theta": 1e4}}),
+        (TEXT, {"rope_scaling": LINEAR}, {"rope_parameters": LINEAR | {"rope_theta": 1e4}}),
+        (TEXT, {"rope_parameters": YARN}, {"rope_parameters": YARN | {"rope_theta": 1e4}}),
+        (TEXT, {"rope_parameters": YARN | {"rope_theta": 7.0}},
+         {"rope_parameters": YARN | {"rope_theta": 7.0}}),
+        (TEXT, {"rope_theta": 9e4}, {"rope_parameters": {"rope_theta": 9e4}}),
+        (TEXT, {"rope_theta": 9e4, "rope_scaling": YARN},
+         {"rope_parameters": YARN | {"rope_theta": 9e4}}),
+        (TEXT | {"rope_parameters": YARN}, {"rope_scaling": None}, {"rope_parameters": {}}),
+        (TEXT, {"max_position_embeddings": 512}, {"max_position_embeddings": 512}),
+        (TEXT, {"num_hidden_layers": 2}, {"num_hidden_layers": 2}),
+        (OLD_TEXT, {"rope_scaling": YARN}, {"rope_scaling": YARN}),
+        (OLD_TEXT, {"rope_parameters": YARN}, {"rope_scaling": YARN}),
+        (OLD_TEXT, {"rope_theta": 9e4}, {"rope_theta": 9e4}),
+        (OLD_TEXT | {"rope_scaling": LINEAR}, {"rope_parameters": YARN}, {"rope_scaling": YARN}),
+        (OLD_TEXT | {"rope_scaling": LINEAR}, {"rope_scaling": None}, {"rope_scaling": None}),
+        (OLD_TEXT | {"rope_scaling": LINEAR | {"rope_theta": 2.0}}, {"rope_theta": 9e4},
+         {"rope_theta": 9e4, "rope_scaling": LINEAR}),
+    ],
+)  # fmt: skip
+def test_overrides_are_as_if_the_file_had_them(
+    tmp_path: Path, text: dict[str, Any], overrides: dict[str, Any], same_as: dict[str, Any]
+) -> None:
+    found = read_model_config(folder_with(tmp_path / "a", text), overrides=overrides)
+    expected = read_model_config(folder_with(tmp_path / "b", text | same_as))
+    assert found != read_model_config(tmp_path / "a")
+    assert replace(found, folder=Path(), name="") == replace(expected, folder=Path(), name="")
+
+
+PUBLISHED = Path(__file__).parents[1] / "workers" / "models" / "families" / "published"
+MROPE_YARN = {
+    "mrope_interleaved": True,
+    "mrope_section": [24, 20, 20],
+    "rope_type": "yarn",
+    "factor": 3.0,
+    "original_max_position_embeddings": 262144,
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides", "max_positions"),
+    [
+        ("qwen3-vl-4b", {"rope_scaling": MROPE_YARN}, 3 * 262144),
+        ("qwen3-vl-4b", {"rope_parameters": MROPE_YARN}, 3 * 262144),
+        ("qwen3-vl-4b", {"rope_theta": 1e7}, 262144),
+        ("qwen3-vl-4b", {"max_position_embeddings": 4096}, 4096),
+        ("gemma-3-27b", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, 131072),
+        ("gemma-3-27b", {"rope_theta": 5e5}, 131072),
+        ("gemma-3-27b", {"sliding_window": 512}, 131072),
+    ],
+)
+def test_overrides_of_the_text_model(
+    tmp_path: Path, model: str, overrides: dict[str, Any], max_positions: int
+) -> None:
+    text = json.loads((PUBLISHED / f"{model}.json").read_text())["config"]
+    folder = folder_with(tmp_path / "a", text)
+    given = read_model_config(folder, overrides={"text_config": overrides})
+    if "rope" in "".join(overrides):
+        assert given == read_model_config(folder, overrides=overrides)
+    edited = overrides | {"rope_scaling": overrides.get("rope_parameters")}
+    if "rope_parameters" not in overrides:
+        edited = overrides
+    text["text_config"] |= edited
+    text["text_config"].pop("rope_parameters", None)
+    expected = read_model_config(folder_with(tmp_path / "b", text))
+    assert replace(given, folder=Path(), name="") == replace(expected, folder=Path(), name="")
+    assert given.max_positions == max_positions
+    assert given != read_model_config(tmp_path / "a")
+
+
+def test_yarn_extends_the_context() -> None:
+    found = [
+        engine_config(TINY_LLAMA, options)
+        for options in (
+            replace(OPTIONS, hf_overrides={"rope_scaling": YARN}, max_model_len=4096),
+            replace(engine_options({"rope_scaling": YARN, "max_model_len": "4K"}), device="cpu"),
+        )
+    ]
+    assert [one.max_model_len for one in found] == [4096, 4096]
+    assert {one.model.rope and one.model.rope.kind for one in found} == {"yarn"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        ({"attention_chunk": 3}, "attention_chunk is not a field of LlamaForCausalLM"),
+        ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, "rope_type must be one of"),
+        ({"rope_scaling": YARN | {"magic": 1}}, "magic is not a field"),
+        ({"rope_scaling": 3}, "rope_scaling must be an object, not 3"),
+        ({"rope_scaling": YARN, "rope_parameters": LINEAR}, "cannot be overridden with rope_param"),
+        ({"num_hidden_layers": "x"}, "num_hidden_layers must be an integer"),
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
+    ],
+)
+def test_overrides_that_are_not_understood_are_rejected_by_name(
+    overrides: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(StartupError, match=text):
+        engine_config(TINY_LLAMA, replace(OPTIONS, hf_overrides=overrides))
+
+
+def test_defaults_of_requests_may_be_overridden(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path / "a", TEXT)
+    (folder / "generation_config.json").write_text('{"temperature": 0.7, "top_k": 20}')
+    given: dict[str, object] = {"temperature": 0.6, "top_k": None, "min_p": 0.1}
+    for source, expected in (
+        ("auto", {"temperature": 0.6, "min_p": 0.1}),
+        ("none", {"temperature": 0.6, "min_p": 0.1}),
+    ):
+        options = replace(OPTIONS, generation_config=source, override_generation_config=given)
+        assert dict(engine_config(folder, options).sampling_defaults) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"max_new_tokens": 9}, "override_generation_config.max_new_tokens is not supported: the"),
+        ({"temperature": "hot"}, "override_generation_config: temperature must be a number"),
+        ({"top_p": 2}, "override_generation_config: top_p must be"),
+    ],
+)
+def test_other_defaults_are_rejected(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(StartupError) as caught:
+        engine_config(TINY_LLAMA, replace(OPTIONS, override_generation_config=given))
+    assert str(caught.value).startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"runner": "auto", "convert": "auto"}, "generate"),
+        ({"runner": "generate"}, "generate"),
+        ({"runner": "pooling"}, "embed"),
+        ({"runner": "pooling", "convert": "embed"}, "embed"),
+        ({"convert": "embed", "runner": "pooling"}, "embed"),
+        ({"convert": "none", "task": "embedding"}, "embed"),
+    ],
+)
+def test_runner_and_convert_are_the_task(given: dict[str, object], expected: str) -> None:
+    options = replace(engine_options(given), device="cpu")
+    assert engine_config(TINY_LLAMA, options).model.task == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("FLASH_ATTN", "auto"),
+        ("flash_attn", "auto"),
+        ("TRITON_ATTN", "auto"),
+        ("FLASHMLA", "auto"),
+        ("FLASHINFER_MLA", "auto"),
+        ("CUTLASS_MLA", "auto"),
+        ("FLEX_ATTENTION", "auto"),
+        ("TREE_ATTN", "auto"),
+        ("ROCM_AITER_FA_ATTN", "auto"),
+        ("PALLAS", "auto"),
+        ("FLASHINFER", "flashinfer"),
+        ("TORCH_SDPA", "torch_sdpa"),
+        ("XFORMERS", "xformers"),
+        ("hybrid", "hybrid"),
+        ("DUAL_CHUNK_FLASH_ATTN", "DUAL_CHUNK_FLASH_ATTN"),
+    ],
+)
+def test_attention_backends_of_vllm_are_ours_or_automatic(
+    name: str, expected: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    options = replace(engine_options({"attention_backend": name}), device="cpu")
+    assert engine_config(TINY_LLAMA, options).attention_backend == expected
+    line = f"attention_backend {name} has no effect: auto selects the fastest backend"
+    assert (line in caplog.text) == (expected == "auto")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"distributed_executor_backend": "mp"}, "local"),
+        ({"distributed_executor_backend": "mp", "tensor_parallel_size": 2}, "ray"),
+        ({"executor": "mp", "tensor_parallel_size": "2"}, "ray"),
+        ({"distributed_executor_backend": "uni"}, "local"),
+        ({"distributed_executor_backend": "ray"}, "ray"),
+    ],
+)
+def test_several_ranks_run_on_ray(given: dict[str, object], expected: str) -> None:
+    assert own_options(given)["executor"] == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"rope_scaling": YARN, "rope_theta": 1e6}, {"rope_scaling": YARN, "rope_theta": 1e6}),
+        ({"rope_theta": 5.0, "hf_overrides": {"a": 1}}, {"a": 1, "rope_theta": 5.0}),
+        ({"hf_overrides": '{"a": {"b": [1]}}', "rope_scaling": None}, {"a": {"b": [1]}}),
+    ],
+)
+def test_rope_options_are_overrides(given: dict[str, object], expected: object) -> None:
+    assert engine_options(given).hf_overrides == expected
